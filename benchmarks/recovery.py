@@ -183,12 +183,12 @@ class _Cluster:
         time.sleep(self._source.uniform(0.0, median(self.calm_s)))
 
     def _next(self, name: str) -> Event:
-        event = self._coordinator.wait_for(name, lambda e: e.name == name, since=self._since)
+        event = self._coordinator.wait_for(name, lambda e: e.name == name, start=self._since)
         self._since = self._coordinator.events.index(event, self._since) + 1
         return event
 
     def _first(self, name: str, since: int) -> float:
-        return self._coordinator.wait_for(name, lambda e: e.name == name, since=since).at_s
+        return self._coordinator.wait_for(name, lambda e: e.name == name, start=since).at_s
 
 
 def measure(case: Case, kills: int, seed: int = 1) -> Measurement:

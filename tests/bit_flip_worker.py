@@ -21,13 +21,13 @@ ELEMENT = 3
 def flip(at_step: int) -> None:
     begin = Engine.__init__
 
-    def begin_flipping(self: Engine, factory: Any, emit: Any, *others: Any, **named: Any) -> None:
+    def begin_flipping(self: Engine, factory: Any, emit: Any, *others: Any, **options: Any) -> None:
         def flipped(event: Any) -> None:
             if isinstance(event, BlockSum) and event.step_id.step == at_step and event.block == 0:
                 event.values.view(np.uint32)[ELEMENT] ^= 1 << 18
             emit(event)
 
-        begin(self, factory, flipped, *others, **named)
+        begin(self, factory, flipped, *others, **options)
 
     Engine.__init__ = begin_flipping  # type: ignore[method-assign]
 

@@ -1,6 +1,6 @@
 """A machine booted by systemd, with this checkout installed as the units expect it.
 
-It is a systemd-nspawn container whose root file system is this machine's below a tmpfs that takes
+It is a systemd-nspawn container. Its root file system is this machine's below a tmpfs that takes
 all changes, so it starts within seconds and leaves nothing behind. Tests wait for entries of its
 journal, never for a time.
 """
@@ -28,7 +28,7 @@ import pytest
 from tests.cluster import PATIENCE_S, ROOT
 
 INSTALLED: Final = "/usr/local/lib/samestep"
-"""Where the units look for the two commands."""
+"""Directory where the units expect the two commands."""
 COORDINATOR_HOME: Final = "/var/lib/samestep-coordinator"
 _SET_UP: Final = """
 set -eu
@@ -67,7 +67,7 @@ exec {python} -m {module} "$@"
 
 
 class Machine:
-    """Make one with `booted_machine`."""
+    """A booted container; create it with `booted_machine`."""
 
     def __init__(self, leader: int) -> None:
         self.leader = leader
@@ -83,43 +83,45 @@ class Machine:
         self._reader.start()
 
     def run(self, *command: str, check: bool = True) -> str:
-        """A command there, as root; what it prints."""
-        done = subprocess.run(
+        """Run a command in the container as root and return its output."""
+        completed = subprocess.run(
             [*self._enter, *command],
             env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "SAMESTEP_HOME": COORDINATOR_HOME},
             capture_output=True, text=True, check=False, timeout=PATIENCE_S,
         )  # fmt: skip
-        assert done.returncode == 0 or not check, f"{command}: {done.stderr}\n{self.journal()}"
-        return done.stdout.strip()
+        assert completed.returncode == 0 or not check, (
+            f"{command}: {completed.stderr}\n{self.journal()}"
+        )
+        return completed.stdout.strip()
 
     def path(self, path: str) -> Path:
-        """A file there, as seen from here."""
+        """Return the path of a container file as this machine sees it."""
         return self._root / path.lstrip("/")
 
     def write(self, path: str, text: str, mode: int = 0o644) -> None:
-        """A file there."""
+        """Write a file in the container."""
         target = self.path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
         target.chmod(mode)
 
     def show(self, unit: str, name: str) -> str:
-        """A unit's property."""
+        """Return a property of a unit."""
         return self.run("systemctl", "show", "--property", name, "--value", unit)
 
     def now(self) -> int:
-        """A place in the journal, for `wait_for`."""
+        """Return a position in the journal, for `wait_for`."""
         return len(self._entries)
 
-    def wait_for(self, since: int = 0, **fields: str) -> dict[str, Any]:
-        """The first entry after that place with these fields; MESSAGE need only begin so."""
+    def wait_for(self, start: int = 0, **fields: str) -> dict[str, Any]:
+        """Wait for the first entry after that position with these fields; MESSAGE is a prefix."""
 
         def fits(entry: dict[str, Any]) -> bool:
-            beginning = str(entry.get("MESSAGE")).startswith(fields.get("MESSAGE", ""))
+            has_prefix = str(entry.get("MESSAGE")).startswith(fields.get("MESSAGE", ""))
             rest = {name: text for name, text in fields.items() if name != "MESSAGE"}
-            return beginning and rest.items() <= entry.items()
+            return has_prefix and rest.items() <= entry.items()
 
-        looked_at, entry = since, None
+        looked_at, entry = start, None
 
         def found() -> bool:
             nonlocal looked_at, entry
@@ -130,25 +132,25 @@ class Machine:
 
         with self._changed:
             self._changed.wait_for(found, PATIENCE_S)
-        assert entry is not None, f"no {fields} in the journal:\n{self.journal(since)}"
+        assert entry is not None, f"no {fields} in the journal:\n{self.journal(start)}"
         return entry
 
     def wait_for_status(self, unit: str, pattern: str) -> None:
-        """Until its status text begins so; there is no event for that, so it is asked again."""
+        """Poll until the unit's status text matches: there is no event for it."""
         deadline_s = time.monotonic() + PATIENCE_S
         while not re.match(pattern, status := self.show(unit, "StatusText")):
             assert time.monotonic() < deadline_s, f"{unit} says {status!r}"
             time.sleep(0.1)
 
-    def journal(self, since: int = 0) -> str:
-        """Its lines, for a failing test's text."""
+    def journal(self, start: int = 0) -> str:
+        """Return journal lines, for the text of a failing test."""
         return "\n".join(
             f"{entry.get('SYSLOG_IDENTIFIER', '?')}: {entry.get('MESSAGE')}"
-            for entry in self._entries[since:]
+            for entry in self._entries[start:]
         )
 
     def close(self) -> None:
-        """The machine has ended: so does what was read of it."""
+        """Stop the machine and the reader of its journal."""
         self._reader.join()
         self._follower.wait()
 
@@ -157,7 +159,7 @@ class Machine:
         with self._follower.stdout as lines:
             for line in lines:
                 if not line.endswith("\n"):
-                    return  # the machine has ended while it was told
+                    return  # the machine ended while the journal was read
                 with self._changed:
                     self._entries.append(json.loads(line))
                     self._changed.notify_all()
@@ -168,16 +170,16 @@ def booted_machine(
     directory: Path,
     name: str = "lab",
     *,
-    bare: Mapping[Path, str] | None = None,
+    mounts: Mapping[Path, str] | None = None,
     network: Path | None = None,
 ) -> Iterator[Machine]:
-    """Boot one; skips the test where none can be had.
+    """Boot a machine; skip the test where none can be booted.
 
     Args:
-        directory: One to work in; the machine's name is not taken there.
+        directory: Working directory; the machine's name must not be in use there.
         name: Its host name.
-        bare: Nothing of samestep is installed; these directories of this machine are seen there.
-        network: The file of the network namespace that it is in; None for one of its own.
+        bare: Directories of this machine that are mounted there; samestep is not installed.
+        network: File of the network namespace to join; None for a new one.
     """
     if os.geteuid() != 0:
         pytest.skip("no machine can be booted here: only root may mount its file system")
@@ -188,13 +190,15 @@ def booted_machine(
     base.mkdir()
     files = directory / f"{name}.files"
     _lay_out(files, name)
-    if bare is None:
+    if mounts is None:
         _install(files)
     binds = (
-        _binds() if bare is None else [f"--bind-ro={here}:{there}" for here, there in bare.items()]
+        _binds()
+        if mounts is None
+        else [f"--bind-ro={host_path}:{guest_path}" for host_path, guest_path in mounts.items()]
     )
     notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    # By a path: an abstract name would be of this network namespace alone.
+    # A path: an abstract socket name is visible in this network namespace only.
     notices.bind(str(directory / f"{name}.notify"))
     enter = ["nsenter", f"--net={network}"] if network is not None else []
     own_network = ["--private-network"] if network is None else []
@@ -209,12 +213,12 @@ def booted_machine(
     )  # fmt: skip
     leader, machine = 0, None
     try:
-        with notices:  # and no longer: a socket that is not read would stop systemd there
+        with notices:  # and no longer: an unread socket would block systemd there
             leader = _leader(nspawn, notices)
         machine = Machine(leader)
         yield machine
     finally:
-        # Without its first process the machine is no more.
+        # When its first process ends, the machine is gone.
         with contextlib.suppress(ProcessLookupError):
             os.kill(leader or nspawn.pid, signal.SIGKILL)
         nspawn.communicate()
@@ -224,7 +228,7 @@ def booted_machine(
 
 
 def _remove_control_groups(name: str) -> None:
-    """Nothing runs in them any more; one that is still busy does no harm."""
+    """Remove the machine's control groups; a busy one does no harm."""
     for hierarchy in ("", "unified", "systemd"):
         for path, _, _ in os.walk(Path("/sys/fs/cgroup", hierarchy, name), topdown=False):
             with contextlib.suppress(OSError):
@@ -232,7 +236,7 @@ def _remove_control_groups(name: str) -> None:
 
 
 def _leader(nspawn: subprocess.Popen[str], notices: socket.socket) -> int:
-    """The number of its first process, once systemd has booted there."""
+    """Return the process number of its init, once systemd has booted."""
     assert nspawn.stdout is not None
     leader, ready = 0, False
     notices.settimeout(1.0)
@@ -254,7 +258,7 @@ def _leader(nspawn: subprocess.Popen[str], notices: socket.socket) -> int:
 
 
 def _lay_out(files: Path, name: str) -> None:
-    """What is copied into its file system."""
+    """Write the files that are copied into its file system."""
     units = files / "etc/systemd/system"
     units.mkdir(parents=True)
     (units / "samestep-test.target").write_text(_TARGET)
@@ -266,7 +270,7 @@ def _lay_out(files: Path, name: str) -> None:
 
 
 def _install(files: Path) -> None:
-    """This checkout, by the interpreter and the packages that run the tests."""
+    """Install this checkout with the interpreter and packages that run the tests."""
     for unit in (ROOT / "deploy/systemd").glob("*.service"):
         shutil.copy(unit, files / "etc/systemd/system")
     commands = files / INSTALLED.lstrip("/") / "bin"
@@ -278,16 +282,19 @@ def _install(files: Path) -> None:
 
 
 def _python() -> str:
-    """The interpreter's name there: /usr is as here, another prefix may be in someone's home."""
-    here = os.path.realpath(sys.executable)
+    """Return the interpreter's path there: /usr is shared, another prefix may be in someone's
+    home."""
+    host_path = os.path.realpath(sys.executable)
     if sys.base_prefix == "/usr":
-        return here
-    return f"{INSTALLED}/python/{os.path.relpath(here, sys.base_prefix)}"
+        return host_path
+    return f"{INSTALLED}/python/{os.path.relpath(host_path, sys.base_prefix)}"
 
 
 def _binds() -> list[str]:
-    """Directories of this machine that are seen there; nothing there can change them."""
+    """Return the directories of this machine that are mounted read-only."""
     bound = {ROOT: "source", sysconfig.get_path("purelib"): "site-packages"}
     if sys.base_prefix != "/usr":
         bound[sys.base_prefix] = "python"
-    return [f"--bind-ro={here}:{INSTALLED}/{there}" for here, there in bound.items()]
+    return [
+        f"--bind-ro={host_path}:{INSTALLED}/{guest_path}" for host_path, guest_path in bound.items()
+    ]

@@ -1,4 +1,4 @@
-"""A user's task with a fault: it has everything that a task needs, but cannot be built."""
+"""A user's task with a fault: it has every part of a task, but cannot be built."""
 
 from __future__ import annotations
 

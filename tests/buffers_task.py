@@ -1,4 +1,4 @@
-"""A user's task whose forward changes buffers: BatchNorm and its counter, with a loss of a whole
+"""A user's task whose forward changes buffers: BatchNorm with its counter, and a loss per
 microbatch."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Normed:
 
 
 def _loss(module: Any, arrays: Mapping[str, Any]) -> torch.Tensor:
-    """Each sample is to be found among those of its microbatch."""
+    """Classify each sample among those of its microbatch."""
     rows = functional.normalize(module(arrays["x"]), dim=1)
     target = torch.arange(len(rows), device=rows.device)
     return functional.cross_entropy(rows @ functional.normalize(arrays["x"], dim=1).T, target)

@@ -1,6 +1,6 @@
 """A coordinator and workers as real processes on loopback, for tests that disturb them.
 
-Nothing here waits for a time to pass: it waits for lines of the coordinator's event stream.
+Nothing here waits for a fixed time: it waits for lines of the coordinator's event stream.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RUNS = ROOT / "deploy" / "runs"
 
 
 class Hold:
-    """Where a worker waits in the middle of a run: see `Cluster.held_worker`."""
+    """A worker waits here in the middle of a run: see `Cluster.held_worker`."""
 
     def __init__(self) -> None:
         self._door = socket.create_server(("127.0.0.1", 0))
@@ -35,13 +35,14 @@ class Hold:
         return int(self._door.getsockname()[1])
 
     def reached(self) -> int:
-        """Wait until the worker is there; the step, of which it has computed nothing."""
+        """Wait until the worker reaches a step of the list; return the step, of which it has
+        computed nothing."""
         self._caller, _ = self._door.accept()
         with self._caller.makefile("rb") as lines:
             return int(lines.readline())
 
     def release(self) -> None:
-        """It goes on."""
+        """Let the worker continue."""
         assert self._caller is not None, "it was not waited for"
         self._caller.close()
 
@@ -52,10 +53,10 @@ class Hold:
 
 
 class Cluster:
-    """One coordinator process; workers are started as the test needs them.
+    """A coordinator process; tests start workers as they need them.
 
-    Use it as a context manager: at the end whatever still runs is killed. The arguments are those
-    of `tests.processes.start`.
+    Use it as a context manager: at its end all remaining processes are killed. The arguments are
+    those of `tests.processes.start`.
     """
 
     def __init__(
@@ -120,8 +121,9 @@ class Cluster:
         self, name: str, steps: int | str, *arguments: str,
         environment: Mapping[str, str] | None = None,
     ) -> Hold:  # fmt: skip
-        """Start a worker that waits in this step, or in a later one, with none of its subtrees
-        computed: the run cannot be over before the test has done what it is about. `4,8`: twice."""
+        """Start a worker that waits in this step, or a later one, before it computes any of its
+        subtrees. The run
+        cannot end before the test has done its work. With `4,8` it waits twice."""
         hold = Hold()
         self._holds.append(hold)
         self.workers[name] = start(
@@ -132,25 +134,25 @@ class Cluster:
         return hold
 
     def wait_for(
-        self, event: str, nth: int = 1, *, since: int = 0, from_step: int = 0, **fields: object
+        self, event: str, nth: int = 1, *, start: int = 0, from_step: int = 0, **fields: object
     ) -> dict[str, Any]:
-        """The first (or nth) event of this kind with these fields.
+        """Return the first (or nth) event of this kind with these fields.
 
         Args:
             event: Its kind.
-            nth: How many such there are to be.
-            since: A place from `mark`; those before it do not count.
-            from_step: Those of earlier steps do not count.
-            fields: What it has to say.
+            nth: Number of matching events to wait for.
+            since: A position from `mark`; earlier events do not count.
+            from_step: Events of earlier steps do not count.
+            fields: Fields that it must have.
         """
 
         def fits(each: dict[str, Any]) -> bool:
-            fitting = each["event"] == event and fields.items() <= each.items()
-            return fitting and (not from_step or each["step"] >= from_step)
+            candidates = each["event"] == event and fields.items() <= each.items()
+            return candidates and (not from_step or each["step"] >= from_step)
 
         def found() -> dict[str, Any] | None:
-            fitting = filter(fits, self._events[since:])
-            return next(itertools.islice(fitting, nth - 1, None), None)
+            candidates = filter(fits, self._events[start:])
+            return next(itertools.islice(candidates, nth - 1, None), None)
 
         with self._changed:
             self._changed.wait_for(lambda: found() or self._all_read, PATIENCE_S)
@@ -159,23 +161,23 @@ class Cluster:
         return answer
 
     def mark(self) -> int:
-        """A place in the events, for `wait_for`: after all that have come so far."""
+        """Return a position in the events, for `wait_for`: after all events so far."""
         return len(self._events)
 
     def events(self) -> list[str]:
-        """Names of all events so far, for a failing test's text."""
+        """Return the names of all events so far, for the text of a failing test."""
         return [each["event"] for each in self._events]
 
     def every(self, event: str) -> list[dict[str, Any]]:
-        """All events of a kind so far."""
+        """Return all events of this kind so far."""
         return [each for each in self._events if each["event"] == event]
 
     def handed_over(self) -> bool:
-        """Whether others have computed what one had not: once it was lost, or late before that."""
+        """Return whether others computed a worker's subtrees, after it was lost or late."""
         return any(map(self.every, ("reassigned", "restarted", "speculated")))
 
     def ask(self, method: str, path: str, document: object = None) -> dict[str, Any]:
-        """One request to the control port."""
+        """Send one request to the control port."""
         host, _, port = self.address["control"].rpartition(":")
         connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
         body = json.dumps(document) if document is not None else None
@@ -188,7 +190,7 @@ class Cluster:
         return {"Authorization": f"Bearer {control_token(self.address['control'])}"}
 
     def result(self) -> dict[str, Any]:
-        """Wait for the one run's end and read its result."""
+        """Wait for the end of the only run and read its result."""
         self.wait_for_exit(self.coordinator)
         self._reader.join()
         file = self.directory / "out/result.json"
@@ -197,7 +199,7 @@ class Cluster:
         return document
 
     def wait_for_exit(self, process: Process) -> int:
-        """The exit code."""
+        """Return the exit code."""
         return process.wait(PATIENCE_S)
 
     def _told(self) -> str:
@@ -208,16 +210,16 @@ class Cluster:
         return f"(the coordinator ended with {code}) {output}"
 
     def _read_address(self) -> dict[str, str]:
-        """Wait for the line that follows the writing of the address file."""
+        """Wait for the line that the coordinator prints after it has written the address file."""
         assert self.coordinator.stdout is not None
         for line in self.coordinator.stdout:
             if line.startswith("status:"):
                 address: dict[str, str] = json.loads(self._address_file.read_text())
-                # What is printed from here on is read at the end, or dropped if there is much.
+                # Later output is read at the end, or dropped if there is too much.
                 self._drainer = threading.Thread(target=self._drain_output, daemon=True)
                 self._drainer.start()
                 return address
-        self.coordinator.wait(PATIENCE_S)  # it has closed its output
+        self.coordinator.wait(PATIENCE_S)  # the process has closed its output
         raise AssertionError(self._told())
 
     def _drain_output(self) -> None:

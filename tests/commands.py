@@ -1,4 +1,4 @@
-"""Call the two commands in this process: output and exit code without starting a process.
+"""Call the two commands in this process, without starting one: output and exit code.
 
 For commands that end at once. Tests of signals, ports and imports start a process.
 """
@@ -17,7 +17,7 @@ from unittest import mock
 def called(
     module: str, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m MODULE ARGUMENTS...`, as far as a caller can tell."""
+    """Run `python -m MODULE ARGUMENTS...`, as far as a caller can tell."""
     main = importlib.import_module(f"{module}.cli").main
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (

@@ -1,5 +1,5 @@
-"""For all tests: nothing is read from or written to the user's own tokens and keys, and no example
-fails for its time: other work on the machine may have taken it."""
+"""Fixtures of all tests: no test reads or writes the user's tokens and keys, and no example
+fails because of its duration, which other work on the machine may have extended."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from protocol.machine.compiler import build_kernels
 from tests.no_disk_sync import wait_for_no_disk
 from tests.processes import ADDRESS, begin_fork_server, started
 
-# A test starts processes that would each compile all of our modules.
+# Otherwise every process that a test starts would compile all of our modules.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# More processes than cores: torch's threads that wait leave them to others.
+# With more processes than cores, spinning threads of torch would slow down the others.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("loaded machine", deadline=None)
 settings.load_profile("loaded machine")
-with contextlib.suppress(SamestepError):  # no compiler: their tests are skipped, numpy computes
-    build_kernels()  # of the sources as they are now
+# without a compiler their tests are skipped, and numpy computes
+with contextlib.suppress(SamestepError):
+    build_kernels()  # from the current sources
 
 
 def pytest_configure(config):
-    """One server for all that run tests at a time, from which they come themselves."""
+    """Start one server for all test processes; the test processes are forked from it, too."""
     gc.disable()
     wait_for_no_disk()
     if ADDRESS not in os.environ:
@@ -50,8 +51,8 @@ def pytest_xdist_setupnodes(specs):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Each process begins with its share of the tests that wait for other processes: what is left
-    for the end is short. Tests of one file stay together, for what they share."""
+    """Start each process with its share of the tests that wait for other processes, so that the end
+    is short. Tests of one file stay together because they share fixtures."""
     files = [[*tests] for _, tests in itertools.groupby(items, key=lambda item: item.path)]
     shares: list[list[pytest.Item]] = [
         [] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
@@ -69,7 +70,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What has been imported stays: to look through all of it takes a second each time."""
+    """Freeze imported objects: a garbage collection over all of them takes a second each time."""
     gc.freeze()
     gc.enable()
 
@@ -80,12 +81,12 @@ LONG = {
 }  # fmt: skip
 """Folders and files of tests that wait for other processes."""
 MOST_STARTED = {"forked": 30, "anew": 3}
-"""By one test that is not slow: what keeps a plain run within minutes, however the tests grow."""
+"""Limit for one test that is not slow. It keeps a default run within minutes as tests grow."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Bound the processes that a test starts; an interrupt of its own ends it alone."""
+    """Limit the processes that a test starts; an interrupt of its own ends only this test."""
     before = dict(started)
     try:
         result = yield
@@ -93,11 +94,11 @@ def pytest_runtest_call(item):
         if "interrupt" not in item.fixturenames:
             raise
         pytest.fail("the interrupt that the test has sent came out of it")
-    for how, most in MOST_STARTED.items():
-        started_here = started[how] - before[how]
-        if started_here > most and item.get_closest_marker("slow") is None:
+    for method, limit in MOST_STARTED.items():
+        started_here = started[method] - before[method]
+        if started_here > limit and item.get_closest_marker("slow") is None:
             pytest.fail(
-                f"expected at most {most} processes {how}, it has started {started_here}; "
+                f"expected at most {limit} processes {method}, it has started {started_here}; "
                 "start fewer, or mark it slow and keep a smaller one"
             )
     return result
@@ -105,13 +106,14 @@ def pytest_runtest_call(item):
 
 @pytest.fixture
 def interrupt():
-    """Sends this process what Ctrl-C does; no test does so otherwise (see `tests/test_tidy.py`)."""
+    """Return a function that sends this process what Ctrl-C sends. No test does so in another way
+    (see `tests/test_tidy.py`)."""
     return lambda *_: os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _homes(tmp_path_factory):
-    """Where state directories are made; what modules share is in the first."""
+    """Directories for state directories; the first holds what modules share."""
     homes = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("SAMESTEP_TOKEN", "SAMESTEP_TOKEN_FILE"):
@@ -122,5 +124,5 @@ def _homes(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _own_home(_homes, monkeypatch):
-    """No test finds what another has left; daemons that it starts inherit it."""
+    """Give each test its own home, which the daemons that it starts inherit."""
     monkeypatch.setenv("SAMESTEP_HOME", str(next(_homes)))

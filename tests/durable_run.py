@@ -1,4 +1,4 @@
-"""A small synthetic run for tests of what is stored on disk: manifest, gradients, commits."""
+"""A small synthetic run for tests of storage: manifest, gradients, commits."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ SPEC = RegressRun(
 
 
 def read_journal(path: Path) -> tuple[Entry, ...]:
-    """The lines of a journal that is sound."""
+    """Return the lines of a sound journal."""
     verified = verify_journal(path)
     assert verified.bad_line is None, (verified.bad_line, verified.reason)
     return verified.entries
@@ -141,8 +141,8 @@ def record_of(
 def append_step(log: GradientLog, step: int, *, term: int = 1, attempt: int = 0) -> None:
     for index, (block, values) in enumerate(zip(BLOCKS, averages(step, attempt), strict=True)):
         for chunk in range(block.chunks):
-            place = ChunkId(term, step, attempt, index, chunk)
-            log.append_chunk(place, values[block.chunk_slice(chunk)])
+            chunk_id = ChunkId(term, step, attempt, index, chunk)
+            log.append_chunk(chunk_id, values[block.chunk_slice(chunk)])
 
 
 def log_step(log: GradientLog, step: int, *, term: int = 1, attempt: int = 0) -> None:
@@ -161,7 +161,7 @@ def state_zero() -> Replica:
 
 @contextmanager
 def small_disk(directory: Path, size_kib: int) -> Iterator[Path]:
-    """A tmpfs of that size; skips the test where none can be mounted."""
+    """Mount a tmpfs of this size; skip the test where that is impossible."""
     directory.mkdir()
     mount = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size_kib}k", "none", str(directory)],
@@ -176,11 +176,11 @@ def small_disk(directory: Path, size_kib: int) -> Iterator[Path]:
 
 
 class WrittenRun:
-    """A whole run as a coordinator would leave it, two workers taking part.
+    """A complete run as a coordinator would leave it, with two workers.
 
     Args:
-        path: Its directory.
-        mode: Of the log.
+        mode: Mode of the log.
+        skip: Steps that are skipped.
         skip: Steps that are skipped.
     """
 
@@ -195,9 +195,9 @@ class WrittenRun:
         self.directory.begin(RUN_ID, SPEC)
         self.directory.keep_manifest(MANIFEST)
         self.journal = self.open_journal()
-        stored = self.directory.read_run()
-        assert stored is not None
-        self.journal.append(RunStarted.of(RUN_ID, stored.document, {"samestep": "0.1.0"}))
+        stored_run = self.directory.read_run()
+        assert stored_run is not None
+        self.journal.append(RunStarted.of(RUN_ID, stored_run.document, {"samestep": "0.1.0"}))
         self.journal.append(
             ManifestSettled(
                 manifest_digest=MANIFEST.digest(),
@@ -206,16 +206,16 @@ class WrittenRun:
                 evaluation_parts=MANIFEST.evaluation_parts,
             )
         )
-        self.tell_files()
+        self.record_files()
         self.checkpoint()
         self.view("started", "a", "b")
         self.log = self.open_log()
 
-    def tell_files(self) -> None:
+    def record_files(self) -> None:
         self.journal.append(FileDigests(term=self.term, digests=present_digests(self.directory)))
 
     def open_journal(self) -> Journal:
-        # A minute for each line.
+        # One minute per line.
         moments = itertools.count(1_700_000_000, 60)
         return Journal(self.directory.journal, clock=lambda: float(next(moments)))
 
@@ -237,7 +237,7 @@ class WrittenRun:
         )  # fmt: skip
 
     def step(self, *, journal: bool = True) -> None:
-        """Take one step, or skip it."""
+        """Commit one step, or skip it."""
         step, skipped = self.replica.step, self.replica.step in self.skip
         updates = self.replica.optimizer_step + (not skipped)
         before = self.replica.state_digest()
@@ -265,21 +265,22 @@ class WrittenRun:
     def checkpoint(self) -> None:
         if self.replica.step:
             self.log.roll()
-        made = write_checkpoint(
+        checkpoint = write_checkpoint(
             self.directory.checkpoints, MANIFEST, self.replica, run_id=RUN_ID, term=self.term,
             losses=self.losses,
         )  # fmt: skip
+        info = checkpoint.info
         self.journal.append(
             Checkpointed(
-                term=self.term, step=made.info.step, optimizer_step=made.info.optimizer_step,
-                weights_digest=made.info.weights_digest, state_digest=made.info.state_digest,
-                directory=made.path.name,
+                term=self.term, step=info.step, optimizer_step=info.optimizer_step,
+                weights_digest=info.weights_digest, state_digest=info.state_digest,
+                directory=checkpoint.path.name,
             )
         )  # fmt: skip
         self.journal.sync()
 
     def crash_and_resume(self) -> Recovery:
-        """Forget everything in memory, and go on from what is on disk."""
+        """Drop all memory, and continue from the files on disk."""
         self.log.close()
         self.journal.close()
         lock = lock_directory(self.directory.path)
@@ -296,7 +297,7 @@ class WrittenRun:
                 notes=start.notes,
             )
         )  # fmt: skip
-        self.tell_files()
+        self.record_files()
         self.view("started", "a", "b")
         self.log = self.open_log()
         return start
@@ -328,9 +329,9 @@ class WrittenRun:
         return self.directory.path
 
 
-def written_run(path: Path, steps: int = SPEC.steps, **how: Any) -> Path:
-    """A run of so many steps with a checkpoint after each third, that ended well."""
-    run = WrittenRun(path, **how)
+def written_run(path: Path, steps: int = SPEC.steps, **options: Any) -> Path:
+    """Write a run of this many steps that finished, with a checkpoint after every third."""
+    run = WrittenRun(path, **options)
     while run.replica.step < steps:
         run.step()
         if run.replica.step % 3 == 0:

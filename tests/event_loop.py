@@ -14,19 +14,19 @@ from typing import Any
 import uvloop
 
 _PATIENCE_S = 250.0
-"""A signal, as pytest-timeout's, may be lost in a loop that waits; the waits of a story itself are
-shorter, and say what did not come."""
+"""pytest-timeout's signal may be lost in a loop that waits; the timeouts within a story are
+shorter, and name the missing event."""
 
 
 def on_uvloop(story: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """A synchronous test that runs `story`, with the same fixtures and parameters."""
+    """Make a synchronous test that runs `story`, with the same fixtures and parameters."""
     return on_uvloop_for(_PATIENCE_S)(story)
 
 
 def on_uvloop_for(
     patience_s: float,
 ) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
-    """`on_uvloop` for stories that take longer than others."""
+    """`on_uvloop` for stories with another time limit."""
     return lambda story: _on_uvloop(story, patience_s)
 
 

@@ -1,4 +1,5 @@
-"""A worker's session and its exchange of gradients as one, without links, threads or an engine."""
+"""A worker's session together with its exchange of gradients, without links, threads or an
+engine."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from worker.peers.share import GradientExchange
 
 
 class ExchangingSession(WorkerSession):
-    """Returns what its exchange sends to the coordinator; the session gets what it averages."""
+    """Returns the messages that its exchange sends to the coordinator; the session receives its
+    averages."""
 
     _exchanging: GradientExchange
 
@@ -25,32 +27,32 @@ class ExchangingSession(WorkerSession):
         return self._played(super().result(event))
 
     def _played(self, actions: Sequence[act.Action]) -> list[act.Action]:
-        played: list[act.Action] = []
+        actions_done: list[act.Action] = []
         for action in actions:
             match action:
                 case act.ForwardToExchange(message) if isinstance(message, ListenForPeers | Peers):
-                    played.append(action)
+                    actions_done.append(action)
                 case act.ForwardToExchange(message, body):
                     exchange_actions = self._exchanging.receive_from_coordinator(message, body)
-                    played += self._decided(exchange_actions)
+                    actions_done += self._decided(exchange_actions)
                 case act.Contribute(subtree, block, weight, values):
                     sums = self._exchanging.contribute(subtree, block, weight, values)
-                    played += self._decided(sums)
+                    actions_done += self._decided(sums)
                 case act.AbandonAttempt():
                     self._exchanging.drop()
                 case act.Expect(blocks, exchange):
                     self._exchanging = GradientExchange(self.name, blocks, exchange)
-                    played.append(action)
+                    actions_done.append(action)
                 case _:
-                    played.append(action)
-        return played
+                    actions_done.append(action)
+        return actions_done
 
     def _decided(self, actions: Sequence[ExchangeAction]) -> list[act.Action]:
-        played: list[act.Action] = []
+        actions_done: list[act.Action] = []
         for action in actions:
             match action:
                 case act.Transmit():
-                    played.append(action)
+                    actions_done.append(action)
                 case events.AveragesReady() as ready:
-                    played += self.result(ready)
-        return played
+                    actions_done += self.result(ready)
+        return actions_done

@@ -1,7 +1,7 @@
-"""Vulkan drivers that lose their device, or run out of memory, when a test asks for it.
+"""Vulkan drivers that lose their device, or run out of memory, at a test's command.
 
-Nothing of the product is replaced: a Vulkan layer, compiled from `faulty_vulkan.c`, sits between
-the loader and the real driver and then returns the driver's error codes.
+The product runs unchanged: a Vulkan layer, compiled from `faulty_vulkan.c`, sits between the loader
+and the real driver, and returns the driver's error codes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ LAYER = "VK_LAYER_SAMESTEP_faulty"
 
 
 class FaultyVulkan:
-    """One process's driver; the two files say what has happened to it.
+    """The driver of one process; two files control its faults.
 
     Attributes:
-        environment: What the process must be started with.
+        environment: Environment for the process.
     """
 
     def __init__(self, layer: Path, directory: Path) -> None:
@@ -36,18 +36,19 @@ class FaultyVulkan:
         }
 
     def lose(self) -> Self:
-        """What is submitted or waited for from now on fails: the device is lost."""
+        """Make every later submission and wait fail: the device is lost."""
         self._lost.touch()
         return self
 
     def fill(self) -> Self:
-        """No memory is to be had from now on."""
+        """Make every later allocation fail."""
         self._full.touch()
         return self
 
 
 def compiled_layer(directory: Path) -> Path:
-    """The folder for VK_LAYER_PATH; skips the test where there is no C compiler."""
+    """Compile the layer and return the folder for VK_LAYER_PATH; skip the test without a C
+    compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler (cc) here")

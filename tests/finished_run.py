@@ -31,10 +31,10 @@ def finished_run(spec_file: Path, directory: Path, run_id: str) -> Path:
     rng = np.random.default_rng(0)
     tensors = {
         plan.names[tensor.name]: (
-            values[place] + 0.05 * rng.standard_normal(tensor.elements, np.float32)
+            values[elements] + 0.05 * rng.standard_normal(tensor.elements, np.float32)
         ).reshape(tensor.shape)
         for block, values in zip(task.manifest.blocks, task.initial_parameters(), strict=True)
-        for tensor, place in block.slices()
+        for tensor, elements in block.slices()
     }
     safetensors.numpy.save_file(tensors, adapter / plan.weights_file, {"format": "pt"})
     for name, text in plan.files.items():

@@ -1,10 +1,10 @@
 """`python -m tests.fork_server FD [PATHS...]`: fork processes that have imported everything.
 
 A worker spends up to eight seconds of CPU time on importing torch, transformers and scikit-learn, a
-coordinator one on its imports, a test process ten more on the tests, and hundreds are started. Here
-that happens once. FD is a listening socket; each request on a connection to it (see
+coordinator one second on its imports, a test process ten more on the tests, and tests start
+hundreds. Here that happens once. FD is a listening socket; each request on a connection to it (see
 `tests.processes`) becomes a child that continues like `python -m MODULE ARGUMENTS...`, or like
-`python -c CODE` with the tests of PATHS. It ends when its standard input does.
+`python -c CODE` with the tests of PATHS. The server ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ PRELOADED = (
     "worker.cli", "worker.join.discovery", "worker.main", "worker.shell.engine",
     "worker.tasks.small.regress",
 )  # fmt: skip
-"""Nothing of them may start a thread, or read what the environment says of one process."""
+"""None of these imports may start a thread, or read variables of one process's environment."""
 PRELOADED_IF_THERE = (
     "sklearn.datasets", "transformers.models.auto", "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama", "peft", "peft.utils.transformers_weight_conversion",
     "worker.tasks.labels.classify", "worker.tasks.language.causal_lm", "worker.tasks.small.digits",
 )  # fmt: skip
-"""Likewise, of extras that may not be installed."""
+"""The same for extras that may not be installed."""
 
 REQUEST_BYTES = 1 << 20
 _NEW_NETWORK = 0x40000000
@@ -52,33 +52,34 @@ _NEW_NETWORK = 0x40000000
 
 
 class Server:
-    """Forks at every request, and tells how each child ended. It imports once somebody connects."""
+    """Forks at every request, and reports how each child ended. It imports when the first client
+    connects."""
 
-    def __init__(self, door: socket.socket) -> None:
+    def __init__(self, listener: socket.socket) -> None:
         self._selector = selectors.DefaultSelector()
         self._open: dict[int, socket.socket] = {}
         self._ends: dict[int, tuple[int, int]] = {}
-        self._door = door
-        self._selector.register(door, selectors.EVENT_READ)
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(sys.stdin, selectors.EVENT_READ)
 
     def serve(self) -> dict[str, Any] | None:
-        """In a child: what it is to run. In the server, at the end: None."""
+        """Return, in a child, the command to run; in the server, None at the end."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is sys.stdin:
                     return None
                 if key.fd in self._ends:
                     self._has_ended(key.fd)
-                elif key.fileobj is self._door:
-                    connection, _ = self._door.accept()
+                elif key.fileobj is self._listener:
+                    connection, _ = self._listener.accept()
                     self._open[connection.fileno()] = connection
                     self._selector.register(connection, selectors.EVENT_READ)
                 elif (request := self._answer(self._open[key.fd])) is not None:
                     return request
 
     def _answer(self, connection: socket.socket) -> dict[str, Any] | None:
-        """In a child: what it is to run."""
+        """Return, in a child, the command to run."""
         text, files = _request(connection)
         if not text:
             self._selector.unregister(connection)
@@ -88,7 +89,7 @@ class Server:
         *standard, notice = files
         request: dict[str, Any] = json.loads(text)
         _import_all(with_tests=request["code"] is not None)
-        # Before the answer: a thread's network may end with it.
+        # Before the answer: the network may end with its thread.
         networks = [os.open(path, os.O_RDONLY) for path in request["networks"]]
         pid = os.fork()
         if pid == 0:
@@ -114,7 +115,7 @@ class Server:
         self._selector.unregister(follower)
         os.close(follower)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with contextlib.suppress(BrokenPipeError):  # whoever asked for it has ended before
+        with contextlib.suppress(BrokenPipeError):  # the requesting process has already ended
             os.write(notice, b"%d" % code)
         os.close(notice)
 
@@ -122,7 +123,7 @@ class Server:
         for each in (*self._ends, *(end for _, end in self._ends.values())):
             os.close(each)
         self._selector.close()
-        for connection in (self._door, *self._open.values()):
+        for connection in (self._listener, *self._open.values()):
             connection.close()
 
 
@@ -135,7 +136,7 @@ def _request(connection: socket.socket) -> tuple[bytes, array.array[int]]:
 
 
 def _enter(networks: list[int]) -> None:
-    """Be in that network namespace, if there is one."""
+    """Enter that network namespace, if there is one."""
     for each in networks:
         if ctypes.CDLL(None, use_errno=True).setns(each, _NEW_NETWORK):
             raise OSError(ctypes.get_errno(), "setns")
@@ -154,25 +155,25 @@ def _import_all(*, with_tests: bool) -> None:
             importlib.import_module(name)
         except ImportError:
             continue
-    gc.freeze()  # children do not look through all of it, and share its memory
+    gc.freeze()  # children skip these objects in garbage collections, and share their memory
     gc.enable()
 
 
 def _import_tests(paths: list[str]) -> None:
-    """As pytest does, which does not import again what is imported. It comes before all else:
-    asserts of its plugins are rewritten as they are imported. What fails here fails in a child."""
+    """Import the tests as pytest does, which does not import a module twice. This must come first:
+    pytest rewrites asserts of its plugins on import. A failure here also shows in a child."""
     import pytest
 
-    alone = ["--collect-only", "-n", "0", "-s", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    with contextlib.ExitStack() as silent:
-        nowhere = silent.enter_context(Path(os.devnull).open("w"))
-        silent.enter_context(contextlib.redirect_stdout(nowhere))
-        silent.enter_context(contextlib.redirect_stderr(nowhere))
-        pytest.main([*alone, *paths])
+    options = ["--collect-only", "-n", "0", "-s", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    with contextlib.ExitStack() as stack:
+        null_file = stack.enter_context(Path(os.devnull).open("w"))
+        stack.enter_context(contextlib.redirect_stdout(null_file))
+        stack.enter_context(contextlib.redirect_stderr(null_file))
+        pytest.main([*options, *paths])
 
 
 def main() -> None:
-    """Serve; in a child become the command."""
+    """Serve; in a child, become the command."""
     wait_for_no_disk()
     request = Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     if request is None:
@@ -190,7 +191,7 @@ def main() -> None:
 
 
 def _run(run: Callable[[], object]) -> int:
-    """The exit code, as the interpreter would give it."""
+    """Return the exit code that the interpreter would give."""
     try:
         run()
     except SystemExit as ended:
@@ -204,8 +205,8 @@ def _run(run: Callable[[], object]) -> int:
 
 
 def _end(code: int) -> None:
-    """As the interpreter does, but that it does not take apart all that it has imported: that
-    would copy the memory which a child shares, half a second of processor."""
+    """End like the interpreter, but without tearing down imported modules: that would copy the
+    memory that children share, and take half a second of processor time."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -6,6 +6,6 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)
-    from tests.processes import go_on_as_a_child_of_the_server
+    from tests.processes import continue_as_server_child
 
-    os._exit(go_on_as_a_child_of_the_server(sys.argv[sys.argv.index("-c") + 1]))
+    os._exit(continue_as_server_child(sys.argv[sys.argv.index("-c") + 1]))

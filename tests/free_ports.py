@@ -8,12 +8,12 @@ import socket
 from typing import Final
 
 _PORTS: Final = (15_000, 32_000)
-"""Below those that the system gives out by itself: a worker that tries to connect to a port where
-nobody listens must not be given that very port as its own end."""
+"""Below the ephemeral range: a worker that connects to a port without a listener must not get that
+very port as its own end."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody has now."""
+    """Return loopback ports that nobody uses now."""
     ports: list[int] = []
     while len(ports) < count:
         port = random.SystemRandom().randrange(*_PORTS)
@@ -24,6 +24,6 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_address() -> str:
-    """HOST:PORT on loopback, with nobody there."""
+    """Return HOST:PORT on loopback, without a listener."""
     (port,) = free_ports(1)
     return f"127.0.0.1:{port}"

@@ -53,9 +53,9 @@ class FrozenBase:
         self.trainable = Trainable(
             blocks=self.manifest.blocks, module=module, loss=_loss, seed=spec.seed
         )
-        named = dict(module.named_parameters())
+        parameters = dict(module.named_parameters())
         self._initial = [
-            np.concatenate([named[t.name].detach().numpy().ravel() for t in block.tensors])
+            np.concatenate([parameters[t.name].detach().numpy().ravel() for t in block.tensors])
             for block in self.manifest.blocks
         ]
 

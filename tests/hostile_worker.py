@@ -47,18 +47,18 @@ M = TypeVar("M", bound=Message)
 class HostileWorker:
     """One connection, from any address of loopback; use it as an async context manager.
 
-    `here`: by the Unix socket beside the port.
+    `here`: Connect by the Unix socket beside the port.
 
     Attributes:
-        blocks: Known once it is ready.
-        run_id: Of the run it has built.
+        blocks: Blocks of the run; known once the worker is ready.
+        run_id: Id of the run it has built.
     """
 
     def __init__(
-        self, port: int, name: str = "hostile", host: str = "127.0.0.1", *, here: bool = False
+        self, port: int, name: str = "hostile", host: str = "127.0.0.1", *, is_local: bool = False
     ) -> None:
         self.name = name
-        self._here = here
+        self._here = is_local
         self._host = host
         self.run_id = ""
         self.term = 0
@@ -89,14 +89,14 @@ class HostileWorker:
         self.vanish()
 
     def vanish(self) -> None:
-        """Close without a word."""
+        """Close without a goodbye."""
         self._writer.transport.abort()
 
     def send(self, message: Message, body: Any = None) -> None:
         """Write a frame, legal or not."""
         encoded = encode(message, body)
         if isinstance(message, Hello | Proof):
-            with contextlib.suppress(LocalProtocolError):  # the reader follows what is legal
+            with contextlib.suppress(LocalProtocolError):  # the reader follows legal frames
                 self._connection.send(encoded)
         for buffer in encoded.buffers:
             self._writer.write(bytes(buffer))
@@ -105,7 +105,7 @@ class HostileWorker:
         self._writer.write(data)
 
     async def receive(self) -> Received | None:
-        """The next message, or None at the end of the connection."""
+        """Return the next message, or None at the end of the connection."""
         async with asyncio.timeout(PATIENCE_S):
             while not self._received:
                 with contextlib.suppress(ConnectionResetError):
@@ -116,7 +116,7 @@ class HostileWorker:
         return self._received.popleft()
 
     async def until(self, kind: type[M]) -> M:
-        """The next message of a kind; state is uploaded on the way if it is asked for."""
+        """Return the next message of a kind; upload state on the way if it is requested."""
         while (received := await self.receive()) is not None:
             message = received.message
             if isinstance(message, kind):
@@ -127,13 +127,13 @@ class HostileWorker:
         raise AssertionError(f"the connection ended before {kind.__name__}")
 
     async def farewell(self) -> Goodbye | None:
-        """What the coordinator said last before it closed; None if it said no goodbye."""
+        """Return the coordinator's last message before it closed; None without a goodbye."""
         last = None
         while (received := await self.receive()) is not None:
             last = received.message
         return last if isinstance(last, Goodbye) else None
 
-    # What a good worker does.
+    # Behavior of an honest worker.
 
     def greet(self, **changes: Any) -> None:
         hello = {
@@ -144,7 +144,7 @@ class HostileWorker:
         self.send(self.hello)
 
     async def join(self, **changes: Any) -> Welcome:
-        """The whole handshake."""
+        """Complete the handshake."""
         self.greet(**changes)
         token = CoordinatorCredentials.open().join_token()
         challenge = await self.until(Challenge)
@@ -197,13 +197,13 @@ class HostileWorker:
 
     def _upload(self) -> None:
         assert self._connection.blocks is not None
-        pieces = [
+        chunks = [
             (number, chunk, block.chunk_slice(chunk))
             for number, block in enumerate(self._connection.blocks)
             for chunk in range(block.chunks)
         ]
-        for number, chunk, part in pieces:
-            last = (number, chunk, part) == pieces[-1]
+        for number, chunk, part in chunks:
+            last = (number, chunk, part) == chunks[-1]
             message = self.state_chunk(number, chunk=chunk, last=last)
             self.send(message, self.parameters[number][part])
 
@@ -216,7 +216,7 @@ class HostileWorker:
 
 
 def payload(plan: StepPlan, **changes: Any) -> BlockGradientPayload:
-    """A payload that fits the plan, but for the changes."""
+    """Return a payload that fits the plan, with these changes."""
     lo, hi = plan.subtrees[0]
     fields = {
         "term": plan.term, "step": plan.step, "attempt": plan.attempt, "block": 2, "chunk": 0,

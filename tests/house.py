@@ -160,8 +160,8 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         "coordinator.members", "coordinator.operator",
     ),
 }  # fmt: skip
-"""Which rooms a room may import; "*" at the top of a package: all of its own, and those that its
-package may."""
+"""Which chapters a chapter may import; "*" at the top of a package: all of its own, and those that
+its package may."""
 
 PACKAGE_MAY: Final = {
     "protocol": {"protocol"},
@@ -176,18 +176,19 @@ PURE: Final = (
     "coordinator.run", "coordinator.run.outputs",
     "coordinator.run.exchange", "coordinator.run.workers",
 )  # fmt: skip
-"""Rooms whose modules read no clock, socket, file, thread or random source, nor does what they
-import."""
+"""Chapters whose modules read no clock, socket, file, thread or random source, nor does anything
+they import."""
 
 PURE_MODULES: Final = (
     "protocol.wire.connection", "protocol.wire.frames", "worker.peers.share",
 )  # fmt: skip
-"""Likewise, in a room that also does I/O."""
+"""Pure modules in chapters that also do I/O."""
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of the product, by dotted name; a package's `__init__` by the package's."""
+    """Return every module of the product by dotted name; a package's `__init__` by the package's
+    name."""
     path_by_name = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -197,15 +198,15 @@ def modules() -> dict[str, Path]:
 
 
 def room_of(name: str, path: Path) -> str:
-    """The room that a module is in."""
+    """Return the chapter of a module."""
     return name if path.name == "__init__.py" else name.rsplit(".", 1)[0]
 
 
-@lru_cache(1)  # of all modules together they are millions, and whatever collects garbage meets them
+@lru_cache(1)  # millions of nodes over all modules would slow down every garbage collection
 def nodes(source: str) -> tuple[ast.AST, ...]:
-    """All that a module's text consists of: `ast.walk`, in half its time."""
+    """Return all nodes of a module's source, like `ast.walk` in half its time."""
     all_nodes: list[ast.AST] = [ast.parse(source)]
-    for node in all_nodes:  # which grows on the way
+    for node in all_nodes:  # which grows during the loop
         for value in vars(node).values():
             if isinstance(value, list):
                 all_nodes += (each for each in value if isinstance(each, ast.AST))
@@ -216,7 +217,7 @@ def nodes(source: str) -> tuple[ast.AST, ...]:
 
 @cache
 def imported(source: str) -> tuple[tuple[int, str, tuple[str, ...]], ...]:
-    """Line, module and names of every absolute import, wherever it stands."""
+    """Yield line, module and names of every absolute import, wherever it occurs."""
     imports: list[tuple[int, str, tuple[str, ...]]] = []
     for node in nodes(source):
         if isinstance(node, ast.Import):
@@ -228,7 +229,7 @@ def imported(source: str) -> tuple[tuple[int, str, tuple[str, ...]], ...]:
 
 @cache
 def imports_between_modules() -> dict[str, set[str]]:
-    """For each module of the product those of the product that it imports."""
+    """Return, for each module of the product, the modules of the product that it imports."""
     path_by_name = modules()
     graph: dict[str, set[str]] = {name: set() for name in path_by_name}
     for name, path in path_by_name.items():
@@ -240,7 +241,7 @@ def imports_between_modules() -> dict[str, set[str]]:
 
 @cache
 def arrows() -> dict[tuple[str, str], set[str]]:
-    """From room to room: the modules that import across."""
+    """Return, for each pair of chapters, the modules that import across."""
     path_by_name = modules()
     arrow_sources: dict[tuple[str, str], set[str]] = defaultdict(set)
     for name, targets in imports_between_modules().items():
@@ -252,17 +253,17 @@ def arrows() -> dict[tuple[str, str], set[str]]:
 
 
 def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
-    """All that `start` leads to, itself included."""
-    reached, waiting = {start}, [start]
-    while waiting:
-        new = graph.get(waiting.pop(), set()) - reached
-        reached |= new
-        waiting += new
-    return reached
+    """Return everything that `start` leads to, including itself."""
+    visited, pending = {start}, [start]
+    while pending:
+        new = graph.get(pending.pop(), set()) - visited
+        visited |= new
+        pending += new
+    return visited
 
 
 def cycles() -> list[tuple[str, str]]:
-    """Arrows between rooms from whose end the beginning can be reached."""
+    """Return the arrows between chapters that are part of a cycle."""
     graph: dict[str, set[str]] = defaultdict(set)
     for source, target in arrows():
         graph[source].add(target)
@@ -270,7 +271,7 @@ def cycles() -> list[tuple[str, str]]:
 
 
 def module_cycles() -> list[str]:
-    """Modules that import themselves through others, type checking included."""
+    """Return modules that import themselves through others, type checking included."""
     graph = imports_between_modules()
     return [
         name for name, targets in sorted(graph.items())
@@ -279,7 +280,7 @@ def module_cycles() -> list[str]:
 
 
 def main() -> None:
-    """Print rooms with files and lines, the arrows between them, and which run back."""
+    """Print chapters with files and lines, the arrows between them, and cycles."""
     files: dict[str, list[int]] = defaultdict(list)
     for name, path in modules().items():
         files[room_of(name, path)].append(path.read_text("utf-8").count("\n"))

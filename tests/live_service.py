@@ -1,6 +1,6 @@
 """A coordinator's service in the test's event loop, with real workers on real sockets.
 
-Nothing here waits for a time: it waits for what the service reports.
+Nothing here waits for a fixed time: it waits for events of the service.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from worker.tasks.base.task import Task
 from worker.tasks.registry import build
 
 RETRY_FOR_S = 20.0
-"""How long a worker tries to come in: less than a test's patience."""
+"""How long a worker tries to join: less than a test's timeout."""
 
 
 def scripted_spec(**changes: object) -> RunSpec:
@@ -45,7 +45,7 @@ def scripted_spec(**changes: object) -> RunSpec:
 
 
 class Scripted:
-    """The toolbox of a worker whose device is scripted."""
+    """The backend factory of a worker with a scripted device."""
 
     def __init__(self, microbatch_ms: float = 0.0) -> None:
         self._backend = ScriptedBackend(microbatch_ms)
@@ -58,7 +58,7 @@ class Scripted:
 
 
 class LiveService:
-    """One service, and the workers that a test gives it."""
+    """A service, and the workers that a test adds."""
 
     def __init__(self, directory: Path, expect_workers: int) -> None:
         settings = Settings(("127.0.0.1", 0), expect_workers, directory, once=False)
@@ -84,7 +84,7 @@ class LiveService:
         toolbox: BackendFactory | None = None,
         cache: Path | None = None,
     ) -> Client:
-        """The product's own worker, or one derived from it."""
+        """Start the product's worker, or one derived from it."""
         target = Target("127.0.0.1", self.port, name, "scripted", RETRY_FOR_S)
         client = kind(
             target, toolbox or Scripted(), WorkerCredentials(), lambda _: None, cache=cache
@@ -103,27 +103,27 @@ class LiveService:
         return [each for each in self.events if each["event"] == event]
 
     async def wait_for(self, event: str, **fields: object) -> dict[str, Any]:
-        """The first such event, from the beginning on."""
+        """Wait for the first such event, counted from the start."""
         try:
             async with asyncio.timeout(PATIENCE_S):
-                while (matching := self.first(event, **fields)) is None:
+                while (event_fields := self.first(event, **fields)) is None:
                     self.changed.clear()
                     await self.changed.wait()
         except TimeoutError:
             raise AssertionError(f"no {event} {fields} in {self.events}") from None
-        return matching
+        return event_fields
 
     async def result(self, run_id: str) -> dict[str, Any]:
         """Wait for a run to finish."""
-        ended = await self.wait_for("run_ended", run_id=run_id)
-        assert ended["outcome"] == "finished", ended
+        run_end = await self.wait_for("run_ended", run_id=run_id)
+        assert run_end["outcome"] == "finished", run_end
         assert self.service.finished is not None
         return dict(self.service.finished.result)
 
 
 @contextlib.asynccontextmanager
 async def live_service(directory: Path, expect_workers: int) -> AsyncIterator[LiveService]:
-    """A service from start to stop; at the end every worker has ended too."""
+    """Run a service within a context; at its end all workers have ended too."""
     live = LiveService(directory, expect_workers)
     await live.service.start()
     try:
@@ -131,13 +131,13 @@ async def live_service(directory: Path, expect_workers: int) -> AsyncIterator[Li
     finally:
         await live.service.stop()
         for client in live.clients:
-            client.drain()  # or it would look for another coordinator
+            client.drain()  # or it would search for another coordinator
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*live.workers.values(), return_exceptions=True)
 
 
 async def undisturbed(directory: Path, spec: RunSpec) -> dict[str, Any]:
-    """The result of the run with one worker and nothing that goes wrong."""
+    """Return the result of the run with one worker and no disturbance."""
     async with live_service(directory, 1) as live:
         live.worker("w0")
         return await live.result(live.service.submit(spec))

@@ -1,4 +1,4 @@
-"""Messages for tests: one small example of every kind, and strategies for all valid ones."""
+"""Messages for tests: a small example of every kind, and strategies for all valid ones."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ EXAMPLES: dict[type[Message], Message] = {
 
 
 def body_for(message: Message) -> Any:
-    """A body that fits the message and `BLOCKS`; None if it carries none."""
+    """Return a body that fits the message and `BLOCKS`; None if it carries none."""
     if message.body == "none":
         return None
     if message.body == "document":
@@ -125,23 +125,23 @@ def body_for(message: Message) -> Any:
     if message.body == "bytes":
         return b"\x00\xffof a file"
     block, chunk = message.block, message.chunk  # type: ignore[attr-defined]
-    piece = BLOCKS[block].chunk_slice(chunk)
+    chunk_part = BLOCKS[block].chunk_slice(chunk)
     if isinstance(message, messages.StateChunk):
-        piece = part_slices(message.kind, BLOCKS[block])[chunk]
-    return np.arange(piece.stop - piece.start, dtype="<f4")
+        chunk_part = part_slices(message.kind, BLOCKS[block])[chunk]
+    return np.arange(chunk_part.stop - chunk_part.start, dtype="<f4")
 
 
 def frame(message: Message, body: Any = None) -> bytes:
-    """The bytes of a message with a body that fits."""
+    """Return the bytes of a message with a body that fits."""
     return flat(encode(message, body_for(message) if body is None else body))
 
 
 def flat(encoded: Encoded) -> bytes:
-    """All buffers as one."""
+    """Join all buffers."""
     return b"".join(bytes(buffer) for buffer in encoded.buffers)
 
 
-# Strategies. Floats are drawn as bits, so that every NaN is among them.
+# Strategies. Floats are drawn as bits, so every NaN can occur.
 
 _number = st.integers(0, 2**63 - 1)
 _printable = st.characters(exclude_categories=("Cc", "Cf", "Cs", "Zl", "Zp"))
@@ -295,8 +295,8 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
 STRATEGIES = {kind: st.builds(kind, **fields) for kind, fields in _FIELDS.items()}
 
 
-def in_place(kinds: frozenset[type[Message]]) -> st.SearchStrategy[Message]:
-    """Messages of these kinds; what names a chunk names a small one of `BLOCKS`."""
+def messages_of(kinds: frozenset[type[Message]]) -> st.SearchStrategy[Message]:
+    """Draw messages of these kinds; chunk indices refer to small chunks of `BLOCKS`."""
 
     def placed(kind: type[Message]) -> st.SearchStrategy[Message]:
         if kind.body != "values":
@@ -305,8 +305,8 @@ def in_place(kinds: frozenset[type[Message]]) -> st.SearchStrategy[Message]:
         blocks = [(0, 0), (3, 0)] if kind in non_block else [(1, 0), (2, BLOCKS[2].chunks - 1)]
         return st.builds(at_place, STRATEGIES[kind], st.sampled_from(blocks))
 
-    def at_place(message: Message, place: tuple[int, int]) -> Message:
-        block, chunk = place
+    def at_place(message: Message, chunk_id: tuple[int, int]) -> Message:
+        block, chunk = chunk_id
         if isinstance(message, messages.StateChunk) and message.kind == MISSED:
             chunk = 0
         return message.model_copy(update={"block": block, "chunk": chunk})

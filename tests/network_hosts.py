@@ -1,7 +1,7 @@
 """Hosts on one machine: network namespaces on a bridge, with links that a test can cut and restore.
 
-Their addresses are loopback addresses (127.8.0.x) unless a test asks for others, which are routed
-over real links: then another host here, and nothing else, can reach what listens only on loopback.
+Their addresses are loopback addresses (127.8.0.x) unless a test requests others, which are routed
+over real links: then another host of the test, and nothing else, can reach a loopback listener.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NEW_NETWORK = 0x40000000
 
 
 class Network:
-    """Hosts by name; make one with `network`."""
+    """Hosts by name; create it with `network`."""
 
     def __init__(self, names: tuple[str, ...], subnet: str) -> None:
         self._subnet = subnet
@@ -33,38 +33,40 @@ class Network:
         self._numbers = {name: number for number, name in enumerate(names, start=1)}
 
     def address(self, host: str) -> str:
-        """The host's own."""
+        """Return the host's address."""
         return f"{self._subnet}.{self._numbers[host]}"
 
     def namespace(self, host: str) -> Path:
-        """The file of its network namespace."""
+        """Return the file of its network namespace."""
         return Path(f"/run/netns/{self._name(host)}")
 
     def cut(self, host: str) -> None:
-        """From now on nothing passes its link, either way; nobody is told."""
+        """Silently drop all packets on its link, in both directions, from now on."""
         _ip("-n", self._name("hub"), "link", "set", f"port{self._numbers[host]}", "nomaster")
 
     def mend(self, host: str) -> None:
-        """Its link is as before."""
+        """Restore its link."""
         port = f"port{self._numbers[host]}"
         _ip("-n", self._name("hub"), "link", "set", port, "master", "bridge")
 
     def drop_large(self, host: str, mtu: int) -> None:
-        """From now on its link drops packets above that many bytes, either way; nobody is told."""
+        """Silently drop packets above this many bytes on its link, in both directions, from now
+        on."""
         port = f"port{self._numbers[host]}"
         _ip("-n", self._name("hub"), "link", "set", port, "mtu", str(mtu))
-        # A host hands its link packets of up to 64 KiB, to be cut there; these would pass whole.
+        # A host passes packets of up to 64 KiB to its link for segmentation; these would pass
+        # whole.
         for each in self._numbers:
             _ip("-n", self._name(each), "link", "set", "eth0", "gso_max_segs", "1")
 
     def start(
         self, host: str, module: str, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> Process:
-        """One of the two commands as a process on that host."""
+        """Start one of the two commands as a process on that host."""
         return start(module, *arguments, environment=environment, network=self.namespace(host))
 
     def run_on(self, host: str, work: Callable[[], T]) -> T:
-        """Do it in a thread of that host; so are the threads and processes that it starts."""
+        """Run the function in a thread of that host, which its threads and processes inherit."""
 
         def enter() -> None:
             with self.namespace(host).open() as namespace:
@@ -100,7 +102,7 @@ class Network:
         for scope in ("all", "eth0"):
             setting = f"net.ipv4.conf.{scope}.route_localnet=1"
             _ip("netns", "exec", name, "sysctl", "-qw", setting)
-        # What a host sends to itself goes through lo, which must not lock all of 127/8.
+        # What a host sends to itself goes through lo, which must not claim all of 127/8.
         _ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
 
     def _tear_down(self) -> None:
@@ -111,10 +113,10 @@ class Network:
 
 @contextlib.contextmanager
 def network(*names: str, subnet: str = "127.8.0") -> Iterator[Network]:
-    """So many hosts on one bridge; skips the test where none can be made.
+    """Set up hosts on one bridge; skip the test where that is impossible.
 
     Args:
-        names: Of the hosts.
+        names: Names of the hosts.
         subnet: The first three numbers of their addresses.
     """
     net = Network(names, subnet)

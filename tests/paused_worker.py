@@ -17,34 +17,34 @@ from worker.logic import actions as act
 from worker.shell.engine import Engine
 
 
-def wait(taken: int, port: int) -> None:
+def wait(committed_steps: int, port: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as test:
-        test.sendall(b"%d\n" % taken)
-        test.recv(1)  # nothing comes: it waits for the end
+        test.sendall(b"%d\n" % committed_steps)
+        test.recv(1)  # nothing arrives: it waits for the end
 
 
 def hold_between_phases(step: int, port: int) -> None:
     load = Engine._HANDLERS[act.LoadEmbeddings]
-    waited: list[int] = []
+    seconds: list[int] = []
 
     def load_and_wait(self: Engine, action: act.LoadEmbeddings) -> None:
         load(self, action)
-        if action.step_id.step >= step and not waited:
-            waited.append(action.step_id.step)
+        if action.step_id.step >= step and not seconds:
+            seconds.append(action.step_id.step)
             wait(action.step_id.step, port)
 
     Engine._HANDLERS[act.LoadEmbeddings] = load_and_wait
 
 
-def hold(at: list[int], port: int) -> None:
-    # Not before a subtree is computed: a worker that this machine has made slow may be given none.
+def hold(hold_steps: list[int], port: int) -> None:
+    # Not before a subtree was computed: a slow worker may have been assigned none.
     apply = Engine._HANDLERS[act.Apply]
 
     def apply_and_wait(self: Engine, action: act.Apply) -> None:
         apply(self, action)
         step = self._require_job().replica.step
-        if at and step >= at[0]:
-            del at[0]
+        if hold_steps and step >= hold_steps[0]:
+            del hold_steps[0]
             wait(step, port)
 
     Engine._HANDLERS[act.Apply] = apply_and_wait

@@ -7,6 +7,6 @@ import runpy
 import sys
 
 if __name__ == "__main__":
-    os.environ.setdefault("SAMESTEP_BIND", "127.0.0.1:0")  # others may have the usual port
+    os.environ.setdefault("SAMESTEP_BIND", "127.0.0.1:0")  # the usual port may be taken
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")

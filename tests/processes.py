@@ -24,9 +24,9 @@ from tests.fork_server import REQUEST_BYTES
 
 ROOT = Path(__file__).parent.parent
 ADDRESS = "TESTS_FORK_SERVER"
-"""The variable of the environment that says where the fork server listens."""
+"""Environment variable with the address of the fork server."""
 PATIENCE_S = 400.0
-"""For whatever has to come: only a test that fails waits so long."""
+"""Limit for any wait: only a failing test waits this long."""
 
 
 _READ_LATE = {
@@ -34,11 +34,11 @@ _READ_LATE = {
     "MASTER_ADDR", "MASTER_PORT", "RUST_BACKTRACE",
 }  # fmt: skip
 started = {"forked": 0, "anew": 0}
-"""How many processes `start` has begun here, by how: conftest bounds them for each test."""
+"""Number of processes that `start` has started, by method; conftest limits them for each test."""
 
 
 class Process(Protocol):
-    """As much of `subprocess.Popen` as the tests use."""
+    """The part of `subprocess.Popen` that the tests use."""
 
     @property
     def pid(self) -> int: ...
@@ -66,18 +66,18 @@ def start(
     stderr: Path | None = None,
     anew: bool = False,
 ) -> Process:
-    """One of the two commands as a process.
+    """Start one of the two commands as a process.
 
     Args:
-        module: That `python -m` would be told.
-        arguments: That it is given.
-        environment: Beside this process's own.
+        module: Module for `python -m`.
+        arguments: Its arguments.
+        environment: Variables added to this process's environment.
         cwd: Its working directory.
-        network: The file of the network namespace that it is in; that of the calling thread.
-        stdout: The file that its standard output is added to; None for a pipe.
-        stderr: Likewise its standard error.
-        anew: It shares nothing with others: what it has imported is of its own memory. So it is
-            too if its environment says something that libraries read when they are imported.
+        network: File of its network namespace; by default that of the calling thread.
+        stdout: File to append its standard output to; None for a pipe.
+        stderr: The same for its standard error.
+        anew: Start a fresh interpreter, which shares no imported modules. This also happens if the
+            environment has a variable that libraries read on import.
     """
     everyone = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     everyone |= environment or {}
@@ -115,7 +115,8 @@ def start(
 def forked_popen(
     command: Sequence[str], *, env: Mapping[str, str], start_new_session: bool, **pipes: object
 ) -> Process:
-    """What `subprocess.Popen` does with an `command_of`, all three standard files being pipes."""
+    """Do what `subprocess.Popen` does with a `command_of`, with pipes for all three standard
+    files."""
     assert command[:3] == [sys.executable, "-P", "-m"], command
     assert pipes == {
         **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), "text": True,
@@ -134,7 +135,7 @@ def ended(
     environment: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
-    """One of the two commands as a process, once it has ended."""
+    """Run one of the two commands as a process to its end."""
     process = start(module, *arguments, environment=environment, cwd=cwd)
     try:
         out, err = process.communicate(timeout=PATIENCE_S)
@@ -145,34 +146,36 @@ def ended(
 
 
 def _read_late(name: str) -> bool:
-    """Whether what the fork server imports reads this variable when it is used, not imported.
+    """Return whether the fork server's imports read this variable at use instead of at import.
 
-    Vulkan's are read once, by the first in a process who asks for a device: some tests do when they
-    are imported.
+    Variables of Vulkan are read once per process, by the first request for a device: some tests
+    make one on import.
     """
     return name in _READ_LATE or name.startswith(("SAMESTEP_", "XDG_"))
 
 
 def _network_of_this_thread() -> Path | None:
-    """None if it is that of all others."""
-    mine, main = (Path("/proc", each).resolve() / "ns/net" for each in ("thread-self", "self"))
-    return mine if mine.stat().st_ino != main.stat().st_ino else None
+    """Return None if it is the namespace of all other threads."""
+    own_namespace, main = (
+        Path("/proc", each).resolve() / "ns/net" for each in ("thread-self", "self")
+    )
+    return own_namespace if own_namespace.stat().st_ino != main.stat().st_ino else None
 
 
 class _Forked:
-    """A child of the server: how it ended comes through a pipe."""
+    """A child of the server; its exit status arrives through a pipe."""
 
     def __init__(
-        self, pid: int, into: int | None, out: int | None, err: int | None, told: int
+        self, pid: int, into: int | None, out: int | None, err: int | None, status_fd: int
     ) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self.stdin: IO[str] | None = None if into is None else os.fdopen(into, "w")
         self.stdout: IO[str] | None = None if out is None else os.fdopen(out)
         self.stderr: IO[str] | None = None if err is None else os.fdopen(err)
-        self._told = told
-        # Not sooner: several threads may wait for it.
-        weakref.finalize(self, os.close, told)
+        self._status_fd = status_fd
+        # Not earlier: several threads may wait for it.
+        weakref.finalize(self, os.close, status_fd)
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
@@ -182,13 +185,13 @@ class _Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            waiting = select.poll()
-            waiting.register(self._told, select.POLLIN)
-            if not waiting.poll(None if timeout is None else timeout * 1000):
+            poller = select.poll()
+            poller.register(self._status_fd, select.POLLIN)
+            if not poller.poll(None if timeout is None else timeout * 1000):
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
             with self._lock:
                 if self.returncode is None:
-                    self.returncode = int(os.read(self._told, 16))
+                    self.returncode = int(os.read(self._status_fd, 16))
         assert self.returncode is not None
         return self.returncode
 
@@ -240,22 +243,22 @@ class _Server:
         *,
         with_input: bool = False,
     ) -> _Forked:
-        """A child that does this; its output and errors go to the files, or to pipes."""
+        """Start a child for this request; its output and errors go to the files, or to pipes."""
         own_end, their_told = os.pipe()
-        nothing = None if with_input else os.open(os.devnull, os.O_RDONLY)
-        their_in, into = os.pipe() if nothing is None else (nothing, None)
+        input_fd = None if with_input else os.open(os.devnull, os.O_RDONLY)
+        their_in, into = os.pipe() if input_fd is None else (input_fd, None)
         out, their_out = (None, os.dup(stdout.fileno())) if stdout else os.pipe()
         err, their_err = (None, os.dup(stderr.fileno())) if stderr else os.pipe()
         pid = self.begin(request, (their_in, their_out, their_err, their_told))
         return _Forked(pid, into, out, err, own_end)
 
-    def begin(self, request: Mapping[str, Any], theirs: tuple[int, int, int, int]) -> int:
-        """The number of a child that does this, with these for its standard files, and the last
-        to say how it has ended. They are closed here."""
-        files = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", theirs))
+    def begin(self, request: Mapping[str, Any], child_files: tuple[int, int, int, int]) -> int:
+        """Start a child with these standard files, the last of which reports its exit status;
+        return its process number. They are closed here."""
+        files = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", child_files))
         with self._lock:
             self._requests.sendmsg([json.dumps(request).encode()], [files])
-            for each in theirs:
+            for each in child_files:
                 os.close(each)
             return int(self._requests.recv(16))
 
@@ -268,32 +271,33 @@ def _server() -> _Server:
 
 
 def begin_fork_server(*tests: str) -> None:
-    """Have one for this process and its children; it imports nothing before somebody asks it.
+    """Start a fork server for this process and its children; it imports nothing before the first
+    request.
 
     Args:
-        tests: Where those are that processes of tests will run.
+        tests: Paths whose tests will run in its processes.
     """
     directory = tempfile.TemporaryDirectory(prefix="samestep-")
     path = f"{directory.name}/fork-server"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.bind(path)
-        door.listen()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen()
         server = subprocess.Popen(
-            [sys.executable, "-m", "tests.fork_server", str(door.fileno()), *tests],
-            pass_fds=[door.fileno()], stdin=subprocess.PIPE,
+            [sys.executable, "-m", "tests.fork_server", str(listener.fileno()), *tests],
+            pass_fds=[listener.fileno()], stdin=subprocess.PIPE,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
     os.environ[ADDRESS] = path
 
     def end() -> None:
-        server.communicate()  # nothing: it ends with its standard input
+        server.communicate()  # an idle server ends with its standard input
         directory.cleanup()
 
     atexit.register(end)
 
 
-def go_on_as_a_child_of_the_server(code: str) -> int:
-    """Be `python -c CODE` with all imported; the exit code."""
+def continue_as_server_child(code: str) -> int:
+    """Run `python -c CODE` with all modules imported; return the exit code."""
     own_end, their_told = os.pipe()
     request = {
         "code": code, "module": "", "arguments": (), "environment": dict(os.environ),

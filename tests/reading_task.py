@@ -1,4 +1,4 @@
-"""A task that reads its data and computes nothing: its manifest shows what it read."""
+"""A task that reads its data and computes nothing: its manifest shows the data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAME = "tests.reading_task:Reads"
 
 
 class Reads(Scripted):
-    """Its data is one file; a file that holds the word `bad` is refused."""
+    """Its data is one file; a file with the word `bad` is refused."""
 
     def __init__(self, spec: RunSpec) -> None:
         assert spec.data is not None

@@ -1,4 +1,4 @@
-"""Measure how much memory a process takes during an operation, as the system counts it."""
+"""Measure how much memory a process takes during an operation, as counted by the system."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Final, Literal
 
 MIB: Final = 1 << 20
 _FORGET_PEAK: Final = "5"
-"""For clear_refs of proc(5): the peak starts anew at what is resident now."""
+"""Value for clear_refs of proc(5): reset the peak to the current resident size."""
 
 
 class Growth:
-    """Of resident memory from the start on.
+    """Growth of resident memory since the start.
 
     Attributes:
-        peak_bytes: The most; known at the end.
-        kept_bytes: What is left at the end; less than nothing where memory was given back.
+        peak_bytes: Peak growth; known at the end.
+        kept_bytes: Growth that remains at the end; negative if memory was returned.
     """
 
     peak_bytes = 0
@@ -27,7 +27,7 @@ class Growth:
 
 @contextlib.contextmanager
 def measured_growth(process: int | Literal["self"] = "self") -> Iterator[Growth]:
-    """Measure during the body; a process of this user, by its number."""
+    """Measure a process of this user during the `with` block."""
     growth, directory = Growth(), Path("/proc") / str(process)
     gc.collect()
     before = _resident(directory, "VmRSS")

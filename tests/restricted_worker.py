@@ -1,7 +1,8 @@
 """A worker without some features: `python -m tests.restricted_worker WHAT[,WHAT...] ARGUMENTS...`.
 
-Everything else is the product's worker, imported after they are hidden. `LACKING` lists what can be
-hidden: Windows has none of it, a Mac has no procfs and no fdatasync.
+Everything else is the product's worker, imported after the features are hidden. `LACKING` lists
+what
+can be hidden: Windows has none of it, a Mac has no procfs and no fdatasync.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from protocol.spec.manifest import Block, CaptureLayout, Export, Manifest, Tenso
 from protocol.spec.run_spec import parse_run_spec
 
 STEP = 8
-"""Samples of one, which is one microbatch."""
+"""Samples of one row group, which is one microbatch."""
 
 
 def capture_of(
@@ -26,10 +26,10 @@ def capture_of(
     samples_of_a_group: int = STEP,
     vocabulary_digest: str = "b" * 64,
 ) -> Path:
-    """Write one with so many steps; its directory of logits.
+    """Write a capture of this many steps; return its directory of logits.
 
-    Each row has random tokens, of which the first is the likeliest, and the last sample of a step
-    is one row short.
+    Each row has random tokens, the first of which is the likeliest; the last sample of a step is
+    one row short.
     """
     spec = parse_run_spec(
         {

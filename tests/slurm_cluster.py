@@ -1,7 +1,7 @@
 """A Slurm cluster of three nodes on this machine: munged, slurmctld and three slurmd, no systemd.
 
-The daemons are Debian's, with a directory and ports of their own. Jobs of the partition `high`
-preempt jobs of `low`, which then have a minute to leave.
+The daemons are Debian's, with their own directory and ports. Jobs of the partition `high` preempt
+jobs of `low`, which then have a minute to leave.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _NODE: Final = (
 
 
 class SlurmCluster:
-    """Make one with `slurm_cluster`."""
+    """A running cluster; create it with `slurm_cluster`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -80,30 +80,34 @@ class SlurmCluster:
         self.daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Start the daemons and wait until all nodes take jobs."""
-        at, user = self.directory, getpass.getuser()
+        """Start the daemons and wait until all nodes accept jobs."""
+        directory, user = self.directory, getpass.getuser()
         controller_port, *ports = free_ports(1 + len(NODES))
         host = socket.gethostname().partition(".")[0]
-        (at / "munge.key").write_bytes(secrets.token_bytes(1024))
-        (at / "munge.key").chmod(0o600)
-        (at / "state").mkdir()
+        (directory / "munge.key").write_bytes(secrets.token_bytes(1024))
+        (directory / "munge.key").chmod(0o600)
+        (directory / "state").mkdir()
         nodes = [
             _NODE.format(name=name, host=host, port=port)
             for name, port in zip(NODES, ports, strict=True)
         ]
         configuration = _CONFIGURATION.format(
-            at=at, user=user, host=host, controller_port=controller_port, nodes="\n".join(nodes)
+            at=directory,
+            user=user,
+            host=host,
+            controller_port=controller_port,
+            nodes="\n".join(nodes),
         )
-        (at / "slurm.conf").write_text(configuration)
+        (directory / "slurm.conf").write_text(configuration)
         self._spawn(
-            "munged", "--foreground", "--force", f"--socket={at}/munge.socket",
-            f"--key-file={at}/munge.key", f"--log-file={at}/munged.log",
-            f"--pid-file={at}/munged.pid", f"--seed-file={at}/munge.seed",
+            "munged", "--foreground", "--force", f"--socket={directory}/munge.socket",
+            f"--key-file={directory}/munge.key", f"--log-file={directory}/munged.log",
+            f"--pid-file={directory}/munged.pid", f"--seed-file={directory}/munge.seed",
         )  # fmt: skip
-        self.wait_until((at / "munge.socket").exists)
+        self.wait_until((directory / "munge.socket").exists)
         self._spawn("slurmctld", "-D")
         for name in NODES:
-            (at / "spool" / name).mkdir(parents=True)
+            (directory / "spool" / name).mkdir(parents=True)
             self._spawn("slurmd", "-D", "-N", name)
         self.wait_until(
             lambda: self.run("sinfo", "-h", "-N", "-t", "idle", check=False).count("idle") >= 6
@@ -126,29 +130,31 @@ class SlurmCluster:
             daemon.wait()
 
     def run(self, *command: str, cwd: Path | None = None, check: bool = True) -> str:
-        """Run a command of Slurm; its output."""
-        done = subprocess.run(
+        """Run a Slurm command; return its output."""
+        completed = subprocess.run(
             command, env=self.environment, cwd=cwd or self.directory, capture_output=True,
             text=True, check=False, timeout=PATIENCE_S,
         )  # fmt: skip
-        assert done.returncode == 0 or not check, f"{command}: {done.stderr}\n{self.logs()}"
-        return done.stdout
+        assert completed.returncode == 0 or not check, (
+            f"{command}: {completed.stderr}\n{self.logs()}"
+        )
+        return completed.stdout
 
     def submit(self, script: str, *options: str, cwd: Path) -> str:
-        """Submit a job of one core a task; its ID."""
+        """Submit a job with one core per task; return its id."""
         return self.run(
             "sbatch", "--parsable", "--cpus-per-task=1", "--mem=0", *options, script, cwd=cwd
         ).strip()
 
     def states(self, job: str) -> list[str]:
-        """The states of a job's tasks that are pending, running or ending."""
+        """Return the states of a job's tasks that are pending, running or ending."""
         return self.run("squeue", "-h", "-r", "-o", "%T", "-j", job, check=False).split()
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         """Wait for a condition.
 
         Raises:
-            AssertionError: It has not become true; the logs are in the text.
+            AssertionError: It did not become true; the logs are in the text.
         """
         deadline_s = time.monotonic() + PATIENCE_S
         while not condition():
@@ -156,24 +162,24 @@ class SlurmCluster:
             time.sleep(_POLL_S)
 
     def logs(self) -> str:
-        """The last lines of every log, for the text of a failed test."""
+        """Return the last lines of every log, for the text of a failed test."""
         logs = sorted([*self.directory.glob("*.log"), *self.directory.glob("*/*.log")])
         return "\n".join(f"== {log}\n{log.read_text(errors='replace')[-2000:]}" for log in logs)
 
     def _spawn(self, *command: str) -> None:
         program = shutil.which(command[0], path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
         assert program is not None
-        with (self.directory / f"{len(self.daemons)}-{command[0]}.out").open("wb") as out:
+        with (self.directory / f"{len(self.daemons)}-{command[0]}.out").open("wb") as log_file:
             daemon = subprocess.Popen(
                 [program, *command[1:]], env=self.environment, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                stdin=subprocess.DEVNULL, stdout=log_file, stderr=log_file,
             )  # fmt: skip
             self.daemons.append(daemon)
 
 
 @contextlib.contextmanager
 def slurm_cluster() -> Iterator[SlurmCluster]:
-    """A running cluster; the test is skipped where Slurm is not installed."""
+    """Yield a running cluster; skip the test where Slurm is not installed."""
     for program in _PROGRAMS:
         if shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
             pytest.skip(f"{program} is missing: apt install munge slurmctld slurmd slurm-client")

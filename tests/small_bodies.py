@@ -1,6 +1,6 @@
 """A worker for the coordinator of `tests.small_buffers`: `python -m tests.small_bodies`.
 
-It sends large states in pieces that this coordinator accepts.
+It sends large states in chunks that this coordinator accepts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A coordinator with small buffers: `python -m tests.small_buffers ARGUMENTS...`.
 
-So its memory per connection is small compared with its memory per parameter.
+Its memory per connection is then small compared with its memory per parameter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHANGED = {
 
 
 def change() -> None:
-    """The limits of this process."""
+    """Change the limits of this process."""
     for name, value in CHANGED.items():
         setattr(limits, name, value)
 

@@ -1,4 +1,4 @@
-"""A small Llama with a chat tokenizer, conversations for it, and runs of both."""
+"""A small Llama with a chat tokenizer, conversations for it, and run specs for both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""What many models are trained with, without marks of what is generated."""
+"""The template that many models are trained with, without generation marks."""
 
 MARKED = (
     "{%- for message in messages %}"
@@ -26,7 +26,8 @@ MARKED = (
 
 
 def save_chat_tokenizer(directory: Path, template: str | None = CHATML) -> Any:
-    """A byte-level BPE with ChatML's marks, beside a configuration, as `tokenizer.source` wants.
+    """Save a byte-level BPE with ChatML's marks beside a configuration, as `tokenizer.source`
+    requires.
 
     Returns:
         The tokenizer.
@@ -44,8 +45,8 @@ def save_chat_tokenizer(directory: Path, template: str | None = CHATML) -> Any:
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    words = [each["content"] for number in range(9) for each in conversation(number)]
-    bpe.train_from_iterator([*words, "user\n assistant\n system\n\n"], trainer)
+    texts = [each["content"] for number in range(9) for each in conversation(number)]
+    bpe.train_from_iterator([*texts, "user\n assistant\n system\n\n"], trainer)
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token="<pad>", eos_token="<|im_end|>"
     )
@@ -57,7 +58,7 @@ def save_chat_tokenizer(directory: Path, template: str | None = CHATML) -> Any:
 
 
 def save_chat_model(directory: Path, positions: int = 128) -> None:
-    """A Llama of two layers, weights drawn, with that tokenizer."""
+    """Save a Llama of two layers with drawn weights and that tokenizer."""
     import torch
     import transformers
 
@@ -72,7 +73,8 @@ def save_chat_model(directory: Path, positions: int = 128) -> None:
 
 
 def conversation(number: int) -> list[dict[str, str]]:
-    """One to three questions, each answered; every third begins with the system."""
+    """Make one to three questions with answers; every third conversation begins with a system
+    message."""
     messages = [{"role": "system", "content": f"Add to {number}."}] if number % 3 == 0 else []
     for turn in range(number % 3 + 1):
         messages.append({"role": "user", "content": f"What is {number} plus {turn}?"})
@@ -81,13 +83,13 @@ def conversation(number: int) -> list[dict[str, str]]:
 
 
 def jsonl(path: Path, rows: Sequence[object]) -> Path:
-    """Write a row a line."""
+    """Write one row per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def chat_run(directory: Path, **changes: Any) -> Path:
-    """The run spec of LoRA on that model and 40 conversations."""
+    """Write the run spec of LoRA on that model and 40 conversations."""
     save_chat_model(directory / "model")
     rows = [{"messages": conversation(number)} for number in range(40)]
     data = jsonl(directory / "chat.jsonl", rows)
@@ -109,14 +111,14 @@ def chat_run(directory: Path, **changes: Any) -> Path:
 
 
 def preferences(number: int) -> dict[str, object]:
-    """The right sum against a wrong one, after one question or two."""
+    """Make the right sum against a wrong one, after one question or two."""
     messages = conversation(number)
-    wrong = {"role": "assistant", "content": f"It may be {number * 7 + 3}, I do not know."}
-    return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": [wrong]}
+    wrong_answer = {"role": "assistant", "content": f"It may be {number * 7 + 3}, I do not know."}
+    return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": [wrong_answer]}
 
 
 def dpo_run(directory: Path, **changes: Any) -> Path:
-    """The run spec of DPO with LoRA on 40 such pairs."""
+    """Write the run spec of DPO with LoRA on 40 such pairs."""
     save_chat_model(directory / "model")
     data = jsonl(directory / "pairs.jsonl", [preferences(number) for number in range(40)])
     spec = {
@@ -137,7 +139,7 @@ def dpo_run(directory: Path, **changes: Any) -> Path:
 
 
 def packed_run(directory: Path) -> Path:
-    """A small Llama from scratch, on documents packed side by side."""
+    """Write the run spec of a small Llama from scratch, on packed documents."""
     lines = [f"{n} and {m} is {n + m}." * (1 + n % 3) for n in range(40) for m in range(3)]
     data = {"train": str(jsonl(directory / "sums.jsonl", [{"text": line} for line in lines]))}
     config = {

@@ -1,4 +1,4 @@
-"""A small Llama with tokenizer and texts, as run specs name them: for real runs."""
+"""A small Llama with tokenizer and texts, for run specs of real runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HOW = {"base_dtype": "int8", "gradient_checkpointing": True}
 
 
 def save_small_decoder(directory: Path) -> Path:
-    """A Llama of two layers, weights drawn, that `from_pretrained` loads."""
+    """Save a Llama of two layers with drawn weights that `from_pretrained` loads."""
     import tokenizers
     import torch
     import transformers
@@ -41,18 +41,18 @@ def save_small_decoder(directory: Path) -> Path:
 
 
 def document(number: int) -> str:
-    """Much comes again, and each is a line longer than the one before."""
+    """Make a repetitive text that grows by a line with each number."""
     lines = [f"def f{number % 3}(x):\n    return x + {n % 10}\n" for n in range(number % 9 + 1)]
     return f"# {number}\n" + "".join(lines)
 
 
 def decoder_run(task: str, directory: Path, **changes: Any) -> Path:
-    """The run spec of LoRA on it, in int8, with dropout, checkpointing and an odd batch.
+    """Write the run spec of LoRA on it, in int8, with dropout, checkpointing and an odd batch.
 
     Args:
         task: classify, whose texts make batches of several lengths, or causal-lm.
-        directory: For all files.
-        changes: Of the run spec's keys.
+        directory: Directory for all files.
+        changes: Changed keys of the run spec.
     """
     source = save_small_decoder(directory / "model")
     if task == "classify":

@@ -12,7 +12,7 @@ NAME = "tests.stalled_task:StalledTask"
 
 
 class StalledTask(Scripted):
-    """PyDLL holds the interpreter's lock during the call."""
+    """Blocks the interpreter: PyDLL holds its lock during the call."""
 
     def __init__(self, spec: RunSpec) -> None:
         ctypes.PyDLL(None).sleep(STALL_S)

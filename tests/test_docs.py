@@ -38,17 +38,19 @@ def blocks(page: Path) -> list[str]:
 def commands_in(page: Path) -> Iterator[str]:
     """Yield the coordinator and worker commands of a page, each alternative (a | b) separately."""
     for block in blocks(page):
-        joined = re.sub(r"\n {4,}(?=[-\[])", " ", re.sub(r"\\\n *", "", block))
-        lines = joined.splitlines()
+        joined_lines = re.sub(r"\n {4,}(?=[-\[])", " ", re.sub(r"\\\n *", "", block))
+        lines = joined_lines.splitlines()
         if any(line.startswith("$ ") for line in lines):
             lines = [line for line in lines if line.startswith("$ ")]  # the other lines are output
         for line in lines:
-            words = re.sub(r"^\s*\$ |\s+#.*", "", line).strip()
-            if command := re.match(r"(?:[A-Z_]+=\S+ )*((?:coordinator|worker)(?: .*)?)$", words):
-                first, *others = ALTERNATIVES.split(command[1])
+            command_text = re.sub(r"^\s*\$ |\s+#.*", "", line).strip()
+            if command := re.match(
+                r"(?:[A-Z_]+=\S+ )*((?:coordinator|worker)(?: .*)?)$", command_text
+            ):
+                first, *other_commands = ALTERNATIVES.split(command[1])
                 yield first
                 before = re.sub(r"\[.*?\]", "", first).split()[:-1]
-                yield from (" ".join([*before, other]) for other in others)
+                yield from (" ".join([*before, other]) for other in other_commands)
 
 
 def commands_under(name: str, command: Any) -> Iterator[tuple[str, Any]]:
@@ -77,11 +79,11 @@ def parse(line: str) -> None:
     Raises:
         Exception: The command does not accept it.
     """
-    program, *words = (STANDS_FOR.get(word, word) for word in shlex.split(line))
+    program, *command_text = (STANDS_FOR.get(word, word) for word in shlex.split(line))
     root = typer.main.get_command(CLIS[program].app)
     for _, command in commands_under(program, root):
         command.callback = None
-    root.main(words, prog_name=program, standalone_mode=False)
+    root.main(command_text, prog_name=program, standalone_mode=False)
 
 
 def test_the_pages_have_commands():
@@ -109,8 +111,8 @@ def test_invalid_commands_fail_to_parse():
 def anchors(page: Path) -> set[str]:
     """Return the anchors of the page's headings, as GitHub and the site write them."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    plain = (re.sub(r"[^\w\- ]", "", head.lower()) for head in heads)
-    return {head.strip().replace(" ", "-") for head in plain}
+    slugs = (re.sub(r"[^\w\- ]", "", head.lower()) for head in heads)
+    return {head.strip().replace(" ", "-") for head in slugs}
 
 
 @pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
@@ -159,10 +161,10 @@ def key_table(sections: Collection[str]) -> str:
 
 def test_the_run_spec_page_has_every_key():
     page = ROOT / "docs" / "run-spec.md"
-    listed: list[str] = []
+    rows: list[str] = []
 
     def with_table(section: re.Match[str]) -> str:
-        listed.extend(section[2].split())
+        rows.extend(section[2].split())
         return f"{section[1]}\n\n{key_table(section[2].split())}\n"
 
     text = re.sub(
@@ -173,7 +175,7 @@ def test_the_run_spec_page_has_every_key():
     if os.environ.get("SAMESTEP_REWRITE"):
         page.write_text(text)
     assert page.read_text() == text
-    assert sorted(listed) == sorted({key.path.split(".")[0] for key in schema_keys()})
+    assert sorted(rows) == sorted({key.path.split(".")[0] for key in schema_keys()})
 
 
 QUOTE = re.compile(

@@ -51,10 +51,10 @@ def plain(line: str) -> str:
 def commands_to_run() -> list[str]:
     """Return every command of the pages once, with and without its optional parts."""
     lines = (line for page in PAGES for line in commands_in(page))
-    both = (plain(form(line)) for line in lines for form in (without_options, with_options))
+    variants = (plain(form(line)) for line in lines for form in (without_options, with_options))
     commands = (
         re.sub(r" --gpus \S+", "", line) if line.startswith("worker --co") else line
-        for line in both
+        for line in variants
     )
     return [
         line for line in dict.fromkeys(commands)
@@ -78,20 +78,20 @@ class PageCommands:
 
     def matching(self, pattern: str) -> Iterator[list[str]]:
         """Yield the arguments of all remaining commands that match, and mark them as run."""
-        fitting = [line for line in self.remaining if re.fullmatch(pattern, line)]
-        assert fitting, f"no page has {pattern!r}"
-        for line in fitting:
+        candidates = [line for line in self.remaining if re.fullmatch(pattern, line)]
+        assert candidates, f"no page has {pattern!r}"
+        for line in candidates:
             self.remaining.remove(line)
             yield [self.values.get(word, word) for word in shlex.split(line)]
 
-    def run(self, pattern: str, *more: str, codes: tuple[int, ...] = (0,)) -> str:
+    def run(self, pattern: str, *extra_arguments: str, codes: tuple[int, ...] = (0,)) -> str:
         """Run the matching commands to their end and return the last one's output."""
         output = ""
         for program, *words in self.matching(pattern):
-            done = ended(program, *words, *more, cwd=self.directory)
-            assert done.returncode in codes, (words, done.stdout + done.stderr)
-            assert "Traceback" not in done.stderr
-            output = done.stdout
+            completed = ended(program, *words, *extra_arguments, cwd=self.directory)
+            assert completed.returncode in codes, (words, completed.stdout + completed.stderr)
+            assert "Traceback" not in completed.stderr
+            output = completed.stdout
         return output
 
 
@@ -115,8 +115,8 @@ def run_and_resume(commands: PageCommands) -> None:
     commands.run(r"coordinator --expect-workers \d .*--run RUN.yaml.*", *LOCAL)
     commands.run(r"coordinator --run RUN.yaml --out DIR --resume", *LOCAL)
     assert "has finished" in commands.run(r"coordinator --out DIR --resume", *FREE)
-    again = commands.run(r"coordinator --out DIR --resume --from-step \S+", *LOCAL)
-    assert "60 of 60 steps" in again
+    repeat = commands.run(r"coordinator --out DIR --resume --from-step \S+", *LOCAL)
+    assert "60 of 60 steps" in repeat
     commands.values |= {"steps=N": "steps=62", "steps=400": "steps=64"}
     assert "62 of 62 steps" in commands.run(r"coordinator --out DIR --resume --set steps=N", *LOCAL)
     commands.run(r"coordinator --out DIR --resume --set steps=400", *LOCAL)
@@ -177,15 +177,15 @@ def give_up_and_resume(commands: PageCommands, cluster: Cluster, first: str, sec
     cluster.wait_for("run_resumed", run_id=first)
     assert ended("coordinator", "give-up").returncode == 0
     cluster.wait_for("run_ended", nth=2, run_id=first)
-    since = cluster.mark()
+    start = cluster.mark()
     commands.values["KEY=VALUE"] = "steps=200000"
     commands.run(r"coordinator resume RUN --set KEY=VALUE")
-    cluster.wait_for("run_resumed", since=since, run_id=first)
+    cluster.wait_for("run_resumed", start=start, run_id=first)
     assert ended("coordinator", "give-up").returncode == 0
     cluster.wait_for("run_ended", nth=3, run_id=first)
-    since = cluster.mark()
+    start = cluster.mark()
     commands.run(r"coordinator resume RUN --from-step N")
-    assert cluster.wait_for("run_resumed", since=since, run_id=first)["step"] == 0
+    assert cluster.wait_for("run_resumed", start=start, run_id=first)["step"] == 0
 
 
 def commands_of_page(name: str, word: str) -> list[str]:
@@ -195,9 +195,11 @@ def commands_of_page(name: str, word: str) -> list[str]:
 def test_the_tutorials_data_trains_and_classifies(tmp_path):
     files = files_of_page("tutorial.md")
     head, *rows = files["reviews.csv"].splitlines()
-    many = [f"{row.rpartition(',')[0].strip(chr(34))!r} {n}" for n in range(40) for row in rows]
+    sample_rows = [
+        f"{row.rpartition(',')[0].strip(chr(34))!r} {n}" for n in range(40) for row in rows
+    ]
     labels = [row.rpartition(",")[2] for _ in range(40) for row in rows]
-    lines = [f'"{text}",{label}' for text, label in zip(many, labels, strict=True)]
+    lines = [f'"{text}",{label}' for text, label in zip(sample_rows, labels, strict=True)]
     (tmp_path / "reviews.csv").write_text("\n".join([head, *lines]) + "\n")
     spec = files["reviews.yaml"].replace("steps: 100", "steps: 4")
     (tmp_path / "reviews.yaml").write_text(spec.replace("evaluate_every: 25\n", ""))
@@ -205,9 +207,11 @@ def test_the_tutorials_data_trains_and_classifies(tmp_path):
     assert len(commands) == 2
     for line in commands:
         program, *words = shlex.split(line)
-        done = ended(program, *words, *(FREE if program == "coordinator" else ()), cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert re.match(r"(good|bad) 0\.\d+", done.stdout)
+        completed = ended(
+            program, *words, *(FREE if program == "coordinator" else ()), cwd=tmp_path
+        )
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert re.match(r"(good|bad) 0\.\d+", completed.stdout)
 
 
 def test_the_example_task_learns_its_curve(tmp_path):
@@ -218,12 +222,12 @@ def test_the_example_task_learns_its_curve(tmp_path):
     (tmp_path / "curve.yaml").write_text(files_of_page("runs.md")["curve.yaml"])
     [line] = commands_of_page("runs.md", "curve.yaml")
     program, *words = shlex.split(line)
-    done = subprocess.run(  # a fresh process, to import from its directory
+    completed = subprocess.run(  # a fresh process, to import from its directory
         [sys.executable, "-m", program, *words, *FREE], cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    printed = re.search(r"held-out mse: (\S+)", done.stdout)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    printed = re.search(r"held-out mse: (\S+)", completed.stdout)
     assert printed
     assert float(printed[1]) < 0.3

@@ -1,4 +1,4 @@
-"""Promises of the repository: valid run specs, a fitting lock, commands that exist."""
+"""Promises of the repository: valid run specs, a matching lock, commands that exist."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_coordinator_requirements_are_a_subset():
     assert pins("coordinator").items() < pins("run").items()
     requirements = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]]
     names = {packaging_requirements.Requirement(each).name.lower() for each in requirements}
-    assert names <= {*pins("coordinator"), *pins("build")}  # what builds the kernels is not kept
+    # build requirements of the kernels are not locked
+    assert names <= {*pins("coordinator"), *pins("build")}
     assert not pins("coordinator").keys() & {"torch", "transformers", "scikit-learn"}
 
 
@@ -94,7 +95,7 @@ def test_entry_points_exist():
         assert re.search(rf"^(def {function}\b|{function} = )", source, re.MULTILINE)
 
 
-def test_the_readme_gives_the_test_command_that_ci_runs():
+def test_readme_has_the_test_command_of_ci():
     command = "bash deploy/test.sh"
     assert f"\ncheck {command}\n" in (ROOT / ".ci" / "run").read_text()
     for page in ("README.md", "CONTRIBUTING.md"):
@@ -113,7 +114,7 @@ def test_the_changelog_knows_the_version():
         if not {".venv", "build", "runs"} & {*p.relative_to(ROOT).parts}
     ),
 )
-def test_links_between_pages_lead_somewhere(page):
+def test_links_between_pages_have_targets(page):
     path = ROOT / page
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):
         assert (path.parent / target).exists(), target
@@ -121,9 +122,9 @@ def test_links_between_pages_lead_somewhere(page):
 
 def test_the_map_names_existing_files():
     page = (ROOT / "CONTRIBUTING.md").read_text().split("## Where is it?")[1].split("\n## ")[0]
-    named = re.findall(r"`([\w/]+\.py)`", page)
-    assert len(named) >= 20
-    assert [path for path in named if not (ROOT / path).is_file()] == []
+    paths = re.findall(r"`([\w/]+\.py)`", page)
+    assert len(paths) >= 20
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
 
 
 def test_the_architecture_names_every_room():

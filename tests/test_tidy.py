@@ -19,7 +19,7 @@ MAY_IMPORT = house.PACKAGE_MAY
 HEAVY = {"torch", "transformers", "peft", "sklearn", "scipy", "pandas"}
 SHELL_ONLY = {"aiohttp", "prometheus_client", "rich", "structlog", "typer", "uvloop", "zeroconf"}
 SELDOM = {"zeroconf"}
-"""Imported only where it is needed."""
+"""Packages to import only where they are needed."""
 IMPURE = {
     "asyncio",
     "logging",
@@ -68,7 +68,7 @@ Check = Callable[[str, str], Iterable[str]]
 
 
 def modules_imported(source: str) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every absolute import, wherever it stands."""
+    """Yield line and dotted name of every absolute import, wherever it occurs."""
     return ((line, name) for line, name, _ in house.imported(source))
 
 
@@ -76,14 +76,14 @@ def import_directions(path: str, source: str) -> Iterator[str]:
     package = path.split("/", maxsplit=1)[0]
     if package not in MAY_IMPORT:
         return
-    refused = set(PACKAGES) - MAY_IMPORT[package]
-    refused |= {"tests", "benchmarks"}
+    forbidden = set(PACKAGES) - MAY_IMPORT[package]
+    forbidden |= {"tests", "benchmarks"}
     if package in {"protocol", "coordinator"}:
-        refused |= HEAVY
+        forbidden |= HEAVY
     if package == "protocol":
-        refused |= SHELL_ONLY - ({"uvloop"} if path.startswith("protocol/machine/") else set())
+        forbidden |= SHELL_ONLY - ({"uvloop"} if path.startswith("protocol/machine/") else set())
     for line, name in modules_imported(source):
-        if name.split(".")[0] in refused:
+        if name.split(".")[0] in forbidden:
             yield f"{path}:{line} imports {name}"
 
 
@@ -121,7 +121,7 @@ def sizes(path: str, source: str) -> Iterator[str]:
 
 
 def interrupts_by_the_fixture(path: str, source: str) -> Iterator[str]:
-    """One that is sent otherwise, and comes out of a test, ends all tests of its process."""
+    """Any other interrupt, if it escapes a test, ends all tests of its process."""
     if not path.startswith("tests/") or path == "tests/conftest.py":
         return
     if not any(word in source for word in ("getpid", "raise_signal", "KeyboardInterrupt")):
@@ -133,7 +133,7 @@ def interrupts_by_the_fixture(path: str, source: str) -> Iterator[str]:
             yield f"{path}:{node.lineno} interrupts the test process: use the fixture `interrupt`"
 
 
-def no_place_of_ours(path: str, text: str) -> Iterator[str]:
+def no_machine_paths(path: str, text: str) -> Iterator[str]:
     for number, line in enumerate(text.splitlines(), 1):
         if match := FOREIGN.search(line):
             yield f"{path}:{number} names {match.group()!r}"
@@ -149,12 +149,12 @@ PYTHON_CHECKS: tuple[Check, ...] = (
 
 
 def project_files() -> list[Path]:
-    """Every text file that is or will be tracked."""
+    """Return every text file that is or will be tracked."""
     folders = (*PACKAGES, "tests", "benchmarks", "deploy", "requirements", ".ci")
-    inside = (path for folder in folders for path in (ROOT / folder).rglob("*"))
+    files_inside = (path for folder in folders for path in (ROOT / folder).rglob("*"))
     top = (path for path in ROOT.iterdir() if path.suffix in {".md", ".toml"})
     hidden = {"__pycache__"}
-    return sorted(p for p in (*inside, *top) if p.is_file() and not hidden & {*p.parts})
+    return sorted(p for p in (*files_inside, *top) if p.is_file() and not hidden & {*p.parts})
 
 
 def complaints(checks: Iterable[Check], *suffixes: str) -> list[str]:
@@ -162,7 +162,7 @@ def complaints(checks: Iterable[Check], *suffixes: str) -> list[str]:
     for path in project_files():
         if not suffixes or path.suffix in suffixes:
             text = path.read_text(encoding="utf-8", errors="replace")
-            for check in checks:  # each file is parsed once for all of them
+            for check in checks:  # each file is parsed once for all checks
                 messages += check(path.relative_to(ROOT).as_posix(), text)
     return messages
 
@@ -172,17 +172,17 @@ def test_python_files_keep_the_rules():
 
 
 def test_no_machine_paths_and_no_registry_hosts():
-    assert complaints([no_place_of_ours]) == []
+    assert complaints([no_machine_paths]) == []
 
 
 def test_every_chapter_is_in_the_table_and_has_a_docstring():
     path_by_name = house.modules()
     rooms = {house.room_of(name, path) for name, path in path_by_name.items()}
     assert rooms == set(house.MAY_IMPORT)
-    silent = [
+    undocumented = [
         room for room in rooms if not ast.get_docstring(ast.parse(path_by_name[room].read_text()))
     ]
-    assert silent == []
+    assert undocumented == []
 
 
 def test_chapters_import_only_what_the_table_allows():
@@ -204,16 +204,16 @@ def test_imports_have_no_cycles():
 @pytest.mark.parametrize("room", [*house.PURE, *house.PURE_MODULES])
 def test_pure_chapters_import_only_pure_code(room):
     graph, path_by_name = house.imports_between_modules(), house.modules()
-    inside = [
+    files_inside = [
         name
         for name in path_by_name
         if name == room or house.room_of(name, path_by_name[name]) == room
     ]
-    assert inside
-    reached = set().union(*(house.reachable(name, graph) for name in inside))
+    assert files_inside
+    reachable_modules = set().union(*(house.reachable(name, graph) for name in files_inside))
     impure = [
         f"{name}:{line} imports {module}"
-        for name in sorted(reached)
+        for name in sorted(reachable_modules)
         for line, module in modules_imported(path_by_name[name].read_text("utf-8"))
         if module.split(".")[0] in IMPURE
     ]
@@ -221,7 +221,7 @@ def test_pure_chapters_import_only_pure_code(room):
 
 
 def test_no_two_public_classes_of_a_package_share_a_name():
-    """Across packages they may: a `Session` of the worker is not one of the coordinator."""
+    """Different packages may: a `Session` of the worker is not one of the coordinator."""
     where: dict[tuple[str, str], list[str]] = {}
     for name, path in house.modules().items():
         for class_name in re.findall(
@@ -238,24 +238,24 @@ def test_every_limit_ends_in_its_unit():
 
 
 @pytest.mark.parametrize(
-    ("walk", "most"),
+    ("walk", "limit"),
     [
         ("A gradient, from backward to commit and back", 20),
         ("A submitted run, to its first step", 10),
         ("A worker that comes back", 13),
     ],
 )
-def test_a_walk_names_existing_files_in_order(walk, most):
+def test_a_walk_names_existing_files_in_order(walk, limit):
     text = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
     steps = re.findall(
         r"^ ?(\d+)[.] (.*)$", text.split(f"**{walk}**\n")[1].split("\n**")[0], re.MULTILINE
     )
     steps = [(int(number), line) for number, line in steps]
     assert [number for number, _ in steps] == list(range(1, len(steps) + 1))
-    named = [re.findall(r"`([a-z_/]+[.]py)`", line) for _, line in steps]
-    files = [file for (file,) in named]  # one a line
+    paths_by_step = [re.findall(r"`([a-z_/]+[.]py)`", line) for _, line in steps]
+    files = [file for (file,) in paths_by_step]  # one per line
     assert [file for file in files if not (ROOT / file).is_file()] == []
-    assert len(set(files)) == len(files) <= most
+    assert len(set(files)) == len(files) <= limit
 
 
 def test_answers_name_existing_files():
@@ -281,8 +281,8 @@ def test_answers_name_existing_files():
         (telling_names, "worker/string_utils.py", ""),
         (sizes, "worker/x.py", "def f():\n" + "    x = 1\n" * FUNCTION_LINES),
         (interrupts_by_the_fixture, "tests/test_x.py", "os.kill(os.getpid(), 2)"),
-        (no_place_of_ours, "README.md", "see /" + "tmp/out"),
-        (no_place_of_ours, "deploy/x.sh", "https://pypi" + ".org/simple"),
+        (no_machine_paths, "README.md", "see /" + "tmp/out"),
+        (no_machine_paths, "deploy/x.sh", "https://pypi" + ".org/simple"),
     ],
 )
 def test_each_check_finds_its_violation(check, path, source):
@@ -292,7 +292,7 @@ def test_each_check_finds_its_violation(check, path, source):
 @pytest.mark.parametrize("command", ["coordinator", "worker"])
 def test_a_command_starts_without_heavy_imports(command):
     program = f"import sys, {command}.cli, {command}.main; print(*sys.modules)"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert set(done.stdout.split()) & (HEAVY | SELDOM) == set()
+    assert set(completed.stdout.split()) & (HEAVY | SELDOM) == set()

@@ -1,4 +1,4 @@
-"""Torch's optimizers that do what an optimizer of a run spec does."""
+"""torch optimizers that correspond to the optimizers of a run spec."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Lion(torch.optim.Optimizer):
 
 
 def torch_optimizer(spec: OptimizerSpec, groups: Any) -> torch.optim.Optimizer:
-    """The optimizer of a spec, for groups that have their own `weight_decay`."""
+    """Return the optimizer of a spec, for groups that have their own `weight_decay`."""
     match spec.name:
         case "adamw":
             return torch.optim.AdamW(

@@ -1,4 +1,4 @@
-"""What every backend must do, run over each of them with the same small model."""
+"""What every backend must do, tested with one small model on each."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def squared_error(module: nn.Module, arrays: Any) -> torch.Tensor:
 
 
 def blocks_of(module: nn.Module) -> tuple[Block, ...]:
-    """One block for each child that has parameters of its own."""
+    """Make one block for each child that owns parameters."""
     groups: dict[str, list[TensorSpec]] = {}
     for name, parameter in module.named_parameters():
         spec = TensorSpec(name=name, shape=tuple(parameter.shape))
@@ -78,14 +78,14 @@ def make_batch(samples: int = 4, seed: int = 0) -> Batch:
 @pytest.fixture(scope="module", params=BACKENDS)
 def backend(request) -> str:
     name = str(request.param)
-    if name == "vulkan" and isinstance(why := adapters(), str):
-        pytest.skip(why)
+    if name == "vulkan" and isinstance(reason := adapters(), str):
+        pytest.skip(reason)
     return name
 
 
 @pytest.fixture(scope="module")
 def program(backend) -> Iterator[Program]:
-    """One for all: what a test has done with it must not show in the next."""
+    """Shared by all tests: a test must leave no trace in it."""
     compiled = choose(backend).backend.compile(make_trainable(), make_batch())
     yield compiled
     compiled.close()
@@ -127,71 +127,71 @@ def test_gradients_are_flat_finite_float32_arrays_of_the_receiver(program):
 
 
 @pytest.mark.parametrize("leaves", [1, 3])
-def test_gradients_of_what_is_not_reached_are_absent_and_no_others(program, backend, leaves):
+def test_only_unreached_parameters_have_absent_gradients(program, backend, leaves):
     if backend == "scripted":
         pytest.skip("reaches everything")
     blocks = make_trainable().blocks
     subtree = [(make_batch(seed=seed), seed) for seed in range(leaves)]
     gradients = [item for item in program.gradients(subtree) if isinstance(item, BlockGradient)]
-    missed = {
+    unreached = {
         tensor.name
         for item in gradients
         for tensor, part in blocks[item.block].slices()
         if is_absent(item.values[part])
     }
-    assert missed == {"unused.weight", "unused.bias"}
+    assert unreached == {"unused.weight", "unused.bias"}
 
 
 def test_the_seed_decides_the_draws(program):
-    one, again, other = (bits(run(program, make_batch(), seed)[0]) for seed in (1, 1, 2))
-    assert one == again
+    one, repeat, other = (bits(run(program, make_batch(), seed)[0]) for seed in (1, 1, 2))
+    assert one == repeat
     assert one != other
 
 
-def test_early_close_abandons_and_the_next_microbatch_is_whole(program):
-    whole = bits(run(program, make_batch(), 5)[0])
+def test_next_microbatch_is_complete_after_an_early_close(program):
+    complete = bits(run(program, make_batch(), 5)[0])
     for items in range(3):
         stream = program.gradients([(make_batch(seed=9), 8)])
         for _ in range(items):
             next(stream)
         stream.close()
         assert list(stream) == []
-        assert bits(run(program, make_batch(), 5)[0]) == whole
+        assert bits(run(program, make_batch(), 5)[0]) == complete
 
 
-def test_leaving_a_loop_early_abandons_too(program):
-    whole = bits(run(program, make_batch(), 5)[0])
+def test_next_microbatch_is_complete_after_leaving_the_loop(program):
+    complete = bits(run(program, make_batch(), 5)[0])
     for _ in program.gradients([(make_batch(seed=9), 8)]):
         break
-    assert bits(run(program, make_batch(), 5)[0]) == whole
+    assert bits(run(program, make_batch(), 5)[0]) == complete
 
 
 @pytest.mark.parametrize("leaves", [1, 2, 3, 7, 8])
 def test_a_subtrees_sums_are_those_of_its_microbatches_along_the_tree(program, leaves):
     blocks = make_trainable().blocks
-    # The third has no samples at all.
+    # The third batch has no samples.
     batches = [make_batch(0 if leaf == 2 else 4, seed=leaf) for leaf in range(leaves)]
     expected = HostSums(leaves, len(blocks))
     sums: dict[int, bytes] = {}
     loss: Loss | None = None
     for leaf, batch in enumerate(batches):
-        gradients, alone = run(program, batch, leaf)
-        loss = expected.add_loss(leaf, alone.loss_sum, alone.weight)
+        gradients, single_loss = run(program, batch, leaf)
+        loss = expected.add_loss(leaf, single_loss.loss_sum, single_loss.weight)
         for item in gradients:
             total = expected.add(leaf, item.block, item.values)
             if total is not None:
                 sums[item.block] = total.tobytes()
-    for _ in range(2):  # a subtree leaves nothing behind for the next
+    for _ in range(2):  # one subtree leaves nothing behind for the next
         items = list(program.gradients([(batch, leaf) for leaf, batch in enumerate(batches)]))
-        added = [BlockAdded(n) for n in reversed(range(len(blocks)))] * (leaves - 1)
-        assert items[: len(added)] == added
-        *gradients, last = items[len(added) :]
+        additions = [BlockAdded(n) for n in reversed(range(len(blocks)))] * (leaves - 1)
+        assert items[: len(additions)] == additions
+        *gradients, last = items[len(additions) :]
         assert [item.block for item in gradients] == list(reversed(range(len(blocks))))
         assert {item.block: item.values.tobytes() for item in gradients} == sums
         assert last == loss
 
 
-def test_a_subtree_that_is_abandoned_leaves_the_next_whole(program):
+def test_next_subtree_is_complete_after_an_abandoned_one(program):
     def whole() -> list[bytes]:
         items = program.gradients([(make_batch(seed=leaf), leaf) for leaf in range(3)])
         return [item.values.tobytes() for item in items if isinstance(item, BlockGradient)]
@@ -213,9 +213,9 @@ def test_fewer_samples_than_in_the_example_are_legal(program):
 
 def test_load_refuses_arrays_that_do_not_fit(program):
     sizes = [block.elements for block in make_trainable().blocks]
-    for wrong in (sizes[:-1], [size + 1 for size in sizes]):
+    for bad_sizes in (sizes[:-1], [size + 1 for size in sizes]):
         with pytest.raises(SamestepError, match="expected blocks of"):
-            program.load([np.zeros(size, np.float32) for size in wrong])
+            program.load([np.zeros(size, np.float32) for size in bad_sizes])
 
 
 def test_evaluate_gives_sums(program):
@@ -251,7 +251,7 @@ def test_another_thread_may_close_while_the_device_computes(backend):
 
     receiver = threading.Thread(target=receive)
     receiver.start()
-    if backend in {"cpu", KIND}:  # on vulkan forward is traced, and called no more
+    if backend in {"cpu", KIND}:  # on Vulkan, forward is traced once and not called again
         assert entered.wait(30)
     release.set()
     stream.close()

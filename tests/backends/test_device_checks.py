@@ -1,4 +1,4 @@
-"""Devices that are there and cannot be used: the kernel's files are made up, torch is torch."""
+"""Checks of devices that are present but unusable: kernel files are made up, torch is real."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HAS_CUDA = any(row.backend == "cuda" and row.usable for row in devices())
 
 @pytest.fixture
 def machine(tmp_path):
-    """A machine with these display controllers, and perhaps a driver of NVIDIA's."""
+    """Make a machine with these display controllers, and perhaps an NVIDIA driver."""
 
     def make(*makers: str, driver: str = "") -> KernelFiles:
         for number, maker in enumerate(makers):
@@ -60,9 +60,9 @@ def test_a_vulkan_device_computes_and_software_is_taken_by_name_only(machine):
 
 def test_a_device_that_computes_wrongly_or_not_at_all(machine, monkeypatch):
     monkeypatch.setattr("backends.device_trial._squared_error", lambda m, a: m(a["x"]).sum())
-    (wrong,) = finding_lines("cpu", machine())
-    assert wrong.startswith("failure  device: cpu 0: ")
-    assert "computes wrongly" in wrong
+    (finding,) = finding_lines("cpu", machine())
+    assert finding.startswith("failure  device: cpu 0: ")
+    assert "computes wrongly" in finding
 
     def broken(*_):
         raise RuntimeError("out of\n memory")
@@ -91,7 +91,7 @@ class TestWithoutCuda:
         assert line.startswith("warning  device: cuda: ")
         assert "install NVIDIA's driver 580 or later from NVIDIA's repository" in line
 
-    def test_a_backend_that_was_asked_for(self, machine):
+    def test_requested_backend_is_checked(self, machine):
         line = finding_lines("cuda", machine(NVIDIA))[-1]
         assert line.startswith("failure  device: cuda: ")
 
@@ -113,14 +113,12 @@ class TestWithoutCuda:
     @pytest.mark.parametrize(
         ("cuda", "loaded"), [("13.0", "580.65.06"), ("12.8", "535.261.03"), ("99.0", "470.57.02")]
     )
-    def test_a_driver_that_torch_does_not_take_all_the_same(
-        self, machine, monkeypatch, cuda, loaded
-    ):
+    def test_driver_that_torch_still_refuses(self, machine, monkeypatch, cuda, loaded):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         line = self.about_cuda(machine, loaded)
         assert f"NVIDIA's driver {loaded} is loaded; torch {torch.__version__} says: " in line
 
-    def test_a_driver_that_will_do_for_the_cuda_build_that_is_missing(self, machine, monkeypatch):
+    def test_driver_new_enough_for_the_missing_cuda_build(self, machine, monkeypatch):
         monkeypatch.setattr(torch.version, "cuda", None)
         assert "TORCH=cuda bash deploy/environment.sh" in self.about_cuda(machine, "580.65.06")
 
@@ -138,7 +136,7 @@ class TestWithoutCuda:
         return line
 
 
-def test_the_driver_that_scripts_are_told_is_the_one_for_the_locked_cuda():
+def test_scripts_require_the_driver_of_the_locked_cuda():
     lock = (Path(__file__).parents[2] / "requirements" / "cuda.txt").read_text()
     (major,) = re.findall(r"^cuda-toolkit==(\d+)[.]", lock, re.MULTILINE)
     assert int(major) == LOCKED_CUDA
@@ -154,13 +152,13 @@ class TestWithCuda:
         assert lines
         assert all(line.startswith("ok       device: cuda ") for line in lines)
 
-    def test_a_number_that_does_not_exist(self):
+    def test_card_number_out_of_range(self):
         line = finding_lines("cuda", KernelFiles(), 99)[-1]
         assert line.startswith("failure  device: there is no cuda device 99")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_device_files_that_are_closed():
+def test_device_files_without_permission():
     with tempfile.TemporaryDirectory() as folder:
         node = Path(folder) / "dri" / "renderD128"
         node.parent.mkdir()
@@ -169,7 +167,7 @@ def test_device_files_that_are_closed():
         node.touch(0o660)
         machine = KernelFiles(dev=Path(folder))
         assert machine.closed() == []
-        # Root passes everywhere, so someone else looks.
+        # Root may open every file, so the test looks as another user.
         child = os.fork()
         if child == 0:
             try:

@@ -1,4 +1,4 @@
-"""Which backend is taken, and why not the others."""
+"""Which backend is chosen, and why not the others."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def usable(kind: str) -> DeviceInfo:
     return DeviceInfo(kind, kind.upper(), True, "")
 
 
-def made(choice: BackendChoice) -> object:
-    """What the replaced `_make` gave."""
+def chosen(choice: BackendChoice) -> object:
+    """Return what the replaced `_make` received."""
     return choice.backend
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Lets a test say which kinds of device are usable."""
+    """Let a test decide which kinds of device are usable."""
 
     def set_up(*kinds: str) -> None:
         rows = {kind: (usable if kind in kinds else unusable)(kind) for kind in AUTO_ORDER}
@@ -40,7 +40,7 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "taken", "passed_over"),
+    ("kinds", "expected_kind", "passed_over"),
     [
         (("cuda", "vulkan", "cpu"), "cuda", []),
         (("xpu", "vulkan", "cpu"), "xpu", ["cuda"]),
@@ -48,19 +48,19 @@ def machine(monkeypatch):
         (("cpu",), "cpu", ["cuda", "xpu", "vulkan"]),
     ],
 )
-def test_auto_takes_the_first_usable_kind_and_says_why(machine, kinds, taken, passed_over):
+def test_auto_takes_the_first_usable_kind_and_says_why(machine, kinds, expected_kind, passed_over):
     machine(*kinds)
     choice = registry.choose("auto")
-    assert made(choice) == (taken, 0)
+    assert chosen(choice) == (expected_kind, 0)
     assert [info.backend for info in choice.passed_over] == passed_over
     assert all(f"no {kind}: {kind} is broken" in choice.reason for kind in passed_over)
 
 
 def test_auto_without_any_device_gives_every_reason(machine):
     machine()
-    with pytest.raises(BackendUnavailable, match=r"cuda: .*vulkan: .*cpu: ") as caught:
+    with pytest.raises(BackendUnavailable, match=r"cuda: .*vulkan: .*cpu: ") as error:
         registry.choose("auto")
-    assert caught.value.exit_code == ExitCode.UNREACHABLE
+    assert error.value.exit_code == ExitCode.UNREACHABLE
 
 
 @pytest.mark.parametrize("kind", AUTO_ORDER)
@@ -77,20 +77,20 @@ def test_an_index_past_the_last_cuda_device_is_not_usable(machine):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "wanted"),
+    ("kinds", "expected"),
     [(("cpu",), 0), (("cpu",), "radeon"), (("cuda", "vulkan", "cpu"), 1), (("vulkan", "cpu"), 1)],
 )
-def test_a_device_that_is_asked_for_and_not_there_is_never_another(machine, kinds, wanted):
+def test_missing_requested_device_is_never_replaced(machine, kinds, expected):
     machine(*kinds)
-    message = f"device {wanted} was asked for, and is not there: "
-    with pytest.raises(BackendUnavailable, match=message) as caught:
-        registry.choose("auto", wanted)
-    assert caught.value.exit_code == ExitCode.UNREACHABLE
-    assert "\n" not in str(caught.value)
-    for named in ("cpu", "scripted"):  # a number tells workers apart
-        registry.choose(named, wanted)
+    message = f"device {expected} was asked for, and is not there: "
+    with pytest.raises(BackendUnavailable, match=message) as error:
+        registry.choose("auto", expected)
+    assert error.value.exit_code == ExitCode.UNREACHABLE
+    assert "\n" not in str(error.value)
+    for kind in ("cpu", "scripted"):  # a number distinguishes workers
+        registry.choose(kind, expected)
     if "cuda" in kinds:
-        assert made(registry.choose("auto", 0)) == ("cuda", 0)
+        assert chosen(registry.choose("auto", 0)) == ("cuda", 0)
 
 
 CARDS = [
@@ -101,19 +101,19 @@ CARDS = [
 
 
 def with_cards(monkeypatch: pytest.MonkeyPatch, cards: list[DeviceInfo]) -> None:
-    others = registry._devices_of
+    real_devices_of = registry._devices_of
     monkeypatch.setattr(
-        registry, "_devices_of", lambda kind: cards if kind == "vulkan" else others(kind)
+        registry, "_devices_of", lambda kind: cards if kind == "vulkan" else real_devices_of(kind)
     )
 
 
 @pytest.mark.parametrize(
-    ("wanted", "index"), [(0, 0), (1, 1), (2, 2), ("arc", 1), ("LLVMPIPE", 2), ("r", 0)]
+    ("expected", "index"), [(0, 0), (1, 1), (2, 2), ("arc", 1), ("LLVMPIPE", 2), ("r", 0)]
 )
-def test_a_card_is_chosen_by_number_or_part_of_its_name(machine, monkeypatch, wanted, index):
+def test_a_card_is_chosen_by_number_or_part_of_its_name(machine, monkeypatch, expected, index):
     machine()
     with_cards(monkeypatch, CARDS)
-    assert made(registry.choose("vulkan", wanted)) == ("vulkan", index)
+    assert chosen(registry.choose("vulkan", expected)) == ("vulkan", index)
 
 
 def test_a_part_of_several_names_takes_the_first_and_reports_it(machine, monkeypatch):
@@ -126,25 +126,25 @@ def test_a_part_of_several_names_takes_the_first_and_reports_it(machine, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("wanted", "reason"),
+    ("expected", "reason"),
     [(3, "there is no device 3; this machine has 3"), ("geforce", "'geforce'.*'AMD Radeon RX")],
 )
-def test_a_card_that_is_missing(machine, monkeypatch, wanted, reason):
+def test_a_card_that_is_missing(machine, monkeypatch, expected, reason):
     machine()
     with_cards(monkeypatch, CARDS)
     with pytest.raises(BackendUnavailable, match=reason):
-        registry.choose("vulkan", wanted)
+        registry.choose("vulkan", expected)
 
 
 def test_auto_takes_a_card_but_no_software(machine, monkeypatch):
     machine("cpu")
     with_cards(monkeypatch, CARDS)
-    assert made(registry.choose("auto")) == ("vulkan", 0)
+    assert chosen(registry.choose("auto")) == ("vulkan", 0)
     with pytest.raises(BackendUnavailable, match=r"llvmpipe \(LLVM 15.0.6\) is software; ask for"):
         registry.choose("auto", "llvm")
     with_cards(monkeypatch, CARDS[2:])
     choice = registry.choose("auto")
-    assert made(choice) == ("cpu", 0)
+    assert chosen(choice) == ("cpu", 0)
     assert "no vulkan: llvmpipe (LLVM 15.0.6) is software; ask for it" in choice.reason
 
 
@@ -162,7 +162,7 @@ def test_without_wgpu_the_vulkan_row_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     "name", ["", "gpu", "cpu:1", "scripted:", "scripted:fast", "scripted:-1", "scripted:inf"]
 )
-def test_names_that_are_none(name):
+def test_unknown_names_are_refused(name):
     with pytest.raises(UsageError, match="expected"):
         registry.choose(name)
 

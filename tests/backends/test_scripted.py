@@ -17,13 +17,13 @@ BATCH = Batch({}, 3.0)
 
 def test_gradients_vary_over_seed_block_and_element():
     program = ScriptedBackend().compile(Trainable(BLOCKS), BATCH)
-    seen = set()
+    values = set()
     for seed in range(3):
         for item in program.gradients([(BATCH, seed)]):
             if isinstance(item, BlockGradient):
                 assert len(np.unique(item.values)) > 90
-                seen.add(item.values[:100].tobytes())
-    assert len(seen) == 12
+                values.add(item.values[:100].tobytes())
+    assert len(values) == 12
 
 
 def test_two_programs_give_the_same_bits():
@@ -39,11 +39,11 @@ def test_two_programs_give_the_same_bits():
     assert first == second
 
 
-def test_no_block_comes_before_its_time():
+def test_blocks_arrive_no_earlier_than_their_time():
     program = ScriptedBackend(40.0).compile(Trainable(BLOCKS), BATCH)
     start_s = time.perf_counter()
-    for done, _ in enumerate(program.gradients([(BATCH, 0)]), start=1):
-        share = FORWARD_SHARE + (1 - FORWARD_SHARE) * min(done, 4) / 4
+    for block_count, _ in enumerate(program.gradients([(BATCH, 0)]), start=1):
+        share = FORWARD_SHARE + (1 - FORWARD_SHARE) * min(block_count, 4) / 4
         assert time.perf_counter() - start_s >= share * 0.040
 
 

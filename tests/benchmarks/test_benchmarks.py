@@ -1,4 +1,4 @@
-"""Every benchmark in its smallest size: that it measures something, never how much."""
+"""Every benchmark in its smallest size: checks that it measures something, not how much."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ from benchmarks.timeline import StepTimes, Timeline, intervals_us, step_times
 @pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.release), 2])
 def test_sync_measures_every_round_of_both_sides(turns):
     case = sync.Case(workers=2, blocks=2, block_bytes=4096, quiet_ms=200)
-    measured = sync.measure(case, rounds=2, turns=turns)
-    assert len(measured.averaged_ms) + measured.uneven_rounds == 2 * turns
-    assert len(measured.committed_ms) == len(measured.averaged_ms)
-    assert len(measured.gloo_ms) == 2 * turns
-    for averaged, committed in zip(measured.averaged_ms, measured.committed_ms, strict=True):
-        assert 0 < averaged <= committed
-    assert all(ms > 0 for ms in measured.gloo_ms)
-    lines = sync.rows(case, measured)
+    measurement = sync.measure(case, rounds=2, turns=turns)
+    assert len(measurement.averaged_ms) + measurement.uneven_rounds == 2 * turns
+    assert len(measurement.committed_ms) == len(measurement.averaged_ms)
+    assert len(measurement.gloo_ms) == 2 * turns
+    for averaged, committed_ms in zip(
+        measurement.averaged_ms, measurement.committed_ms, strict=True
+    ):
+        assert 0 < averaged <= committed_ms
+    assert all(ms > 0 for ms in measurement.gloo_ms)
+    lines = sync.rows(case, measurement)
     assert [line[0].partition(": ")[0] for line in lines] == ["0.0 MB over 2"] * 3
     assert lines[0][-1] == "1.00"
 
@@ -52,16 +54,16 @@ def test_shaped_measures_both_topologies_and_counts_bytes():
     for each in turns.values():
         assert len(each.ms) <= 2
         assert all(ms > 0 for ms in each.ms)
-        assert min(each.out_mb, each.in_mb) >= 8192 / 1e6  # one payload each way, at least
+        assert min(each.out_mb, each.in_mb) >= 8192 / 1e6  # at least one payload each way
     assert [line[0] for line in shaped.lines("x", row, turns)] == [
         "x, 0.0 MB: gloo", "x, 0.0 MB: star", "x, 0.0 MB: sharded",
     ]  # fmt: skip
 
 
 def test_reconnect_measures_short_and_long_logs():
-    measured = [reconnect.measure(logged_steps, rounds=2) for logged_steps in (6, 12)]
-    assert all(ms > 0 for each in measured for ms in (*each.reconnect_ms, each.open_ms))
-    assert [line[0] for line in reconnect.rows(measured)] == ["6 kept steps", "12 kept steps"]
+    measurement = [reconnect.measure(logged_steps, rounds=2) for logged_steps in (6, 12)]
+    assert all(ms > 0 for each in measurement for ms in (*each.reconnect_ms, each.open_ms))
+    assert [line[0] for line in reconnect.rows(measurement)] == ["6 kept steps", "12 kept steps"]
 
 
 @pytest.mark.slow
@@ -72,7 +74,7 @@ def test_overlap_measures_both_sides():
     assert len(exposed) == 1 + len(overlap.BUCKETS_MB)
     for each in exposed.values():
         assert len(each) == 2
-        # Nothing is faster than its computing.
+        # no step is faster than its computation
         assert all(ms + case.compute_ms > 0 for ms in each)
     assert len(overlap.rows(case, exposed)) == len(exposed)
 
@@ -80,13 +82,13 @@ def test_overlap_measures_both_sides():
 @pytest.mark.slow
 def test_uneven_measures_samestep_and_equal_shares():
     speeds_ms = (5.0, 10.0)
-    for measured in (
+    for measurement in (
         uneven.measure(speeds_ms, 3, steps=2),
         uneven.measure_equal_shares(speeds_ms, steps=2),
         *uneven.solo(speeds_ms, 3, steps=2),
     ):
-        assert math.isfinite(measured.typical)
-        assert 0 < measured.typical <= measured.best
+        assert math.isfinite(measurement.typical)
+        assert 0 < measurement.typical <= measurement.best
     head = uneven.row("both", uneven.Pace(240.0, 250.0), alone=250.0, nominal=300.0)
     assert head == ["both", "240.00", "250.00", "96.0 %", "80.0 %"]
 
@@ -94,34 +96,34 @@ def test_uneven_measures_samestep_and_equal_shares():
 @pytest.mark.slow
 def test_recovery_measures_every_kind_of_kill():
     case = recovery.Case(blocks=2, block_bytes=4096, microbatch_ms=5)
-    measured = recovery.measure(case, kills=1)
-    (restart,) = measured.coordinator
+    measurement = recovery.measure(case, kills=1)
+    (restart,) = measurement.coordinator
     assert 0 < restart.resumed_s < restart.connected_s < restart.ready_s < restart.committed_s
-    assert all(s > 0 for s in (*measured.worker_s, *measured.stopped_s, measured.step_s))
-    assert recovery.rows(case, measured)[0][:2] == ["state 0 MB: a step", ""]
+    assert all(s > 0 for s in (*measurement.worker_s, *measurement.stopped_s, measurement.step_s))
+    assert recovery.rows(case, measurement)[0][:2] == ["state 0 MB: a step", ""]
 
 
 @pytest.mark.slow
 def test_durability_measures_both_modes_and_none():
     job = durability.full_training(steps=6, block_bytes=4096, microbatch_ms=5)
-    measured = durability.measure(job, turns=2)
-    assert list(measured) == ["off", "full", "checkpoint"]
-    for each in measured.values():
+    measurement = durability.measure(job, turns=2)
+    assert list(measurement) == ["off", "full", "checkpoint"]
+    for each in measurement.values():
         assert len(each.turns_ms) == len(each.coordinator_ms) == len(each.workers_ms) == 2
         assert min(each.steps_ms) > 0
         assert each.ratio(each) == 1
         assert each.turn_ratios(each) == [1, 1]
-    assert [bool(each.waits_ms) for each in measured.values()] == [False, True, True]
-    assert all(ms > 0 for ms in measured["full"].waits_ms)
-    assert [line[0].partition(": ")[2] for line in durability.rows(job, measured)] == [
+    assert [bool(each.waits_ms) for each in measurement.values()] == [False, True, True]
+    assert all(ms > 0 for ms in measurement["full"].waits_ms)
+    assert [line[0].partition(": ")[2] for line in durability.rows(job, measurement)] == [
         "off", "log: full", "log: checkpoint",
     ]  # fmt: skip
 
 
 @pytest.mark.slow
 def test_hostile_measures_calm_and_attacked_turns():
-    calm, attacked, connections = hostile.measure(turns=1, seconds=2, connections=50)
-    for each in (calm, attacked):
+    baseline, attacked, connections = hostile.measure(turns=1, seconds=2, connections=50)
+    for each in (baseline, attacked):
         assert len(each.joins_ms) == 2 * hostile.JOINS_A_SECOND
         assert min(each.joins_ms) > 0
         assert min(each.steps_ms) > 0
@@ -131,7 +133,7 @@ def test_hostile_measures_calm_and_attacked_turns():
 
 
 @pytest.mark.parametrize(
-    ("join_ms", "step_ms", "memory_mib", "missed"),
+    ("join_ms", "step_ms", "memory_mib", "missed_goals"),
     [
         (250.0, 105.0, 24, []),
         (251.0, 105.0, 24, ["p99 of joins 251, at most 250 ms"]),
@@ -140,14 +142,14 @@ def test_hostile_measures_calm_and_attacked_turns():
         (math.nan, 1.0, 25, ["p99 of joins nan, at most 250 ms", "memory 25, at most 24 MiB"]),
     ],
 )
-def test_hostile_names_missed_goals(join_ms, step_ms, memory_mib, missed):
-    calm = hostile.Measured(joins_ms=[900.0] * 9, steps_ms=[100.0], memory_bytes=[99 << 20])
+def test_hostile_names_missed_goals(join_ms, step_ms, memory_mib, missed_goals):
+    baseline = hostile.Measured(joins_ms=[900.0] * 9, steps_ms=[100.0], memory_bytes=[99 << 20])
     attacked = hostile.Measured([join_ms] * 9, [step_ms], [1 << 20, memory_mib << 20])
-    assert hostile.missed(calm, attacked) == missed
+    assert hostile.missed(baseline, attacked) == missed_goals
 
 
 @pytest.mark.parametrize("name", ["sync", "uneven", "overlap", "recovery", "durability", "hostile"])
-def test_each_benchmark_says_what_it_is(name, monkeypatch, capsys):
+def test_each_benchmark_describes_itself(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit, match="0"):
         importlib.import_module(f"benchmarks.{name}").main()
@@ -182,9 +184,9 @@ def test_steps_of_one_run_are_read_from_the_traces_of_all_workers():
 
 @pytest.mark.slow
 def test_page_measures_steps_with_and_without_tabs():
-    without, beside = page.measure(1, steps=2, tabs=2)
-    assert all(ms > 0 for measured in (without, beside) for ms in measured.steps_ms)
-    assert beside.row("beside")[0] == "beside"
+    without_tabs, with_tabs = page.measure(1, steps=2, tabs=2)
+    assert all(ms > 0 for measurement in (without_tabs, with_tabs) for ms in measurement.steps_ms)
+    assert with_tabs.row("beside")[0] == "beside"
 
 
 def test_replicas_compare_runs_on_as_many_tokens():
@@ -192,10 +194,12 @@ def test_replicas_compare_runs_on_as_many_tokens():
         for case in replicas.cases(total):
             settings = dict(each.split("=", 1) for each in case.settings(total))
             steps, samples = int(settings["steps"]), int(settings["batch.samples"])
-            alone = case.inner_steps or 1
-            samples_taken = steps * alone * samples * (case.replicas if case.inner_steps else 1)
-            whole = total - total % alone
-            assert samples_taken == whole * case.replicas * 12
+            inner_steps = case.inner_steps or 1
+            samples_taken = (
+                steps * inner_steps * samples * (case.replicas if case.inner_steps else 1)
+            )
+            rounded_total = total - total % inner_steps
+            assert samples_taken == rounded_total * case.replicas * 12
     assert len(replicas.cases(2000)) == 35
     assert "K=2 H=30 carry float32" in {case.name for case in replicas.cases(60)}
 
@@ -207,7 +211,7 @@ def test_replicas_are_shown_as_a_table_and_a_plot(tmp_path, capsys, monkeypatch)
 
     monkeypatch.setattr(replicas, "trained", train)
     replicas.measure_loss(60, tmp_path)
-    monkeypatch.setattr(replicas, "trained", None)  # what is there is not trained again
+    monkeypatch.setattr(replicas, "trained", None)  # existing results are not trained again
     replicas.measure_loss(60, tmp_path)
     output = capsys.readouterr().out
     assert "K=2 H=30 carry int8" in output
@@ -219,12 +223,12 @@ def test_replicas_are_shown_as_a_table_and_a_plot(tmp_path, capsys, monkeypatch)
 @pytest.mark.release
 def test_diloco_has_the_same_state_after_a_kill(tmp_path):
     case = diloco.Case(blocks=2, block_elements=64, inner_steps=20, inner_ms=80, rounds=3)
-    calm, killed = (
+    baseline, with_kill = (
         diloco.ours(case, kill=kill, directory=tmp_path / str(kill)) for kill in (False, True)
     )
-    assert killed.digest == calm.digest
-    assert killed.round_ms > calm.round_ms  # two machines have three replicas
-    (row,) = diloco.rows(case, {"samestep": (calm, killed)})
+    assert with_kill.digest == baseline.digest
+    assert with_kill.round_ms > baseline.round_ms  # two machines have three replicas
+    (row,) = diloco.rows(case, {"samestep": (baseline, with_kill)})
     assert row[-2:] == ["3 of 3", "the same"]
 
 
@@ -242,7 +246,9 @@ def test_traffic_with_replicas_is_a_fraction_of_that_without(capsys):
 def test_full_llama_measures_both_sides_and_their_memory():
     small = {"vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
              "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
-    measured = full_llama.measure(2, 1, {**full_llama.CONFIG, **small})
-    assert len(measured.ours_ms) == len(measured.ddp_ms) > 0
-    assert min(measured.coordinator_bytes, measured.worker_bytes, measured.rank_bytes) > 1e7
-    assert len(full_llama.lines(measured)) == 5
+    measurement = full_llama.measure(2, 1, {**full_llama.CONFIG, **small})
+    assert len(measurement.ours_ms) == len(measurement.ddp_ms) > 0
+    assert (
+        min(measurement.coordinator_bytes, measurement.worker_bytes, measurement.rank_bytes) > 1e7
+    )
+    assert len(full_llama.lines(measurement)) == 5

@@ -1,4 +1,4 @@
-"""What is measured on a real card runs to its end anywhere, and says what it could not do."""
+"""The measurements of a real card run to their end on any machine, and report what they skipped."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def test_without_a_card_every_part_is_skipped_with_its_reason(monkeypatch, tmp_p
     monkeypatch.setattr(cards, "found_devices", lambda: NONE)
     monkeypatch.setattr(sys, "argv", ["cards", "--report", str(tmp_path / "cards.md")])
     cards.main()
-    written = (tmp_path / "cards.md").read_text()
-    assert "| eager suite | skipped: torch has no card here |  | 0 |" in written
-    assert "| Vulkan suite | skipped: no card with Vulkan: no Vulkan loader |  | 0 |" in written
-    assert written.count("| skipped: ") == len(cards.PARTS)
+    report = (tmp_path / "cards.md").read_text()
+    assert "| eager suite | skipped: torch has no card here |  | 0 |" in report
+    assert "| Vulkan suite | skipped: no card with Vulkan: no Vulkan loader |  | 0 |" in report
+    assert report.count("| skipped: ") == len(cards.PARTS)
     assert "Vulkan suite: skipped" in capsys.readouterr().out
 
 
@@ -31,22 +31,24 @@ def test_a_part_is_stopped_at_its_time_limit_and_keeps_its_output():
         Part("bad", ("-c", "raise SystemExit(3)"), ("vulkan",), 60),
         Part("endless", ("-c", endless), (), 1),
     ]
-    good, bad, cut = outcomes(parts, BOTH, 60)
-    assert (good.result, good.output) == ("passed", "42")
-    assert bad.result == "failed: exit code 3"
-    assert cut.result == "failed: it takes more than 1 s"
-    late = [*outcomes(parts, BOTH, 0)]
-    assert all(each.result.startswith("skipped: the time is used up; --only") for each in late)
-    assert "```\n42\n```" in report(BOTH, [good, bad, cut])
+    passed_part, failed_part, stopped_part = outcomes(parts, BOTH, 60)
+    assert (passed_part.result, passed_part.output) == ("passed", "42")
+    assert failed_part.result == "failed: exit code 3"
+    assert stopped_part.result == "failed: it takes more than 1 s"
+    late_outcomes = [*outcomes(parts, BOTH, 0)]
+    assert all(
+        each.result.startswith("skipped: the time is used up; --only") for each in late_outcomes
+    )
+    assert "```\n42\n```" in report(BOTH, [passed_part, failed_part, stopped_part])
 
 
 @pytest.mark.parametrize("part", cards.PARTS, ids=lambda part: part.name)
-def test_the_files_of_a_part_are_there(part):
-    files = [word for word in part.arguments if word.startswith("tests/")]
+def test_files_of_a_part_exist(part):
+    files = [argument for argument in part.arguments if argument.startswith("tests/")]
     assert all((cards.ROOT / file).exists() for file in files)
 
 
-def test_a_driver_that_ends_the_process_that_looks_for_cards_ends_no_more(monkeypatch):
+def test_driver_crash_ends_only_the_probing_process(monkeypatch):
     monkeypatch.setattr(sys, "executable", "false")
     devices = cards.found_devices()
     assert devices.lacking(["card"]) == "looking for them ended with exit code 1: "

@@ -1,4 +1,4 @@
-"""Capture, duty and distillation are measured; never how much it was."""
+"""Capture, evaluation duty and distillation are measured; the amounts are not checked."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def test_steps_of_both_sides_are_timed(way):
 def test_a_capture_and_reading_are_timed(tmp_path):
     text = Path(__file__).parents[2] / "docs"
     data = {"train": str(text), "pattern": "*.md", "max_tokens": 32}
-    measured = capture.capture({**TEACHER, "data": data}, tmp_path)
-    assert len(measured.step_ms) >= 2
-    assert measured.tokens == 4 * 16 * 32
-    assert 8 * 4 + 8 < measured.token_bytes < 8 * 4 + 8 + 8
+    measurement = capture.capture({**TEACHER, "data": data}, tmp_path)
+    assert len(measurement.step_ms) >= 2
+    assert measurement.tokens == 4 * 16 * 32
+    assert 8 * 4 + 8 < measurement.token_bytes < 8 * 4 + 8 + 8
     reading = capture.read(STUDENT, capture.logits_in(tmp_path))
     assert 0 < reading.share < 1
 
 
 def test_finished_seeds_are_not_repeated(tmp_path, monkeypatch):
-    """The second call finds the results, and makes the run that is missing."""
+    """The second call finds the results, and adds the missing run."""
     commands: list[list[str]] = []
 
-    def ran(command: list[str], **_: Any) -> Any:
+    def fake_run(command: list[str], **_: Any) -> Any:
         commands.append(command)
         out = Path(command[command.index("--out") + 1])
         out.mkdir(parents=True)
         (out / "result.json").write_text(json.dumps({"eval": {}, "out": out.name}))
         return type("Ended", (), {"returncode": 0})
 
-    monkeypatch.setattr(subprocess, "run", ran)
+    monkeypatch.setattr(subprocess, "run", fake_run)
     spec = tmp_path / "student.yaml"
     (tmp_path / "seed-7-with").mkdir()
     (tmp_path / "seed-7-with" / "run.json").touch()

@@ -1,4 +1,5 @@
-"""The bare loop and ours do the same; what a step's time went into. Never how long it took."""
+"""The bare loop and ours do the same; what the time of a step is spent on. Amounts are not
+checked."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ from protocol.spec.run_spec import parse_run_spec
 @pytest.mark.slow
 def test_the_bare_loop_takes_the_same_steps_as_a_worker():
     document = short("digits", 3 + overhead.WARMING_STEPS)
-    measured = overhead.measure(document, turns=2)
-    assert [step.step for step in measured.ours] == [2, 3, 4] * 2
-    assert [step.step for step in measured.bare] == [2, 3, 4] * 2
-    for step in (*measured.ours, *measured.bare):
+    measurement = overhead.measure(document, turns=2)
+    assert [step.step for step in measurement.ours] == [2, 3, 4] * 2
+    assert [step.step for step in measurement.bare] == [2, 3, 4] * 2
+    for step in (*measurement.ours, *measurement.bare):
         assert 0 < step.compute_ms < step.total_ms
         assert 0 < step.update_ms < step.total_ms
-    assert all(ms > 0 for ms in (*measured.ours_cpu_ms, *measured.bare_cpu_ms))
-    assert measured.loss_difference < 1e-4
-    assert [line[:2] for line in overhead.rows(measured)] == [
+    assert all(ms > 0 for ms in (*measurement.ours_cpu_ms, *measurement.bare_cpu_ms))
+    assert measurement.loss_difference < 1e-4
+    assert [line[:2] for line in overhead.rows(measurement)] == [
         ["bare loop", "6"],
         ["one worker", "6"],
     ]
@@ -42,9 +43,9 @@ def test_a_workers_startup_is_timed(tmp_path):
 @pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.release), 2])
 def test_scaling_measures_every_number_of_workers(turns):
     case = scaling.scripted_case(workers=(1, 2), microbatches=4, microbatch_ms=5.0)
-    measured = scaling.measure(case, rounds=2, turns=turns)
-    assert {count: len(each) for count, each in measured.items()} == {1: 2 * turns, 2: 2 * turns}
-    assert all(seconds > 0 for each in measured.values() for seconds in each)
+    measurement = scaling.measure(case, rounds=2, turns=turns)
+    assert {count: len(each) for count, each in measurement.items()} == {1: 2 * turns, 2: 2 * turns}
+    assert all(seconds > 0 for each in measurement.values() for seconds in each)
 
 
 def test_efficiency_is_throughput_over_n_times_one():
@@ -55,20 +56,20 @@ def test_efficiency_is_throughput_over_n_times_one():
 
 
 def test_ratios_are_relative_to_the_bare_loop():
-    def taken(*times_ms):
+    def step_samples(*times_ms):
         return [StepTime(step, ms, ms / 2, 1.0) for step, ms in times_ms]
 
-    measured = overhead.Measured(
-        ours=taken((2, 110.0), (3, 210.0), (2, 120.0), (3, 330.0)),
-        bare=taken((2, 100.0), (3, 200.0), (2, 100.0), (3, 100.0)),
+    measurement = overhead.Measured(
+        ours=step_samples((2, 110.0), (3, 210.0), (2, 120.0), (3, 330.0)),
+        bare=step_samples((2, 100.0), (3, 200.0), (2, 100.0), (3, 100.0)),
         ours_cpu_ms=[105.0],
         bare_cpu_ms=[100.0],
         loss_difference=0.0,
     )
-    assert measured.ratio == pytest.approx(165 / 100)
-    assert measured.paired_ratio == pytest.approx((1.1 + 1.2) / 2)
-    assert measured.best_ratio == pytest.approx((110 + 210) / (100 + 100))
-    assert measured.cpu_ratio == pytest.approx(1.05)
+    assert measurement.ratio == pytest.approx(165 / 100)
+    assert measurement.paired_ratio == pytest.approx((1.1 + 1.2) / 2)
+    assert measurement.best_ratio == pytest.approx((110 + 210) / (100 + 100))
+    assert measurement.cpu_ratio == pytest.approx(1.05)
 
 
 def test_a_steps_time_is_split_into_computing_update_and_rest():
@@ -76,7 +77,7 @@ def test_a_steps_time_is_split_into_computing_update_and_rest():
         return {"name": name, "ts": at_us, "dur": lasts_us, "args": {"step": step}}
 
     timeline = Timeline((
-        span("subtree [0, 2)", 0.0, 500.0, 0),  # an earlier run's
+        span("subtree [0, 2)", 0.0, 500.0, 0),  # of an earlier run
         span("subtree [0, 2)", 1000.0, 3000.0, 0),
         span("apply step", 5000.0, 100.0, 1),
         span("subtree [0, 1)", 6000.0, 1000.0, 1),
@@ -102,7 +103,7 @@ def test_startup_times_come_from_the_coordinators_log():
 
 
 @pytest.mark.parametrize("name", ["sms-spam", "digits"])
-def test_short_jobs_are_valid_and_end_without_much_evaluation(name):
+def test_short_jobs_are_valid_and_evaluate_little(name):
     spec = parse_run_spec(short(name, 3))
     assert spec.steps == 3
     assert spec.evaluate_every == 0
@@ -110,7 +111,7 @@ def test_short_jobs_are_valid_and_end_without_much_evaluation(name):
 
 
 @pytest.mark.parametrize("name", ["overhead", "scaling"])
-def test_each_benchmark_says_what_it_is(name, monkeypatch, capsys):
+def test_each_benchmark_describes_itself(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit, match="0"):
         importlib.import_module(f"benchmarks.{name}").main()

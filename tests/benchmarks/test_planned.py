@@ -1,4 +1,4 @@
-"""What the planner expects of many hosts: the page's plot, and what was measured."""
+"""The planner's predictions for many hosts: the page's plot, and the measurements."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ from benchmarks import planned
 from coordinator.run.exchange.times import Volume, sharded_s, star_s
 
 
-def test_the_page_shows_the_commands_plot():
+def test_page_shows_the_plot_of_the_command():
     page = Path(__file__).parents[2] / "docs" / "images" / "ways.svg"
     assert page.read_text() == planned.plot(1.0), "write it: python -m benchmarks.planned --plot"
 
 
 def test_predictions_are_within_15_percent_of_measurements():
-    for what, *_, ratio in planned.compared():
-        assert float(ratio) == pytest.approx(1, abs=0.15), what
+    for case, *_, ratio in planned.compared():
+        assert float(ratio) == pytest.approx(1, abs=0.15), case
 
 
 def test_the_table_names_the_best_topology_of_each_row():
@@ -31,5 +31,5 @@ def test_the_table_names_the_best_topology_of_each_row():
 
 
 def test_two_levels_of_stars_are_faster_than_one_and_slower_than_sharded():
-    for what, star, two_levels, sharded in planned.many_hosts():
-        assert float(sharded) < float(two_levels) < float(star), what
+    for case, star, two_levels, sharded in planned.many_hosts():
+        assert float(sharded) < float(two_levels) < float(star), case

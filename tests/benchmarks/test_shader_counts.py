@@ -1,4 +1,4 @@
-"""What is counted of kernels, and that those of cards serve nothing twice."""
+"""Counts of kernel accesses; kernels of cards have no bank conflicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS, SIZE = 5, 128
 
 
 def strided(vectors: int) -> Shader:
-    """Eight neighbors read vec4 that are so many apart, in each of ten rounds."""
+    """Eight neighbors read vec4 values at this stride, in each of ten rounds."""
     source = f"""\
 @group(0) @binding(0) var<storage, read_write> out: array<vec4f>;
 var<workgroup> held: array<vec4f, 64>;
@@ -29,20 +29,27 @@ fn main(@builtin(local_invocation_index) me: u32) {{
     return Shader(source, 1)
 
 
-@pytest.mark.parametrize(("vectors", "turns"), [(0, 1), (1, 1), (2, 2), (4, 4), (8, 8), (5, 1)])
-def test_bank_conflicts_are_serialized(vectors, turns):
-    moved = 10 * 2 * 16
-    assert counts_of(strided(vectors), (3, 1, 1)) == Counts(10, moved, 10, 10 * turns).times(3)
+@pytest.mark.parametrize(("vectors", "conflicts"), [(0, 1), (1, 1), (2, 2), (4, 4), (8, 8), (5, 1)])
+def test_bank_conflicts_are_serialized(vectors, conflicts):
+    bytes_moved = 10 * 2 * 16
+    assert counts_of(strided(vectors), (3, 1, 1)) == Counts(
+        10, bytes_moved, 10, 10 * conflicts
+    ).times(3)
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=str)
-def test_a_products_kernels_have_no_bank_conflicts_and_two_barriers_a_step(tiles):
-    """In every layout; and of its invocations three quarters bring something at least."""
-    for turned in range(4):
-        it = product(
-            1, SIZE, STEPS * tiles.depth, SIZE, a_turned=turned % 2 == 1, b_turned=turned > 1
+def test_product_kernels_have_no_bank_conflicts_and_two_barriers_a_step(tiles):
+    """In every layout; at least three quarters of the invocations load something."""
+    for transposed in range(4):
+        case = product(
+            1,
+            SIZE,
+            STEPS * tiles.depth,
+            SIZE,
+            a_turned=transposed % 2 == 1,
+            b_turned=transposed > 1,
         )
-        shader, grid = matmul_shader(it.problem, tiles)
+        shader, grid = matmul_shader(case.problem, tiles)
         counts = counts_of(shader, grid)
         groups = SIZE // tiles.rows * (SIZE // tiles.columns)
         assert counts.served == counts.accesses

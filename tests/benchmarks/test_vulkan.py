@@ -1,4 +1,4 @@
-"""The Vulkan benchmark in its smallest size: that it measures and checks, never how much."""
+"""The Vulkan benchmark in its smallest size: it measures and checks; the amounts are not tested."""
 
 import sys
 
@@ -22,7 +22,7 @@ def backend():
     vulkan.device.close()
 
 
-def test_sides_take_turns_and_the_first_round_is_left_out():
+def test_sides_alternate_and_the_first_round_is_dropped():
     order = []
     timed = turns.by_turns([lambda: order.append("a"), lambda: order.append("b")], 2)
     assert order == ["a", "b"] * 3
@@ -32,11 +32,11 @@ def test_sides_take_turns_and_the_first_round_is_left_out():
 
 def test_a_matrix_product_is_timed_and_correct(backend):
     row = vulkan.matmul_row(backend, torch_side("cpu"), (16, 32, 8), 1, peak=1e-9)
-    named = dict(zip(vulkan._PRODUCTS, row, strict=True))
-    assert named["product"] == "16 x 32 by 32 x 8"
-    assert float(named["error"]) < 1e-5
-    assert float(named["of peak"].rstrip("%")) > 0
-    assert bool(named["of CPU time"]) is backend.adapter.software
+    by_column = dict(zip(vulkan._PRODUCTS, row, strict=True))
+    assert by_column["product"] == "16 x 32 by 32 x 8"
+    assert float(by_column["error"]) < 1e-5
+    assert float(by_column["of peak"].rstrip("%")) > 0
+    assert bool(by_column["of CPU time"]) is backend.adapter.software
     assert vulkan.matmul_row(backend, torch_side("cpu"), (16, 32, 8), 1)[2] == ""
 
 
@@ -44,11 +44,11 @@ def test_a_matrix_product_is_timed_and_correct(backend):
 def test_a_decoder_computes_the_same_on_both_sides(backend):
     decoder = vulkan_steps.Decoder(64, 2, 8, "LoRA")
     row = vulkan_steps.decoder_row(backend, torch_side("cpu"), decoder, 1, 2)
-    named = dict(zip(vulkan._STEPS, row, strict=True))
-    assert named["microbatch"] == "decoder 64, 4 layers, LoRA, 2 x 8"
-    assert float(named["difference"]) < 1e-5
-    assert float(named["ms"]) > 0
-    assert float(named["torch ms"]) > 0
+    by_column = dict(zip(vulkan._STEPS, row, strict=True))
+    assert by_column["microbatch"] == "decoder 64, 4 layers, LoRA, 2 x 8"
+    assert float(by_column["difference"]) < 1e-5
+    assert float(by_column["ms"]) > 0
+    assert float(by_column["torch ms"]) > 0
 
 
 @pytest.mark.slow

@@ -16,11 +16,11 @@ _STEP_S: Final = 0.1
 _COORDINATOR_S: Final = 2.0
 _WORKER_S: Final = 0.5
 _STALL_S: Final = 1.0
-"""About how long a step takes, and each fault adds: what --minutes is made of."""
+"""Rough duration of a step and of each fault, from which --minutes derives the number of steps."""
 
 
 def size_for(minutes: float, coordinator_kills: int, worker_kills: int, stalls: int) -> Size:
-    """As many steps as fill the time beside the faults."""
+    """Return as many steps as fill the time left by the faults."""
     drains = worker_kills // 10
     faults = coordinator_kills + worker_kills + stalls + drains
     lost_s = _COORDINATOR_S * coordinator_kills + _STALL_S * stalls
@@ -30,7 +30,7 @@ def size_for(minutes: float, coordinator_kills: int, worker_kills: int, stalls: 
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos",
         description="Kill and stop coordinator and workers; compare with an undisturbed run.",

@@ -82,7 +82,7 @@ def run_campaign(
     spec = directory / "run.yaml"
     document = run_document(seed, size, log, keep_log=keep_log)
     spec.write_text(json.dumps(document))  # JSON is YAML
-    calm = _undisturbed(directory / "calm", spec, anew=anew)
+    baseline = _undisturbed(directory / "calm", spec, anew=anew)
     document = run_document(seed, size, log, keep_log=keep_log, sharded=sharded)
     spec.write_text(json.dumps(document))
     with Coordinator(
@@ -96,10 +96,12 @@ def run_campaign(
         outcome = campaign.outcome
         assert outcome.steps == size.steps
         assert outcome.redone == 0 or log == "checkpoint", "a committed step was lost"
-        disturbed = _result(coordinator.run)
+        outcome_with_faults = _result(coordinator.run)
         for key in ("outcome", "steps", "losses", "weights_digest", "metrics", "exactness"):
-            assert disturbed.get(key) == calm.get(key), f"{key} differs from the undisturbed run's"
-        outcome.weights_digest = disturbed["weights_digest"]
+            assert outcome_with_faults.get(key) == baseline.get(key), (
+                f"{key} differs from the undisturbed run's"
+            )
+        outcome.weights_digest = outcome_with_faults["weights_digest"]
         outcome.audit = _audit(coordinator.run)
     return outcome
 
@@ -111,7 +113,7 @@ def _undisturbed(directory: Path, spec: Path, *, anew: bool) -> dict[str, Any]:
         worker = Worker(coordinator.address, "alone", "scripted:0", directory, anew=anew)
         try:
             end = coordinator.wait_for("the end", _is_end, patience_s=1800.0)
-            assert end.fields["outcome"] == "finished", coordinator.told("not finished")
+            assert end.fields["outcome"] == "finished", coordinator.describe_failure("not finished")
             assert coordinator.wait_for_exit() == 0
             assert worker.wait() == 0, worker.words()
         finally:
@@ -120,7 +122,7 @@ def _undisturbed(directory: Path, spec: Path, *, anew: bool) -> dict[str, Any]:
 
 
 class _Campaign:
-    """Processes, and what is done to them."""
+    """The processes of a run, and the faults applied to them."""
 
     def __init__(self, coordinator: Coordinator, *, anew: bool) -> None:
         self.coordinator = coordinator
@@ -133,7 +135,7 @@ class _Campaign:
 
     @contextmanager
     def staffed(self) -> Iterator[None]:
-        """Have workers; at the end all are gone, however it ends."""
+        """Start the workers, and end all of them at the end of the context."""
         try:
             for number in range(WORKERS):
                 self._hire(f"w{number}")
@@ -145,20 +147,20 @@ class _Campaign:
                 worker.kill()
 
     def meet(self, fault: Fault) -> None:
-        """Do it when it is due, and wait for the next commit."""
-        since = len(self.coordinator.events)
+        """Apply the fault when it is due, and wait for the next commit."""
+        start = len(self.coordinator.events)
         if self.coordinator.step < fault.after_step:
             self.coordinator.wait_for(
                 f"step {fault.after_step}",
                 lambda event: (
                     event.name == "committed" and event.fields["step"] + 1 >= fault.after_step
                 ),
-                since=max(0, since - 1),
+                since=max(0, start - 1),
             )
         self._check_workers()
-        time.sleep(fault.delay_s)  # no event says that a step is half done
-        at_s, since = self._strike(fault)
-        commit = self.coordinator.commit_after(at_s, since)
+        time.sleep(fault.delay_s)  # no event marks the middle of a step
+        at_s, start = self._strike(fault)
+        commit = self.coordinator.commit_after(at_s, start)
         self.outcome.seconds.setdefault(fault.kind, []).append(commit.at_s - at_s)
         self.outcome.slowest = max(
             self.outcome.slowest, (commit.at_s - at_s, fault.kind.value, commit.fields["step"])
@@ -166,9 +168,11 @@ class _Campaign:
         self._disturbed.append((at_s, commit.at_s))
 
     def end(self) -> None:
-        """Wait for the run's end, see that everyone went home well, and sum up."""
+        """Wait for the end of the run, check all exit codes, and return the outcome."""
         end = self.coordinator.wait_for("the end", _is_end, patience_s=120.0)
-        assert end.fields["outcome"] == "finished", self.coordinator.told("not finished")
+        assert end.fields["outcome"] == "finished", self.coordinator.describe_failure(
+            "not finished"
+        )
         assert self.coordinator.wait_for_exit() == 0
         for timer in self._timers:
             timer.join()
@@ -178,7 +182,7 @@ class _Campaign:
         self._sum_up(end.at_s)
 
     def _strike(self, fault: Fault) -> tuple[float, int]:
-        """Do it; when it was done, and from which event on to look for what follows."""
+        """Apply the fault; return its time, and the event index to search from."""
         coordinator = self.coordinator
         match fault.kind:
             case Kind.COORDINATOR | Kind.CHECKPOINT | Kind.BOTH:
@@ -192,41 +196,41 @@ class _Campaign:
                     event.name == "checkpoint" for event in coordinator.events[event_count:]
                 ):
                     self.outcome.checkpoints_cut += 1
-                since = len(coordinator.events)
+                start = len(coordinator.events)
                 coordinator.start()
-                return at_s, since
+                return at_s, start
             case Kind.WORKER:
-                since = len(coordinator.events)
-                return self._replace(self._pick(fault)), since
+                start = len(coordinator.events)
+                return self._replace(self._pick(fault)), start
             case Kind.STALL | Kind.LONG_STALL:
                 return self._stall(self._pick(fault), fault.stall_s)
             case Kind.DRAIN:
                 worker = self._pick(fault)
-                at_s, since = time.time(), len(coordinator.events)
+                at_s, start = time.time(), len(coordinator.events)
                 worker.drain()
                 self._leaving.append(worker)
                 self._hire(worker.name)
-                return at_s, since
+                return at_s, start
 
     def _ask_for_checkpoint(self, fault: Fault) -> None:
         try:
             self.coordinator.ask("POST", "/checkpoint")
         except OSError as error:
-            raise Stuck(self.coordinator.told(f"no answer: {error}")) from None
-        time.sleep(fault.delay_s / 10)  # nor does one say that a file is half written
+            raise Stuck(self.coordinator.describe_failure(f"no answer: {error}")) from None
+        time.sleep(fault.delay_s / 10)  # no event marks a half-written file
 
     def _stall(self, worker: Worker, stall_s: float) -> tuple[float, int]:
-        at_s, since = time.time(), len(self.coordinator.events)
+        at_s, start = time.time(), len(self.coordinator.events)
         worker.stop()
         timer = threading.Timer(stall_s, worker.resume)
         timer.start()
         self._timers = [timer, *(each for each in self._timers if each.is_alive())]
-        return at_s, since
+        return at_s, start
 
     def _pick(self, fault: Fault) -> Worker:
-        """A worker that is not stopped now, starting ones included."""
-        running = [worker for worker in self._workers.values() if not worker.stopped]
-        candidates = running or list(self._workers.values())
+        """Return a worker that is not stopped, possibly a starting one."""
+        running_workers = [worker for worker in self._workers.values() if not worker.stopped]
+        candidates = running_workers or list(self._workers.values())
         return candidates[int(fault.victim * len(candidates))]
 
     def _replace(self, worker: Worker) -> float:
@@ -242,7 +246,7 @@ class _Campaign:
         )
 
     def _check_workers(self) -> None:
-        """Nobody leaves unless told to; who was told to leaves well."""
+        """Check that no worker left unasked, and that all who were asked left well."""
         for worker in self._workers.values():
             assert worker.code is None, f"{worker.name} has ended: {worker.words()}"
         for worker in self._leaving:
@@ -271,18 +275,19 @@ class _Campaign:
             e.fields["held_ms"] for e in self.coordinator.events if e.name == EventLoopBlocked.name
         ]
         outcome.loop_held_ms = max(pauses_ms, default=0.0)
-        calm = _undisturbed_gaps(gaps, self._disturbed)
-        outcome.step_s = median(calm) if calm else math.nan
+        quiet_gaps = _undisturbed_gaps(gaps, self._disturbed)
+        outcome.step_s = median(quiet_gaps) if quiet_gaps else math.nan
 
 
 def _is_well(worker: Worker, code: int) -> bool:
-    """Whether one that was told to leave did so with this exit code. One that has said nothing
-    yet was told before Python could listen."""
+    """Return whether a worker that had to leave did so with this exit code. A worker without output
+    may have received the signal before Python could handle it."""
     return code == 0 or (code == -signal.SIGTERM and not worker.words())
 
 
 def _goes_home(worker: Worker) -> int:
-    """Its exit code. One that was just starting has met nobody, and is told to leave."""
+    """Wait for the worker's exit code. A worker that has just started met no coordinator and must
+    be drained."""
     try:
         return worker.wait(_FAREWELL_S)
     except Stuck:
@@ -291,14 +296,14 @@ def _goes_home(worker: Worker) -> int:
 
 
 def _undisturbed_gaps(
-    gaps: list[tuple[float, float]], disturbed: list[tuple[float, float]]
+    gaps: list[tuple[float, float]], disturbances: list[tuple[float, float]]
 ) -> list[float]:
-    """Lengths of those that touch none of the others; both in order."""
+    """Return the lengths of gaps that overlap no disturbance; both lists are sorted."""
     quiet_gaps, position = [], 0
     for start, end in gaps:
-        while position < len(disturbed) and disturbed[position][1] <= start:
+        while position < len(disturbances) and disturbances[position][1] <= start:
             position += 1
-        if position == len(disturbed) or disturbed[position][0] >= end:
+        if position == len(disturbances) or disturbances[position][0] >= end:
             quiet_gaps.append(end - start)
     return quiet_gaps
 
@@ -313,18 +318,18 @@ def _result(run: Path) -> dict[str, Any]:
 
 
 def _audit(run: Path) -> str:
-    """Its last line.
+    """Return the last line of the audit.
 
     Raises:
         AssertionError: The run is not sound.
     """
-    done = ended("coordinator", "audit", str(run))
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout.strip().splitlines()[-1]
+    completed = ended("coordinator", "audit", str(run))
+    assert completed.returncode == 0, f"{completed.stdout[-3000:]}\n{completed.stderr[-3000:]}"
+    return completed.stdout.strip().splitlines()[-1]
 
 
 def table(outcome: Outcome) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: faults by kind, and seconds to the next commit."""
+    """Return the header and rows: faults by kind, and seconds to the next commit."""
     head = ["fault", "times", "median s", "worst s"]
     seconds: Mapping[Kind, list[float]] = outcome.seconds
     rows = [

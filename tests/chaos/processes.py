@@ -132,7 +132,7 @@ class Coordinator:
         try:
             code = self._process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
-            raise Stuck(self.told("the coordinator does not end")) from None
+            raise Stuck(self.describe_failure("the coordinator does not end")) from None
         self._reader.join()
         return code
 
@@ -149,7 +149,7 @@ class Coordinator:
         return measured_growth(self._process.pid)
 
     def wait_for(
-        self, what: str, accept: Callable[[Event], bool], since: int = 0,
+        self, event_name: str, accept: Callable[[Event], bool], since: int = 0,
         patience_s: float = PATIENCE_S,
     ) -> Event:  # fmt: skip
         """Wait for the first event that `accept` accepts, and return it.
@@ -167,15 +167,17 @@ class Coordinator:
         looked_at = since
         with self._changed:
             while True:
-                ended = self._ended
+                exit_error = self._ended
                 while looked_at < len(self.events):
                     event = self.events[looked_at]
                     looked_at += 1
                     if accept(event):
                         return event
                 left_s = deadline_s - time.monotonic()
-                if ended or left_s <= 0:
-                    raise Stuck(self.told(f"waited for {what} and it did not come"))
+                if exit_error or left_s <= 0:
+                    raise Stuck(
+                        self.describe_failure(f"waited for {event_name} and it did not come")
+                    )
                 self._changed.wait(min(left_s, 1.0))
 
     def commit_after(self, at_s: float, since: int) -> Event:
@@ -198,7 +200,7 @@ class Coordinator:
             answer: dict[str, Any] = json.loads(connection.getresponse().read())
         return answer
 
-    def told(self, complaint: str) -> str:
+    def describe_failure(self, complaint: str) -> str:
         """Return the complaint with the status and the last lines of the log."""
         lines = [complaint]
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
@@ -300,7 +302,7 @@ class Worker:
 
 
 def _event(line: str, life: int) -> Event | None:
-    """A line of the log; None if it is none, such as a traceback's."""
+    """Parse a line of the log; None if it is not an event, such as a line of a traceback."""
     try:
         fields = json.loads(line)
         at_s = dt.datetime.fromisoformat(fields["timestamp"]).timestamp()

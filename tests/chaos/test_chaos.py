@@ -1,4 +1,4 @@
-"""Real processes are killed and stopped; the run ends with the bits of one that was left alone.
+"""Real processes are killed and stopped; the run ends with the bits of an undisturbed run.
 
 The release size: `python -m tests.chaos --minutes 30 --coordinator-kills 100 --worker-kills 400
 --stalls 50`, with another `--seed` each time, and with `--sharded`.
@@ -13,7 +13,7 @@ from tests.chaos.campaign import run_campaign
 from tests.chaos.plan import Kind, Size, counts, draw
 
 SIZE = Size(steps=130, coordinator_kills=6, worker_kills=4, stalls=5, drains=1)
-"""The least that has every kind."""
+"""The smallest size that contains every kind."""
 MORE = Size(steps=400, coordinator_kills=12, worker_kills=24, stalls=10, drains=4)
 
 
@@ -40,4 +40,4 @@ def test_faults_of_every_kind_leave_no_trace_in_the_result(tmp_path, request, si
     assert {kind: len(times) for kind, times in outcome.seconds.items()} == dict(size.kinds)
     assert "sound" in outcome.audit
     assert (outcome.owners > size.worker_kills) == sharded
-    assert outcome.loop_held_ms < 5 * limits.LOOP_HOLD_MS  # a busy machine makes all slower
+    assert outcome.loop_held_ms < 5 * limits.LOOP_HOLD_MS  # a busy machine slows everything down

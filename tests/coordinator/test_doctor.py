@@ -1,4 +1,4 @@
-"""`coordinator doctor`: each thing that goes wrong is made to, and is named with what to do."""
+"""`coordinator doctor`: each fault is provoked, and the report names it with a remedy."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def taken_port():
         thread.join()
 
 
-def test_a_sound_machine_has_no_failure_and_nothing_is_left(plan, tmp_path):
+def test_sound_machine_has_no_failure_and_no_leftovers(plan, tmp_path):
     outcomes = {each.check: each.outcome for each in examine(plan())}
     assert "failure" not in outcomes.values()
     assert outcomes.keys() >= {
@@ -77,11 +77,11 @@ def test_a_sound_machine_has_no_failure_and_nothing_is_left(plan, tmp_path):
 # Secrets.
 
 
-def test_secrets_that_fit(plan, tmp_path):
+def test_matching_secrets(plan, tmp_path):
     CoordinatorCredentials.open(tmp_path / "home")
-    fits = findings(plan(), "secrets")
-    assert fits.outcome == "ok"
-    assert "no worker's key yet" in fits.found
+    results = findings(plan(), "secrets")
+    assert results.outcome == "ok"
+    assert "no worker's key yet" in results.found
     assert findings(plan(), "state mode").outcome == "ok"
 
 
@@ -89,10 +89,10 @@ def test_secrets_that_fit(plan, tmp_path):
 def test_a_secret_that_others_may_read(plan, tmp_path, name):
     CoordinatorCredentials.open(tmp_path / "home").enrol("w")
     (tmp_path / "home" / "coordinator" / name).chmod(0o640)
-    wrong = findings(plan(), "secrets")
-    assert wrong.outcome == "failure"
-    assert f"{name}' can be read by others (mode 0640)" in wrong.found
-    assert "chmod 600" in wrong.found
+    results = findings(plan(), "secrets")
+    assert results.outcome == "failure"
+    assert f"{name}' can be read by others (mode 0640)" in results.found
+    assert "chmod 600" in results.found
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,12 @@ def test_a_secret_that_others_may_read(plan, tmp_path, name):
         ("join.token", "the join token is missing"),
     ],
 )
-def test_a_secret_that_is_lost(plan, tmp_path, name, expected_text):
+def test_missing_secret(plan, tmp_path, name, expected_text):
     CoordinatorCredentials.open(tmp_path / "home")
     (tmp_path / "home" / "coordinator" / name).unlink()
-    wrong = findings(plan(), "secrets")
+    results = findings(plan(), "secrets")
     outcome = "warning" if name == "join.token" else "failure"
-    assert (wrong.outcome, expected_text in wrong.found) == (outcome, True)
+    assert (results.outcome, expected_text in results.found) == (outcome, True)
     assert not (tmp_path / "home" / "coordinator" / name).exists()
 
 
@@ -116,9 +116,9 @@ def test_a_token_and_keys_without_a_certificate(plan, tmp_path):
     CoordinatorCredentials.open(tmp_path / "home").enrol("w")
     for name in ("certificate.pem", "key.pem"):
         (tmp_path / "home" / "coordinator" / name).unlink()
-    wrong = findings(plan(), "secrets")
-    assert "certificate.pem and key.pem are missing" in wrong.found
-    assert (wrong.outcome, "every worker needs that token" in wrong.advice) == ("warning", True)
+    results = findings(plan(), "secrets")
+    assert "certificate.pem and key.pem are missing" in results.found
+    assert (results.outcome, "every worker needs that token" in results.advice) == ("warning", True)
 
 
 @pytest.mark.parametrize("text", ["", "nothing of the kind\n"])
@@ -131,14 +131,14 @@ def test_a_token_and_keys_without_a_certificate(plan, tmp_path):
         ("workers.json", "restore the file from a backup, or remove it"),
     ],
 )
-def test_a_secret_that_is_none(plan, tmp_path, name, expected, text):
+def test_invalid_secret(plan, tmp_path, name, expected, text):
     CoordinatorCredentials.open(tmp_path / "home").enrol("w")
     write_secret(tmp_path / "home" / "coordinator" / name, text)
-    wrong = findings(plan(), "secrets")
-    assert wrong.outcome == ("warning" if name == "join.token" else "failure")
-    assert expected in wrong.line()
-    assert name in wrong.line()
-    assert ("empty" in wrong.line()) == (not text)
+    results = findings(plan(), "secrets")
+    assert results.outcome == ("warning" if name == "join.token" else "failure")
+    assert expected in results.line()
+    assert name in results.line()
+    assert ("empty" in results.line()) == (not text)
 
 
 def test_a_token_of_another_certificate(plan, tmp_path):
@@ -151,8 +151,8 @@ def test_a_token_of_another_certificate(plan, tmp_path):
 def test_a_state_directory_that_is_open_to_others(plan, tmp_path):
     CoordinatorCredentials.open(tmp_path / "home")
     (tmp_path / "home" / "coordinator").chmod(0o755)
-    wrong = findings(plan(), "state mode")
-    assert (wrong.outcome, "chmod 700" in wrong.advice) == ("warning", True)
+    results = findings(plan(), "state mode")
+    assert (results.outcome, "chmod 700" in results.advice) == ("warning", True)
 
 
 # Disk and runs.
@@ -171,18 +171,18 @@ def test_a_run_directory_that_is_full(plan, tmp_path):
 
 def test_a_slow_disk(plan, monkeypatch):
     monkeypatch.setattr(doctor, "SLOW_SYNC_MS", 0.0)
-    slow = findings(plan(), "sync")
-    assert (slow.outcome, "each step waits" in slow.advice) == ("warning", True)
+    results = findings(plan(), "sync")
+    assert (results.outcome, "each step waits" in results.advice) == ("warning", True)
 
 
 def test_unfinished_runs(plan, tmp_path):
     RunDirectory(tmp_path / "runs" / "one").begin("one", scripted_spec())
-    below = findings(plan(), "runs")
-    assert below.outcome == "warning"
-    assert below.advice == f"coordinator --out {tmp_path}/runs --resume"
-    assert str(tmp_path / "runs" / "one") in below.found
-    alone = findings(plan(directory=tmp_path / "runs" / "one"), "runs")
-    assert alone.outcome == "warning"
+    results = findings(plan(), "runs")
+    assert results.outcome == "warning"
+    assert results.advice == f"coordinator --out {tmp_path}/runs --resume"
+    assert str(tmp_path / "runs" / "one") in results.found
+    single_results = findings(plan(directory=tmp_path / "runs" / "one"), "runs")
+    assert single_results.outcome == "warning"
     lock = DirectoryLock.acquire(tmp_path / "runs")
     try:
         assert findings(plan(), "runs").outcome == "ok"
@@ -205,34 +205,34 @@ def test_a_port_in_use_by_someone_else(plan):
             ("workers' port", {"bind": ("127.0.0.1", port)}),
             ("control port", {"control": ("127.0.0.1", port)}),
         ):
-            wrong = findings(plan(**changes), check)
-            assert wrong.outcome == "failure"
-            assert f"127.0.0.1:{port} is in use" in wrong.found
+            results = findings(plan(**changes), check)
+            assert results.outcome == "failure"
+            assert f"127.0.0.1:{port} is in use" in results.found
 
 
 def test_an_address_that_is_not_this_machine_s(plan):
-    wrong = findings(plan(bind=("192.0.2.77", 0)), "workers' port")
-    assert (wrong.outcome, "cannot be bound" in wrong.found) == ("failure", True)
-    wrong = findings(plan(bind=("no-such-host.invalid", 0)), "workers' port")
-    assert (wrong.outcome, "cannot be bound" in wrong.found) == ("failure", True)
+    results = findings(plan(bind=("192.0.2.77", 0)), "workers' port")
+    assert (results.outcome, "cannot be bound" in results.found) == ("failure", True)
+    results = findings(plan(bind=("no-such-host.invalid", 0)), "workers' port")
+    assert (results.outcome, "cannot be bound" in results.found) == ("failure", True)
 
 
 def test_a_control_port_that_others_could_reach(plan):
-    wrong = findings(plan(control=("0.0.0.0", 0)), "control port")
-    assert (wrong.outcome, "ssh -N -L" in wrong.found) == ("failure", True)
+    results = findings(plan(control=("0.0.0.0", 0)), "control port")
+    assert (results.outcome, "ssh -N -L" in results.found) == ("failure", True)
 
 
-def test_loopback_is_not_for_others(plan):
-    alone = findings(plan(), "reachable")
-    assert (alone.outcome, "--bind 0.0.0.0:" in alone.advice) == ("warning", True)
+def test_loopback_is_unreachable_for_others(plan):
+    results = findings(plan(), "reachable")
+    assert (results.outcome, "--bind 0.0.0.0:" in results.advice) == ("warning", True)
 
 
 def test_all_addresses(plan):
-    every = findings(plan(bind=("0.0.0.0", 0)), "reachable")
-    if every.outcome == "ok":
-        assert "worker doctor --coordinator" in every.found
+    results = findings(plan(bind=("0.0.0.0", 0)), "reachable")
+    if results.outcome == "ok":
+        assert "worker doctor --coordinator" in results.found
     else:  # a machine without a network
-        assert "no address" in every.found
+        assert "no address" in results.found
 
 
 def test_a_machine_without_a_network(plan):
@@ -241,18 +241,21 @@ def test_a_machine_without_a_network(plan):
             ["ip", "-n", machines.namespace("alone").name, "addr", "flush", "dev", "eth0"],
             check=True,
         )
-        alone = machines.run_on("alone", lambda: findings(plan(bind=("0.0.0.0", 0)), "reachable"))
-    assert (alone.outcome, "no address that others can reach" in alone.found) == ("failure", True)
+        results = machines.run_on("alone", lambda: findings(plan(bind=("0.0.0.0", 0)), "reachable"))
+    assert (results.outcome, "no address that others can reach" in results.found) == (
+        "failure",
+        True,
+    )
 
 
-def test_beside_a_coordinator_that_works(tmp_path, monkeypatch):
+def test_doctor_beside_a_running_coordinator(tmp_path, monkeypatch):
     monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
         arguments = ["--bind", cluster.address["data"], "--control", cluster.address["control"]]
-        out = ("--out", str(tmp_path / "out"))
-        done = ended("coordinator", "doctor", *arguments, *out, "--json")
-        checks = {each["check"]: each for each in json.loads(done.stdout)["checks"]}
-        assert done.returncode == 0, done.stdout
+        out_option = ("--out", str(tmp_path / "out"))
+        completed = ended("coordinator", "doctor", *arguments, *out_option, "--json")
+        checks = {each["check"]: each for each in json.loads(completed.stdout)["checks"]}
+        assert completed.returncode == 0, completed.stdout
         assert "this user's coordinator listens" in checks["workers' port"]["found"]
         assert "a coordinator answers" in checks["control port"]["found"]
         assert "a coordinator works in" in checks["runs"]["found"]
@@ -260,13 +263,13 @@ def test_beside_a_coordinator_that_works(tmp_path, monkeypatch):
 
 def test_a_failure_is_exit_code_1_and_a_line_on_standard_output(tmp_path):
     with taken_port() as port:
-        done = ended(
+        completed = ended(
             "coordinator", "doctor", "--bind", f"127.0.0.1:{port}", "--control", "127.0.0.1:0",
             "--out", str(tmp_path),
         )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr == ""
-    lines = done.stdout.splitlines()
+    assert completed.returncode == 1
+    assert completed.stderr == ""
+    lines = completed.stdout.splitlines()
     assert all(line.split()[0] in {"ok", "warning", "failure"} for line in lines)
     assert [line.split(":")[0] for line in lines if line.startswith("failure")] == [
         "failure  workers' port"
@@ -277,10 +280,12 @@ def test_a_working_directory_that_was_removed_is_one_line(tmp_path, monkeypatch)
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    ended = called("coordinator", "doctor", environment={"SAMESTEP_HOME": str(tmp_path / "home")})
-    assert ended.returncode == 2
-    assert "this one was removed; change to another (cd)" in ended.stderr
+    completed = called(
+        "coordinator", "doctor", environment={"SAMESTEP_HOME": str(tmp_path / "home")}
+    )
+    assert completed.returncode == 2
+    assert "this one was removed; change to another (cd)" in completed.stderr
     run = written_run(tmp_path / "run")
-    ended = called("coordinator", "report", str(run), "--output", "page.html")
-    assert ended.returncode == 2
-    assert "--output: expected a file that can be written" in ended.stderr
+    completed = called("coordinator", "report", str(run), "--output", "page.html")
+    assert completed.returncode == 2
+    assert "--output: expected a file that can be written" in completed.stderr

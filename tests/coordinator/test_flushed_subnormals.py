@@ -1,4 +1,4 @@
-"""A coordinator that would compute other bits than its workers."""
+"""A coordinator whose arithmetic would give other bits than its workers' does not start."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ scripted: {blocks: 2, block_bytes: 64, samples: 4}
 """
 
 
-def test_one_that_is_killed_is_started_again_a_few_times(tmp_path):
+def test_killed_local_worker_is_restarted_a_few_times(tmp_path):
     spec = tmp_path / "run.yaml"
     spec.write_text(RUN)
     job = ("--run", str(spec), "--local-workers", "1", "--backend", "scripted")
@@ -46,8 +46,8 @@ def only_child(pid: int) -> int:
     return int(child)
 
 
-def test_one_that_is_asked_to_end_is_not_started_again(tmp_path):
-    """Nor does it hear a terminal's Ctrl-C, which is for the coordinator to answer."""
+def test_drained_local_worker_is_not_restarted(tmp_path):
+    """It also ignores a terminal's Ctrl-C, which the coordinator handles."""
     spec = tmp_path / "run.yaml"
     spec.write_text(RUN)
     job = ("--run", str(spec), "--local-workers", "1", "--backend", "scripted")
@@ -62,7 +62,7 @@ def test_one_that_is_asked_to_end_is_not_started_again(tmp_path):
 
 
 def test_a_killed_coordinator_leaves_no_local_worker_behind(tmp_path):
-    """Else they would take part beside those of the one that goes on with the run."""
+    """Otherwise they would run beside the workers of the next coordinator of this run."""
     spec = tmp_path / "run.yaml"
     spec.write_text(RUN)
     job = ("--run", str(spec), "--local-workers", "1", "--backend", "scripted")
@@ -76,8 +76,8 @@ def test_a_killed_coordinator_leaves_no_local_worker_behind(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["coordinator", "worker"])
-def test_ctrl_c_before_anything_has_begun_is_one_line(command):
-    """From the first import on: a module that ends itself stands for a hand that is quick."""
+def test_early_ctrl_c_is_one_line(command):
+    """From the first import on: a module that interrupts itself replaces a quick user."""
     begin = (
         "import os, runpy, signal, sys\n"
         "class Quick:\n"
@@ -86,27 +86,27 @@ def test_ctrl_c_before_anything_has_begun_is_one_line(command):
         "sys.meta_path.insert(0, Quick())\n"
         f"runpy.run_module('{command}', run_name='__main__')\n"
     )
-    ended = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-P", "-c", begin], env=child_environment(),
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert (ended.returncode, ended.stderr) == (130, f"{command}: interrupted\n")
+    assert (completed.returncode, completed.stderr) == (130, f"{command}: interrupted\n")
 
 
-async def test_one_that_cannot_be_started_is_reported_in_a_line(tmp_path, monkeypatch):
-    nothing = str(tmp_path / "python")
-    monkeypatch.setattr(local_workers, "command_of", lambda _: [nothing])
+async def test_unstartable_worker_is_one_line(tmp_path, monkeypatch):
+    missing_python = str(tmp_path / "python")
+    monkeypatch.setattr(local_workers, "command_of", lambda _: [missing_python])
     address = ("127.0.0.1", 1)
     workers = local_workers.LocalWorkers(address, "cpu", (), tmp_path / "token", print)
     with pytest.raises(
-        RunFailed, match=f"cannot be started with '{nothing}': No such file"
-    ) as raised:
+        RunFailed, match=f"cannot be started with '{missing_python}': No such file"
+    ) as error:
         await workers.start(1)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(error.value)
     await workers.stop()
 
 
-async def test_one_that_the_kernel_killed_for_memory_is_reported_as_that(tmp_path, monkeypatch):
+async def test_worker_killed_for_memory_is_reported_as_such(tmp_path, monkeypatch):
     counts = iter(range(20))
     monkeypatch.setattr(local_workers, "killed_for_memory", lambda: {"group": next(counts)})
     kill = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]

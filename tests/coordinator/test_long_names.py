@@ -1,4 +1,4 @@
-"""A directory whose name none can have: the user's mistake, whatever is to be done there."""
+"""A directory whose name is too long: a usage error, whatever the command would do there."""
 
 import pytest
 from typer.testing import CliRunner
@@ -19,7 +19,7 @@ LONG = "x" * 300
         ["report", LONG],
     ],
 )
-def test_it_is_refused_in_a_line(option, tmp_path, monkeypatch):
+def test_long_name_is_refused_in_one_line(option, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, option)
     assert isinstance(result.exception, UsageError)

@@ -1,4 +1,4 @@
-"""The printed line is read back by the command itself: every option arrives as it was."""
+"""The printed command line parses back to the same options."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from coordinator.options import CoordinatorOptions, resume_command
         "--local-workers 2 --gpus 0,1 --expect-workers 4 --bind [::1]:9000",
     ],
 )
-def test_the_line_asks_for_the_same_again(changes, monkeypatch):
+def test_printed_line_parses_to_the_same_options(changes, monkeypatch):
     calls: list[CoordinatorOptions] = []
 
-    def begun(options: CoordinatorOptions) -> int:
+    def started(options: CoordinatorOptions) -> int:
         calls.append(options)
         return 0
 
-    monkeypatch.setattr(coordinator_main, "main", begun)
+    monkeypatch.setattr(coordinator_main, "main", started)
     assert CliRunner().invoke(app, shlex.split(f"{changes} -o 'a dir'")).exit_code == 0
     line = resume_command(calls[0], calls[0].bind, Path("a dir"), control=calls[0].control)
-    words = shlex.split(line)
-    assert words[:4] == ["coordinator", "--resume", "--out", "a dir"]
-    assert CliRunner().invoke(app, words[1:]).exit_code == 0
+    arguments = shlex.split(line)
+    assert arguments[:4] == ["coordinator", "--resume", "--out", "a dir"]
+    assert CliRunner().invoke(app, arguments[1:]).exit_code == 0
     for name in ("name", "bind", "control", "plaintext", "expect_workers", "out", "local_workers",
                  "local_devices"):  # fmt: skip
         assert getattr(calls[1], name) == getattr(calls[0], name), name

@@ -6,7 +6,7 @@ from coordinator.short_forms import DEFAULT_STEPS, ShortForms, run_spec_from
 from protocol.base.errors import RunSpecError, UsageError
 
 
-def test_the_one_line_command_is_a_whole_run_spec():
+def test_one_line_command_is_a_complete_run_spec():
     short = ShortForms(task="classify", model="some/dir", data="it's.jsonl", num_classes=2)
     spec = run_spec_from(None, short, [])
     assert spec is not None
@@ -26,9 +26,9 @@ def test_set_wins_over_short_forms_and_both_over_the_file(tmp_path):
     spec = run_spec_from(path, ShortForms(steps=5), ["steps=7"])
     assert spec is not None
     assert (spec.steps, spec.seed) == (7, 1)
-    again = run_spec_from(path, ShortForms(steps=5), [])
-    assert again is not None
-    assert again.steps == 5
+    repeat = run_spec_from(path, ShortForms(steps=5), [])
+    assert repeat is not None
+    assert repeat.steps == 5
 
 
 @pytest.mark.parametrize(
@@ -60,16 +60,16 @@ def test_the_data_of_a_classify_run_is_missing():
         run_spec_from(None, ShortForms(task="classify", model="m"), [])
 
 
-def test_epochs_take_the_place_of_a_files_steps_and_the_other_way_round(tmp_path):
+def test_epochs_replace_steps_of_a_file_and_vice_versa(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("task: regress\nsteps: 3\n")
     spec = run_spec_from(path, ShortForms(epochs=5), [])
     assert spec is not None
     assert (spec.epochs, spec.known_steps) == (5, None)
     path.write_text("task: regress\nepochs: 3\n")
-    again = run_spec_from(path, ShortForms(steps=5), [])
-    assert again is not None
-    assert (again.epochs, again.steps) == (None, 5)
-    alone = run_spec_from(None, ShortForms(task="regress", epochs=2), [])
-    assert alone is not None
-    assert alone.epochs == 2
+    repeat = run_spec_from(path, ShortForms(steps=5), [])
+    assert repeat is not None
+    assert (repeat.epochs, repeat.steps) == (None, 5)
+    short_form_spec = run_spec_from(None, ShortForms(task="regress", epochs=2), [])
+    assert short_form_spec is not None
+    assert short_form_spec.epochs == 2

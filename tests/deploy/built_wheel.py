@@ -1,4 +1,4 @@
-"""A wheel of this checkout, built without the network."""
+"""Build a wheel of this checkout without the network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cluster import ROOT
 
 
 def built_wheel(directory: Path) -> Path:
-    """Built in a copy, which leaves nothing behind in the checkout."""
+    """Build in a copy, which leaves nothing behind in the checkout."""
     source = directory / "source"
     source.mkdir()
     for name in ("backends", "coordinator", "protocol", "worker"):

@@ -15,13 +15,14 @@ DEBIAN_PYTHON = "3.11"
 
 
 def locked_wheels(cache: pytest.Cache, *sets: str) -> Path:
-    """A folder with what these files of `requirements/` name; kept from one run to the next.
+    """Return a folder with the packages of these files of `requirements/`; it is cached between
+    runs.
 
     Args:
-        cache: Of pytest.
-        sets: Without ".txt"; `coordinator` if none is given.
+        cache: pytest's cache.
+        sets: File names without ".txt"; default `coordinator`.
 
-    Skips the test where they cannot be had.
+    Skips the test where the packages are not available.
     """
     sets = sets or ("coordinator",)
     folder = cache.mkdir("-".join(("wheels", *sets)))
@@ -31,15 +32,15 @@ def locked_wheels(cache: pytest.Cache, *sets: str) -> Path:
 
 
 def _have(folder: Path, lock: Path) -> None:
-    whole = folder / f"{blake3(lock.read_bytes()).hexdigest()}.whole"
-    if whole.exists():
+    content = folder / f"{blake3(lock.read_bytes()).hexdigest()}.whole"
+    if content.exists():
         return
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes",
          "--only-binary=:all:", "--python-version", DEBIAN_PYTHON, "--dest", folder,
          "-r", lock],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    if done.returncode:
-        pytest.skip(f"the packages cannot be had: {done.stderr.strip().splitlines()[-1]}")
-    whole.touch()
+    if completed.returncode:
+        pytest.skip(f"the packages cannot be had: {completed.stderr.strip().splitlines()[-1]}")
+    content.touch()

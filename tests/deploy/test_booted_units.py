@@ -1,4 +1,4 @@
-"""The units on a machine that has booted: a run, and everything that systemd does for it."""
+"""The units on a booted machine: a run, and everything that systemd does for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COORDINATOR = "samestep-coordinator.service"
 WORKERS = ("samestep-worker@scripted:20.service", "samestep-worker@scripted:21.service")
 NAMES = ("lab-scripted:20", "lab-scripted:21")
 STEPS = 100
-# At their speed two workers take four seconds, however busy this machine is with other tests.
+# At this speed two workers take four seconds, however busy other tests keep this machine.
 RUN = f"""
 name: paced
 task: scripted
@@ -41,8 +41,8 @@ FAILED = "d9b373ed55a64feb8242e02dbe79a49c"
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The same run outside of the machine, by one fast worker; its process."""
+def reference_process(tmp_path_factory):
+    """Run the same spec outside the machine with one fast worker; return its process."""
     directory = tmp_path_factory.mktemp("undisturbed")
     spec = directory / "paced.yaml"
     spec.write_text(RUN)
@@ -51,13 +51,13 @@ def undisturbed(tmp_path_factory):
         "--backend", "scripted", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
     )  # fmt: skip
     yield process, directory / "out/result.json"
-    process.terminate()  # its worker with it, who has its output open too
+    process.terminate()  # and its worker, which has its output open too
     process.communicate()
 
 
 @pytest.fixture(scope="module")
-def machine(undisturbed, tmp_path_factory):
-    del undisturbed  # it computes while the machine boots
+def machine(reference_process, tmp_path_factory):
+    del reference_process  # it computes while the machine boots
     with booted_machine(tmp_path_factory.mktemp("boot")) as machine:
         machine.write(
             "/etc/samestep/coordinator.env",
@@ -69,7 +69,7 @@ def machine(undisturbed, tmp_path_factory):
             machine.write(f"/etc/systemd/system/{unit}.d/quick.conf", WATCHDOG)
         machine.run("systemd-sysusers", f"{INSTALLED}/source/deploy/systemd/samestep.sysusers")
         machine.run("systemctl", "daemon-reload")
-        # A network of its own, where others would reach it.
+        # A network of its own, where other machines could reach it.
         machine.run("ip", "link", "add", "lan", "type", "veth", "peer", "name", "cable")
         machine.run("ip", "address", "add", "192.0.2.7/24", "dev", "lan")
         for end in ("lan", "cable"):
@@ -81,59 +81,61 @@ def machine(undisturbed, tmp_path_factory):
 
 @pytest.fixture
 def cluster(machine):
-    """The coordinator and two workers, with nothing to do."""
+    """The coordinator and two workers, idle."""
     machine.run("systemctl", "start", COORDINATOR, *WORKERS)
     return machine
 
 
 @pytest.fixture(scope="module")
-def digest(undisturbed):
-    process, result = undisturbed
+def digest(reference_process):
+    process, result = reference_process
     assert process.wait(PATIENCE_S) == 0
     return json.loads(result.read_text())["weights_digest"]
 
 
 def submit(machine, run="paced"):
-    """The id of one more run."""
+    """Submit another run; return its id."""
     command = f"{INSTALLED}/bin/coordinator"
     return machine.run(command, "submit", f"/etc/samestep/{run}.yaml").splitlines()[-1]
 
 
 def begin(machine):
-    """One more run, of which a step is taken; a place in the journal before it, and its id."""
-    since = machine.now()
+    """Submit another run and wait for its first step; return a journal position before it, and its
+    id."""
+    start = machine.now()
     run_id = submit(machine)
-    machine.wait_for(since, SAMESTEP_RUN_ID=run_id, SAMESTEP_EVENT="committed")
-    return since, run_id
+    machine.wait_for(start, SAMESTEP_RUN_ID=run_id, SAMESTEP_EVENT="committed")
+    return start, run_id
 
 
-def ended(machine, run_id, since):
-    """Its result, once it has one."""
-    finished = {"SAMESTEP_EVENT": "run_ended", "SAMESTEP_OUTCOME": "finished"}
-    machine.wait_for(since, SAMESTEP_RUN_ID=run_id, **finished)
+def ended(machine, run_id, start):
+    """Wait for the run's result."""
+    finished_fields = {"SAMESTEP_EVENT": "run_ended", "SAMESTEP_OUTCOME": "finished"}
+    machine.wait_for(start, SAMESTEP_RUN_ID=run_id, **finished_fields)
     return json.loads(machine.path(f"{COORDINATOR_HOME}/runs/{run_id}/result.json").read_text())
 
 
 @pytest.mark.slow
 def test_devices_work_for_dynamic_users(machine):
-    """The CPU, and Vulkan where it is there (Mesa's compiles kernels and runs them at once)."""
+    """The CPU, and Vulkan where it is available (Mesa's software driver needs writable, executable
+    memory)."""
     second = "cpu1" if isinstance(adapters(), str) else "vulkan0"
     units = ["samestep-worker@cpu0.service", f"samestep-worker@{second}.service"]
     machine.run("systemctl", "stop", *WORKERS)
     machine.run("systemctl", "start", *units)
-    since = machine.now()
+    start = machine.now()
     run_id = submit(machine, "digits")
-    result = ended(machine, run_id, since)
+    result = ended(machine, run_id, start)
     for unit in (COORDINATOR, *units):
         assert int(machine.show(unit, "UID")) > 60_000
-    entry = machine.wait_for(since, MESSAGE=f"run {run_id}: ready", _SYSTEMD_UNIT=units[0])
+    entry = machine.wait_for(start, MESSAGE=f"run {run_id}: ready", _SYSTEMD_UNIT=units[0])
     assert entry["SAMESTEP_WORKER"] == "lab-cpu0"
     machine.run("systemctl", "stop", *units)
     assert result["exact"] == (second == "cpu1")
     assert set(result["workers"]) == {"lab-cpu0", f"lab-{second}"}
 
 
-def test_the_line_for_another_machine_is_in_the_journal_and_the_token_is_not(machine):
+def test_journal_has_the_join_line_without_the_token(machine):
     command = f"SAMESTEP_HOME={COORDINATOR_HOME} coordinator token show"
     line = machine.wait_for(MESSAGE='  SAMESTEP_TOKEN="$(ssh root@192.0.2.7')
     assert command in line["MESSAGE"]
@@ -142,45 +144,45 @@ def test_the_line_for_another_machine_is_in_the_journal_and_the_token_is_not(mac
 
 
 def test_killed_daemons_are_restarted_and_the_run_has_the_same_digest(cluster, digest):
-    since, run_id = begin(cluster)
-    killed = (COORDINATOR, WORKERS[0])
-    cluster.run("systemctl", "kill", "--signal=KILL", *killed)
-    for unit in killed:
-        cluster.wait_for(since, MESSAGE_ID=RESTART_SCHEDULED, UNIT=unit)
-    cluster.wait_for(since, SAMESTEP_EVENT="run_resumed", SAMESTEP_RUN_ID=run_id)
-    assert ended(cluster, run_id, since)["weights_digest"] == digest
+    start, run_id = begin(cluster)
+    killed_units = (COORDINATOR, WORKERS[0])
+    cluster.run("systemctl", "kill", "--signal=KILL", *killed_units)
+    for unit in killed_units:
+        cluster.wait_for(start, MESSAGE_ID=RESTART_SCHEDULED, UNIT=unit)
+    cluster.wait_for(start, SAMESTEP_EVENT="run_resumed", SAMESTEP_RUN_ID=run_id)
+    assert ended(cluster, run_id, start)["weights_digest"] == digest
 
 
 @pytest.mark.slow
 def test_stopped_processes_are_replaced_by_the_watchdog(cluster, digest):
-    since, run_id = begin(cluster)
+    start, run_id = begin(cluster)
     stalled = (COORDINATOR, WORKERS[1])
     cluster.run("systemctl", "kill", "--signal=STOP", *stalled)
     for unit in stalled:
-        cluster.wait_for(since, MESSAGE_ID=FAILED, UNIT=unit, UNIT_RESULT="watchdog")
-        cluster.wait_for(since, MESSAGE_ID=RESTART_SCHEDULED, UNIT=unit)
-        # Where it stood is told by the process that is ended.
-        cluster.wait_for(since, MESSAGE="Fatal Python error: Aborted", _SYSTEMD_UNIT=unit)
-    assert ended(cluster, run_id, since)["weights_digest"] == digest
+        cluster.wait_for(start, MESSAGE_ID=FAILED, UNIT=unit, UNIT_RESULT="watchdog")
+        cluster.wait_for(start, MESSAGE_ID=RESTART_SCHEDULED, UNIT=unit)
+        # The stopped process reports where it hung.
+        cluster.wait_for(start, MESSAGE="Fatal Python error: Aborted", _SYSTEMD_UNIT=unit)
+    assert ended(cluster, run_id, start)["weights_digest"] == digest
 
 
 @pytest.mark.slow
 def test_a_stop_drains_and_a_start_resumes(cluster, digest):
-    since, run_id = begin(cluster)
+    start, run_id = begin(cluster)
     cluster.run("systemctl", "stop", WORKERS[0])
-    left = cluster.wait_for(since, MESSAGE="goodbye: drained", _SYSTEMD_UNIT=WORKERS[0])
-    assert (left["SAMESTEP_WORKER"], left["SAMESTEP_RUN_ID"]) == (NAMES[0], run_id)
+    departure = cluster.wait_for(start, MESSAGE="goodbye: drained", _SYSTEMD_UNIT=WORKERS[0])
+    assert (departure["SAMESTEP_WORKER"], departure["SAMESTEP_RUN_ID"]) == (NAMES[0], run_id)
     cluster.run("systemctl", "stop", COORDINATOR)
-    cluster.wait_for(since, SAMESTEP_EVENT="draining")
+    cluster.wait_for(start, SAMESTEP_EVENT="draining")
     for unit in (WORKERS[0], COORDINATOR):
         assert cluster.show(unit, "ActiveState") == "inactive"
         assert cluster.show(unit, "Result") == "success"
-    stopped = cluster.path(f"{COORDINATOR_HOME}/runs/{run_id}/result.json").read_text()
-    assert json.loads(stopped)["outcome"] == "drained"
-    since = cluster.now()
+    result_text = cluster.path(f"{COORDINATOR_HOME}/runs/{run_id}/result.json").read_text()
+    assert json.loads(result_text)["outcome"] == "drained"
+    start = cluster.now()
     cluster.run("systemctl", "start", COORDINATOR, WORKERS[0])
     cluster.wait_for_status(COORDINATOR, rf"\w+, run {run_id} step \d+ of {STEPS}, \d of 2 workers")
-    assert ended(cluster, run_id, since)["weights_digest"] == digest
+    assert ended(cluster, run_id, start)["weights_digest"] == digest
     cluster.wait_for_status(COORDINATOR, f"finished, run {run_id} step {STEPS} of {STEPS}")
     cluster.wait_for_status(WORKERS[0], f"{NAMES[0]}: waiting for a run")
 
@@ -196,13 +198,13 @@ def test_errors_that_need_an_operator_do_not_restart(machine, options, code):
     unit = f"samestep-worker@cpu{code}.service"
     lines = [f"{name}={value}\n" for name, value in options.items()]
     machine.write(f"/etc/samestep/worker-cpu{code}.env", "".join(lines))
-    since = machine.now()
+    start = machine.now()
     machine.run("systemctl", "start", "--no-block", unit)
-    machine.wait_for(since, MESSAGE_ID=FAILED, UNIT=unit, UNIT_RESULT="exit-code")
+    machine.wait_for(start, MESSAGE_ID=FAILED, UNIT=unit, UNIT_RESULT="exit-code")
     assert machine.show(unit, "ActiveState") == "failed"
     assert machine.show(unit, "ExecMainStatus") == code
     assert machine.show(unit, "NRestarts") == "0"
-    entry = machine.wait_for(since, PRIORITY="3", _SYSTEMD_UNIT=unit)
+    entry = machine.wait_for(start, PRIORITY="3", _SYSTEMD_UNIT=unit)
     assert entry["SAMESTEP_EXIT_CODE"] == code
 
 
@@ -210,8 +212,8 @@ def test_an_unreachable_coordinator_is_retried(machine):
     unit = "samestep-worker@cpu69.service"
     options = "SAMESTEP_COORDINATOR=127.0.0.1:9\nSAMESTEP_RETRY_FOR=0\n"
     machine.write("/etc/samestep/worker-cpu69.env", options)
-    since = machine.now()
+    start = machine.now()
     machine.run("systemctl", "start", "--no-block", unit)
-    machine.wait_for(since, MESSAGE_ID=EXITED, UNIT=unit, EXIT_STATUS="69")
-    machine.wait_for(since, MESSAGE_ID=RESTART_SCHEDULED, UNIT=unit)
+    machine.wait_for(start, MESSAGE_ID=EXITED, UNIT=unit, EXIT_STATUS="69")
+    machine.wait_for(start, MESSAGE_ID=RESTART_SCHEDULED, UNIT=unit)
     machine.run("systemctl", "stop", unit)

@@ -1,4 +1,4 @@
-"""The container files: as texts, and built and run for real."""
+"""The container files: as text, and built and run for real."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_each_daemon_has_a_container_file():
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 class TestText:
-    def test_it_runs_as_a_user_that_is_not_root(self, file):
+    def test_container_runs_as_an_unprivileged_user(self, file):
         assert re.findall(r"^USER (.*)$", file.read_text(), re.MULTILINE) == ["10001:10001"]
 
     def test_no_secret_in_build_arguments_or_copies(self, file):
@@ -51,25 +51,25 @@ class TestText:
 
 
 class Podman:
-    """Images and containers in folders of their own; podman takes no long path for `running`."""
+    """Images and containers in folders of their own; `running` must be a short path for podman."""
 
-    def __init__(self, directory: Path, running: str) -> None:
+    def __init__(self, directory: Path, runtime_directory: str) -> None:
         self._storage = [
-            "--root", str(directory / "storage"), "--runroot", running,
+            "--root", str(directory / "storage"), "--runroot", runtime_directory,
             "--storage-driver", "overlay",
         ]  # fmt: skip
 
     def run(self, *arguments: str, check: bool = True, stdin: bytes | None = None) -> str:
         runtime = ["--runtime", shutil.which("runc") or "runc", "--cgroup-manager", "cgroupfs"]
         command = ["podman", *self._storage, *runtime, "--events-backend", "none", *arguments]
-        done = subprocess.run(command, input=stdin, capture_output=True, check=False)
-        assert done.returncode == 0 or not check, f"{arguments}: {done.stderr.decode()}"
-        return done.stdout.decode().strip()
+        completed = subprocess.run(command, input=stdin, capture_output=True, check=False)
+        assert completed.returncode == 0 or not check, f"{arguments}: {completed.stderr.decode()}"
+        return completed.stdout.decode().strip()
 
     def build(
         self, name: str, settings: Path, wheels: Path, *arguments: str, tag: str = ""
     ) -> None:
-        done = subprocess.run(
+        completed = subprocess.run(
             ["buildah", *self._storage, "bud", "--isolation", "chroot", "--pull-never",
              "--format", "docker", "--build-arg", f"BASE={BASE}",
              "--secret", f"id=pip.conf,src={settings}", "--volume", f"{wheels}:/wheels:ro",
@@ -77,12 +77,12 @@ class Podman:
              *arguments, str(ROOT)],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
 def podman(request, tmp_path_factory) -> Iterator[Podman]:
-    """Both images, built on a Debian that debootstrap makes; that is kept between runs."""
+    """Both images, built on a Debian that debootstrap creates and the cache keeps between runs."""
     if os.geteuid() != 0:
         pytest.skip("no images can be built here: only root may")
     for command in ("podman", "buildah", "runc", "debootstrap"):
@@ -90,8 +90,8 @@ def podman(request, tmp_path_factory) -> Iterator[Podman]:
             pytest.skip(f"no images can be built here: {command} is missing")
     wheels = locked_wheels(request.config.cache)
     directory = tmp_path_factory.mktemp("podman")
-    running = tempfile.mkdtemp(prefix="podman-", dir="/run")
-    engine = Podman(directory, running)
+    runtime_directory = tempfile.mkdtemp(prefix="podman-", dir="/run")
+    engine = Podman(directory, runtime_directory)
     engine.run("import", str(base_system(request.config.cache, directory)), BASE)
     settings = settings_of_pip(directory)
     engine.build("coordinator", settings, wheels)
@@ -99,7 +99,7 @@ def podman(request, tmp_path_factory) -> Iterator[Podman]:
     yield engine
     engine.run("rm", "--all", "--force", "--depend", check=False)
     engine.run("system", "reset", "--force", check=False)
-    shutil.rmtree(running, ignore_errors=True)
+    shutil.rmtree(runtime_directory, ignore_errors=True)
 
 
 def settings_of_pip(directory: Path) -> Path:
@@ -109,17 +109,17 @@ def settings_of_pip(directory: Path) -> Path:
 
 
 def base_system(cache: pytest.Cache, directory: Path) -> Path:
-    """A small Debian as one file."""
+    """Return a small Debian as one file."""
     archive = cache.mkdir("debian") / "bookworm.tar"
     if not archive.exists():
         root, part = directory / "debian", archive.with_suffix(".part")
         packages = "--include=python3,python3-venv"
-        done = subprocess.run(
+        completed = subprocess.run(
             ["debootstrap", "--variant=minbase", packages, "bookworm", str(root)],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
-        if done.returncode:
-            pytest.skip(f"no Debian to build on: {done.stdout.strip().splitlines()[-1]}")
+        if completed.returncode:
+            pytest.skip(f"no Debian to build on: {completed.stdout.strip().splitlines()[-1]}")
         subprocess.run(["tar", "-C", root, "-cf", part, "."], check=True)
         shutil.rmtree(root)
         part.rename(archive)
@@ -179,7 +179,7 @@ class TestBuilt:
 
 
 def first_line_with(podman: Podman, name: str, text: str) -> None:
-    """Follow what a container says until it says this."""
+    """Follow the output of a container until it contains this text."""
     command = ["podman", *podman._storage, "logs", "--follow", name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
         assert following.stdout is not None

@@ -1,4 +1,4 @@
-"""The manifests of Kubernetes as texts: valid by its schema, and fitting what the daemons do."""
+"""The Kubernetes manifests as text: valid by the schema, and consistent with the daemons."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pods():
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda each: each["kind"])
-def test_the_schema_accepts_it(manifest):
+def test_schema_accepts_manifest(manifest):
     validate = pytest.importorskip(
         "kubernetes_validate", reason="the schemas are missing: pip install kubernetes-validate"
     )
@@ -33,7 +33,7 @@ def test_the_schema_accepts_it(manifest):
         validate.validate(misspelt, validate.latest_version(), strict=True)
 
 
-def test_workers_look_for_the_coordinator_where_its_service_is():
+def test_workers_use_the_address_of_the_coordinator_service():
     (service,) = (each for each in MANIFESTS if each["kind"] == "Service")
     (port,) = service["spec"]["ports"]
     address = f"{service['metadata']['name']}:{port['port']}"
@@ -44,7 +44,7 @@ def test_workers_look_for_the_coordinator_where_its_service_is():
 
 
 def image(daemon):
-    """Its container file."""
+    """Return its container file."""
     return (ROOT / f"deploy/{daemon}.Containerfile").read_text()
 
 
@@ -56,6 +56,8 @@ def test_a_pod_runs_as_its_image_expects(daemon):
     mounted = {each["mountPath"] for each in container["volumeMounts"]}
     assert set(re.findall(r"^VOLUME (\S+)$", image(daemon), re.MULTILINE)) <= mounted
     help_text = called(daemon, "--help").stdout
-    for word in (*container.get("args", ()), *(each["name"] for each in container["env"])):
-        if word.startswith("--") or (word.startswith("SAMESTEP_") and word != "SAMESTEP_TOKEN"):
-            assert word in help_text
+    for argument in (*container.get("args", ()), *(each["name"] for each in container["env"])):
+        if argument.startswith("--") or (
+            argument.startswith("SAMESTEP_") and argument != "SAMESTEP_TOKEN"
+        ):
+            assert argument in help_text

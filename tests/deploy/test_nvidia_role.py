@@ -1,7 +1,7 @@
-"""What the Ansible role makes of NVIDIA's driver; files and packages stand for card and driver.
+"""The Ansible role for NVIDIA's driver; files and packages replace card and driver.
 
-The repositories are real ones to apt; their packages are named as Debian's and NVIDIA's and hold
-next to nothing.
+The package repositories are real for apt; their packages have the names of Debian's and NVIDIA's,
+and almost no content.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RECAP = re.compile(r"^(\S+) +: ok=\d+ +changed=(\d+) +unreachable=0 +failed=(\d+
 
 
 def play(tmp_path: Path, tasks: str, hosts: dict[str, Any], *arguments: str) -> tuple[Any, str]:
-    """Run one file of the role's tasks; by host what has changed and failed, and what was said."""
+    """Run one task file of the role; return changed and failed counts by host, and the output."""
     include = {"name": "samestep", "tasks_from": tasks}
     show = {"msg": "devices: {{ samestep_found_devices | default('none') }}"}
     steps = [{"ansible.builtin.include_role": include}, {"ansible.builtin.debug": show}]
@@ -35,12 +35,14 @@ def play(tmp_path: Path, tasks: str, hosts: dict[str, Any], *arguments: str) -> 
     playbook.write_text(json.dumps(plays))
     inventory = tmp_path / "inventory.json"
     inventory.write_text(json.dumps({"all": {"hosts": hosts}}))
-    done = run_ansible(
+    completed = run_ansible(
         "ansible-playbook", "-i", str(inventory), str(playbook), *arguments,
         home=tmp_path, ANSIBLE_ROLES_PATH=str(HERE / "roles"),
     )  # fmt: skip
-    output = done.stdout + done.stderr
-    recap = {name: (int(changed), int(failed)) for name, changed, failed in RECAP.findall(output)}
+    output = completed.stdout + completed.stderr
+    recap = {
+        name: (int(changes), int(failures)) for name, changes, failures in RECAP.findall(output)
+    }
     assert recap.keys() == hosts.keys(), output
     return recap, output
 
@@ -50,7 +52,7 @@ FEW: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("old", "550.163.01", {}),
     ("none", "", {}),
 )  # fmt: skip
-"""Machines: a name, the driver that is loaded, and what the inventory says of it."""
+"""Machines: a name, the loaded driver, and its inventory variables."""
 ALL = (
     *FEW,
     ("old-and-only-vulkan", "550.163.01", {"samestep_devices": ["vulkan0"]}),
@@ -73,10 +75,10 @@ def test_an_old_driver_is_refused_and_a_missing_one_installed(tmp_path, machines
             driver.write_text(VERSION.format(loaded))
         local = {"ansible_connection": "local", "samestep_driver_file": str(driver)}
         hosts[name] = local | {"ansible_python_interpreter": "/usr/bin/python3"} | variables
-    # That file is one of the role's constants: no inventory changes it, only the command line.
-    named = "{{ samestep_driver_files[inventory_hostname] }}"
+    # That file is a constant of the role: only the command line can change it, not an inventory.
+    driver_files = "{{ samestep_driver_files[inventory_hostname] }}"
     files = {name: host.pop("samestep_driver_file") for name, host in hosts.items()}
-    extra = json.dumps({"samestep_driver_files": files, "samestep_driver_file": named})
+    extra = json.dumps({"samestep_driver_files": files, "samestep_driver_file": driver_files})
     recap, output = play(tmp_path, "nvidia.yml", hosts, "--check", "-e", extra)
     assert recap == {name: (int(name == "none"), int(name == "old")) for name in hosts}, output
     output = " ".join(output.split())
@@ -85,7 +87,8 @@ def test_an_old_driver_is_refused_and_a_missing_one_installed(tmp_path, machines
 
 
 class Repositories:
-    """Debian's and NVIDIA's, for apt in a machine that sees this folder as /srv/repositories."""
+    """Repositories of Debian and NVIDIA, for apt in a machine that mounts this folder as
+    /srv/repositories."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -113,22 +116,24 @@ class Repositories:
             index = release / component / "binary-amd64"
             index.mkdir(parents=True)
             (index / "Packages").write_text("\n".join(packages))
-        listed = "".join(
+        index_entries = "".join(
             f" {hashlib.sha256(file.read_bytes()).hexdigest()} {file.stat().st_size}"
             f" {file.relative_to(release)}\n"
             for file in sorted(release.glob("*/*/Packages"))
         )
         (release / "Release").write_text(
             "Origin: Debian\nSuite: stable\nCodename: bookworm\nArchitectures: amd64\n"
-            f"Components: main contrib\nSHA256:\n{listed}"
+            f"Components: main contrib\nSHA256:\n{index_entries}"
         )
 
-    def _package(self, repository: str, name: str, files: dict[str, str], more: str = "") -> str:
-        """Make a package; its entry in the repository's list."""
+    def _package(
+        self, repository: str, name: str, files: dict[str, str], extra_fields: str = ""
+    ) -> str:
+        """Build a package; return its entry in the repository's index."""
         tree = self._folder / "trees" / name
         control = (
             f"Package: {name}\nVersion: 1:9999\nArchitecture: all\nMaintainer: nobody\n"
-            f"{more}Description: stands for a package in a test\n"
+            f"{extra_fields}Description: stands for a package in a test\n"
         )
         for path, text in {"DEBIAN/control": control, **files}.items():
             file = tree / path
@@ -165,7 +170,7 @@ def test_a_machine_with_a_card_and_no_driver_gets_nvidias(tmp_path, file, source
     repositories = tmp_path / "repositories"
     repositories.mkdir()
     Repositories(repositories)
-    with booted_machine(tmp_path, "tower", bare={repositories: "/srv/repositories"}) as machine:
+    with booted_machine(tmp_path, "tower", mounts={repositories: "/srv/repositories"}) as machine:
         machine.run("sh", "-c", "rm -rf /etc/apt/sources.list /etc/apt/sources.list.d/*")
         machine.write(f"/etc/apt/{file}", source)  # without contrib, which the driver needs
         machine.run("mount", "-t", "tmpfs", "cards", "/sys/bus/pci/devices")
@@ -174,7 +179,7 @@ def test_a_machine_with_a_card_and_no_driver_gets_nvidias(tmp_path, file, source
         ssh = tmp_path / "ssh"
         ssh.write_text(SSH.format(leader=machine.leader))
         ssh.chmod(0o755)
-        tower = {
+        hosts = {
             "ansible_host": "tower",
             "ansible_user": "root",
             "ansible_ssh_executable": str(ssh),
@@ -182,21 +187,21 @@ def test_a_machine_with_a_card_and_no_driver_gets_nvidias(tmp_path, file, source
             "samestep_nvidia_repository": "/srv/repositories/nvidia",
         }
         arguments = ("-e", "samestep_driver_file=/var/lib/driver-version", "--skip-tags", "restart")
-        recap, output = play(tmp_path, "devices.yml", {"tower": tower}, *arguments)
+        recap, output = play(tmp_path, "devices.yml", {"tower": hosts}, *arguments)
         assert recap["tower"][0] > 0, output
         assert recap["tower"][1] == 0, output
         assert "devices: ['cuda0']" in output
         for name in ("linux-headers-amd64", "nvidia-driver-cuda", "nvidia-kernel-open-dkms"):
             machine.run("dpkg-query", "--show", name)
 
-        recap, output = play(tmp_path, "devices.yml", {"tower": tower}, *arguments)
+        recap, output = play(tmp_path, "devices.yml", {"tower": hosts}, *arguments)
         assert recap == {"tower": (0, 0)}, output
         machine.write("/var/lib/driver-version", VERSION.format("550.163.01"))
-        recap, output = play(tmp_path, "devices.yml", {"tower": tower}, *arguments)
+        recap, output = play(tmp_path, "devices.yml", {"tower": hosts}, *arguments)
         assert recap == {"tower": (0, 1)}, output
         assert "found 550.163.01: remove it" in " ".join(output.split())
 
-        only_cpu = {"tower": tower | {"samestep_torch": "cpu"}}
+        only_cpu = {"tower": hosts | {"samestep_torch": "cpu"}}
         for loaded in (VERSION.format("550.163.01"), ""):
             machine.write("/var/lib/driver-version", loaded)
             recap, output = play(tmp_path, "devices.yml", only_cpu, *arguments)

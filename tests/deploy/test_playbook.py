@@ -1,4 +1,4 @@
-"""The playbook makes two bare machines a cluster, and a second time changes nothing."""
+"""The playbook turns two bare machines into a cluster, and a second run changes nothing."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root \\
 
 
 def ansible(command: str) -> str:
-    """The path of one of Ansible's commands; skips the test where it is missing."""
-    beside = Path(sys.prefix) / "ansible" / "bin"
-    program = shutil.which(command, path=f"{beside}:{os.environ['PATH']}")
+    """Return the path of an Ansible command; skip the test where it is missing."""
+    command_directory = Path(sys.prefix) / "ansible" / "bin"
+    program = shutil.which(command, path=f"{command_directory}:{os.environ['PATH']}")
     if program is None:
         pytest.skip(f"{command} is missing: deploy/test.sh installs it")
     return program
@@ -68,29 +68,29 @@ def run_ansible(
     )
 
 
-# What needs no machine.
+# Checks without a machine.
 
 
 @pytest.mark.slow
 def test_ansible_lint_passes(tmp_path):
-    done = run_ansible(
+    completed = run_ansible(
         "ansible-lint", "--offline", "--nocolor", "--profile", "production", ".", home=tmp_path
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Passed: 0 failure(s), 0 warning(s)" in done.stdout + done.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "Passed: 0 failure(s), 0 warning(s)" in completed.stdout + completed.stderr
 
 
 def test_the_playbook_and_the_sample_inventory_are_well_formed(tmp_path):
     arguments = ("-i", "inventory.example.yml", "site.yml", "--syntax-check")
-    done = run_ansible("ansible-playbook", *arguments, home=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    completed = run_ansible("ansible-playbook", *arguments, home=tmp_path)
+    assert (completed.returncode, completed.stderr) == (0, "")
 
 
 # Two machines.
 
 
 class Cluster:
-    """Two machines that have booted, and the playbook that makes something of them."""
+    """Two booted machines, and the playbook that configures them."""
 
     def __init__(self, directory: Path, machines: dict[str, Machine], addresses: dict[str, str]):
         self.machines = machines
@@ -118,26 +118,28 @@ class Cluster:
         self._inventory.write_text(json.dumps(inventory))
 
     def play(self, *arguments: str) -> tuple[dict[str, int], str]:
-        """Run the playbook; how much it has changed on each machine, and what it said."""
+        """Run the playbook; return the number of changes per machine, and the output."""
         inventory = ("-i", str(self._inventory))
-        done = run_ansible("ansible-playbook", *inventory, "site.yml", *arguments, home=self._home)
-        assert done.returncode == 0, done.stdout + done.stderr
-        changed = {name: int(count) for name, count in RECAP.findall(done.stdout)}
-        assert changed.keys() == self.machines.keys(), done.stdout
-        return changed, done.stdout + done.stderr
+        completed = run_ansible(
+            "ansible-playbook", *inventory, "site.yml", *arguments, home=self._home
+        )
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        changes = {name: int(count) for name, count in RECAP.findall(completed.stdout)}
+        assert changes.keys() == self.machines.keys(), completed.stdout
+        return changes, completed.stdout + completed.stderr
 
     def on_desk(self, *command: str) -> str:
         return self.machines["desk"].run(f"{INSTALLED}/bin/coordinator", *command)
 
     def workers(self) -> set[str]:
-        """Who has joined."""
+        """Return the names of joined workers."""
         status = json.loads(self.on_desk("status", "--json"))
         return {worker["name"] for worker in status["workers"]}
 
 
 @pytest.fixture(scope="module")
 def wheels(request) -> Path:
-    """What the machines' pip is to find; they are made of this machine's own system."""
+    """The packages for the machines' pip; the machines share this machine's system."""
     version = subprocess.run(
         ["/usr/bin/python3", "-c", "import sys, venv, ensurepip; print(*sys.version_info[:2])"],
         capture_output=True, text=True, check=False,
@@ -160,7 +162,9 @@ def cluster(wheels, tmp_path_factory) -> Iterator[Cluster]:
         net = stack.enter_context(network(*names, subnet="10.8.1"))
         machines = {
             name: stack.enter_context(
-                booted_machine(directory, name, bare={wheels: WHEELS}, network=net.namespace(name))
+                booted_machine(
+                    directory, name, mounts={wheels: WHEELS}, network=net.namespace(name)
+                )
             )
             for name in names
         }
@@ -181,8 +185,8 @@ def test_the_playbook_installs_then_changes_nothing_then_applies_changes(cluster
 
 def first_run(cluster: Cluster) -> None:
     """Two bare machines become a coordinator and two workers."""
-    changed, output = cluster.play("-vvv", "--diff")
-    assert all(changed.values())
+    changes, output = cluster.play("-vvv", "--diff")
+    assert all(changes.values())
     assert cluster.workers() == {"desk-scripted", "tower-scripted"}
 
     secret = cluster.on_desk("token", "show").partition(".")[2]
@@ -200,10 +204,10 @@ def first_run(cluster: Cluster) -> None:
 
 
 def with_another_token(cluster: Cluster, arguments: tuple[str, ...]) -> None:
-    """The token is new, the code comes from a wheel, and the devices are others."""
+    """The token changes, the code comes from a wheel, and the devices change."""
     cluster.on_desk("token", "rotate")
-    changed, _ = cluster.play(*arguments)
-    assert all(changed.values())
+    changes, _ = cluster.play(*arguments)
+    assert all(changes.values())
     assert cluster.workers() == {"desk-scripted:1", "tower-scripted:1"}
     token = cluster.on_desk("token", "show")
     for machine in cluster.machines.values():

@@ -40,7 +40,7 @@ printf 'Filesystem 1024-blocks Used Available Capacity Mounted\\nx 0 0 %s 0%% /\
 """
 
 
-class Place:
+class Checkout:
     """A copy of the scripts beside scripted commands, all in one temporary folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +57,7 @@ class Place:
         self.has_driver("NVIDIA-SMI has failed", code=9)
 
     def has_driver(self, *lines: str, code: int = 0) -> None:
-        """What nvidia-smi says when asked for the driver's version."""
+        """Script the driver version that nvidia-smi prints."""
         script_lines = "".join(f"echo '{line}'\n" for line in lines)
         command = self.commands / "nvidia-smi"
         command.write_text(f"#!/bin/bash\n{script_lines}exit {code}\n")
@@ -78,22 +78,22 @@ class Place:
             timeout=30,
         )
 
-    def did(self) -> list[str]:
+    def commands_run(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
 
 
-def test_quickstart_creates_the_environment_and_runs(place: Place):
-    done = place.run("--set", "steps=20")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == (
+def test_quickstart_creates_the_environment_and_runs(checkout: Checkout):
+    completed = checkout.run("--set", "steps=20")
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout == (
         "ran --expect-workers 3 --local-workers 3 --run deploy/runs/sms-spam.yaml --set steps=20\n"
     )
-    assert place.did() == [
+    assert checkout.commands_run() == [
         "pip -r requirements/assets.txt",
         "pip -r requirements/cpu.txt",
         "pip -e .",
@@ -101,61 +101,68 @@ def test_quickstart_creates_the_environment_and_runs(place: Place):
     ]
 
 
-def test_a_second_run_changes_and_prints_nothing(place: Place):
-    place.run()
-    before = place.did()
-    again = place.run()
-    assert (again.returncode, again.stderr) == (0, "")
-    assert place.did() == before
+def test_a_second_run_changes_and_prints_nothing(checkout: Checkout):
+    checkout.run()
+    before = checkout.commands_run()
+    repeat = checkout.run()
+    assert (repeat.returncode, repeat.stderr) == (0, "")
+    assert checkout.commands_run() == before
 
 
-def test_another_lock_installs_again(place: Place):
-    place.run()
-    before = len(place.did())
-    with (place.repository / "requirements" / "run.txt").open("a") as lock:
+def test_another_lock_installs_again(checkout: Checkout):
+    checkout.run()
+    before = len(checkout.commands_run())
+    with (checkout.repository / "requirements" / "run.txt").open("a") as lock:
         lock.write("# a change\n")
-    place.run()
-    assert len(place.did()) == 2 * before
+    checkout.run()
+    assert len(checkout.commands_run()) == 2 * before
 
 
-def test_an_interrupted_environment_is_recreated(place: Place):
-    place.run(FAKE_PIP="ERROR: killed")
-    left = place.repository / ".venv" / "left"
-    left.touch()
-    assert place.run().returncode == 0
-    assert not left.exists()
+def test_an_interrupted_environment_is_recreated(checkout: Checkout):
+    checkout.run(FAKE_PIP="ERROR: killed")
+    leftover = checkout.repository / ".venv" / "left"
+    leftover.touch()
+    assert checkout.run().returncode == 0
+    assert not leftover.exists()
 
 
-def test_a_development_environment_also_runs(place: Place):
-    environment(place, "dev")
-    before = place.did()
+def test_a_development_environment_also_runs(checkout: Checkout):
+    environment(checkout, "dev")
+    before = checkout.commands_run()
     assert "pip -r requirements/dev.txt" in before
-    place.run()
-    assert place.did() == before
+    checkout.run()
+    assert checkout.commands_run() == before
 
 
-def environment(place: Place, name: str, **fakes: str) -> str:
-    """Make it; what is said on standard error."""
-    script = str(place.repository / "deploy" / "environment.sh")
-    variables = {"PATH": f"{place.commands}:{os.environ['PATH']}"}
-    variables |= {"FAKE_FREE": "99000000", "FAKE_LOG": str(place.log)}
+def environment(checkout: Checkout, name: str, **fakes: str) -> str:
+    """Run environment.sh; return its standard error."""
+    script = str(checkout.repository / "deploy" / "environment.sh")
+    variables = {"PATH": f"{checkout.commands}:{os.environ['PATH']}"}
+    variables |= {"FAKE_FREE": "99000000", "FAKE_LOG": str(checkout.log)}
     command = ["bash", script, name]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, env=variables | fakes, check=True, capture_output=True, text=True
     )
-    return done.stderr
+    return completed.stderr
 
 
-def test_a_coordinator_gets_no_torch(place: Place):
-    environment(place, "coordinator")
-    assert place.did() == ["pip -r requirements/coordinator.txt", "pip -e .", "compiled"]
-    environment(place, "coordinator")
-    assert len(place.did()) == 3
-    environment(place, "worker")
-    assert place.did()[3:5] == ["pip -r requirements/run.txt", "pip -r requirements/cpu.txt"]
-    before = place.did()
-    environment(place, "coordinator")
-    assert place.did() == before
+def test_a_coordinator_gets_no_torch(checkout: Checkout):
+    environment(checkout, "coordinator")
+    assert checkout.commands_run() == [
+        "pip -r requirements/coordinator.txt",
+        "pip -e .",
+        "compiled",
+    ]
+    environment(checkout, "coordinator")
+    assert len(checkout.commands_run()) == 3
+    environment(checkout, "worker")
+    assert checkout.commands_run()[3:5] == [
+        "pip -r requirements/run.txt",
+        "pip -r requirements/cpu.txt",
+    ]
+    before = checkout.commands_run()
+    environment(checkout, "coordinator")
+    assert checkout.commands_run() == before
 
 
 NO_ROCM = "ERROR: No matching distribution found for torch==2.13.0+rocm7.2"
@@ -163,89 +170,89 @@ NOT_OFFERED = "ERROR: No matching distribution found for torch==2.13.0+cpu"
 CPU, CUDA = "pip -r requirements/cpu.txt", "pip -r requirements/cuda.txt"
 
 
-def test_without_the_cpu_build_the_indexs_build_is_installed(place: Place):
-    assert place.run(FAKE_CPU=NOT_OFFERED).returncode == 0
-    assert CUDA in place.did()
+def test_without_the_cpu_build_the_indexs_build_is_installed(checkout: Checkout):
+    assert checkout.run(FAKE_CPU=NOT_OFFERED).returncode == 0
+    assert CUDA in checkout.commands_run()
 
 
 @pytest.mark.parametrize("version", ["580", "580.65.06", "610.57.04"])
-def test_a_recent_driver_gets_cuda(place: Place, version):
-    place.has_driver(version, version)  # a line for each of two cards
-    assert "driver" not in environment(place, "worker")
-    assert CUDA in place.did()
-    assert CPU not in place.did()
+def test_a_recent_driver_gets_cuda(checkout: Checkout, version):
+    checkout.has_driver(version, version)  # one line for each of two cards
+    assert "driver" not in environment(checkout, "worker")
+    assert CUDA in checkout.commands_run()
+    assert CPU not in checkout.commands_run()
 
 
 @pytest.mark.parametrize("version", ["535.261.03", "579.99.99", "90.1"])
-def test_an_old_driver_is_reported_and_cuda_left_out(place: Place, version):
-    place.has_driver(version)
-    output = environment(place, "worker")
+def test_an_old_driver_is_reported_and_cuda_left_out(checkout: Checkout, version):
+    checkout.has_driver(version)
+    output = environment(checkout, "worker")
     assert f"NVIDIA's driver is {version}, but CUDA needs 580 or later" in output
-    assert CPU in place.did()
-    assert CUDA not in place.did()
+    assert CPU in checkout.commands_run()
+    assert CUDA not in checkout.commands_run()
 
 
-def test_a_driver_upgrade_switches_to_cuda(place: Place):
-    place.has_driver("535.261.03")
-    environment(place, "worker")
-    before = place.did()
-    assert environment(place, "worker") == ""
-    assert place.did() == before
-    place.has_driver("580.65.06")
-    assert environment(place, "worker", TORCH="cpu") == ""
-    assert environment(place, "coordinator") == ""
-    assert place.did() == before
-    assert "now recent enough for CUDA" in environment(place, "worker")
-    assert CUDA in place.did()[len(before) :]
-    after = place.did()
-    assert environment(place, "worker") == ""
-    place.has_driver("NVIDIA-SMI has failed", code=9)
-    assert environment(place, "worker") == ""
-    assert place.did() == after
+def test_a_driver_upgrade_switches_to_cuda(checkout: Checkout):
+    checkout.has_driver("535.261.03")
+    environment(checkout, "worker")
+    before = checkout.commands_run()
+    assert environment(checkout, "worker") == ""
+    assert checkout.commands_run() == before
+    checkout.has_driver("580.65.06")
+    assert environment(checkout, "worker", TORCH="cpu") == ""
+    assert environment(checkout, "coordinator") == ""
+    assert checkout.commands_run() == before
+    assert "now recent enough for CUDA" in environment(checkout, "worker")
+    assert CUDA in checkout.commands_run()[len(before) :]
+    after = checkout.commands_run()
+    assert environment(checkout, "worker") == ""
+    checkout.has_driver("NVIDIA-SMI has failed", code=9)
+    assert environment(checkout, "worker") == ""
+    assert checkout.commands_run() == after
 
 
-def test_the_cpu_build_may_be_requested_with_an_old_driver(place: Place):
-    place.has_driver("535.261.03")
-    assert "driver" not in environment(place, "worker", TORCH="cpu")
-    assert CPU in place.did()
+def test_the_cpu_build_may_be_requested_with_an_old_driver(checkout: Checkout):
+    checkout.has_driver("535.261.03")
+    assert "driver" not in environment(checkout, "worker", TORCH="cpu")
+    assert CPU in checkout.commands_run()
 
 
 @pytest.mark.parametrize("version", ["3.12", "3.13"])
-def test_the_cpu_build_of_later_pythons(place: Place, version):
-    environment(place, "worker", FAKE_MINOR=version, TORCH="cpu")
-    assert CPU in place.did()
+def test_the_cpu_build_of_later_pythons(checkout: Checkout, version):
+    environment(checkout, "worker", FAKE_MINOR=version, TORCH="cpu")
+    assert CPU in checkout.commands_run()
 
 
-def test_a_python_without_a_locked_cpu_build_gets_the_indexs_build(place: Place):
-    assert "not locked for Python 3.14" in environment(place, "worker", FAKE_MINOR="3.14")
-    assert CPU not in place.did()
-    assert CUDA in place.did()
+def test_a_python_without_a_locked_cpu_build_gets_the_indexs_build(checkout: Checkout):
+    assert "not locked for Python 3.14" in environment(checkout, "worker", FAKE_MINOR="3.14")
+    assert CPU not in checkout.commands_run()
+    assert CUDA in checkout.commands_run()
 
 
-def test_the_other_build_of_torch_replaces_the_first(place: Place):
-    environment(place, "worker")
-    environment(place, "worker", TORCH="cpu")
-    before = place.did()
+def test_the_other_build_of_torch_replaces_the_first(checkout: Checkout):
+    environment(checkout, "worker")
+    environment(checkout, "worker", TORCH="cpu")
+    before = checkout.commands_run()
     assert before.count(CPU) == 1
-    site = place.repository / ".venv" / "lib" / "python3.11" / "site-packages"
+    site = checkout.repository / ".venv" / "lib" / "python3.11" / "site-packages"
     (site / "torch-2.13.0+cpu.dist-info").mkdir(parents=True)
-    environment(place, "worker", TORCH="cuda")
-    assert place.did()[len(before) :][1:3] == ["pip triton-rocm torch", CUDA]
-    after = place.did()
+    environment(checkout, "worker", TORCH="cuda")
+    assert checkout.commands_run()[len(before) :][1:3] == ["pip triton-rocm torch", CUDA]
+    after = checkout.commands_run()
     for torch in ("cuda", ""):
-        environment(place, "worker", TORCH=torch)
-    assert place.did() == after
+        environment(checkout, "worker", TORCH=torch)
+    assert checkout.commands_run() == after
 
 
-def test_the_build_for_cards_of_amd_says_that_it_has_no_hashes(place: Place):
-    output = environment(place, "worker", TORCH="rocm")
+def test_the_build_for_cards_of_amd_says_that_it_has_no_hashes(checkout: Checkout):
+    output = environment(checkout, "worker", TORCH="rocm")
     assert "installing torch's ROCm build by exact version, without hashes" in output
-    assert place.did()[1] == "pip -r requirements/rocm.txt"
-    assert {CPU, CUDA}.isdisjoint(place.did())
-    before = place.did()
+    assert checkout.commands_run()[1] == "pip -r requirements/rocm.txt"
+    assert {CPU, CUDA}.isdisjoint(checkout.commands_run())
+    before = checkout.commands_run()
     for torch in ("rocm", ""):
-        assert environment(place, "worker", TORCH=torch) == ""
-    assert place.did() == before
+        assert environment(checkout, "worker", TORCH=torch) == ""
+    assert checkout.commands_run() == before
 
 
 @pytest.mark.parametrize(
@@ -253,13 +260,13 @@ def test_the_build_for_cards_of_amd_says_that_it_has_no_hashes(place: Place):
     [("2.13.0", "rocm", True), ("2.13.0+cpu", "rocm", True), ("2.13.0+rocm7.2", "rocm", False),
      ("2.13.0+rocm7.2", "cuda", True), ("2.13.0", "cuda", False)],
 )  # fmt: skip
-def test_no_build_of_torch_is_laid_over_another(place: Place, present, wanted, is_removed):
-    environment(place, "coordinator")
-    site = place.repository / ".venv" / "lib" / "python3.11" / "site-packages"
+def test_no_build_of_torch_is_laid_over_another(checkout: Checkout, present, wanted, is_removed):
+    environment(checkout, "coordinator")
+    site = checkout.repository / ".venv" / "lib" / "python3.11" / "site-packages"
     (site / f"torch-{present}.dist-info").mkdir(parents=True)
-    environment(place, "worker", TORCH=wanted)
-    assert ("pip triton-rocm torch" in place.did()) == is_removed
-    assert f"pip -r requirements/{wanted}.txt" in place.did()
+    environment(checkout, "worker", TORCH=wanted)
+    assert ("pip triton-rocm torch" in checkout.commands_run()) == is_removed
+    assert f"pip -r requirements/{wanted}.txt" in checkout.commands_run()
 
 
 def test_pip_takes_the_rocm_set_as_it_is_written(tmp_path: Path):
@@ -315,7 +322,7 @@ NO_NETWORK = (
 
 
 @pytest.mark.parametrize(
-    ("fakes", "code", "says"),
+    ("fakes", "code", "message"),
     [
         ({"FAKE_PIP": NO_NETWORK}, 69, "cannot reach the package index"),
         ({"FAKE_CPU": NO_NETWORK}, 69, "cannot reach"),
@@ -346,20 +353,22 @@ NO_NETWORK = (
         ({"FAKE_PIP": "note\nERROR: something new\n"}, 1, "ERROR: something new"),
     ],
 )
-def test_a_failure_is_one_line_and_an_exit_code(place: Place, fakes, code, says):
-    done = place.run(**fakes)
-    *progress, last = done.stderr.splitlines()
-    assert says in last
+def test_a_failure_is_one_line_and_an_exit_code(checkout: Checkout, fakes, code, message):
+    completed = checkout.run(**fakes)
+    *progress, last = completed.stderr.splitlines()
+    assert message in last
     assert last.startswith("samestep: ")
-    assert done.returncode == code
+    assert completed.returncode == code
     assert all(line.startswith(("samestep: creating", "samestep: installing")) for line in progress)
-    assert done.stdout == ""
+    assert completed.stdout == ""
 
 
-def test_requested_cuda_is_refused_with_an_old_driver(place: Place):
-    place.has_driver("550.163.01")
-    done = place.run(TORCH="cuda")
-    assert done.returncode == 78
-    assert done.stderr.startswith("samestep: expected NVIDIA's driver 580 or later, found 550.163")
-    assert done.stderr.count("\n") == 1
-    assert place.did() == []
+def test_requested_cuda_is_refused_with_an_old_driver(checkout: Checkout):
+    checkout.has_driver("550.163.01")
+    completed = checkout.run(TORCH="cuda")
+    assert completed.returncode == 78
+    assert completed.stderr.startswith(
+        "samestep: expected NVIDIA's driver 580 or later, found 550.163"
+    )
+    assert completed.stderr.count("\n") == 1
+    assert checkout.commands_run() == []

@@ -1,5 +1,5 @@
-"""deploy/slurm: a run that a real Slurm disturbs, the mistakes that its users make, and the scripts
-alone, with stand-ins for Slurm's commands and for ours."""
+"""deploy/slurm: a run that a real Slurm disturbs, user mistakes, and the scripts alone, with
+stand-ins for the commands of Slurm and samestep."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ FILES = ("coordinator.sbatch", "worker.sbatch", "settings.sh", "step.sh", "contr
 
 
 @pytest.fixture(scope="module")
-def slurm(undisturbed):
-    del undisturbed  # it computes while the cluster starts
+def slurm(reference_digest):
+    del reference_digest  # it computes while the cluster starts
     with slurm_cluster() as cluster:
         yield cluster
 
 
 @pytest.fixture
 def run(slurm, request):
-    """A directory on the file system that all nodes share, as docs/slurm.md has it made."""
+    """A directory on the file system that all nodes share, created as in docs/slurm.md."""
     directory = slurm.directory / request.node.name
     directory.mkdir()
     for name in FILES:
@@ -55,8 +55,8 @@ def run(slurm, request):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Waits for the digest of the same run by one worker that nobody disturbs."""
+def reference_digest(tmp_path_factory):
+    """Return a function that waits for the digest of the same run with one undisturbed worker."""
     directory = tmp_path_factory.mktemp("undisturbed")
     (directory / "run.yaml").write_text(RUN)
     process = start(
@@ -77,13 +77,13 @@ def undisturbed(tmp_path_factory):
 
 
 def log_of(directory, pattern):
-    """The text of the logs whose names match."""
+    """Return the text of the logs whose names match."""
     return "".join(log.read_text() for log in sorted(directory.glob(pattern)))
 
 
 @pytest.mark.slow
 def test_preempted_workers_and_a_requeued_coordinator_leave_no_trace_in_the_digest(
-    slurm, run, undisturbed, monkeypatch
+    slurm, run, reference_digest, monkeypatch
 ):
     monkeypatch.setitem(slurm.environment, "SAMESTEP_BACKEND", "scripted:50")
     coordinator = slurm.submit("coordinator.sbatch", "-p", "high", "-w", "node1", cwd=run)
@@ -95,7 +95,7 @@ def test_preempted_workers_and_a_requeued_coordinator_leave_no_trace_in_the_dige
     slurm.wait_until(lambda: "step 1/" in told())
     secret = run / "keys/coordinator/join.token"
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
-    # Two of the four are on each node: a job of more priority takes one node.
+    # Two of the four workers run on each node: a job of higher priority takes one node.
     slurm.submit("more-important.sh", "-p", "high", "-w", "node3", "--exclusive", cwd=run)
     slurm.wait_until(lambda: told().count(" left: drained") == 2)
     slurm.run("scontrol", "requeue", coordinator)
@@ -103,7 +103,7 @@ def test_preempted_workers_and_a_requeued_coordinator_leave_no_trace_in_the_dige
     slurm.wait_until(lambda: not slurm.states(coordinator) and not slurm.states(workers))
     result = json.loads((run / "run/result.json").read_text())
     assert (result["outcome"], result["steps"]) == ("finished", STEPS), slurm.logs()
-    assert result["weights_digest"] == undisturbed()
+    assert result["weights_digest"] == reference_digest()
     assert called("coordinator", "audit", str(run / "run")).returncode == 0
     logs = log_of(run, "samestep-worker-*.log")
     assert logs.count("goodbye: drained") == logs.count("samestep: requeueing job") == 2
@@ -111,41 +111,43 @@ def test_preempted_workers_and_a_requeued_coordinator_leave_no_trace_in_the_dige
 
 
 @pytest.mark.slow
-def test_mistakes_end_a_job_in_one_line_and_it_is_not_requeued(slurm, run, monkeypatch):
+def test_mistakes_end_a_job_in_one_line_without_requeue(slurm, run, monkeypatch):
     monkeypatch.setitem(slurm.environment, "SAMESTEP_BACKEND", "scripted:50")
-    elsewhere = run / "elsewhere"
-    elsewhere.mkdir()
-    lost = slurm.submit("../worker.sbatch", cwd=elsewhere)
+    other_directory = run / "elsewhere"
+    other_directory.mkdir()
+    misplaced_job = slurm.submit("../worker.sbatch", cwd=other_directory)
     coordinator = slurm.submit("coordinator.sbatch", "-w", "node1", cwd=run)
     secret = run / "keys/coordinator/join.token"
     slurm.wait_until((run / "address.json").exists)
     secret.chmod(0o640)
-    opened = slurm.submit("worker.sbatch", "-x", "node1", cwd=run)
-    slurm.wait_until(lambda: not slurm.states(lost) and not slurm.states(opened))
-    assert "expected settings.sh in" in log_of(elsewhere, "*.log")
-    log_text = log_of(run, f"samestep-worker-{opened}_*.log")
+    exposed_job = slurm.submit("worker.sbatch", "-x", "node1", cwd=run)
+    slurm.wait_until(lambda: not slurm.states(misplaced_job) and not slurm.states(exposed_job))
+    assert "expected settings.sh in" in log_of(other_directory, "*.log")
+    log_text = log_of(run, f"samestep-worker-{exposed_job}_*.log")
     assert "can be read by others (mode 0640)" in log_text
     assert "requeueing" not in log_text
-    # A cancelled coordinator has saved what it has; it is not requeued either.
+    # A cancelled coordinator has saved its state; it is not requeued either.
     slurm.run("./control.sh", "status", cwd=run)
     slurm.run("scancel", coordinator)
     slurm.wait_until(lambda: not slurm.states(coordinator))
     assert "requeueing" not in log_of(run, "samestep-coordinator-*.log")
-    # Workers that wait for a coordinator whose run spec is refused do not hold their nodes.
+    # Workers that wait for a coordinator whose run spec is refused do not keep their nodes.
     monkeypatch.setitem(slurm.environment, "LOOK_EVERY_S", "0.2")
     secret.chmod(0o600)
     (run / "run.yaml").write_text(RUN.replace("scripted", "unheard-of"))
-    waiting = slurm.submit("worker.sbatch", "-x", "node1", cwd=run)
-    slurm.wait_until(lambda: log_of(run, f"samestep-worker-{waiting}_*.log"))
-    refused = slurm.submit("coordinator.sbatch", "-w", "node1", cwd=run)
-    slurm.wait_until(lambda: not slurm.states(refused) and not slurm.states(waiting))
-    log_text = log_of(run, f"samestep-worker-{waiting}_*.log")
-    assert f"the coordinator, job {refused}, ended with exit code 2" in log_text, log_text
+    waiting_job = slurm.submit("worker.sbatch", "-x", "node1", cwd=run)
+    slurm.wait_until(lambda: log_of(run, f"samestep-worker-{waiting_job}_*.log"))
+    refused_job = slurm.submit("coordinator.sbatch", "-w", "node1", cwd=run)
+    slurm.wait_until(lambda: not slurm.states(refused_job) and not slurm.states(waiting_job))
+    log_text = log_of(run, f"samestep-worker-{waiting_job}_*.log")
+    assert f"the coordinator, job {refused_job}, ended with exit code 2" in log_text, log_text
 
 
 @pytest.mark.slow
-def test_jobs_drain_before_their_time_limit_and_are_requeued(slurm, run, undisturbed, monkeypatch):
-    """The signal of the time limit, sent by hand: a limit is a minute at least."""
+def test_jobs_drain_before_their_time_limit_and_are_requeued(
+    slurm, run, reference_digest, monkeypatch
+):
+    """The test sends the signal of the time limit itself, because a limit is at least a minute."""
     monkeypatch.setitem(slurm.environment, "SAMESTEP_BACKEND", "scripted:50")
     coordinator = slurm.submit("coordinator.sbatch", "-w", "node1", cwd=run)
     workers = slurm.submit("worker.sbatch", "--array=1-4", "-x", "node1", cwd=run)
@@ -159,29 +161,29 @@ def test_jobs_drain_before_their_time_limit_and_are_requeued(slurm, run, undistu
     slurm.wait_until(lambda: not slurm.states(coordinator) and not slurm.states(workers))
     result = json.loads((run / "run/result.json").read_text())
     assert (result["outcome"], result["steps"]) == ("finished", STEPS), slurm.logs()
-    assert result["weights_digest"] == undisturbed()
-    # The last task of an array has the ID of the whole array: its signals are for it alone.
+    assert result["weights_digest"] == reference_digest()
+    # The last task of an array has the ID of the whole array: address its signals to it alone.
     assert log_of(run, "samestep-worker-*.log").count("goodbye: drained") == 1
 
 
 @pytest.mark.slow
 def test_fit_under_srun_needs_no_flags(slurm, run, monkeypatch):
-    """Three tasks on three nodes: one run, one digest, that of a task alone."""
+    """Three tasks on three nodes: one run, with the digest of a single task."""
     shutil.copy(ROOT / "docs/examples/sine.py", run)
     monkeypatch.setitem(slurm.environment, "SAMESTEP_BACKEND", "cpu")
     monkeypatch.setitem(slurm.environment, "SAMESTEP_HOME", str(run / "home"))
     python = (sys.executable, "sine.py")
     options = ("--partition=high", f"--chdir={run}")
-    together = slurm.run("srun", *options, "--nodes=3", "--ntasks=3", *python)
-    alone = slurm.run("srun", *options, "--ntasks=1", *python)
-    (digest,) = set(re.findall("digest ([0-9a-f]{64})", alone))
-    assert together.count(f", digest {digest}") == 3
-    assert "connected" in together
+    three_tasks = slurm.run("srun", *options, "--nodes=3", "--ntasks=3", *python)
+    single_task = slurm.run("srun", *options, "--ntasks=1", *python)
+    (digest,) = set(re.findall("digest ([0-9a-f]{64})", single_task))
+    assert three_tasks.count(f", digest {digest}") == 3
+    assert "connected" in three_tasks
     assert not list((run / "home/srun").iterdir())
-    # A task that fails before there is a run ends all of them.
+    # A task that fails before the run starts ends all of them.
     (run / "sine.py").write_text((run / "sine.py").read_text().replace("batch=64", "batch=9999"))
-    failed = slurm.run("srun", *options, "--nodes=3", "--ntasks=3", "-l", *python, check=False)
-    assert "digest" not in failed
+    failure = slurm.run("srun", *options, "--nodes=3", "--ntasks=3", "-l", *python, check=False)
+    assert "digest" not in failure
 
 
 _COMMANDS = {
@@ -224,7 +226,7 @@ class Scripts:
         )  # fmt: skip
 
     def run(self, script, *arguments, **environment):
-        """The exit code, and what was written."""
+        """Return the exit code and the output."""
         process = self.start(script, *arguments, **environment)
         text, _ = process.communicate(timeout=PATIENCE_S)
         return process.returncode, text
@@ -239,14 +241,14 @@ def scripts(tmp_path):
     return Scripts(tmp_path)
 
 
-def test_a_refused_run_fails_its_job_though_an_earlier_one_has_finished(scripts):
+def test_refused_run_fails_its_job_despite_an_earlier_result(scripts):
     (scripts.directory / "run/result.json").write_text('{"outcome": "finished"}')
     assert scripts.run("coordinator.sbatch", CODE="2")[0] == 2
     assert scripts.run("coordinator.sbatch")[0] == 0
     assert "requeue" not in (scripts.read("scontrol.txt") or "")
 
 
-def test_a_worker_that_waits_for_its_coordinator_is_requeued_at_its_time_limit(scripts):
+def test_waiting_worker_is_requeued_at_its_time_limit(scripts):
     process = scripts.start("worker.sbatch")
     until_s = time.monotonic() + PATIENCE_S
     while scripts.read("step.pid") is None and time.monotonic() < until_s:
@@ -258,7 +260,7 @@ def test_a_worker_that_waits_for_its_coordinator_is_requeued_at_its_time_limit(s
 
 
 def test_workers_end_with_a_coordinator_that_needs_its_user(scripts):
-    """A run spec that is refused: they would hold their nodes until they give up, a day later."""
+    """A refused run spec: workers would otherwise keep their nodes for a day."""
     assert scripts.run("coordinator.sbatch", CODE="1")[0] == 1
     assert scripts.read("coordinator.failed") is None, "resubmitted, it finds its workers"
     assert scripts.run("coordinator.sbatch", CODE="2")[0] == 2
@@ -268,8 +270,8 @@ def test_workers_end_with_a_coordinator_that_needs_its_user(scripts):
     while scripts.read("step.pid") is None and time.monotonic() < until_s:
         time.sleep(0.01)
     assert process.poll() is None, "that was before this job"
-    failed = scripts.directory / "coordinator.failed"
-    failed.write_text(failed.read_text().replace("7", "8"))
+    failed_marker = scripts.directory / "coordinator.failed"
+    failed_marker.write_text(failed_marker.read_text().replace("7", "8"))
     text, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
     assert text.startswith("samestep: the coordinator, job 8, ended with exit code 2 at 20")
@@ -277,7 +279,7 @@ def test_workers_end_with_a_coordinator_that_needs_its_user(scripts):
 
 
 @pytest.mark.parametrize("limit", ["0:30", "2:59", "3:00"])
-def test_a_time_limit_that_leaves_no_time_to_run_is_refused(scripts, limit):
+def test_too_short_time_limit_is_refused(scripts, limit):
     code, text = scripts.run("coordinator.sbatch", LIMIT=limit)
     assert code == 2
     assert f"expected a time limit of more than 3 minutes, got {limit}" in text
@@ -285,7 +287,7 @@ def test_a_time_limit_that_leaves_no_time_to_run_is_refused(scripts, limit):
 
 
 @pytest.mark.parametrize("limit", ["3:01", "10:00", "1:00:00", "2-00:00:00", "UNLIMITED", ""])
-def test_a_longer_time_limit_is_not(scripts, limit):
+def test_longer_time_limit_is_accepted(scripts, limit):
     assert scripts.run("coordinator.sbatch", LIMIT=limit)[0] == 0
     assert "--resume" in scripts.read("coordinator.txt")
 

@@ -1,4 +1,4 @@
-"""The units of systemd as texts: right by systemd's own tools, and fitting what the daemons do."""
+"""The systemd units as text: valid by systemd's own tools, and consistent with the daemons."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ def analyze(*arguments):
 
 
 def complaints(unit: Path, directory: Path, old: str = "", new: str = "") -> str:
-    """What `verify` says of a unit, whose commands are put in place; its exit code says little."""
+    """Return what `verify` reports about a unit whose commands exist; its exit code is not
+    informative."""
     for command in ("coordinator", "worker"):
         shutil.copy("/bin/true", directory / command)
     copy = directory / unit.name
     text = unit.read_text().replace(f"{INSTALLED}/bin", str(directory))
     assert old in text
     copy.write_text(text.replace(old, new))
-    done = analyze("verify", "--man=no", str(copy))
-    return done.stdout + done.stderr
+    completed = analyze("verify", "--man=no", str(copy))
+    return completed.stdout + completed.stderr
 
 
 @tools
@@ -59,9 +60,9 @@ def test_a_misspelled_key_is_found(unit, tmp_path):
 @tools
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_units_have_a_low_exposure_score(unit):
-    done = analyze("security", "--offline=yes", str(unit))
-    score = EXPOSURE.search(done.stdout)
-    assert score is not None, done.stderr
+    completed = analyze("security", "--offline=yes", str(unit))
+    score = EXPOSURE.search(completed.stdout)
+    assert score is not None, completed.stderr
     assert float(score[1]) <= 2.0
 
 
@@ -81,7 +82,7 @@ def test_errors_that_need_an_operator_do_not_restart(unit):
 
 
 def settings_of(unit: Path) -> dict[str, list[str]]:
-    """Keys of the section Service, each with all that is said of it."""
+    """Return the keys of the section Service, each with all its values."""
     settings: dict[str, list[str]] = {}
     service = unit.read_text().partition("[Service]\n")[2].partition("\n[")[0]
     for key, value in re.findall(r"^(\w+)=(.*)$", service, re.MULTILINE):
@@ -91,11 +92,11 @@ def settings_of(unit: Path) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_a_stop_drains_and_a_hung_daemon_is_restarted_with_its_stacks(unit):
-    """That daemons do their part: test_restart.py, test_commands.py and test_systemd.py; with
-    systemd itself, slow ones of test_booted_units.py."""
+    """That daemons do their part is tested in test_restart.py, test_commands.py and
+    test_systemd.py; with systemd itself, slowly, in test_booted_units.py."""
     settings = settings_of(unit)
     assert settings["Type"] == ["notify"]
-    assert settings["KillMode"] == ["mixed"]  # SIGTERM, which drains, to the daemon alone
+    assert settings["KillMode"] == ["mixed"]  # SIGTERM, which drains, goes to the daemon only
     assert not {"KillSignal", "SendSIGKILL", "RestartKillSignal", "WatchdogSignal"} & {*settings}
     assert re.fullmatch(r"[2-9]min", settings["TimeoutStopSec"][0]), "a step can take long"
     assert int(settings["WatchdogSec"][0]) >= 30
@@ -103,7 +104,7 @@ def test_a_stop_drains_and_a_hung_daemon_is_restarted_with_its_stacks(unit):
     assert "PYTHONFAULTHANDLER=1" in settings["Environment"]
 
 
-def test_workers_have_the_devices_of_their_backends_and_coordinators_none():
+def test_only_workers_have_the_devices_of_their_backends():
     coordinator, worker = (settings_of(unit) for unit in UNITS)
     assert worker["DevicePolicy"] == coordinator["DevicePolicy"] == ["closed"]
     assert {"char-nvidia rw", "char-nvidia-uvm rw", "char-drm rw", "char-kfd rw"} <= {

@@ -1,4 +1,4 @@
-"""The wheel in an empty environment, called from a folder that holds files of the same names."""
+"""The wheel in an empty environment, called from a folder with files of the same names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ scripted: {blocks: 2, block_bytes: 64, samples: 4}
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The environment's commands; what samestep needs comes from the present environment."""
+    """Return the environment's commands; dependencies come from the current environment."""
     where = tmp_path_factory.mktemp("installed")
     venv.create(where / "venv", with_pip=False, symlinks=True)
     python = where / "venv" / "bin" / "python"
@@ -41,7 +41,7 @@ def installed(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Where a user works who has a worker and a protocol of their own."""
+    """A folder in which a user has a worker and a protocol module of their own."""
     for name in ("worker.py", "coordinator.py", "backends.py", "protocol/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(DECOY)
@@ -59,23 +59,23 @@ def run(command: Path, *arguments: str, folder: Path) -> subprocess.CompletedPro
 
 def test_commands_run_the_wheel(installed, folder):
     show = "import protocol, worker.cli; print(protocol.__file__)"
-    done = run(installed / "python", "-P", "-c", show, folder=folder)
-    assert done.stdout.startswith(str(installed.parent)), done.stderr
+    completed = run(installed / "python", "-P", "-c", show, folder=folder)
+    assert completed.stdout.startswith(str(installed.parent)), completed.stderr
 
 
 @pytest.mark.slow
-def test_local_workers_are_those_of_the_wheel(installed, folder):
+def test_local_workers_run_the_wheel(installed, folder):
     job = ("--run", "run.yaml", "--local-workers", "2", "--backend", "scripted")
     ports = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0", "--out", "out")
-    done = run(installed / "coordinator", *job, *ports, folder=folder)
-    assert done.returncode == 0, done.stderr
-    assert "a file of the user ran" not in done.stdout + done.stderr
+    completed = run(installed / "coordinator", *job, *ports, folder=folder)
+    assert completed.returncode == 0, completed.stderr
+    assert "a file of the user ran" not in completed.stdout + completed.stderr
     assert (folder / "out" / "result.json").exists()
 
 
 def test_device_processes_run_the_wheel(installed, folder):
-    nowhere = ("--coordinator", "127.0.0.1:9", "--retry-for", "0", "--backend", "scripted")
-    done = run(installed / "worker", *nowhere, "--gpus", "0,1", folder=folder)
-    assert done.returncode == 69
-    assert "no coordinator at 127.0.0.1:9" in done.stderr
-    assert "a file of the user ran" not in done.stdout + done.stderr
+    no_coordinator = ("--coordinator", "127.0.0.1:9", "--retry-for", "0", "--backend", "scripted")
+    completed = run(installed / "worker", *no_coordinator, "--gpus", "0,1", folder=folder)
+    assert completed.returncode == 69
+    assert "no coordinator at 127.0.0.1:9" in completed.stderr
+    assert "a file of the user ran" not in completed.stdout + completed.stderr

@@ -1,4 +1,4 @@
-"""Real links with the addresses that networks have: of one link alone, and such as change."""
+"""Real links with the addresses of real networks: link-local ones, and ones that change."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def options(tmp_path: Path, steps: int) -> tuple[str, ...]:
     return "--expect-workers", "1", "--control", "127.0.0.1:0", "--run", str(spec)
 
 
-def elsewhere(tmp_path: Path, home: Path) -> dict[str, str]:
+def worker_environment(tmp_path: Path, home: Path) -> dict[str, str]:
     token = CoordinatorCredentials.open(home).join_token().reveal()
     return {"SAMESTEP_HOME": str(tmp_path / "elsewhere"), "SAMESTEP_TOKEN": token}
 
 
-def ip(hosts: Network, host: str, *words: str) -> str:
-    command = ["ip", "-n", hosts.namespace(host).name, *words]
+def ip(hosts: Network, host: str, *arguments: str) -> str:
+    command = ["ip", "-n", hosts.namespace(host).name, *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def link_local(hosts: Network, host: str) -> str:
-    """Its address of that kind, once the link has made sure that nobody else has it."""
+    """Return its link-local address, once duplicate address detection has finished."""
     while "tentative" in (addresses := ip(hosts, host, "-6", "-o", "addr", "show", "dev", "eth0")):
         pass
     return addresses.split()[3].partition("/")[0]
@@ -46,42 +46,42 @@ def link_local(hosts: Network, host: str) -> str:
 @pytest.mark.slow
 def test_a_link_local_address_with_its_zone(tmp_path, own_home):
     with network("a", "b", subnet="10.8.5") as hosts:
-        at = f"[{link_local(hosts, 'a')}%eth0]"
+        address = f"[{link_local(hosts, 'a')}%eth0]"
 
-        def there() -> None:
-            job = ("--bind", f"{at}:0", "--no-announce", *options(tmp_path, 3))
+        def run_story() -> None:
+            job = ("--bind", f"{address}:0", "--no-announce", *options(tmp_path, 3))
             with Cluster(tmp_path, *job) as cluster:
-                assert cluster.address["data"].startswith(f"{at}:")
+                assert cluster.address["data"].startswith(f"{address}:")
                 worker = cluster.workers["w"] = hosts.start(
                     "b", "worker", "--coordinator", cluster.address["data"], "--backend",
-                    "scripted", "--name", "w", environment=elsewhere(tmp_path, own_home),
+                    "scripted", "--name", "w", environment=worker_environment(tmp_path, own_home),
                 )  # fmt: skip
                 assert cluster.result()["workers"].keys() == {"w"}
                 _, err = worker.communicate(timeout=PATIENCE_S)
                 assert worker.wait() == 0, err
 
-        hosts.run_on("a", there)
+        hosts.run_on("a", run_story)
 
 
 @pytest.mark.slow
-def test_a_coordinator_whose_address_changes_is_found_again(tmp_path, own_home):
-    """Its worker found it by multicast DNS; nobody tells the worker that the address is gone."""
+def test_coordinator_with_a_changed_address_is_found_again(tmp_path, own_home):
+    """Its worker found it by multicast DNS; nothing tells the worker that the address is gone."""
     with network("a", "b", subnet="192.0.2") as hosts:
 
-        def there() -> None:
+        def run_story() -> None:
             job = ("--bind", "0.0.0.0:0", "--name", "den", *options(tmp_path, 60))
             with Cluster(tmp_path, *job) as cluster:
                 worker = cluster.workers["w"] = hosts.start(
                     "b", "worker", "--backend", "scripted:20", "--name", "w",
-                    environment=elsewhere(tmp_path, own_home),
+                    environment=worker_environment(tmp_path, own_home),
                 )  # fmt: skip
                 cluster.wait_for("committed", step=2)
                 ip(hosts, "a", "addr", "del", f"{hosts.address('a')}/24", "dev", "eth0")
                 ip(hosts, "a", "addr", "add", "192.0.2.77/24", "dev", "eth0")
                 ip(hosts, "a", "route", "add", "default", "dev", "eth0")
                 assert cluster.result()["workers"].keys() == {"w"}
-                out, err = worker.communicate(timeout=PATIENCE_S)
+                stdout, err = worker.communicate(timeout=PATIENCE_S)
                 assert worker.wait() == 0, err
-                assert "worker: the coordinator is at 192.0.2.77:" in out
+                assert "worker: the coordinator is at 192.0.2.77:" in stdout
 
-        hosts.run_on("a", there)
+        hosts.run_on("a", run_story)

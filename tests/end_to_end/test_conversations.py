@@ -1,4 +1,4 @@
-"""LoRA on conversations by real processes: one model whoever was there."""
+"""LoRA on conversations with real processes: one model for any set of workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def int4_run(directory: Path) -> Path:
 
 
 def float16_run(directory: Path) -> Path:
-    """A scale that overflows at first, and again after each step."""
+    """A loss scale that overflows at first, and again after each step."""
     run = chat_run(directory)
     document = json.loads(run.read_text())
     document["model"] |= {"precision": "float16", "loss_scale": 2.0**24, "loss_scale_every": 1}
@@ -35,7 +35,7 @@ RUNS = {
     "packed": packed_run, "tools": tool_run,
 }  # fmt: skip
 SLOW = {"float16", "int4", "packed", "tools"}
-"""Quick tests of those: test_float16.py, tests/worker/models/test_stored_dtypes.py,
+"""Quick tests of the parts: test_float16.py, tests/worker/models/test_stored_dtypes.py,
 tests/worker/data/{test_packing,test_tools_and_masks}.py."""
 KINDS = [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in RUNS]
 
@@ -48,33 +48,33 @@ def train(run: Path, out: Path, workers: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def learnt(request, tmp_path_factory) -> tuple[Path, dict[str, Any], Path]:
-    """A run spec, what one worker made of it alone, and where."""
+def single_worker_run(request, tmp_path_factory) -> tuple[Path, dict[str, Any], Path]:
+    """A run spec, the result of one worker, and its directory."""
     directory = tmp_path_factory.mktemp(request.param)
     run = RUNS[request.param](directory)
     return run, train(run, directory / "alone", 1), directory / "alone" / "out"
 
 
-def same(result: dict[str, Any], alone: dict[str, Any]) -> None:
+def assert_same(result: dict[str, Any], reference: dict[str, Any]) -> None:
     for figure in ("exact", "weights_digest", "losses", "eval"):
-        assert result[figure] == alone[figure], figure
+        assert result[figure] == reference[figure], figure
     assert result["exact"]
-    assert alone["losses"][-1] != alone["losses"][0]
+    assert reference["losses"][-1] != reference["losses"][0]
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_several_workers_learn_what_one_does(learnt, tmp_path, workers):
-    run, alone, _ = learnt
-    together = train(run, tmp_path, workers)
-    same(together, alone)
-    if "float16" not in run.parent.name:  # who is first to overflow stops the others
-        assert sum(together["workers"].values()) == sum(alone["workers"].values())
-    assert all(together["workers"].values())
+def test_several_workers_learn_the_same_as_one(single_worker_run, tmp_path, workers):
+    run, reference, _ = single_worker_run
+    result = train(run, tmp_path, workers)
+    assert_same(result, reference)
+    if "float16" not in run.parent.name:  # the first overflow stops the other workers
+        assert sum(result["workers"].values()) == sum(reference["workers"].values())
+    assert all(result["workers"].values())
 
 
-@pytest.mark.slow  # others are killed and join in test_same_bits.py
-def test_a_worker_killed_and_another_joining_change_nothing(learnt, tmp_path):
-    run, alone, _ = learnt
+@pytest.mark.slow  # test_same_bits.py kills workers and adds others
+def test_a_worker_killed_and_another_joining_change_nothing(single_worker_run, tmp_path):
+    run, reference, _ = single_worker_run
     with Cluster(tmp_path, "--expect-workers", "3", "--run", str(run)) as cluster:
         holds = [cluster.held_worker(f"w{n}", 1, "--backend", "cpu") for n in range(3)]
         for hold in holds:
@@ -86,21 +86,21 @@ def test_a_worker_killed_and_another_joining_change_nothing(learnt, tmp_path):
         for hold in holds:
             if hold is not holds[1]:
                 hold.release()
-        disturbed = cluster.result()
+        result = cluster.result()
         assert cluster.handed_over(), cluster.events()
-    same(disturbed, alone)
-    assert disturbed["workers"]["late"] > 0
+    assert_same(result, reference)
+    assert result["workers"]["late"] > 0
 
 
-def test_what_was_learnt_is_said_and_used(learnt):
-    """The figures of the task, the card beside the adapter, and an answer."""
-    run, alone, out = learnt
+def test_result_is_reported_and_used(single_worker_run):
+    """The task's metrics, the card beside the adapter, and an answer."""
+    run, reference, out = single_worker_run
     preferences = {"loss_per_pair", "reward_accuracy", "reward_margin"}
-    assert ({*alone["eval"]} == preferences) == ("dpo" in run.parent.name)
+    assert ({*reference["eval"]} == preferences) == ("dpo" in run.parent.name)
     card = read_card(out / ("model" if "packed" in run.parent.name else "adapter"))
     assert card is not None
-    assert card.weights_digest == alone["weights_digest"]
+    assert card.weights_digest == reference["weights_digest"]
     assert card.evaluations[-1].step == 4
-    assert card.evaluations[-1].figures == alone["eval"]
+    assert card.evaluations[-1].figures == reference["eval"]
     answer = called("worker", "generate", str(out), "What is 3?", "--max-tokens", "4")
     assert answer.returncode == 0, answer.stderr

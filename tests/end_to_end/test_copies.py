@@ -1,4 +1,5 @@
-"""The coordinator's disk is lost; the run goes on elsewhere, from a copy, to the same bits."""
+"""The coordinator's disk is lost; the run continues on another one, from a copy, with the same
+bits."""
 
 from __future__ import annotations
 
@@ -21,28 +22,28 @@ checkpoint: {every: 10, copies: [%s]}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Path:
-    """The directory of the same run, with no copies."""
+def reference_out(tmp_path_factory) -> Path:
+    """The directory of the same run without copies."""
     directory: Path = tmp_path_factory.mktemp("undisturbed")
     spec = directory / "run.yaml"
     spec.write_text(SPEC % "")
     out = directory / "out"
-    ended = run(*ANYWHERE, "--run", str(spec), *LOCAL, "--out", str(out))
-    assert ended.returncode == 0, ended.stderr
+    completed = run(*ANYWHERE, "--run", str(spec), *LOCAL, "--out", str(out))
+    assert completed.returncode == 0, completed.stderr
     return out
 
 
-def kept(copies: Path) -> list[str]:
+def copy_steps(copies: Path) -> list[str]:
     return sorted(path.name for path in next(copies.iterdir()).iterdir())
 
 
-def test_a_run_continues_without_the_coordinator_s_disk(tmp_path, undisturbed):
+def test_a_run_continues_without_the_coordinator_s_disk(tmp_path, reference_out):
     copies = tmp_path / "copies"
     spec = tmp_path / "run.yaml"
     spec.write_text(SPEC % copies)
     job = "--run", str(spec)
-    at = ("--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "1")
-    with Cluster(tmp_path / "lost", *at, *job) as first:
+    options = ("--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "1")
+    with Cluster(tmp_path / "lost", *options, *job) as first:
         worker = first.held_worker("w0", 21, "--backend", "scripted")
         worker.reached()
         first.wait_for("checkpoint_copied", step=20)
@@ -50,17 +51,17 @@ def test_a_run_continues_without_the_coordinator_s_disk(tmp_path, undisturbed):
         first.wait_for_exit(first.coordinator)
         first.workers["w0"].kill()
     shutil.rmtree(tmp_path / "lost")
-    assert kept(copies)[-1] == "after-0000000020"
+    assert copy_steps(copies)[-1] == "after-0000000020"
 
-    elsewhere = tmp_path / "elsewhere"
-    arguments = (*ANYWHERE, *LOCAL, "--out", str(elsewhere), "--resume")
-    ended = run(*arguments, "--from", str(copies))
-    assert ended.returncode == 0, ended.stderr
-    assert "continues after step 20" in ended.stdout
+    new_directory = tmp_path / "elsewhere"
+    arguments = (*ANYWHERE, *LOCAL, "--out", str(new_directory), "--resume")
+    completed = run(*arguments, "--from", str(copies))
+    assert completed.returncode == 0, completed.stderr
+    assert "continues after step 20" in completed.stdout
     for key in ("weights_digest", "losses"):
-        assert result_of(elsewhere)[key] == result_of(undisturbed)[key]
-    audited = run("audit", str(elsewhere))
-    assert audited.returncode == 0, audited.stdout
-    again = run(*arguments, "--from", str(copies))
-    assert again.returncode == 2
-    assert "holds a run already" in one_line(again)
+        assert result_of(new_directory)[key] == result_of(reference_out)[key]
+    audit = run("audit", str(new_directory))
+    assert audit.returncode == 0, audit.stdout
+    repeat = run(*arguments, "--from", str(copies))
+    assert repeat.returncode == 2
+    assert "holds a run already" in one_line(repeat)

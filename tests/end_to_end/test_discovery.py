@@ -32,84 +32,83 @@ def job(tmp_path) -> tuple[str, ...]:
     return "--expect-workers", "1", "--control", "127.0.0.1:0", "--run", str(spec)
 
 
-def elsewhere(tmp_path: Path, home: Path | None = None) -> dict[str, str]:
-    """The environment of another machine, with the token of the coordinator that has that home."""
+def worker_environment(tmp_path: Path, home: Path | None = None) -> dict[str, str]:
+    """The environment of another machine, with the token of the coordinator that has this home."""
     environment = {"SAMESTEP_HOME": str(tmp_path / "elsewhere")}
     if home is not None:
         environment["SAMESTEP_TOKEN"] = CoordinatorCredentials.open(home).join_token().reveal()
     return environment
 
 
-def beside(hosts: Network, host: str, cluster: Callable[[], Cluster], story: Any) -> None:
-    """Have a coordinator on that host while the story goes on here."""
+def run_beside(hosts: Network, host: str, cluster: Callable[[], Cluster], story: Any) -> None:
+    """Run a coordinator on that host while the story runs here."""
 
     def there() -> None:
-        with cluster() as running:
-            story(running)
+        with cluster() as running_cluster:
+            story(running_cluster)
 
     hosts.run_on(host, there)
 
 
-def announced(cluster: Cluster) -> None:
-    """Wait until it is: only then does it answer those who look for it."""
+def wait_until_announced(cluster: Cluster) -> None:
+    """Wait until it is announced: only then does it answer searches."""
     assert cluster.coordinator.stderr is not None
     assert any('"event": "announced"' in line for line in cluster.coordinator.stderr)
 
 
-def asked(start: Callable[[], Process], fits: Callable[[str], bool]) -> Any:
-    """What one says that gives the network a moment to answer: on a busy machine ask it again."""
+def ask_network(start: Callable[[], Process], accept: Callable[[str], bool]) -> Any:
+    """Return the output of a command that gives the network a moment to answer; repeat it on a busy
+    machine."""
     for _ in range(5):
-        code, out, err = ended(start())
-        if fits(out + err):
+        code, stdout, err = wait_for_end(start())
+        if accept(stdout + err):
             break
-    return code, out, err
+    return code, stdout, err
 
 
-def ended(process: Process) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=PATIENCE_S)
-    return process.wait(), out, err
+def wait_for_end(process: Process) -> tuple[int, str, str]:
+    stdout, err = process.communicate(timeout=PATIENCE_S)
+    return process.wait(), stdout, err
 
 
-def test_one_is_found_and_the_token_is_still_needed(hosts, tmp_path, job, monkeypatch):
+def test_coordinator_is_found_and_the_token_is_still_needed(hosts, tmp_path, job, monkeypatch):
     home = tmp_path / "home"
     monkeypatch.setenv("SAMESTEP_HOME", str(home))
 
     def story(cluster: Cluster) -> None:
-        without = hosts.start("b", *WORKER, environment=elsewhere(tmp_path))
-        code, out, err = ended(without)
-        at = f"{hosts.address('a')}:{cluster.address['data'].rpartition(':')[2]}"
-        assert f"worker: found coordinator 'den' at {at}" in out.splitlines()
+        worker = hosts.start("b", *WORKER, environment=worker_environment(tmp_path))
+        code, stdout, err = wait_for_end(worker)
+        address = f"{hosts.address('a')}:{cluster.address['data'].rpartition(':')[2]}"
+        assert f"worker: found coordinator 'den' at {address}" in stdout.splitlines()
         assert code == 77
         assert "no join token" in err
-        code, out, err = asked(
-            lambda: hosts.start("b", *DOCTOR, environment=elsewhere(tmp_path, home)),
+        code, stdout, err = ask_network(
+            lambda: hosts.start("b", *DOCTOR, environment=worker_environment(tmp_path, home)),
             lambda text: "found coordinator" in text,
         )
-        assert code == 0, out + err
-        *_, token = (line for line in out.splitlines() if line.startswith("ok       "))
-        assert f"ok       coordinator: found coordinator 'den' at {at}" in out.splitlines()
+        assert code == 0, stdout + err
+        *_, token = (line for line in stdout.splitlines() if line.startswith("ok       "))
+        assert f"ok       coordinator: found coordinator 'den' at {address}" in stdout.splitlines()
         assert "the join token fits" in token
-        hosts_worker = hosts.start("b", *WORKER, environment=elsewhere(tmp_path, home))
+        hosts_worker = hosts.start("b", *WORKER, environment=worker_environment(tmp_path, home))
         assert cluster.result()["workers"].keys() == {"w"}
-        assert ended(hosts_worker)[0] == 0
+        assert wait_for_end(hosts_worker)[0] == 0
 
     def coordinator() -> Cluster:
         return Cluster(tmp_path, "--bind", "0.0.0.0:0", "--name", "den", *job)
 
-    beside(hosts, "a", coordinator, story)
+    run_beside(hosts, "a", coordinator, story)
 
 
-def test_of_several_the_token_s_own_is_taken_else_a_name_is_asked_for(
-    hosts, tmp_path, job, monkeypatch
-):
-    homes = {name: tmp_path / f"home of {name}" for name in ("den", "lab")}
+def test_token_selects_among_coordinators_or_a_name_is_required(hosts, tmp_path, job, monkeypatch):
+    home_by_name = {name: tmp_path / f"home of {name}" for name in ("den", "lab")}
     clusters: dict[str, Cluster] = {}
 
     def on_c(lab: Cluster) -> None:
         clusters["lab"] = lab
-        announced(lab)
-        code, _, err = asked(
-            lambda: hosts.start("b", *WORKER, environment=elsewhere(tmp_path)),
+        wait_until_announced(lab)
+        code, _, err = ask_network(
+            lambda: hosts.start("b", *WORKER, environment=worker_environment(tmp_path)),
             lambda text: "several" in text,
         )
         assert code == 2
@@ -117,36 +116,38 @@ def test_of_several_the_token_s_own_is_taken_else_a_name_is_asked_for(
         assert line.startswith("worker: found several coordinators: den (192.0.2.1:")
         assert "lab (192.0.2.3:" in line
         assert line.endswith("choose one: worker --coordinator NAME")
-        ours = hosts.start("b", *WORKER, environment=elsewhere(tmp_path, homes["lab"]))
+        worker = hosts.start(
+            "b", *WORKER, environment=worker_environment(tmp_path, home_by_name["lab"])
+        )
         assert lab.result()["workers"].keys() == {"w"}
-        assert ended(ours)[0] == 0
-        named = hosts.start(
+        assert wait_for_end(worker)[0] == 0
+        named_worker = hosts.start(
             "b", *WORKER, "--coordinator", "den",
-            environment=elsewhere(tmp_path / "again", homes["den"]),
+            environment=worker_environment(tmp_path / "again", home_by_name["den"]),
         )  # fmt: skip
         assert clusters["den"].result()["workers"].keys() == {"w"}
-        assert ended(named)[0] == 0
+        assert wait_for_end(named_worker)[0] == 0
 
     def coordinator(name: str) -> Callable[[], Cluster]:
         def start() -> Cluster:
-            monkeypatch.setenv("SAMESTEP_HOME", str(homes[name]))
+            monkeypatch.setenv("SAMESTEP_HOME", str(home_by_name[name]))
             directory = tmp_path / name
             directory.mkdir()
-            at = ("--bind", "0.0.0.0:0", "--name", name)
-            return Cluster(directory, "--log-json", *at, *job)
+            arguments = ("--bind", "0.0.0.0:0", "--name", name)
+            return Cluster(directory, "--log-json", *arguments, *job)
 
         return start
 
     def on_a(den: Cluster) -> None:
         clusters["den"] = den
-        announced(den)
-        beside(hosts, "c", coordinator("lab"), on_c)
+        wait_until_announced(den)
+        run_beside(hosts, "c", coordinator("lab"), on_c)
 
-    beside(hosts, "a", coordinator("den"), on_a)
+    run_beside(hosts, "a", coordinator("den"), on_a)
 
 
-def test_none_is_one_line_and_69(hosts, tmp_path, job, monkeypatch):
-    """One that is told not to announce itself, or listens on loopback alone, is not found."""
+def test_no_coordinator_is_one_line_and_69(hosts, tmp_path, job, monkeypatch):
+    """A coordinator that is not announced, or listens on loopback only, is not found."""
     monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
     quiet = ("--bind", "0.0.0.0:0", "--no-announce")
     for number, options in enumerate((quiet, ("--bind", "127.0.0.1:0"))):
@@ -156,25 +157,27 @@ def test_none_is_one_line_and_69(hosts, tmp_path, job, monkeypatch):
         def story(cluster: Cluster) -> None:
             del cluster
             arguments = (*WORKER, "--retry-for", "2")
-            code, _, err = ended(hosts.start("b", *arguments, environment=elsewhere(tmp_path)))
+            code, _, err = wait_for_end(
+                hosts.start("b", *arguments, environment=worker_environment(tmp_path))
+            )
             assert code == 69
             (line,) = err.splitlines()
             assert "none announces itself on the network" in line
             assert "worker --coordinator HOST:PORT" in line
 
-        beside(hosts, "a", partial(Cluster, directory, *options, *job), story)
+        run_beside(hosts, "a", partial(Cluster, directory, *options, *job), story)
 
 
-def test_on_one_machine_it_is_as_ever(hosts, tmp_path, job, monkeypatch):
-    """At the address where coordinators listen if they are not told where: nobody else is asked."""
+def test_one_machine_needs_no_search(hosts, tmp_path, job, monkeypatch):
+    """At the default address of coordinators: no search is needed."""
     monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
 
     def story(cluster: Cluster) -> None:
         worker = hosts.start("a", *WORKER)
         assert cluster.result()["workers"].keys() == {"w"}
-        code, out, _ = ended(worker)
+        code, stdout, _ = wait_for_end(worker)
         assert code == 0
-        assert "network" not in out
-        assert "found" not in out
+        assert "network" not in stdout
+        assert "found" not in stdout
 
-    beside(hosts, "a", lambda: Cluster(tmp_path, "--bind", "127.0.0.1:9000", *job), story)
+    run_beside(hosts, "a", lambda: Cluster(tmp_path, "--bind", "127.0.0.1:9000", *job), story)

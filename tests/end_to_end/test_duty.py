@@ -1,4 +1,4 @@
-"""A worker that evaluates while others train: nothing waits for it, and no bit is another."""
+"""A worker that evaluates while others train: nothing waits for it, and no bit changes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ evaluate_every: 10
 """
 
 
-def test_an_evaluator_measures_beside_training_and_holds_up_nobody(tmp_path):
+def test_evaluator_runs_beside_training_without_delay(tmp_path):
     spec = tmp_path / "run.yaml"
     spec.write_text(SPEC)
-    alone = tmp_path / "alone"
-    ended = run(*ANYWHERE, *LOCAL, "--run", str(spec), "--out", str(alone))
-    assert ended.returncode == 0, ended.stderr
+    reference_out = tmp_path / "alone"
+    completed = run(*ANYWHERE, *LOCAL, "--run", str(spec), "--out", str(reference_out))
+    assert completed.returncode == 0, completed.stderr
 
     scripted = ("--backend", "scripted")
     with Cluster(tmp_path / "c", "--expect-workers", "1", "--run", str(spec)) as cluster:
@@ -27,22 +27,22 @@ def test_an_evaluator_measures_beside_training_and_holds_up_nobody(tmp_path):
         cluster.wait_for("worker_connected", worker="eva")
         ann = cluster.held_worker("ann", 11, *scripted)
         ann.reached()
-        early = cluster.wait_for("evaluated")
-        assert early["step"] in (10, 11)
+        evaluation = cluster.wait_for("evaluated")
+        assert evaluation["step"] in (10, 11)
         eva, _ = sorted(cluster.ask("GET", "/status")["workers"], key=lambda w: w["name"] == "ann")
         assert (eva["name"], eva["duty"], eva["microbatches"]) == ("eva", "evaluate", 0)
-        ann.release()  # she is to do all that is left, with Eva standing still after 25 steps
+        ann.release()  # it must do all remaining work, with eva stopped after 25 steps
         result = cluster.result()
         assert cluster.every("evaluated")[-1]["step"] == 40
         assert all(each["worker"] != "eva" for each in cluster.every("straggler"))
     for key in ("weights_digest", "losses", "eval", "exact"):
-        assert result[key] == result_of(alone)[key]
+        assert result[key] == result_of(reference_out)[key]
     assert result["workers"] == {"ann": 8 * 40, "eva": 0}
-    audited = run("audit", str(tmp_path / "c" / "out"))
-    assert audited.returncode == 0, audited.stdout
+    audit = run("audit", str(tmp_path / "c" / "out"))
+    assert audit.returncode == 0, audit.stdout
 
 
-def test_another_duty_is_one_line():
-    ended = called("worker", "--duty", "rest", "--coordinator", "127.0.0.1:1")
-    assert ended.returncode == 2
-    assert one_line(ended) == "worker: --duty: expected train or evaluate, got 'rest'"
+def test_unknown_duty_is_one_line():
+    completed = called("worker", "--duty", "rest", "--coordinator", "127.0.0.1:1")
+    assert completed.returncode == 2
+    assert one_line(completed) == "worker: --duty: expected train or evaluate, got 'rest'"

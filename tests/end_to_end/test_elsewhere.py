@@ -1,4 +1,4 @@
-"""Workers on systems that have less than Linux has."""
+"""Workers on systems that lack features of Linux."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ REGRESS = "task: regress\nsteps: 3\nbatch: {samples: 8, microbatch: 2}\n"
 
 
 def worker_without(
-    cluster: Cluster, home: Path, name: str, lacking: str, backend: str = "scripted"
+    cluster: Cluster, home: Path, name: str, missing_feature: str, backend: str = "scripted"
 ) -> Process:
-    """One whose home and cache are empty, started anew."""
+    """Start a worker with empty home and cache in a fresh process."""
     home.mkdir()
     process = start(
-        "tests.restricted_worker", lacking, "--coordinator", cluster.address["data"],
+        "tests.restricted_worker", missing_feature, "--coordinator", cluster.address["data"],
         "--name", name, "--backend", backend, cwd=home,
         environment={
             "HOME": str(home),
             "SAMESTEP_CACHE": str(home / "cache"),
-            # Bare words: no tool of the system's is needed.
+            # Bare words: no system tool is needed.
             "PATH": "",
             "SAMESTEP_HOME": os.environ.get("SAMESTEP_HOME", str(Path.home() / ".samestep")),
         },
@@ -42,13 +42,13 @@ ALL = ",".join(LACKING)
 @pytest.mark.parametrize(
     "systems", [[ALL], pytest.param(list(LACKING), marks=pytest.mark.slow, id="each")]
 )
-def test_files_are_fetched_and_a_run_is_done_without(tmp_path, systems):
+def test_files_are_fetched_and_a_run_finishes_without_features(tmp_path, systems):
     (tmp_path / "data.txt").write_text("something good")
     (tmp_path / "run.yaml").write_text(READ + "data: {train: data.txt}\n")
     arguments = ("--expect-workers", str(len(systems)), "--run", "run.yaml")
     with Cluster(tmp_path / "run", *arguments, cwd=tmp_path) as cluster:
-        for number, lacking in enumerate(systems):
-            worker_without(cluster, tmp_path / f"w{number}", f"w{number}", lacking)
+        for number, missing_feature in enumerate(systems):
+            worker_without(cluster, tmp_path / f"w{number}", f"w{number}", missing_feature)
         cluster.result()
         for name, process in cluster.workers.items():
             assert cluster.wait_for_exit(process) == 0, name
@@ -57,7 +57,7 @@ def test_files_are_fetched_and_a_run_is_done_without(tmp_path, systems):
         assert [path.read_text() for path in cached if "blobs" in path.parts] == ["something good"]
 
 
-def test_the_same_bits_without_any_of_them(tmp_path):
+def test_same_bits_without_any_of_the_features(tmp_path):
     (tmp_path / "run.yaml").write_text(REGRESS)
     arguments = ("--expect-workers", "1", "--run", str(tmp_path / "run.yaml"))
     with Cluster(tmp_path / "a", *arguments) as cluster:

@@ -1,4 +1,4 @@
-"""A loss over all samples of a step, by real processes: one model whatever happens to workers."""
+"""A loss over all samples of a step with real processes: one model whatever happens to workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.free_ports import free_address
 from tests.processes import ended
 from tests.small_chat import save_chat_model
 
-pytestmark = pytest.mark.slow  # the simulation plays all of it
+pytestmark = pytest.mark.slow  # the simulation covers all of it
 STEPS = 4
 WORKER = ("--backend", "cpu")
 SAME = ("weights_digest", "losses", "eval")
@@ -54,15 +54,15 @@ def job(tmp_path_factory) -> Path:
 
 
 @cache
-def alone(job: Path) -> dict[str, Any]:
+def reference_result(job: Path) -> dict[str, Any]:
     with Cluster(job.parent / "alone", "--expect-workers", "1", "--run", str(job)) as cluster:
         cluster.worker("w0", *WORKER)
         return cluster.result()
 
 
-def same(result: dict[str, Any], job: Path) -> None:
-    for what in SAME:
-        assert result[what] == alone(job)[what], what
+def assert_same(result: dict[str, Any], job: Path) -> None:
+    for key in SAME:
+        assert result[key] == reference_result(job)[key], key
     assert result["exact"]
 
 
@@ -72,18 +72,18 @@ def test_any_number_of_workers(job, tmp_path, workers):
         for number in range(workers):
             cluster.worker(f"w{number}", *WORKER)
         result = cluster.result()
-    same(result, job)
+    assert_same(result, job)
     assert all(result["workers"].values())
     losses = result["losses"]
     assert losses[-1] < losses[0]
-    audited = ended("coordinator", "audit", str(tmp_path / "out"))
-    assert audited.returncode == 0, audited.stdout
+    audit = ended("coordinator", "audit", str(tmp_path / "out"))
+    assert audit.returncode == 0, audit.stdout
 
 
-@pytest.mark.parametrize("at", ["1", "1g"], ids=["embeddings", "gradients"])
-def test_a_worker_killed_in_each_phase_and_another_joins(job, tmp_path, at):
+@pytest.mark.parametrize("hold_point", ["1", "1g"], ids=["embeddings", "gradients"])
+def test_a_worker_killed_in_each_phase_and_another_joins(job, tmp_path, hold_point):
     with Cluster(tmp_path, "--expect-workers", "3", "--run", str(job)) as cluster:
-        holds = [cluster.held_worker(f"w{n}", at, *WORKER) for n in range(3)]
+        holds = [cluster.held_worker(f"w{n}", hold_point, *WORKER) for n in range(3)]
         for hold in holds:
             hold.reached()
         cluster.workers["w1"].kill()
@@ -94,18 +94,18 @@ def test_a_worker_killed_in_each_phase_and_another_joins(job, tmp_path, at):
             hold.release()
         result = cluster.result()
         assert cluster.handed_over(), cluster.events()
-    same(result, job)
+    assert_same(result, job)
     assert result["workers"]["w3"] > 0
 
 
-@pytest.mark.parametrize("at", ["2", "2g"], ids=["embeddings", "gradients"])
-def test_a_coordinator_killed_in_each_phase(job, tmp_path, at):
+@pytest.mark.parametrize("hold_point", ["2", "2g"], ids=["embeddings", "gradients"])
+def test_a_coordinator_killed_in_each_phase(job, tmp_path, hold_point):
     where = (
         "--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "1",
         "--run", str(job), "--resume",
     )  # fmt: skip
     with Cluster(tmp_path, *where) as first:
-        worker = first.held_worker("w0", at, *WORKER)
+        worker = first.held_worker("w0", hold_point, *WORKER)
         worker.reached()
         first.coordinator.send_signal(signal.SIGKILL)
         first.wait_for_exit(first.coordinator)
@@ -114,14 +114,14 @@ def test_a_coordinator_killed_in_each_phase(job, tmp_path, at):
             assert second.wait_for("worker_joined", worker="w0")["step"] >= 2
             result = second.result()
         first.wait_for_exit(first.workers["w0"])
-    same(result, job)
+    assert_same(result, job)
 
 
-def test_a_worker_of_two_processes(job, tmp_path):
+def test_worker_with_two_processes(job, tmp_path):
     with Cluster(tmp_path, "--expect-workers", "2", "--run", str(job)) as cluster:
         cluster.worker("w0", *WORKER, "--gpus", "0,1")
         result = cluster.result()
-    same(result, job)
+    assert_same(result, job)
 
 
 def test_workers_that_average_among_themselves(job, tmp_path):
@@ -130,12 +130,12 @@ def test_workers_that_average_among_themselves(job, tmp_path):
         for number in range(3):
             cluster.worker(f"w{number}", *WORKER)
         result = cluster.result()
-    same(result, job)
+    assert_same(result, job)
 
 
 @cache
 def canonical_job(directory: Path) -> tuple[Path, dict[str, Any]]:
-    """The run in canonical arithmetic, and its result by one CPU."""
+    """Return the run in canonical arithmetic, and its result on one CPU."""
     arithmetic = {"mode": "canonical", "multiply_add": "separate"}
     run = embed_run(directory, arithmetic=arithmetic, checkpoint={"keep_log": True})
     with Cluster(directory / "alone", "--expect-workers", "1", "--run", str(run)) as cluster:
@@ -148,22 +148,22 @@ def canonical_job(directory: Path) -> tuple[Path, dict[str, Any]]:
 def test_a_cpu_and_a_vulkan_device_have_one_digest(tmp_path_factory, tmp_path, topology):
     """In canonical arithmetic, also with a Vulkan device killed between the two phases."""
     pytest.importorskip("ziglang")
-    if isinstance(why := adapters(), str):
-        pytest.skip(why)
+    if isinstance(reason := adapters(), str):
+        pytest.skip(reason)
     run, expected = canonical_job(tmp_path_factory.getbasetemp() / "canonical")
     arguments = ("--run", str(run), "--set", f"exchange.topology={topology}")
     with Cluster(tmp_path, "--expect-workers", "3", *arguments) as cluster:
         cluster.worker("w0", *WORKER)
         cluster.worker("w1", "--backend", "vulkan")
-        lost = cluster.held_worker("w2", "1g", "--backend", "vulkan")
-        lost.reached()
+        victim = cluster.held_worker("w2", "1g", "--backend", "vulkan")
+        victim.reached()
         cluster.workers["w2"].kill()
         cluster.wait_for("worker_lost", worker="w2")
         result = cluster.result()
-    for what in ("weights_digest", "losses"):
-        assert result[what] == expected[what], what
+    for key in ("weights_digest", "losses"):
+        assert result[key] == expected[key], key
     assert result["exact"]
     assert result["workers"]["w1"] > 0
-    audited = ended("coordinator", "audit", str(tmp_path / "out"), "--recompute", str(STEPS))
-    assert audited.returncode == 0, audited.stdout
-    assert f"{STEPS} of {STEPS} steps recomputed" in audited.stdout
+    audit = ended("coordinator", "audit", str(tmp_path / "out"), "--recompute", str(STEPS))
+    assert audit.returncode == 0, audit.stdout
+    assert f"{STEPS} of {STEPS} steps recomputed" in audit.stdout

@@ -1,4 +1,4 @@
-"""Runs that count epochs, with each optimizer: one model whoever was there, every sample once."""
+"""Runs measured in epochs, with each optimizer: one model for any workers, every sample once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIMIZERS = {
 }
 
 
-def trained(directory: Path, workers: int, optimizer: dict[str, Any]) -> dict[str, Any]:
+def train(directory: Path, workers: int, optimizer: dict[str, Any]) -> dict[str, Any]:
     directory.mkdir()
     run = directory / "run.yaml"
     run.write_text(yaml.safe_dump({**RUN, "optimizer": optimizer}))
@@ -35,12 +35,15 @@ def trained(directory: Path, workers: int, optimizer: dict[str, Any]) -> dict[st
 
 
 @pytest.mark.parametrize("name", [pytest.param("lion", marks=pytest.mark.slow), "schedule-free"])
-def test_two_epochs_are_every_sample_twice_and_one_model(tmp_path, name):
-    alone = trained(tmp_path / "alone", 1, OPTIMIZERS[name])
-    together = trained(tmp_path / "together", 2, OPTIMIZERS[name])
-    assert together["weights_digest"] == alone["weights_digest"]
-    assert (together["losses"], together["eval"]) == (alone["losses"], alone["eval"])
-    assert alone["steps"] == 2 * 4  # 16, 16, 16 and 2 of 50
+def test_two_epochs_cover_every_sample_twice(tmp_path, name):
+    single_worker = train(tmp_path / "alone", 1, OPTIMIZERS[name])
+    two_workers = train(tmp_path / "together", 2, OPTIMIZERS[name])
+    assert two_workers["weights_digest"] == single_worker["weights_digest"]
+    assert (two_workers["losses"], two_workers["eval"]) == (
+        single_worker["losses"],
+        single_worker["eval"],
+    )
+    assert single_worker["steps"] == 2 * 4  # 16, 16, 16 and 2 of 50
     out = tmp_path / "together" / "out"
     audit = called("coordinator", "audit", str(out))
     assert audit.returncode == 0, audit.stdout
@@ -54,7 +57,7 @@ def test_two_epochs_are_every_sample_twice_and_one_model(tmp_path, name):
 
 
 def test_a_run_stops_by_its_metric_and_saves_its_best(tmp_path):
-    """The rate is far too high: the first figure stays the best one."""
+    """The rate is far too high: the first metric stays the best one."""
     document = {
         **{key: value for key, value in RUN.items() if key != "epochs"},
         "steps": 40, "evaluate_every": 2,
@@ -73,11 +76,11 @@ def test_a_run_stops_by_its_metric_and_saves_its_best(tmp_path):
             results.append(cluster.result())
         audit = called("coordinator", "audit", str(directory / "out"))
         assert audit.returncode == 0, audit.stdout
-    alone, together = results
-    assert alone["outcome"] == "finished"
-    assert alone["steps"] < 40
-    assert (together["steps"], together["weights_digest"]) == (
-        alone["steps"], alone["weights_digest"],
+    single_worker, two_workers = results
+    assert single_worker["outcome"] == "finished"
+    assert single_worker["steps"] < 40
+    assert (two_workers["steps"], two_workers["weights_digest"]) == (
+        single_worker["steps"], single_worker["weights_digest"],
     )  # fmt: skip
     best = [(tmp_path / n / "out" / "best" / "model.safetensors").read_bytes() for n in "12"]
     assert best[0] == best[1]

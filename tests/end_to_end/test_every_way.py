@@ -1,6 +1,6 @@
 """Every task by every way to run it: the digest of one undisturbed worker.
 
-The slow set has the whole table, the default suite a way or two of the tasks that differ most.
+The slow set has the whole table, the default suite one or two ways of the most different tasks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from protocol.spec.manifest import CaptureLayout
 from tests import processes
 from tests.cluster import Cluster
-from tests.samestep.scripts import HEAD, RunningScript, close, said
+from tests.samestep.scripts import HEAD, RunningScript, close, standard_error_of
 from tests.sample_capture import capture_of
 from tests.small_chat import chat_run, dpo_run
 from tests.small_decoder import decoder_run
@@ -86,7 +86,7 @@ ANYWHERE = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
 
 
 def digest_in(out: Path) -> object:
-    """Of the weights; of a capture, of the files with logits."""
+    """Return the digest of the weights; of a capture, of the files with logits."""
     result = json.loads((out / "result.json").read_text())
     assert result["outcome"] == "finished"
     assert result["exact"]
@@ -97,12 +97,12 @@ def digest_in(out: Path) -> object:
 
 def local(directory: Path, run: Path, devices: int, *further: str) -> object:
     out = directory / "out"
-    ended = processes.ended(
+    completed = processes.ended(
         "coordinator", *ANYWHERE, "--run", str(run), "--out", str(out),
         "--local-workers", str(devices), "--backend", "cpu", *further,
     )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert completed.returncode == 0, completed.stderr
+    assert "Traceback" not in completed.stderr
     return digest_in(out)
 
 
@@ -122,8 +122,8 @@ def two_workers(directory: Path, run: Path) -> object:
         return digest_in(directory / "out")
 
 
-def resumed(directory: Path, run: Path) -> object:
-    """The coordinator is killed when the worker has taken a step, and both are started again."""
+def resume_run(directory: Path, run: Path) -> object:
+    """Kill the coordinator after the worker's first step, and start both again."""
     with Cluster(directory, "--expect-workers", "1", "--run", str(run)) as cluster:
         hold = cluster.held_worker("ann", 1, "--backend", "cpu")
         hold.reached()
@@ -132,12 +132,12 @@ def resumed(directory: Path, run: Path) -> object:
     return local(directory, run, 1, "--resume")
 
 
-def submitted(directory: Path, run: Path) -> object:
+def submit_run(directory: Path, run: Path) -> object:
     with Cluster(directory, "--expect-workers", "2") as cluster:
         cluster.worker("ann", "--backend", "cpu", "--gpus", "0,1")
         control = ("--control", cluster.address["control"])
-        sent = processes.ended("coordinator", "submit", str(run), *control)
-        assert sent.returncode == 0, sent.stderr
+        submission = processes.ended("coordinator", "submit", str(run), *control)
+        assert submission.returncode == 0, submission.stderr
         cluster.wait_for("run_ended")
         (out,) = [path.parent for path in directory.rglob("result.json")]
         return digest_in(out)
@@ -146,8 +146,8 @@ def submitted(directory: Path, run: Path) -> object:
 WAYS = {
     "two devices": two_devices,
     "two workers": two_workers,
-    "resumed": resumed,
-    "submitted": submitted,
+    "resumed": resume_run,
+    "submitted": submit_run,
 }
 QUICK = {("distil", "two devices"), ("replicas", "submitted"), ("teacher-logits", "resumed")}
 
@@ -155,16 +155,19 @@ QUICK = {("distil", "two devices"), ("replicas", "submitted"), ("teacher-logits"
 def table() -> list[Any]:
     return [
         pytest.param(
-            task, way, marks=() if (task, way) in QUICK else pytest.mark.slow, id=f"{task}, {way}"
+            task,
+            launch,
+            marks=() if (task, launch) in QUICK else pytest.mark.slow,
+            id=f"{task}, {launch}",
         )
         for task in TASKS
-        for way in WAYS
+        for launch in WAYS
     ]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Callable[[str], tuple[Path, object]]:
-    """The run spec of a task, and what one worker has made of it."""
+def reference_of(tmp_path_factory) -> Callable[[str], tuple[Path, object]]:
+    """The run spec of a task, and the result of one worker."""
     by_task: dict[str, tuple[Path, object]] = {}
 
     def find(task: str) -> tuple[Path, object]:
@@ -177,10 +180,10 @@ def undisturbed(tmp_path_factory) -> Callable[[str], tuple[Path, object]]:
     return find
 
 
-@pytest.mark.parametrize(("task", "way"), table())
-def test_the_digest_of_one_undisturbed_worker(tmp_path, undisturbed, task, way):
-    run, digest = undisturbed(task)
-    assert WAYS[way](tmp_path, run) == digest
+@pytest.mark.parametrize(("task", "launch"), table())
+def test_digest_equals_one_undisturbed_worker(tmp_path, reference_of, task, launch):
+    run, digest = reference_of(task)
+    assert WAYS[launch](tmp_path, run) == digest
 
 
 SCRIPT = (
@@ -218,10 +221,10 @@ def script_alone(directory: Path, **environment: str) -> str:
 
 
 def script_joined_by(directory: Path, workers: int, *arguments: str) -> str:
-    running = RunningScript(script_in(directory), {"workers": str(workers)})
-    other = running.worker("other", "--backend", "cpu", *arguments)
-    digest = script_digest(running.ended())
-    assert other.wait(processes.PATIENCE_S) == 0, said(other)
+    script = RunningScript(script_in(directory), {"workers": str(workers)})
+    other = script.worker("other", "--backend", "cpu", *arguments)
+    digest = script_digest(script.ended())
+    assert other.wait(processes.PATIENCE_S) == 0, standard_error_of(other)
     close(other)
     return digest
 
@@ -235,15 +238,15 @@ def script_joined_by_two_devices(directory: Path) -> str:
 
 
 def script_resumed(directory: Path) -> str:
-    running = RunningScript(script_in(directory), {"workers": "2"})
-    hold, other = running.held("other", 1)
+    script = RunningScript(script_in(directory), {"workers": "2"})
+    hold, other = script.held("other", 1)
     hold.reached()
-    running.process.send_signal(signal.SIGKILL)
-    running.process.wait(processes.PATIENCE_S)
+    script.process.send_signal(signal.SIGKILL)
+    script.process.wait(processes.PATIENCE_S)
     other.kill()
     other.wait()
     hold.close()
-    close(running.process, other)
+    close(script.process, other)
     return script_alone(directory, resume="True")
 
 
@@ -259,7 +262,7 @@ def script_undisturbed(tmp_path_factory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "way", [script_joined, script_joined_by_two_devices, script_resumed, script_submitted]
+    "launch", [script_joined, script_joined_by_two_devices, script_resumed, script_submitted]
 )
-def test_a_script_has_the_digest_of_its_run_alone(tmp_path, script_undisturbed, way):
-    assert way(tmp_path) == script_undisturbed
+def test_script_has_the_digest_of_its_undisturbed_run(tmp_path, script_undisturbed, launch):
+    assert launch(tmp_path) == script_undisturbed

@@ -6,19 +6,19 @@ from tests.cluster import RUNS, Cluster
 from tests.processes import start
 
 
-def test_a_flipped_bit_names_its_worker_and_continue_puts_it_right(tmp_path):
+def test_flipped_bit_names_its_worker_and_continue_repairs_it(tmp_path):
     spec = tmp_path / "run.yaml"
     spec.write_text("task: scripted\nsteps: 20\nbatch: {samples: 12, microbatch: 1}\n")
     job = ("--run", str(spec))
     with Cluster(tmp_path, "--expect-workers", "3", *job) as cluster:
         arguments = ("--coordinator", cluster.address["data"], "--backend", "scripted", "--name")
         cluster.workers["odd"] = start("tests.corrupted_worker", "10", *arguments, "odd")
-        # However late the odd one's answer is, they do not go on without it.
+        # However late the deviating worker answers, the others wait for it.
         holds = [cluster.held_worker(name, 10, "--backend", "scripted") for name in ("w0", "w1")]
-        halted = cluster.wait_for("halted")
-        assert "'odd'" in halted["reason"]
-        assert "'w0'" not in halted["reason"]
-        assert "after 10 steps" in halted["reason"]
+        halt = cluster.wait_for("halted")
+        assert "'odd'" in halt["reason"]
+        assert "'w0'" not in halt["reason"]
+        assert "after 10 steps" in halt["reason"]
         status = cluster.ask("GET", "/status")
         assert status["phase"] == "halted"
         assert status["step"] == 10
@@ -26,35 +26,35 @@ def test_a_flipped_bit_names_its_worker_and_continue_puts_it_right(tmp_path):
             hold.reached()
             hold.release()
         cluster.ask("POST", "/continue", {})
-        disturbed = cluster.result()
+        result = cluster.result()
     with Cluster(tmp_path / "alone", "--expect-workers", "1", *job) as cluster:
         cluster.worker("w0", "--backend", "scripted")
-        alone = cluster.result()
-    assert disturbed["weights_digest"] == alone["weights_digest"]
+        reference = cluster.result()
+    assert result["weights_digest"] == reference["weights_digest"]
 
 
 def test_divergence_halts_and_the_step_can_be_skipped(tmp_path):
-    """A learning rate far too high: the values overflow, as in a real run gone wrong."""
+    """A learning rate far too high: the values overflow, as in a real diverging run."""
     diverging = ("--set", "optimizer.lr=1000", "--set", "steps=30")
     with Cluster(
         tmp_path, "--expect-workers", "2", "--run", str(RUNS / "regress.yaml"), *diverging
     ) as cluster:
         cluster.worker("w0", "--backend", "cpu")
         cluster.worker("w1", "--backend", "cpu")
-        halted = cluster.wait_for("halted")
-        assert "non-finite" in halted["reason"]
-        assert "worker 'w" in halted["reason"]
-        assert "block 'head'" in halted["reason"] or "loss" in halted["reason"]
-        assert f"step {halted['step']}" in halted["reason"]
+        halt = cluster.wait_for("halted")
+        assert "non-finite" in halt["reason"]
+        assert "worker 'w" in halt["reason"]
+        assert "block 'head'" in halt["reason"] or "loss" in halt["reason"]
+        assert f"step {halt['step']}" in halt["reason"]
         before = cluster.ask("GET", "/status")
-        assert before["step"] == halted["step"]
-        # The same bits again: a real divergence is met again.
+        assert before["step"] == halt["step"]
+        # The same bits again: a real divergence repeats.
         cluster.ask("POST", "/continue", {})
         cluster.wait_for("halted", attempt=1)
         assert cluster.ask("GET", "/status")["weights_digest"] == before["weights_digest"]
         cluster.ask("POST", "/continue", {"skip_step": True})
-        skipped = cluster.wait_for("committed", step=halted["step"], skipped=True)
-        assert skipped["step"] == halted["step"]
+        skipped = cluster.wait_for("committed", step=halt["step"], skipped=True)
+        assert skipped["step"] == halt["step"]
         cluster.coordinator.terminate()
         cluster.wait_for_exit(cluster.coordinator)
 

@@ -1,4 +1,4 @@
-"""float16 with forced overflows: one model whoever was there, and no batch lost."""
+"""float16 with forced overflows: one model for any set of workers, and no batch lost."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def train(
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("vulkan", marks=pytest.mark.slow)])
-def test_one_worker_and_two_halve_the_scale_alike_and_lose_no_batch(tmp_path, backend):
-    if backend == "vulkan" and isinstance(why := adapters(), str):
-        pytest.skip(why)
+def test_one_and_two_workers_halve_the_scale_equally_and_lose_no_batch(tmp_path, backend):
+    if backend == "vulkan" and isinstance(reason := adapters(), str):
+        pytest.skip(reason)
     run = float16_run(tmp_path)
-    alone, halved = train(run, tmp_path / "1", 1, backend)
-    together, halved_again = train(run, tmp_path / "2", 2, backend)
-    assert alone["outcome"] == "finished"
-    assert together["weights_digest"] == alone["weights_digest"]
-    assert together["losses"] == alone["losses"]
-    scales = [(each["step"], each["loss_scale"]) for each in halved]
+    single_worker, halvings = train(run, tmp_path / "1", 1, backend)
+    two_workers, halved_again = train(run, tmp_path / "2", 2, backend)
+    assert single_worker["outcome"] == "finished"
+    assert two_workers["weights_digest"] == single_worker["weights_digest"]
+    assert two_workers["losses"] == single_worker["losses"]
+    scales = [(each["step"], each["loss_scale"]) for each in halvings]
     assert scales == [(each["step"], each["loss_scale"]) for each in halved_again]
     assert len([step for step, _ in scales if step == 0]) > 1
-    assert {step for step, _ in scales} == {0, 1, 2, 3}  # it grows after each
+    assert {step for step, _ in scales} == {0, 1, 2, 3}  # the scale grows after each
     audit = called("coordinator", "audit", str(tmp_path / "2" / "out"))
     assert audit.returncode == 0, audit.stdout
     assert "4 of 4 steps replayed" in audit.stdout

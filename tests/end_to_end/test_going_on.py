@@ -1,4 +1,4 @@
-"""From one run to the next by the commands alone: what a run left is gone on with, and used."""
+"""From one run to the next with commands only: later runs continue and use earlier results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.commands import called
 from tests.small_chat import chat_run
 
 
-def trained(run: Path, out: Path, *more: str) -> dict[str, Any]:
+def train(run: Path, out: Path, *more: str) -> dict[str, Any]:
     with Cluster(out, "--expect-workers", "1", "--run", str(run), *more) as cluster:
         cluster.worker("w0", "--backend", "cpu")
         return cluster.result()
@@ -23,37 +23,37 @@ def trained(run: Path, out: Path, *more: str) -> dict[str, Any]:
 def test_a_finished_run_continues_with_more_steps_by_the_command(tmp_path):
     run = RUNS / "regress.yaml"
     settings = ("--set", "optimizer={name: adamw, amsgrad: true, swa: {}}", "--set", "steps=20")
-    whole = trained(run, tmp_path / "whole", *settings)
-    part = trained(run, tmp_path / "part", *settings, "--set", "steps=10")
+    uninterrupted = train(run, tmp_path / "whole", *settings)
+    part = train(run, tmp_path / "part", *settings, "--set", "steps=10")
     with Cluster(
         tmp_path / "part", "--expect-workers", "2", "--resume", "--set", "steps=20"
     ) as cluster:
         cluster.worker("w0", "--backend", "cpu")
         cluster.worker("w1", "--backend", "cpu")
         more = cluster.result()
-    assert more["weights_digest"] == whole["weights_digest"] != part["weights_digest"]
+    assert more["weights_digest"] == uninterrupted["weights_digest"] != part["weights_digest"]
     assert called("coordinator", "audit", str(tmp_path / "part" / "out")).returncode == 0
 
 
 @pytest.mark.slow  # in parts: tests/worker/models/test_adapter.py, test_epochs.py
 @pytest.mark.parametrize("key", ["init_from", "adapter"])
-def test_a_run_continues_with_what_another_left_and_stops_by_its_metric(tmp_path, key):
+def test_run_continues_from_another_result_and_stops_by_its_metric(tmp_path, key):
     run = chat_run(tmp_path, evaluate_every=2)
-    first = trained(run, tmp_path / "first")
+    first = train(run, tmp_path / "first")
     document = json.loads(run.read_text())
-    left = tmp_path / "first" / "out"
+    first_out = tmp_path / "first" / "out"
     if key == "adapter":
-        document["model"]["adapter"] = str(left / "adapter")
+        document["model"]["adapter"] = str(first_out / "adapter")
     else:
         del document["model"], document["lora"]
-        document["init_from"] = str(left)
-    # No figure gets better by that much.
+        document["init_from"] = str(first_out)
+    # No metric improves by that much.
     document |= {
         "steps": 40, "seed": 8, "checkpoint": {"every": 2, "keep_last": 3},
         "stop": {"figure": "loss_per_token", "patience": 2, "min_delta": 100.0},
     }  # fmt: skip
     run.write_text(json.dumps(document))
-    second = trained(run, tmp_path / "second")
+    second = train(run, tmp_path / "second")
     assert second["losses"][0] < first["losses"][0]
     assert second["steps"] == 6
     out = tmp_path / "second" / "out"
@@ -61,11 +61,11 @@ def test_a_run_continues_with_what_another_left_and_stops_by_its_metric(tmp_path
     assert all(path.is_file() for path in adapters), [*out.iterdir()]
     with Cluster(tmp_path / "second", "--expect-workers", "1", "--resume", "--from-step", "2") as c:
         c.worker("w0", "--backend", "cpu")
-        again = c.result()
-    assert again["weights_digest"] == second["weights_digest"]
-    for words in (
+        repeat = c.result()
+    assert repeat["weights_digest"] == second["weights_digest"]
+    for arguments in (
         ("generate", str(out), "What is 3?", "--max-tokens", "4"),
         ("merge", str(out), "--out", str(tmp_path / "merged")),
     ):
-        done = called("worker", *words)
-        assert done.returncode == 0, done.stderr
+        completed = called("worker", *arguments)
+        assert completed.returncode == 0, completed.stderr

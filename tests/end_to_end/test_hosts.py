@@ -25,7 +25,7 @@ TWO = ("--backend", "scripted:2", "--gpus", "0,1")
 
 
 def devices_of(host: Process | int) -> list[int]:
-    """The processes of a host's devices."""
+    """Return the device processes of a worker."""
     pid = host if isinstance(host, int) else host.pid
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
@@ -41,28 +41,28 @@ def digest(cluster: Cluster) -> str:
     return str(cluster.result()["weights_digest"])
 
 
-def test_two_devices_of_one_host_are_one_member_with_the_same_bits(tmp_path):
+def test_two_devices_are_one_member_with_the_same_bits(tmp_path):
     """On real gradients."""
     job = ("--run", str(RUNS / "regress.yaml"), "--set", "steps=10")
     with Cluster(tmp_path / "one", "--expect-workers", "1", *job) as cluster:
         cluster.worker("w0", "--backend", "cpu")
-        alone = digest(cluster)
+        reference = digest(cluster)
     with Cluster(tmp_path / "two", "--expect-workers", "2", *job) as cluster:
         host = cluster.worker("box", "--backend", "cpu", "--gpus", "0,1")
-        assert digest(cluster) == alone
+        assert digest(cluster) == reference
         assert cluster.result()["workers"].keys() == {"box"}
         assert cluster.wait_for_exit(host) == 0
 
 
 @pytest.mark.slow
-def test_hosts_of_two_devices_that_own_slices_have_the_bits_of_the_star(tmp_path):
-    """A host's devices are one member of the links, beside one of the coordinator's own."""
+def test_multi_device_owners_have_the_bits_of_the_star(tmp_path):
+    """The devices of one worker are one peer, beside a local worker of the coordinator."""
     job = ("--run", spec_of(tmp_path, 60))
     with Cluster(tmp_path / "star", "--expect-workers", "1", *job) as cluster:
         cluster.worker("w0", "--backend", "scripted")
         star = digest(cluster)
-    way = ("--set", "exchange.topology=sharded")
-    with Cluster(tmp_path / "sharded", "--expect-workers", "5", *job, *way) as cluster:
+    sharded_option = ("--set", "exchange.topology=sharded")
+    with Cluster(tmp_path / "sharded", "--expect-workers", "5", *job, *sharded_option) as cluster:
         hosts = [cluster.worker(name, *TWO) for name in ("one", "other")]
         hosts.append(cluster.worker("alone", "--backend", "scripted:2"))
         assert digest(cluster) == star
@@ -72,15 +72,15 @@ def test_hosts_of_two_devices_that_own_slices_have_the_bits_of_the_star(tmp_path
         assert [cluster.wait_for_exit(host) for host in hosts] == [0, 0, 0]
 
 
-def test_a_device_s_process_that_is_killed_is_restarted_and_the_worker_stays(tmp_path):
+def test_killed_device_process_is_restarted_and_the_worker_stays(tmp_path):
     with Cluster(tmp_path / "one", "--expect-workers", "1", "--run", spec_of(tmp_path, 60)) as one:
         one.worker("w0", "--backend", "scripted")
-        alone = digest(one)
+        reference = digest(one)
     with Cluster(tmp_path / "two", "--expect-workers", "2", "--run", spec_of(tmp_path, 60)) as two:
         host = two.worker("box", *TWO)
         two.wait_for("committed", step=3)
         os.kill(devices_of(host)[1], signal.SIGKILL)
-        assert digest(two) == alone
+        assert digest(two) == reference
         assert two.wait_for_exit(host) == 0
         assert not two.every("worker_lost")
         assert host.stderr is not None
@@ -88,37 +88,37 @@ def test_a_device_s_process_that_is_killed_is_restarted_and_the_worker_stays(tmp
     assert "was ended by SIGKILL; restarted, 1 of at most 3 times" in error_text
 
 
-def test_a_host_s_own_process_has_no_torch():
-    """It is all network."""
+def test_main_process_does_not_import_torch():
+    """It only handles the network."""
     modules = "worker.cli, worker.main, worker.shell.client, worker.shell.device_processes, sys"
-    ran = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-P", "-c", f"import {modules}; print('torch' in sys.modules)"],
         env=child_environment(), capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert ran.stdout == "False\n"
+    assert completed.stdout == "False\n"
 
 
-@pytest.mark.parametrize("whose", ["host", "coordinator"])
-def test_nothing_is_left_of_a_host_after_kill_9(tmp_path, whose):
+@pytest.mark.parametrize("command", ["host", "coordinator"])
+def test_kill_9_leaves_no_device_process(tmp_path, command):
     local = ("--local-workers", "2", "--backend", "scripted:2")
-    job = ("--run", spec_of(tmp_path, 100_000), *(local if whose == "coordinator" else ()))
+    job = ("--run", spec_of(tmp_path, 100_000), *(local if command == "coordinator" else ()))
     with Cluster(tmp_path, "--expect-workers", "2", *job) as cluster:
-        host = cluster.worker("box", *TWO).pid if whose == "host" else None
+        host = cluster.worker("box", *TWO).pid if command == "host" else None
         cluster.wait_for("committed", step=1)
         host = host or devices_of(cluster.coordinator)[0]
         watched = [os.pidfd_open(pid) for pid in (host, *devices_of(host))]
         assert len(watched) == 3
-        os.kill(host if whose == "host" else cluster.coordinator.pid, signal.SIGKILL)
-        for ended in watched:
-            assert select.select([ended], [], [], PATIENCE_S)[0], "it goes on without its host"
-            os.close(ended)
+        os.kill(host if command == "host" else cluster.coordinator.pid, signal.SIGKILL)
+        for process_fd in watched:
+            assert select.select([process_fd], [], [], PATIENCE_S)[0], "it goes on without its host"
+            os.close(process_fd)
 
 
-def test_a_device_s_gradients_that_are_not_finite_halt_with_its_name(tmp_path):
-    """A learning rate far too high, as in a real run gone wrong."""
+def test_non_finite_gradients_name_the_device(tmp_path):
+    """A learning rate far too high, as in a real diverging run."""
     job = ("--run", str(RUNS / "regress.yaml"), "--set", "optimizer.lr=1000", "--set", "steps=30")
     with Cluster(tmp_path, "--expect-workers", "2", *job) as cluster:
         cluster.worker("box", "--backend", "cpu", "--gpus", "0,1")
-        halted = cluster.wait_for("halted")
-    assert "non-finite" in halted["reason"]
-    assert "from worker 'box', device 'cpu" in halted["reason"]
+        halt = cluster.wait_for("halted")
+    assert "non-finite" in halt["reason"]
+    assert "from worker 'box', device 'cpu" in halt["reason"]

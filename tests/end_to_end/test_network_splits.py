@@ -1,4 +1,4 @@
-"""Real links that are cut without a word: half-open connections are noticed, nothing is lost."""
+"""Real links that are cut silently: half-open connections are noticed, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ JOB = (
     "scripted: {blocks: 3, block_bytes: 8192, samples: 480}\n"
 )
 MICROBATCH_MS = 45
-"""Alone a worker needs half a second for a step: the run is not over when a cut is noticed."""
+"""One worker alone needs half a second per step: the run is still going when the cut is noticed."""
 NOTICED_WITHIN_S = 60.0
-"""The design says 9; an idle connection would be noticed by the kernel alone after hours."""
+"""The design limit is 9 s; the kernel alone would notice an idle connection after hours."""
 
 
-def written(directory) -> Path:
+def write_spec(directory) -> Path:
     spec = directory / "job.yaml"
     spec.write_text(JOB)
     return spec
@@ -30,7 +30,7 @@ def written(directory) -> Path:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("reference")
-    arguments = ("--expect-workers", "1", "--run", str(written(directory)))
+    arguments = ("--expect-workers", "1", "--run", str(write_spec(directory)))
     with Cluster(directory, *arguments) as cluster:
         cluster.worker("w0", "--backend", "scripted")
         return cluster.result()
@@ -51,13 +51,13 @@ class Split:
 
 
 def split_run(tmp_path, workers, story):
-    """Let the story happen to a run on as many hosts; its result."""
+    """Run this scenario on that many hosts; return the result."""
     with network("c", *(f"w{number}" for number in range(workers))) as hosts:
-        at = f"{hosts.address('c')}:0"
+        address = f"{hosts.address('c')}:0"
 
         def on_coordinator() -> dict[str, Any]:
-            arguments = ("--expect-workers", str(workers), "--bind", at, "--control", at,
-                         "--run", str(written(tmp_path)))  # fmt: skip
+            arguments = ("--expect-workers", str(workers), "--bind", address, "--control", address,
+                         "--run", str(write_spec(tmp_path)))  # fmt: skip
             with Cluster(tmp_path, *arguments) as cluster:
                 story(Split(hosts, cluster, workers))
                 return cluster.result()
@@ -65,21 +65,21 @@ def split_run(tmp_path, workers, story):
         return hosts.run_on("c", on_coordinator)
 
 
-def test_a_worker_that_is_cut_off_is_noticed_and_comes_back(tmp_path, reference):
+def test_disconnected_worker_is_noticed_and_returns(tmp_path, reference):
     def story(split):
         cluster = split.cluster
         cluster.wait_for("committed", step=4)
         mark, cut_s = cluster.mark(), time.monotonic()
         split.hosts.cut("w1")
-        # The others do not wait for anyone to notice.
-        late = cluster.wait_for("straggler", worker="w1", since=mark)
-        cluster.wait_for("committed", step=late["step"] + 3)
-        lost = cluster.wait_for("worker_disconnected", worker="w1", since=mark)
-        assert "silent for" in lost["reason"] or "timed out" in lost["reason"]
+        # The others continue before anyone notices.
+        straggler = cluster.wait_for("straggler", worker="w1", start=mark)
+        cluster.wait_for("committed", step=straggler["step"] + 3)
+        disconnection = cluster.wait_for("worker_disconnected", worker="w1", start=mark)
+        assert "silent for" in disconnection["reason"] or "timed out" in disconnection["reason"]
         assert time.monotonic() - cut_s < NOTICED_WITHIN_S
         cluster.ask("POST", "/halt", {})
         split.hosts.mend("w1")
-        cluster.wait_for("worker_ready", worker="w1", since=mark)
+        cluster.wait_for("worker_ready", worker="w1", start=mark)
         cluster.ask("POST", "/continue", {})
 
     result = split_run(tmp_path, 2, story)
@@ -88,19 +88,19 @@ def test_a_worker_that_is_cut_off_is_noticed_and_comes_back(tmp_path, reference)
 
 
 @pytest.mark.slow
-def test_a_coordinator_that_is_cut_off_commits_nothing_and_all_come_back(tmp_path, reference):
+def test_disconnected_coordinator_commits_nothing_and_all_return(tmp_path, reference):
     def story(split):
         cluster = split.cluster
         cluster.wait_for("committed", step=4)
         mark = cluster.mark()
         split.hosts.cut("c")
         for name in ("w0", "w1"):
-            cluster.wait_for("worker_disconnected", worker=name, since=mark)
+            cluster.wait_for("worker_disconnected", worker=name, start=mark)
         step = cluster.ask("GET", "/status")["step"]
         assert cluster.ask("GET", "/status")["waiting_for"] == "a worker: all have left"
         mark = cluster.mark()
         split.hosts.mend("c")
-        assert cluster.wait_for("worker_joined", since=mark)["step"] == step, (
+        assert cluster.wait_for("worker_joined", start=mark)["step"] == step, (
             "nothing was committed without workers"
         )
 

@@ -30,20 +30,20 @@ OPTIMIZERS = {
 
 
 def train(
-    directory: Path, optimizer: dict[str, Any], *workers: tuple[str, ...], **more: Any
+    directory: Path, optimizer: dict[str, Any], *workers: tuple[str, ...], **options: Any
 ) -> Any:
-    settings = [f"optimizer={json.dumps(optimizer)}", *(f"{k}={v}" for k, v in more.items())]
-    overrides = [word for each in settings for word in ("--set", each)]
-    devices = sum(1 + words.count("0,1") for words in workers)
+    settings = [f"optimizer={json.dumps(optimizer)}", *(f"{k}={v}" for k, v in options.items())]
+    overrides = [argument for each in settings for argument in ("--set", each)]
+    devices = sum(1 + arguments.count("0,1") for arguments in workers)
     with Cluster(
         directory, "--expect-workers", str(devices), "--run", str(RUNS / "digits.yaml"), *DIGITS,
         *overrides,
     ) as cluster:  # fmt: skip
-        for number, words in enumerate(workers):
-            cluster.worker(f"w{number}", *words)
+        for number, arguments in enumerate(workers):
+            cluster.worker(f"w{number}", *arguments)
         result = cluster.result()
-    audited = called("coordinator", "audit", str(directory / "out"))
-    assert audited.returncode == 0, audited.stdout
+    audit = called("coordinator", "audit", str(directory / "out"))
+    assert audit.returncode == 0, audit.stdout
     return result
 
 
@@ -52,27 +52,32 @@ CPU = ("--backend", "cpu")
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_several_devices_and_workers_make_one_result(tmp_path, name):
-    alone = train(tmp_path / "alone", OPTIMIZERS[name], CPU)
-    together = train(tmp_path / "together", OPTIMIZERS[name], CPU, (*CPU, "--gpus", "0,1"))
-    assert together["weights_digest"] == alone["weights_digest"]
-    assert (together["losses"], together["eval"]) == (alone["losses"], alone["eval"])
+    single_worker = train(tmp_path / "alone", OPTIMIZERS[name], CPU)
+    two_workers = train(tmp_path / "together", OPTIMIZERS[name], CPU, (*CPU, "--gpus", "0,1"))
+    assert two_workers["weights_digest"] == single_worker["weights_digest"]
+    assert (two_workers["losses"], two_workers["eval"]) == (
+        single_worker["losses"],
+        single_worker["eval"],
+    )
     out = tmp_path / "together" / "out"
     last = max((out / "checkpoints").iterdir())
     weights = load_file(next((last / "model").glob("*.safetensors")))
     state = load_file(last / "optimizer.safetensors")
-    saved = load_file(next((out / "model").glob("*.safetensors")))
+    saved_weights = load_file(next((out / "model").glob("*.safetensors")))
     for tensor, values in weights.items():
-        np.testing.assert_array_equal(saved[tensor], values + state[f"average/{tensor}"])
+        np.testing.assert_array_equal(saved_weights[tensor], values + state[f"average/{tensor}"])
 
 
-def test_with_replicas_what_rounds_commit_is_averaged(tmp_path):
+def test_replica_rounds_are_averaged(tmp_path):
     optimizer = {"name": "adam", "amsgrad": True, "ema": {"decay": 0.5}, "clip_norm": 1.0}
     replicas = {"replicas": json.dumps({"count": 2, "inner_steps": 3, "inner_state": "carry"})}
-    alone = train(tmp_path / "alone", optimizer, CPU, **replicas)
-    together = train(tmp_path / "together", optimizer, CPU, CPU, **replicas)
-    assert together["weights_digest"] == alone["weights_digest"]
-    plain = {**optimizer, "ema": None}
-    assert train(tmp_path / "plain", plain, CPU, **replicas)["losses"] == alone["losses"]
+    single_worker = train(tmp_path / "alone", optimizer, CPU, **replicas)
+    two_workers = train(tmp_path / "together", optimizer, CPU, CPU, **replicas)
+    assert two_workers["weights_digest"] == single_worker["weights_digest"]
+    without_ema = {**optimizer, "ema": None}
+    assert (
+        train(tmp_path / "plain", without_ema, CPU, **replicas)["losses"] == single_worker["losses"]
+    )
 
 
 def test_an_average_is_evaluated_on_vulkan_as_on_the_cpu(tmp_path):

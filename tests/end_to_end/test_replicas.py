@@ -1,4 +1,4 @@
-"""Runs with replicas: one digest, whichever worker computes which inner phase, or is lost."""
+"""Runs with replicas: one digest, whichever worker computes or loses an inner phase."""
 
 import asyncio
 import json
@@ -40,8 +40,8 @@ REGRESS = {
 }
 
 
-class On:
-    """The toolbox of a worker on a device of this machine."""
+class DeviceFactory:
+    """Backend factory of a worker on a device of this machine."""
 
     def __init__(self, name="cpu"):
         self._backend = choose(name).backend
@@ -57,17 +57,17 @@ def regress(**changes):
     return parse_run_spec({**REGRESS, **changes})
 
 
-async def trained(directory, spec, workers, device="cpu"):
+async def train(directory, spec, workers, device="cpu"):
     async with live_service(directory, workers) as live:
         run_id = live.service.submit(spec)
         for number in range(workers):
-            live.worker(f"w{number}", toolbox=On(device))
-            # torch captures one model at a time in a process.
+            live.worker(f"w{number}", toolbox=DeviceFactory(device))
+            # torch captures one model at a time per process.
             await live.wait_for("worker_ready", worker=f"w{number}")
         return await live.result(run_id)
 
 
-def found(result):
+def result_files(result):
     return result["weights_digest"], result["losses"]
 
 
@@ -87,10 +87,10 @@ async def test_any_number_of_workers(tmp_path, codec, inner_state):
             "averages": "int8" if codec == "int4" else "float32", "boundary_every": 2,
         }
     )  # fmt: skip
-    alone = await trained(tmp_path / "one", spec, 1)
-    together = await trained(tmp_path / "two", spec, 2)
-    assert found(together) == found(alone)
-    assert sum(together["workers"].values()) == 9
+    single_worker = await train(tmp_path / "one", spec, 1)
+    several_workers = await train(tmp_path / "two", spec, 2)
+    assert result_files(several_workers) == result_files(single_worker)
+    assert sum(several_workers["workers"].values()) == 9
     (run,) = (path for path in (tmp_path / "two").iterdir() if path.is_dir())
     report = audit(run)
     assert report.ok, report.lines()
@@ -101,7 +101,7 @@ SMALL = {"count": 2, "inner_steps": 2, "codec": "int8", "inner_state": "carry"}
 
 
 def without_dropout(model):
-    """Workers in one process would share what it is drawn from."""
+    """Workers in one process would share the random generator of dropout."""
     config = model / "config.json"
     document = json.loads(config.read_text())
     config.write_text(json.dumps({**document, "attention_dropout": 0.0}))
@@ -110,11 +110,11 @@ def without_dropout(model):
 
 async def one_and_two_agree(tmp_path, task, device="cpu"):
     spec = parse_run_spec({**task, "steps": 2, "evaluate_every": 0, "replicas": SMALL})
-    alone = await trained(tmp_path / "one", spec, 1, device)
-    together = await trained(tmp_path / "two", spec, 2, device)
-    assert found(together) == found(alone)
-    assert together["eval"] == alone["eval"]
-    assert all(together["workers"].values())
+    single_worker = await train(tmp_path / "one", spec, 1, device)
+    several_workers = await train(tmp_path / "two", spec, 2, device)
+    assert result_files(several_workers) == result_files(single_worker)
+    assert several_workers["eval"] == single_worker["eval"]
+    assert all(several_workers["workers"].values())
 
 
 @on_uvloop
@@ -131,12 +131,12 @@ async def test_lora_with_replicas(tmp_path):
 
 @on_uvloop
 async def test_a_task_of_the_users_own_with_replicas(tmp_path, monkeypatch):
-    own, source = documented()
+    state_file, source = documented()
     (tmp_path / "my_package.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     batch = {"samples": 8, "microbatch": 4}
     try:
-        await one_and_two_agree(tmp_path, {**own.model_dump(mode="json"), "batch": batch})
+        await one_and_two_agree(tmp_path, {**state_file.model_dump(mode="json"), "batch": batch})
     finally:
         sys.modules.pop("my_package", None)
 
@@ -144,8 +144,8 @@ async def test_a_task_of_the_users_own_with_replicas(tmp_path, monkeypatch):
 @pytest.mark.slow
 @on_uvloop
 async def test_replicas_on_vulkan(tmp_path):
-    if isinstance(why := adapters(), str):
-        pytest.skip(why)
+    if isinstance(reason := adapters(), str):
+        pytest.skip(reason)
     task = {"task": "digits", "digits": {"hidden": [8]}, "batch": {"samples": 8, "microbatch": 4}}
     await one_and_two_agree(tmp_path, task, "vulkan")
 
@@ -174,9 +174,9 @@ TASKS = {
 @pytest.mark.parametrize("task", TASKS)
 @on_uvloop
 async def test_one_digest_over_1_2_3_and_8_workers_of_which_one_is_killed(
-    tmp_path, reporting, task, codec, inner_state
+    tmp_path, progress_queue, task, codec, inner_state
 ):
-    """Within an inner phase, after its first inner checkpoint."""
+    """Killed within an inner phase, after its first inner checkpoint."""
     spec = parse_run_spec({
         **TASKS[task],
         "replicas": {
@@ -184,37 +184,37 @@ async def test_one_digest_over_1_2_3_and_8_workers_of_which_one_is_killed(
             "averages": "int8" if codec == "int4" else "float32", "boundary_every": 1,
         },
     })  # fmt: skip
-    alone = await trained(tmp_path / "1", spec, 1)
+    single_worker = await train(tmp_path / "1", spec, 1)
     for workers in (2, 3, 8):
         async with live_service(tmp_path / str(workers), workers) as live:
             for number in range(workers):
-                live.worker(f"{workers}-{number}", toolbox=On())
+                live.worker(f"{workers}-{number}", toolbox=DeviceFactory())
             run_id = live.service.submit(spec)
-            lost = await at_work(reporting, *live.workers)
-            kill(live, lost)
-            together = await live.result(run_id)
-            assert live.first("worker_lost", worker=lost), "it was over before"
-        assert found(together) == found(alone)
-        assert together["eval"] == alone["eval"]
+            victim = await wait_for_progress(progress_queue, *live.workers)
+            kill(live, victim)
+            several_workers = await live.result(run_id)
+            assert live.first("worker_lost", worker=victim), "it was over before"
+        assert result_files(several_workers) == result_files(single_worker)
+        assert several_workers["eval"] == single_worker["eval"]
 
 
 @on_uvloop
-async def test_one_replica_and_one_step_is_a_run_without(tmp_path):
-    """But for rounding: p - (p - p') in place of p', and the average's product with 1."""
+async def test_one_replica_with_one_step_equals_a_plain_run(tmp_path):
+    """Up to rounding: p - (p - p') instead of p', and the average's product with 1."""
     replicas = {
         "count": 1, "inner_steps": 1, "inner_state": "carry", "outer": {"lr": 1, "momentum": 0},
     }  # fmt: skip
     weights = []
     for name, changes in (("plain", {}), ("replicas", {"replicas": replicas})):
-        await trained(tmp_path / name, regress(steps=8, **changes), 1)
+        await train(tmp_path / name, regress(steps=8, **changes), 1)
         (model,) = (tmp_path / name).glob("*/model/model.safetensors")
         weights.append(np.concatenate([v.ravel() for v in load_file(model).values()]))
-    plain, ours = (values.astype(np.float64) for values in weights)
-    assert np.linalg.norm(ours - plain) <= 1e-6 * np.linalg.norm(plain)
+    plain_weights, replica_weights = (values.astype(np.float64) for values in weights)
+    assert np.linalg.norm(replica_weights - plain_weights) <= 1e-6 * np.linalg.norm(plain_weights)
 
 
 def slow(**changes):
-    """Replicas whose steps take time, so that something can happen in the middle."""
+    """Replicas with slow steps, so that a test can interrupt them."""
     return scripted_spec(
         steps=3,
         batch={"samples": 2, "microbatch": 1},
@@ -224,29 +224,29 @@ def slow(**changes):
 
 
 @pytest.fixture
-def reporting(monkeypatch):
-    """A queue of the workers that report progress in an inner phase."""
-    reporting: asyncio.Queue[str] = asyncio.Queue()
+def progress_queue(monkeypatch):
+    """A queue of workers that report progress within an inner phase."""
+    progress_queue: asyncio.Queue[str] = asyncio.Queue()
     note_inner_step = Round.note_inner_step
 
     def record(self, worker, replica, inner):
         note_inner_step(self, worker, replica, inner)
-        reporting.put_nowait(worker)
+        progress_queue.put_nowait(worker)
 
     monkeypatch.setattr(Round, "note_inner_step", record)
-    return reporting
+    return progress_queue
 
 
-async def at_work(reporting, *workers):
+async def wait_for_progress(progress_queue, *workers):
     """Return the first of these workers that reports progress."""
     async with asyncio.timeout(PATIENCE_S):
-        while (worker := await reporting.get()) not in workers:
+        while (worker := await progress_queue.get()) not in workers:
             pass
         return worker
 
 
 def kill(live, name):
-    """Its connection ends in the middle of whatever it does, and it does not come back."""
+    """End its connection in the middle of its work, for good."""
     client = live.clients[[*live.workers].index(name)]
     client._channel.abort("killed")
     live.workers[name].cancel()
@@ -254,39 +254,41 @@ def kill(live, name):
 
 @pytest.mark.parametrize("inner_state", ["reset", "carry"])
 @on_uvloop
-async def test_a_worker_is_lost_in_the_middle_of_an_inner_phase(tmp_path, reporting, inner_state):
+async def test_a_worker_is_lost_in_the_middle_of_an_inner_phase(
+    tmp_path, progress_queue, inner_state
+):
     async with live_service(tmp_path / "lost", 2) as live:
         live.worker("w0", toolbox=Scripted(4))
         live.worker("w1", toolbox=Scripted(4))
         run_id = live.service.submit(slow(inner_state=inner_state))
-        await at_work(reporting, "w1")
+        await wait_for_progress(progress_queue, "w1")
         kill(live, "w1")
         live.worker("w2", toolbox=Scripted(1))
         result = await live.result(run_id)
         assert live.every("reassigned")
     expected = await undisturbed(tmp_path / "calm", slow(inner_state=inner_state))
-    assert found(result) == found(expected)
+    assert result_files(result) == result_files(expected)
 
 
 @on_uvloop
-async def test_more_workers_than_replicas_stand_by_and_take_over(tmp_path, reporting):
+async def test_more_workers_than_replicas_stand_by_and_take_over(tmp_path, progress_queue):
     async with live_service(tmp_path / "many", 3) as live:
         for number in range(3):
             live.worker(f"w{number}", toolbox=Scripted(4))
         run_id = live.service.submit(slow())
-        busy = await at_work(reporting, "w0", "w1", "w2")
+        busy_worker = await wait_for_progress(progress_queue, "w0", "w1", "w2")
         lines = list(status_lines(status_document(live.service, 0.0)))
         assert sum("standing by" in line for line in lines) == 1
         assert any(re.search(r"w\d: active.*, replica [01]: step \d+ of 12", x) for x in lines)
-        kill(live, busy)
+        kill(live, busy_worker)
         result = await live.result(run_id)
     expected = await undisturbed(tmp_path / "calm", slow())
-    assert found(result) == found(expected)
+    assert result_files(result) == result_files(expected)
 
 
 @on_uvloop
 async def test_a_coordinator_that_restarts_continues_with_carried_states(tmp_path):
-    """The service is stopped between two rounds; a new one resumes in its directory."""
+    """The service stops between two rounds; a new one resumes in its directory."""
     spec = slow(inner_state="carry", codec="topk")
     expected = await undisturbed(tmp_path / "calm", spec)
     async with live_service(tmp_path / "run", 1) as live:
@@ -306,54 +308,54 @@ async def test_a_coordinator_that_restarts_continues_with_carried_states(tmp_pat
         live.service.resume(directory)
         live.worker("w1", toolbox=Scripted(0))
         result = await live.result(run_id)
-    assert found(result) == found(expected)
+    assert result_files(result) == result_files(expected)
     names = sorted(path.name for path in (directory / "replicas").glob("own-*"))
     assert names == ["own-1", "own-2", "own-3"]
 
 
 def contents(directory):
-    """Of a run's directory, but for what says who holds it."""
+    """Read all files of a run's directory except the lock."""
     files = (path for path in directory.rglob("*") if path.is_file())
     return {p: p.read_bytes() for p in files if p.name not in {"lock", "term.json"}}
 
 
 @on_uvloop
-async def test_own_states_are_those_that_the_commit_names_or_refused(tmp_path):
-    """Before anything is set aside; the audit finds the same."""
+async def test_per_replica_states_must_match_the_commit(tmp_path):
+    """Refused before anything is set aside; the audit finds the same fault."""
     spec = regress(
         checkpoint={"every": 1, "keep_last": 9},
         replicas={"count": 2, "inner_steps": 2, "inner_state": "carry"},
     )
-    expected = await trained(tmp_path / "run", spec, 1)
-    await trained(tmp_path / "other", spec.model_copy(update={"seed": 5}), 1)
+    expected = await train(tmp_path / "run", spec, 1)
+    await train(tmp_path / "other", spec.model_copy(update={"seed": 5}), 1)
     (run,), (other,) = (
         [path for path in (tmp_path / name).iterdir() if path.is_dir()] for name in ("run", "other")
     )
-    own = run / "replicas" / "own-2"
-    whole = own.read_bytes()
+    state_file = run / "replicas" / "own-2"
+    original = state_file.read_bytes()
     assert audit(run).ok, audit(run).lines()
-    instead = {
+    replacements = {
         "emptied": b"",
         "of another round": (run / "replicas" / "own-1").read_bytes(),
         "of another run": (other / "replicas" / "own-2").read_bytes(),
-        "one bit": whole[:-1] + bytes([whole[-1] ^ 1]),
+        "one bit": original[:-1] + bytes([original[-1] ^ 1]),
         "gone": None,
     }
-    for what, content in instead.items():
-        own.unlink() if content is None else own.write_bytes(content)
+    for fault, content in replacements.items():
+        state_file.unlink() if content is None else state_file.write_bytes(content)
         before = contents(run)
         async with live_service(tmp_path / "run", 1) as live:
-            with pytest.raises(StorageDamaged, match=r"own-2.*N one of 0, 1, 3\)") as raised:
+            with pytest.raises(StorageDamaged, match=r"own-2.*N one of 0, 1, 3\)") as error:
                 live.service.resume(run, from_step=2)
-        assert "\n" not in str(raised.value)
-        assert contents(run) == before, what
-        bad = [line for line in audit(run).lines() if line.startswith("BAD")]
-        assert len(bad) == 1, (what, bad)
-        assert "own-2" in bad[0]
-        own.write_bytes(whole)
+        assert "\n" not in str(error.value)
+        assert contents(run) == before, fault
+        bad_lines = [line for line in audit(run).lines() if line.startswith("BAD")]
+        assert len(bad_lines) == 1, (fault, bad_lines)
+        assert "own-2" in bad_lines[0]
+        state_file.write_bytes(original)
     async with live_service(tmp_path / "run", 1) as live:
         live.service.resume(run, from_step=2)
-        live.worker("w0", toolbox=On())
-        assert found(await live.result(run.name)) == found(expected)
+        live.worker("w0", toolbox=DeviceFactory())
+        assert result_files(await live.result(run.name)) == result_files(expected)
     assert [path.name for path in run.glob("set-aside/*/replicas/*")] == ["own-3"]
     assert audit(run).ok, audit(run).lines()

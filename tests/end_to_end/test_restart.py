@@ -1,4 +1,4 @@
-"""A coordinator that ends, one way or another, and goes on: the same bits, and a sound audit."""
+"""A coordinator that ends in some way and resumes: the same bits, and a sound audit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANYWHERE = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> tuple[str, ...]:
-    """What the device computes is of no matter here: workers that go on are in test_same_bits."""
+    """The device does not matter here; test_same_bits tests workers that continue."""
     spec = tmp_path_factory.mktemp("job") / "run.yaml"
     spec.write_text(
         f"task: scripted\nsteps: {STEPS}\nbatch: {{samples: 8, microbatch: 1}}\n"
@@ -31,12 +31,12 @@ def job(tmp_path_factory) -> tuple[str, ...]:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The coordinator command, to its end."""
+    """Run the coordinator command to its end."""
     return processes.ended("coordinator", *arguments)
 
 
-def one_line(ended: subprocess.CompletedProcess[str]) -> str:
-    (line,) = ended.stderr.strip().splitlines()
+def one_line(completed: subprocess.CompletedProcess[str]) -> str:
+    (line,) = completed.stderr.strip().splitlines()
     return line
 
 
@@ -46,73 +46,73 @@ def result_of(directory: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def finished(job, tmp_path_factory) -> Path:
-    """The directory of a run that nothing has disturbed."""
+def finished_out(job, tmp_path_factory) -> Path:
+    """The directory of an undisturbed run."""
     directory = tmp_path_factory.mktemp("finished") / "out"
-    ended = run(*ANYWHERE, *job, *LOCAL, "--out", str(directory))
-    assert ended.returncode == 0, ended.stderr
+    completed = run(*ANYWHERE, *job, *LOCAL, "--out", str(directory))
+    assert completed.returncode == 0, completed.stderr
     return directory
 
 
-def test_an_undisturbed_run_is_sound_and_reported(finished):
-    audited = run("audit", str(finished))
-    assert audited.returncode == 0, audited.stdout
-    assert audited.stdout.rstrip().endswith("sound")
-    assert "samples covered exactly once" in audited.stdout
-    reported = run("report", str(finished))
-    page = Path(reported.stdout.strip())
-    assert page == finished / "report.html"
+def test_an_undisturbed_run_is_sound_and_reported(finished_out):
+    audit = run("audit", str(finished_out))
+    assert audit.returncode == 0, audit.stdout
+    assert audit.stdout.rstrip().endswith("sound")
+    assert "samples covered exactly once" in audit.stdout
+    report = run("report", str(finished_out))
+    page = Path(report.stdout.strip())
+    assert page == finished_out / "report.html"
     html = page.read_text()
-    for expected in ("AI Act", "<svg", result_of(finished)["weights_digest"]):
+    for expected in ("AI Act", "<svg", result_of(finished_out)["weights_digest"]):
         assert expected in html
     page.unlink()
 
 
-def test_a_flipped_byte_is_found_and_its_line_named(finished):
-    journal = finished / "journal.jsonl"
+def test_a_flipped_byte_is_found_and_its_line_named(finished_out):
+    journal = finished_out / "journal.jsonl"
     content = journal.read_bytes()
     lines = content.splitlines(keepends=True)
-    at = sum(map(len, lines[:40])) + len(lines[40]) // 2
+    offset = sum(map(len, lines[:40])) + len(lines[40]) // 2
     try:
-        journal.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        audited = run("audit", str(finished))
-        assert audited.returncode == 1
-        assert "line 41 is bad" in audited.stdout
+        journal.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
+        audit = run("audit", str(finished_out))
+        assert audit.returncode == 1
+        assert "line 41 is bad" in audit.stdout
     finally:
         journal.write_bytes(content)
 
 
-def test_a_directory_with_a_run_is_not_overwritten(job, finished):
-    again = run(*ANYWHERE, *job, *LOCAL, "--out", str(finished))
-    assert again.returncode == 2
-    assert "holds a run already" in one_line(again)
-    assert "--resume" in one_line(again)
+def test_a_directory_with_a_run_is_not_overwritten(job, finished_out):
+    repeat = run(*ANYWHERE, *job, *LOCAL, "--out", str(finished_out))
+    assert repeat.returncode == 2
+    assert "holds a run already" in one_line(repeat)
+    assert "--resume" in one_line(repeat)
 
 
-def test_a_finished_run_stays_as_it_is(finished):
-    before = (finished / "result.json").read_bytes()
-    again = run(*ANYWHERE, *LOCAL, "--out", str(finished), "--resume")
-    assert again.returncode == 0, again.stderr
-    assert "has finished" in again.stdout
-    assert (finished / "result.json").read_bytes() == before
+def test_finished_run_is_unchanged(finished_out):
+    before = (finished_out / "result.json").read_bytes()
+    repeat = run(*ANYWHERE, *LOCAL, "--out", str(finished_out), "--resume")
+    assert repeat.returncode == 0, repeat.stderr
+    assert "has finished" in repeat.stdout
+    assert (finished_out / "result.json").read_bytes() == before
 
 
-def test_another_run_spec_does_not_continue_with_it(job, finished):
-    other = run(*ANYWHERE, *job, "--set", "seed=99", *LOCAL, "--out", str(finished), "--resume")
+def test_other_run_spec_does_not_continue_a_run(job, finished_out):
+    other = run(*ANYWHERE, *job, "--set", "seed=99", *LOCAL, "--out", str(finished_out), "--resume")
     assert other.returncode == 78
     assert "of another run spec" in one_line(other)
 
 
 def test_nothing_to_resume_is_one_line(tmp_path):
-    ended = run(*ANYWHERE, "--out", str(tmp_path / "nowhere"), "--resume")
-    assert ended.returncode == 2
-    assert "no such directory" in one_line(ended)
-    ended = run("audit", str(tmp_path))
-    assert ended.returncode == 2
-    assert "expected a run" in one_line(ended)
+    completed = run(*ANYWHERE, "--out", str(tmp_path / "nowhere"), "--resume")
+    assert completed.returncode == 2
+    assert "no such directory" in one_line(completed)
+    completed = run("audit", str(tmp_path))
+    assert completed.returncode == 2
+    assert "expected a run" in one_line(completed)
 
 
-def test_one_directory_has_one_coordinator(job, tmp_path):
+def test_directory_has_at_most_one_coordinator(job, tmp_path):
     with Cluster(tmp_path, "--expect-workers", "1", *job) as cluster:
         out = str(tmp_path / "out")
         second = run(*ANYWHERE, *job, *LOCAL, "--out", out, "--resume")
@@ -122,28 +122,28 @@ def test_one_directory_has_one_coordinator(job, tmp_path):
         assert run("report", out).returncode == 0
 
 
-def test_a_drained_run_continues(job, tmp_path, finished):
+def test_a_drained_run_continues(job, tmp_path, finished_out):
     address = free_address()
-    at = ("--bind", address, "--control", "127.0.0.1:0", "--expect-workers", "1", *job)
-    with Cluster(tmp_path, *at, "--resume") as cluster:
+    arguments = ("--bind", address, "--control", "127.0.0.1:0", "--expect-workers", "1", *job)
+    with Cluster(tmp_path, *arguments, "--resume") as cluster:
         worker = cluster.held_worker("w0", 16, "--backend", "scripted")
         worker.reached()
         cluster.coordinator.terminate()
         cluster.wait_for("draining")
-        worker.release()  # the step in progress is finished first
+        worker.release()  # the step in progress finishes first
         drained = cluster.result()
         assert drained["outcome"] == "drained"
         assert 15 < drained["steps"] < STEPS
-    with Cluster(tmp_path, *at, "--resume") as cluster:
+    with Cluster(tmp_path, *arguments, "--resume") as cluster:
         cluster.worker("w1", "--backend", "scripted")
         result = cluster.result()
     assert result["outcome"] == "finished"
-    assert result["weights_digest"] == result_of(finished)["weights_digest"]
-    assert result["losses"] == result_of(finished)["losses"]
+    assert result["weights_digest"] == result_of(finished_out)["weights_digest"]
+    assert result["losses"] == result_of(finished_out)["losses"]
     assert run("audit", str(tmp_path / "out")).returncode == 0
 
 
-def test_a_second_signal_ends_at_once_and_says_how_to_continue(job, tmp_path, finished):
+def test_second_signal_ends_at_once_and_prints_how_to_continue(job, tmp_path, finished_out):
     with Cluster(tmp_path, "--expect-workers", "1", *job) as cluster:
         # The step in progress does not end.
         cluster.held_worker("w0", 16, "--backend", "scripted").reached()
@@ -151,16 +151,18 @@ def test_a_second_signal_ends_at_once_and_says_how_to_continue(job, tmp_path, fi
         cluster.wait_for("draining")
         cluster.coordinator.send_signal(signal.SIGINT)
         assert cluster.wait_for_exit(cluster.coordinator) == 1
-        again = f"--resume --out {tmp_path / 'out'}"
+        repeat = f"--resume --out {tmp_path / 'out'}"
         assert cluster.coordinator.stderr is not None
-        assert again in cluster.coordinator.stderr.read().splitlines()[-1]
-    ended = run(*ANYWHERE, *job, *LOCAL, *again.split())
-    assert ended.returncode == 0, ended.stderr
-    assert result_of(tmp_path / "out")["weights_digest"] == result_of(finished)["weights_digest"]
+        assert repeat in cluster.coordinator.stderr.read().splitlines()[-1]
+    completed = run(*ANYWHERE, *job, *LOCAL, *repeat.split())
+    assert completed.returncode == 0, completed.stderr
+    assert (
+        result_of(tmp_path / "out")["weights_digest"] == result_of(finished_out)["weights_digest"]
+    )
 
 
 @pytest.mark.parametrize("mode", ["full", "checkpoint"])
-def test_a_killed_coordinator_continues_with_the_same_worker(job, tmp_path, finished, mode):
+def test_a_killed_coordinator_continues_with_the_same_worker(job, tmp_path, finished_out, mode):
     at = (
         "--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "1", *job,
         "--set", f"log={mode}", "--set", "checkpoint.keep_log=true", "--resume",
@@ -177,9 +179,9 @@ def test_a_killed_coordinator_continues_with_the_same_worker(job, tmp_path, fini
             assert resumed["step"] >= (31 if mode == "full" else 24)
             result = second.result()
         first.wait_for_exit(first.workers["w0"])
-    assert result["weights_digest"] == result_of(finished)["weights_digest"]
-    assert result["losses"] == result_of(finished)["losses"]
-    audited = run("audit", str(tmp_path / "out"))
-    assert audited.returncode == 0, audited.stdout
+    assert result["weights_digest"] == result_of(finished_out)["weights_digest"]
+    assert result["losses"] == result_of(finished_out)["losses"]
+    audit = run("audit", str(tmp_path / "out"))
+    assert audit.returncode == 0, audit.stdout
     if mode == "full":
-        assert f"{STEPS} of {STEPS} steps replayed" in audited.stdout
+        assert f"{STEPS} of {STEPS} steps replayed" in audit.stdout

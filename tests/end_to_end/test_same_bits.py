@@ -34,7 +34,7 @@ def train(
 
 
 @cache
-def undisturbed(directory: Path, run: str, *arguments: str) -> dict[str, Any]:
+def reference_result(directory: Path, run: str, *arguments: str) -> dict[str, Any]:
     return train(directory, 1, run, *arguments)
 
 
@@ -49,19 +49,19 @@ def reference_directory(tmp_path_factory) -> Path:
     [pytest.param("regress.yaml", (), marks=pytest.mark.slow), ("digits.yaml", DIGITS)],
 )
 def test_any_number_of_workers(tmp_path, reference_directory, run, arguments, workers):
-    alone = undisturbed(reference_directory / run, run, *arguments)
-    together = train(tmp_path, workers, run, *arguments)
-    assert together["weights_digest"] == alone["weights_digest"]
-    assert together["losses"] == alone["losses"]
-    assert together["eval"] == alone["eval"]
-    assert sum(together["workers"].values()) == sum(alone["workers"].values())
-    assert all(together["workers"].values())
+    reference = reference_result(reference_directory / run, run, *arguments)
+    result = train(tmp_path, workers, run, *arguments)
+    assert result["weights_digest"] == reference["weights_digest"]
+    assert result["losses"] == reference["losses"]
+    assert result["eval"] == reference["eval"]
+    assert sum(result["workers"].values()) == sum(reference["workers"].values())
+    assert all(result["workers"].values())
 
 
 SHORT = ("--set", "steps=3", "--set", "evaluate_every=0")
-ONE_PACKAGE = Path(asyncio.__file__).parent  # all of Python would be tokenized for half a minute
+ONE_PACKAGE = Path(asyncio.__file__).parent  # tokenizing all of Python would take half a minute
 MAIN_JOBS = {
-    # Dropout on: it too is the same on every worker.
+    # With dropout, which is also the same on every worker.
     "sms-spam.yaml": (
         *SHORT, "--set", "lora.dropout=0.1", "--set", "data.holdout=0.01",
         "--set", "data.max_tokens=32", "--set", "batch.samples=12",
@@ -73,17 +73,17 @@ MAIN_JOBS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow  # below a run of two and a third is quick enough
+@pytest.mark.slow  # smaller settings keep a run of two and one of three quick enough
 @pytest.mark.parametrize("workers", [2, 3, 4, 8])
 @pytest.mark.parametrize("run", MAIN_JOBS)
 def test_the_main_jobs(tmp_path, reference_directory, run, workers):
     """MiniLM with LoRA on real SMS, and a small Llama from scratch."""
-    alone = undisturbed(reference_directory / run, run, *MAIN_JOBS[run])
-    together = train(tmp_path, workers, run, *MAIN_JOBS[run])
-    assert together["exact"]
-    assert together["weights_digest"] == alone["weights_digest"]
-    assert together["losses"] == alone["losses"]
-    assert together["eval"] == alone["eval"]
+    reference = reference_result(reference_directory / run, run, *MAIN_JOBS[run])
+    result = train(tmp_path, workers, run, *MAIN_JOBS[run])
+    assert result["exact"]
+    assert result["weights_digest"] == reference["weights_digest"]
+    assert result["losses"] == reference["losses"]
+    assert result["eval"] == reference["eval"]
 
 
 def with_one_killed_and_another_joining(directory: Path, *job: str) -> dict[str, Any]:
@@ -93,37 +93,37 @@ def with_one_killed_and_another_joining(directory: Path, *job: str) -> dict[str,
         second.reached()
         cluster.workers["w1"].kill()
         cluster.wait_for("worker_lost", worker="w1")
-        # The newcomer needs seconds to import; the run waits for it, or would be over before.
+        # The newcomer needs seconds to import; the run waits for it, or would finish first.
         cluster.worker("w2", "--backend", "cpu")
         cluster.wait_for("worker_joined", worker="w2")
         first.release()
-        disturbed = cluster.result()
+        result = cluster.result()
         assert cluster.handed_over(), cluster.events()
-    assert disturbed["exact"]
-    return disturbed
+    assert result["exact"]
+    return result
 
 
-@pytest.mark.slow  # below a smaller model is quick enough
+@pytest.mark.slow  # a smaller model keeps this quick enough
 @pytest.mark.parametrize("run", MAIN_JOBS)
 def test_the_main_jobs_with_a_worker_killed_and_another_joining(tmp_path, reference_directory, run):
     """MiniLM with LoRA on real SMS, and a small Llama from scratch."""
-    alone = undisturbed(reference_directory / run, run, *MAIN_JOBS[run])
-    disturbed = with_one_killed_and_another_joining(
+    reference = reference_result(reference_directory / run, run, *MAIN_JOBS[run])
+    result = with_one_killed_and_another_joining(
         tmp_path, "--run", str(RUNS / run), *MAIN_JOBS[run]
     )
-    for what in ("weights_digest", "losses", "eval"):
-        assert disturbed[what] == alone[what]
+    for key in ("weights_digest", "losses", "eval"):
+        assert result[key] == reference[key]
 
 
 def test_lora_on_a_narrow_base_with_a_worker_killed_and_another_joining(tmp_path):
-    """Its texts make batches of several lengths, the last is smaller, and dropout is on."""
+    """Its texts make batches of several lengths, the last batch is smaller, and dropout is on."""
     job = ("--run", str(decoder_run("classify", tmp_path)))
     with Cluster(tmp_path / "alone", "--expect-workers", "1", *job) as cluster:
         cluster.worker("w0", "--backend", "cpu")
-        alone = cluster.result()
-    disturbed = with_one_killed_and_another_joining(tmp_path / "disturbed", *job)
-    for what in ("weights_digest", "losses", "eval"):
-        assert disturbed[what] == alone[what]
+        reference = cluster.result()
+    result = with_one_killed_and_another_joining(tmp_path / "disturbed", *job)
+    for key in ("weights_digest", "losses", "eval"):
+        assert result[key] == reference[key]
 
 
 @pytest.mark.slow
@@ -145,8 +145,8 @@ def test_buffers_that_forward_changes(tmp_path, topology):
                 cluster.worker(f"w{number}", "--backend", "cpu")
             results.append(cluster.result())
     results.append(with_one_killed_and_another_joining(tmp_path / "disturbed", *job))
-    for what in ("weights_digest", "losses", "eval"):
-        assert [each[what] for each in results] == [results[0][what]] * len(results)
+    for key in ("weights_digest", "losses", "eval"):
+        assert [each[key] for each in results] == [results[0][key]] * len(results)
     weights = load_file(tmp_path / "2" / "out" / "model" / "model.safetensors")
     assert weights["norms.0.num_batches_tracked"] == 12
     assert (weights["norms.0.running_var"] != 1).all()
@@ -157,12 +157,12 @@ def test_buffers_that_forward_changes(tmp_path, topology):
 
 @pytest.mark.slow
 def test_regress_reaches_the_noise_free_solution(reference_directory):
-    alone = undisturbed(reference_directory / "regress.yaml", "regress.yaml")
-    assert alone["eval"]["mse"] <= 1e-6
+    reference = reference_result(reference_directory / "regress.yaml", "regress.yaml")
+    assert reference["eval"]["mse"] <= 1e-6
 
 
 def test_a_worker_killed_in_the_middle_of_a_step(tmp_path, reference_directory):
-    alone = undisturbed(reference_directory / "digits.yaml", "digits.yaml", *DIGITS)
+    reference = reference_result(reference_directory / "digits.yaml", "digits.yaml", *DIGITS)
     with Cluster(
         tmp_path, "--expect-workers", "3", "--run", str(RUNS / "digits.yaml"), *DIGITS
     ) as cluster:
@@ -173,37 +173,37 @@ def test_a_worker_killed_in_the_middle_of_a_step(tmp_path, reference_directory):
         cluster.wait_for("worker_lost", worker="w1")
         for hold in holds:
             hold.release()
-        disturbed = cluster.result()
+        result = cluster.result()
         assert cluster.handed_over(), cluster.events()
-    assert disturbed["weights_digest"] == alone["weights_digest"]
-    assert disturbed["losses"] == alone["losses"]
+    assert result["weights_digest"] == reference["weights_digest"]
+    assert result["losses"] == reference["losses"]
 
 
 def test_a_worker_joins_in_the_middle(tmp_path, reference_directory):
-    alone = undisturbed(reference_directory / "digits.yaml", "digits.yaml", *DIGITS)
+    reference = reference_result(reference_directory / "digits.yaml", "digits.yaml", *DIGITS)
     with Cluster(
         tmp_path, "--expect-workers", "1", "--run", str(RUNS / "digits.yaml"), *DIGITS
     ) as cluster:
         first = cluster.held_worker("w0", 6, "--backend", "cpu")
         first.reached()
-        # The newcomer needs seconds to import; the run waits for it, or would be over before.
+        # The newcomer needs seconds to import; the run waits for it, or would finish first.
         cluster.worker("w1", "--backend", "cpu")
-        joined = cluster.wait_for("worker_joined", worker="w1")
+        join_event = cluster.wait_for("worker_joined", worker="w1")
         first.release()
         result = cluster.result()
-    assert joined["step"] < STEPS
+    assert join_event["step"] < STEPS
     assert result["workers"]["w1"] > 0
-    assert result["weights_digest"] == alone["weights_digest"]
+    assert result["weights_digest"] == reference["weights_digest"]
 
 
 @pytest.mark.slow
 def test_others_continue_without_a_stopped_worker_and_it_comes_back(tmp_path, reference_directory):
     longer = (*DIGITS, "--set", "steps=60")
-    alone = undisturbed(reference_directory / "longer", "digits.yaml", *longer)
+    reference = reference_result(reference_directory / "longer", "digits.yaml", *longer)
     with Cluster(
         tmp_path, "--expect-workers", "2", "--run", str(RUNS / "digits.yaml"), *longer
     ) as cluster:
-        # Each is stopped in a step that it was given and computes nothing of.
+        # Each is stopped in an assigned step, before it computes any of it.
         first = cluster.held_worker("w0", 30, "--backend", "cpu")
         second = cluster.held_worker("w1", 11, "--backend", "cpu")
         slept_from = second.reached()
@@ -215,14 +215,14 @@ def test_others_continue_without_a_stopped_worker_and_it_comes_back(tmp_path, re
         first.release()
         mark = cluster.mark()
         cluster.workers["w1"].send_signal(signal.SIGCONT)
-        # It takes the steps it has slept through, and goes on alone.
-        joined = cluster.wait_for("worker_joined", worker="w1", since=mark)
+        # It applies the steps that it missed, and continues alone.
+        join_event = cluster.wait_for("worker_joined", worker="w1", start=mark)
         cluster.wait_for("straggler", worker="w0", from_step=step)
-        cluster.wait_for("committed", step=joined["step"] + 5)
+        cluster.wait_for("committed", step=join_event["step"] + 5)
         cluster.workers["w0"].send_signal(signal.SIGCONT)
         result = cluster.result()
-    assert result["weights_digest"] == alone["weights_digest"]
-    assert result["losses"] == alone["losses"]
+    assert result["weights_digest"] == reference["weights_digest"]
+    assert result["losses"] == reference["losses"]
 
 
 def test_unlike_instruction_sets_keep_equal_replicas(tmp_path):
@@ -239,7 +239,7 @@ def test_unlike_instruction_sets_keep_equal_replicas(tmp_path):
     assert result["exact"] is False
 
 
-def test_a_run_is_mixed_also_when_the_unlike_came_in_sequence(tmp_path):
+def test_run_is_mixed_even_if_different_workers_came_in_sequence(tmp_path):
     with Cluster(
         tmp_path, "--expect-workers", "1", "--run", str(RUNS / "digits.yaml"), *DIGITS
     ) as cluster:
@@ -252,7 +252,7 @@ def test_a_run_is_mixed_also_when_the_unlike_came_in_sequence(tmp_path):
         assert cluster.result()["exact"] is False
 
 
-def test_required_exactness_refuses_the_unlike_worker(tmp_path):
+def test_required_exactness_refuses_a_different_worker(tmp_path):
     with Cluster(
         tmp_path, "--expect-workers", "1", "--run", str(RUNS / "regress.yaml"),
         "--set", "exactness=require", "--set", "steps=2000",
@@ -260,12 +260,12 @@ def test_required_exactness_refuses_the_unlike_worker(tmp_path):
         cluster.worker("w0", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "avx2"})
         cluster.wait_for("started")
         cluster.ask("POST", "/halt", {})
-        unlike = cluster.worker(
+        different_worker = cluster.worker(
             "w1", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "default"}
         )
-        assert cluster.wait_for_exit(unlike) == 78
-        assert unlike.stderr is not None
-        assert "numerics profile" in unlike.stderr.read()
+        assert cluster.wait_for_exit(different_worker) == 78
+        assert different_worker.stderr is not None
+        assert "numerics profile" in different_worker.stderr.read()
         cluster.ask("POST", "/continue", {})
         cluster.ask("POST", "/drain", {})
         assert cluster.result()["exact"] is True

@@ -1,4 +1,4 @@
-"""What a system may lack (a home, locks, threads) is one line with what to do."""
+"""Missing system features (a home, locks, threads) give one line with a remedy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DOCTOR = ("worker", "doctor", "--coordinator", "127.0.0.1:1", "--backend", "scri
 
 @pytest.fixture
 def homeless(monkeypatch) -> None:
-    """A user without entry in the passwd file, as in many containers."""
+    """A user without an entry in the passwd file, as in many containers."""
 
     def refuse(path: Path) -> Path:
         del path
@@ -50,9 +50,9 @@ def test_no_home_directory():
     with pytest.raises(StorageFailed, match="set SAMESTEP_CACHE=DIR"):
         cache_directory({})
     for command in (WORKER, DOCTOR, STATUS, ("coordinator", "doctor")):
-        ended = called(*command)
-        (line,) = ended.stderr.splitlines()
-        assert (ended.returncode, "SAMESTEP_HOME=DIR" in line) == (2, True), command
+        completed = called(*command)
+        (line,) = completed.stderr.splitlines()
+        assert (completed.returncode, "SAMESTEP_HOME=DIR" in line) == (2, True), command
 
 
 @pytest.mark.parametrize("command", [STATUS, WORKER], ids=["coordinator", "worker"])
@@ -61,12 +61,12 @@ def test_no_more_threads(command, monkeypatch, tmp_path):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    ended = called(*command, environment={"SAMESTEP_HOME": str(tmp_path)})
-    assert ended.returncode == 1
-    assert ended.stderr == f"{command[0]}: {OUT_OF_THREADS}\n"
+    completed = called(*command, environment={"SAMESTEP_HOME": str(tmp_path)})
+    assert completed.returncode == 1
+    assert completed.stderr == f"{command[0]}: {OUT_OF_THREADS}\n"
 
 
-def test_no_more_threads_elsewhere():
+def test_no_more_threads_on_other_systems():
     error = RuntimeError("can't start new thread")
     assert text_of(error) == describe_error(error) == OUT_OF_THREADS
     assert text_of(RuntimeError("x")).startswith("internal error")
@@ -83,10 +83,10 @@ def test_no_locks(number, monkeypatch, tmp_path):
         DirectoryLock.acquire(tmp_path / "run")
     assert lacks in str(claimed.value)
     assert "--out DIR" in str(claimed.value)
-    with pytest.raises(UsageError) as opened:
+    with pytest.raises(UsageError) as error:
         CoordinatorCredentials.open(tmp_path / "home")
-    assert lacks in str(opened.value)
-    assert "SAMESTEP_HOME=DIR" in str(opened.value)
+    assert lacks in str(error.value)
+    assert "SAMESTEP_HOME=DIR" in str(error.value)
     cache = BlobCache(tmp_path / "cache", FileDigests())
     with pytest.raises(StorageFailed) as cached:
         cache.open_part("0" * 64, 8)

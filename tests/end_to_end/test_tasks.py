@@ -1,4 +1,4 @@
-"""Tasks with labels, and LoRA's options, by real processes: one model for one worker or two."""
+"""Tasks with labels, and options of LoRA, with real processes: one model for one worker or two."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def train(run: Path, out: Path, workers: int) -> dict[str, Any]:
         return cluster.result()
 
 
-@pytest.mark.slow  # one worker's figures are in tests/worker/tasks
+@pytest.mark.slow  # tests/worker/tasks checks one worker's metrics
 @pytest.mark.parametrize("kind", ["tag", "seq2seq", "masked-lm", *LABELS, *LORA])
-def test_two_workers_learn_what_one_does(tmp_path, kind):
+def test_two_workers_learn_the_same_as_one(tmp_path, kind):
     (tmp_path / "data").mkdir()
     run = run_of(kind, tmp_path / "data")
-    alone, together = (train(run, tmp_path / str(n), n) for n in (1, 2))
+    one_worker, two_workers = (train(run, tmp_path / str(n), n) for n in (1, 2))
     for figure in ("exact", "weights_digest", "losses", "eval"):
-        assert together[figure] == alone[figure], figure
-    assert alone["exact"]
-    assert alone["losses"][-1] != alone["losses"][0]
+        assert two_workers[figure] == one_worker[figure], figure
+    assert one_worker["exact"]
+    assert one_worker["losses"][-1] != one_worker["losses"][0]

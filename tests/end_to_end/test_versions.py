@@ -1,4 +1,4 @@
-"""A worker and a coordinator of unlike protocol versions: each says which of them to upgrade."""
+"""A worker and a coordinator of different protocol versions: each names the side to upgrade."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ main()
     ids=["newer worker", "older worker"],
 )
 @pytest.mark.parametrize("options", [(), ("--plaintext",)], ids=["tls", "plaintext"])
-def test_both_say_which_side_to_upgrade(tmp_path, version, old, options):
+def test_both_sides_name_the_side_to_upgrade(tmp_path, version, old, options):
     with Cluster(tmp_path, "--expect-workers", "1", *options) as cluster:
         worker = subprocess.run(
             [sys.executable, "-c", AS_OF_ANOTHER_RELEASE, str(version),
@@ -33,6 +33,8 @@ def test_both_say_which_side_to_upgrade(tmp_path, version, old, options):
             cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
         assert worker.returncode == ExitCode.MISMATCH == 78
-        words = f"this worker speaks protocol version {version}, the coordinator {PROTOCOL_VERSION}"
-        assert worker.stderr.splitlines() == [f"worker: {words}: upgrade {old}"]
+        message = (
+            f"this worker speaks protocol version {version}, the coordinator {PROTOCOL_VERSION}"
+        )
+        assert worker.stderr.splitlines() == [f"worker: {message}: upgrade {old}"]
         assert not cluster.every("worker_connected")

@@ -1,4 +1,4 @@
-"""Vulkan workers that are killed, come late, or lose their device: the same bits all the same."""
+"""Vulkan workers that are killed, join late, or lose their device: the same bits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ VULKAN = ("--backend", "vulkan")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _a_device_is_there():
-    if isinstance(why := adapters(), str):
-        pytest.skip(why)
+def _require_device():
+    if isinstance(reason := adapters(), str):
+        pytest.skip(reason)
 
 
 @pytest.fixture(
@@ -42,33 +42,33 @@ def job(request, tmp_path_factory) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def alone(job, tmp_path_factory) -> dict[str, Any]:
-    """The result of one worker whom nothing disturbs."""
+def reference(job, tmp_path_factory) -> dict[str, Any]:
+    """The result of one undisturbed worker."""
     with Cluster(tmp_path_factory.mktemp("alone"), "--expect-workers", "1", *job) as cluster:
         cluster.worker("w0", *VULKAN)
         return cluster.result()
 
 
-def is_undisturbed(cluster: Cluster, alone: dict[str, Any]) -> bool:
-    """Whether a run ended as if nothing had happened, and says so itself."""
+def is_undisturbed(cluster: Cluster, reference: dict[str, Any]) -> bool:
+    """Return whether a run ended with the reference result, and claims it."""
     result = cluster.result()
-    audited = called("coordinator", "audit", str(cluster.directory / "out"))
-    assert audited.returncode == 0, audited.stdout
-    assert "samples covered exactly once" in audited.stdout
-    assert audited.stdout.rstrip().endswith("sound")
-    same = ("exact", "weights_digest", "losses", "eval")
-    return [result[key] for key in same] == [alone[key] for key in same]
+    audit = called("coordinator", "audit", str(cluster.directory / "out"))
+    assert audit.returncode == 0, audit.stdout
+    assert "samples covered exactly once" in audit.stdout
+    assert audit.stdout.rstrip().endswith("sound")
+    keys = ("exact", "weights_digest", "losses", "eval")
+    return [result[key] for key in keys] == [reference[key] for key in keys]
 
 
 def part_of_the_name() -> str:
-    """Of the device that a worker takes which is told none."""
+    """Return a part of the name of the device that a worker uses by default."""
     adapter_list = adapters()
     assert not isinstance(adapter_list, str)
     return adapter_list[0].name.split()[0].upper()
 
 
 def last_words(cluster: Cluster, name: str) -> list[str]:
-    """What a worker that has failed wrote on standard error."""
+    """Return the standard error of a failed worker."""
     worker = cluster.workers[name]
     assert cluster.wait_for_exit(worker) == 1
     assert worker.stderr is not None
@@ -78,50 +78,50 @@ def last_words(cluster: Cluster, name: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_one_is_killed_in_the_middle_of_a_step_and_another_comes_late(tmp_path, job, alone):
+def test_one_worker_is_killed_within_a_step_and_another_joins_late(tmp_path, job, reference):
     with Cluster(tmp_path, "--expect-workers", "2", *job) as cluster:
         first, second = (cluster.held_worker(f"w{n}", 6, *VULKAN) for n in range(2))
         first.reached()
         second.reached()
         cluster.workers["w1"].kill()
         cluster.wait_for("worker_lost", worker="w1")
-        # The newcomer needs seconds to import; the run waits for it, or would be over before.
+        # The newcomer needs seconds to import; the run waits for it, or would finish first.
         cluster.worker("late", *VULKAN, "--gpus", part_of_the_name())
-        joined = cluster.wait_for("worker_joined", worker="late")
+        join_event = cluster.wait_for("worker_joined", worker="late")
         first.release()
-        assert joined["step"] < len(alone["losses"])
-        assert is_undisturbed(cluster, alone)
+        assert join_event["step"] < len(reference["losses"])
+        assert is_undisturbed(cluster, reference)
         assert cluster.handed_over(), cluster.events()
         assert cluster.result()["workers"]["late"] > 0
 
 
-def test_devices_are_lost_and_run_out_of_memory(tmp_path, tmp_path_factory, job, alone):
+def test_devices_are_lost_and_run_out_of_memory(tmp_path, tmp_path_factory, job, reference):
     layer = compiled_layer(tmp_path_factory.mktemp("layer"))
     faulty = {name: FaultyVulkan(layer, tmp_path / name) for name in ("lost", "full", "never")}
     faulty["never"].fill()
     with Cluster(tmp_path / "run", "--expect-workers", "3", *job) as cluster:
         steady = cluster.held_worker("steady", "4,8", *VULKAN)
-        lost = cluster.held_worker("lost", 8, *VULKAN, environment=faulty["lost"].environment)
+        victim = cluster.held_worker("lost", 8, *VULKAN, environment=faulty["lost"].environment)
         for name in ("full", "never"):
             cluster.worker(name, *VULKAN, environment=faulty[name].environment)
         steady.reached()
         faulty["full"].fill()
         steady.release()
         cluster.wait_for("worker_lost", worker="full")
-        steady.reached()  # or it would take over what the other one keeps it waiting for
-        lost.reached()
+        steady.reached()  # or it would take over the work that the other one still owes
+        victim.reached()
         faulty["lost"].lose()
-        lost.release()
+        victim.release()
         cluster.wait_for("worker_lost", worker="lost")
         steady.release()
-        assert is_undisturbed(cluster, alone)
+        assert is_undisturbed(cluster, reference)
         assert cluster.handed_over(), cluster.events()
 
         (line,) = last_words(cluster, "never")
         assert "cannot be opened" in line
         (line,) = last_words(cluster, "full")
         assert "failed: out of memory" in line
-        # wgpu has no way but to end the process, and says something itself before.
+        # wgpu can only end the process, and prints its own message first.
         line = last_words(cluster, "lost")[-1]
         assert line.startswith("worker: device ")
         assert "loses the device" in line

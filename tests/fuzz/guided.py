@@ -1,9 +1,9 @@
-"""Coverage-guided fuzzing of the readers, for as long as one likes: `python -m tests.fuzz.guided`.
+"""Coverage-guided fuzzing of the readers, for any length of time: `python -m tests.fuzz.guided`.
 
-Needs the extra `fuzz` (atheris, with libFuzzer in it). The first byte of an input chooses the
-side, the phase and whether the rest is raw bytes or a tag, a header and a body that are made into
-a frame: without that, no input would get past the checksum. All other options are libFuzzer's; a
-finding is written to crash-HASH, and given as an argument it is repeated.
+Needs the extra `fuzz` (atheris, with libFuzzer). The first byte of an input chooses the side, the
+phase and whether the rest is raw bytes or a tag, a header and a body that are assembled into
+a frame: without that, no input would pass the checksum. All other options are libFuzzer's; a
+finding is written to crash-HASH, and is repeated when given as an argument.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ with atheris.instrument_imports(include=["protocol", "worker"], enable_loader_ov
     from protocol.wire import frames
     from protocol.wire.connection import Phase
     from tests.fuzz.handshakes import STATES, connection, legal_frames
-    from tests.fuzz.mutations import put_together, taken_apart
+    from tests.fuzz.mutations import join_frame, split_frame
 
 _RAW: Final = 1
 
 
-def input_of(place: int, frame: bytes) -> bytes:
-    """A frame as an input that is made into this frame again."""
-    tag, header, body = taken_apart(frame)
-    return bytes([place << 1, tag]) + len(header).to_bytes(2, "big") + header + body
+def input_of(state_index: int, frame: bytes) -> bytes:
+    """Return the input from which `frame_of` makes this frame."""
+    tag, header, body = split_frame(frame)
+    return bytes([state_index << 1, tag]) + len(header).to_bytes(2, "big") + header + body
 
 
 def frame_of(data: bytes) -> bytes:
-    """Tag, length of the header, header and body, put together with the checksum they need."""
+    """Assemble tag, header length, header and body with a valid checksum."""
     length = int.from_bytes(data[1:3], "big") % (limits.HEADER_BYTES + 1)
     header = data[3 : 3 + length]
-    return put_together(data[0] if data else 0, header, data[3 + length :][: limits.BODY_BYTES])
+    return join_frame(data[0] if data else 0, header, data[3 + length :][: limits.BODY_BYTES])
 
 
 def read(data: bytes) -> None:
-    """Nothing but RemoteProtocolError may escape, and a broken connection is a closed one."""
+    """Feed the input: only RemoteProtocolError may escape, and a broken connection stays closed."""
     if not data:
         return
     role, phase = STATES[(data[0] >> 1) % len(STATES)]
@@ -56,21 +56,21 @@ def read(data: bytes) -> None:
 
 
 def write_seeds(directory: Path) -> None:
-    """Every legal frame, so that it need not be found."""
+    """Write every legal frame, so that the fuzzer need not find them."""
     directory.mkdir(parents=True, exist_ok=True)
-    for place, (role, phase) in enumerate(STATES):
+    for index, (role, phase) in enumerate(STATES):
         for number, data in enumerate(legal_frames(role, phase)):
-            (directory / f"{role}-{phase.value}-{number}").write_bytes(input_of(place, data))
+            (directory / f"{role}-{phase.value}-{number}").write_bytes(input_of(index, data))
 
 
 def main() -> None:
-    """Fuzz into the first directory that is named, else into build/fuzz."""
-    named = [Path(argument) for argument in sys.argv[1:] if not argument.startswith("-")]
-    if not named:
-        named = [Path("build/fuzz")]
-        sys.argv.append(str(named[0]))
-    if not named[0].is_file():
-        write_seeds(named[0])
+    """Fuzz into the first given directory, or into build/fuzz."""
+    directories = [Path(argument) for argument in sys.argv[1:] if not argument.startswith("-")]
+    if not directories:
+        directories = [Path("build/fuzz")]
+        sys.argv.append(str(directories[0]))
+    if not directories[0].is_file():
+        write_seeds(directories[0])
     atheris.Setup(sys.argv, read)
     atheris.Fuzz()
 

@@ -1,4 +1,4 @@
-"""A worker's end of a connection: it says what an honest one says, frame by frame."""
+"""A worker's end of a connection: it sends what an honest worker sends, frame by frame."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from tests.message_samples import flat
 from worker.logic.events import Built
 
 WAIT = b""
-"""Nothing is to be said before more is heard."""
+"""Nothing to send before more is received."""
 
 
 class Member:
-    """A connection whose handshake is done.
+    """A connection whose handshake is complete.
 
     Args:
-        built: What a worker's engine makes of the run.
-        initial: Its first parameters.
-        digest_after: The digest of the right state after so many steps, once it is known.
+        built: The engine's result of building the run.
+        initial: Its initial parameters.
+        digest_after: Returns the digest of the right state after this many steps, once it is known.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Member:
         self._digest_after = digest_after
         self._heard: deque[Message] = deque()
 
-    def hear(self, data: bytes) -> None:
-        """What the coordinator has said."""
+    def receive(self, data: bytes) -> None:
+        """Receive bytes of the coordinator."""
         self._heard.extend(received.message for received in self.connection.receive_data(data))
 
-    def words(self) -> Iterator[bytes]:
-        """What it says, up to the end of the run or the connection; `WAIT` in between."""
+    def frames(self) -> Iterator[bytes]:
+        """Yield its frames, up to the end of the run or the connection; `WAIT` in between."""
         while True:
             while not self._heard:
                 yield WAIT
@@ -97,9 +97,9 @@ class Member:
 
     def _gradients(self, plan: StepPlan | Assign) -> Iterator[bytes]:
         blocks = self._built.manifest.blocks
-        place = {"term": plan.term, "step": plan.step, "attempt": plan.attempt}
+        step_id = {"term": plan.term, "step": plan.step, "attempt": plan.attempt}
         for lo, hi in plan.subtrees:
-            subtree: dict[str, Any] = {**place, "lo": lo, "hi": hi, "weight": float(hi - lo)}
+            subtree: dict[str, Any] = {**step_id, "lo": lo, "hi": hi, "weight": float(hi - lo)}
             for number, block in reversed([*enumerate(blocks)]):
                 payload = BlockGradientPayload(**subtree, block=number, chunk=0)
                 yield flat(encode(payload, np.zeros(block.elements, np.float32)))
@@ -108,7 +108,7 @@ class Member:
     def _applied(self, step: int) -> Iterator[bytes]:
         while (digest := self._digest_after(step)) is None:
             if any(isinstance(message, Commit) for message in self._heard):
-                return  # a step from the log: the state after a later one is asked for as well
+                return  # a step from the log: the digest of a later state is requested as well
             yield WAIT
         yield flat(encode(StepApplied(term=1, step=step, state_digest=digest)))
 

@@ -1,8 +1,8 @@
 """A transport whose other end is the test itself: no socket, and no wait.
 
-It does what asyncio's and uvloop's do as far as a channel can tell: once closed it reads no more,
-writes what it was given, and says later, in a turn of the loop of its own, that the connection is
-lost.
+It behaves like the transports of asyncio and uvloop as far as a channel can tell: once closed it
+stops reading, writes its buffered data, and reports the lost connection in a later turn of the
+loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from protocol.wire.transport import Channel
 
 
 class _Secured:
-    """What there is to know of TLS."""
+    """The TLS information of a connection."""
 
     def __init__(self, certificate: bytes) -> None:
         self._certificate = certificate
@@ -29,12 +29,12 @@ class MemoryTransport(asyncio.Transport):
     """One end of a connection.
 
     Attributes:
-        written: By the channel, and not yet taken.
+        written: Bytes that the channel wrote and the test has not taken.
         stirred: Set when something was written or the channel has closed.
 
     Args:
-        channel: Whose connection it is.
-        certificate: What the other end has shown in TLS, in DER; None on the coordinator's side.
+        channel: The channel of the connection.
+        certificate: Certificate of the other end, in DER; None on the coordinator's side.
     """
 
     def __init__(self, channel: Channel, certificate: bytes | None = None) -> None:
@@ -48,7 +48,7 @@ class MemoryTransport(asyncio.Transport):
         channel.connection_made(self)
 
     def feed(self, data: bytes) -> None:
-        """The peer sends bytes."""
+        """Deliver bytes from the peer."""
         view = memoryview(data)
         while view and not self._closing:
             buffer = self._channel.get_buffer(-1)
@@ -58,13 +58,13 @@ class MemoryTransport(asyncio.Transport):
             view = view[count:]
 
     def take(self) -> bytes:
-        """What was written since the last time."""
+        """Return the bytes written since the last call."""
         content = bytes(self.written)
         self.written.clear()
         return content
 
     def hang_up(self) -> None:
-        """The peer closes."""
+        """Close the peer's end."""
         if not self._closing:
             self._channel.eof_received()
             self.close()

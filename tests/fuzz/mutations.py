@@ -1,7 +1,7 @@
-"""Ways to break frames, each from a seeded generator; none of them looks at what it breaks.
+"""Ways to break frames, each from a seeded generator, without looking at the content.
 
-Two gates stop most broken bytes: the prefix and the checksum. So some ways break what is behind
-them and make the gates right again.
+Two gates stop most broken bytes: the prefix and the checksum. So some ways break the content and
+repair the gates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from protocol.base import limits
 from protocol.wire import frames
 
 Mutation = Callable[[random.Random, Sequence[bytes]], bytes]
-"""One broken frame, out of legal ones."""
+"""Makes one broken frame from legal ones."""
 
 _BYTES: Final = (0, 1, 0x7F, 0x80, 0xC6, 0xFF)
 _VALUES: Final[tuple[Any, ...]] = (
@@ -29,64 +29,64 @@ _VALUES: Final[tuple[Any, ...]] = (
 
 
 def changed_bytes(rng: random.Random, data: bytes) -> bytes:
-    """A few bytes changed, taken out, put in or doubled."""
+    """Change, remove, insert or duplicate a few bytes."""
     content = bytearray(data)
     for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(content) + 1)
+        offset = rng.randrange(len(content) + 1)
         match rng.randrange(5):
-            case 0 if at < len(content):
-                content[at] ^= 1 << rng.randrange(8)
-            case 1 if at < len(content):
-                content[at] = rng.choice(_BYTES)
+            case 0 if offset < len(content):
+                content[offset] ^= 1 << rng.randrange(8)
+            case 1 if offset < len(content):
+                content[offset] = rng.choice(_BYTES)
             case 2:
-                del content[at : at + rng.randint(1, 20)]
+                del content[offset : offset + rng.randint(1, 20)]
             case 3:
-                content[at:at] = rng.randbytes(rng.randint(1, 20))
+                content[offset:offset] = rng.randbytes(rng.randint(1, 20))
             case _:
-                content[at:at] = content[at : at + rng.randint(1, 40)]
+                content[offset:offset] = content[offset : offset + rng.randint(1, 40)]
     return bytes(content)
 
 
-def noise(rng: random.Random, legal: Sequence[bytes]) -> bytes:
-    """Any bytes, half of them behind the magic."""
-    del legal
+def noise(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
+    """Return random bytes, half of them after the magic."""
+    del legal_frames
     data = rng.randbytes(rng.randint(0, 400))
     return b"ss" + bytes([PROTOCOL_VERSION]) + data if rng.randrange(2) else data
 
 
-def changed(rng: random.Random, legal: Sequence[bytes]) -> bytes:
-    """Bytes of the frame as it is, so that the checksum is mostly wrong."""
-    return changed_bytes(rng, rng.choice(legal))
+def change_bytes(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
+    """Change bytes of the frame as a whole, so the checksum is mostly wrong."""
+    return changed_bytes(rng, rng.choice(legal_frames))
 
 
-def cut(rng: random.Random, legal: Sequence[bytes]) -> bytes:
-    """The start of one frame and the end of another."""
-    one, other = rng.choice(legal), rng.choice(legal)
+def splice(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
+    """Join the start of one frame to the end of another."""
+    one, other = rng.choice(legal_frames), rng.choice(legal_frames)
     return one[: rng.randrange(len(one))] + other[rng.randrange(len(other)) :]
 
 
-def lying(rng: random.Random, legal: Sequence[bytes]) -> bytes:
-    """Other lengths than the frame has."""
-    data = bytearray(rng.choice(legal))
+def wrong_lengths(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
+    """Declare other lengths than the frame has."""
+    data = bytearray(rng.choice(legal_frames))
     data[4:10] = rng.randbytes(2) + (rng.randbytes(4) if rng.randrange(2) else bytes(4))
     return bytes(data)
 
 
-def sealed(rng: random.Random, legal: Sequence[bytes]) -> bytes:
-    """Another header, body or tag, with the lengths and the checksum that they must have."""
-    tag, header, body = taken_apart(rng.choice(legal))
+def resealed(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
+    """Change header, body or tag, and repair lengths and checksum."""
+    tag, header, body = split_frame(rng.choice(legal_frames))
     if body and rng.randrange(4) == 0:
         body = changed_bytes(rng, body)[: limits.BODY_BYTES]
     else:
         header = changed_bytes(rng, header)[: limits.HEADER_BYTES]
     if rng.randrange(8) == 0:
         tag = rng.randrange(256)
-    return put_together(tag, header, body)
+    return join_frame(tag, header, body)
 
 
-def refilled(rng: random.Random, legal: Sequence[bytes]) -> bytes:
-    """A well-formed frame with other values in one or two of its fields."""
-    tag, header, body = taken_apart(rng.choice(legal))
+def changed_fields(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
+    """Make a well-formed frame with other values in one or two of its fields."""
+    tag, header, body = split_frame(rng.choice(legal_frames))
     fields = msgpack.unpackb(header, use_list=False)
     for _ in range(rng.randint(1, 2)):
         name = rng.choice([*fields, "more"])
@@ -96,19 +96,26 @@ def refilled(rng: random.Random, legal: Sequence[bytes]) -> bytes:
         else:
             fields[name] = rng.choice(_VALUES)
     header = msgpack.packb(fields)
-    return put_together(tag, header[: limits.HEADER_BYTES], body)
+    return join_frame(tag, header[: limits.HEADER_BYTES], body)
 
 
-MUTATIONS: Final[tuple[Mutation, ...]] = (noise, changed, cut, lying, sealed, refilled)
+MUTATIONS: Final[tuple[Mutation, ...]] = (
+    noise,
+    change_bytes,
+    splice,
+    wrong_lengths,
+    resealed,
+    changed_fields,
+)
 
 
-def taken_apart(data: bytes) -> tuple[int, bytes, bytes]:
-    """Tag, header and body of a legal frame."""
+def split_frame(data: bytes) -> tuple[int, bytes, bytes]:
+    """Split a legal frame into tag, header and body."""
     tag, header_bytes = data[3], int.from_bytes(data[4:6], "big")
-    at = frames.PREFIX_BYTES + header_bytes
-    return tag, data[frames.PREFIX_BYTES : at], data[at + frames.MARKER_BYTES :]
+    offset = frames.PREFIX_BYTES + header_bytes
+    return tag, data[frames.PREFIX_BYTES : offset], data[offset + frames.MARKER_BYTES :]
 
 
-def put_together(tag: int, header: bytes, body: bytes) -> bytes:
-    """A frame that passes the gates; without a body if that is empty."""
+def join_frame(tag: int, header: bytes, body: bytes) -> bytes:
+    """Make a frame that passes the gates; without a body if that is empty."""
     return frames.encode_head(tag, header, body or None) + body

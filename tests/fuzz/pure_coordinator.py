@@ -1,6 +1,7 @@
-"""A coordinator's logic with everything around it done at once, and in memory.
+"""A coordinator's logic in memory, with all of its surroundings immediate.
 
-Connection, run, chronicle and replica are the product's; disk, threads and sockets are not here.
+Connection, run, journal writer and replica are the product's; disk, threads and sockets are
+missing.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class PureCoordinator:
     """One run after the other, with one member after the other.
 
     Attributes:
-        run: The present one.
-        runs: How many there were.
-        ended: Outcomes and reasons of those that are over.
-        open: Whether the member's connection is.
+        run: The current run.
+        runs: Number of runs so far.
+        ended: Outcomes and reasons of ended runs.
+        open: Whether the member's connection is open.
     """
 
     def __init__(self, spec: RunSpec) -> None:
@@ -52,11 +53,11 @@ class PureCoordinator:
         self._following = False
 
     def digest_after(self, step: int) -> str | None:
-        """Of the replica after so many steps."""
+        """Return the digest of the replica after this many steps."""
         return self._digests.get(step)
 
     def connect(self) -> bytes:
-        """A member has joined; what it is told. There is always a run, and it is not halted."""
+        """Join a member; return what it receives. There is always a run, and it is not halted."""
         if self.run.phase is RunPhase.OVER:
             self._begin()
         self._connection: Connection = connection("coordinator", Phase.OPEN)
@@ -69,7 +70,7 @@ class PureCoordinator:
         return self._take()
 
     def feed(self, data: bytes) -> bytes:
-        """The member's bytes; what it is told."""
+        """Deliver the member's bytes; return what it receives."""
         try:
             for received in self._connection.receive_data(data):
                 if self.open:
@@ -79,7 +80,7 @@ class PureCoordinator:
         return self._take()
 
     def hang_up(self) -> None:
-        """The member closes."""
+        """Close the member's end."""
         if self.open:
             try:
                 self._connection.receive_eof()

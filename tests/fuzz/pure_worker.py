@@ -1,4 +1,4 @@
-"""A worker's logic with a device that answers at once: connection, session and replica, no more."""
+"""A worker's logic with a device that answers at once: connection, session and replica only."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class PureWorker:
     """One connection.
 
     Attributes:
-        open: Whether it is.
+        open: Whether it is open.
 
     Args:
-        built: What its engine makes of the run, which is always the same.
-        spec: The run's.
-        initial: Its first parameters.
+        built: The engine's result of building the run, which is always the same.
+        spec: The run's spec.
+        initial: Its initial parameters.
     """
 
     def __init__(self, built: events.Built, spec: RunSpec, initial: Sequence[Array]) -> None:
@@ -45,7 +45,7 @@ class PureWorker:
         self._session.welcome(welcome)
 
     def feed(self, data: bytes) -> bytes:
-        """The coordinator's bytes; what the worker says to them."""
+        """Deliver the coordinator's bytes; return the worker's answers."""
         try:
             for message, body in self._connection.receive_data(data):
                 if self.open:

@@ -1,6 +1,6 @@
-"""A coordinator that has proved itself breaks what it says: the connection may end, and no more.
+"""An authenticated coordinator sends broken frames: the connection may end, and nothing else.
 
-A worker trusts its coordinator with what it computes; its process is its own all the same.
+A worker trusts its coordinator with the computation, but its process must survive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEED = int(os.environ.get("SAMESTEP_FUZZ_SEED", "0"))
 MEMORY_GROWTH_BYTES = 32 * MIB
 ALWAYS = [frame(EXAMPLES[kind]) for kind in (Heartbeat, Goodbye, Halt)]
 LONGEST = 32
-"""More than a coordinator says to its one worker in this run."""
+"""More frames than a coordinator sends to its one worker in this run."""
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -40,17 +40,17 @@ def frames_of(data: bytes) -> Iterator[bytes]:
 
 
 def play(built: Built, seed: int) -> tuple[bool, list[tuple[str, str]]]:
-    """A whole run with one broken frame in it; whether the worker's connection outlived it."""
+    """Play a whole run with one broken frame; return whether the worker's connection survived."""
     rng = random.Random(seed)
-    turn = rng.randrange(LONGEST)
+    broken_index = rng.randrange(LONGEST)
     coordinator, worker = PureCoordinator(SPEC), PureWorker(built, SPEC, INITIAL)
     frames: list[bytes] = []
-    waiting = [*frames_of(coordinator.connect())]
-    while waiting and worker.open and coordinator.open:
-        frames.append(waiting.pop(0))
-        if len(frames) - 1 == turn:
+    pending = [*frames_of(coordinator.connect())]
+    while pending and worker.open and coordinator.open:
+        frames.append(pending.pop(0))
+        if len(frames) - 1 == broken_index:
             frames[-1] = rng.choice(MUTATIONS)(rng, [*frames[-3:], *ALWAYS])
-        waiting += frames_of(coordinator.feed(worker.feed(frames[-1])))
+        pending += frames_of(coordinator.feed(worker.feed(frames[-1])))
     return worker.open, coordinator.ended
 
 
@@ -62,19 +62,19 @@ def play(built: Built, seed: int) -> tuple[bool, list[tuple[str, str]]]:
         pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.release], id="20,000"),
     ],
 )
-def test_a_worker_s_logic_outlives_a_coordinator_that_breaks_what_it_says(runs):
+def test_worker_logic_survives_broken_coordinator_frames(runs):
     built = asyncio.run(build())
-    outlived = finished = 0
+    outlived = finished_runs = 0
     for seed in range(50):
         play(built, seed)
     with measured_growth() as growth:
         for seed in range(SEED, SEED + runs):
             try:
-                was_open, ended = play(built, seed)
+                was_open, is_finished = play(built, seed)
             except Exception as error:
                 raise AssertionError(f"seed {seed}") from error
             outlived += was_open
-            finished += [outcome for outcome, _ in ended] == ["finished"]
+            finished_runs += [outcome for outcome, _ in is_finished] == ["finished"]
     assert growth.peak_bytes <= MEMORY_GROWTH_BYTES
-    assert finished > runs // 50
+    assert finished_runs > runs // 50
     assert outlived < runs

@@ -1,7 +1,7 @@
-"""A member breaks what it says, at any stage of a run: its connection may end, and no more.
+"""A member sends broken frames at any stage of a run: its connection may end, and nothing else.
 
-First against the coordinator's logic alone, many times; then against a whole one, from the bytes
-to the disk. `SAMESTEP_FUZZ_SEED` gives other breaks.
+First against the coordinator's logic alone, many times; then against a whole coordinator, from
+bytes to disk. `SAMESTEP_FUZZ_SEED` selects other faults.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from protocol.wire.messages import Challenge, Drain, Goodbye, Heartbeat, Hello, 
 from tests.event_loop import on_uvloop_for
 from tests.fuzz.member import WAIT, Member
 from tests.fuzz.memory_transport import MemoryTransport
-from tests.fuzz.mutations import MUTATIONS, taken_apart
+from tests.fuzz.mutations import MUTATIONS, split_frame
 from tests.fuzz.pure_coordinator import PureCoordinator
 from tests.live_service import LiveService, Scripted, live_service, scripted_spec
 from tests.message_samples import EXAMPLES, flat, frame
@@ -39,69 +39,74 @@ from worker.shell.engine import Engine
 SEED = int(os.environ.get("SAMESTEP_FUZZ_SEED", "0"))
 MEMORY_GROWTH_BYTES = 32 * MIB
 LARGE_ELEMENTS = 1_000_000
-"""A manifest says how much memory a run takes; a broken one must not take this machine's."""
+"""A manifest states how much memory a run takes; a broken one must not take this machine's."""
 SPEC = scripted_spec(steps=2, evaluate_every=1)
 INITIAL = Scripted().task(SPEC).initial_parameters()
 ALWAYS = [frame(EXAMPLES[kind]) for kind in (Heartbeat, Drain, Goodbye)]
 LONGEST = 24
-"""More than an honest member says in this run."""
+"""More frames than an honest member sends in this run."""
 PATIENCE_S = 120.0
 
 pytestmark = pytest.mark.timeout(1800)
 
 
 async def build() -> Built:
-    """What a worker's engine makes of the run."""
+    """Return the engine's result of building the run."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[Event] = loop.create_future()
+    built_event: asyncio.Future[Event] = loop.create_future()
 
     def emit(event: Event) -> None:
-        loop.call_soon_threadsafe(done.set_result, event)
+        loop.call_soon_threadsafe(built_event.set_result, event)
 
     engine = Engine(Scripted(), emit)
     engine.do(act.Build("r", SPEC, keep_state=False))
-    task = await done
+    task = await built_event
     await loop.run_in_executor(None, engine.close)
     assert isinstance(task, Built)
     return task
 
 
 def takes_much_memory(data: bytes) -> bool:
-    """Whether it is a frame with a manifest of more than this machine is to spend on it."""
+    """Return whether the frame has a manifest that needs more memory than this machine may
+    spend."""
     if len(data) < 20 or data[3] != Ready.tag:
         return False
     try:
-        return Manifest.from_bytes(taken_apart(data)[2]).elements > LARGE_ELEMENTS
+        return Manifest.from_bytes(split_frame(data)[2]).elements > LARGE_ELEMENTS
     except MessageError:
         return False
 
 
-def broken(rng: random.Random, legal: list[bytes]) -> bytes:
-    while takes_much_memory(data := rng.choice(MUTATIONS)(rng, legal)):
+def broken_frame(rng: random.Random, legal_frames: list[bytes]) -> bytes:
+    while takes_much_memory(data := rng.choice(MUTATIONS)(rng, legal_frames)):
         pass
     return data
 
 
-def story(rng: random.Random) -> Callable[[int, list[bytes]], bytes]:
-    """The n-th word, broken if that is its turn; what was said before is legal too."""
-    turn = rng.randrange(LONGEST)
-    return lambda number, said: broken(rng, [*said[-3:], *ALWAYS]) if number == turn else said[-1]
+def breaker(rng: random.Random) -> Callable[[int, list[bytes]], bytes]:
+    """Return a function that breaks the frame of one turn; earlier frames are legal too."""
+    broken_index = rng.randrange(LONGEST)
+    return lambda number, sent_frames: (
+        broken_frame(rng, [*sent_frames[-3:], *ALWAYS])
+        if number == broken_index
+        else sent_frames[-1]
+    )
 
 
 # The logic alone.
 
 
 def play(coordinator: PureCoordinator, built: Built, seed: int) -> None:
-    """One connection: honest for a while, one broken frame, then honest again to the end."""
-    mutate = story(random.Random(seed))
+    """Play one connection: honest for a while, one broken frame, then honest again to the end."""
+    mutate = breaker(random.Random(seed))
     member = Member(built, INITIAL, coordinator.digest_after)
-    member.hear(coordinator.connect())
+    member.receive(coordinator.connect())
     frames: list[bytes] = []
-    for number, word in enumerate(member.words()):
-        if word == WAIT or not coordinator.open:
+    for number, outgoing in enumerate(member.frames()):
+        if outgoing == WAIT or not coordinator.open:
             break
-        frames.append(word)
-        member.hear(coordinator.feed(mutate(number, frames)))
+        frames.append(outgoing)
+        member.receive(coordinator.feed(mutate(number, frames)))
     coordinator.hang_up()
 
 
@@ -113,7 +118,7 @@ def play(coordinator: PureCoordinator, built: Built, seed: int) -> None:
         pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.release], id="20,000"),
     ],
 )
-def test_a_run_s_logic_outlives_members_that_break_what_they_say(connections):
+def test_run_logic_survives_broken_member_frames(connections):
     built = asyncio.run(build())
     coordinator = PureCoordinator(SPEC)
     for seed in range(100):
@@ -127,7 +132,7 @@ def test_a_run_s_logic_outlives_members_that_break_what_they_say(connections):
     assert growth.peak_bytes <= MEMORY_GROWTH_BYTES
     outcomes = [outcome for outcome, _ in coordinator.ended]
     assert outcomes.count("finished") > connections // 50
-    # Before the start a first worker that cannot build the task ends the run; nothing else does.
+    # Before the start, a first worker that cannot build the task ends the run; nothing else does.
     assert set(outcomes) <= {"finished", "failed"}
 
 
@@ -136,7 +141,7 @@ def test_a_run_s_logic_outlives_members_that_break_what_they_say(connections):
 
 @pytest.fixture
 def _quick_and_quiet(monkeypatch):
-    """Many connections come and go, and the disk is not what this is about."""
+    """Many connections come and go, and the disk does not matter here."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     yield
@@ -168,55 +173,60 @@ class Joined:
         length = welcome_bytes(content)
         side.receive_data(content[:length])
         assert side.phase is Phase.OPEN
-        self.member.hear(content[length:])
+        self.member.receive(content[length:])
 
     def _digest_after(self, step: int) -> str | None:
         current = self.live.service.current
-        applied = current.applied if current is not None else None
-        return applied.state_digest if applied is not None and applied.step == step else None
+        applied_state = current.applied if current is not None else None
+        return (
+            applied_state.state_digest
+            if applied_state is not None and applied_state.step == step
+            else None
+        )
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will be said."""
+        """Return whether the coordinator will send nothing more."""
         current = self.live.service.current
-        idle = current is None or current.run.phase in (RunPhase.HALTED, RunPhase.OVER)
-        return idle or self.transport.is_closing()
+        is_idle = current is None or current.run.phase in (RunPhase.HALTED, RunPhase.OVER)
+        return is_idle or self.transport.is_closing()
 
     async def listen(self) -> None:
-        """Take in what is said, or wait a little; what the run does unsaid is looked for so."""
+        """Process received frames, or wait briefly; progress of the run without messages is
+        polled."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.transport.stirred.wait(), 0.005)
         self.transport.stirred.clear()
-        self.member.hear(self.transport.take())
+        self.member.receive(self.transport.take())
 
 
 def welcome_bytes(data: bytes) -> int:
-    """How long the first frame is; it has no body."""
+    """Return the length of the first frame, which has no body."""
     return frames.PREFIX_BYTES + int.from_bytes(data[4:6], "big")
 
 
 async def play_live(live: LiveService, built: Built, seed: int) -> None:
-    """As `play`, with all that is around the logic."""
-    await go_on(live)
-    mutate = story(random.Random(seed))
-    joined = Joined(live, built)
+    """Like `play`, with everything around the logic."""
+    await ensure_run(live)
+    mutate = breaker(random.Random(seed))
+    live_member = Joined(live, built)
     frames: list[bytes] = []
     async with asyncio.timeout(PATIENCE_S):
-        for word in joined.member.words():
-            if word == WAIT:
-                if joined.over:
+        for outgoing in live_member.member.frames():
+            if outgoing == WAIT:
+                if live_member.over:
                     break
-                await joined.listen()
+                await live_member.listen()
                 continue
-            frames.append(word)
-            joined.transport.feed(mutate(len(frames) - 1, frames))
-    joined.transport.hang_up()
+            frames.append(outgoing)
+            live_member.transport.feed(mutate(len(frames) - 1, frames))
+    live_member.transport.hang_up()
     await asyncio.sleep(0)
     assert not live.every("internal_error")
 
 
-async def go_on(live: LiveService) -> None:
-    """There is always a run, and it is not halted."""
+async def ensure_run(live: LiveService) -> None:
+    """Make sure that there is a run, and that it is not halted."""
     service = live.service
     current = service.current
     if current is not None and current.run.phase is RunPhase.OVER:
@@ -237,7 +247,7 @@ async def go_on(live: LiveService) -> None:
     ],
 )
 @on_uvloop_for(1_800.0)
-async def test_a_service_outlives_members_that_break_what_they_say(tmp_path, connections):
+async def test_service_survives_broken_member_frames(tmp_path, connections):
     async with live_service(tmp_path, 1) as live:
         built = await build()
         with measured_growth() as growth:

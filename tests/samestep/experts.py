@@ -1,4 +1,4 @@
-"""A mixture of experts whose samples choose one, beside a layer that nothing reaches."""
+"""A mixture of experts, one per sample, beside a layer that no sample reaches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 import samestep
 
 SHARES = torch.tensor([0.8, 0.14, 0.04, 0.02])
-"""Of the samples that each expert has."""
+"""Fractions of samples per expert."""
 
 
 class Experts(nn.Module):

@@ -1,7 +1,7 @@
 """A plain training loop in torch for a `samestep.Task`, on samestep's order of samples.
 
-What it computes is what a run computes, up to rounding: a mean over microbatches, each of which
-starts from the step's buffers, with generators seeded for each microbatch.
+Up to rounding, it computes what a run computes: a mean over microbatches, each starting from the
+step's buffers, with generators seeded for each microbatch.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
-def trained_by_torch(build: Any, arguments: Mapping[str, Any]) -> tuple[nn.Module, list[float]]:
+def train_with_torch(build: Any, arguments: Mapping[str, Any]) -> tuple[nn.Module, list[float]]:
     """Train with torch's own optimizer and scheduler.
 
     Args:
         build: Returns the task.
-        arguments: Those of `fit`, with functions that make optimizer and scheduler.
+        arguments: Arguments of `fit`, with functions that make optimizer and scheduler.
 
     Returns:
         The trained module, and the loss of each step.
@@ -48,7 +48,9 @@ def trained_by_torch(build: Any, arguments: Mapping[str, Any]) -> tuple[nn.Modul
     optimizer = _optimizer(arguments["optimizer"], module)
     scheduler = arguments["scheduler"](optimizer) if arguments.get("scheduler") else None
     extra = arguments.get("settings", {}).get("optimizer", {})
-    every = order.steps_per_epoch if arguments.get("scheduler_interval") == "epoch" else 1
+    steps_per_update = (
+        order.steps_per_epoch if arguments.get("scheduler_interval") == "epoch" else 1
+    )
     losses = []
     for step in range(steps):
         module.zero_grad()
@@ -58,20 +60,20 @@ def trained_by_torch(build: Any, arguments: Mapping[str, Any]) -> tuple[nn.Modul
         if "clip_value" in extra:
             nn.utils.clip_grad_value_(module.parameters(), extra["clip_value"])
         optimizer.step()
-        if scheduler is not None and (step + 1) % every == 0:
+        if scheduler is not None and (step + 1) % steps_per_update == 0:
             scheduler.step()
     return module.eval(), losses
 
 
-def _optimizer(make: Any, module: nn.Module) -> torch.optim.Optimizer:
-    kind = getattr(make, "func", make)
+def _optimizer(make_optimizer: Any, module: nn.Module) -> torch.optim.Optimizer:
+    kind = getattr(make_optimizer, "func", make_optimizer)
     optimizer: torch.optim.Optimizer
-    optimizer = make(module.parameters() if isinstance(kind, type) else module)
+    optimizer = make_optimizer(module.parameters() if isinstance(kind, type) else module)
     return optimizer
 
 
 def _accumulated(task: samestep.Task, order: SampleOrder, step: int, seed: int) -> float:
-    """Add up the gradients of a step's microbatches, and average the buffers they leave."""
+    """Add up the gradients of a step's microbatches, and average the buffers that they leave."""
     module, parts = task.module, order.microbatches(step)
     batches = []
     for leaf, part in enumerate(parts):
@@ -83,7 +85,7 @@ def _accumulated(task: samestep.Task, order: SampleOrder, step: int, seed: int) 
     ]
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     state = {n: v.clone() for n, v in module.state_dict().items() if n not in trained}
-    means = {n: torch.zeros(v.shape, dtype=torch.float64) for n, v in state.items()}
+    buffer_means = {n: torch.zeros(v.shape, dtype=torch.float64) for n, v in state.items()}
     total = 0.0
     for leaf, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
         module.load_state_dict(state, strict=False)
@@ -93,10 +95,10 @@ def _accumulated(task: samestep.Task, order: SampleOrder, step: int, seed: int) 
         share = weight / sum(weights) if task.unit == "microbatch" else 1 / sum(weights)
         (value * share).backward()
         total += float(value.detach()) * share
-        for name in means:
-            means[name] += module.state_dict()[name].double() * weight / sum(weights)
+        for name in buffer_means:
+            buffer_means[name] += module.state_dict()[name].double() * weight / sum(weights)
     with torch.no_grad():
-        for name, mean in means.items():
+        for name, mean in buffer_means.items():
             target = module.state_dict()[name]
             target.copy_(mean if target.is_floating_point() else mean.round())
     return total

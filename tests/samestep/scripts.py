@@ -1,4 +1,4 @@
-"""Scripts that call `fit`, started as people start them, and the workers that join them."""
+"""Scripts that call `fit`, started as users start them, and the workers that join them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def task(module=None):
 
 
 class RunningScript:
-    """A script that was started, and has told where workers join it."""
+    """A started script that has printed where workers join it."""
 
     def __init__(self, script: Path, environment: Mapping[str, str] | None = None) -> None:
         self.script = script
@@ -52,31 +52,31 @@ class RunningScript:
             self.lines.append("")
             self._told.notify_all()
 
-    def wait_for(self, words: str) -> str:
-        """The first line with these words."""
+    def wait_for(self, text: str) -> str:
+        """Wait for the first line with this text."""
 
         def found() -> str | None:
-            return next((line for line in self.lines if words in line), None)
+            return next((line for line in self.lines if text in line), None)
 
         with self._told:
             self._told.wait_for(lambda: found() or (self.lines and not self.lines[-1]), 300)
         line = found()
-        assert line is not None, (self.lines, said(self.process))
+        assert line is not None, (self.lines, standard_error_of(self.process))
         return line
 
     def worker(self, name: str, *arguments: str) -> Process:
-        """A worker of its own."""
+        """Start a separate worker."""
         return start(
             "worker", "--coordinator", self.address, "--name", name, *arguments,
             cwd=self.script.parent,
         )  # fmt: skip
 
     def joined(self, name: str) -> Process:
-        """One that was started with the script."""
+        """Start a worker with the script."""
         return self.worker(name, str(self.script))
 
     def held(self, name: str, step: int) -> tuple[Hold, Process]:
-        """Likewise, and it waits in this step."""
+        """Start a worker with the script that waits in this step."""
         hold = Hold()
         process = start(
             "tests.paused_worker", str(step), str(hold.port), "--coordinator", self.address,
@@ -86,11 +86,11 @@ class RunningScript:
         return hold, process
 
     def ended(self) -> str:
-        """All that it has said, once it has ended well."""
+        """Return the whole output after a successful end."""
         code = self.process.wait(300)
         self._reader.join()
         output = "".join(self.lines)
-        assert code == 0, output + said(self.process)
+        assert code == 0, output + standard_error_of(self.process)
         close(self.process)
         return output
 
@@ -102,7 +102,7 @@ def close(*processes: Process) -> None:
             stream.close()
 
 
-def said(process: Process) -> str:
-    """On its standard error, to the end."""
+def standard_error_of(process: Process) -> str:
+    """Return its standard error, to the end."""
     assert process.stderr is not None
     return process.stderr.read()

@@ -1,4 +1,4 @@
-"""A run spec as `fit` makes it."""
+"""A run spec as `fit` creates it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of `fit` that cannot be used: one line each, before anything is built or started."""
+"""Invalid arguments of `fit`: one line each, before anything is built or started."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def task(**other):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("arguments", "message"),
     [
         ({"steps": 0}, "steps: expected a number of at least 1, got 0"),
         ({"steps": "four"}, f"steps: {WHOLE} 'four'"),
@@ -104,10 +104,10 @@ def task(**other):
         ({"settings": {"init_from": "x"}}, "keys that apply to a script, got 'init_from'"),
     ],
 )  # fmt: skip
-def test_is_refused_in_one_line_that_names_it(given, told, tmp_path):
-    with pytest.raises(SamestepError, match=told) as raised:
-        samestep.fit(never, **{"steps": 1, **given})
-    assert "\n" not in str(raised.value)
+def test_invalid_argument_is_refused_in_one_line(arguments, message, tmp_path):
+    with pytest.raises(SamestepError, match=message) as error:
+        samestep.fit(never, **{"steps": 1, **arguments})
+    assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -115,13 +115,13 @@ def test_is_refused_in_one_line_that_names_it(given, told, tmp_path):
     ("name", "value"), [("SAMESTEP_EXPECT_WORKERS", "abc"), ("SAMESTEP_EXPECT_WORKERS", "0"),
                         ("SAMESTEP_BACKEND", "tpu")],
 )  # fmt: skip
-def test_what_the_environment_says_is_named_by_its_variable(name, value, monkeypatch):
+def test_invalid_environment_names_its_variable(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
     with pytest.raises(SamestepError, match=f"{name}: expected .*, got '{value}'"):
         samestep.fit(never, steps=1)
 
 
-def test_numbers_of_numpy_and_one_device_of_several_are_taken():
+def test_numpy_numbers_and_one_device_of_several_are_accepted():
     none = ("options", "microbatch", "workers", "directory", "control", "name", "settings", "steps")
     usual = {"optimizer": "sgd", "evaluate_every": 0, "precision": "float32", "resume": False}
     arguments = Arguments.of(
@@ -166,7 +166,7 @@ def no_number(*_):
 
 
 @pytest.mark.parametrize(
-    ("metric", "told"),
+    ("metric", "message"),
     [
         (fails, r"the metric 'near' raised IndexError: .* in test_arguments.py, line \d+$"),
         (no_number, r"the metric 'near' in test_arguments.py, line \d+ to return .* got 'many'"),
@@ -175,34 +175,34 @@ def no_number(*_):
         (lambda _, batch: batch[0], "the metric 'near' in .* got tensor"),
     ],
 )
-def test_a_metric_is_tried_on_the_first_batch(metric, told):
-    with pytest.raises(SamestepError, match=told):
+def test_metric_is_tried_on_the_first_batch(metric, message):
+    with pytest.raises(SamestepError, match=message):
         ScriptTask(task(held_out=DATA, metrics={"near": metric}), SPEC, {})
 
 
-def test_more_metrics_than_an_evaluation_has_sums_are_refused():
-    many = {f"figure {n}": lambda *_: 1.0 for n in range(32)}
+def test_metrics_beyond_the_limit_of_sums_are_refused():
+    metrics = {f"figure {n}": lambda *_: 1.0 for n in range(32)}
     with pytest.raises(SamestepError, match="expected at most 31 metrics, got 32"):
-        ScriptTask(task(held_out=DATA, metrics=many), SPEC, {})
-    del many["figure 31"]
-    ScriptTask(task(held_out=DATA, metrics=many), SPEC, {})
+        ScriptTask(task(held_out=DATA, metrics=metrics), SPEC, {})
+    del metrics["figure 31"]
+    ScriptTask(task(held_out=DATA, metrics=metrics), SPEC, {})
 
 
 def test_a_metric_without_data_and_one_that_fails_later_are_named():
     with pytest.raises(SamestepError, match="expected held_out for the metric 'near', got none"):
         ScriptTask(task(metrics={"near": no_number}), SPEC, {})
     calls = itertools.count()
-    later = ScriptTask(
+    late_failing = ScriptTask(
         task(held_out=DATA, metrics={"near": lambda *_: [1.0][next(calls)]}), SPEC, {}
     )
-    arrays = {n: torch.tensor(a) for n, a in later.evaluation_batch(1).arrays.items()}
+    arrays = {n: torch.tensor(a) for n, a in late_failing.evaluation_batch(1).arrays.items()}
     raised = pytest.raises(SamestepError, match="the metric 'near' raised IndexError")
     with torch.no_grad(), raised:
-        later._evaluate(later.user.module, arrays)
+        late_failing._evaluate(late_failing.user.module, arrays)
 
 
 @pytest.mark.parametrize("pair", [(1, 0), (0, 0)])
-def test_a_pair_over_zero_is_no_figure(pair):
+def test_ratio_over_zero_is_no_metric(pair):
     fitted = ScriptTask(task(held_out=DATA, metrics={"near": lambda *_: pair}), SPEC, {})
     arrays = {n: torch.tensor(a) for n, a in fitted.evaluation_batch(0).arrays.items()}
     with torch.no_grad():
@@ -212,14 +212,14 @@ def test_a_pair_over_zero_is_no_figure(pair):
     assert math.isfinite(figures["loss"])
 
 
-def test_a_worker_refuses_a_precision_that_a_coordinator_says():
+def test_worker_refuses_an_invalid_precision_of_a_coordinator():
     spec = SPEC.model_copy(update={"options": {"precision": "float64"}})
     with pytest.raises(SamestepError, match="precision: expected float32, bfloat16 or float16"):
         ScriptTask(task(), spec, {})
 
 
 class Ended:
-    """A coordinator that has said something and ended, or hangs, and a worker that did without."""
+    """A coordinator that ended with a message or hangs, beside a worker that ended silently."""
 
     over = ""
 
@@ -237,9 +237,9 @@ class Ended:
         self.happened.put(CoordinatorEnded(-9, "it was ended by SIGKILL"))
 
     def until_over(self, directory, *, alone=True):
-        both: Any = self
+        owner: Any = self
         _until_over(
-            both, both, self.happened, directory, print,
+            owner, owner, self.happened, directory, print,
             alone=alone, resumed=False, deadline=TaskDeadline(0, None),
         )  # fmt: skip
 
@@ -249,14 +249,14 @@ FAILED = CoordinatorEnded(1, "worker 'a': no rule for 'sort'")
 READY = Line("worker b ready on cpu")
 
 
-def test_what_is_raised_is_not_said_as_well(tmp_path, capsys):
+def test_raised_error_is_not_printed_too(tmp_path, capsys):
     for lines in ([UNFIT], []):
         with pytest.raises(SamestepError, match=r"^worker 'a': no rule for 'sort'$"):
             Ended(lines, FAILED).until_over(tmp_path)
         assert capsys.readouterr() == ("", "")
 
 
-def test_a_worker_that_is_not_fit_is_told_where_the_run_continues_or_others_wait(tmp_path, capsys):
+def test_refused_worker_learns_where_the_run_continues(tmp_path, capsys):
     Ended([UNFIT, READY], CoordinatorEnded(0)).until_over(tmp_path)
     assert capsys.readouterr() == (f"{UNFIT.text}\n{READY.text}\n", "")
     Ended([UNFIT], CoordinatorEnded(0)).until_over(tmp_path)
@@ -266,19 +266,17 @@ def test_a_worker_that_is_not_fit_is_told_where_the_run_continues_or_others_wait
     assert capsys.readouterr() == (f"{UNFIT.text}\n", "")
 
 
-def test_the_way_on_is_that_of_the_script(tmp_path, capsys):
-    way = f"fit(..., directory={str(tmp_path)!r}, resume=True)"
-    with pytest.raises(SamestepError) as raised:
+def test_resume_advice_is_for_the_script(tmp_path, capsys):
+    advice = f"fit(..., directory={str(tmp_path)!r}, resume=True)"
+    with pytest.raises(SamestepError) as error:
         Ended([], CoordinatorEnded(1, "lost", is_resumable=True)).until_over(tmp_path)
-    assert str(raised.value) == f"lost; resume it: {way}"
+    assert str(error.value) == f"lost; resume it: {advice}"
     Ended([], CoordinatorEnded(0, is_resumable=True)).until_over(tmp_path)
-    assert capsys.readouterr().out == f"resume it: {way}\n"
+    assert capsys.readouterr().out == f"resume it: {advice}\n"
 
 
-def test_a_coordinator_that_does_not_answer_is_waited_for_no_longer_than_stated(
-    tmp_path, monkeypatch
-):
-    """It is asked to end twice, then made to, whoever else takes part."""
+def test_unresponsive_coordinator_is_waited_for_within_the_limit(tmp_path, monkeypatch):
+    """It is asked to end twice and then killed, whether or not others take part."""
     monkeypatch.setattr(fitting, "_END_TIMEOUT_S", 0.05)
     for alone in (True, False):
         hangs = Ended([WorkerEnded(Unreachable("no coordinator answers"))])
@@ -291,7 +289,7 @@ def test_a_coordinator_that_does_not_answer_is_waited_for_no_longer_than_stated(
 
 @pytest.mark.parametrize("where", ["build", "start"])
 @pytest.mark.parametrize("begun_as", ["a script", "a notebook"])
-def test_an_interrupt_before_the_start_is_one_line_and_leaves_nothing(
+def test_early_interrupt_is_one_line_and_leaves_nothing(
     where, begun_as, interrupt, monkeypatch, capsys
 ):
     def build():
@@ -304,12 +302,12 @@ def test_an_interrupt_before_the_start_is_one_line_and_leaves_nothing(
         main.__file__ = __file__
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(CoordinatorSubprocess, "listening", interrupt)
-    with pytest.raises(BaseException) as ended:  # noqa: PT011 -- which it is comes below
+    with pytest.raises(BaseException) as error:  # noqa: PT011 -- which it is comes below
         samestep.fit(build, steps=1, batch=4, device="cpu")
     if begun_as == "a script":
-        assert isinstance(ended.value, SystemExit)
-        assert ended.value.code == 130
-    else:  # its other cells are to go on
-        assert ended.type is KeyboardInterrupt
+        assert isinstance(error.value, SystemExit)
+        assert error.value.code == 130
+    else:  # a notebook's other cells must continue
+        assert error.type is KeyboardInterrupt
     assert capsys.readouterr().err == "samestep: interrupted; this fit has ended\n"
     assert not list(Path("runs").glob("*"))

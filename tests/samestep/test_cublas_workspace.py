@@ -1,4 +1,4 @@
-"""The variable that fixes cuBLAS's bits is set before CUDA can read it, or its lateness is said."""
+"""The variable that fixes cuBLAS's bits is set before CUDA can read it, or a warning is given."""
 
 import os
 import warnings
@@ -11,12 +11,12 @@ from samestep.cublas_workspace import reserve_workspace
 
 NAME = "CUBLAS_WORKSPACE_CONFIG"
 USED, UNUSED = (
-    SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda used=used: used))
-    for used in (True, False)
+    SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda is_used=is_used: is_used))
+    for is_used in (True, False)
 )
 
 
-def test_importing_samestep_sets_it():
+def test_import_sets_the_variable():
     assert samestep.__version__
     assert os.environ[NAME]
 
@@ -24,7 +24,7 @@ def test_importing_samestep_sets_it():
 @pytest.mark.parametrize(
     ("modules", "before"), [({}, {}), ({"torch": UNUSED}, {}), ({"torch": USED}, {NAME: ":16:8"})]
 )
-def test_it_is_set_without_a_word(modules, before):
+def test_variable_is_set_silently(modules, before):
     environment = dict(before)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -32,7 +32,7 @@ def test_it_is_set_without_a_word(modules, before):
     assert environment == {NAME: ":4096:8"} | before
 
 
-def test_a_card_that_was_used_before_is_warned_about():
+def test_warning_if_a_card_was_used_before():
     environment: dict[str, str] = {}
     with pytest.warns(UserWarning, match=f"import samestep first, or set {NAME}=:4096:8"):
         reserve_workspace({"torch": USED}, environment)

@@ -70,19 +70,19 @@ def of_numpy_globally():
     return float(np.random.rand())  # noqa: NPY002 -- what data sets use
 
 
-def task(data, **more):
-    return samestep.Task(module=nn.Linear(1, 1), train=data, loss=squares, **more)
+def task(data, **overrides):
+    return samestep.Task(module=nn.Linear(1, 1), train=data, loss=squares, **overrides)
 
 
 KINDS = [of_torch, of_numpy, of_older_numpy, of_a_bit_generator, of_python, of_the_global_ones]
 
 
-@pytest.mark.parametrize("made", KINDS)
-def test_a_batch_depends_on_samples_and_seed_alone(made):
+@pytest.mark.parametrize("make_data", KINDS)
+def test_batch_depends_only_on_samples_and_seed(make_data):
     def digest(of, samples, seed):
         return digest_arrays(dict(of.drawn_batch(samples, seed).arrays))
 
-    one, other = (ScriptTask(task(made()), SPEC, {}) for _ in range(2))
+    one, other = (ScriptTask(task(make_data()), SPEC, {}) for _ in range(2))
     for number in range(5):
         other.drawn_batch([number, 3], 99 + number)
     assert digest(one, [2, 3], 7) == digest(other, [2, 3], 7)
@@ -127,14 +127,14 @@ class Cached(Noisy):
 
 
 @pytest.mark.parametrize(("first", "samples"), [(0, "0, 1"), (5, "5")])
-def test_draws_that_are_kept_from_the_first_read_are_refused(first, samples):
+def test_cached_draws_are_refused(first, samples):
     with pytest.raises(
         DataError, match=f"keeps its draws from the first read of samples {samples}"
     ):
         ScriptTask(task(Cached(first)), SPEC, {})
 
 
-def test_draws_that_nobody_can_repeat_are_refused():
+def test_unrepeatable_draws_are_refused():
     data = Noisy(lambda number: float(number > 4 and np.random.default_rng().random()))
     with pytest.raises(DataError, match="the same batch from samples 5 at each read"):
         ScriptTask(task(data), SPEC, {})

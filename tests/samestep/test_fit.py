@@ -1,4 +1,4 @@
-"""`samestep.fit` in this process: what comes back, interrupts, resuming, serving coordinators."""
+"""`samestep.fit` in this process: results, interrupts, resuming, serving coordinators."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def squares(module, batch):
     return ((module(batch[0]) - batch[1]) ** 2).sum()
 
 
-def line(**more):
+def line(**overrides):
     return samestep.Task(**{
-        "module": nn.Linear(1, 1), "train": TensorDataset(X, 2 * X), "loss": squares, **more,
+        "module": nn.Linear(1, 1), "train": TensorDataset(X, 2 * X), "loss": squares, **overrides,
     })  # fmt: skip
 
 
-def test_gives_the_trained_module_and_what_became_of_the_run(capsys):
+def test_returns_the_trained_module_and_the_outcome(capsys):
     deterministic = torch.get_deterministic_debug_mode()
     task = line(
         held_out=TensorDataset(X[:10], 2 * X[:10]),
@@ -71,8 +71,8 @@ def test_gives_the_trained_module_and_what_became_of_the_run(capsys):
     assert torch.get_deterministic_debug_mode() == deterministic
 
 
-def test_the_usual_port_that_another_takes_meanwhile_is_abandoned_for_a_free_one(monkeypatch):
-    """Nobody has asked for it: two scripts that start together both find it free."""
+def test_default_port_taken_meanwhile_is_replaced_by_a_free_one(monkeypatch):
+    """Nobody chose it: two scripts that start together both find it free."""
     monkeypatch.delenv("SAMESTEP_BIND")
     with socket.create_server(("127.0.0.1", 0)) as other:
         usual = other.getsockname()
@@ -86,36 +86,36 @@ def test_the_usual_port_that_another_takes_meanwhile_is_abandoned_for_a_free_one
     assert not fitting._BOUND_TO[0].endswith(f":{usual[1]}")
 
 
-def test_a_module_given_back_has_its_frozen_weights_and_can_be_trained_again():
+def test_returned_module_has_its_frozen_weights_and_can_be_trained_again():
     frozen = nn.Linear(1, 4).requires_grad_(False)
     module = nn.Sequential(frozen, nn.Linear(4, 1))
     before = frozen.weight.clone()
     for name in ("first", "second"):
-        few = {**FEW, "device": "vulkan"}
-        samestep.fit(lambda: line(module=module), steps=2, directory=name, **few)
+        options = {**FEW, "device": "vulkan"}
+        samestep.fit(lambda: line(module=module), steps=2, directory=name, **options)
         assert torch.equal(frozen.weight, before)
         assert module(X).isfinite().all()
 
 
-def test_a_run_that_has_finished_is_given_again(capsys):
+def test_finished_run_is_returned_again(capsys):
     first = samestep.fit(line, steps=3, directory="done", **FEW)
     lines = capsys.readouterr().out.splitlines()
-    ended = next(n for n, line in enumerate(lines) if line.startswith("finished: 3 of 3"))
-    assert not [line for line in lines[:ended] if " left: " in line], "nobody is missed"
-    again = samestep.fit(line, steps=3, directory="done", resume=True, **FEW)
-    assert (again.digest, again.steps, again.outcome) == (first.digest, 3, "finished")
-    assert again.history == first.history
-    assert again.module is not first.module
-    assert values_of(again.module) == values_of(first.module)
+    end_index = next(n for n, line in enumerate(lines) if line.startswith("finished: 3 of 3"))
+    assert not [line for line in lines[:end_index] if " left: " in line], "nobody is missed"
+    repeat = samestep.fit(line, steps=3, directory="done", resume=True, **FEW)
+    assert (repeat.digest, repeat.steps, repeat.outcome) == (first.digest, 3, "finished")
+    assert repeat.history == first.history
+    assert repeat.module is not first.module
+    assert values_of(repeat.module) == values_of(first.module)
     assert capsys.readouterr().out == "the run in 'done' has finished; nothing left to do\n"
 
 
-def test_a_finished_run_goes_on_for_more_steps_as_one_that_was_begun_with_them(capsys):
-    whole = samestep.fit(line, steps=6, **FEW)
+def test_finished_run_continues_for_more_steps_like_a_longer_run(capsys):
+    uninterrupted = samestep.fit(line, steps=6, **FEW)
     samestep.fit(line, steps=3, directory="more", **FEW)
     capsys.readouterr()
     rest = samestep.fit(line, steps=6, directory="more", resume=True, **FEW)
-    assert (rest.outcome, rest.steps, rest.digest) == ("finished", 6, whole.digest)
+    assert (rest.outcome, rest.steps, rest.digest) == ("finished", 6, uninterrupted.digest)
     assert len(rest.history) == 6
     output = capsys.readouterr().out
     assert "the run in 'more' continues with steps: 3 -> 6\n" in output
@@ -124,7 +124,7 @@ def test_a_finished_run_goes_on_for_more_steps_as_one_that_was_begun_with_them(c
         samestep.fit(line, steps=5, directory="more", resume=True, **FEW)
 
 
-def test_a_longer_schedule_is_not_silently_another_run(capsys):
+def test_longer_schedule_is_not_silently_another_run(capsys):
     falling = {**FEW, "optimizer": {"name": "sgd", "lr": 0.1, "schedule": "linear"}}
     samestep.fit(line, steps=2, directory="falling", **falling)
     rest = samestep.fit(line, steps=4, directory="falling", resume=True, **falling)
@@ -134,11 +134,11 @@ def test_a_longer_schedule_is_not_silently_another_run(capsys):
 
 
 def test_a_schedule_whose_rates_weigh_the_average_cannot_change():
-    free = {**FEW, "optimizer": {"name": "schedule-free", "lr": 0.1}}
-    samestep.fit(line, steps=1, directory="free", **free)
-    free["optimizer"] = {"name": "schedule-free", "lr": 0.2}
+    schedule_free = {**FEW, "optimizer": {"name": "schedule-free", "lr": 0.1}}
+    samestep.fit(line, steps=1, directory="free", **schedule_free)
+    schedule_free["optimizer"] = {"name": "schedule-free", "lr": 0.2}
     with pytest.raises(Mismatch, match=r"another optimizer.lr .*, steps \(1, now 2\)"):
-        samestep.fit(line, steps=2, directory="free", resume=True, **free)
+        samestep.fit(line, steps=2, directory="free", resume=True, **schedule_free)
 
 
 def values_of(module):
@@ -162,7 +162,7 @@ def test_resuming_with_other_arguments_names_each_that_differs(of_an_older_defau
     assert "--" not in message
 
 
-def test_a_run_is_not_recommended_to_whoever_has_other_data(of_an_older_default, capsys):
+def test_resume_is_not_recommended_for_other_data(of_an_older_default, capsys):
     other = partial(line, train=TensorDataset(X, 3 * X))
     capsys.readouterr()
     with pytest.raises(
@@ -178,7 +178,7 @@ def test_a_run_is_not_recommended_to_whoever_has_other_data(of_an_older_default,
 
 @pytest.fixture
 def of_an_older_default():
-    """The directory of a run that was begun with another log, and halted."""
+    """Make the directory of a run that began with another log mode, and halted."""
 
     def once_not_finite(module, batch):
         return squares(module, batch) * (float("nan") if is_call(module, 20) else 1.0)
@@ -189,51 +189,51 @@ def of_an_older_default():
     return "older"
 
 
-def test_a_run_continues_with_the_log_that_it_was_begun_with(of_an_older_default):
-    whole = samestep.fit(line, steps=20, **FEW)
+def test_run_continues_with_its_original_log_mode(of_an_older_default):
+    uninterrupted = samestep.fit(line, steps=20, **FEW)
     rest = samestep.fit(line, steps=20, directory=of_an_older_default, resume=True, **FEW)
-    assert (rest.outcome, rest.digest) == ("finished", whole.digest)
+    assert (rest.outcome, rest.digest) == ("finished", uninterrupted.digest)
 
 
 @pytest.mark.parametrize(
-    ("directory", "told"),
+    ("directory", "message"),
     [
         ("x" * 300, "expected a name that a file can have, .* too long$"),
         ("file", "choose one that this user can write to: directory=DIR$"),
     ],
 )
-def test_a_directory_that_cannot_be_one_is_refused_in_a_scripts_words(directory, told):
+def test_invalid_directory_is_refused_in_terms_of_the_script(directory, message):
     Path("file").touch()
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         samestep.fit(line, steps=3, directory=directory, **FEW)
     with pytest.raises(UsageError, match="found no such directory"):
         samestep.fit(line, steps=3, directory=directory, resume=True, **FEW)
 
 
-def test_no_coordinator_where_one_is_to_serve_is_reported_in_a_scripts_words():
+def test_missing_coordinator_is_reported_in_terms_of_the_script():
     with pytest.raises(Unreachable, match=r'name its address with control="HOST:PORT"$'):
         samestep.fit(line, steps=3, control="127.0.0.1:1", **FEW)
 
 
 def calls_before():
-    """Counted in a file, since a loss that keeps a counter is refused."""
+    """Count calls in a file, because a loss that keeps a counter is refused."""
     with Path("calls").open("ab") as file:
         file.write(b".")
         return file.tell() - 1
 
 
 def is_call(module, number):
-    """In float32 the loss is computed twice when it is built, eleven times on the device, for
-    each microbatch, and once after each of two steps; what else tries it is in float64."""
+    """In float32 the loss is computed twice when it is built, eleven times on the device, once per
+    microbatch, and once after each of two steps; other trials are in float64."""
     return module.weight.dtype == torch.float32 and calls_before() == number
 
 
 SENT = threading.Event()
-"""The interrupt of the test below."""
+"""The call at which the test below interrupts."""
 
 
 def test_an_interrupt_drains_and_the_run_continues_with_the_same_bits(interrupt, monkeypatch):
-    """It comes while a line is shown: in the midst of what the caller of `fit` does."""
+    """The interrupt arrives while a line is shown, in the middle of the caller of `fit`."""
 
     def show_slowly(line):
         if "training starts" in line.text:
@@ -248,39 +248,38 @@ def test_an_interrupt_drains_and_the_run_continues_with_the_same_bits(interrupt,
 
     SENT.clear()
 
-    whole = samestep.fit(line, steps=40, **FEW)
+    uninterrupted = samestep.fit(line, steps=40, **FEW)
     with monkeypatch.context() as patch:
         patch.setattr(fitting, "show", show_slowly)
         drained = samestep.fit(lambda: line(loss=loss), steps=40, directory="part", **FEW)
     assert drained.outcome == "drained"
     assert 0 < drained.steps < 40
     rest = samestep.fit(line, steps=40, directory="part", resume=True, **FEW)
-    assert (rest.outcome, rest.steps, rest.digest) == ("finished", 40, whole.digest)
+    assert (rest.outcome, rest.steps, rest.digest) == ("finished", 40, uninterrupted.digest)
     assert len(rest.history) == 40
 
 
-def test_an_interrupt_before_the_first_step_ends_the_script_and_leaves_nothing(
-    interrupt, capsys, monkeypatch
-):
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # a script
+def test_interrupt_before_the_first_step_leaves_nothing(interrupt, capsys, monkeypatch):
+    # as in a script
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
 
     def loss(module, batch):
-        if is_call(module, 3):  # the worker's: its device looks at what the model gives
+        if is_call(module, 3):  # the worker's call: its device checks the model's output
             interrupt()
         return squares(module, batch)
 
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         samestep.fit(lambda: line(loss=loss), steps=20, **FEW)
-    assert ended.value.code == ExitCode.INTERRUPTED
+    assert error.value.code == ExitCode.INTERRUPTED
     assert "this fit has ended" in capsys.readouterr().err
     assert not [*Path("runs").iterdir()]
 
 
-def test_a_halt_ends_the_call_and_the_run_continues_once_that_is_repaired():
+def test_halt_ends_the_call_and_the_run_continues_after_a_repair():
     def once_not_finite(module, batch):
         return squares(module, batch) * (float("nan") if is_call(module, 20) else 1.0)
 
-    whole = samestep.fit(line, steps=20, **FEW)
+    uninterrupted = samestep.fit(line, steps=20, **FEW)
     with pytest.raises(SamestepError, match=r"halted: .*non-finite.*resume=True") as error_info:
         samestep.fit(lambda: line(loss=once_not_finite), steps=20, name="nan", **FEW)
     assert "directory='runs/nan-1'" in str(error_info.value)
@@ -288,11 +287,11 @@ def test_a_halt_ends_the_call_and_the_run_continues_once_that_is_repaired():
         error_info.value
     )
     rest = samestep.fit(line, steps=20, directory="runs/nan-1", resume=True, name="nan", **FEW)
-    assert (rest.outcome, rest.digest) == ("finished", whole.digest)
+    assert (rest.outcome, rest.digest) == ("finished", uninterrupted.digest)
 
 
-def test_data_that_is_another_after_some_steps_is_refused():
-    """By a counter where nothing looks for one: in a file."""
+def test_data_that_changes_after_some_steps_is_refused():
+    """By a counter in a file, where no check looks."""
 
     def collate(items):
         x, y = (torch.stack(each) for each in zip(*items, strict=True))
@@ -302,21 +301,21 @@ def test_data_that_is_another_after_some_steps_is_refused():
         samestep.fit(lambda: line(collate=collate), steps=90, **FEW)
 
 
-def test_float16_scales_its_losses_and_takes_a_step_that_overflows_again(capsys):
-    """An error of some 1000 times the first scale, 65536, is none in float16."""
-    far = TensorDataset(X, 1000 * X)
-    wide, half = (
-        samestep.fit(lambda: line(train=far), steps=6, precision=precision, **FEW)
+def test_float16_scales_its_losses_and_repeats_an_overflowing_step(capsys):
+    """With float16, an error of about 1000 times the first scale, 65536, overflows."""
+    far_targets = TensorDataset(X, 1000 * X)
+    float32_result, half = (
+        samestep.fit(lambda: line(train=far_targets), steps=6, precision=precision, **FEW)
         for precision in ("float32", "float16")
     )
     output = capsys.readouterr().out
     assert "step 0: overflow in float16; repeated with loss scale 32768" in output
-    for mine, exact in zip(half.history, wide.history, strict=True):
-        assert mine["loss"] == pytest.approx(exact["loss"], rel=1e-2)
-    assert half.digest != wide.digest
+    for loss, exact in zip(half.history, float32_result.history, strict=True):
+        assert loss["loss"] == pytest.approx(exact["loss"], rel=1e-2)
+    assert half.digest != float32_result.digest
 
 
-def test_two_calls_at_once_never_have_the_same_directory(tmp_path):
+def test_concurrent_calls_have_different_directories(tmp_path):
     with ThreadPoolExecutor(8) as threads:
         directories = list(
             threads.map(lambda _: new_directory(tmp_path / "runs", "line"), range(40))
@@ -337,14 +336,14 @@ def test_random_collators_draw_by_the_microbatchs_seed():
     def loss(module, batch):
         return ((module(batch["x"]) - batch["y"]) ** 2).sum()
 
-    once, again, other = (
+    first, repeat, other = (
         samestep.fit(lambda c=c: line(collate=c, loss=loss), steps=4, **FEW).digest
         for c in (noisy, noisy, by_seed)
     )
-    assert once == again == other
+    assert first == repeat == other
 
 
-def test_in_a_notebook_where_there_is_no_file_and_a_loop_runs(monkeypatch, capsys):
+def test_notebook_without_a_file_and_with_a_running_loop(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
     monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter does
 
@@ -359,7 +358,7 @@ def test_in_a_notebook_where_there_is_no_file_and_a_loop_runs(monkeypatch, capsy
     assert "worker --coordinator" not in output
 
 
-def test_gives_the_run_to_a_coordinator_that_serves(tmp_path):
+def test_submits_the_run_to_a_serving_coordinator(tmp_path):
     with Cluster(tmp_path / "served", "--expect-workers", "1") as cluster:
         result = samestep.fit(line, steps=3, control=cluster.address["control"], **FEW)
         cluster.ask("POST", "/drain", {})

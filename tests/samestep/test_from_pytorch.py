@@ -1,4 +1,4 @@
-"""The two scripts that docs/from-pytorch.md opens with train alike."""
+"""The two scripts at the start of docs/from-pytorch.md train equally."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "from-pytorch.md"
 
 
 class InOurOrder:
-    """Stands for a `DataLoader`, with samestep's order of samples."""
+    """Replaces a `DataLoader`, with samestep's order of samples."""
 
     def __init__(self, data: Any, *, batch_size: int, shuffle: bool) -> None:
         assert shuffle
@@ -35,7 +35,7 @@ class InOurOrder:
             yield self._data[rows]
 
 
-def test_the_loop_and_its_translation_train_alike(tmp_path, monkeypatch):
+def test_loop_and_its_translation_train_equally(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(128, 3, generator=generator)

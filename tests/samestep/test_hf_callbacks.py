@@ -1,4 +1,4 @@
-"""Callbacks of a Trainer, its metrics while it trains, early stopping, the best model, resuming."""
+"""Callbacks of a Trainer: its metrics during training, early stopping, the best model, resuming."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ def accuracy(prediction):
     return {"accuracy": float((classes == prediction.label_ids).mean())}
 
 
-def trainer(kind, directory, *callbacks, **more):
+def trainer(kind, directory, *callbacks, **overrides):
     torch.manual_seed(0)
-    metrics = more.pop("compute_metrics", None)
-    own = more.pop("own", {})
+    metrics = overrides.pop("compute_metrics", None)
+    own_arguments = overrides.pop("own", {})
     return kind(
         model=Classifier(),
-        args=TrainingArguments(output_dir=str(directory), **{**SET, **more}),
+        args=TrainingArguments(output_dir=str(directory), **{**SET, **overrides}),
         train_dataset=DATA, eval_dataset=DATA[:10], callbacks=list(callbacks),
-        compute_metrics=metrics, **own,
+        compute_metrics=metrics, **own_arguments,
     )  # fmt: skip
 
 
@@ -106,17 +106,21 @@ def spy():
     return kind(), calls
 
 
-def test_callbacks_see_what_the_stock_trainer_shows_them(tmp_path):
+def test_callbacks_get_the_same_calls_as_from_the_stock_trainer(tmp_path):
     call_lists = []
-    how = {"eval_strategy": "epoch", "compute_metrics": accuracy, "num_train_epochs": 1}
+    training_options = {
+        "eval_strategy": "epoch",
+        "compute_metrics": accuracy,
+        "num_train_epochs": 1,
+    }
     for number, kind in enumerate((InOurOrder, samestep.hf.Trainer)):
         callback, calls = spy()
-        hf_trainer = trainer(kind, tmp_path / str(number), callback, **how)
+        hf_trainer = trainer(kind, tmp_path / str(number), callback, **training_options)
         hf_trainer.train()
         call_lists.append(calls)
     assert [call[:3] for call in call_lists[1]] == [call[:3] for call in call_lists[0]]
-    for (*_, ours), (*_, expected) in zip(call_lists[1], call_lists[0], strict=True):
-        assert ours == pytest.approx(expected, rel=1e-4)
+    for (*_, actual), (*_, expected) in zip(call_lists[1], call_lists[0], strict=True):
+        assert actual == pytest.approx(expected, rel=1e-4)
     assert any("eval_accuracy" in call[3] for call in call_lists[1])
 
 
@@ -165,23 +169,23 @@ def test_an_error_in_a_callback_is_raised_and_the_run_can_be_resumed(tmp_path, c
             if state.global_step == 2:
                 raise ZeroDivisionError("mine")
 
-    how: dict[str, Any] = {"num_train_epochs": 8}
+    training_options: dict[str, Any] = {"num_train_epochs": 8}
     with pytest.raises(ZeroDivisionError, match="mine"):
-        trainer(samestep.hf.Trainer, tmp_path, Fails(), **how).train()
+        trainer(samestep.hf.Trainer, tmp_path, Fails(), **training_options).train()
     assert "resume it: " in capsys.readouterr().out
-    resumed = trainer(samestep.hf.Trainer, tmp_path, **how)
+    resumed = trainer(samestep.hf.Trainer, tmp_path, **training_options)
     resumed.train(resume_from_checkpoint=True)
     assert [row["step"] for row in resumed.state.log_history if "loss" in row] == [*range(1, 25)]
-    whole = trainer(samestep.hf.Trainer, tmp_path / "whole", **how)
-    whole.train()
-    assert resumed.fitted.digest == whole.fitted.digest
-    again = trainer(samestep.hf.Trainer, tmp_path, **how)
-    again.train(resume_from_checkpoint=str(tmp_path / "run-1"))
-    assert again.fitted.digest == whole.fitted.digest
+    uninterrupted = trainer(samestep.hf.Trainer, tmp_path / "whole", **training_options)
+    uninterrupted.train()
+    assert resumed.fitted.digest == uninterrupted.fitted.digest
+    repeat = trainer(samestep.hf.Trainer, tmp_path, **training_options)
+    repeat.train(resume_from_checkpoint=str(tmp_path / "run-1"))
+    assert repeat.fitted.digest == uninterrupted.fitted.digest
 
 
 def test_a_resumed_run_may_have_more_steps(tmp_path):
-    def trained(name, steps, resume=None):
+    def train(name, steps, resume=None):
         hf_trainer = trainer(
             samestep.hf.Trainer, tmp_path / name, max_steps=steps, lr_scheduler_type="constant"
         )
@@ -189,8 +193,8 @@ def test_a_resumed_run_may_have_more_steps(tmp_path):
         assert hf_trainer.state.global_step == hf_trainer.state.max_steps == steps
         return hf_trainer.fitted.digest
 
-    trained("more", 2)
-    assert trained("more", 5, resume=True) == trained("whole", 5)
+    train("more", 2)
+    assert train("more", 5, resume=True) == train("whole", 5)
 
 
 def test_without_a_run_there_is_nothing_to_resume(tmp_path):
@@ -205,10 +209,8 @@ def test_without_a_run_there_is_nothing_to_resume(tmp_path):
 @pytest.mark.parametrize(
     ("patience", "threshold"), [(2, 0.0), pytest.param(3, 0.06, marks=pytest.mark.slow)]
 )
-def test_early_stopping_and_the_best_model_are_those_of_the_stock_trainer(
-    tmp_path, patience, threshold
-):
-    """With the threshold, small improvements are the best so far and do not count."""
+def test_early_stopping_and_best_model_equal_the_stock_trainer(tmp_path, patience, threshold):
+    """With the threshold, small improvements are the best so far but do not count."""
     outcomes: list[Any] = []
     for number, kind in enumerate((InOurOrder, samestep.hf.Trainer)):
         hf_trainer = trainer(
@@ -224,14 +226,14 @@ def test_early_stopping_and_the_best_model_are_those_of_the_stock_trainer(
         outcomes.append((state.best_global_step, state.global_step, figures["eval_accuracy"]))
         outcomes[-1] += (state.best_metric, hf_trainer.model.weight.detach().clone())
     assert outcomes[0][1] < 18
-    for expected, ours in zip(outcomes[0][:4], outcomes[1][:4], strict=True):
-        assert ours == pytest.approx(expected, rel=1e-4)
+    for expected, actual in zip(outcomes[0][:4], outcomes[1][:4], strict=True):
+        assert actual == pytest.approx(expected, rel=1e-4)
     torch.testing.assert_close(outcomes[1][4], outcomes[0][4], rtol=1e-4, atol=1e-5)
 
 
-def test_who_joined_and_has_no_best_weights_hears_where_they_are(caplog):
-    joined: Any = SimpleNamespace(directory=None)
-    _load_best(trainer=None, result=joined)
+def test_joined_script_learns_where_the_best_weights_are(caplog):
+    joined_result: Any = SimpleNamespace(directory=None)
+    _load_best(trainer=None, result=joined_result)
     assert "keeps its last weights; the best ones are in the run's directory" in caplog.text
 
 
@@ -244,7 +246,7 @@ def test_a_metric_that_is_not_computed_is_named(tmp_path):
         hf_trainer.train()
 
 
-def test_a_model_is_made_again_for_each_training(tmp_path):
+def test_model_is_rebuilt_for_each_training(tmp_path):
     hf_trainer: Any = samestep.hf.Trainer(
         model_init=Classifier, args=TrainingArguments(output_dir=str(tmp_path), **SET),
         train_dataset=DATA,

@@ -1,4 +1,4 @@
-"""Which loss a Trainer's model has, and how it becomes a sum over samples."""
+"""Which loss a Trainer's model has, and its conversion to a sum over samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLASSES = (torch.arange(24) >= 19).long()
 
 
 class Tagger(nn.Module):
-    """Labels three places of each sample; its base is frozen and stays in evaluation mode."""
+    """Labels three positions of each sample; its base is frozen and stays in evaluation mode."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Classifier(nn.Linear):
 
 
 class Ignores(Classifier):
-    """Takes what transformers says of the batch, and makes nothing of it, as BERT's heads do."""
+    """Accepts transformers' item count, and ignores it, as BERT's heads do."""
 
     def forward(self, x, labels=None, **_):  # type: ignore[override]
         return {"loss": functional.cross_entropy(super().forward(x)["logits"], labels)}
@@ -58,7 +58,7 @@ class WeightedSum(samestep.hf.Trainer):
         return summed / num_items_in_batch
 
 
-def trainer(kind, model, labels, directory, *, batch=8, microbatches=1, **more):
+def trainer(kind, model, labels, directory, *, batch=8, microbatches=1, **overrides):
     torch.manual_seed(0)
     arguments = TrainingArguments(
         output_dir=str(directory), per_device_train_batch_size=batch, max_steps=1, use_cpu=True,
@@ -66,16 +66,16 @@ def trainer(kind, model, labels, directory, *, batch=8, microbatches=1, **more):
         gradient_accumulation_steps=microbatches,
     )  # fmt: skip
     data = [{"x": x, "labels": y} for x, y in zip(X, labels, strict=True)]
-    own = {"samestep": more} if issubclass(kind, samestep.hf.Trainer) else {}
-    return kind(model=model, args=arguments, train_dataset=data, **own)
+    own_arguments = {"samestep": overrides} if issubclass(kind, samestep.hf.Trainer) else {}
+    return kind(model=model, args=arguments, train_dataset=data, **own_arguments)
 
 
 def test_a_mean_that_class_weights_divide_is_refused_with_its_remedy(tmp_path):
     hf_trainer = trainer(Weighted, Classifier(), CLASSES, tmp_path, microbatch=4)
     message = r"compute_loss: .*a mean weighted by class.*divided by num_items_in_batch adds up"
-    with pytest.raises(SamestepError, match=message) as raised:
+    with pytest.raises(SamestepError, match=message) as error:
         hf_trainer.train()
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_weighted_sum_over_the_items_is_trained(tmp_path):
@@ -92,7 +92,7 @@ def test_first_samples_whose_labels_are_all_ignored_and_noise_are_trained(tmp_pa
     assert not torch.equal(before, model.head.weight)
 
 
-def test_looking_at_a_loss_leaves_all_of_the_model_in_training_mode(tmp_path, monkeypatch):
+def test_trying_a_loss_leaves_the_model_in_training_mode(tmp_path, monkeypatch):
     """As the class's own loop does before each step."""
     model = Tagger()
     hf_trainer = trainer(samestep.hf.Trainer, model, CLASSES[:, None].expand(-1, 3), tmp_path)
@@ -107,15 +107,13 @@ def test_looking_at_a_loss_leaves_all_of_the_model_in_training_mode(tmp_path, mo
     assert all(each.training for each in model.modules())
 
 
-def test_a_model_that_ignores_the_count_of_items_is_told_where_stock_adds_its_means(
-    tmp_path, caplog
-):
-    logged = []
+def test_ignored_item_count_is_reported_where_stock_adds_means(tmp_path, caplog):
+    log_lines = []
     for number, kind in enumerate((samestep.hf.Trainer, Trainer)):
         torch.manual_seed(1)
         sizes = {"batch": 12, "microbatches": 2}
         hf_trainer = trainer(kind, Ignores(), CLASSES, tmp_path / str(number), **sizes)
         hf_trainer.train()
-        logged.append([row["loss"] for row in hf_trainer.state.log_history if "loss" in row])
-    assert logged[1] == pytest.approx([2 * loss for loss in logged[0]], rel=1e-3)
+        log_lines.append([row["loss"] for row in hf_trainer.state.log_history if "loss" in row])
+    assert log_lines[1] == pytest.approx([2 * loss for loss in log_lines[0]], rel=1e-3)
     assert "takes and ignores: transformers' loop adds up its 2 means" in caplog.text

@@ -1,4 +1,4 @@
-"""A trainer's own optimizers, NEFTune and data_seed: the stock trainer's numbers."""
+"""A trainer's own optimizers, NEFTune and data_seed: the numbers of the stock trainer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.samestep.test_hf_trainer import (
     batch_of,
     collate,
     losses,
-    made,
-    trained,
+    make_trainer,
+    train,
 )
 
 
@@ -30,11 +30,11 @@ def _anywhere(monkeypatch):
     monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
 
 
-def assert_same(ours, stock) -> None:
-    assert losses(ours) == pytest.approx(losses(stock), rel=1e-5)
-    mine = dict(ours.model.named_parameters())
+def assert_same(trainer, stock) -> None:
+    assert losses(trainer) == pytest.approx(losses(stock), rel=1e-5)
+    parameters = dict(trainer.model.named_parameters())
     for name, tensor in stock.model.named_parameters():
-        torch.testing.assert_close(mine[name], tensor, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(parameters[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 def layer_wise(trainer):
@@ -62,7 +62,7 @@ class StockLayerWise(LayerWise, InOurOrder):
 
 
 def with_optimizers(kind, directory):
-    trainer = made(kind, directory, num_train_epochs=1)
+    trainer = make_trainer(kind, directory, num_train_epochs=1)
     optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.7**step)
     trainer.optimizer, trainer.lr_scheduler = optimizer, scheduler
@@ -70,25 +70,25 @@ def with_optimizers(kind, directory):
     return trainer
 
 
-def test_optimizers_of_ones_own_give_the_numbers_of_the_stock_trainer(tmp_path):
+def test_custom_optimizers_equal_the_stock_trainer(tmp_path):
     assert_same(
         with_optimizers(samestep.hf.Trainer, tmp_path / "ours"),
         with_optimizers(InOurOrder, tmp_path / "stock"),
     )
-    how = {"num_train_epochs": 1}
-    ours = trained(OursLayerWise, tmp_path / "ours", **how)
-    assert_same(ours, trained(StockLayerWise, tmp_path / "stock", **how))
-    assert ours.optimizer is None  # a second train() creates its own
+    training_options = {"num_train_epochs": 1}
+    trainer = train(OursLayerWise, tmp_path / "ours", **training_options)
+    assert_same(trainer, train(StockLayerWise, tmp_path / "stock", **training_options))
+    assert trainer.optimizer is None  # a second train() creates its own
 
 
-def test_what_the_arguments_name_without_a_name_here_is_created_and_translated(tmp_path):
-    for how in (
+def test_named_optimizers_are_created_and_translated(tmp_path):
+    for training_options in (
         {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=True"},
         {"optim": "rmsprop", "weight_decay": 0.1},
     ):
-        arguments = {"num_train_epochs": 1, **how}
-        ours = trained(samestep.hf.Trainer, tmp_path / "ours", **arguments)
-        assert_same(ours, trained(InOurOrder, tmp_path / "stock", **arguments))
+        arguments = {"num_train_epochs": 1, **training_options}
+        trainer = train(samestep.hf.Trainer, tmp_path / "ours", **arguments)
+        assert_same(trainer, train(InOurOrder, tmp_path / "stock", **arguments))
 
 
 class SeededNoise(InOurOrder):
@@ -96,19 +96,19 @@ class SeededNoise(InOurOrder):
 
     microbatches = 0
 
-    def training_step(self, *args, **named):
+    def training_step(self, *args, **options):
         torch.manual_seed(microbatch_seed(5, *divmod(self.microbatches, 2)))
         self.microbatches += 1
-        return super().training_step(*args, **named)
+        return super().training_step(*args, **options)
 
 
 def test_neftune_draws_the_noise_that_the_stock_hook_draws(tmp_path):
-    how = {"neftune_noise_alpha": 5.0, "num_train_epochs": 1}
-    ours = trained(samestep.hf.Trainer, tmp_path / "ours", **how)
-    stock = made(SeededNoise, tmp_path / "stock", **how)
+    training_options = {"neftune_noise_alpha": 5.0, "num_train_epochs": 1}
+    trainer = train(samestep.hf.Trainer, tmp_path / "ours", **training_options)
+    stock = make_trainer(SeededNoise, tmp_path / "stock", **training_options)
     stock.train()
-    assert_same(ours, stock)
-    embeddings = ours.model.get_input_embeddings()
+    assert_same(trainer, stock)
+    embeddings = trainer.model.get_input_embeddings()
     assert not embeddings._forward_hooks
     assert not hasattr(embeddings, "neftune_noise_alpha")
 
@@ -118,12 +118,12 @@ def test_data_seed_orders_samples_and_nothing_else(tmp_path):
         def _get_train_sampler(self, *_):
             return _Epochs(SampleOrder(9, len(TEXTS), batch_of(self.args)))
 
-    how = {"data_seed": 9, "num_train_epochs": 1}
-    ours = trained(samestep.hf.Trainer, tmp_path / "ours", **how)
-    assert_same(ours, trained(InOrderOf9, tmp_path / "stock", **how))
+    training_options = {"data_seed": 9, "num_train_epochs": 1}
+    trainer = train(samestep.hf.Trainer, tmp_path / "ours", **training_options)
+    assert_same(trainer, train(InOrderOf9, tmp_path / "stock", **training_options))
 
 
-def test_several_held_out_sets_have_the_log_of_the_stock_trainer(tmp_path):
+def test_several_evaluation_sets_have_the_log_of_the_stock_trainer(tmp_path):
     logs = []
     for kind in (samestep.hf.Trainer, InOurOrder):
         torch.manual_seed(0)
@@ -166,7 +166,7 @@ def test_a_layer_across_the_batch_trains_with_the_microbatch_as_the_unit(tmp_pat
 
     x = torch.linspace(-1, 1, 48).reshape(16, 3).sin()
     data = [{"x": row, "labels": int(row.sum() > 0)} for row in x]
-    how: dict[str, Any] = {
+    training_options: dict[str, Any] = {
         **SET, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 4,
     }  # fmt: skip
     outcomes = []
@@ -176,7 +176,7 @@ def test_a_layer_across_the_batch_trains_with_the_microbatch_as_the_unit(tmp_pat
     ]  # fmt: skip
     for kind, more in kinds:
         torch.manual_seed(0)
-        arguments = TrainingArguments(output_dir=str(tmp_path / kind.__name__), **how)
+        arguments = TrainingArguments(output_dir=str(tmp_path / kind.__name__), **training_options)
         trainer = kind(model=Normed(), args=arguments, train_dataset=data, **more)
         trainer.train()
         outcomes.append((losses(trainer), trainer.model.norm.running_var.clone()))

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer by the same mixin.
+"""TRL's SFTTrainer with the same mixin.
 
 Needs TRL: `pip install 'samestep[trl]'`, and `pytest -m slow` of this file.
 """
@@ -25,14 +25,14 @@ def tokenizer():
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<pad>": 0, "<unk>": 1} | {str(n): n for n in range(2, 32)}
-    inner = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    vocabulary = {"<pad>": 0, "<unk>": 1} | {str(n): n for n in range(2, 32)}
+    inner = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     return PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", unk_token="<unk>", eos_token="<pad>"
     )
 
 
-def trained(kind, directory):
+def train(kind, directory):
     import trl
     from datasets import Dataset
     from transformers import LlamaForCausalLM
@@ -49,7 +49,7 @@ def trained(kind, directory):
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_the_stock_trainer_on_the_same_order(tmp_path):
+def test_losses_equal_the_stock_trainer_on_the_same_order(tmp_path):
     trl = pytest.importorskip("trl", reason="pip install 'samestep[trl]'")
     from samestep.hf.sft import SFTTrainer
 
@@ -57,6 +57,6 @@ def test_losses_are_those_of_the_stock_trainer_on_the_same_order(tmp_path):
         def _get_train_sampler(self, *_):
             return _Epochs(SampleOrder(5, len(TEXTS), BatchSpec(samples=4, microbatch=2)))
 
-    stock = trained(InOurOrder, tmp_path / "stock")
-    ours = trained(SFTTrainer, tmp_path / "ours")
-    assert losses(ours) == pytest.approx(losses(stock), rel=1e-5)
+    stock = train(InOurOrder, tmp_path / "stock")
+    samestep_losses = train(SFTTrainer, tmp_path / "ours")
+    assert losses(samestep_losses) == pytest.approx(losses(stock), rel=1e-5)

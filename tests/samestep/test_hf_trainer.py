@@ -1,4 +1,4 @@
-"""A script for transformers' Trainer with the class swapped: the same losses, nothing ignored."""
+"""A script for transformers' Trainer with another class: the same losses, nothing ignored."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def collate(items):
 
 
 class InOurOrder(transformers.Trainer):
-    """The stock Trainer, on the order of samples that samestep has."""
+    """The stock Trainer with samestep's order of samples."""
 
     def _get_train_sampler(self, *_):
         return _Epochs(SampleOrder(5, len(TEXTS), batch_of(self.args)))
@@ -77,18 +77,18 @@ class _Epochs(torch.utils.data.Sampler[int]):
                 yield from samples
 
 
-def made(kind, directory, data=ITEMS, **more):
+def make_trainer(kind, directory, data=ITEMS, **overrides):
     torch.manual_seed(0)
     return kind(
         model=LlamaForCausalLM(CONFIG),
-        args=TrainingArguments(output_dir=str(directory), **{**SET, **more}),
+        args=TrainingArguments(output_dir=str(directory), **{**SET, **overrides}),
         train_dataset=data,
         data_collator=collate,
     )
 
 
-def trained(kind, directory, **more):
-    trainer = made(kind, directory, **more)
+def train(kind, directory, **overrides):
+    trainer = make_trainer(kind, directory, **overrides)
     trainer.train()
     return trainer
 
@@ -105,7 +105,7 @@ def losses(trainer) -> list[float]:
 
 
 def log_of(trainer) -> list[dict[str, float]]:
-    """Without what the clock and the device decide."""
+    """Return the log without values that depend on clock and device."""
     return [
         {n: v for n, v in row.items() if not re.search("runtime|per_second|total_flos", n)}
         for row in trainer.state.log_history
@@ -113,10 +113,10 @@ def log_of(trainer) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory):
+def samestep_trainer(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
-        return trained(samestep.hf.Trainer, tmp_path_factory.mktemp("ours"))
+        return train(samestep.hf.Trainer, tmp_path_factory.mktemp("ours"))
 
 
 @pytest.fixture(autouse=True)
@@ -124,19 +124,19 @@ def _anywhere(monkeypatch):
     monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
 
 
-def test_losses_are_those_of_the_stock_trainer_on_the_same_order(tmp_path, ours):
-    stock = trained(InOurOrder, tmp_path)
-    assert len(losses(ours)) == 8
-    assert losses(ours) == pytest.approx(losses(stock), rel=1e-5)
+def test_losses_equal_the_stock_trainer_on_the_same_order(tmp_path, samestep_trainer):
+    stock = train(InOurOrder, tmp_path)
+    assert len(losses(samestep_trainer)) == 8
+    assert losses(samestep_trainer) == pytest.approx(losses(stock), rel=1e-5)
     for name, tensor in stock.model.named_parameters():
         torch.testing.assert_close(
-            dict(ours.model.named_parameters())[name], tensor, rtol=1e-4, atol=1e-5
+            dict(samestep_trainer.model.named_parameters())[name], tensor, rtol=1e-4, atol=1e-5
         )
-    assert ours.fitted.directory.parent == Path(ours.args.output_dir)
+    assert samestep_trainer.fitted.directory.parent == Path(samestep_trainer.args.output_dir)
 
 
 @pytest.mark.parametrize(
-    "how",
+    "schedule_options",
     [
         {},
         {"logging_steps": 3, "logging_first_step": True},
@@ -150,19 +150,21 @@ def test_losses_are_those_of_the_stock_trainer_on_the_same_order(tmp_path, ours)
         {"logging_strategy": "no"},
     ],
 )
-def test_the_log_is_that_of_the_stock_trainer(tmp_path, ours, how):
-    stock = trained(InOurOrder, tmp_path / "stock", **how)
-    if "per_device_train_batch_size" in how:
-        ours = trained(samestep.hf.Trainer, tmp_path / "ours", **how)
+def test_log_equals_the_stock_trainer(tmp_path, samestep_trainer, schedule_options):
+    stock = train(InOurOrder, tmp_path / "stock", **schedule_options)
+    if "per_device_train_batch_size" in schedule_options:
+        samestep_trainer = train(samestep.hf.Trainer, tmp_path / "ours", **schedule_options)
     else:
-        ours = copy(ours)
-        ours.args = TrainingArguments(output_dir=str(tmp_path), **{**SET, **how})
-        loop = CallbackLoop(ours, len(TEXTS))
+        samestep_trainer = copy(samestep_trainer)
+        samestep_trainer.args = TrainingArguments(
+            output_dir=str(tmp_path), **{**SET, **schedule_options}
+        )
+        loop = CallbackLoop(samestep_trainer, len(TEXTS))
         with loop.watching():
-            for row in ours.fitted.history:
+            for row in samestep_trainer.fitted.history:
                 loop.take(row)
-            loop.end(ours.fitted)
-    stock_log, our_log = log_of(stock), log_of(ours)
+            loop.end(samestep_trainer.fitted)
+    stock_log, our_log = log_of(stock), log_of(samestep_trainer)
     assert [list(row) for row in our_log] == [list(row) for row in stock_log]
     for row, expected in zip(our_log, stock_log, strict=True):
         assert row == pytest.approx(expected, rel=1e-4)
@@ -179,9 +181,13 @@ def test_the_log_is_that_of_the_stock_trainer(tmp_path, ours, how):
     ],
 )
 def test_other_schedules_give_the_losses_of_the_stock_trainer(tmp_path, schedule, options):
-    how = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": options, "num_train_epochs": 1}
-    stock = trained(InOurOrder, tmp_path / "stock", **how)
-    our_trainer = trained(samestep.hf.Trainer, tmp_path / "ours", **how)
+    schedule_options = {
+        "lr_scheduler_type": schedule,
+        "lr_scheduler_kwargs": options,
+        "num_train_epochs": 1,
+    }
+    stock = train(InOurOrder, tmp_path / "stock", **schedule_options)
+    our_trainer = train(samestep.hf.Trainer, tmp_path / "ours", **schedule_options)
     assert losses(our_trainer) == pytest.approx(losses(stock), rel=1e-5)
     rates = [[row["learning_rate"] for row in t.state.log_history if "loss" in row]
              for t in (stock, our_trainer)]  # fmt: skip
@@ -191,8 +197,8 @@ def test_other_schedules_give_the_losses_of_the_stock_trainer(tmp_path, schedule
 def test_a_trainer_gives_its_run_to_a_coordinator_that_serves(tmp_path, monkeypatch):
     with Cluster(tmp_path / "served", "--expect-workers", "1") as cluster:
         monkeypatch.setenv("SAMESTEP_CONTROL", cluster.address["control"])
-        submitted = trained(samestep.hf.Trainer, tmp_path / "out", num_train_epochs=1)
-    assert len(losses(submitted)) == 4
+        submitted_result = train(samestep.hf.Trainer, tmp_path / "out", num_train_epochs=1)
+    assert len(losses(submitted_result)) == 4
     assert not (tmp_path / "out" / "run-1").exists()
 
 
@@ -205,7 +211,7 @@ def test_every_argument_is_in_one_list():
 @pytest.mark.parametrize(
     "name", [each.name for each in dataclasses.fields(TrainingArguments) if each.name in REFUSED]
 )
-def test_what_is_refused_is_refused_where_it_is_set(tmp_path, name):
+def test_refused_arguments_are_refused_at_their_assignment(tmp_path, name):
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none")
     setattr(arguments, name, "set")
     with pytest.raises(SamestepError, match=rf"TrainingArguments\.{name}='set' cannot be hono"):
@@ -213,7 +219,7 @@ def test_what_is_refused_is_refused_where_it_is_set(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "message"),
     [
         ({"torch_compile": True}, "torch_compile=True cannot be honored: leave it out"),
         ({"optim": "lomo"}, "optim='lomo'.* creating them raised"),
@@ -221,12 +227,12 @@ def test_what_is_refused_is_refused_where_it_is_set(tmp_path, name):
         ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs=0 cannot be honored"),
     ],
 )
-def test_what_cannot_be_honored_is_named(tmp_path, arguments, named):
-    with pytest.raises(SamestepError, match=named):
-        trained(samestep.hf.Trainer, tmp_path, **arguments)
+def test_unsupported_arguments_are_named(tmp_path, arguments, message):
+    with pytest.raises(SamestepError, match=message):
+        train(samestep.hf.Trainer, tmp_path, **arguments)
 
 
-def test_an_argument_that_a_newer_release_has_is_refused_where_it_is_set(tmp_path):
+def test_argument_of_a_newer_release_is_refused_at_its_assignment(tmp_path):
     @dataclasses.dataclass
     class Newer(TrainingArguments):
         gradient_noise: float = 0.0
@@ -247,7 +253,7 @@ class OwnInputs(transformers.Trainer):
 
 
 class Mixed(samestep.hf.SamestepMixin, OwnInputs):  # type: ignore[misc]  # it ships no types
-    """Theirs comes after the mixin."""
+    """The user's mixin comes after ours."""
 
 
 class OwnEvaluation(samestep.hf.Trainer):
@@ -256,20 +262,23 @@ class OwnEvaluation(samestep.hf.Trainer):
 
 
 def test_a_custom_loop_is_named(tmp_path):
-    for kind, named in ((OwnStep, "OwnStep.training_step"), (Mixed, "OwnInputs._prepare_inputs")):
-        with pytest.raises(SamestepError, match=rf"{re.escape(named)} cannot be honored"):
-            made(kind, tmp_path).train()
-    patched = made(samestep.hf.Trainer, tmp_path)
+    for kind, method_name in (
+        (OwnStep, "OwnStep.training_step"),
+        (Mixed, "OwnInputs._prepare_inputs"),
+    ):
+        with pytest.raises(SamestepError, match=rf"{re.escape(method_name)} cannot be honored"):
+            make_trainer(kind, tmp_path).train()
+    patched = make_trainer(samestep.hf.Trainer, tmp_path)
     patched.get_train_dataloader = list
     with pytest.raises(SamestepError, match=r"Trainer\.get_train_dataloader cannot be honored"):
         patched.train()
-    trainer = made(OwnEvaluation, tmp_path)
+    trainer = make_trainer(OwnEvaluation, tmp_path)
     trainer.args.eval_strategy = "epoch"
     with pytest.raises(SamestepError, match=r"OwnEvaluation\.evaluate .* eval_strategy='no'"):
         trainer.train()
 
 
-def test_a_mean_is_multiplied_by_samples_whatever_the_first_entry_has(tmp_path):
+def test_mean_is_multiplied_by_samples_for_any_first_entry(tmp_path):
     class OfPatches(samestep.hf.Trainer):
         def compute_loss(self, model, inputs, *_, **__):
             return model(inputs["patches"]).mean() * inputs["labels"].mean()
@@ -291,16 +300,18 @@ def test_a_mean_is_multiplied_by_samples_whatever_the_first_entry_has(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("samestep_arguments", "message"),
     [
         ({"worker": 2}, "expected an argument of fit, got 'worker'; did you mean 'workers'?"),
         ({"lora": {}}, "expected an argument of fit, got 'lora'; there are batch, control"),
         ([2], "expected arguments of fit by name, got list: write samestep="),
     ],
 )
-def test_what_fit_has_no_use_for_is_named(tmp_path, given, told):
-    with pytest.raises(SamestepError, match=f"samestep: {re.escape(told)}"):
-        samestep.hf.Trainer(args=TrainingArguments(output_dir=str(tmp_path)), samestep=given)
+def test_arguments_unused_by_fit_are_named(tmp_path, samestep_arguments, message):
+    with pytest.raises(SamestepError, match=f"samestep: {re.escape(message)}"):
+        samestep.hf.Trainer(
+            args=TrainingArguments(output_dir=str(tmp_path)), samestep=samestep_arguments
+        )
 
 
 class Streamed(torch.utils.data.IterableDataset[dict[str, list[int]]]):
@@ -310,6 +321,6 @@ class Streamed(torch.utils.data.IterableDataset[dict[str, list[int]]]):
 
 @pytest.mark.parametrize("data", [None, Streamed()])
 def test_data_without_a_length_is_refused_in_one_line(tmp_path, data):
-    trainer = made(samestep.hf.Trainer, tmp_path, data, max_steps=2)
+    trainer = make_trainer(samestep.hf.Trainer, tmp_path, data, max_steps=2)
     with pytest.raises(SamestepError, match="a length and items by number as train_dataset, got"):
         trainer.train()

@@ -1,4 +1,4 @@
-"""What a script keeps from one call to the next is refused by its name; a cache is not."""
+"""State that a script keeps between calls is refused by its name; a cache is not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def squares(module, batch):
 
 
 class Calls(nn.Module):
-    """Calls something of its own in every forward, whose result does not show yet."""
+    """Calls a function in every forward, whose result does not show yet."""
 
     shared = 0
 
@@ -54,8 +54,8 @@ def task(**other):
     return samestep.Task(**{"module": nn.Linear(3, 1), "train": DATA, "loss": squares, **other})
 
 
-def model(does, **state):
-    return task(module=Calls(does, **state))
+def model(act, **state):
+    return task(module=Calls(act, **state))
 
 
 def counts(self):
@@ -121,7 +121,7 @@ def endless():
 
 
 class Counting:
-    """A data set whose counter acts late."""
+    """A data set with a counter that takes effect late."""
 
     def __init__(self):
         self.n = 0
@@ -145,7 +145,7 @@ def weight_that_draws():
 
 
 @pytest.mark.parametrize(
-    ("build", "named"),
+    ("build", "message"),
     [
         (lambda: model(counts, n=0), r"got module\.n, which goes from \d+ to \d+ on"),
         (lambda: model(counts, n=0.5), r"got module\.n,"),
@@ -177,10 +177,10 @@ def weight_that_draws():
     ],
     ids=map(str, itertools.count()),
 )  # fmt: skip
-def test_a_counter_or_a_generator_is_refused_by_its_name(build, named):
-    with pytest.raises(DataError, match=named) as raised:
+def test_counter_or_generator_is_refused_by_its_name(build, message):
+    with pytest.raises(DataError, match=message) as error:
         ScriptTask(build(), SPEC, {})
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(error.value)
 
 
 @functools.lru_cache
@@ -189,7 +189,7 @@ def decoded(number):
 
 
 class Remembering:
-    """A data set that keeps what it has decoded, and the last few."""
+    """A data set that keeps decoded samples, and the last few."""
 
     def __init__(self):
         self.decoded, self.names, self.last = {}, [], None
@@ -206,7 +206,7 @@ class Remembering:
 
 
 class Remembers(nn.Module):
-    """Makes a mask when it is first called, and keeps what it has last seen."""
+    """Makes a mask in its first call, and keeps its last input."""
 
     def __init__(self):
         super().__init__()
@@ -271,5 +271,5 @@ def llama():
     ],
     ids=map(str, itertools.count()),
 )
-def test_a_cache_and_what_is_seeded_pass(build):
+def test_caches_and_seeded_generators_pass(build):
     assert ScriptTask(build(), SPEC, {}).manifest.train_samples == 8

@@ -1,4 +1,4 @@
-"""A loss of a whole microbatch, and buffers that forward changes: torch's numbers."""
+"""A loss over a whole microbatch, and buffers that forward changes: torch's numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from protocol.exact.samples import SampleOrder
 from protocol.spec.sections.tasks import BatchSpec
 
 STEPS = 7
-SAMPLES = 50  # the last step of an epoch has fewer
+SAMPLES = 50  # the last step of an epoch has fewer samples
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 class Teacher(nn.Module):
-    """Distils from a moving average of itself, which forward moves."""
+    """Distils from a moving average of itself, which forward updates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def negatives(module: Any, batch: Any) -> torch.Tensor:
 
 
 def cox(module: Any, batch: Any) -> torch.Tensor:
-    """The partial likelihood, whose risk sets are within the microbatch."""
+    """The partial likelihood, with risk sets within the microbatch."""
     risk = module(batch[0])[:, 0][batch[0][:, 1].argsort(descending=True)]
     return (risk.logcumsumexp(0) - risk).mean()
 
@@ -84,7 +84,7 @@ def ranking(module: Any, batch: Any) -> torch.Tensor:
 def by_torch(
     module: nn.Module, loss: Callable[[Any, Any], torch.Tensor], microbatch: int
 ) -> dict[str, torch.Tensor]:
-    """Train in plain torch: a mean over microbatches, each from the step's buffers."""
+    """Train in plain torch: a mean over microbatches, each starting from the step's buffers."""
     tensors = data().tensors
     order = SampleOrder(0, SAMPLES, BatchSpec(samples=16, microbatch=microbatch))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -94,32 +94,34 @@ def by_torch(
         total = sum(map(len, parts))
         trained = {name for name, p in module.named_parameters() if p.requires_grad}
         state = {n: v.clone() for n, v in module.state_dict().items() if n not in trained}
-        means = {n: torch.zeros(v.shape, dtype=torch.float64) for n, v in state.items()}
+        buffer_means = {n: torch.zeros(v.shape, dtype=torch.float64) for n, v in state.items()}
         optimizer.zero_grad()
         for part in parts:
             module.load_state_dict(state, strict=False)
             value = loss(module, [each[list(part)] for each in tensors])
             (value * len(part) / total).backward()
-            for name in means:
-                means[name] += module.state_dict()[name].double() * len(part) / total
+            for name in buffer_means:
+                buffer_means[name] += module.state_dict()[name].double() * len(part) / total
         with torch.no_grad():
-            for name, mean in means.items():
+            for name, mean in buffer_means.items():
                 target = module.state_dict()[name]
                 target.copy_(mean if target.is_floating_point() else mean.round())
         optimizer.step()
     return module.state_dict()
 
 
-def fitted(make: Callable[[], nn.Module], loss: Any, microbatch: int, **more: Any) -> Any:
+def fit_task(
+    make_module: Callable[[], nn.Module], loss: Any, microbatch: int, **overrides: Any
+) -> Any:
     def build() -> samestep.Task:
         return samestep.Task(
-            module=make(), train=data(), held_out=data(), loss=loss, unit="microbatch"
+            module=make_module(), train=data(), held_out=data(), loss=loss, unit="microbatch"
         )
 
     optimizer = {"name": "momentum", "lr": 0.1, "momentum": 0.9}
     return samestep.fit(
         build, steps=STEPS, batch=16, microbatch=microbatch, device="cpu", optimizer=optimizer,
-        **more,
+        **overrides,
     )  # fmt: skip
 
 
@@ -141,11 +143,11 @@ QUICK = [("running statistics", 16), ("a teacher", 4), ("in-batch negatives", 4)
     ("name", "microbatch"),
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
 )
-def test_it_trains_with_the_numbers_of_torch(name, microbatch):
-    make, loss = MODELS[name]
-    result = fitted(make, loss, microbatch)
+def test_microbatch_losses_train_like_torch(name, microbatch):
+    make_module, loss = MODELS[name]
+    result = fit_task(make_module, loss, microbatch)
     torch.manual_seed(0)
-    expected = by_torch(make(), loss, microbatch)
+    expected = by_torch(make_module(), loss, microbatch)
     weights = result.module.state_dict()
     assert weights.keys() == expected.keys()
     tolerance = 1e-6 if loss is entropy else 1e-5
@@ -153,16 +155,20 @@ def test_it_trains_with_the_numbers_of_torch(name, microbatch):
         np.testing.assert_allclose(
             weights[tensor], values, rtol=tolerance, atol=tolerance, err_msg=tensor
         )
-    moved = {"norm.running_mean", "norm.num_batches_tracked", "teacher.weight"} & weights.keys()
+    buffer_names = {
+        "norm.running_mean",
+        "norm.num_batches_tracked",
+        "teacher.weight",
+    } & weights.keys()
     torch.manual_seed(0)
-    start = make().state_dict()
-    assert not any(torch.equal(weights[tensor], start[tensor]) for tensor in moved)
-    evaluated = evaluated_loss(result.module, loss, microbatch)
-    assert result.metrics["loss"] == pytest.approx(evaluated, rel=1e-5)
+    start = make_module().state_dict()
+    assert not any(torch.equal(weights[tensor], start[tensor]) for tensor in buffer_names)
+    evaluation_loss = evaluated_loss(result.module, loss, microbatch)
+    assert result.metrics["loss"] == pytest.approx(evaluation_loss, rel=1e-5)
 
 
 def evaluated_loss(module: nn.Module, loss: Any, microbatch: int) -> float:
-    """The loss on all samples, each part with the buffers of the last step."""
+    """Return the loss on all samples, each part with the buffers of the last step."""
     module.eval()
     total = 0.0
     with torch.no_grad():
@@ -173,11 +179,11 @@ def evaluated_loss(module: nn.Module, loss: Any, microbatch: int) -> float:
 
 
 def pairs(batch: Any) -> torch.Tensor:
-    """The number of ordered pairs of a microbatch: 0 for a single sample."""
+    """Return the number of ordered pairs of a microbatch: 0 for a single sample."""
     return (batch[1][:, None] > batch[1][None]).sum()
 
 
-def test_a_weight_may_count_pairs_of_a_microbatch():
+def test_weight_may_count_pairs_of_a_microbatch():
     weights = []
 
     def weight(batch: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Mistakes in a script: one line each, which says what to write instead, before anything starts."""
+"""Mistakes in a script: one line each, with the right code, before anything starts."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ class Own(nn.Linear):
 
 
 class Checkpointed(nn.Linear):
-    """By a checkpoint that is reentrant: its inputs need no gradient, and so it has none."""
+    """Uses a reentrant checkpoint: its inputs need no gradient, so it produces none."""
 
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
 class Normalized(torch.autograd.Function):
-    """The same value; a gradient of length one."""
+    """The same value, with a gradient of length one."""
 
     @staticmethod
     def forward(_, x):
@@ -97,7 +97,7 @@ class Normalized(torch.autograd.Function):
 
 
 class Counted(nn.Module):
-    """An embedding whose gradients are divided by how often a row is in the batch."""
+    """An embedding whose gradients are divided by the frequency of a row in the batch."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ def of_node(weight, change):
 
 
 def of_held_node(weight, change):
-    """By whoever reads the module's hooks; no copy has its parameter's attributes."""
+    """Keep the node alive through the module's hooks; a copy lacks its parameter's attributes."""
     of_node(weight, change)
     HELD.append(weight.__dict__.pop("node"))
 
@@ -163,7 +163,7 @@ def of_own(hook):
 
 
 class Deeper(nn.Sequential):
-    """Its reentrant checkpoint is inside of the graph."""
+    """Its reentrant checkpoint is inside the graph."""
 
     def __init__(self):
         super().__init__(nn.Linear(1, 1), nn.Linear(1, 1))
@@ -173,7 +173,7 @@ class Deeper(nn.Sequential):
 
 
 class Follows(nn.Linear):
-    """Has a teacher that is moved in forward."""
+    """Has a teacher that forward updates."""
 
     def __init__(self):
         super().__init__(1, 1)
@@ -199,7 +199,7 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
 
 
 @pytest.mark.parametrize(
-    ("build", "arguments", "told"),
+    ("build", "arguments", "message"),
     [
         (loss_of(lambda e: (e**2).mean()), {},
          r'a mean \(\S+ of 8 samples and .* write reduction="sum" or \.sum\(\)'),
@@ -258,18 +258,18 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (lambda: samestep.fit(task(), steps=1), {}, "one within another: call them in sequence"),
     ],
 )  # fmt: skip
-def test_is_reported_in_one_line_what_to_write(build, arguments, told):
+def test_mistake_is_one_line_with_the_right_code(build, arguments, message):
     fit_arguments = {"steps": 1, "batch": 4, "microbatch": 2, **arguments}
     if "batch" in arguments:
         del fit_arguments["microbatch"]
         fit_arguments["batch"] = 128
-    with pytest.raises(samestep.SamestepError, match=told) as raised:
+    with pytest.raises(samestep.SamestepError, match=message) as error:
         samestep.fit(build, **fit_arguments)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_a_reentrant_checkpoint_without_gradients_is_told_what_to_write():
+def test_reentrant_checkpoint_without_gradients_has_a_remedy():
     with pytest.raises(
         samestep.SamestepError, match=r"depends on a trainable tensor.*use_reentrant=False"
     ):
@@ -277,29 +277,29 @@ def test_a_reentrant_checkpoint_without_gradients_is_told_what_to_write():
 
 
 @pytest.mark.parametrize("held_out", [True, False])
-def test_labels_outside_of_their_classes_are_reported_alike_in_training_and_held_out(held_out):
+def test_labels_out_of_range_are_reported_in_training_and_evaluation(held_out):
     labeled = TensorDataset(X, torch.zeros(8, dtype=torch.int64))
-    wrong = TensorDataset(X, torch.full((8,), 7))
+    bad_labels = TensorDataset(X, torch.full((8,), 7))
     build = task(
         module=nn.Linear(1, 3),
-        train=labeled if held_out else wrong,
-        held_out=wrong if held_out else labeled,
+        train=labeled if held_out else bad_labels,
+        held_out=bad_labels if held_out else labeled,
         loss=lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="sum"),
     )
-    which = f"{'held-out' if held_out else 'the first'} samples"
-    message = rf"^the loss of {which}: input '1' has 7 at \[0\], .* 3 rows: expected 0 to 2$"
+    sample_kind = f"{'held-out' if held_out else 'the first'} samples"
+    message = rf"^the loss of {sample_kind}: input '1' has 7 at \[0\], .* 3 rows: expected 0 to 2$"
     with pytest.raises(samestep.SamestepError, match=message):
         samestep.fit(build, steps=1, batch=4, microbatch=2)
 
 
-def test_a_model_across_devices_or_a_broken_sample_names_its_place():
+def test_model_across_devices_or_broken_sample_is_located():
     samples = [X[0], X[1, :0]]
     with pytest.raises(samestep.SamestepError, match="cannot build a batch of samples 0, 1"):
         samestep.fit(task(train=samples), steps=1, batch=4, microbatch=1)
 
 
 class Late(list[list[torch.Tensor]]):
-    """Samples of which the last ones are of another kind, which nothing tries before."""
+    """Samples of which the last ones are of another kind, unseen by all trials."""
 
     def __getitem__(self, number):
         return [torch.full((1,), float(number)), torch.full((1,), 1.0)]
@@ -319,7 +319,7 @@ def zeros():
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         (
             {"weight": lambda b: -1 if (b[0] > 5).any() else 1},
@@ -331,7 +331,7 @@ def zeros():
         ),
     ],
 )
-def test_what_goes_wrong_on_the_way_is_reported_by_what_it_is(other, told, tmp_path):
+def test_error_during_training_is_named(other, message, tmp_path):
     fit_arguments = {
         "steps": 20,
         "batch": 3,
@@ -340,10 +340,10 @@ def test_what_goes_wrong_on_the_way_is_reported_by_what_it_is(other, told, tmp_p
         "directory": tmp_path / "r",
     }
     fit_arguments["optimizer"] = {"name": "adamw", "lr": 0.1}
-    with pytest.raises(samestep.SamestepError, match=told) as raised:
+    with pytest.raises(samestep.SamestepError, match=message) as error:
         samestep.fit(task(module=zeros(), train=Late([[X]] * 8), **other), **fit_arguments)
-    assert "\n" not in str(raised.value)
-    assert "the device failed" not in str(raised.value)
+    assert "\n" not in str(error.value)
+    assert "the device failed" not in str(error.value)
 
 
 def bounded(module, batch):
@@ -360,11 +360,11 @@ def test_a_penalty_that_begins_after_some_steps_ends_the_run(tmp_path):
     }
     fit_arguments["optimizer"] = {"name": "adamw", "lr": 0.1}
     message = "after step 2.* counts once for each microbatch"
-    with pytest.raises(samestep.SamestepError, match=message) as raised:
+    with pytest.raises(samestep.SamestepError, match=message) as error:
         samestep.fit(task(module=zeros(), loss=bounded), **fit_arguments)
-    assert "\n" not in str(raised.value)
-    assert str(raised.value).startswith("worker '")
-    assert "resume" not in str(raised.value)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith("worker '")
+    assert "resume" not in str(error.value)
 
 
 def slopes(module, batch):
@@ -373,9 +373,9 @@ def slopes(module, batch):
     return ((slope - 2) ** 2).sum()
 
 
-def test_a_loss_that_differentiates_is_trained_and_measured():
-    far = {"slope off": lambda m, b: slopes(m, b).sqrt()}
-    build = task(module=nn.Sequential(nn.Linear(1, 1)), loss=slopes, held_out=DATA, metrics=far)
+def test_loss_that_differentiates_is_trained_and_evaluated():
+    metrics = {"slope off": lambda m, b: slopes(m, b).sqrt()}
+    build = task(module=nn.Sequential(nn.Linear(1, 1)), loss=slopes, held_out=DATA, metrics=metrics)
     result = samestep.fit(
         build, steps=3, batch=4, microbatch=2, device="cpu", evaluate_every=1,
         optimizer={"name": "sgd", "lr": 0.1},
@@ -384,7 +384,7 @@ def test_a_loss_that_differentiates_is_trained_and_measured():
 
 
 class Drawing(nn.Linear):
-    """A layer that draws from torch's generator whether it trains or not."""
+    """A layer that draws from torch's generator in training and evaluation mode."""
 
     def forward(self, x):
         return super().forward(x + torch.randn_like(x))
@@ -410,14 +410,14 @@ CONVOLUTION = nn.Sequential(
 
 
 class MixedTypes(nn.Linear):
-    """Cannot be computed in float64, and so is tried in float32."""
+    """Cannot be computed in float64, so it is tried in float32."""
 
     def forward(self, x):
         return super().forward(x) @ torch.eye(4)
 
 
 class Scaled(nn.Module):
-    """Has a hook on a gradient, and rows that most samples leave out."""
+    """Has a hook on a gradient, and rows that most samples do not use."""
 
     def __init__(self, register):
         super().__init__()
@@ -432,7 +432,7 @@ class Scaled(nn.Module):
     "module",
     [Drawing(4, 4), TIED, Recurrent(), CONVOLUTION, MixedTypes(4, 4), *map(Scaled, HOOKS)],
 )
-def test_what_adds_up_is_not_refused(module):
+def test_additive_losses_are_not_refused(module):
     data = TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
     spec = parse_run_spec({
         "task": "samestep.script:FitTask", "steps": 1, "batch": {"samples": 4, "microbatch": 2},
@@ -442,13 +442,13 @@ def test_what_adds_up_is_not_refused(module):
     assert ScriptTask(user, spec, {}).manifest.train_samples == 8
 
 
-def test_runs_that_cannot_be_kept_are_reported_in_one_line(tmp_path, monkeypatch):
+def test_unwritable_run_directories_are_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError) as error:
         new_directory(Path("runs"), "run")
     message = "expected a writable directory for runs, got 'runs' (File exists); write fit("
-    assert str(raised.value).startswith(message)
+    assert str(error.value).startswith(message)
     (tmp_path / "runs").unlink()
     assert [new_directory(Path("runs"), "run").name for _ in range(2)] == ["run-1", "run-2"]
     with pytest.raises(UsageError, match="set another output_dir"):

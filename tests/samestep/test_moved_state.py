@@ -1,4 +1,4 @@
-"""State that training moves beside the replica: `fit` fails and names it; a cache trains."""
+"""State beside the replica that training changes: `fit` fails and names it; a cache trains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FEW: dict[str, Any] = {
 }
 
 UNEVEN = r"adds? up.* state that one call leaves to the next \(a moving average, a memory bank\)"
-"""Where the samples that are tried together and alone show it first."""
+"""Where the trials of samples together and alone show it first."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +35,13 @@ def _here(tmp_path, monkeypatch):
 
 
 class Student(nn.Module):
-    """A line, what `keep` puts beside it, and what `forward` does with that."""
+    """A linear layer, with state that `keep` adds and `forward` uses."""
 
-    def __init__(self, keep, does):
+    def __init__(self, add_state, does):
         super().__init__()
         torch.manual_seed(0)
         self.line, self.does = nn.Linear(2, 1), does
-        keep(self)
+        add_state(self)
 
     def forward(self, x, numbers):
         return self.line(x) + self.does(self, x, numbers)
@@ -115,7 +115,7 @@ def compare_with_queue(module, x, numbers):
 
 
 @pytest.mark.parametrize(
-    ("keep", "does", "named"),
+    ("add_state", "does", "message"),
     [
         (add_teacher, follow_by_moving_average, r"frozen tensor 'teacher\.weight'"),
         (add_frozen_tensor, lerp_frozen_tensor, r"module\.anchor"),
@@ -125,21 +125,21 @@ def compare_with_queue(module, x, numbers):
         (add_queue, compare_with_queue, "keep no state in the model that forward changes"),
     ],
 )
-def test_what_training_moves_is_named_and_nothing_is_exact(keep, does, named):
-    with pytest.raises(SamestepError, match=named) as raised:
-        samestep.fit(lambda: samestep.Task(Student(keep, does), DATA, loss=squares), **FEW)
-    assert "\n" not in str(raised.value)
+def test_state_changed_by_training_is_named_and_the_run_is_not_exact(add_state, does, message):
+    with pytest.raises(SamestepError, match=message) as error:
+        samestep.fit(lambda: samestep.Task(Student(add_state, does), DATA, loss=squares), **FEW)
+    assert "\n" not in str(error.value)
 
 
 def test_a_memory_is_named_where_an_epoch_is_one_step():
-    """The trial takes a microbatch whose samples no other has computed."""
+    """The trial uses a microbatch whose samples no other has computed."""
     task = samestep.Task(Student(add_bank, remember_the_first_by_sample), DATA, loss=squares)
     with pytest.raises(SamestepError, match=r"module\.bank\[\d+\]"):
         samestep.fit(lambda: task, **{**FEW, "batch": len(DATA)})
 
 
 def follow_later(module, x, numbers):
-    """Only where the weights are far from the teacher's: not before training."""
+    """Updates the teacher only far from its weights: not before training."""
     del numbers
     with torch.no_grad():
         if (module.teacher.weight - module.line.weight).abs().max() > 0.02:
@@ -147,7 +147,7 @@ def follow_later(module, x, numbers):
     return 0.5 * module.teacher(x)
 
 
-def test_what_moves_in_a_step_ends_the_run_and_names_worker_and_tensor(capsys):
+def test_state_changed_in_a_step_names_worker_and_tensor(capsys):
     task = samestep.Task(Student(add_teacher, follow_later), DATA, loss=squares)
     with pytest.raises(
         SamestepError,
@@ -189,7 +189,7 @@ def test_a_script_whose_loss_has_a_memory_bank_fails_and_names_it(tmp_path):
 
 
 def logs_and_caches(module, x, numbers):
-    """What may be kept: positions by length, a log of losses, the last batch."""
+    """State that may be kept: positions by length, a log of losses, the last batch."""
     del numbers
     length = len(x)
     if length not in module.bank:
@@ -200,8 +200,8 @@ def logs_and_caches(module, x, numbers):
     return module.bank[length]
 
 
-def test_a_cache_and_a_log_train_and_change_no_bit():
-    plain = samestep.Task(Student(add_bank, lambda *_: torch.ones(1)), DATA, loss=squares)
+def test_cache_and_log_train_and_change_no_bit():
+    plain_task = samestep.Task(Student(add_bank, lambda *_: torch.ones(1)), DATA, loss=squares)
     logging = samestep.Task(Student(add_bank, logs_and_caches), DATA, loss=squares)
-    digests = {samestep.fit(lambda task=task: task, **FEW).digest for task in (plain, logging)}
+    digests = {samestep.fit(lambda task=task: task, **FEW).digest for task in (plain_task, logging)}
     assert len(digests) == 1

@@ -1,4 +1,4 @@
-"""A file of the user's by one of our names is told by name, and taken for nothing of ours."""
+"""A user's file with the name of one of our modules is reported, and never taken for ours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT = "import samestep\nprint('imported')\n"
 
 
 def python(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """As people start it; a process of the fork server would have imported ours already."""
+    """Start a script as users do; a process of the fork server would have imported ours already."""
     path = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT)]))
     return subprocess.run(
         [sys.executable, str(script)], env={**os.environ, **environment, "PYTHONPATH": path},
@@ -27,47 +27,47 @@ def python(script: Path, **environment: str) -> subprocess.CompletedProcess[str]
     )  # fmt: skip
 
 
-def written(path: Path, text: str = "") -> Path:
+def write_file(path: Path, text: str = "") -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     return path
 
 
 @pytest.mark.parametrize(
-    ("taken", "script"),
+    ("conflicting_name", "script"),
     [
         ("protocol.py", SCRIPT),
         ("worker.py", "import worker\n" + SCRIPT),
         ("coordinator/__init__.py", SCRIPT),
     ],
 )
-def test_a_script_beside_it_ends_with_its_name(tmp_path, taken, script):
-    written(tmp_path / taken)
-    ended = python(written(tmp_path / "train.py", script))
+def test_script_beside_a_conflicting_file_names_it(tmp_path, conflicting_name, script):
+    write_file(tmp_path / conflicting_name)
+    ended = python(write_file(tmp_path / "train.py", script))
     assert ended.returncode == 1
     assert ended.stdout == ""
     last_line = ended.stderr.splitlines()[-1]
-    assert f"{taken}' has the name of one of samestep's packages" in last_line
+    assert f"{conflicting_name}' has the name of one of samestep's packages" in last_line
     assert last_line.endswith("rename it")
 
 
-def test_a_script_that_has_the_name_itself_ends_with_it(tmp_path):
-    ended = python(written(tmp_path / "worker.py", SCRIPT))
+def test_script_with_a_conflicting_name_names_itself(tmp_path):
+    ended = python(write_file(tmp_path / "worker.py", SCRIPT))
     assert "worker.py' has the name of one of samestep's packages" in ended.stderr.splitlines()[-1]
 
 
-def test_one_that_a_path_of_the_users_puts_before_ours_is_reported_too(tmp_path):
-    written(tmp_path / "mine" / "protocol.py")
-    ended = python(written(tmp_path / "train.py", SCRIPT), PYTHONPATH=str(tmp_path / "mine"))
+def test_conflicting_file_on_the_python_path_is_reported(tmp_path):
+    write_file(tmp_path / "mine" / "protocol.py")
+    ended = python(write_file(tmp_path / "train.py", SCRIPT), PYTHONPATH=str(tmp_path / "mine"))
     assert (
         "protocol.py' has the name of one of samestep's packages" in ended.stderr.splitlines()[-1]
     )
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_worker_is_not_given_a_script_beside_one(tmp_path, monkeypatch, name):
-    written(tmp_path / f"{name}.py")
-    script = written(tmp_path / "train.py", SCRIPT)
+def test_worker_refuses_a_script_beside_a_conflicting_file(tmp_path, monkeypatch, name):
+    write_file(tmp_path / f"{name}.py")
+    script = write_file(tmp_path / "train.py", SCRIPT)
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
@@ -77,7 +77,7 @@ def test_a_worker_is_not_given_a_script_beside_one(tmp_path, monkeypatch, name):
         launch.run_script(script, (), options=None)  # type: ignore[arg-type]  # nobody gets to it
 
 
-def test_what_is_no_module_is_nobodys_concern(tmp_path):
-    written(tmp_path / "worker" / "notes.py")  # whoever imports it is told that there is none
+def test_files_that_are_not_modules_are_ignored(tmp_path):
+    write_file(tmp_path / "worker" / "notes.py")  # importing it says that there is no such module
     assert conflicting_files(tmp_path) == []
     assert conflicting_files(ROOT) == []

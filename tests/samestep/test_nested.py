@@ -1,4 +1,4 @@
-"""Batches as arrays and back: every container and tensor comes back as it was."""
+"""Batches as arrays and back: every container and tensor is restored."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from worker.scripts.nested_batches import NestedBatches, batch_digest
 ONE, TWO = torch.tensor([1.0, 2.0]), torch.tensor([3, 4])
 
 
-# Not at import: they start threads of OpenMP, which processes that are forked later wait for.
+# Not at import: they start OpenMP threads, which processes forked later would wait for.
 def sparse_and_nested():
-    with warnings.catch_warnings(action="ignore"):  # of torch's: prototypes and deprecations
+    # warnings of torch about prototypes and deprecations
+    with warnings.catch_warnings(action="ignore"):
         return [
             torch.eye(3).to_sparse(),
             torch.eye(3).to_sparse_csr(),
@@ -56,7 +57,7 @@ class Labelled(list[Any]):
     pass
 
 
-def there_and_back(batch, batches=None):
+def round_trip(batch, batches=None):
     batches = batches or NestedBatches()
     arrays = batches.flatten(batch)
     with batches.rebuild(tensors_of(arrays)) as rebuilt_batch:
@@ -110,16 +111,16 @@ def assert_alike(one, other):
         ONE.clone().requires_grad_(),
     ],
 )
-def test_a_batch_comes_back_unchanged(batch):
-    assert_alike(there_and_back(batch), batch)
+def test_batch_round_trip(batch):
+    assert_alike(round_trip(batch), batch)
 
 
-def test_sparse_and_nested_tensors_come_back():
+def test_sparse_and_nested_tensors_round_trip():
     for batch in sparse_and_nested():
-        assert_alike(there_and_back(batch), batch)
+        assert_alike(round_trip(batch), batch)
 
 
-def test_structures_of_the_same_names_are_kept_apart():
+def test_structures_with_equal_names_are_distinguished():
     structures = [
         [ONE, TWO], (ONE, TWO), {"0": ONE, "1": TWO}, {"1": TWO, "0": ONE}, {0: ONE, 1: TWO},
         {"x": ONE, "train": True}, {"x": ONE, "train": False},
@@ -135,7 +136,7 @@ def test_structures_of_the_same_names_are_kept_apart():
     assert len({batch_digest(batch) for batch in structures}) == len(structures)
 
 
-def test_a_digest_is_of_values_and_structure_not_of_what_was_seen_before():
+def test_digest_covers_values_and_structure_only():
     assert batch_digest({"x": ONE, "n": 2}) == batch_digest({"x": ONE.clone(), "n": 2})
     assert batch_digest({"x": ONE, "n": 2}) != batch_digest({"x": ONE, "n": 3})
     assert batch_digest({"x": ONE, "n": 2}) != batch_digest({"x": ONE, "n": 2.0})
@@ -148,7 +149,7 @@ def with_attribute():
 
 
 @pytest.mark.parametrize(
-    ("batch", "told"),
+    ("batch", "message"),
     [
         ({"text": "a"}, "got 'text' of type str: leave it out"),
         ({"x": ONE.as_subclass(Marked)}, r"got 'x' of type Marked .*\.as_subclass\(torch\.Tensor"),
@@ -159,10 +160,10 @@ def with_attribute():
         ({}, "got dict without any"),
     ],
 )
-def test_what_cannot_come_back_is_refused_by_name(batch, told):
-    with pytest.raises(DataError, match=told) as raised:
+def test_unsupported_values_are_refused_by_name(batch, message):
+    with pytest.raises(DataError, match=message) as error:
         NestedBatches().flatten(batch)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_quantized_tensor_is_refused_by_name():
@@ -170,18 +171,18 @@ def test_a_quantized_tensor_is_refused_by_name():
         NestedBatches().flatten({"x": quantized()})
 
 
-def test_a_tensor_that_is_in_a_batch_twice_is_one_again():
+def test_tensor_used_twice_is_restored_as_one():
     x, array = torch.arange(6.0), np.arange(6)
     half = x.bfloat16()
     original = {"x": x, "again": [x, x.view(6)], "half": half, "array": array, "and": (half, array)}
-    rebuilt_batch = there_and_back(original)
+    rebuilt_batch = round_trip(original)
     assert rebuilt_batch["again"][0] is rebuilt_batch["again"][1] is rebuilt_batch["x"]
     assert rebuilt_batch["and"][0] is rebuilt_batch["half"]
     assert rebuilt_batch["and"][1] is rebuilt_batch["array"]
     assert batch_digest(original) == batch_digest({**original, "again": [x, x.clone()]})
     batches = NestedBatches()
     for batch in ([x, x], [x, x + 0.0], [x, x], [x, x.clone().requires_grad_()]):
-        rebuilt_batch = there_and_back(batch, batches)
+        rebuilt_batch = round_trip(batch, batches)
         assert_alike(rebuilt_batch, batch)
         assert (rebuilt_batch[0] is rebuilt_batch[1]) == (batch[0] is batch[1])
 
@@ -204,8 +205,12 @@ def test_views_that_overlap_are_read_and_not_changed():
     with pytest.raises(DataError, match="'inputs' of the batch"):  # noqa: SIM117
         with batches.rebuild(tensors_of(arrays)) as rebuilt_batch:
             rebuilt_batch["inputs"].mul_(2)
-    apart = batches.flatten({"inputs": tokens[:, :3], "labels": tokens[:, 3:], "x": tokens[0] + 0})
-    assert apart.keys() == arrays.keys()
-    fresh = NestedBatches()
-    with fresh.rebuild(tensors_of(fresh.flatten([tokens[:, :3], tokens[:, 3:]]))) as rebuilt_batch:
+    separate = batches.flatten(
+        {"inputs": tokens[:, :3], "labels": tokens[:, 3:], "x": tokens[0] + 0}
+    )
+    assert separate.keys() == arrays.keys()
+    fresh_batches = NestedBatches()
+    with fresh_batches.rebuild(
+        tensors_of(fresh_batches.flatten([tokens[:, :3], tokens[:, 3:]]))
+    ) as rebuilt_batch:
         rebuilt_batch[0].zero_()

@@ -1,4 +1,4 @@
-"""A notebook as Jupyter runs it: progress in the cell, and its interrupt drains.
+"""A notebook as Jupyter runs it: progress appears in the cell, and an interrupt drains.
 
 Needs a kernel: `pip install nbclient ipykernel`, and `pytest -m slow` of this file.
 """
@@ -55,7 +55,8 @@ def test_progress_is_in_the_cell_and_an_interrupt_drains(tmp_path):
     gate = os.open(tmp_path / "gate", os.O_RDWR)
 
     class Interrupting(nbclient.NotebookClient):  # type: ignore[name-defined, misc]
-        """Interrupts the third cell when it trains, and lets it go on when that was heard."""
+        """Interrupts the third cell during training, and lets it continue once the interrupt was
+        received."""
 
         def process_message(self, message, cell, cell_index):
             stream_text = message.get("content", {}).get("text", "")

@@ -48,31 +48,31 @@ def groups(module: nn.Sequential) -> list[dict[str, Any]]:
     ]
 
 
-def section_of(optimizer: object, scheduler: object = None, **more: Any) -> dict[str, Any]:
-    module = more.pop("module", None) or net()
-    every = 5 if more.pop("evaluates", False) else 0
-    arguments = OptimizerArguments(optimizer, scheduler, **more)
+def section_of(optimizer: object, scheduler: object = None, **overrides: Any) -> dict[str, Any]:
+    module = overrides.pop("module", None) or net()
+    evaluate_every = 5 if overrides.pop("evaluates", False) else 0
+    arguments = OptimizerArguments(optimizer, scheduler, **overrides)
     arguments.check()
     section = arguments.section(module, STEPS, EPOCH)
     parse_run_spec(
-        {"task": "digits", "steps": STEPS, "optimizer": section, "evaluate_every": every}
+        {"task": "digits", "steps": STEPS, "optimizer": section, "evaluate_every": evaluate_every}
     )
     return section
 
 
-def updated(section: dict[str, Any], module: nn.Module) -> list[np.ndarray[Any, Any]]:
+def apply_updates(section: dict[str, Any], module: nn.Module) -> list[np.ndarray[Any, Any]]:
     """Apply the exact update with made-up gradients."""
     spec = parse_run_spec({"task": "regress", "steps": STEPS, "optimizer": section}).optimizer
-    named = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     blocks = tuple(
         Block(name=n, kind="block", tensors=(TensorSpec(name=n, shape=tuple(p.shape)),))
-        for n, p in named.items()
+        for n, p in parameters.items()
     )
     replica = Replica(blocks, spec)
-    for values, p in zip(replica.parameters, named.values(), strict=True):
+    for values, p in zip(replica.parameters, parameters.values(), strict=True):
         values[:] = p.detach().numpy().ravel()
     for step in range(STEPS):
-        gradients = [gradient(step, p).numpy().ravel() for p in named.values()]
+        gradients = [gradient(step, p).numpy().ravel() for p in parameters.values()]
         norm = global_norm([square_sum(each) for each in gradients])
         replica.apply(gradients, step_scalars(spec, step + 1, step, STEPS, norm))
     return replica.parameters
@@ -116,9 +116,9 @@ OPTIMIZERS: list[Callable[[Any], Any]] = [
 ]
 
 
-def test_an_optimizer_does_what_torch_does():
-    for number, make in enumerate(OPTIMIZERS):
-        assert_same(make, None, "step", f"optimizer {number}")
+def test_optimizer_equals_torch():
+    for number, make_optimizer in enumerate(OPTIMIZERS):
+        assert_same(make_optimizer, None, "step", f"optimizer {number}")
 
 
 SCHEDULERS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -160,31 +160,31 @@ SCHEDULERS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def test_a_scheduler_has_the_rates_of_torch():
-    for name, (make, interval) in SCHEDULERS.items():
+    for name, (make_optimizer, interval) in SCHEDULERS.items():
         for optimizer in (partial(SGD, lr=0.1, momentum=0.9), partial(AdamW, lr=0.01)):
-            assert_same(lambda m, kind=optimizer: kind(groups(m)), make, interval, name)
+            assert_same(lambda m, kind=optimizer: kind(groups(m)), make_optimizer, interval, name)
 
 
-def assert_same(make: Any, make_scheduler: Any, interval: str, what: str) -> None:
-    """As objects and as functions, they are one section, which updates as torch does."""
+def assert_same(make_optimizer: Any, make_scheduler: Any, interval: str, case: str) -> None:
+    """Objects and functions give one section, which updates as torch does."""
     module = net()
-    optimizer = make(module)
+    optimizer = make_optimizer(module)
     scheduler = None if make_scheduler is None else make_scheduler(optimizer)
     before = None if scheduler is None else scheduler.get_last_lr()
     options: dict[str, Any] = {"interval": interval, "module": module}
     section = section_of(optimizer, scheduler, **options)
-    assert section == section_of(make, make_scheduler, **options), what
+    assert section == section_of(make_optimizer, make_scheduler, **options), case
     if scheduler is not None:
-        assert scheduler.get_last_lr() == before, what
-    new_values = updated(section, module)
+        assert scheduler.get_last_lr() == before, case
+    new_values = apply_updates(section, module)
     by_torch(optimizer, scheduler, interval, module)
     for (name, p), values in zip(module.named_parameters(), new_values, strict=True):
         np.testing.assert_allclose(
-            values, p.detach().numpy().ravel(), rtol=2e-5, atol=1e-6, err_msg=f"{what}: {name}"
+            values, p.detach().numpy().ravel(), rtol=2e-5, atol=1e-6, err_msg=f"{case}: {name}"
         )
 
 
-def test_a_schedule_with_a_name_is_written_by_that_name():
+def test_named_schedule_is_written_by_its_name():
     linear = section_of(
         partial(AdamW, lr=0.01), lambda o: get_linear_schedule_with_warmup(o, 4, STEPS)
     )
@@ -197,7 +197,7 @@ def test_a_schedule_with_a_name_is_written_by_that_name():
     assert clipped["clip_norm"] == 1.0
 
 
-def test_a_plateau_follows_the_held_out_loss_or_a_metric_that_settings_name():
+def test_plateau_follows_the_evaluation_loss_or_a_chosen_metric():
     section = section_of(
         partial(SGD, lr=0.1),
         lambda o: lr_scheduler.ReduceLROnPlateau(o, "max", 0.5, 3, min_lr=1e-3, cooldown=2),
@@ -268,11 +268,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-def test_what_has_no_equal_is_named():
-    for name, (make, message) in REFUSED.items():
-        with pytest.raises(DataError, match=message) as raised:
-            make()
-        assert "\n" not in str(raised.value), name
+def test_unsupported_optimizers_are_named():
+    for name, (make_optimizer, message) in REFUSED.items():
+        with pytest.raises(DataError, match=message) as error:
+            make_optimizer()
+        assert "\n" not in str(error.value), name
 
 
 def test_a_script_trains_with_its_own_optimizer_and_scheduler(tmp_path, monkeypatch):
@@ -281,8 +281,8 @@ def test_a_script_trains_with_its_own_optimizer_and_scheduler(tmp_path, monkeypa
     data = TensorDataset(x, x[:, :2].sin())
     modules = [net(), net()]
     optimizers = [AdamW(groups(each), lr=0.01, weight_decay=0.1) for each in modules]
-    halved = [lambda epoch: 0.5**epoch, lambda _: 1.0, lambda epoch: 0.5**epoch]
-    schedulers = [lr_scheduler.LambdaLR(each, halved) for each in optimizers]
+    rate_factors = [lambda epoch: 0.5**epoch, lambda _: 1.0, lambda epoch: 0.5**epoch]
+    schedulers = [lr_scheduler.LambdaLR(each, rate_factors) for each in optimizers]
     result = samestep.fit(
         lambda: samestep.Task(
             module=modules[0], train=data,

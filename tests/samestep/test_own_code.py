@@ -1,4 +1,4 @@
-"""What a script's own code does is done: none of it is replaced by a shortcut."""
+"""A script's own code runs as written: no shortcut replaces any of it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def squares(module, batch):
     return ((module(batch[0]) - batch[1]) ** 2).sum()
 
 
-def fitted(**changes: Any):
+def fit_task(**changes: Any):
     task = {"module": nn.Linear(1, 1), "train": TensorDataset(X, 2 * X), "loss": squares, **changes}
     return ScriptTask(samestep.Task(**task), SPEC, {})
 
@@ -47,18 +47,18 @@ class Doubled(TensorDataset):
 
 
 def test_a_tensor_data_set_of_a_subclass_is_read_by_its_own_method():
-    task = fitted(train=Doubled(X, 2 * X), held_out=Doubled(X, 2 * X))
+    task = fit_task(train=Doubled(X, 2 * X), held_out=Doubled(X, 2 * X))
     assert torch.equal(tensors_of(task.batch([1, 2]))["1"], 20 * X[1:3])
-    assert task.manifest.digests["data"] != fitted().manifest.digests["data"]
+    assert task.manifest.digests["data"] != fit_task().manifest.digests["data"]
 
 
-def test_a_metric_is_divided_by_samples_where_time_comes_first():
+def test_metric_of_time_major_data_is_divided_by_samples():
     def time_major(items):
         x = torch.stack([item[0] for item in items], 1)
         return {"x": x, "mask": x > 0, "lengths": torch.full((len(items),), 5)}
 
     data = [(torch.ones(5, 1), 0)] * 2
-    task = fitted(
+    task = fit_task(
         module=nn.Linear(1, 1),
         train=data,
         held_out=data,
@@ -71,7 +71,7 @@ def test_a_metric_is_divided_by_samples_where_time_comes_first():
     assert (sums["total"], sums["total of"]) == (10.0, 2.0)
 
 
-def test_a_loss_is_given_the_structure_of_its_own_batch():
+def test_loss_gets_the_structure_of_its_batch():
     batch_types = []
 
     def collate(items):
@@ -83,7 +83,7 @@ def test_a_loss_is_given_the_structure_of_its_own_batch():
         assert not isinstance(batch, dict) or batch["positive"] is True
         return (module(batch["0"] if isinstance(batch, dict) else batch[0]) ** 2).sum()
 
-    task = fitted(collate=collate, loss=loss)
+    task = fit_task(collate=collate, loss=loss)
     batches = [task.batch([0]), task.batch([7])]
     batch_types.clear()
     for batch in batches:
@@ -98,10 +98,10 @@ def in_place(module, batch):
     return ((module(x) - y) ** 2).sum()
 
 
-def test_a_loss_that_changes_its_batch_changes_no_other_use_of_it():
+def test_loss_that_changes_its_batch_affects_no_other_use():
     data = TensorDataset(X, 2 * X)
     metrics = {"first": lambda _, batch: batch[0].sum()}
-    task = fitted(train=data, held_out=data, loss=in_place, metrics=metrics)
+    task = fit_task(train=data, held_out=data, loss=in_place, metrics=metrics)
     program = EagerBackend("cpu").compile(task.trainable, task.batch([0, 1]))
     try:
         assert program.evaluate(task.evaluation_batch(3))["first"] == float(X[6:].sum())
@@ -119,7 +119,7 @@ def _global_generators():
 
 
 @pytest.mark.usefixtures("_global_generators")
-def test_a_script_draws_after_fit_what_it_would_have_drawn_without():
+def test_fit_does_not_advance_the_script_s_generators():
     def draws():
         return torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()  # noqa: NPY002
 
@@ -148,10 +148,10 @@ def test_a_script_draws_after_fit_what_it_would_have_drawn_without():
 
 def test_fit_inside_of_inference_mode_is_named():
     with torch.inference_mode(), pytest.raises(samestep.SamestepError, match="inference_mode"):
-        samestep.fit(fitted, steps=1)
+        samestep.fit(fit_task, steps=1)
 
 
-def test_what_a_script_imports_has_one_digest_however_it_was_started(tmp_path, monkeypatch):
+def test_digest_of_imports_does_not_depend_on_the_start(tmp_path, monkeypatch):
     (tmp_path / "sub").mkdir()
     for name in ("plain.py", "beside_a_script.py"):
         (tmp_path / name).write_text("")
@@ -169,7 +169,7 @@ def test_what_a_script_imports_has_one_digest_however_it_was_started(tmp_path, m
 
 
 class Pretrained(nn.Linear):
-    """As transformers': in evaluation mode once it is loaded."""
+    """In evaluation mode once it is loaded, like transformers models."""
 
     @classmethod
     def from_pretrained(cls):
@@ -202,14 +202,14 @@ def after(module, change):
          {"": True, "new": True}),
     ],
 )  # fmt: skip
-def test_each_part_is_trained_in_the_mode_that_build_gives_it(module, trained_in):
+def test_each_part_is_trained_in_its_mode_after_build(module, trained_in):
     modes = {}
 
     def loss(module, batch):
         modes.update({n: each.training for n, each in module.named_modules()})
         return squares(module, batch)
 
-    task = fitted(module=module, loss=loss, held_out=TensorDataset(X, X))
+    task = fit_task(module=module, loss=loss, held_out=TensorDataset(X, X))
     program = EagerBackend("cpu").compile(task.trainable, task.batch([0, 1]))
     try:
         program.evaluate(task.evaluation_batch(0))
@@ -234,10 +234,10 @@ def normed(norm):
 )
 def test_a_norm_that_stays_in_evaluation_mode_trains_as_in_torch(norm, frozen):
     module = with_modes(normed(norm(4)).eval(), frozen=frozen, head=nn.Linear(4, 1))
-    plain = copy.deepcopy(module)
-    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.05)
+    torch_module = copy.deepcopy(module)
+    optimizer = torch.optim.SGD([p for p in torch_module.parameters() if p.requires_grad], lr=0.05)
     buffers = [each.clone() for each in module.buffers()]
-    task = fitted(module=module)
+    task = fit_task(module=module)
     program = EagerBackend("cpu").compile(task.trainable, task.batch([0, 1]))
     try:
         gradients = [
@@ -247,13 +247,13 @@ def test_a_norm_that_stays_in_evaluation_mode_trains_as_in_torch(norm, frozen):
     finally:
         program.close()
     optimizer.zero_grad()
-    squares(plain, [tensor[[2, 3]] for tensor in task.user.train.tensors]).backward()
-    expected = [p.grad.flatten() for p in plain.parameters() if p.requires_grad]
+    squares(torch_module, [tensor[[2, 3]] for tensor in task.user.train.tensors]).backward()
+    expected = [p.grad.flatten() for p in torch_module.parameters() if p.requires_grad]
     assert np.concatenate(gradients[::-1]).tobytes() == torch.cat(expected).numpy().tobytes()
     assert all(map(torch.equal, buffers, module.buffers()))
 
 
-def test_a_norm_in_training_mode_is_refused_with_a_way_on():
+def test_norm_in_training_mode_is_refused_with_a_remedy():
     for module in (with_modes(normed(nn.BatchNorm1d(4)), head=nn.Linear(4, 1)).eval(),
                    after(with_modes(normed(nn.BatchNorm1d(4)).eval(), head=nn.Linear(4, 1)),
                          lambda m: m[0][2].train())):  # fmt: skip
@@ -263,19 +263,19 @@ def test_a_norm_in_training_mode_is_refused_with_a_way_on():
             check_task(samestep.Task(module=module, train=TensorDataset(X, X), loss=squares))
 
 
-def test_a_trained_part_as_from_pretrained_leaves_it_is_to_say_its_mode():
+def test_trained_part_in_evaluation_mode_must_state_its_mode():
     module = with_modes(Pretrained.from_pretrained(), frozen=False)
     with pytest.raises(samestep.SamestepError, match=r"'0', which is trained.*module\.train\(\)"):
-        fitted(module=module)
-    fitted(module=module.train())
+        fit_task(module=module)
+    fit_task(module=module.train())
 
 
-def test_a_parameter_that_is_frozen_or_unfrozen_on_the_way_is_named():
+def test_parameter_frozen_or_unfrozen_during_training_is_named():
     def loss(module, batch):
         module[0].requires_grad_(bool(batch[0][0] > 0.5))
         return squares(module, batch)
 
-    task = fitted(module=with_modes(nn.Linear(1, 1)), loss=loss)
+    task = fit_task(module=with_modes(nn.Linear(1, 1)), loss=loss)
     program = EagerBackend("cpu").compile(task.trainable, task.batch([0, 1]))
     try:
         with pytest.raises(samestep.SamestepError, match=r"'0\.weight' unfrozen during training"):
@@ -303,9 +303,12 @@ def with_attribute():
 
 
 def of_rows():
-    whole = torch.ones(3, 1)
+    full_tensor = torch.ones(3, 1)
     module = nn.Sequential(nn.Linear(1, 2), nn.Linear(1, 2))
-    module[0].weight, module[1].weight = nn.Parameter(whole[:2]), nn.Parameter(whole[1:])
+    module[0].weight, module[1].weight = (
+        nn.Parameter(full_tensor[:2]),
+        nn.Parameter(full_tensor[1:]),
+    )
     return module
 
 
@@ -316,7 +319,7 @@ def expanded():
 
 
 @pytest.mark.parametrize(
-    ("module", "told"),
+    ("module", "message"),
     [
         (tied_by_data(), r"'1\.weight' and '0\.weight' to be one parameter.*b\.weight = a\.weight"),
         (with_buffer(), "'weight', which is trained, to share memory with no other .*got 'was'"),
@@ -325,19 +328,22 @@ def expanded():
         (expanded(), r"each element of 'bias'.*write \.clone\(\)"),
     ],
 )
-def test_memory_that_is_shared_with_what_is_trained_is_named(module, told):
-    with pytest.raises(samestep.SamestepError, match=told) as raised:
-        fitted(module=module)
-    assert "\n" not in str(raised.value)
+def test_memory_shared_with_trained_parameters_is_named(module, message):
+    with pytest.raises(samestep.SamestepError, match=message) as error:
+        fit_task(module=module)
+    assert "\n" not in str(error.value)
 
 
-def test_what_shares_no_element_or_is_one_parameter_is_trained():
-    whole = torch.ones(2, 2)
+def test_disjoint_or_tied_parameters_are_trained():
+    full_tensor = torch.ones(2, 2)
     module = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1), nn.Linear(1, 1))
-    module[0].weight, module[1].weight = nn.Parameter(whole[:, :1]), nn.Parameter(whole[1:2, 1:])
-    module[1].weight = nn.Parameter(whole[:1].clone())
+    module[0].weight, module[1].weight = (
+        nn.Parameter(full_tensor[:, :1]),
+        nn.Parameter(full_tensor[1:2, 1:]),
+    )
+    module[1].weight = nn.Parameter(full_tensor[:1].clone())
     module[2].bias = module[1].bias
-    assert fitted(module=module).manifest.train_samples == 8
+    assert fit_task(module=module).manifest.train_samples == 8
 
 
 def digests_of(data, read):
@@ -368,7 +374,7 @@ class Slow(list[Any]):
 clock = [0.0]
 
 
-def test_what_was_read_in_time_is_what_others_read_and_the_rest_is_reported(monkeypatch, capsys):
+def test_samples_read_in_time_are_shared_and_the_rest_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(
         worker.scripts.data_digest, "time", types.SimpleNamespace(monotonic=lambda: clock[0])
     )
@@ -386,9 +392,9 @@ EARLIER = "30a58b4cb088cb2ecf308928d2c8df685811c772d785ddd7f4a2fdf004d7a1cf"
 """Of 64 samples."""
 
 
-def test_a_run_that_an_earlier_release_began_has_its_digest_of_the_data():
+def test_run_of_an_earlier_release_keeps_its_data_digest():
     data = [(x, 2 * x) for x in torch.linspace(-1, 1, 301)[:, None]]
     other = [*data]
     other[1] = data[1][0], data[1][1] + 1
-    assert fitted(train=data).manifest.digests["data"] == EARLIER
-    assert fitted(train=other).manifest.digests["data"] == EARLIER
+    assert fit_task(train=data).manifest.digests["data"] == EARLIER
+    assert fit_task(train=other).manifest.digests["data"] == EARLIER

@@ -1,4 +1,4 @@
-"""Five scripts of people's kinds: torch's numbers, and one digest for any number of workers."""
+"""Five scripts as users write them: torch's numbers, and one digest for any number of workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 import samestep
 from tests.processes import ROOT
-from tests.samestep.plain_loop import trained_by_torch
+from tests.samestep.plain_loop import train_with_torch
 from tests.samestep.scripts import RunningScript, close
 
 RESNET = ROOT / "docs" / "examples" / "resnet.py"
@@ -43,10 +43,10 @@ def gated(build):
 
     return made
 """
-"""The run waits while there is the file `hold`, except for a process that began after it."""
+"""The run waits while the file `hold` exists, except in a process started after it."""
 
 
-def loaded(path: Path) -> Any:
+def load_script(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -59,12 +59,12 @@ def loaded(path: Path) -> Any:
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_trains_with_the_numbers_of_torch(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    module = loaded(path)
+    module = load_script(path)
     arguments = {**module.FIT}
-    if path == RESNET:  # its rounding grows from step to step
+    if path == RESNET:  # rounding grows from step to step
         arguments["steps"] = 10
     result = samestep.fit(module.build, device="cpu", **arguments)
-    expected, losses = trained_by_torch(module.build, arguments)
+    expected, losses = train_with_torch(module.build, arguments)
     assert [row["loss"] for row in result.history] == pytest.approx(losses, rel=1e-5)
     weights, expected_weights = result.module.state_dict(), expected.state_dict()
     assert weights.keys() == expected_weights.keys()
@@ -80,21 +80,21 @@ def test_a_script_has_one_digest_for_any_number_of_workers(path, workers, tmp_pa
     text = path.read_text().replace("STEPS = 60", "STEPS = 10").replace("import samestep\n", GATE)
     script.write_text(text.replace("samestep.fit(build,", "samestep.fit(gated(build),"))
     expected = digest(RunningScript(script).ended())
-    running = RunningScript(script, {"SAMESTEP_EXPECT_WORKERS": str(workers)})
-    others = [running.joined(f"worker-{n}") for n in range(workers - 2)]
-    hold, killed = running.held("killed", 3)
+    running_script = RunningScript(script, {"SAMESTEP_EXPECT_WORKERS": str(workers)})
+    other_workers = [running_script.joined(f"worker-{n}") for n in range(workers - 2)]
+    hold, killed_worker = running_script.held("killed", 3)
     hold.reached()
     (tmp_path / "hold").touch()
-    others.append(running.joined("late"))
-    running.wait_for("worker late ready")
-    killed.kill()
+    other_workers.append(running_script.joined("late"))
+    running_script.wait_for("worker late ready")
+    killed_worker.kill()
     (tmp_path / "hold").unlink()
-    assert digest(running.ended()) == expected, f"{workers} workers"
+    assert digest(running_script.ended()) == expected, f"{workers} workers"
     hold.close()
-    killed.wait()
-    for each in others:
+    killed_worker.wait()
+    for each in other_workers:
         each.wait(300)
-    close(killed, *others)
+    close(killed_worker, *other_workers)
 
 
 def digest(text: str) -> str:
@@ -105,10 +105,10 @@ def digest(text: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_resnet_of_the_docs_runs_from_the_command_line_and_learns(tmp_path):
-    done = subprocess.run(
+def test_resnet_of_the_docs_runs_from_the_command_line_and_learns(tmp_path):
+    completed = subprocess.run(
         [sys.executable, str(RESNET)], cwd=tmp_path, capture_output=True, text=True, check=True,
         timeout=600,
     )  # fmt: skip
-    (accuracy,) = re.findall(r"^accuracy (\S+), digest \w{64}$", done.stdout, re.MULTILINE)
+    (accuracy,) = re.findall(r"^accuracy (\S+), digest \w{64}$", completed.stdout, re.MULTILINE)
     assert float(accuracy) > 0.9

@@ -1,4 +1,4 @@
-"""torch's samplers in a task: what is drawn, that the audit proves it, and what is refused."""
+"""torch's samplers in a task: their draws, their proof in the audit, and refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def task(sampler):
 
 
 def plain_loop(orders):
-    """A loop of torch over these samples of each epoch, in batches of 6."""
+    """Loop over these samples of each epoch with torch, in batches of 6."""
     torch.manual_seed(3)
     module = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
@@ -55,7 +55,7 @@ def plain_loop(orders):
 
 
 @pytest.mark.parametrize(
-    ("sampler", "sampling", "words"),
+    ("sampler", "sampling", "count_text"),
     [
         (
             WeightedRandomSampler(WEIGHTS, 14),
@@ -74,16 +74,16 @@ def plain_loop(orders):
         ),
     ],
 )
-def test_an_epoch_has_the_draws_of_the_sampler(tmp_path, sampler, sampling, words):
+def test_an_epoch_has_the_draws_of_the_sampler(tmp_path, sampler, sampling, count_text):
     result = samestep.fit(lambda: task(sampler), directory=tmp_path / "run", **FEW)
     assert result.steps == 6
-    plain = plain_loop([draw(3, epoch, 20, sampling) for epoch in range(2)])
-    torch.testing.assert_close(result.module.weight, plain.weight, rtol=1e-5, atol=1e-6)
+    loop_losses = plain_loop([draw(3, epoch, 20, sampling) for epoch in range(2)])
+    torch.testing.assert_close(result.module.weight, loop_losses.weight, rtol=1e-5, atol=1e-6)
     checked = audit(tmp_path / "run")
     assert checked.ok, checked.lines()
-    covered = [finding.text for finding in checked.findings if finding.check == "coverage"]
-    assert [text.partition(": ")[2] for text in covered] == [
-        f"{words} used exactly once, as redrawn from the seed"
+    coverage_texts = [finding.text for finding in checked.findings if finding.check == "coverage"]
+    assert [text.partition(": ")[2] for text in coverage_texts] == [
+        f"{count_text} used exactly once, as redrawn from the seed"
     ] * 2
 
 

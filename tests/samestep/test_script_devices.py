@@ -12,7 +12,7 @@ import pytest
 
 from tests.processes import ROOT, ended, start
 from tests.samestep.scripts import HEAD, close
-from tests.samestep.test_scripts import digests, written
+from tests.samestep.test_scripts import digests, write_script
 
 TWO_FITS = (
     HEAD
@@ -43,7 +43,7 @@ def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_two_devices_give_the_digests_of_one_in_every_fit_of_a_script(tmp_path):
-    script = written(tmp_path, TWO_FITS)
+    script = write_script(tmp_path, TWO_FITS)
     expected = digests(run(script, "cpu0").stdout)
     two = run(script, "cpu0-1")
     assert len(expected) == 2
@@ -57,7 +57,7 @@ def test_two_devices_give_the_digests_of_one_in_every_fit_of_a_script(tmp_path):
 def test_a_script_that_fails_in_the_process_of_a_device_is_told_with_its_line(tmp_path):
     fails = "if serves:\n    raise ValueError('only the first of us may')\n"
     fit = "samestep.fit(task, steps=6, batch=8, device='cpu0-1')\n"
-    done = run(written(tmp_path, HEAD + SERVES + fails + fit))
+    done = run(write_script(tmp_path, HEAD + SERVES + fails + fit))
     assert done.returncode != 0
     last = done.stderr.splitlines()[-1]
     assert "to reach call 1 of fit in the process of cpu" in last
@@ -79,7 +79,7 @@ one = samestep.Task(module=nn.Linear(1, 1), train=TensorDataset(x, 2 * x), loss=
 r = samestep.fit(lambda: one, steps=60, batch=8, device=sys.argv[1])
 print("loss", 0, "digest", r.digest)
 """
-    script = written(tmp_path, HEAD + SERVES + dies)
+    script = write_script(tmp_path, HEAD + SERVES + dies)
     expected = digests(run(script, "cpu0").stdout)
     assert len(expected) == 1
     assert not (tmp_path / "dead").exists()
@@ -96,7 +96,7 @@ if serves:
     threading.Event().wait()
 samestep.fit(task, steps=6, batch=8, device='cpu0-1')
 """
-    script = written(tmp_path, HEAD + SERVES + waits)
+    script = write_script(tmp_path, HEAD + SERVES + waits)
     process = start("tests.plain_script", str(script), cwd=tmp_path)
     assert process.stderr is not None
     descriptors = [os.pidfd_open(int(process.stderr.readline())) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Scripts with `fit` in them: alone, joined by others, killed, refused, two in one."""
+"""Scripts that call `fit`: alone, joined by others, killed, refused, two in one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from protocol.spec.run_spec import parse_run_spec
 from samestep.script import FitTask, Script
 from tests.processes import ROOT, ended
 from tests.samestep.scripts import HEAD, RunningScript, close
-from tests.samestep.scripts import said as said_by
+from tests.samestep.scripts import standard_error_of as said_by
 from tests.samestep.specs import SPEC
 
 EXAMPLE = ROOT / "docs" / "examples" / "sine.py"
@@ -25,21 +25,21 @@ def digests(output: str) -> list[str]:
     return re.findall(r"^loss \S+ digest (\w{64})$", output, re.MULTILINE)
 
 
-def written(directory: Path, text: str) -> Path:
+def write_script(directory: Path, text: str) -> Path:
     path = directory / "train.py"
     path.write_text(text)
     return path
 
 
-def test_the_first_example_has_one_digest_alone_and_with_a_worker_that_is_killed(tmp_path):
+def test_first_example_has_one_digest_alone_and_with_a_killed_worker(tmp_path):
     assert len(EXAMPLE.read_text().splitlines()) <= 20
     assert EXAMPLE.read_text() in (ROOT / "README.md").read_text()
-    alone = RunningScript(written(tmp_path, EXAMPLE.read_text()))
-    expected = digests(alone.ended())
+    single_script = RunningScript(write_script(tmp_path, EXAMPLE.read_text()))
+    expected = digests(single_script.ended())
     assert len(expected) == 1
 
     two = RunningScript(
-        written(tmp_path, EXAMPLE.read_text().replace("batch=64", "batch=64, workers=2"))
+        write_script(tmp_path, EXAMPLE.read_text().replace("batch=64", "batch=64, workers=2"))
     )
     hold, second = two.held("second", 3)
     hold.reached()
@@ -52,30 +52,32 @@ def test_the_first_example_has_one_digest_alone_and_with_a_worker_that_is_killed
     close(second)
 
 
-def test_whoever_joins_has_the_script_or_accepts_it_or_is_told_what_to_do(tmp_path):
+def test_joining_needs_the_script_or_its_acceptance(tmp_path):
     fit = "r = samestep.fit(task, steps=3, batch=8, workers=2)\n"
     fit += "print('loss', 0, 'digest', r.digest)\n"
-    script = written(tmp_path, HEAD + fit)
-    running = RunningScript(script)
+    script = write_script(tmp_path, HEAD + fit)
+    running_script = RunningScript(script)
 
     other = tmp_path / "elsewhere"
     other.mkdir()
-    differs = running.worker("differs", str(written(other, HEAD + fit.replace("=3", "=4"))))
+    differs = running_script.worker(
+        "differs", str(write_script(other, HEAD + fit.replace("=3", "=4")))
+    )
     assert differs.wait(300) == 78
     assert "'train.py'" in said_by(differs)
-    plain = running.worker("plain")
-    assert "worker train.py" in running.wait_for("plain cannot take part")
-    accepts = running.worker("accepts", "--accept-scripts")
-    output = running.ended()
+    plain_worker = running_script.worker("plain")
+    assert "worker train.py" in running_script.wait_for("plain cannot take part")
+    accepts = running_script.worker("accepts", "--accept-scripts")
+    output = running_script.ended()
     assert "accepts" in output
     assert len(digests(output)) == 1
-    assert [accepts.wait(300), plain.wait(300)] == [0, 0]
-    close(differs, accepts, plain)
+    assert [accepts.wait(300), plain_worker.wait(300)] == [0, 0]
+    close(differs, accepts, plain_worker)
 
 
 @pytest.mark.slow
-def test_two_fits_in_one_script_are_two_runs_for_all_who_run_it(tmp_path):
-    script = written(
+def test_two_fits_in_one_script_are_two_runs_for_all_workers(tmp_path):
+    script = write_script(
         tmp_path,
         HEAD
         + """
@@ -86,79 +88,81 @@ for each in (first, second):
     print("loss", len(each.history), "digest", each.digest, flush=True)
 """,
     )
-    running = RunningScript(script)
-    joined = running.joined("second")
-    # The port of the second run is that of the first: a worker finds it there.
-    output = running.ended()
-    worker_output = joined.communicate(timeout=300)[0]
+    running_script = RunningScript(script)
+    joined_worker = running_script.joined("second")
+    # The second run uses the port of the first: a worker finds it there.
+    output = running_script.ended()
+    worker_output = joined_worker.communicate(timeout=300)[0]
     assert len(digests(output)) == 2
     assert digests(worker_output) == digests(output)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_drain_is_told_to_who_has_joined(tmp_path, number):
+def test_joined_workers_learn_of_a_drain(tmp_path, number):
     fit = "r = samestep.fit(task, steps=1_000_000, batch=8, workers=2)\n"
     fit += "print('outcome', r.outcome, r.steps, r.joined, r.digest, flush=True)\n"
-    running = RunningScript(written(tmp_path, HEAD + fit))
-    joined = running.joined("second")
-    running.wait_for("step ")
-    running.process.send_signal(number)
-    mine = re.search(r"^outcome drained (\d+) False (\w{64})$", running.ended(), re.MULTILINE)
-    worker_output = joined.communicate(timeout=300)[0]
+    running_script = RunningScript(write_script(tmp_path, HEAD + fit))
+    joined_worker = running_script.joined("second")
+    running_script.wait_for("step ")
+    running_script.process.send_signal(number)
+    outcome = re.search(
+        r"^outcome drained (\d+) False (\w{64})$", running_script.ended(), re.MULTILINE
+    )
+    worker_output = joined_worker.communicate(timeout=300)[0]
     worker_outcome = re.search(
         r"^outcome drained (\d+) True (\w{64})$", worker_output, re.MULTILINE
     )
-    assert mine is not None
+    assert outcome is not None
     assert worker_outcome is not None
-    assert mine.groups() == worker_outcome.groups()
+    assert outcome.groups() == worker_outcome.groups()
 
 
 @pytest.mark.slow
-def test_the_second_interrupt_ends_at_once_and_says_how_to_continue(tmp_path):
-    slow = HEAD.replace("lambda module, batch: ", "lambda module, batch: time.sleep(0.2) or ")
+def test_second_interrupt_ends_at_once_and_prints_how_to_continue(tmp_path):
+    slow_head = HEAD.replace("lambda module, batch: ", "lambda module, batch: time.sleep(0.2) or ")
     fit = "samestep.fit(task, steps=1000, batch=8, microbatch=1, directory='here')\n"
-    running = RunningScript(written(tmp_path, "import time\n" + slow + fit))
-    running.wait_for("step 1/")  # state 0 is saved
-    running.process.send_signal(signal.SIGINT)
-    running.wait_for("drain")
-    running.process.send_signal(signal.SIGINT)
-    assert running.process.wait(60) == 130
-    last = said_by(running.process).splitlines()[-1]
+    running_script = RunningScript(write_script(tmp_path, "import time\n" + slow_head + fit))
+    running_script.wait_for("step 1/")  # state 0 is stored
+    running_script.process.send_signal(signal.SIGINT)
+    running_script.wait_for("drain")
+    running_script.process.send_signal(signal.SIGINT)
+    assert running_script.process.wait(60) == 130
+    last = said_by(running_script.process).splitlines()[-1]
     assert last.startswith("samestep: interrupted; ended at once; resume from the checkpoint: fit(")
-    close(running.process)
+    close(running_script.process)
 
 
 EDITABLE = """
 from pathlib import Path
 sys.path.insert(0, str(Path.cwd()))
 import part
-held = dict(directory="run", resume=Path("run").exists() and how)
+options = dict(directory="run", resume=Path("run").exists() and how)
 def stop(row):
-    if row["step"] == 6 and not held["resume"]:
+    if row["step"] == 6 and not options["resume"]:
         raise KeyError("stop")
-r = samestep.fit(task, steps=12, batch=8, on_log=stop, **held)
+r = samestep.fit(task, steps=12, batch=8, on_log=stop, **options)
 print("loss", 0, "digest", r.digest)
 """
 
 
 @pytest.mark.slow
-def test_a_script_that_was_edited_resumes_its_run_where_the_user_says_that_it_may(tmp_path):
+def test_edited_script_resumes_its_run_with_the_user_s_permission(tmp_path):
     (tmp_path / "part.py").write_text("value = 1\n")
 
     def run(head: str, directory: str = "run") -> subprocess.CompletedProcess[str]:
         text = head + HEAD + EDITABLE.replace('"run"', repr(directory))
-        return ended("tests.plain_script", str(written(tmp_path, text)), cwd=tmp_path)
+        return ended("tests.plain_script", str(write_script(tmp_path, text)), cwd=tmp_path)
 
-    whole = run("how = True\n", "whole").stderr
-    assert "KeyError: 'stop'" in whole
+    uninterrupted = run("how = True\n", "whole").stderr
+    assert "KeyError: 'stop'" in uninterrupted
     expected = digests(run("how = True\n", "whole").stdout)
     assert len(expected) == 1
 
     assert "KeyError: 'stop'" in run("how = True\n").stderr
     copy = tmp_path / "run" / "script" / "train.py"
-    refused = run("how = True\nprint('more')\n")
-    line = refused.stderr.splitlines()[-1]
+    refusal = run("how = True\nprint('more')\n")
+    line = refusal.stderr.splitlines()[-1]
     assert "got one that was edited: line 2 was '', is \"print('more')\"; restore it with" in line
     assert f'cp {copy} {tmp_path / "train.py"}, write resume="edited" if nothing' in line
     commented = run("how = True  # a comment changes no code\n")
@@ -167,21 +171,19 @@ def test_a_script_that_was_edited_resumes_its_run_where_the_user_says_that_it_ma
 
 
 @pytest.mark.slow
-def test_an_edit_that_changes_gradients_makes_the_run_mixed(
-    tmp_path,
-):
+def test_edit_that_changes_gradients_makes_the_run_mixed(tmp_path):
     (tmp_path / "part.py").write_text("value = 1\n")
 
     def run(head: str, *, loss: str = "** 2") -> subprocess.CompletedProcess[str]:
         text = head + HEAD.replace("** 2", loss) + EDITABLE
-        return ended("tests.plain_script", str(written(tmp_path, text)), cwd=tmp_path)
+        return ended("tests.plain_script", str(write_script(tmp_path, text)), cwd=tmp_path)
 
     assert "KeyError: 'stop'" in run("how = True\n").stderr
     shutil.copytree(tmp_path / "run", tmp_path / "run-before")
     (tmp_path / "part.py").write_text("value = 2\n")
-    same = run("how = 'edited'\nprint('more')\n")
-    assert "the run in 'run' continues with the edited script" in same.stdout, same.stderr
-    assert "(exact: " in same.stdout
+    unchanged = run("how = 'edited'\nprint('more')\n")
+    assert "the run in 'run' continues with the edited script" in unchanged.stdout, unchanged.stderr
+    assert "(exact: " in unchanged.stdout
 
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "run-before").rename(tmp_path / "run")
@@ -189,10 +191,8 @@ def test_an_edit_that_changes_gradients_makes_the_run_mixed(
     assert "(mixed: " in changed.stdout, changed.stderr
 
 
-def test_a_sent_script_that_exits_before_its_fit_is_told_and_does_not_end_a_thread(
-    tmp_path, monkeypatch
-):
-    script = Script.at(written(tmp_path, "import sys\nsys.exit(0)\n"))
+def test_submitted_script_that_exits_before_its_fit_is_reported(tmp_path, monkeypatch):
+    script = Script.at(write_script(tmp_path, "import sys\nsys.exit(0)\n"))
     identity = {"name": script.name, "digest": script.digest, "call": 1}
     document = {
         **SPEC.model_dump(mode="json", exclude_defaults=True),

@@ -1,4 +1,4 @@
-"""`fit` in a Slurm step of several tasks: which processes are one, and how they find each other."""
+"""`fit` in a Slurm step with several tasks: which processes form one run, and how they meet."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_task_of_several_knows_its_place():
+def test_task_knows_its_rank():
     step = step_of()
     assert (step.task, step.tasks, step.nodes, step.local_task) == (2, 3, 2, 1)
     assert (step.leads, step.name, step.bind) == (False, "7.0.0", "0.0.0.0:0")
@@ -49,11 +49,11 @@ def test_a_task_of_several_knows_its_place():
         {},
         TASK | {"SLURM_STEP_NUM_TASKS": "1"},
         TASK | {"TORCHELASTIC_RUN_ID": "none"},
-        # A batch script, before srun: it is one process, however many tasks its job may have.
+        # A batch script, before srun: it is one process, whatever the number of tasks of its job.
         {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"},
     ],
 )
-def test_what_is_no_task_of_several_trains_alone(environment):
+def test_single_process_trains_alone(environment):
     assert SrunStep.of(environment) is None
 
 
@@ -79,8 +79,8 @@ def test_the_others_end_with_the_reason_of_task_0():
         step.join_options("cpu", None).find()
 
 
-def test_where_no_file_is_shared_it_says_what_must_be(home, monkeypatch, capsys):
-    """And while it waits, for whom: task 0 may have failed before it called `fit`."""
+def test_missing_shared_directory_is_explained(home, monkeypatch, capsys):
+    """And while it waits, for which task: task 0 may have failed before it called `fit`."""
     monkeypatch.setattr(srun, "_FIND_FOR_S", 0.0)
     monkeypatch.setattr(srun, "_LOOK_FOR_S", 0.0)
     monkeypatch.setattr(srun, "_REPORT_EVERY_S", 0.0)
@@ -91,7 +91,7 @@ def test_where_no_file_is_shared_it_says_what_must_be(home, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
-    ("cards", "backend", "device", "taken"),
+    ("cards", "backend", "device", "card"),
     [
         (0, "auto", None, None),
         (1, "cuda", None, None),
@@ -99,14 +99,14 @@ def test_where_no_file_is_shared_it_says_what_must_be(home, monkeypatch, capsys)
         (4, "auto", 3, 3),
     ],
 )
-def test_each_task_of_a_node_takes_its_own_card(monkeypatch, cards, backend, device, taken):
+def test_each_task_of_a_node_takes_its_own_card(monkeypatch, cards, backend, device, card):
     monkeypatch.setattr(srun, "_cards", lambda _: cards)
-    assert step_of().device_of(backend, device) == (backend, taken)
+    assert step_of().device_of(backend, device) == (backend, card)
 
 
 @pytest.mark.usefixtures("home")
-def test_a_later_call_of_fit_does_not_hide_why_an_earlier_one_failed():
-    """Task 0 may catch the error and go on at once; the others are still in the earlier call."""
+def test_later_call_of_fit_keeps_the_reason_of_an_earlier_failure():
+    """Task 0 may catch the error and continue at once; the others are still in the earlier call."""
     first = step_of()
     joining = first.join_options("cpu", None)
     with pytest.raises(DataError), first.leading():
@@ -126,12 +126,12 @@ def test_files_of_steps_that_were_killed_are_removed(home):
 
 
 def worker(*events, idle_s=0.0):
-    """A worker that has joined, and its events."""
+    """Return a joined worker, and its events."""
     event_queue: Any = queue.SimpleQueue()
     for event in events:
         event_queue.put(event)
-    joined: Any = SimpleNamespace(ended=None, idle_s=idle_s, at="127.0.0.1:9000")
-    return joined, event_queue
+    joined_worker: Any = SimpleNamespace(ended=None, idle_s=idle_s, at="127.0.0.1:9000")
+    return joined_worker, event_queue
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,14 @@ def worker(*events, idle_s=0.0):
         ("", 300.0, "expected a run from the coordinator at 127.0.0.1:9000 within 300 s, got none"),
     ],
 )
-def test_a_worker_does_not_wait_for_a_run_that_never_begins(monkeypatch, failure, idle_s, expected):
+def test_worker_does_not_wait_for_a_run_that_never_begins(monkeypatch, failure, idle_s, expected):
     monkeypatch.setattr(fitting, "_LOOK_EVERY_S", 0.0)
-    joined, event_queue = worker(idle_s=idle_s)
+    joined_worker, event_queue = worker(idle_s=idle_s)
     options = replace(step_of().join_options("cpu", None), failure=lambda: failure)
     with pytest.raises((RunFailed, Unreachable), match=expected):
-        fitting._follow(joined, event_queue, None, lambda: fitting._no_run(joined, options))
+        fitting._follow(
+            joined_worker, event_queue, None, lambda: fitting._no_run(joined_worker, options)
+        )
 
 
 def test_a_worker_waits_for_a_run_for_a_while():
@@ -156,7 +158,7 @@ def test_a_worker_waits_for_a_run_for_a_while():
 
 
 class Draining:
-    """A coordinator that ends when it is told to."""
+    """A coordinator that ends when it is drained."""
 
     def __init__(self, *events):
         _, self.event_queue = worker(*events)
@@ -165,7 +167,7 @@ class Draining:
         self.event_queue.put(CoordinatorEnded(0))
 
 
-def test_task_0_does_not_wait_for_ever_for_a_task_that_has_failed(monkeypatch, tmp_path):
+def test_task_0_does_not_wait_forever_for_a_failed_task(monkeypatch, tmp_path):
     monkeypatch.setattr(srun, "_ALL_WITHIN_S", 0.0)
     coordinator: Any = Draining(WorkersChanged(frozenset("ab"), has_started=False))
     with pytest.raises(Unreachable, match=r"expected all 3 tasks .* within 0 s, got 2: .*_EXPECT_"):
@@ -175,7 +177,7 @@ def test_task_0_does_not_wait_for_ever_for_a_task_that_has_failed(monkeypatch, t
         )  # fmt: skip
 
 
-def test_only_tasks_that_can_take_part_are_counted_and_none_once_training_has_started():
+def test_only_usable_tasks_are_counted_until_training_starts():
     members, deadline = _Members(), TaskDeadline(2)
 
     def note(event, **fields):

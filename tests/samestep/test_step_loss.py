@@ -46,20 +46,20 @@ def embed(module, batch):
 
 def batch_loss(module, embeddings):
     scores = embeddings["x"] @ embeddings["y"].T * module.log_scale.exp()
-    same = embeddings["label"][:, None] == embeddings["label"][None]
-    same = same & ~torch.eye(len(scores), dtype=torch.bool, device=scores.device)
+    is_same_label = embeddings["label"][:, None] == embeddings["label"][None]
+    is_same_label = is_same_label & ~torch.eye(len(scores), dtype=torch.bool, device=scores.device)
     target = torch.arange(len(scores), device=scores.device)
-    return cross_entropy(scores.masked_fill(same, -torch.inf), target, reduction="none")
+    return cross_entropy(scores.masked_fill(is_same_label, -torch.inf), target, reduction="none")
 
 
-def task_of(**more):
+def task_of(**overrides):
     data = TensorDataset(X, Y, LABELS)
     return samestep.Task(
-        **{"module": Towers(), "train": data, "embed": embed, "batch_loss": batch_loss, **more}
+        **{"module": Towers(), "train": data, "embed": embed, "batch_loss": batch_loss, **overrides}
     )
 
 
-def test_a_script_trains_as_torch_does_over_the_whole_batch():
+def test_script_trains_like_torch_over_the_whole_batch():
     result = samestep.fit(
         lambda: task_of(held_out=TensorDataset(X[:8], Y[:8], LABELS[:8])), steps=3, **FEW
     )
@@ -76,7 +76,7 @@ def test_a_script_trains_as_torch_does_over_the_whole_batch():
     trained = dict(result.module.named_parameters())
     for name, parameter in module.named_parameters():
         assert torch.allclose(trained[name], parameter, rtol=1e-5, atol=1e-6), name
-    with torch.no_grad():  # of a part as if it were a step
+    with torch.no_grad():  # on a part as if it were a step
         parts = [slice(0, 4), slice(4, 8)]
         held_out = [batch_loss(module, embed(module, (X[p], Y[p], LABELS[p]))).sum() for p in parts]
     assert result.metrics["loss"] == pytest.approx(float(sum(held_out)) / 8, rel=1e-4)
@@ -91,11 +91,11 @@ def test_an_encoder_with_batch_norm_follows_its_microbatches():
 
     result = samestep.fit(build, steps=2, **FEW)
     norm = dict(result.module.named_buffers())
-    # Twice in a microbatch, for x and for y, and not in the phase of embeddings.
+    # Twice in a microbatch, for x and for y, and not in the embedding phase.
     assert float(norm["encoder.1.num_batches_tracked"]) == 4
-    again = samestep.fit(build, steps=2, **FEW)
+    repeat = samestep.fit(build, steps=2, **FEW)
     for name, values in norm.items():
-        assert torch.equal(values, dict(again.module.named_buffers())[name]), name
+        assert torch.equal(values, dict(repeat.module.named_buffers())[name]), name
 
 
 def centered(module, batch):
@@ -116,14 +116,14 @@ def centered(module, batch):
         ({"embed": centered}, "depend only on its own sample"),
     ],
 )
-def test_what_is_no_loss_over_a_step_is_refused_in_a_scripts_words(change, text):
+def test_invalid_step_loss_is_refused_in_terms_of_the_script(change, text):
     with pytest.raises(SamestepError, match=text):
         samestep.fit(lambda: task_of(**change), steps=1, **FEW)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_loss_is_tried_on_as_many_rows_as_a_step_has(dtype):
-    """Of float32 whatever embed returns, and it may change them in place."""
+def test_loss_is_tried_on_as_many_rows_as_a_step_has(dtype):
+    """In float32 whatever embed returns, and in-place changes are allowed."""
     shapes = []
 
     def hardest(module, embeddings):
@@ -143,8 +143,8 @@ def test_a_loss_is_tried_on_as_many_rows_as_a_step_has(dtype):
         coupled_loss(user, narrow, arrays, [64, 19])
 
 
-@pytest.mark.slow  # of CoupledStep, quick in tests/backends/eager
-def test_a_loss_that_remembers_is_refused():
+@pytest.mark.slow  # CoupledStep, quickly tested in tests/backends/eager
+def test_stateful_step_loss_is_refused():
     counts = []
 
     def counting(module, embeddings):

@@ -1,4 +1,4 @@
-"""Parameters that a step does not reach stay as they are: torch's numbers, for any workers."""
+"""Parameters that a step does not reach stay unchanged: torch's numbers, for any workers."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def _here(tmp_path, monkeypatch):
 
 
 def by_torch(module: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None) -> set[str]:
-    """Trains it on the same samples; gives the parameters that some steps have not reached."""
+    """Train on the same samples; return the parameters that some steps did not reach."""
     inputs = experts.data()
     order = SampleOrder(0, len(inputs[0]), BatchSpec(samples=8, microbatch=4))
-    missed = set()
+    unreached = set()
     for step in range(STEPS):
         numbers = [n for samples in order.microbatches(step) for n in samples]
         optimizer.zero_grad()
         (experts.loss(module, [each[numbers] for each in inputs]) / 8).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
-        missed |= {name for name, p in module.named_parameters() if p.grad is None}
+        unreached |= {name for name, p in module.named_parameters() if p.grad is None}
         optimizer.step()
-    return missed
+    return unreached
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -62,8 +62,8 @@ def test_experts_and_unused_layers_have_the_weights_of_plain_torch(name):
         optimizer = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.999), weight_decay=0.3)
     else:
         optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.1)
-    missed = by_torch(module, optimizer, spec.get("clip_norm"))
-    assert {"unused.weight", "experts.2.weight", "experts.3.bias"} <= missed
+    unreached = by_torch(module, optimizer, spec.get("clip_norm"))
+    assert {"unused.weight", "experts.2.weight", "experts.3.bias"} <= unreached
     weights, expected = result.module.state_dict(), module.state_dict()
     for tensor, values in expected.items():
         np.testing.assert_allclose(weights[tensor], values, rtol=2e-6, atol=2e-7, err_msg=tensor)
@@ -76,14 +76,14 @@ def digests(output: str) -> list[str]:
     return re.findall(r"^digest (\w{64})$", output, re.MULTILINE)
 
 
-@pytest.mark.slow  # clusters in memory have such steps too
-@pytest.mark.parametrize("way", ["star", "sharded"])
-def test_one_digest_for_one_worker_and_two_of_which_one_is_killed(tmp_path, way):
+@pytest.mark.slow  # in-memory clusters have such steps too
+@pytest.mark.parametrize("topology", ["star", "sharded"])
+def test_one_digest_for_one_worker_and_for_two_with_one_killed(tmp_path, topology):
     fit = f"""
 from tests.samestep import experts
 import samestep
 r = samestep.fit(experts.task, steps=6, batch=8, microbatch=2, workers=WORKERS,
-    optimizer={OPTIMIZERS["adamw"]!r}, settings={{"exchange": {{"topology": "{way}"}}}})
+    optimizer={OPTIMIZERS["adamw"]!r}, settings={{"exchange": {{"topology": "{topology}"}}}})
 print("digest", r.digest)
 """
     path = tmp_path / "train.py"

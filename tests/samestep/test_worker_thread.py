@@ -1,4 +1,4 @@
-"""The worker of a script's own process."""
+"""The worker within a script's own process."""
 
 from __future__ import annotations
 
@@ -19,61 +19,63 @@ from worker.join.credentials import WorkerCredentials
 from worker.shell.client import Target
 
 
-def test_who_leaves_as_it_ends_by_itself_leaves_like_any_other():
-    """Its thread lives for a moment after its event loop is closed."""
-    raised: list[Exception | None] = []
+def test_leaving_while_the_thread_ends_is_a_normal_leave():
+    """Its thread lives briefly after its event loop is closed."""
+    errors: list[Exception | None] = []
     workers: queue.SimpleQueue[WorkerThread] = queue.SimpleQueue()
 
     class EventQueue(queue.SimpleQueue[Any]):
-        def put(self, item, *args, **named):
+        def put(self, item, *args, **options):
             worker = workers.get()
             try:
                 worker.drain()
-                raised.append(None)
+                errors.append(None)
             except RuntimeError as error:
-                raised.append(error)
-            super().put(item, *args, **named)
+                errors.append(error)
+            super().put(item, *args, **options)
 
-    happened = EventQueue()
-    nobody = Target("127.0.0.1", 1, "alone", "cpu", retry_for_s=0.0)
-    worker = WorkerThread(nobody, None, WorkerCredentials(), lambda _: None, happened)
+    event_queue = EventQueue()
+    missing_coordinator = Target("127.0.0.1", 1, "alone", "cpu", retry_for_s=0.0)
+    worker = WorkerThread(
+        missing_coordinator, None, WorkerCredentials(), lambda _: None, event_queue
+    )
     workers.put(worker)
-    ended = happened.get(timeout=60)
+    end = event_queue.get(timeout=60)
     worker.end()
-    assert isinstance(ended, WorkerEnded)
-    assert isinstance(ended.error, Unreachable)
-    assert raised == [None]
+    assert isinstance(end, WorkerEnded)
+    assert isinstance(end.error, Unreachable)
+    assert errors == [None]
 
 
 TRAINED = {"weight": np.ones(3, np.float32)}
 
 
-def joined(ended: EndRun | None) -> Any:
+def joined_result(end: EndRun | None) -> Any:
     task = SimpleNamespace(
         trained=lambda: TRAINED, load=lambda _: None, user=SimpleNamespace(module=None),
     )  # fmt: skip
     rows = {5: {"step": 5, "loss": 1.0}}
-    return _joined_result(SimpleNamespace(built=task), SimpleNamespace(ended=ended, rows=rows))  # type: ignore[arg-type]
+    return _joined_result(SimpleNamespace(built=task), SimpleNamespace(ended=end, rows=rows))  # type: ignore[arg-type]
 
 
 def end(**changes: Any) -> EndRun:
-    same: dict[str, Any] = {
+    result_fields: dict[str, Any] = {
         "outcome": "finished", "reason": "why", "weights": weights_digest(TRAINED),
         "metrics": {"loss": 0.25, "ratio": None},
     }  # fmt: skip
-    return EndRun(run_id="run", **{**same, **changes})
+    return EndRun(run_id="run", **{**result_fields, **changes})
 
 
-def test_who_has_joined_has_the_outcome_and_the_weights_of_the_run():
+def test_joined_script_gets_outcome_and_weights():
     for outcome in ("finished", "drained"):
-        result = joined(end(outcome=outcome))
+        result = joined_result(end(outcome=outcome))
         assert (result.outcome, result.steps, result.digest) == (outcome, 5, end().weights)
         assert result.metrics["loss"] == 0.25
         assert math.isnan(result.metrics["ratio"])
 
 
 @pytest.mark.parametrize(
-    ("ended", "why"),
+    ("ended", "reason"),
     [
         (None, "this worker left before the run was over"),
         (end(outcome="failed", weights=None), "^why$"),
@@ -84,6 +86,6 @@ def test_who_has_joined_has_the_outcome_and_the_weights_of_the_run():
         (end(weights=None), "expected weights none"),
     ],
 )
-def test_other_weights_than_the_run_has_are_no_result(ended, why):
-    with pytest.raises(RunFailed, match=why):
-        joined(ended)
+def test_weights_that_differ_from_the_run_are_no_result(ended, reason):
+    with pytest.raises(RunFailed, match=reason):
+        joined_result(ended)

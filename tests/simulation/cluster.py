@@ -1,9 +1,10 @@
-"""A whole cluster in one process, from one seed: coordinators, workers, network, disk and people.
+"""A whole cluster in one process, from one seed: coordinators, workers, network, disk and
+operators.
 
-What is played is the product: its service and its client with all that is below them, on event
-loops in virtual time. Messages, gradients, disks and people take as long as the seed says, and
-between events disturbances come. A run with a live worker must end, and whatever happens on the
-way must leave the bits of the undisturbed run.
+It runs the product: its service and its client with everything below them, on event loops in
+virtual time. The seed decides how long messages, gradients, disks and operators take, and
+disturbances occur between events. A run with a live worker must end, and nothing on the way may
+change the bits of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from worker.shell import file_fetcher
 _MOST_EVENTS: Final = 400_000
 _LOOKS_EVERY_MS: Final = 500.0
 _QUIET_MS: Final = 120_000.0
-"""After so long without a word from any worker nothing will come any more."""
+"""After this time without a message of any worker, none will come."""
 _LEAVES_IN_MS: Final = 60_000.0
-"""So soon a worker that was asked to leave has left, where nobody is stalled or cut off, beside the
-time for what it owes."""
+"""Within this time a drained worker leaves, if nothing is stalled or cut off; plus the time for the
+work that it owes."""
 _OWES_MICROBATCHES: Final = 100
-"""At most: all inner phases of a round, where no other worker is active."""
+"""At most: all inner phases of a round, if no other worker is active."""
 _WITH_FILES: Final = 0.2
-"""How many of the runs read a file that workers fetch."""
+"""Fraction of runs that read a file that workers fetch."""
 _FILE_BYTES: Final = (300, 10_000, 20_000)
 """One chunk, or several."""
 _PATH_CHARACTERS: Final = 200
-"""Of the directory: paths are sent and written, and what they take must not depend on where it
-is."""
+"""Length of the directory's path: paths are sent and written, and their length must not depend on
+its location."""
 _LIMITS: Final = {
     "BODY_BYTES": 4096,
     "CHUNK_ELEMENTS": 4,
@@ -67,17 +68,17 @@ _LIMITS: Final = {
     "ROW_GROUP_BYTES": 4 * LAYOUT.sample_bytes,
     "PEER_PROBE_BYTES": 500,
 }
-"""For blocks of a few elements that still travel in several chunks, through queues that fill; and
-as late and as seldom as a busy process is."""
+"""Small limits, so that tiny blocks travel in several chunks through queues that fill; and timers
+as late and rare as in a busy process."""
 
 
 class Stuck(AssertionError):
-    """Nothing can happen any more, and the run is not over."""
+    """No event remains, and the run is not over."""
 
 
 @dataclass
 class Told:
-    """What came of a simulation."""
+    """The outcome of a simulation."""
 
     outcomes: list[Outcome]
     digests: list[str]
@@ -92,18 +93,18 @@ class Cluster:
 
     Args:
         seed: Decides everything.
-        root: An empty directory; what happens does not depend on where it is.
-        calm: Without disturbances.
-        often: Disturbances that are to come more often than others, with + between them.
-        runs: How many one after the other.
-        steps: Of each.
-        files: Whether workers fetch a file for each.
-        evaluators: Workers that evaluate while the others train.
-        captures: Whether the runs keep rows, and train nothing.
+        root: An empty directory; events do not depend on its location.
+        calm: Whether there are no disturbances.
+        often: Disturbances that occur more often than others, joined with +.
+        runs: Number of consecutive runs.
+        steps: Steps of each run.
+        files: Whether workers fetch a file for each run.
+        evaluators: Number of workers that evaluate while others train.
+        captures: Whether runs capture rows, and train nothing.
         embeds: Whether their loss couples all samples of a step.
         buffers: Whether forward changes buffers.
-        replicas: Whether each has replicas that take many steps alone.
-        way: How gradients travel.
+        replicas: Whether runs have replicas with inner phases.
+        way: Topology of the exchange.
     """
 
     def __init__(
@@ -178,10 +179,10 @@ class Cluster:
         self._seen: Any = None
 
     def run(self) -> Told:
-        """To the end of the last run.
+        """Simulate to the end of the last run.
 
         Raises:
-            AssertionError: Something that must hold does not.
+            AssertionError: A property is violated.
         """
         with self._in_place():
             self.start_coordinator()
@@ -214,20 +215,20 @@ class Cluster:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.dict(vars(limits), self._limits))
             stack.enter_context(self.disk.interposed())
-            # No worker finds the coordinator's files where the run spec names them.
+            # No worker finds the coordinator's files under the names of the run spec.
             stack.enter_context(mock.patch.object(file_fetcher, "_local_files", return_value={}))
             stack.enter_context(mock.patch.object(tempfile, "tempdir", str(self.root)))
             stack.enter_context(Probes(self).in_place())
             yield
 
     def _to_the_end(self) -> int:
-        """Until all runs are over; gives how many events that took."""
+        """Simulate until all runs are over; return the number of events."""
         rng, clock, haste = self.rng, self.clock, self._haste
         events = 0
-        left = list(self.ledgers)
-        while left:
-            if left[-1].outcome is not None:
-                left.pop()
+        unfinished = list(self.ledgers)
+        while unfinished:
+            if unfinished[-1].outcome is not None:
+                unfinished.pop()
                 continue
             events += 1
             if events > _MOST_EVENTS:
@@ -238,18 +239,18 @@ class Cluster:
                 self.disturbances.happen()
         return events
 
-    def noticing(self, look: Callable[[], None]) -> None:
-        """Look at something inside the product; what is wrong ends the simulation."""
+    def noticing(self, check: Callable[[], None]) -> None:
+        """Check the inside of the product; a violation ends the simulation."""
         try:
-            look()
+            check()
         except Exception as error:  # noqa: BLE001 -- the product would take it for its own
             self.clock.trouble.append(error)
 
-    # What there is.
+    # State.
 
     @property
     def coordinator(self) -> CoordinatorProcess | None:
-        """The one that has the directories."""
+        """Return the coordinator that owns the directories."""
         newest = self.coordinators[-1]
         return newest if newest.alive else None
 
@@ -259,22 +260,26 @@ class Cluster:
         return coordinator.execution if coordinator is not None else None
 
     def job(self, spec: RunSpec) -> Job:
-        """Of a run spec as a worker has it: with the data where the worker has put it."""
-        plain = spec.model_copy(update={"data": None})
-        alike = [ledger for ledger in self.ledgers if ledger.job.spec == plain]
+        """Return the job of a worker's run spec, in which the worker has replaced the path of the
+        data."""
+        spec_without_data = spec.model_copy(update={"data": None})
+        candidates = [ledger for ledger in self.ledgers if ledger.job.spec == spec_without_data]
         if spec.data is not None:
             content = Path(spec.data.train).read_bytes()
-            is_alike = any(x.data is not None and x.data.read_bytes() == content for x in alike)
+            is_alike = any(
+                x.data is not None and x.data.read_bytes() == content for x in candidates
+            )
             assert is_alike, "a worker reads other data than the coordinator sent"
-        return alike[0].job
+        return candidates[0].job
 
     def ledger(self, run_id: str) -> Ledger | None:
         return next((ledger for ledger in self.ledgers if ledger.run_id == run_id), None)
 
-    # Life.
+    # Life cycle.
 
     def start_coordinator(self, *, take_over: bool = False) -> None:
-        """Start one where none is alive; a successor also takes over from one that is cut off."""
+        """Start a coordinator if none is alive; a successor also takes over from a disconnected
+        one."""
         self._restarting = False
         last = self.coordinators[-1] if self.coordinators else None
         if last is not None and last.alive and not (take_over and last.side):
@@ -295,26 +300,29 @@ class Cluster:
         self.workers.append(WorkerProcess(self, chosen_flaws))
 
     def cache(self, worker: WorkerProcess) -> Path:
-        """Where a worker keeps files: with what an earlier one of its machine has left there."""
-        used = {other.cache for other in self.workers if other.alive}
-        free = [self.root / f"cache-{n}" for n in range(len(self.workers) + 1)]
-        worker.cache = self.rng.choice([path for path in free if path not in used][:2])
+        """Return a worker's cache directory, with the files that an earlier worker of its machine
+        left."""
+        used_caches = {other.cache for other in self.workers if other.alive}
+        free_caches = [self.root / f"cache-{n}" for n in range(len(self.workers) + 1)]
+        worker.cache = self.rng.choice(
+            [path for path in free_caches if path not in used_caches][:2]
+        )
         return worker.cache
 
     def commits(self, coordinator: CoordinatorProcess) -> None:
-        """A commit is on its way to the disk: the moment for what is to happen then."""
+        """A commit is being written: run the actions that wait for this moment."""
         act, coordinator.at_commit = coordinator.at_commit, None
         if act is not None:
             delay_ms = self.rng.choice((0.0, coordinator.pace_ms / 2)) * self.rng.random()
             self.clock.after(delay_ms, act)
 
     def disk_refuses(self, reason: str) -> bool:
-        """Whether that is why a coordinator cannot start."""
+        """Return whether this reason prevents a coordinator from starting."""
         failing = self.disturbed["disk"] + self.disturbed["cut_and_refuse"]
         return bool(failing) and ("space" in reason or "nput/output" in reason)
 
     def halted(self, coordinator: CoordinatorProcess, execution: Execution) -> None:
-        """An operator sees it, sooner or later."""
+        """An operator notices it, sooner or later."""
         if execution not in self._continuing:
             self._continuing.add(execution)
             delay_ms = self.rng.choice((5.0, 50.0, 1000.0)) * (0.1 + self.rng.random())
@@ -329,21 +337,21 @@ class Cluster:
         assert ledger is not None
         poisoned = any(step == run.steps_committed for step, _, _ in self.poison)
         skip = self.rng.random() < (0.7 if poisoned else 0.25)
-        # What was committed as taken and is done again is not to be left out now.
+        # A repeated step that was committed before must not be skipped now.
         skip = skip and run.steps_committed >= len(ledger.skips)
         execution.command(ContinueRun(skip))
 
     def _look(self) -> None:
-        """People look after it: a coordinator that has ended is started, and workers if need be."""
+        """Operators intervene: they restart a coordinator that ended, and workers if needed."""
         self.clock.after(_LOOKS_EVERY_MS, self._look)
-        running = any(coordinator.alive for coordinator in self.coordinators)
-        if not running and not self._restarting:
+        has_coordinator = any(coordinator.alive for coordinator in self.coordinators)
+        if not has_coordinator and not self._restarting:
             self.restart_soon()
         able = [w for w in self.workers if w.alive and not w.flaws.cannot_build and not w.draining]
-        beside = [worker for worker in able if worker.flaws.evaluates]
-        if len(able) - len(beside) < self._needed():
+        evaluating = [worker for worker in able if worker.flaws.evaluates]
+        if len(able) - len(evaluating) < self._needed():
             self.start_worker()
-        if len(beside) < self._evaluators:
+        if len(evaluating) < self._evaluators:
             self.start_worker(evaluates=True)
         progress = (
             self.events, self.transmitted, len(self.workers), len(self.coordinators),
@@ -358,8 +366,8 @@ class Cluster:
         for worker in self.workers:
             since_ms = max(self._free_since_ms, worker.draining_since_ms)
             owed_ms = _OWES_MICROBATCHES * worker.flaws.microbatch_ms
-            left = not worker.alive or now_ms < since_ms + _LEAVES_IN_MS + owed_ms
-            assert left, "a worker that was asked to leave is forgotten"
+            is_leaving = not worker.alive or now_ms < since_ms + _LEAVES_IN_MS + owed_ms
+            assert is_leaving, "a worker that was asked to leave is forgotten"
         if progress != self._seen or stalled:
             self._seen, self._quiet_since_ms = progress, now_ms
         elif now_ms > self._quiet_since_ms + _QUIET_MS:
@@ -371,14 +379,14 @@ class Cluster:
             return 1
         return self.expect_workers
 
-    # What goes wrong.
+    # Disturbances.
 
     def flipped(self, worker: WorkerProcess) -> None:
         for ledger in self.ledgers:
             ledger.excused.add(f"worker-{worker.instance}")
 
     def spoils(self, worker: WorkerProcess) -> None:
-        """It sends what it has computed; the crash that comes of a flipped bit may be near."""
+        """The worker sends what it computed; a crash caused by a flipped bit may follow soon."""
         if worker.flipped and worker.flaws.dies_of_it:
             self.clock.after(3 * self.network.latency_ms * self.rng.random(), worker.kill)
 
@@ -389,11 +397,11 @@ class Cluster:
         run = execution.run
         members = {member.name: member.state.value for member in run.members}
         progress = run.progress
-        waits = progress.agreement.waiting_for if progress is not None else []
+        waiting_for = progress.agreement.waiting_for if progress is not None else []
         round_ = progress.round if progress is not None else None
         owing = {n: [str(x) for x in round_.unfinished(n)] for n in round_.shares} if round_ else {}
         return (
             f"nothing can happen: {run.phase.value}, step {run.steps_committed}, "
             f"members {members}, "
-            f"owed by {waits}, unfinished {owing}, nobody's {round_ and round_.unassigned()}"
+            f"owed by {waiting_for}, unfinished {owing}, nobody's {round_ and round_.unassigned()}"
         )

@@ -1,4 +1,4 @@
-"""How much was simulated, told at the end of a test run."""
+"""Report at the end of a test run how much was simulated."""
 
 import gc
 import logging
@@ -18,22 +18,21 @@ _PLANTED = "planted"
 
 @pytest.fixture(scope="session")
 def _home(tmp_path_factory):
-    """Where coordinators and workers find each other's secrets."""
+    """A home where coordinators and workers find each other's secrets."""
     return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture
 def play(_home, monkeypatch):
-    """Plays a seed to its end, in a directory of its own: in memory, where there is room, unless a
-    test says where."""
+    """Return a function that plays a seed to its end in a directory of its own: in memory if there
+    is space, unless the test names a directory."""
     monkeypatch.setenv("SAMESTEP_HOME", str(_home))
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     memory = Path("/dev/shm")
     where = memory if memory.is_dir() else None
 
     def play(seed, where=where, **options):
-        # What is thrown away is finalized between two plays, not in the midst of one: a seed is to
-        # give the same each time.
+        # Collect garbage between two plays, not during one: a seed must behave the same each time.
         gc.disable()
         try:
             with tempfile.TemporaryDirectory(dir=where) as root:
@@ -49,13 +48,13 @@ def play(_home, monkeypatch):
 
 @cache
 def _freeze_what_is_imported():
-    """Once: no collection between two plays looks through all modules again."""
+    """Freeze imported modules once, so that no collection between plays scans them again."""
     gc.freeze()
 
 
 @pytest.fixture
 def simulated(record_property):
-    """Notes schedules, what happened in them and how long they took."""
+    """Record the number of schedules, their events and their duration."""
     return lambda counts: record_property(_PROPERTY, dict(counts))
 
 

@@ -37,34 +37,34 @@ _HOST_MS = 1.0
 
 @dataclass
 class Flaws:
-    """What is wrong with a worker."""
+    """Faults of a worker."""
 
     microbatch_ms: float
     pace_ms: float
-    """What that is if nothing slows it down."""
+    """Its speed without disturbances."""
     cannot_build: bool = False
     evaluates: bool = False
-    """No flaw: its duty is to evaluate."""
+    """Not a fault: the worker only evaluates."""
     flavour: int = 0
     nonfinite_once: set[tuple[int, int]] = field(default_factory=set)
-    """(step, block) of which the next gradient is not finite."""
+    """(step, block) of the next gradient that is not finite."""
     flips: set[int] = field(default_factory=set)
     """Steps after which a bit of the replica flips."""
     dies_of_it: bool = False
-    """As it sends what it computed after a bit has flipped."""
+    """Called when it sends results computed after a bit has flipped."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a device is in.
+    """The environment of a device.
 
     Attributes:
-        rng: The seed's.
+        rng: The generator of the seed.
         job: The job of a run spec.
         poison: (step, microbatch, block) whose gradient is not finite on any device.
-        charge: Lets time pass for what is being computed.
-        replica: The worker's, if it has one.
-        flip: Which bit flips now; that it does is noted.
+        charge: Lets time pass for a computation.
+        replica: The worker's replica, if it has one.
+        flip: Chooses the bit that flips now, and records the flip.
     """
 
     rng: Random
@@ -76,7 +76,7 @@ class Surroundings:
 
 
 class SimulatedDevice:
-    """The toolbox of one engine, and its backend and program in one."""
+    """The backend factory of one engine, and its backend and program in one."""
 
     info = DeviceInfo("scripted", "simulated", usable=True, reason="simulated")
     memory = ""
@@ -154,8 +154,8 @@ class SimulatedDevice:
     def load(self, parameters: list[Array]) -> None:
         replica, flaws = self._around.replica(), self._flaws
         if replica is not None and parameters[0] is replica.parameters[0]:
-            # Of a state that is told from here on. A bit that flips after that, as before an
-            # evaluation, is known by the next digest alone.
+            # The state that digests report from here on. The next digest alone shows a bit that
+            # flips later, for example before an evaluation.
             is_unchanged = self._own == [values.tobytes() for values in parameters]
             if not is_unchanged and replica.step in flaws.flips:
                 flaws.flips.discard(replica.step)

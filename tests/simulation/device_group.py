@@ -1,7 +1,7 @@
-"""A simulated worker of several devices: they are engines of their own, whose processes die.
+"""A simulated worker with several devices: separate engines, whose processes die.
 
-Decisions, the engine of the group and those of the devices are the product's. Orders and reports
-take their time, in order; what a device was about to report when it dies is lost.
+Decisions, the engine of the group and the engines of the devices are the product's. Orders and
+reports take time and stay in order; a device that dies loses the report it was about to send.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from worker.shell.group_engine import LossHandler, ReportHandler
 _LATENCY_MS: Final = 0.2
 
 MakeDevice = Callable[[Callable[[float], None]], SimulatedDevice]
-"""Takes what lets time pass for the device."""
+"""Takes the function that lets time pass for the device."""
 
 
 class SimulatedDevices:
     """See `worker.shell.group_engine.Devices`.
 
     Args:
-        process: The worker's.
+        process: The worker's process.
         rng: Decides which device dies, and when.
         make: Makes the device of a process.
         flips: Steps after which a bit of the group's replica flips.
-        flip: Which bit flips now; that it does is noted.
+        flip: Chooses the bit that flips now, and records the flip.
     """
 
     preparing = ""
@@ -71,16 +71,16 @@ class SimulatedDevices:
         return self.links[-1]
 
     def are_worn_out(self) -> bool:
-        """Whether each process has died once more than it is begun again."""
-        died = Counter(link.name for link in self.links if link.died)
-        return min(died[link.name] for link in self.links) > MOST_RESTARTS
+        """Return whether each process has died once more than it may be restarted."""
+        death_counts = Counter(link.name for link in self.links if link.died)
+        return min(death_counts[link.name] for link in self.links) > MOST_RESTARTS
 
     def close(self) -> None:
-        """They end with the process."""
+        """End with the process."""
 
 
 class _FlippingReplica(Replica):
-    """One in whose memory a bit flips after some steps."""
+    """A replica in whose memory a bit flips after some steps."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class _FlippingReplica(Replica):
 
 
 class _Link:
-    """One device and the way to it."""
+    """One device and its connection."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class _Link:
         self._alive = False
 
     def die(self) -> None:
-        """SIGKILL: the worker hears of it after what the device has said."""
+        """SIGKILL: the worker learns of it after the device's earlier reports."""
         if not self._alive:
             return
         self._alive, self.died = False, True
@@ -146,18 +146,18 @@ class _Link:
     def _gone(self) -> None:
         self._lost("was ended by SIGKILL")
 
-    def _later(self, do: Callable[[], None], *, always: bool = False) -> None:
+    def _later(self, action: Callable[[], None], *, always: bool = False) -> None:
         clock = self._process.clock
         self._last_ms = max(self._last_ms, clock.now_ms + _LATENCY_MS)
 
         def if_alive() -> None:
             if self._alive or always:
-                do()
+                action()
 
         clock.at(self._last_ms, if_alive, self._process)
 
     def _report(self, event: events.GroupReport) -> None:
         if self._alive:
             reported = without_infinite_sums(event)
-            # What was sent before a death is read after it.
+            # Reports sent before the death are read after it.
             self._later(lambda: self._reported(reported), always=True)

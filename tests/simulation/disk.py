@@ -1,12 +1,12 @@
-"""The disk of a simulated machine: real files, and a ledger of what a loss of power would leave.
+"""The disk of a simulated machine: real files, and a ledger of what a power failure would leave.
 
-The product's storage runs as it is. What it calls of the system to change a disk is interposed: so
-a full disk, a failing sync and a process that is killed between two calls can be had at any call,
-whoever makes it. The ledger knows of each file what was last synced, and of each directory which
-names; losing power leaves that, and of what was not synced since a random part: a file's new end up
-to some byte, perhaps with a wrong one or a hole in it; a new, renamed or removed name or the one
-before. What a failed sync was to write is never written unless somebody writes it
-anew, though it can be read, also by other processes (as Linux has it).
+The product's storage runs unchanged. The system calls that change a disk are interposed, so a full
+disk, a failing sync and a kill between two calls can happen at any call of any caller. The ledger
+knows the last synced content of each file, and the synced names of each directory. A power failure
+leaves that, plus a random part of unsynced data: a file's new end up to some byte, perhaps with a
+wrong byte or a hole; a new, renamed or removed name, or the previous one. Data of a failed sync is
+never written unless it is written again, although it can be read, also by other processes (as on
+Linux).
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from tests.simulation.virtual_time import Clock
 
 _CHANGES: Final = ("mkdir", "replace", "rename", "unlink", "rmdir")
 _GARBLED: Final = 0.5
-"""How often what was not synced has a wrong byte."""
+"""Probability of a wrong byte in unsynced data."""
 
 Content = bytes | dict[str, "Content"]
 
 
 class Killed(BaseException):
-    """The process ends at this call; `act` is how."""
+    """The process ends at this call; `act` ends it."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self.act = act
 
 
 class Disk:
-    """One machine's, below a directory.
+    """The disk of one machine, below a directory.
 
     Attributes:
         full: Whether nothing more can be written.
         sync_fails: The next sync of a path like this fails; None if none does.
-        slowness: How much longer than else everything takes.
+        slowness: Factor on the duration of all operations.
     """
 
     def __init__(self, root: Path, clock: Clock) -> None:
@@ -67,23 +67,25 @@ class Disk:
 
     @contextmanager
     def interposed(self) -> Iterator[None]:
-        """Meanwhile the process's calls that change a disk pass through here."""
+        """Route the process's calls that change a disk through this object meanwhile."""
         names = ("open", "close", "writev", "ftruncate", "fsync", "fdatasync", *_CHANGES)
         self._real: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in names}
-        own: dict[str, Callable[..., Any]] = {name: self._change(name) for name in _CHANGES}
-        own |= {
+        interposed_calls: dict[str, Callable[..., Any]] = {
+            name: self._change(name) for name in _CHANGES
+        }
+        interposed_calls |= {
             "open": self._open, "close": self._close, "writev": self._writev,
             "ftruncate": self._ftruncate, "fsync": self._fsync, "fdatasync": self._fsync,
         }  # fmt: skip
-        with mock.patch.dict(vars(os), own):
+        with mock.patch.dict(vars(os), interposed_calls):
             yield
 
     @contextmanager
     def dying_after(self, changes: int) -> Iterator[None]:
-        """The process that acts now is killed after so many changes.
+        """Kill the current process after this many changes.
 
         Raises:
-            Killed: In it.
+            Killed: At that change.
         """
         self._left = changes
         try:
@@ -92,31 +94,31 @@ class Disk:
             self.spare()
 
     def kill_after(self, changes: int, act: Callable[[], None]) -> None:
-        """The process that acts now ends so, after so many changes, unless it has done before."""
+        """End the current process after this many changes, unless it finishes first."""
         self._left, self._act = changes, act
 
     def spare(self) -> None:
-        """It has done."""
+        """The process has finished."""
         self._left, self._act = None, _nothing
 
     def close(self, fds: set[int]) -> None:
-        """What a process had open, which is dead."""
+        """Close the files of a dead process."""
         for fd in fds:
             self._paths.pop(fd, None)
             self._real["close"](fd)
         fds.clear()
 
     def has_synced(self, path: Path, end: int) -> bool:
-        """Whether a file would outlast a loss of power, up to some byte."""
+        """Return whether a file would survive a power failure, up to some byte."""
         return self._files.get(path.stat().st_ino, b"")[:end] == path.read_bytes()[:end]
 
-    # What the product calls.
+    # Interposed calls.
 
     def _about_to(self, *, grow: bool = False) -> None:
         """A change comes next.
 
         Raises:
-            Killed: The process is dead before it.
+            Killed: The process dies before it.
             OSError: The disk is full.
         """
         if self._left is not None:
@@ -143,13 +145,13 @@ class Disk:
 
     def _open(self, path: Any, flags: int, mode: int = 0o777, **options: Any) -> int:
         name = str(path)
-        ours = name.startswith(self._prefix) or name == self._name
+        is_below_root = name.startswith(self._prefix) or name == self._name
         new = False
-        if ours and flags & (os.O_CREAT | os.O_TRUNC):
+        if is_below_root and flags & (os.O_CREAT | os.O_TRUNC):
             new = not Path(path).exists()
             self._about_to(grow=True)
         fd: int = self._real["open"](path, flags, mode, **options)
-        if ours:
+        if is_below_root:
             self._paths[fd] = name
             if self._clock.current is not None:
                 self._owners[fd] = self._clock.current.fds
@@ -162,12 +164,13 @@ class Disk:
         return fd
 
     def _forget(self, number: int) -> None:
-        """It is new: a file system may give the number of what is gone again."""
+        """A new file: a file system may reuse the number of a removed one."""
         self._files.pop(number, None)
         self._names.pop(number, None)
 
     def _close(self, fd: int) -> None:
-        # What a dead process had open may be closed when nobody acts: its tasks are let go of.
+        # Files of a dead process may be closed while no process acts: its tasks are garbage
+        # collected.
         if self._paths.pop(fd, None) is not None:
             self._owners.pop(fd, set()).discard(fd)
         self._real["close"](fd)
@@ -178,7 +181,7 @@ class Disk:
         try:
             self._about_to(grow=True)
         except (OSError, Killed):
-            # A part of it got there.
+            # A part of it was written.
             if self._clock.rng.random() < 0.5:
                 data = b"".join(buffers)
                 self._written(fd, [data[: int(len(data) * self._clock.rng.random())]])
@@ -189,11 +192,11 @@ class Disk:
         count = int(self._real["writev"](fd, buffers))
         number = os.fstat(fd).st_ino
         if number in self._unwritten:
-            # What is written anew will be synced.
+            # Rewritten data will be synced.
             start, end = self._unwritten.pop(number)
-            place = os.lseek(fd, 0, os.SEEK_CUR)
-            if place - count <= start:
-                start = max(start, place)
+            position = os.lseek(fd, 0, os.SEEK_CUR)
+            if position - count <= start:
+                start = max(start, position)
             if start < end:
                 self._unwritten[number] = start, end
         return count
@@ -228,63 +231,66 @@ class Disk:
         if _readable(fd):
             content = os.pread(fd, size, 0)
         else:
-            again: int = self._real["open"](f"/proc/self/fd/{fd}", os.O_RDONLY)
-            content = os.pread(again, size, 0)
-            self._real["close"](again)
+            repeat: int = self._real["open"](f"/proc/self/fd/{fd}", os.O_RDONLY)
+            content = os.pread(repeat, size, 0)
+            self._real["close"](repeat)
         if number in self._unwritten:
             start, end = self._unwritten[number]
             content = content[:start] + bytes(min(end, len(content)) - start) + content[end:]
         return content
 
-    # Losing power.
+    # Power failures.
 
     def lose_power(self, rng: Random) -> None:
-        """All that runs on this machine is dead: what is left is what is found from now on."""
-        left = self._left_of(self.root, self.root.stat().st_ino, rng)
+        """All processes of this machine are dead: from now on they find only what survives."""
+        survivors = self._left_of(self.root, self.root.stat().st_ino, rng)
         full, self.full = self.full, False
         for path in self.root.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._files.clear()
         self._names.clear()
         self._unwritten.clear()
-        self._put(self.root, left)
+        self._put(self.root, survivors)
         self.full = full
 
     def _left_of(self, path: Path | None, number: int, rng: Random) -> dict[str, Content]:
-        """A directory's content; it has no path if only its synced name is left."""
-        synced = self._names.get(number, {})
-        present = {e.name: e.inode() for e in os.scandir(path)} if path is not None else {}
-        left: dict[str, Content] = {}
-        for name in sorted(synced.keys() | present.keys()):
-            inode = synced.get(name) if rng.random() < 0.5 else present.get(name)
+        """Return the surviving content of a directory; it has no path if only its synced name
+        survives."""
+        synced_content = self._names.get(number, {})
+        current_content = {e.name: e.inode() for e in os.scandir(path)} if path is not None else {}
+        survivors: dict[str, Content] = {}
+        for name in sorted(synced_content.keys() | current_content.keys()):
+            inode = synced_content.get(name) if rng.random() < 0.5 else current_content.get(name)
             if inode is None:
                 continue
-            where = path / name if path is not None and present.get(name) == inode else None
+            where = path / name if path is not None and current_content.get(name) == inode else None
             content = self._found(where, inode, rng)
             if content is not None:
-                left[name] = content
-        return left
+                survivors[name] = content
+        return survivors
 
     def _found(self, path: Path | None, number: int, rng: Random) -> Content | None:
         if number in self._names or (path is not None and path.is_dir()):
             return self._left_of(path, number, rng)
-        synced = self._files.get(number, b"")
-        present = path.read_bytes() if path is not None else synced
-        if number in self._unwritten or not present.startswith(synced):
-            return synced
-        end = rng.choice((len(present), rng.randint(len(synced), len(present))))
-        content = bytearray(present[:end])
-        if end > len(synced) and rng.random() < _GARBLED:
-            at = rng.randrange(len(synced), end)
+        synced_content = self._files.get(number, b"")
+        current_content = path.read_bytes() if path is not None else synced_content
+        if number in self._unwritten or not current_content.startswith(synced_content):
+            return synced_content
+        end = rng.choice(
+            (len(current_content), rng.randint(len(synced_content), len(current_content)))
+        )
+        content = bytearray(current_content[:end])
+        if end > len(synced_content) and rng.random() < _GARBLED:
+            offset = rng.randrange(len(synced_content), end)
             if rng.random() < 0.5:
-                content[at] ^= 1
+                content[offset] ^= 1
             else:
-                hole = content[at : at + rng.choice((16, 128, 1024))]
-                content[at : at + len(hole)] = bytes(len(hole))
+                hole = content[offset : offset + rng.choice((16, 128, 1024))]
+                content[offset : offset + len(hole)] = bytes(len(hole))
         return bytes(content)
 
-    def _put(self, path: Path, left: dict[str, Content]) -> None:
-        for name, content in left.items():
+    def _put(self, path: Path, survivors: dict[str, Content]) -> None:
+        for name, content in survivors.items():
             if isinstance(content, dict):
                 (path / name).mkdir()
                 self._put(path / name, content)
@@ -295,7 +301,7 @@ class Disk:
 
 
 def _nothing() -> None:
-    """How a process ends that is dead already."""
+    """Called to end a process that is already dead."""
 
 
 def _readable(fd: int) -> bool:

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated cluster: one thing at a time, whichever the seed picks."""
+"""Disturbances of a simulated cluster: one at a time, chosen by the seed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _WHILE_FETCHING = 0.25
 _STALLS_MS = (200.0, 2000.0, 7000.0, 15_000.0)
 
 Choice = tuple[int, str, Callable[[], None]]
-"""Weight, name and what it does."""
+"""Weight, name and action."""
 
 
 class Disturbances:
-    """Those of one cluster.
+    """The disturbances of one cluster.
 
     Args:
         cluster: The cluster.
-        often: What is to come more often than others, with + between names.
+        often: Disturbances that occur more often than others, joined with +.
     """
 
     def __init__(self, cluster: Cluster, often: str) -> None:
@@ -55,7 +55,7 @@ class Disturbances:
         if coordinator is not None and execution is not None:
             choices += self._on_coordinator(coordinator, execution, alive)
         if any(job.spec.replicas and job.spec.replicas.carries for job in cluster.jobs):
-            # What a spoilt replica keeps for itself the undisturbed run does not follow.
+            # The undisturbed run cannot reproduce the per-replica state of a spoilt replica.
             choices = [choice for choice in choices if not choice[1].startswith("flip")]
         weights = [10 * w if name in self._often else w for w, name, _ in choices]
         _, name, act = rng.choices(choices, weights)[0]
@@ -77,7 +77,7 @@ class Disturbances:
         ]
 
     def _on_links(self, one: WorkerProcess) -> list[Choice]:
-        """Of workers that average among themselves."""
+        """Disturb the links of workers that average among themselves."""
         rng, peers = self._rng, self._cluster.peers
         linked = peers.linked()
         if not linked:
@@ -112,8 +112,8 @@ class Disturbances:
     def _on_coordinator(
         self, coordinator: CoordinatorProcess, execution: Execution, alive: list[WorkerProcess]
     ) -> list[Choice]:
-        def command(asked: Command) -> None:
-            coordinator.do(lambda: execution.command(asked))
+        def command(order: Command) -> None:
+            coordinator.do(lambda: execution.command(order))
 
         choices: list[Choice] = [
             (2, "operator_halts", lambda: command(HaltRun("an operator"))),
@@ -133,7 +133,7 @@ class Disturbances:
         return choices
 
     def _now_or_at_commit(self, coordinator: CoordinatorProcess, act: Callable[[], None]) -> None:
-        """At once, while a commit is on its way to the disk, or before its sync."""
+        """Act at once, while a commit is being written, or before its sync."""
         moment = self._rng.random()
         if moment < 0.5:
             act()
@@ -143,7 +143,7 @@ class Disturbances:
             coordinator.at_sync = act
 
     def fetched(self, worker: WorkerProcess) -> None:
-        """It has written a piece of a file: now and then something happens just then."""
+        """A worker has written a chunk of a fetched file: sometimes a disturbance happens now."""
         if self._rng.random() < _WHILE_FETCHING:
             self._cluster.disturbed["while_fetching"] += 1
             links = [x for x in self._cluster.network.links if x.client.process is worker]
@@ -181,7 +181,7 @@ class Disturbances:
 
     def _stall(self, process: WorkerProcess | CoordinatorProcess) -> None:
         until_ms = self._clock.now_ms + self._rng.choice(_STALLS_MS)
-        # Never sooner than before: what waits for that end would be overtaken.
+        # Never earlier than before: waiters for the previous end would be overtaken.
         process.stalled_until_ms = max(process.stalled_until_ms, until_ms)
 
     def _kill_coordinator(self, coordinator: CoordinatorProcess) -> None:
@@ -197,14 +197,15 @@ class Disturbances:
         self._cluster.restart_soon()
 
     def _partition(self, alive: list[WorkerProcess]) -> None:
-        """Some workers are cut off for a while."""
-        off = [worker for worker in alive if worker.side == 0 and self._rng.random() < 0.5]
-        self._cut_off(off, None)
+        """Cut off some workers for a while."""
+        cut_off = [worker for worker in alive if worker.side == 0 and self._rng.random() < 0.5]
+        self._cut_off(cut_off, None)
 
     def _split(self, coordinator: CoordinatorProcess, alive: list[WorkerProcess]) -> None:
-        """The coordinator is cut off with some workers, and another takes over its directories."""
-        off = [worker for worker in alive if worker.side == 0 and self._rng.random() < 0.5]
-        self._cut_off(off, coordinator)
+        """Cut off the coordinator with some workers, and let another one take over its
+        directories."""
+        cut_off = [worker for worker in alive if worker.side == 0 and self._rng.random() < 0.5]
+        self._cut_off(cut_off, coordinator)
 
         def take_over() -> None:
             if not coordinator.side:
@@ -216,10 +217,12 @@ class Disturbances:
 
         self._clock.after(self._rng.choice((100.0, 1000.0)), take_over)
 
-    def _cut_off(self, off: list[WorkerProcess], coordinator: CoordinatorProcess | None) -> None:
+    def _cut_off(
+        self, cut_off: list[WorkerProcess], coordinator: CoordinatorProcess | None
+    ) -> None:
         lasts_ms = self._rng.choice((300.0, 3000.0, 6000.0, 20_000.0))
         self._sides += 1
-        for process in (*off, coordinator):
+        for process in (*cut_off, coordinator):
             if process is not None:
                 process.side = self._sides
         links = [
@@ -231,7 +234,7 @@ class Disturbances:
             link.hold(held=True)
 
         def heal() -> None:
-            for process in (*off, coordinator):
+            for process in (*cut_off, coordinator):
                 if process is not None:
                     process.side = 0
             for link in links:

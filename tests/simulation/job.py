@@ -1,8 +1,9 @@
-"""The job that simulated clusters train: scripted gradients, and what the undisturbed run makes.
+"""The job that simulated clusters train: scripted gradients, and the results of the undisturbed
+run.
 
 The reference is deliberately naive: a recursive sum over all microbatches, one after the other,
-with no worker, message or round in it. Gradients depend on the parameters, so that one computed
-with wrong weights shows; weights and losses are no whole numbers, so that the order of sums shows.
+without workers, messages or rounds. Gradients depend on the parameters, so wrong weights show in
+them; weights and losses are not integers, so the order of sums shows.
 """
 
 from __future__ import annotations
@@ -59,20 +60,21 @@ MANY_STEPS = 40
 PARTS = 3
 MOST_MICROBATCHES = 13
 LAYOUT = CaptureLayout(tokens=3, vocabulary=9, top_k=2)
-"""Of what is kept where a job captures."""
+"""Layout of captured rows, in jobs that capture."""
 EMBEDDINGS = EmbeddingLayout(
     fields=(
         EmbeddingField(name="embedding", dtype="float32", shape=(2,)),
         EmbeddingField(name="sample", dtype="int64"),
     )
 )
-"""Of what the loss reads of a whole step, where a job has such a loss."""
+"""Layout of the rows that the loss of a whole step reads, in jobs with such a loss."""
 Rows = NDArray[np.uint8]
 COVERAGE = 2
-"""Number of the block whose gradient is 1 at the place of its microbatch: it counts them."""
+"""Number of the block whose gradient is 1 at the index of its microbatch: it counts them."""
 
 LAYER = 1
-"""Number of the block whose second tensor few microbatches reach, and in some steps none."""
+"""Number of the block whose second tensor is reached by few microbatches, and in some steps by
+none."""
 _BLOCKS: tuple[tuple[str, str, dict[str, tuple[int, ...]]], ...] = (
     ("embedding", "non_block", {"embedding": (5,)}),
     ("layer.0", "block", {"layer.0": (2, 4), "layer.0.expert": (3,)}),
@@ -82,11 +84,11 @@ _CHANGING: tuple[tuple[str, str, dict[str, tuple[int, ...]]], ...] = (
     ("buffers", "buffers", {"statistics": (3,)}),
     ("counters", "counters", {"counter": (2,)}),
 )
-"""What forward changes, where a job has such: no optimizer updates it."""
+"""Buffers that forward changes, in jobs with buffers: no optimizer updates them."""
 EXPERT = slice(8, 11)
-"""Where that tensor lies in its block."""
+"""Position of that tensor in its block."""
 _BATCHES = ((1, 13, 30), (1, 8, 40), (2, 11, 25), (1, 5, 12), (1, 2, 9), (3, 3, 7), (1, 12, 12))
-"""Samples per microbatch, per step, and in all: the last step of an epoch may be smaller."""
+"""Samples per microbatch, per step, and in total: the last step of an epoch may be smaller."""
 _OPTIMIZERS = (
     Adamw(name="adamw", lr=0.01, weight_decay=0.1, clip_norm=0.5, schedule="linear"),
     Momentum(name="momentum", lr=0.05),
@@ -94,7 +96,7 @@ _OPTIMIZERS = (
 _KEPT: tuple[tuple[LogMode, int], ...] = (
     ("full", 0), ("full", 2), ("checkpoint", 1), ("checkpoint", 3), ("full", 1), ("checkpoint", 0),
 )  # fmt: skip
-"""What is logged, and how often a checkpoint is made."""
+"""Log mode, and steps between checkpoints."""
 _EXCHANGES = (
     ExchangeSpec(),
     ExchangeSpec(precision="bfloat16"),
@@ -102,7 +104,7 @@ _EXCHANGES = (
     ExchangeSpec(averages="bfloat16"),
 )
 _DOUBLE_CHECKS = (2, 4, 256)
-"""In one step of so many a subtree is computed twice."""
+"""In one of this many steps, a subtree is computed twice."""
 VARIANTS = len(_BATCHES) * len(_OPTIMIZERS) * len(_KEPT)
 
 
@@ -118,11 +120,11 @@ class Taken:
 
 
 class Job:
-    """One of a few run specs with its scripted numbers; `variant` below `VARIANTS`.
+    """One of a few run specs with its scripted numbers; `variant` is below `VARIANTS`.
 
-    It is a task too, as far as a worker's engine looks at one. One that captures trains nothing:
-    its steps keep rows that follow from the samples alone. One that embeds has a loss that couples
-    all samples of a step. One with buffers has some that forward changes.
+    It is also a task, as far as a worker's engine uses one. A job that captures trains nothing: its
+    steps keep rows that follow from the samples alone. A job that embeds has a loss that couples
+    all samples of a step. A job with buffers has buffers that forward changes.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class Job:
         embeds: bool = False,
         buffers: bool = False,
     ) -> None:
-        mode, every = _KEPT[variant // (len(_BATCHES) * len(_OPTIMIZERS))]
+        mode, checkpoint_every = _KEPT[variant // (len(_BATCHES) * len(_OPTIMIZERS))]
         variant %= len(_BATCHES) * len(_OPTIMIZERS)
         microbatch, samples, train_samples = _BATCHES[variant % len(_BATCHES)]
         optimizer = _OPTIMIZERS[variant // len(_BATCHES)]
@@ -147,7 +149,9 @@ class Job:
             exchange=_EXCHANGES[variant % len(_EXCHANGES)].model_copy(update={"topology": way}),
             evaluate_every=0 if captures else 2 if steps == STEPS else 7,
             log=mode,
-            checkpoint=CheckpointSpec(every=every if steps == STEPS else 5 * every),
+            checkpoint=CheckpointSpec(
+                every=checkpoint_every if steps == STEPS else 5 * checkpoint_every
+            ),
             double_check_every=_DOUBLE_CHECKS[variant % len(_DOUBLE_CHECKS)],
         )
         self.blocks = tuple(
@@ -191,7 +195,7 @@ class Job:
         }
 
     def place(self, seed: int) -> tuple[int, int]:
-        """Step and microbatch of a seed; the first of all where it is a probe's."""
+        """Return step and microbatch of a seed; the first of all for a probe's seed."""
         return self._places.get(seed, (0, 0))
 
     def initial_parameters(self) -> list[Array]:
@@ -199,26 +203,26 @@ class Job:
         return self.initial()
 
     def user_objects(self) -> dict[str, object]:
-        """No user's code: a worker need not look through all objects for what it moves."""
+        """No user code: a worker need not search all objects for changed state."""
         return {}
 
     def batch(self, samples: Sequence[int]) -> Batch:
-        """See `worker.tasks.base.task.Task`: nothing but a weight."""
+        """See `worker.tasks.base.task.Task`: only a weight."""
         arrays = {"sample_ids": np.asarray(samples, np.int64)} if self.captures else {}
         return Batch(arrays, _weight(samples))
 
     def rows(self, samples: Sequence[int]) -> Rows:
-        """What a capture keeps of these samples, (samples, bytes of one)."""
+        """Return the captured rows of these samples, (samples, bytes per sample)."""
         records = np.zeros(len(samples), record_dtype(LAYOUT))
         records["sample_id"], records["rows"], records["loss_mask"] = samples, LAYOUT.tokens, 1
         for name in ("input_ids", "topk_ids", "topk_logits", "lse_1", "lse_T"):
-            places = np.arange(records[name][0].size).reshape(records[name].shape[1:])
+            positions = np.arange(records[name][0].size).reshape(records[name].shape[1:])
             for record, sample in zip(records[name], samples, strict=True):
-                record[...] = (places * 3 + sample) % LAYOUT.vocabulary
+                record[...] = (positions * 3 + sample) % LAYOUT.vocabulary
         return records.view(np.uint8).reshape(len(samples), LAYOUT.sample_bytes)
 
     def files(self, skips: tuple[bool, ...]) -> dict[str, str]:
-        """Digests of the files that the undisturbed capture leaves."""
+        """Return the digests of the files that the undisturbed capture leaves."""
         if skips not in self._files:
             with tempfile.TemporaryDirectory() as name:
                 captured_files = CapturedFiles(
@@ -236,21 +240,21 @@ class Job:
         return Batch({}, float(part))
 
     def replica(self, flavour: int = 0) -> Replica:
-        """A new one, in the state that the task starts from."""
+        """Return a new replica in the initial state of the task."""
         if flavour not in self._fresh:
             self._fresh[flavour] = Replica(self.blocks, self.spec.update)
             self._fresh[flavour].load_parameters(self.initial(flavour))
         return self._fresh[flavour].copy()
 
     def initial(self, flavour: int = 0) -> list[Array]:
-        """Parameters at step 0; another flavour has others."""
+        """Return the parameters at step 0; another flavour has others."""
         return [
             _noise(flavour, 0, 0, index, block.elements).copy()
             for index, block in enumerate(self.blocks)
         ]
 
     def embedded(self, parameters: list[Array], step: int, microbatch: int) -> Rows:
-        """The embeddings of one microbatch."""
+        """Return the embeddings of one microbatch."""
         samples = np.asarray(self.order.microbatches(step)[microbatch], np.int64)
         weights = parameters[0][:2] + parameters[1][:2]
         factors = (samples % 5 + 1).astype(np.float32)[:, None] / np.float32(3)
@@ -258,33 +262,33 @@ class Job:
         return join_fields(EMBEDDINGS, fields)
 
     def step_loss(self, rows: Rows) -> StepLoss:
-        """The loss over a whole step, which depends on the order of its samples."""
+        """Return the loss over a whole step, which depends on the order of its samples."""
         fields = split_fields(EMBEDDINGS, rows)
         embeddings, samples = fields["embedding"], fields["sample"]
         before = np.zeros(2, np.float32)
         gradients = np.empty_like(embeddings)
-        for number, own in enumerate(embeddings):
-            gradients[number] = own + before + np.float32(samples[number] % 3)
-            before = before * np.float32(0.75) + own
+        for number, gradient in enumerate(embeddings):
+            gradients[number] = gradient + before + np.float32(samples[number] % 3)
+            before = before * np.float32(0.75) + gradient
         losses = (embeddings * gradients).sum(axis=1)
         return StepLoss(losses, {"embedding": gradients}, {"embedding": np.resize(before, 5)})
 
     def _whole_loss(self, parameters: list[Array], step: int) -> tuple[StepLoss, list[slice]]:
-        """The loss of a step, and which of its samples are of which microbatch."""
+        """Return the loss of a step, and the samples of each microbatch."""
         count = self.order.microbatch_count(step)
         parts = [self.embedded(parameters, step, leaf) for leaf in range(count)]
-        ends = np.cumsum([len(part) for part in parts]).tolist()
-        slices = [slice(end - len(part), end) for end, part in zip(ends, parts, strict=True)]
+        row_ends = np.cumsum([len(part) for part in parts]).tolist()
+        slices = [slice(end - len(part), end) for end, part in zip(row_ends, parts, strict=True)]
         return self.step_loss(np.concatenate(parts)), slices
 
     def carried(self, arrays: Mapping[str, NDArray[Any]], block: int) -> Array | float:
-        """What a microbatch's gradient has beside its own, from the loss over the whole step."""
+        """Return what the loss over the whole step adds to a microbatch's gradient."""
         carried = arrays.get(EMBEDDING_GRADIENT + "embedding")
         if carried is None or block == COVERAGE or not self.blocks[block].is_trained:
             return 0.0
         of_loss = arrays.get(PARAMETER_GRADIENT + "embedding")
-        own = np.resize(carried.sum(axis=0), self.blocks[block].elements) * np.float32(0.25)
-        return own if block or of_loss is None else own + of_loss
+        extra = np.resize(carried.sum(axis=0), self.blocks[block].elements) * np.float32(0.25)
+        return extra if block or of_loss is None else extra + of_loss
 
     def gradient(
         self,
@@ -294,7 +298,7 @@ class Job:
         block: int,
         arrays: Mapping[str, NDArray[Any]] | None = None,
     ) -> Array:
-        """The gradient sum of one block over one microbatch."""
+        """Return the gradient sum of one block over one microbatch."""
         if self.captures:
             return np.zeros(self.blocks[block].elements, np.float32)
         if block == COVERAGE:
@@ -329,11 +333,11 @@ class Job:
         return self.gradient(parameters, step, microbatch, block, arrays[microbatch])
 
     def weight(self, step: int, microbatch: int) -> float:
-        """Of a microbatch."""
+        """Return the weight of a microbatch."""
         return _weight(self.order.microbatches(step)[microbatch])
 
     def subtree_weight(self, step: int, subtree: Subtree) -> float:
-        """The weight of a subtree, along the tree."""
+        """Return the weight of a subtree, along the tree."""
         if (step, subtree) not in self._weights:
             self._weights[step, subtree] = along_tree(
                 subtree.leaves, lambda leaf: self.weight(step, subtree.lo + leaf)
@@ -341,34 +345,34 @@ class Job:
         return self._weights[step, subtree]
 
     def loss(self, parameters: list[Array], step: int, microbatch: int) -> float:
-        """The loss sum of one microbatch."""
+        """Return the loss sum of one microbatch."""
         if self.captures:
             return self.captured_loss(self.order.microbatches(step)[microbatch])
         return float(parameters[0][0]) + (step * 3 + microbatch) / 7
 
     def captured_loss(self, samples: Sequence[int]) -> float:
-        """The loss sum over these samples of a capture."""
+        """Return the loss sum over these samples of a capture."""
         return float(sum(samples)) / 7
 
     def sums(self, parameters: list[Array], part: int) -> dict[str, float]:
-        """Evaluation sums of one held-out part."""
+        """Return the evaluation sums of one part."""
         return {"hits": float(parameters[1][part]) / 3, "all": part + 1.0}
 
     def figure(self, replica: Replica) -> float:
-        """What the evaluation of these weights gives."""
-        hits, everything = 0.0, 0.0
+        """Return the metric of these weights."""
+        hits, total = 0.0, 0.0
         for part in range(PARTS):
             sums = self.sums(replica.parameters, part)
             hits += sums["hits"]
-            everything += sums["all"]
-        return hits / everything
+            total += sums["all"]
+        return hits / total
 
     def total_weight(self, step: int) -> float:
-        """The weight of a whole step, along the tree."""
+        """Return the weight of a whole step, along the tree."""
         return self.subtree_weight(step, Subtree(0, self.order.microbatch_count(step)))
 
     def coverage(self, step: int) -> Array | None:
-        """The average of the block that counts microbatches."""
+        """Return the average of the block that counts microbatches."""
         if step not in self._coverage:
             expected = np.zeros(MOST_MICROBATCHES, np.float32)
             if not self.captures and (total := self.total_weight(step)):
@@ -378,23 +382,25 @@ class Job:
         return self._coverage[step]
 
     def _check_unreached(self, before: Replica, after: Replica) -> None:
-        """What none of a step's microbatches has reached is as it was; in torch it would be."""
+        """Check that parameters which no microbatch of a step reached are unchanged, as in
+        torch."""
         count = self.order.microbatch_count(before.step)
         if self.captures or any(reaches(before.step, leaf) for leaf in range(count)):
             return
         values_after = {(part.kind, part.block): part.values for part in after.parts()}
         for part in before.parts():
             if part.block == LAYER and part.kind != MISSED:
-                same = (
+                is_unchanged = (
                     values_after[part.kind, LAYER][EXPERT].tobytes()
                     == part.values[EXPERT].tobytes()
                 )
-                assert same, f"step {before.step}: an expert that nothing reached has moved"
+                assert is_unchanged, f"step {before.step}: an expert that nothing reached has moved"
 
     def _check_changed(
         self, before: Replica, after: Replica, averages: list[Array], *, counts: bool
     ) -> None:
-        """What forward changes has moved by the mean change, and no optimizer has touched it."""
+        """Check that forward moved its buffers by the mean change, and no optimizer touched
+        them."""
         for block in range(len(_BLOCKS), len(self.blocks)):
             change = averages[block]
             if self.blocks[block].kind == "counters":
@@ -406,7 +412,8 @@ class Job:
                     assert not part.values.any(), "a buffer has a moment"
 
     def undisturbed(self, skips: tuple[bool, ...], flavour: int = 0) -> Taken:
-        """The run without workers, after as many steps as there are skips; True skips a step."""
+        """Return the run without workers, after as many steps as there are skips; True skips a
+        step."""
         key = (*skips, bool(flavour))
         if key not in self._taken:
             self._taken[key] = self._take(skips, flavour)
@@ -419,7 +426,7 @@ class Job:
         return self.step_from(self.undisturbed(skips[:-1], flavour).replica, skip=skips[-1])
 
     def step_from(self, before: Replica, *, skip: bool) -> Taken:
-        """One more step of the undisturbed run, from any state."""
+        """Take one more step of the undisturbed run, from any state."""
         replica = before.copy()
         if skip:
             replica.skip()
@@ -443,7 +450,8 @@ class Job:
         if self.embeds:
             loss = along_tree(count, lambda m: sum(whole_loss.losses[slices[m]].tolist()))
         norm = global_norm(
-            [square_sum(array) for array in averages[: len(_BLOCKS)]]  # the others are no gradients
+            # the others are not gradients
+            [square_sum(array) for array in averages[: len(_BLOCKS)]]
         )
         scalars = step_scalars(
             self.spec.optimizer, replica.optimizer_step + 1, step, self.steps, norm
@@ -463,12 +471,12 @@ class Job:
 
 
 def reaches(step: int, microbatch: int) -> bool:
-    """Whether a microbatch reaches the expert; in every third step none does."""
+    """Return whether a microbatch reaches the expert; in every third step none does."""
     return step % 3 != 1 and (step + microbatch) % 4 == 0
 
 
 def _weight(samples: Sequence[int]) -> float:
-    """Zero for some: a microbatch without tokens."""
+    """Zero for some, like a microbatch without tokens."""
     return (samples[0] * 5 + 1) % 6 / 3
 
 
@@ -476,7 +484,7 @@ def _weight(samples: Sequence[int]) -> float:
 def _taken_of(
     variant: int, steps: int, *, captures: bool, embeds: bool, buffers: bool
 ) -> dict[tuple[bool, ...], Taken]:
-    """The undisturbed run does not depend on what is logged."""
+    """The undisturbed run does not depend on the log mode."""
     del variant, steps, captures, embeds, buffers
     return {}
 
@@ -491,8 +499,8 @@ def job_of(
     embeds: bool = False,
     buffers: bool = False,
 ) -> Job:
-    """The same object each time: the undisturbed run is computed once for many seeds, and has the
-    same bits whichever way gradients travel."""
+    """Return the same object each time: many seeds share one computation of the undisturbed run,
+    whose bits do not depend on the topology."""
     return Job(variant, steps, way, captures=captures, embeds=embeds, buffers=buffers)
 
 

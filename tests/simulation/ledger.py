@@ -1,11 +1,11 @@
-"""What is committed of a run, whoever asks: it must be what the undisturbed run makes.
+"""Commits of a run, whichever coordinator makes them: they must equal the undisturbed run.
 
-It outlives coordinators. Commits enter when they are first told to anyone, or found on disk by a
-coordinator that starts; from then on nothing may say otherwise.
+It survives coordinators. A commit is recorded when it is first sent, or found on disk by a starting
+coordinator; from then on nothing may contradict it.
 
-There is one exception, which is documented: until a restarted coordinator's replica has caught up,
-three steps at most rest on the workers (`OnTrust`). If one of those that computed such a step is
-spoilt, its sums are taken as they were told; all that follows must follow from them.
+There is one documented exception: until a restarted coordinator's replica has caught up, at most
+three steps rest on the workers (`OnTrust`). If a worker that computed such a step is spoilt, the
+ledger accepts its sums as sent; everything later must follow from them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from protocol.wire.messages import Commit
 from tests.simulation.job import Job, Taken
 
 _MAY_FAIL: Final = ("scripted to fail", "halted: ", "no space left", "input/output")
-"""Nobody can take part, an operator drained a run that was halted, the disk refused before it had
-begun."""
+"""Reasons: nobody can take part; an operator drained a halted run; the disk refused before the run
+began."""
 
 
 _FOUND: Final = "found so"
@@ -41,7 +41,7 @@ _MOST_ON_TRUST: Final = 3
 
 
 class OnTrust(NamedTuple):
-    """A step that a spoilt worker has computed while nobody could compare: a commit's sums."""
+    """The sums of a step that a spoilt worker computed while no replica could compare."""
 
     commit: Commit
     averages: list[Array]
@@ -51,17 +51,17 @@ class Ledger:
     """One run, from its first coordinator to its last.
 
     Attributes:
-        run_id: The run's, once it is accepted.
+        run_id: Id of the run, once it is accepted.
         data: The file that workers fetch, if there is one.
         skips: For each committed step, whether it was skipped.
-        flavour: Whose initial state it started from.
-        outcome: How it ended, once it has.
-        excused: Workers that the schedule has spoilt, for a halt to name.
-        counts: What was reported, by event.
+        flavour: The flavour whose initial state it started from.
+        outcome: The outcome, once it has ended.
+        excused: Workers that the schedule has spoilt, which a halt may name.
+        counts: Number of events by kind.
         evaluated_step: Steps committed at the newest evaluation.
-        anew: How often the step in progress was begun anew.
-        taken_back: Whether a step that rested on a spoilt worker was to be done again.
-        redone_otherwise: A step that was done again, and has other averages than it had.
+        anew: Number of restarts of the step in progress.
+        taken_back: Whether a step that rested on a spoilt worker had to be repeated.
+        redone_otherwise: A repeated step whose averages differ from the first time.
     """
 
     def __init__(self, job: Job, path: Path) -> None:
@@ -86,13 +86,13 @@ class Ledger:
 
     @property
     def spec(self) -> RunSpec:
-        """As it is submitted."""
+        """Return the spec as submitted."""
         data = None if self.data is None else OwnData(train=str(self.data))
         return self.job.spec.model_copy(update={"data": data})
 
     def expected(self, step: int) -> Taken:
-        """The undisturbed run after so many steps, from the newest that was taken on trust."""
-        if all(trusted >= step for trusted in self._on_trust):
+        """Return the undisturbed run after this many steps, from the newest step taken on trust."""
+        if all(trusted_step >= step for trusted_step in self._on_trust):
             return self.job.undisturbed(self.skips[:step], self.flavour)
         if step not in self._after_trust:
             self._after_trust[step] = self._follow(self.expected(step - 1).replica, step - 1)
@@ -112,59 +112,65 @@ class Ledger:
         """A coordinator commits a step without having compared the workers' states.
 
         Args:
-            record: The commit, and whose subtrees are in it.
-            averages: What they make.
-            since: The first step that it commits so.
+            record: The commit, and the workers of its subtrees.
+            averages: Its averages.
+            since: The first step that it commits in this way.
         """
         commit = record.commit
         assert commit.step - since < _MOST_ON_TRUST, "too many steps rest on the workers"
-        computed = {worker for way in record.counted or () for worker in way}
+        computed = {worker for contributions in record.counted or () for worker in contributions}
         computed |= set(() if record.embedded is None else record.embedded.of)
         if computed & self.excused:
-            place = (commit.term, commit.step, commit.attempt)
-            self._may_count[place] = OnTrust(commit, [values.copy() for values in averages])
+            step_id = (commit.term, commit.step, commit.attempt)
+            self._may_count[step_id] = OnTrust(commit, [values.copy() for values in averages])
 
     def _settle_trust(self, commit: Commit) -> None:
-        """A commit counts: if not with the undisturbed run's sums, with a spoilt worker's."""
-        place = (commit.term, commit.step, commit.attempt)
-        if commit.step in self._on_trust or place not in self._may_count:
+        """A commit counts: with the sums of the undisturbed run, or of a spoilt worker."""
+        step_id = (commit.term, commit.step, commit.attempt)
+        if commit.step in self._on_trust or step_id not in self._may_count:
             return
         if commit.averages_digest != self.expected(commit.step + 1).averages_digest:
-            self._on_trust[commit.step] = self._may_count[place]
+            self._on_trust[commit.step] = self._may_count[step_id]
             self._after_trust.clear()
 
     def _take_back(self, step: int) -> None:
-        """Steps from this one on are done again, as their averages were not kept."""
-        back = [trusted for trusted in self._on_trust if trusted >= step]
-        self.taken_back = self.taken_back or bool(back)
-        for trusted in back:
-            del self._on_trust[trusted]
+        """Steps from this one on are repeated, because their averages were not kept."""
+        steps_to_drop = [trusted_step for trusted_step in self._on_trust if trusted_step >= step]
+        self.taken_back = self.taken_back or bool(steps_to_drop)
+        for trusted_step in steps_to_drop:
+            del self._on_trust[trusted_step]
             self._after_trust.clear()
 
     def synced(self, commit: Commit) -> None:
-        """The log has it, and was still its coordinator's after that."""
+        """The log has synced a commit, and its coordinator still owned the directory then."""
         if commit.term == stored_term(self.directory.path):
             self._durable.add((commit.term, commit.step, commit.attempt))
 
     def broadcast(self, commit: Commit) -> None:
         """A coordinator broadcasts a commit."""
-        place = (commit.term, commit.step, commit.attempt)
-        assert place in self._durable, "a commit is told before it is durable, or by a side cut off"
+        step_id = (commit.term, commit.step, commit.attempt)
+        assert step_id in self._durable, (
+            "a commit is told before it is durable, or by a side cut off"
+        )
         phases = 2 if self.job.embeds else 1
-        most = phases * (self.anew + 1) - 1
-        assert commit.attempt <= most, "an attempt that nothing has made needful"
+        limit = phases * (self.anew + 1) - 1
+        assert commit.attempt <= limit, "an attempt that nothing has made needful"
         self.anew = 0
         self._note(commit.step, skipped=commit.scalars is None)
         self._settle_trust(commit)
         rests = self.taken_back or commit.step in self._on_trust
         assert rests or self.redone_otherwise != commit.step, "a step is done again otherwise"
-        taken = self.expected(commit.step + 1)
-        assert commit.averages_digest == taken.averages_digest, "a commit has other averages"
-        assert commit.scalars == taken.scalars, "a commit has other scalars"
-        assert commit.scalars is None or commit.loss == taken.loss, "a commit has another loss"
+        expected_state = self.expected(commit.step + 1)
+        assert commit.averages_digest == expected_state.averages_digest, (
+            "a commit has other averages"
+        )
+        assert commit.scalars == expected_state.scalars, "a commit has other scalars"
+        assert commit.scalars is None or commit.loss == expected_state.loss, (
+            "a commit has another loss"
+        )
 
     def check_terms(self, profiles: set[str], *, mixed: bool) -> None:
-        """Whose bits are in it is known to a restart."""
+        """A restart must know whose bits a run contains."""
         terms = self.directory.read_admission_record()
         if not profiles and terms is None:
             return  # steps were skipped before anyone computed
@@ -180,7 +186,7 @@ class Ledger:
             self.skips = (*self.skips, skipped)
 
     def found(self, accepted: RunInstance) -> None:
-        """A coordinator starts, and finds this."""
+        """A coordinator starts, and finds this state."""
         self.anew = 0
         if accepted.restart is None:
             assert not self.skips, "the run was begun, and begins anew"
@@ -188,42 +194,42 @@ class Ledger:
         recovery, resumption = accepted.restart.recovery, accepted.restart.resumption
         if not self.skips and not resumption.step and resumption.state_digest is not None:
             self._starts_from(resumption.state_digest)
-        committed = [math.isnan(loss) for loss in recovery.losses]
-        committed += [record.commit.scalars is None for record in recovery.redo]
-        assert len(committed) >= len(self.skips), "a commit that was told is lost"
-        for step, skipped in enumerate(committed):
+        is_skipped = [math.isnan(loss) for loss in recovery.losses]
+        is_skipped += [record.commit.scalars is None for record in recovery.redo]
+        assert len(is_skipped) >= len(self.skips), "a commit that was told is lost"
+        for step, skipped in enumerate(is_skipped):
             self._note(step, skipped=skipped)
-        for logged in recovery.logged:
-            self._settle_trust(logged.record.commit)
+        for logged_step in recovery.logged:
+            self._settle_trust(logged_step.record.commit)
         self._take_back(resumption.step)
         assert len(resumption.losses) == resumption.step
         self.check_losses(resumption.losses)
-        applied = resumption.step - sum(self.skips[: resumption.step])
-        assert resumption.optimizer_step == applied
+        optimizer_step = resumption.step - sum(self.skips[: resumption.step])
+        assert resumption.optimizer_step == optimizer_step
         if self.job.spec.log == "full":
             assert resumption.step == len(self.skips)
 
     def check_losses(self, losses: Sequence[float]) -> None:
-        """The losses of the first so many steps."""
+        """Check the losses of the first steps."""
         for step, loss in enumerate(losses):
             expected = self.expected(step + 1).loss
             assert loss == expected or (self.skips[step] and math.isnan(loss))
 
     def worker_is(self, step: int, digest: str) -> None:
-        """A worker that nobody has spoilt has this state after so many steps."""
+        """A worker that is not spoilt has this state after this many steps."""
         assert step <= len(self.skips), "a worker is ahead of what is durable"
         if step:  # before that it may start from other weights
             assert digest == self.expected(step).state_digest, f"a worker is wrong at {step} steps"
 
     def replica_is(self, step: int, digest: str) -> None:
-        """A coordinator's replica is in this state."""
+        """A coordinator's replica has this state."""
         assert step <= len(self.skips)
         if step or self._started:
             expected = self.expected(step).state_digest
             assert digest == expected, f"the state after {step} steps is another"
 
     def saved(self, step: int, digest: str) -> None:
-        """A checkpoint is there."""
+        """A checkpoint exists."""
         if not self.skips and not step:
             self._starts_from(digest)
         self.replica_is(step, digest)
@@ -235,8 +241,9 @@ class Ledger:
         self._started = True
 
     def ended(self, outcome: Finish, replica: Replica | None, losses: list[float]) -> None:
-        """The run is over."""
-        # A successor may have found the result before its writer told of it, or written it as well.
+        """The run has ended."""
+        # A successor may have found the result before its writer reported it, or written it as
+        # well.
         before = self.outcome
         is_result_read = before is not None and (before.reason, before.outcome) == (
             _FOUND,
@@ -248,19 +255,19 @@ class Ledger:
         if outcome.outcome == "failed":
             has_cause = any(cause in outcome.reason.lower() for cause in _MAY_FAIL)
             assert has_cause, f"no cause for the run's failing: {outcome.reason}"
-        saved = checkpoint_steps(self.directory.checkpoints)
-        if outcome.outcome == "failed" or replica is None or not saved:
+        saved_steps = checkpoint_steps(self.directory.checkpoints)
+        if outcome.outcome == "failed" or replica is None or not saved_steps:
             return
         self.replica_is(replica.step, replica.state_digest())
         assert replica.step == len(losses)
-        # Steps whose gradients are not kept may have been left to be done again.
+        # Steps whose gradients are not kept may remain to be repeated.
         assert replica.step == len(self.skips) or self.job.spec.log == "checkpoint"
         if outcome.outcome == "finished":
             assert replica.step == self.job.steps
-            evaluated = self.evaluated_step == replica.step or self.job.captures
-            assert evaluated, "the trained state is evaluated"
+            is_evaluated = self.evaluated_step == replica.step or self.job.captures
+            assert is_evaluated, "the trained state is evaluated"
         if replica.step:
-            assert max(saved) == replica.step, "the last state is saved"
+            assert max(saved_steps) == replica.step, "the last state is saved"
         result = self.directory.read_result()
         assert result is not None
         assert result["outcome"] == outcome.outcome
@@ -268,7 +275,7 @@ class Ledger:
         self._check_files(result)
 
     def _check_files(self, result: dict[str, Any]) -> None:
-        """A capture leaves the files of the undisturbed one."""
+        """A capture must leave the files of the undisturbed one."""
         if not self.job.captures or result["outcome"] != "finished":
             return
         assert result["exported"] == self.job.files(self.skips), "the capture has other files"
@@ -277,7 +284,7 @@ class Ledger:
             assert blake3(content).hexdigest() == digest, f"{name} is not what the result says"
 
     def found_over(self) -> None:
-        """A coordinator was killed when all was written, and nobody had heard."""
+        """A coordinator was killed when everything was written, and nobody knew yet."""
         result = self.directory.read_result()
         assert result is not None
         replica = self.expected(result["steps"]).replica
@@ -286,11 +293,13 @@ class Ledger:
         self.outcome = Finish(result["outcome"], _FOUND, 0)
 
     def check_halt(self, reason: str) -> None:
-        """The schedule made a cause for it, and the reason names it."""
+        """The schedule must contain a cause for this halt, and the reason must name it."""
         causes = (
             "operator", "non-finite gradient in block", "non-finite difference in block",
             "non-finite loss", "non-finite embedding", "on device",
             "input/output", "no space left",
         )  # fmt: skip
-        named = [name for name in self.excused if repr(name) in reason]
-        assert named or any(cause in reason.lower() for cause in causes), f"no cause for: {reason}"
+        named_workers = [name for name in self.excused if repr(name) in reason]
+        assert named_workers or any(cause in reason.lower() for cause in causes), (
+            f"no cause for: {reason}"
+        )

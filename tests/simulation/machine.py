@@ -1,8 +1,8 @@
-"""The threads of a simulated process: jobs one after the other, as long as the seed says.
+"""The threads of a simulated process: jobs one after the other, with durations from the seed.
 
-A job is done at one moment, at the end of its time, and what comes of it reaches the event loop
-later, in order. A device's job comes in pieces, and time passes between them. A process that is
-killed leaves what its threads were at half done: so many changes of the disk, and no more.
+A job happens at one moment, at the end of its time; its result reaches the event loop later, in
+order. A device's job consists of pieces, and time passes between them. A process that is
+killed leaves the current jobs of its threads half done: some of their disk changes, and no more.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tests.simulation.disk import Disk, Killed
 from tests.simulation.virtual_time import Clock, Process
 
 _HOST_MS: Final = 1.0
-"""To apply a step, to hash, to copy."""
+"""Time to apply a step, to hash, to copy."""
 
 
 class Answer(Future[Any]):
-    """Who waits for it in another thread lets the time pass that it takes."""
+    """A future; a thread that waits for it lets its time pass."""
 
     def __init__(self, thread: Thread) -> None:
         super().__init__()
@@ -47,11 +47,11 @@ class Thread(Executor):
         self._busy = False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **_: Any) -> Answer:
-        """Nobody waits for it: mostly it is quick."""
+        """Submit a short job that nobody waits for."""
         return self._put(lambda: fn(*args), 0.0 if self._clock.rng.random() < 0.9 else 1.0)
 
     def work(self, fn: Callable[..., Any], *args: Any) -> Answer:
-        """As `submit`, for what takes its time."""
+        """Submit a job that takes time."""
         most_ms, self._first_ms = max(self._most_ms(), self._first_ms), 0.0
         return self._put(lambda: fn(*args), most_ms * self._clock.rng.random())
 
@@ -88,7 +88,7 @@ class Thread(Executor):
             answer.set_result(result)
 
     def until(self, answer: Answer) -> None:
-        """All up to this one."""
+        """Do all jobs up to this one."""
         while not answer.done() and self._jobs:
             self._do()
 
@@ -99,11 +99,11 @@ class Thread(Executor):
             self._do()
 
     def stop(self) -> None:
-        """Nothing that it was given happens any more."""
+        """Drop all pending jobs."""
         self._jobs.clear()
 
     def die(self, disk: Disk) -> None:
-        """What it was at may be half done."""
+        """Stop in the middle of the current job."""
         rng = self._clock.rng
         if self._busy and self._jobs and rng.random() < 0.7:
             _, job, _ = self._jobs.popleft()
@@ -114,7 +114,7 @@ class Thread(Executor):
 
 
 class Device:
-    """The thread of a device; a piece that has computed takes what it `charge`s."""
+    """The thread of a device; a computed piece takes the time that it `charge`s."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -125,7 +125,7 @@ class Device:
         self._charged_ms = 0.0
 
     def charge(self, ms: float) -> None:
-        """What is being computed takes so long."""
+        """Let the current computation take this long."""
         self._charged_ms += ms
 
     def submit(self, job: Job) -> None:
@@ -149,18 +149,18 @@ class Device:
                 return
 
     def close(self, wait_s: float) -> bool:
-        """It ends with the process."""
+        """End with the process."""
         del wait_s
         return True
 
 
 class SimulatedMachine(Machine):
-    """What a simulated process has instead.
+    """The machine interface of a simulated process.
 
     Attributes:
-        device: Its device's thread, once that has begun.
-        pace_ms: How long a job on disk may take.
-        catch_up_ms: How long a replica may take for what was committed before it was there.
+        device: The thread of its device, once it exists.
+        pace_ms: Longest duration of a disk job.
+        catch_up_ms: Longest time for a replica to apply earlier commits.
     """
 
     has_sockets = False

@@ -1,12 +1,12 @@
 """The network between simulated processes: transports under the product's own `Channel`.
 
-Each direction of a connection keeps its order. What is written waits in the sender until the
-receiver's window has room, travels for as long as the seed says, and is read in pieces that end
-anywhere. A connection ends in order, or is cut: then each side gets some of what was sent, and
-learns of it later. While it is held nothing gets through, though neither side knows.
+Each direction of a connection keeps its order. Written data waits in the sender until the
+receiver's window has room, travels for a time from the seed, and is read in pieces that end
+anywhere. A connection ends in order, or breaks: then each side gets some of the sent data, and
+learns of the break later. While a connection is held, nothing gets through, and neither side knows.
 
-TLS is left out: asyncio does that below the `Channel`, and has tests of its own here. The handshake
-by which both sides prove themselves is played.
+TLS is left out: it lies below the `Channel`, and has its own tests. The authentication handshake is
+simulated.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ Greet = Callable[[tuple[str, int]], Any]
 
 
 class Network:
-    """How slow connections are, and who listens.
+    """Delays of connections, and the listeners.
 
     Attributes:
-        links: Those that are not over.
+        links: Connections that are not over.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.latency_ms = clock.rng.choice((0.1, 1.0, 10.0))
         self.bursts = clock.rng.choice((0.3, 0.9))
-        """How often everything that is there is read at once."""
+        """Probability that all available data is read at once."""
         self.window_bytes = clock.rng.choice((1000, 100_000))
         self.links: list[Link] = []
         self._listening: dict[Process, Greet] = {}
 
     def listen(self, process: Process, greet: Greet) -> None:
-        """It takes connections."""
+        """Accept connections for this process."""
         self._listening[process] = greet
 
     def listens_no_more(self, process: Process) -> None:
         self._listening.pop(process, None)
 
     async def connect(self, process: Process, factory: Callable[[], Any]) -> tuple[Any, Any]:
-        """A connection to whoever listens on this process's side of the network.
+        """Connect to the listener on this process's side of the network.
 
         Raises:
-            ConnectionRefusedError: Nobody does.
+            ConnectionRefusedError: There is no listener.
         """
         clock = self.clock
         await asyncio.sleep(self.latency_ms * (0.1 + clock.rng.random()) / 1000)
@@ -71,11 +71,11 @@ class Network:
         """Connect two processes.
 
         Args:
-            client: The one that dials.
-            server: The one that accepts, a moment later.
-            protocol: The client's.
-            greet: Returns what greets the client at the server; None if it no longer listens.
-            slowness_ms: How much later than usual what a process sends arrives.
+            client: The connecting process.
+            server: The process that accepts, a moment later.
+            protocol: The client's protocol.
+            greet: Returns the protocol at the server; None if it no longer listens.
+            slowness_ms: Additional delay of data by its sender.
         """
         clock = self.clock
         self.links = [link for link in self.links if not link.over]
@@ -97,7 +97,7 @@ class Network:
 
 
 class Link:
-    """A connection: two ends."""
+    """A connection with two ends."""
 
     def __init__(self, network: Network, client: Process, server: Process) -> None:
         self.client = Transport(network, client)
@@ -106,26 +106,27 @@ class Link:
 
     @property
     def over(self) -> bool:
-        """Whether nothing can come of it any more."""
+        """Return whether no event can follow."""
         return all(end.lost or not end.process.alive for end in (self.client, self.server))
 
     def hold(self, *, held: bool) -> None:
-        """Whether nothing gets through."""
+        """Hold or release the connection: while held, nothing gets through."""
         for end in (self.client, self.server):
             end.held = held
             end.pump()
 
     def cut(self) -> None:
-        """The network fails."""
+        """Break the connection."""
         for end in (self.client, self.server):
             end.fail()
 
     def lose_one_way(self, sender: Process, lasts_ms: float) -> None:
-        """What the sender sends is lost for a while; only systems that wait for answers notice."""
+        """Lose the sender's data for a while; only a system that waits for acknowledgments
+        notices."""
         receiving = self.server if self.client.process is sender else self.client
         receiving.held = True
-        clock, ends = receiving.peer.clock, (receiving.peer, receiving)
-        notices = ends if clock.rng.random() < 0.5 else ends[:1]
+        clock, both_ends = receiving.peer.clock, (receiving.peer, receiving)
+        notices = both_ends if clock.rng.random() < 0.5 else both_ends[:1]
 
         def release() -> None:
             receiving.held = False
@@ -140,20 +141,20 @@ class Link:
             clock.after(limits.LIVENESS_TIMEOUT_MS, notice)
 
     def died(self, process: Process) -> None:
-        """The system of a killed process closes for it: what it had sent may arrive."""
+        """The system closes the end of a killed process: sent data may still arrive."""
         for end in (self.client, self.server):
             if end.process is process:
                 end.peer.fail()
 
 
 class Transport(asyncio.Transport):
-    """One end: the protocol above it, and what is on its way to it.
+    """One end: the protocol above it, and the data in transit to it.
 
     Attributes:
-        process: Whose end it is.
-        peer: The other one.
+        process: The process of this end.
+        peer: The other end.
         held: Whether nothing arrives here.
-        lost: Whether the protocol knows that it is over.
+        lost: Whether the protocol knows of the end.
     """
 
     peer: Transport
@@ -224,7 +225,7 @@ class Transport(asyncio.Transport):
             self._protocol.pause_writing()
 
     def close(self) -> None:
-        """What was written is sent first; nothing more is read."""
+        """Send written data first; read nothing more."""
         if not self._closing:
             self._closing = True
             self._coming.clear()
@@ -233,7 +234,7 @@ class Transport(asyncio.Transport):
                 self._clock.after(limits.LIVENESS_TIMEOUT_MS, self._gave_up, self.process)
 
     def _gave_up(self) -> None:
-        """The system has tried for long enough (TCP_USER_TIMEOUT)."""
+        """The system gave up (TCP_USER_TIMEOUT)."""
         if not self.lost:
             self.abort()
 
@@ -247,7 +248,7 @@ class Transport(asyncio.Transport):
     # The network.
 
     def time_out(self) -> None:
-        """The system gives up, since nobody acknowledges what this end has sent."""
+        """The system gives up, because nobody acknowledges the data of this end."""
         if not self.lost:
             self._closing = True
             self._unsent.clear()
@@ -255,7 +256,7 @@ class Transport(asyncio.Transport):
             self._lose(TimeoutError(110, "Connection timed out"))
 
     def fail(self) -> None:
-        """The connection breaks: some of what was sent arrives all the same, then its end."""
+        """The connection breaks: some sent data still arrives, then the end."""
         if not self._ends:
             del self._coming[int(self._clock.rng.random() * (len(self._coming) + 1)) :]
         self._ends = "reset"
@@ -263,12 +264,12 @@ class Transport(asyncio.Transport):
         self.pump()
 
     def pump(self) -> None:
-        """What is on its way will arrive."""
+        """Schedule the arrival of data in transit."""
         if self._due or self.held or self._unread or self._protocol is None:
             return
-        # An end that is known already, or that waits for what is still to be sent, is no news.
-        ends = self._ends == "reset" or (self._ends and not self._closing)
-        if self._coming or (ends and not self.lost):
+        # A known end, or an end behind unsent data, is no event.
+        is_ending = self._ends == "reset" or (self._ends and not self._closing)
+        if self._coming or (is_ending and not self.lost):
             self._due = True
             network = self._network
             delay_ms = network.latency_ms * (0.1 + 2 * self._clock.rng.random())
@@ -276,7 +277,7 @@ class Transport(asyncio.Transport):
             self._clock.after(delay_ms, self._arrive, self.process)
 
     def _send(self) -> None:
-        """Fill the peer's window; once closed and empty, that is said."""
+        """Fill the peer's window; once closed and empty, send the end."""
         room = self._network.window_bytes - len(self.peer._coming)
         if self._unsent and room > 0 and not self.peer._ends:
             self.peer._coming += self._unsent[:room]
@@ -316,7 +317,7 @@ class Transport(asyncio.Transport):
             self._protocol.buffer_updated(count)
 
     def _room(self) -> None:
-        """The receiver has read: there is room in its window, which the sender soon knows."""
+        """The receiver has read: its window has room, which the sender soon learns."""
         if self._unsent or self._closing:
             self._clock.after(self._network.latency_ms, self._go_on, self.process)
 

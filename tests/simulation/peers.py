@@ -1,6 +1,6 @@
-"""The sockets of links between simulated workers, on the network that all processes share.
+"""The sockets of links between simulated workers, on the network of all processes.
 
-The links themselves are the product's: dialing, handshake, queues and what is done after a break.
+The links themselves are the product's: dialing, handshake, queues and recovery.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class WorkerPorts:
     """The ports at which workers accept links, and pairs of workers that cannot reach each other.
 
     Attributes:
-        links: Of the simulated network, those between workers.
+        links: The links between workers, of the simulated network.
     """
 
     def __init__(self, network: Network) -> None:
@@ -49,7 +49,7 @@ class WorkerPorts:
         """Connect to a port.
 
         Raises:
-            ConnectionRefusedError: Nobody listens there, or it cannot be reached.
+            ConnectionRefusedError: Nobody listens there, or it is unreachable.
         """
         server, _ = self.listening.get(port, (client, None))
         pair = _pair(client, server)
@@ -74,13 +74,13 @@ class WorkerPorts:
         self.network.clock.after(lasts_ms, lambda: self._cut.discard(pair))
 
     def cut_one_way(self, pair: frozenset[str], lasts_ms: float) -> None:
-        """Lose what one of two workers sends the other, for a while; neither can dial meanwhile."""
+        """Lose the data of one worker to the other for a while; neither can dial meanwhile."""
         clock = self.network.clock
         self._cut.add(pair)
         sender = clock.rng.choice(sorted(pair))
         for link in self._of(pair):
-            ends = (link.client.process, link.server.process)
-            link.lose_one_way(ends[ends[1].host == sender], lasts_ms)
+            end_processes = (link.client.process, link.server.process)
+            link.lose_one_way(end_processes[end_processes[1].host == sender], lasts_ms)
         clock.after(lasts_ms, lambda: self._cut.discard(pair))
 
     def _of(self, pair: frozenset[str]) -> list[Link]:
@@ -109,10 +109,10 @@ class SimulatedSockets:
         return self._port, NO_CERTIFICATE
 
     def pause(self) -> None:
-        """Nothing: no simulated port is full."""
+        """Does nothing: no simulated port is full."""
 
     def resume(self) -> None:
-        """Nothing: no simulated port is full."""
+        """Does nothing: no simulated port is full."""
 
     async def connect(self, peer: Peer, channel: Channel) -> None:
         network = self._ports.network
@@ -124,7 +124,7 @@ class SimulatedSockets:
 
 
 class _WithSpeeds:
-    """An owner of links to which their speeds are as the seed says."""
+    """An owner of links that reports link speeds from the seed."""
 
     def __init__(self, owner: LinksOwner, ports: WorkerPorts) -> None:
         self._owner = owner
@@ -142,10 +142,10 @@ class _WithSpeeds:
 
 
 def links_of(ports: WorkerPorts, process: Process) -> MakeLinks:
-    """Return what makes a worker's links; see `worker.peers.links.MakeLinks`."""
+    """Return the factory of a worker's links; see `worker.peers.links.MakeLinks`."""
 
-    def make(me: str, blocks: tuple[Block, ...], exchange: Codecs, owner: LinksOwner) -> Links:
+    def make(name: str, blocks: tuple[Block, ...], exchange: Codecs, owner: LinksOwner) -> Links:
         sockets: Any = SimulatedSockets(ports, process)
-        return PeerLinks(me, blocks, exchange, _WithSpeeds(owner, ports), sockets)
+        return PeerLinks(name, blocks, exchange, _WithSpeeds(owner, ports), sockets)
 
     return make

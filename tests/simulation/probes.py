@@ -1,7 +1,7 @@
-"""What must hold inside the product, watched where it happens.
+"""Invariants inside the product, checked where they apply.
 
-Each probe stands around one method of the product and only looks: what it finds wrong is raised in
-the simulation, not in the product, which would take it for a failure of its own.
+Each probe wraps one method of the product and only reads: a violation is raised in the simulation,
+not in the product, which would handle it as its own failure.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
 _STEPS_KEPT = 8
-"""More steps' broadcasts than these are not kept in memory."""
+"""Broadcasts of no more than this many steps stay in memory."""
 
 
 def check_invariant(run: Run) -> None:
-    """What holds in each phase between two inputs, as `coordinator.run.run` says."""
+    """Check the invariants of each phase between two inputs, as listed in `coordinator.run.run`."""
     progress = run.progress
     round_ = progress.round if progress is not None else None
     if run.phase is not RunPhase.WAITING and run.phase is not RunPhase.OVER:
@@ -74,7 +74,7 @@ def check_invariant(run: Run) -> None:
 
 
 class Probes:
-    """Those of one cluster."""
+    """The probes of one cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -83,7 +83,7 @@ class Probes:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Meanwhile they look."""
+        """Install the probes within a context."""
         with ExitStack() as stack:
             for owner, name, before, after in (
                 (GradientLog, "commit", self._syncs, self._synced),
@@ -145,7 +145,7 @@ class Probes:
         assert isinstance(current, WorkerProcess)
         return current
 
-    # At the coordinator.
+    # Coordinator.
 
     def _commits(self, _storage: Any, record: Any, *_: Any) -> None:
         coordinator = self._coordinator
@@ -183,11 +183,11 @@ class Probes:
         elif isinstance(message, AveragedGradient) and message.block == COVERAGE:
             # Every microbatch is in the sum exactly once.
             job = coordinator.ledger.job
-            piece = job.blocks[COVERAGE].chunk_slice(message.chunk)
+            chunk_part = job.blocks[COVERAGE].chunk_slice(message.chunk)
             expected = job.coverage(message.step)
             if expected is not None:
-                same = values.tobytes() == expected[piece].tobytes()
-                assert same, "a microbatch lost or doubled"
+                is_equal = values.tobytes() == expected[chunk_part].tobytes()
+                assert is_equal, "a microbatch lost or doubled"
 
     def _commit_told(self, coordinator: CoordinatorProcess, commit: Commit) -> None:
         coordinator.ledger.broadcast(commit)
@@ -197,16 +197,16 @@ class Probes:
         assert progress is not None
         if commit.step == 0 or progress.agreement.catching_up:
             return
-        applied = execution.applied
-        assert applied is not None
-        assert applied.step == commit.step, "the replica has not agreed on the step before"
+        replica_state = execution.applied
+        assert replica_state is not None
+        assert replica_state.step == commit.step, "the replica has not agreed on the step before"
 
     def _present_state(self, applied: ReplicaState, _keeper: Any) -> None:
         coordinator = self._coordinator
         if coordinator.execution is None:
             return
         if not applied.step and coordinator is not self._cluster.coordinator:
-            return  # cut off before it had a state: what it starts from counts for nobody
+            return  # disconnected before it had a state: its start state counts for nobody
         coordinator.ledger.replica_is(applied.step, applied.state_digest)
 
     def _loaded(self, digest: str) -> None:
@@ -214,9 +214,9 @@ class Probes:
         initial = [job.undisturbed((), flavour).state_digest for flavour in (0, 1)]
         assert digest in initial, "state 0 is nobody's"
 
-    def _saved(self, made: Any, *_: Any, losses: Any, **__: Any) -> None:
+    def _saved(self, checkpoint: Any, *_: Any, losses: Any, **__: Any) -> None:
         ledger = self._coordinator.ledger
-        ledger.saved(made.info.step, made.info.state_digest)
+        ledger.saved(checkpoint.info.step, checkpoint.info.state_digest)
         ledger.check_losses(losses)
 
     def _done(self, _: None, execution: Execution, actions: Any) -> None:
@@ -256,14 +256,14 @@ class Probes:
         )
 
     def _received(self, run: Run, worker: str, message: Any) -> None:
-        """What has come counts; what others have done, nobody is left to compute."""
+        """An arrived subtree counts, and nobody else has to compute it."""
         progress = run.progress
         if not isinstance(message, SubtreeLoss) or progress is None or progress.persisting:
             return
-        place = {"term": message.term, "step": message.step, "attempt": message.attempt}
+        step_id = {"term": message.term, "step": message.step, "attempt": message.attempt}
         round_ = progress.round
-        if round_ is not None and run.phase is RunPhase.TRAINING and place == progress.step_id():
-            # What two are to compute, to compare, is awaited of both.
+        if round_ is not None and run.phase is RunPhase.TRAINING and step_id == progress.step_id():
+            # A double-checked subtree is expected from both workers.
             doubled = round_.doubled[-1:] if round_.doubled and round_._awaits_double() else ()
             for share in round_.shares.values():
                 missing = all(round_._missing_leaves(n) for n in share.owed if n not in doubled)
@@ -276,12 +276,12 @@ class Probes:
 
     def _after_surplus(self, _: Any, round_: Round) -> None:
         for name, share in round_.shares.items():
-            withdrawn = self._owed[name].difference(share.owed)
-            assert not any(round_._missing_leaves(subtree) for subtree in withdrawn), (
+            withdrawn_subtrees = self._owed[name].difference(share.owed)
+            assert not any(round_._missing_leaves(subtree) for subtree in withdrawn_subtrees), (
                 "what is missing is forgotten"
             )
 
-    # At a worker.
+    # Worker.
 
     def _heard(self, client: Client, _channel: Any, received: Any) -> None:
         message, worker = received.message, self._worker
@@ -290,14 +290,14 @@ class Probes:
             worker.newest[message.run_id] = max(newest, message.term)
             worker.cancelled.clear()
         elif isinstance(message, Cancel) and client._session is not None:
-            # One that has overtaken the plan or an Assign comes too early for them.
-            task, place = client._session._task, (message.step, message.attempt)
-            subtrees = task.subtrees if task.step_id == StepId(*place) else set()
+            # It may overtake the plan or an Assign, and then arrives too early for them.
+            task, step_id = client._session._task, (message.step, message.attempt)
+            subtrees = task.subtrees if task.step_id == StepId(*step_id) else set()
             cancelled = subtrees.intersection(Subtree(*subtree) for subtree in message.subtrees)
-            worker.cancelled.update((message.term, *place, subtree) for subtree in cancelled)
-        elif isinstance(message, Owners):  # whoever has sums sends them to new owners
+            worker.cancelled.update((message.term, *step_id, subtree) for subtree in cancelled)
+        elif isinstance(message, Owners):  # a worker that kept sums sends them to new owners
             worker.cancelled.clear()
-        elif isinstance(message, Assign):  # again, where an owner was lost that had its sums
+        elif isinstance(message, Assign):  # repeated if an owner was lost that had its sums
             attempt = (message.term, message.step, message.attempt)
             worker.cancelled.difference_update(
                 (*attempt, Subtree(*subtree)) for subtree in message.subtrees
@@ -308,8 +308,8 @@ class Probes:
         session = client._session
         self._cluster.transmitted += 1
         if isinstance(message, GradientPayload | SubtreeLoss):
-            place = (message.term, message.step, message.attempt, message.subtree)
-            assert place not in worker.cancelled, "a cancelled subtree is sent"
+            subtree_id = (message.term, message.step, message.attempt, message.subtree)
+            assert subtree_id not in worker.cancelled, "a cancelled subtree is sent"
             self._cluster.spoils(worker)
         if isinstance(message, StepApplied) and session is not None:
             ledger = self._cluster.ledger(session.run_id)
@@ -322,7 +322,7 @@ class Probes:
     def _stored(self, _event: Any, _obtainer: FileFetcher, _action: Any, _cache: Any) -> None:
         self._cluster.disturbances.fetched(self._worker)
 
-    # On both sides.
+    # Both sides.
 
     def _refused(self, channel: Channel, error: Exception) -> None:
         if "an older coordinator must not continue it" not in str(error):

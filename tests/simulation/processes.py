@@ -41,10 +41,10 @@ class CoordinatorProcess(Process):
     """One coordinator, from its start to its end.
 
     Attributes:
-        service: The product's.
-        pace_ms: How long a job on disk or on the replica may take.
-        at_commit: What is to happen while the next commit is on its way to the disk.
-        at_sync: How it is to end between the next commit's writing and its sync.
+        service: The product's service.
+        pace_ms: Longest duration of a job on disk or replica.
+        at_commit: Actions while the next commit is being written.
+        at_sync: How it ends between the next commit's write and its sync.
         trust: The run whose steps its replica does not yet compare, and the first such step.
     """
 
@@ -66,12 +66,12 @@ class CoordinatorProcess(Process):
 
     @property
     def execution(self) -> Execution | None:
-        """The run in progress."""
+        """Return the run in progress."""
         return self.service.current if self.service is not None else None
 
     @property
     def ledger(self) -> Ledger:
-        """Of the run in progress."""
+        """Return the ledger of the run in progress."""
         assert self.execution is not None
         return self._ledger(self.execution)
 
@@ -81,7 +81,7 @@ class CoordinatorProcess(Process):
         return ledger
 
     async def _main(self) -> None:
-        """As `coordinator.main`."""
+        """Run like `coordinator.main`."""
         cluster = self._cluster
         settings = Settings(
             (self.host, 9000), cluster.expect_workers, cluster.disk.root, once=False, plaintext=True
@@ -112,17 +112,17 @@ class CoordinatorProcess(Process):
             ledger.found_over()
 
     def leave(self) -> None:
-        """The process ends by itself."""
+        """End normally."""
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL: connections break, and what was done on disk may be half done."""
+        """SIGKILL: connections break, and disk operations may be half done."""
         self._die()
         for link in self._cluster.network.links:
             link.died(self)
 
     def vanish(self) -> None:
-        """The machine loses power: nobody hears of it."""
+        """The machine loses power: nobody is notified."""
         self._die()
         for link in self._cluster.network.links:
             if self in (link.client.process, link.server.process):
@@ -135,7 +135,8 @@ class CoordinatorProcess(Process):
         self.clock.current = self
         for thread in self.machine.threads:
             thread.die(disk)
-        self.end()  # runs `finally` clauses: what they open is this process's, and is closed too
+        # this runs `finally` clauses: files that they open are this process's, and are closed too
+        self.end()
         self.clock.current = None
         disk.close(self.fds)
         self._cluster.network.listens_no_more(self)
@@ -154,11 +155,11 @@ class CoordinatorProcess(Process):
         if event == "run_ended":
             self._run_ended(service)
         elif event == "run_resumed":
-            running = service._running
-            assert running is not None
-            self.ledger.found(running)
-            assert running.restart is not None
-            for segment, limit in running.restart.recovery.index._from(0):
+            running_instance = service._running
+            assert running_instance is not None
+            self.ledger.found(running_instance)
+            assert running_instance.restart is not None
+            for segment, limit in running_instance.restart.recovery.index._from(0):
                 count = min(limit, segment.next_step) - segment.header.base_step
                 end = segment.ends[count - 1] if count else segment.start
                 durable = cluster.disk.has_synced(segment.path, end)
@@ -168,7 +169,7 @@ class CoordinatorProcess(Process):
         ledger = self.ledger
         ledger.counts[event] += 1
         if event == "halted":
-            if cluster.coordinator is self:  # a successor may have cut away what it writes to
+            if cluster.coordinator is self:  # a successor may have truncated its file
                 ledger.check_halt(str(fields["reason"]))
             cluster.halted(self, service.current)
         elif event in ("restarted", "continued"):
@@ -187,7 +188,7 @@ class CoordinatorProcess(Process):
         assert execution.outcome is not None
         drained = execution.outcome.outcome == "drained"
         if execution.superseded or (drained and self._cluster.coordinator is not self):
-            return  # a successor may go on with it before its writer tells of it
+            return  # a successor may continue from it before its writer reports it
         ledger = self._ledger(execution)
         keeper = execution._coordinator_replica
         has_final_state = execution.run.has_state and keeper is not None
@@ -199,15 +200,15 @@ class CoordinatorProcess(Process):
 
 
 class WorkerProcess(Process):
-    """One worker: it connects again and again until it is told to leave.
+    """One worker: it reconnects until it is drained.
 
     Attributes:
         flipped: Whether a bit of its replica has flipped.
-        cache: Its directory for files, once it has begun.
-        draining_since_ms: When it was asked to leave.
-        only_dials: Whether no other worker gets through to it.
+        cache: Its directory for files, once started.
+        draining_since_ms: Time of the drain request.
+        only_dials: Whether no other worker can reach it.
         beside: Whether it is on the coordinator's machine.
-        sends_slowly_ms: How much longer what it sends to other workers takes.
+        sends_slowly_ms: Additional delay of its messages to other workers.
     """
 
     def __init__(self, cluster: Cluster, flaws: Flaws) -> None:
@@ -234,7 +235,7 @@ class WorkerProcess(Process):
 
     @property
     def draining(self) -> bool:
-        """Whether it was asked to leave."""
+        """Return whether it was asked to leave."""
         return self.draining_since_ms < math.inf
 
     @property
@@ -272,7 +273,7 @@ class WorkerProcess(Process):
         return "evaluate" if self.flaws.evaluates else "train"
 
     def _device_set(self, make: MakeDevice) -> DeviceSet | None:
-        """Some have several devices; their processes die by themselves, too."""
+        """Return several devices for some workers; their processes die on their own, too."""
         rng = Random(f"{self._cluster.seed} {self.instance}")
         if rng.random() < 0.7:
             return None
@@ -293,7 +294,7 @@ class WorkerProcess(Process):
 
     def _check_end(self, error: SamestepError) -> None:
         if self.flaws.evaluates and self.flipped and "its state after" in str(error):
-            return  # whoever trains is seen by an operator; this one is sent away
+            return  # an operator can see workers that train; this one is dismissed
         if self.devices is not None and self.devices.are_worn_out():
             return
         raise AssertionError(f"a worker ends: {error}")
@@ -304,7 +305,7 @@ class WorkerProcess(Process):
         return 1 << (16 + self.instance % 7)
 
     def drain(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM."""
         self.draining_since_ms = min(self.draining_since_ms, self.clock.now_ms)
         if self.client is None:
             self.kill()
@@ -312,7 +313,7 @@ class WorkerProcess(Process):
             self.do(self.client.drain)
 
     def end(self) -> None:
-        """Its system closes what it had open; where its inputs were is cleared away."""
+        """The system closes its files; the links to its inputs are removed."""
         links = self.devices.links if self.devices is not None else []
         for machine in (self.machine, *(link.machine for link in links)):
             for thread in machine.threads:
@@ -323,7 +324,7 @@ class WorkerProcess(Process):
             self.client._files._remove_inputs()
 
     def crash(self) -> None:
-        """Its machine fails: what it was fetching may have anything in it."""
+        """Its machine fails: a file that it was fetching may have any content."""
         if not self.alive:
             return
         self.kill()
@@ -335,7 +336,7 @@ class WorkerProcess(Process):
                 part.write_bytes(content)
 
     def kill(self) -> None:
-        """SIGKILL: what is on its way may or may not arrive."""
+        """Send SIGKILL: data in transit may or may not arrive."""
         if self.alive:
             self.end()
             for link in self._cluster.network.links:

@@ -1,7 +1,7 @@
-"""A job with replicas, and what its undisturbed run makes: one inner step after the other.
+"""A job with replicas, and the results of its undisturbed run: one inner step after the other.
 
-As naive as its base: no inner phase, lease or inner checkpoint. What a codec makes of an array is
-the product's word; `tests/protocol/exact/test_codecs.py` holds that against another definition.
+As naive as its base: no inner phases, leases or inner checkpoints. It uses the product's codecs;
+`tests/protocol/exact/test_codecs.py` checks them against another definition.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ REPLICA_VARIANTS: Final = 84
 
 
 @dataclass
-class Alone:
-    """One logical replica between rounds.
+class ReplicaState:
+    """The state of one logical replica between rounds.
 
     Attributes:
-        moments: Of its inner optimizer, where they are carried.
-        rest: What topk has left.
-        missed: The updates that its tensors have missed, where moments are carried.
+        moments: Moments of its inner optimizer, if they are carried.
+        rest: The remainder of topk.
+        missed: Missed updates of its tensors, if moments are carried.
     """
 
     moments: list[Array] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Alone:
 
 
 class ReplicaJob(Job):
-    """One of a few run specs with a section `replicas`; `variant` below `REPLICA_VARIANTS`."""
+    """One of a few run specs with a section `replicas`; `variant` is below `REPLICA_VARIANTS`."""
 
     def __init__(self, variant: int, steps: int = STEPS) -> None:
         super().__init__(variant, steps)
@@ -75,19 +75,21 @@ class ReplicaJob(Job):
         self._taken = {}
 
     def coverage(self, step: int) -> Array | None:
-        """Nothing counts microbatches in a difference."""
+        """Return nothing: no microbatches are counted in a difference."""
         del step
         return None
 
     def step_from(self, before: Replica, *, skip: bool) -> Taken:
-        """One more round of the undisturbed run."""
+        """Take one more round of the undisturbed run."""
         replica, spec, count = before.copy(), self.spec, self.replicas.count
-        alone: list[Alone] = getattr(before, "alone", None) or [Alone() for _ in range(count)]
+        states: list[ReplicaState] = getattr(before, "alone", None) or [
+            ReplicaState() for _ in range(count)
+        ]
         if skip:
             replica.skip()
-            vars(replica)["alone"] = alone
+            vars(replica)["alone"] = states
             return Taken(replica, replica.state_digest(), float("nan"), "0" * 64, None)
-        rounds = [self._round(before, k, alone[k]) for k in range(count)]
+        rounds = [self._round(before, k, states[k]) for k in range(count)]
         averages = []
         for number, block in enumerate(self.blocks):
             average = along_tree(count, partial(_difference, rounds, number))
@@ -109,16 +111,18 @@ class ReplicaJob(Job):
         vars(replica)["alone"] = [one for _, _, one in rounds]
         return Taken(replica, replica.state_digest(), loss, digest, scalars)
 
-    def _round(self, before: Replica, k: int, alone: Alone) -> tuple[list[Array], float, Alone]:
-        """What replica k sends, its mean loss, and what it keeps."""
+    def _round(
+        self, before: Replica, k: int, state: ReplicaState
+    ) -> tuple[list[Array], float, ReplicaState]:
+        """Return what replica k sends, its mean loss, and what it keeps."""
         spec, steps = self.spec, self.replicas.inner_steps
         carries = self.replicas.inner_state == "carry"
         inner = Replica(self.blocks, spec.optimizer)
         inner.load_parameters(before.parameters)
         moments = [part.values for part in inner.parts() if part.kind != "parameters"]
-        for mine, other in zip(moments, alone.moments, strict=False):
+        for mine, other in zip(moments, state.moments, strict=False):
             np.copyto(mine, other)
-        for mine, other in zip(inner.missed, alone.missed, strict=False):
+        for mine, other in zip(inner.missed, state.missed, strict=False):
             np.copyto(mine, other)
         losses = 0.0
         for h in range(steps):
@@ -128,19 +132,23 @@ class ReplicaJob(Job):
         differences = [np.subtract(a, b) for a, b in zip(
             before.parameters, inner.parameters, strict=True
         )]  # fmt: skip
-        rest = alone.rest
+        rest = state.rest
         if self.replicas.codec == "topk":
-            left = rest or [np.zeros_like(values) for values in differences]
-            differences = [d + r * _FEEDBACK for d, r in zip(differences, left, strict=True)]
-        sent = [
+            remainder = rest or [np.zeros_like(values) for values in differences]
+            differences = [d + r * _FEEDBACK for d, r in zip(differences, remainder, strict=True)]
+        encoded_differences = [
             self._coded(values.copy(), block, self.replicas.codec)
             for values, block in zip(differences, self.blocks, strict=True)
         ]
         if self.replicas.codec == "topk":
-            rest = [d - s for d, s in zip(differences, sent, strict=True)]
-        carried = [moment.copy() for moment in moments] if carries else []
-        missed = [counts.copy() for counts in inner.missed] if carries else []
-        return sent, losses / steps, Alone(carried, rest, missed)
+            rest = [d - s for d, s in zip(differences, encoded_differences, strict=True)]
+        carried_moments = [moment.copy() for moment in moments] if carries else []
+        missed_counts = [counts.copy() for counts in inner.missed] if carries else []
+        return (
+            encoded_differences,
+            losses / steps,
+            ReplicaState(carried_moments, rest, missed_counts),
+        )
 
     def _inner_step(self, inner: Replica, batch: int, updates: int, step: int) -> float:
         count, total = self.order.microbatch_count(batch), self.total_weight(batch)
@@ -162,16 +170,18 @@ class ReplicaJob(Job):
 
     def _coded(self, values: Array, block: Block, codec: Codec) -> Array:
         for chunk in range(block.chunks):
-            piece = block.chunk_slice(chunk)
-            values[piece] = projected(values[piece].copy(), codec)
+            chunk_part = block.chunk_slice(chunk)
+            values[chunk_part] = projected(values[chunk_part].copy(), codec)
         return values
 
 
-def _difference(rounds: Sequence[tuple[list[Array], float, Alone]], number: int, k: int) -> Any:
+def _difference(
+    rounds: Sequence[tuple[list[Array], float, ReplicaState]], number: int, k: int
+) -> Any:
     return rounds[k][0][number]
 
 
 @cache
 def replica_job_of(variant: int, steps: int = STEPS) -> ReplicaJob:
-    """The same object each time."""
+    """Return the same object each time."""
     return ReplicaJob(variant, steps)

@@ -1,4 +1,4 @@
-"""Which seeds a test plays, as the environment says: a number, or from-to."""
+"""The seeds that a test plays, from the environment: a number, or from-to."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _MOST_TESTS = 100
 
 @dataclass(frozen=True, slots=True)
 class Seeds:
-    """Those of one variable, divided among tests.
+    """The seeds of one variable, divided among tests.
 
     Args:
-        variable: Of the environment: `1000` are those below, `688-689` is one.
-        default: Without it.
+        variable: Environment variable: `1000` means all seeds below, `688-689` is one seed.
+        default: Value without it.
     """
 
     variable: str
@@ -31,9 +31,9 @@ class Seeds:
 
     @property
     def firsts(self) -> range:
-        """Of each test."""
+        """Return the first seed of each test."""
         return self.all[:: self.per_test]
 
     def of(self, first: int) -> range:
-        """What the test plays that begins with this one."""
+        """Return the seeds of the test that starts with this one."""
         return range(first, min(first + self.per_test, self.all.stop))

@@ -1,5 +1,5 @@
-"""The simulation is itself tested: each fault planted here, in the product's own code, is caught
-within a thousand seeds, by the check that it is for."""
+"""Tests of the simulation itself: the check for each fault planted here, in the product's own code,
+catches it within a thousand seeds."""
 
 import dataclasses
 import inspect
@@ -50,8 +50,8 @@ _ENOUGH_SEEDS = 1000
 _ABSENT = np.uint32(0x80000000)
 
 
-def counts_what_is_covered(self, subtree, value):
-    """A duplicate is added once more."""
+def adds_duplicates(self, subtree, value):
+    """Adds a duplicate once more."""
     for pending in self._pending:
         if pending.covers(subtree):
             self._pending[pending] = self._add(self._pending[pending], value)
@@ -62,7 +62,7 @@ def counts_what_is_covered(self, subtree, value):
 
 
 def keeps_ancestor_and_descendant(self, subtree, value):
-    """A subtree is added beside those below it, which are held already."""
+    """Adds a subtree beside its descendants, which are already held."""
     if any(pending.covers(subtree) for pending in self._pending):
         return False
     for pending in [pending for pending in self._pending if subtree.covers(pending)]:
@@ -73,7 +73,7 @@ def keeps_ancestor_and_descendant(self, subtree, value):
 
 
 def drops_what_overlaps(self, subtree, value):
-    """A subtree is dropped when only a part of it is there."""
+    """Drops a subtree when only a part of it is held."""
     if any(pending.lo < subtree.hi and subtree.lo < pending.hi for pending in self._pending):
         return False
     self._pending[subtree] = value
@@ -81,14 +81,14 @@ def drops_what_overlaps(self, subtree, value):
     return True
 
 
-def sums_as_they_arrive(self, subtree, value):
-    """One running sum, in the order of arrival."""
-    come = self.__dict__.setdefault("come", set())
-    if come & set(range(subtree.lo, subtree.hi)):
+def sums_in_arrival_order(self, subtree, value):
+    """Keeps one running sum, in the order of arrival."""
+    arrived = self.__dict__.setdefault("come", set())
+    if arrived & set(range(subtree.lo, subtree.hi)):
         return False
-    come |= set(range(subtree.lo, subtree.hi))
-    self.running = value if len(come) == subtree.leaves else self._add(self.running, value)
-    if len(come) == self._microbatches:
+    arrived |= set(range(subtree.lo, subtree.hi))
+    self.running = value if len(arrived) == subtree.leaves else self._add(self.running, value)
+    if len(arrived) == self._microbatches:
         self._pending[root(self._microbatches)] = self.running
     return True
 
@@ -106,20 +106,20 @@ def never_covered(self, subtree):
     return False
 
 
-def nothing(*_arguments, **_options):
+def do_nothing(*_arguments, **_options):
     return []
 
 
-def yes(*_arguments, **_options):
+def always_true(*_arguments, **_options):
     return True
 
 
-def no(*_arguments):
+def always_false(*_arguments):
     return False
 
 
-def nobody_is_odd(self, step):
-    """Answers are taken, and not compared."""
+def compares_no_answers(self, step):
+    """Accepts answers without comparing them."""
     if step not in self._arbiter:
         return [], []
     answers = self._answers.pop(step, {})
@@ -129,19 +129,19 @@ def nobody_is_odd(self, step):
 
 
 def any_round(self, message):
-    """Whatever comes belongs to the present attempt."""
+    """Accepts every message for the current attempt."""
     del message
     return None if self.persisting else self.round
 
 
 def any_share(self, worker, subtree):
-    """Subtrees are taken from whoever sends them."""
+    """Accepts subtrees from any sender."""
     del subtree
     return self.shares.setdefault(worker, Share())
 
 
-def takes_what_is_there(self, attempt):
-    """A commit is enough."""
+def commits_without_agreement(self, attempt):
+    """Commits without waiting for agreement."""
     if not attempt.is_committed:
         return []
     self._attempt = None
@@ -153,93 +153,93 @@ def takes_what_is_there(self, attempt):
 
 
 def assumes_proven(self, worker, *, is_proven):
-    """What a lost worker delivered counts, whatever its weights were."""
+    """Keeps what a lost worker delivered, whatever its weights were."""
     del is_proven
     self.shares.pop(worker, None)
 
 
-def forgets_nothing(self, worker, *, is_proven):
-    """A lost worker's parts stay its own."""
+def keeps_lost_shares(self, worker, *, is_proven):
+    """Leaves a lost worker's parts assigned to it."""
     del self, worker, is_proven
 
 
 def reached_by_all_or_none(left, right):
-    """A tensor that one of two subtrees has not reached is taken for one that neither has."""
-    lost = (left.view(np.uint32) == _ABSENT) | (right.view(np.uint32) == _ABSENT)
-    add_arrays(left, right)[lost] = -0.0
+    """Marks a tensor absent if one of two subtrees did not reach it."""
+    is_absent = (left.view(np.uint32) == _ABSENT) | (right.view(np.uint32) == _ABSENT)
+    add_arrays(left, right)[is_absent] = -0.0
     return left
 
 
-def takes_anew(self, skips, flavour=0):
-    """The undisturbed run has the fault, too, whatever was computed before it was planted."""
+def recomputes_reference(self, skips, flavour=0):
+    """Gives the undisturbed run the fault too, whatever was computed before it was planted."""
     return self._take(skips, flavour)
 
 
-async def tells_first(self, action):
-    """A commit is told, then synced."""
+async def commits_before_sync(self, action):
+    """Broadcasts a commit before syncing it."""
     self._step(CommitDurable(action.record.commit.step))
     await PERSIST(self, action)
 
 
-def obeys_anyone(self, message, body):
-    """The newest term seen is forgotten."""
+def forgets_newest_term(self, message, body):
+    """Forgets the newest term seen."""
     if isinstance(message, StartRun):
         self._terms.clear()
     return RECEIVE(self, message, body)
 
 
-def hears_no_cancel(self, message, body):
-    """What others have done is computed and sent all the same."""
+def ignores_cancel(self, message, body):
+    """Computes and sends canceled subtrees."""
     return [] if isinstance(message, Cancel) else RECEIVE(self, message, body)
 
 
-def trusts(self, member, step, agreement):
-    """Who has taken as many steps is let in, whatever its state."""
+def admits_by_step_count(self, member, step, agreement):
+    """Admits a worker that has applied as many steps, whatever its state."""
     if member.step == step:
         self._members.activate(member)
         return [Subscribe(member.name, step)]
     return ADMIT(self, member, step, agreement)
 
 
-def trusts_those_behind(self, member, step, agreement):
-    """What was missed is replayed on whatever state there is."""
+def replays_on_any_state(self, member, step, agreement):
+    """Replays missed steps on any state."""
     member.state_digest = agreement.digest(member.step) or member.state_digest
     actions = ADMIT(self, member, step, agreement)
     member.replaying = False
     return actions
 
 
-def forgets_what_was_refused(self):
-    """The disk refuses a second time, and nothing is owed any more."""
+def forgets_refused_writes(self):
+    """After a second refusal by the disk, owes nothing any more."""
     self._must_retry, self._requested = self._requested is not None, None
 
 
-async def reads_what_failed(self, step):
-    """Commits are read from the log's files, synced or not."""
+async def reads_unsynced_commits(self, step):
+    """Reads commits from the log's files, synced or not."""
     scan = lambda: log_reader.scan_log(self.directory.log, self._run_id, self._begun.manifest)  # noqa: E731
     return list((await self._do("log", scan)).index.following(step))
 
 
-def forgets_what_is_redone(self):
-    """A new segment replaces all that older ones held."""
+def forgets_older_segments(self):
+    """Replaces the content of all older segments by a new one."""
     self._redo = ()
     return NEW_SEGMENT(self)
 
 
-def reads_anything(fd, head):
-    """A record counts whatever it holds."""
+def skips_record_checks(fd, head):
+    """Accepts a record with any content."""
     raw = os.pread(fd, head.payload_bytes, head.offset + HEAD_BYTES)
     return raw if len(raw) == head.payload_bytes else None
 
 
-def sends_nothing_of_before(self, session, step):
-    """A joiner hears what is broadcast from now on."""
+def skips_catch_up(self, session, step):
+    """Sends a joiner only later broadcasts."""
     del step
     self._names.add(session.name)
 
 
 def loses_every_third_assign(self, action):
-    """On its way to the worker."""
+    """Loses it on the way to the worker."""
     if isinstance(action.message, Assign):
         self.assigned = self.__dict__.get("assigned", 0) + 1
         if self.assigned % 3 == 0:
@@ -247,43 +247,43 @@ def loses_every_third_assign(self, action):
     SEND(self, action)
 
 
-def forgets_what_is_pending(self):
-    """With what is there already, what is still to come is taken off a worker's list."""
+def removes_pending_subtrees(self):
+    """Removes pending subtrees from a worker's list together with arrived ones."""
     surplus = SURPLUS(self)
     for worker in surplus:
         self.shares[worker].owed.clear()
     return surplus
 
 
-def knows_no_terms(self, terms=None):
-    """The newest term is not kept from one connection to the next."""
+def forgets_terms_between_connections(self, terms=None):
+    """Does not keep the newest term from one connection to the next."""
     del terms
     NEW_SESSION(self)
 
 
-def tells_without_taking(self, action):
-    """A device of a group goes on with the weights that it has."""
+def skips_device_reload(self, action):
+    """Lets a device of a group continue with its old weights."""
     self._emit(WeightsTaken(action.step, reads_on=False))
 
 
-def goes_on_counting(self, *step_and_digest):
-    """The next step's first attempt has the number of this one's last."""
+def reuses_attempt_number(self, *step_and_digest):
+    """Gives the next step's first attempt the number of this step's last."""
     attempt = self.attempt
     actions = DURABLE(self, *step_and_digest)
     self.attempt = attempt
     return actions
 
 
-def keeps_anything(self):
-    """What was fetched gets its name, whatever it holds."""
+def skips_file_digest(self):
+    """Renames a fetched file whatever its content."""
     self._path.replace(self._target)
     self._digests.remember(self._target, self._target.name)
     self.close()
     return True
 
 
-def keeps_the_rows_of_before(self, task, step_id):
-    """Gradients rest on the embeddings of the first step that has come here."""
+def keeps_first_embeddings(self, task, step_id):
+    """Computes gradients from the embeddings of the first step that arrived."""
     actions = LOAD_ROWS(self, task, step_id)
     if not actions:
         return actions
@@ -291,18 +291,18 @@ def keeps_the_rows_of_before(self, task, step_id):
     return [LoadEmbeddings(step_id, self.kept_rows)]
 
 
-def nobody_compares(self, worker, profile, message):
-    """Embeddings that are computed again may be any."""
+def skips_embedding_comparison(self, worker, profile, message):
+    """Accepts any recomputed embeddings."""
     del self, worker, profile, message
 
 
-def knows_nobody_who_delivered(self):
-    """Who is lost between the phases was not needed."""
+def ignores_losses_between_phases(self):
+    """Continues after the loss of a worker between the phases."""
     return dataclasses.replace(JOIN(self), delivered=frozenset())
 
 
-def takes_rows_of_an_older_attempt(self):
-    """Embeddings that came in an attempt that was given up count in the next."""
+def reuses_rows_of_older_attempts(self):
+    """Counts embeddings of an abandoned attempt in the next one."""
     before = self.round
     actions = BEGIN(self)
     if before is not None and before.embeds and before.step_id["step"] == self.step:
@@ -310,9 +310,9 @@ def takes_rows_of_an_older_attempt(self):
     return actions
 
 
-def joins_backward(pieces, *origin_and_more):
-    """The last microbatch's rows stand first."""
-    return JOIN_PIECES(pieces[::-1], *origin_and_more)
+def joins_reversed(parts, *origin_and_more):
+    """Puts the rows of the last microbatch first."""
+    return JOIN_PIECES(parts[::-1], *origin_and_more)
 
 
 PERSIST = Execution._persist
@@ -330,18 +330,18 @@ NEW_SEGMENT = GradientLog._new_segment
 
 
 @dataclass(frozen=True)
-class Planted:
-    """A fault, and what is to catch it.
+class PlantedFault:
+    """A fault, and the check that must catch it.
 
     Attributes:
-        instead: What the product has in each place instead.
-        check: What the check says that has to notice it, or one of several with | between them:
-            others do not count, nor does it that something merely breaks.
-        often: The disturbances that bring it out.
-        seed: Tried first: only to be quick, as long as the seed leads there.
-        runs: How many one after the other.
-        files: Whether workers fetch a file for each.
-        way: How gradients travel.
+        instead: Replacements in the product: owner, name, function.
+        check: Text of the check that must notice it, or several with | between them. Other checks
+            do not count, nor does a mere crash.
+        often: Disturbances that provoke it.
+        seed: Tried first, to save time as long as it provokes the fault.
+        runs: Number of consecutive runs.
+        files: Whether workers fetch a file for each run.
+        way: Topology of the exchange.
         embeds: Whether the loss couples all samples of a step.
     """
 
@@ -356,247 +356,247 @@ class Planted:
 
 
 PLANTED = {
-    "a duplicate is counted": Planted(
-        [(TreeSum, "put", counts_what_is_covered), (TreeSum, "covers", never_covered)],
+    "a duplicate is counted": PlantedFault(
+        [(TreeSum, "put", adds_duplicates), (TreeSum, "covers", never_covered)],
         "other averages",
         seed=62,
     ),
-    "an ancestor beside its descendants": Planted(
+    "an ancestor beside its descendants": PlantedFault(
         [(TreeSum, "put", keeps_ancestor_and_descendant)],
         "a microbatch lost or doubled",
         often="stall+slower",
         seed=5,
     ),
-    "an ancestor is dropped for its descendants": Planted(
+    "an ancestor is dropped for its descendants": PlantedFault(
         [(TreeSum, "put", drops_what_overlaps)],
         "what has come is not counted | nothing can happen",
         often="stall+slower",
         seed=43,
     ),
-    "sums in arrival order": Planted(
-        [(TreeSum, "put", sums_as_they_arrive)],
+    "sums in arrival order": PlantedFault(
+        [(TreeSum, "put", sums_in_arrival_order)],
         "other averages",
         seed=4,
     ),
-    "a lost worker's subtrees are forgotten": Planted(
-        [(Progress, "reassign", nothing)],
+    "a lost worker's subtrees are forgotten": PlantedFault(
+        [(Progress, "reassign", do_nothing)],
         "nothing can happen",
         seed=0,
     ),
-    "a stale attempt is accepted": Planted(
+    "a stale attempt is accepted": PlantedFault(
         [(Progress, "present", any_round), (Round, "_check_assigned", any_share)],
         "a microbatch lost or doubled | other averages | another loss",
         often="flip+slower+stall",
         seed=192,
     ),
-    "a device of several keeps its old weights": Planted(
-        [(Engine, "_HANDLERS", {**Engine._HANDLERS, TakeWeights: tells_without_taking})],
+    "a device of several keeps its old weights": PlantedFault(
+        [(Engine, "_HANDLERS", {**Engine._HANDLERS, TakeWeights: skips_device_reload})],
         "other averages",
         seed=1,
     ),
-    "a device of several is waited for when it is lost": Planted(
-        [(DeviceGroup, "_reassign", nothing)],
+    "a device of several is waited for when it is lost": PlantedFault(
+        [(DeviceGroup, "_reassign", do_nothing)],
         "nothing can happen",
         seed=359,
     ),
-    "a commit before agreement": Planted(
+    "a commit before agreement": PlantedFault(
         [(Agreement, "reached", True)],
         "the replica has not agreed",
         seed=1,
     ),
-    "a commit before sync": Planted(
-        [(Execution, "_persist", tells_first)],
+    "a commit before sync": PlantedFault(
+        [(Execution, "_persist", commits_before_sync)],
         "before it is durable",
     ),
-    "a commit from a side cut off": Planted(
-        [(DirectoryLock, "check", nothing)],
+    "a commit from a side cut off": PlantedFault(
+        [(DirectoryLock, "check", do_nothing)],
         "by a side cut off",
         often="split",
         seed=3,
     ),
-    "a stale term is obeyed": Planted(
-        [(WorkerSession, "receive", obeys_anyone)],
+    "a stale term is obeyed": PlantedFault(
+        [(WorkerSession, "receive", forgets_newest_term)],
         "an older coordinator is obeyed",
         often="split",
         seed=14,
     ),
-    "Cancel is lost": Planted(
-        [(Progress, "cancel_surplus", nothing)],
+    "Cancel is lost": PlantedFault(
+        [(Progress, "cancel_surplus", do_nothing)],
         "Cancel is lost",
         often="stall",
         seed=27,
     ),
-    "Cancel is not obeyed": Planted(
-        [(WorkerSession, "receive", hears_no_cancel)],
+    "Cancel is not obeyed": PlantedFault(
+        [(WorkerSession, "receive", ignores_cancel)],
         "a cancelled subtree is sent",
         often="stall",
         seed=133,
     ),
-    "a joiner misses what was broadcast since": Planted(
-        [(Subscribers, "join", sends_nothing_of_before)],
+    "a joiner misses what was broadcast since": PlantedFault(
+        [(Subscribers, "join", skips_catch_up)],
         "expected all of its averages first",
         seed=27,
     ),
-    "a state is trusted without comparison": Planted(
-        [(Admission, "admit", trusts)],
+    "a state is trusted without comparison": PlantedFault(
+        [(Admission, "admit", admits_by_step_count)],
         "a worker is wrong | other averages | expected step",
         often="cut",
         seed=25,
     ),
-    "steps are replayed to one that is not where it says": Planted(
-        [(Admission, "admit", trusts_those_behind)],
+    "steps are replayed to one that is not where it says": PlantedFault(
+        [(Admission, "admit", replays_on_any_state)],
         "a worker is wrong | other averages | expected step",
         often="cut",
         seed=3,
     ),
-    "a torn tail is read as committed": Planted(
-        [(log_reader, "read_payload", reads_anything)],
+    "a torn tail is read as committed": PlantedFault(
+        [(log_reader, "read_payload", skips_record_checks)],
         "expected the commit",
         often="power_loss",
         seed=36,
     ),
-    "a skipped step is taken after a restart": Planted(
+    "a skipped step is taken after a restart": PlantedFault(
         [(Progress, "was_skipped", False)],
         "was committed otherwise before",
         often="kill_coordinator+operator_halts+nonfinite",
         seed=94,
     ),
-    "a skipped step is forgotten after two restarts": Planted(
-        [(GradientLog, "_new_segment", forgets_what_is_redone)],
+    "a skipped step is forgotten after two restarts": PlantedFault(
+        [(GradientLog, "_new_segment", forgets_older_segments)],
         "a commit that was told is lost",
         often="kill_coordinator",
         seed=3,
     ),
-    "terms are forgotten": Planted(
-        [(RunDirectory, "write_admission_record", nothing)],
+    "terms are forgotten": PlantedFault(
+        [(RunDirectory, "write_admission_record", do_nothing)],
         "terms are not remembered",
     ),
-    "a commit whose sync failed is replayed": Planted(
-        [(RunStorage, "logged", reads_what_failed)],
+    "a commit whose sync failed is replayed": PlantedFault(
+        [(RunStorage, "logged", reads_unsynced_commits)],
         "ahead of what is durable",
         often="cut_and_refuse",
         seed=22,
     ),
-    "what a killed coordinator wrote is not synced": Planted(
-        [(log_reader, "_sync", nothing)],
+    "what a killed coordinator wrote is not synced": PlantedFault(
+        [(log_reader, "_sync", do_nothing)],
         "built upon, and not synced",
         often="kill_coordinator+power_loss",
         seed=2,
     ),
-    "a checkpoint refused twice is forgotten": Planted(
-        [(CheckpointSchedule, "failed", forgets_what_was_refused)],
+    "a checkpoint refused twice is forgotten": PlantedFault(
+        [(CheckpointSchedule, "failed", forgets_refused_writes)],
         "nothing can happen",
         often="disk",
         seed=8,
     ),
-    "a lost worker's parts are forgotten": Planted(
-        [(Evaluation, "lose", forgets_nothing)],
+    "a lost worker's parts are forgotten": PlantedFault(
+        [(Evaluation, "lose", keeps_lost_shares)],
         "nothing can happen",
         seed=15,
     ),
-    "a draining worker is forgotten": Planted(
-        [(Progress, "release", nothing)],
+    "a draining worker is forgotten": PlantedFault(
+        [(Progress, "release", do_nothing)],
         "may not leave",
         often="worker_drains",
         seed=3,
     ),
-    "another run's message is taken for this one's": Planted(
-        [(run, "is_stale", no)],
+    "another run's message is taken for this one's": PlantedFault(
+        [(run, "is_stale", always_false)],
         "refuses",
         often="join+slower+drain",
         seed=21,
         runs=2,
     ),
-    "an odd worker's last gradients count": Planted(
+    "an odd worker's last gradients count": PlantedFault(
         [(Round, "lose", assumes_proven)],
         "other averages",
         often="flip_and_die+slow_disk",
         seed=901,
     ),
-    "a replica that nobody compares": Planted(
-        [(Agreement, "judge", nobody_is_odd)],
+    "a replica that nobody compares": PlantedFault(
+        [(Agreement, "judge", compares_no_answers)],
         "other averages",
         often="flip",
         seed=2,
     ),
-    "every third Assign lost": Planted(
+    "every third Assign lost": PlantedFault(
         [(Execution, "_send", loses_every_third_assign)],
         "nothing can happen",
         often="kill+stall",
         seed=116,
     ),
-    "surplus forgets pending subtrees": Planted(
-        [(Round, "surplus", forgets_what_is_pending)],
+    "surplus forgets pending subtrees": PlantedFault(
+        [(Round, "surplus", removes_pending_subtrees)],
         "what is missing is forgotten",
         often="stall",
         seed=33,
     ),
-    "an older term accepted": Planted(
-        [(WorkerSession, "__init__", knows_no_terms)],
+    "an older term accepted": PlantedFault(
+        [(WorkerSession, "__init__", forgets_terms_between_connections)],
         "an older coordinator is obeyed",
         often="split",
         seed=14,
     ),
-    "attempt not reset": Planted(
-        [(Progress, "durable", goes_on_counting)],
+    "attempt not reset": PlantedFault(
+        [(Progress, "durable", reuses_attempt_number)],
         "an attempt that nothing has made needful",
         often="operator_halts",
         seed=0,
     ),
-    "a sum counts twice at its owner": Planted(
-        [(TreeSum, "put", counts_what_is_covered), (TreeSum, "covers", never_covered)],
+    "a sum counts twice at its owner": PlantedFault(
+        [(TreeSum, "put", adds_duplicates), (TreeSum, "covers", never_covered)],
         "a microbatch lost or doubled | other averages",
         often="slow_owner+stall",
         way="sharded",
         seed=9,
     ),
-    "a committed step is taken before all its averages": Planted(
-        [(GradientExchange, "_settle", takes_what_is_there)],
+    "a committed step is taken before all its averages": PlantedFault(
+        [(GradientExchange, "_settle", commits_without_agreement)],
         "a worker is wrong | differs",
         way="sharded",
         seed=8,
     ),
-    "what another microbatch has reached is lost": Planted(
+    "what another microbatch has reached is lost": PlantedFault(
         [(reducer, "ADDITIONS", dict.fromkeys(ADDITIONS, reached_by_all_or_none))],
         "other averages",
         often="kill",
         seed=2,
     ),
-    "what no microbatch has reached is updated": Planted(
-        [(replica, "is_absent", no), (Job, "undisturbed", takes_anew)],
+    "what no microbatch has reached is updated": PlantedFault(
+        [(replica, "is_absent", always_false), (Job, "undisturbed", recomputes_reference)],
         "that nothing reached has moved",
     ),
-    "embeddings of an older step": Planted(
-        [(WorkerSession, "_load_rows", keeps_the_rows_of_before)],
+    "embeddings of an older step": PlantedFault(
+        [(WorkerSession, "_load_rows", keeps_first_embeddings)],
         "other averages | another loss | no cause for",
         seed=1,
         embeds=True,
     ),
-    "embeddings of a worker that is lost between the phases": Planted(
+    "embeddings of a worker that is lost between the phases": PlantedFault(
         [
-            (Round, "join_embeddings", knows_nobody_who_delivered),
-            (JoinedEmbeddings, "compare", nobody_compares),
+            (Round, "join_embeddings", ignores_losses_between_phases),
+            (JoinedEmbeddings, "compare", skips_embedding_comparison),
         ],
         "other averages | another loss",
         often="flip_and_die+flip",
         seed=31,
         embeds=True,
     ),
-    "embeddings of an older attempt": Planted(
-        [(Progress, "begin", takes_rows_of_an_older_attempt)],
+    "embeddings of an older attempt": PlantedFault(
+        [(Progress, "begin", reuses_rows_of_older_attempts)],
         "other averages | another loss | no cause for",
         often="flip_and_die+flip",
         seed=28,
         embeds=True,
     ),
-    "embeddings in another order": Planted(
-        [(JoinedEmbeddings, "of", joins_backward)],
+    "embeddings in another order": PlantedFault(
+        [(JoinedEmbeddings, "of", joins_reversed)],
         "other averages | another loss | no cause for",
         seed=2,
         embeds=True,
     ),
-    "what was fetched is not compared": Planted(
-        [(Part, "finish", keeps_anything)],
+    "what was fetched is not compared": PlantedFault(
+        [(Part, "finish", skips_file_digest)],
         "a worker reads other data",
         files=True,
         seed=2,
@@ -605,9 +605,9 @@ PLANTED = {
 
 
 def caught_by(error: Exception) -> str:
-    """What the check says that an error is of; empty if it is of none."""
+    """Return the text of the check that raised an error; empty if none did."""
     text = str(error) if isinstance(error, AssertionError | SamestepError) else ""
-    # Our own assertions count, with what they say, and nothing else that the product trips over.
+    # Only our own assertions count, by their text, and no other exception of the product.
     return text if "internal error" not in text or "AssertionError('" in text else ""
 
 
@@ -616,39 +616,39 @@ QUICK = (
     "a commit from a side cut off", "a lost worker's parts are forgotten",
     "what was fetched is not compared",
 )  # fmt: skip
-"""What a plain run has."""
+"""Faults of the default run."""
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_what_is_planted_is_called_like_what_it_replaces(fault):
-    """Or the product trips over it, and no check has noticed anything."""
-    for owner, name, instead in PLANTED[fault].instead:
-        if not callable(instead):
+def test_planted_functions_have_the_signature_they_replace(fault):
+    """Otherwise the product crashes, and no check has noticed anything."""
+    for owner, name, replacement in PLANTED[fault].instead:
+        if not callable(replacement):
             continue
-        places: list[None] = []
+        default_values: list[None] = []
         names: dict[str, None] = {}
         for parameter in inspect.signature(getattr(owner, name)).parameters.values():
             if parameter.kind is parameter.KEYWORD_ONLY:
                 names[parameter.name] = None
             else:
-                places.append(None)
-        inspect.signature(instead).bind(*places, **names)
+                default_values.append(None)
+        inspect.signature(replacement).bind(*default_values, **names)
 
 
 @pytest.mark.parametrize(
     "fault", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in PLANTED]
 )
 def test_a_planted_fault_is_caught(fault, play, monkeypatch, record_property):
-    planted = PLANTED[fault]
-    for owner, name, instead in planted.instead:
-        monkeypatch.setattr(owner, name, instead)
-    for seed in (planted.seed, *range(_ENOUGH_SEEDS)):
+    fault_plan = PLANTED[fault]
+    for owner, name, replacement in fault_plan.instead:
+        monkeypatch.setattr(owner, name, replacement)
+    for seed in (fault_plan.seed, *range(_ENOUGH_SEEDS)):
         try:
-            options = {"runs": planted.runs, "files": planted.files, "way": planted.way}
-            play(seed, often=planted.often, embeds=planted.embeds, **options)
+            options = {"runs": fault_plan.runs, "files": fault_plan.files, "way": fault_plan.way}
+            play(seed, often=fault_plan.often, embeds=fault_plan.embeds, **options)
         except Exception as error:  # noqa: BLE001 -- whether it counts is seen then
             checks = caught_by(error)
-            if any(check in checks for check in planted.check.split(" | ")):
-                record_property("planted", (fault, seed, checks[:70], planted.seed))
+            if any(check in checks for check in fault_plan.check.split(" | ")):
+                record_property("planted", (fault, seed, checks[:70], fault_plan.seed))
                 return
     pytest.fail(f"{fault}: not noticed by its check in {_ENOUGH_SEEDS} seeds")

@@ -1,4 +1,4 @@
-"""Clusters of runs with replicas, disturbed at random: the bits are those of the naive rounds.
+"""Clusters of runs with replicas, disturbed at random: their bits equal the naive rounds.
 
 `SAMESTEP_REPLICA_SEEDS=10000 python -m pytest -n auto tests/simulation/test_replicas.py` tries ten
 thousand schedules; `SAMESTEP_REPLICA_SEEDS=21-22` repeats one.
@@ -27,8 +27,8 @@ _CHECKS = (
     "other averages", "another loss", "same numerics profile but computed different",
     "expected counts of missed updates", "float division by zero",
 )  # fmt: skip
-"""Two that computed the same replica compare what it keeps, too; and a worker sees where a replica
-has missed more updates than there were, or has taken none after its first."""
+"""Workers that computed the same replica also compare its per-replica state; and a worker detects a
+replica that missed more updates than there were, or took none after its first."""
 
 
 @pytest.mark.timeout(0)
@@ -39,15 +39,15 @@ def test_the_bits_of_the_undisturbed_rounds_and_an_end(first, play, simulated):
     for seed in _SEEDS.of(first):
         often = ("kill", "kill_coordinator+power_loss", "cut+stall", "")[seed % 4]
         try:
-            played = play(seed, replicas=True, often=often)
+            cluster = play(seed, replicas=True, often=often)
         except Exception as error:
             raise AssertionError(f"seed {seed}, often {often!r}: {error!r}") from error
-        counts.update(schedules=1, events=played.events, **played.disturbances)
+        counts.update(schedules=1, events=cluster.events, **cluster.disturbances)
     simulated(counts + Counter(ms=round((time.process_time() - since_s) * 1000)))
 
 
-def test_who_sends_boundaries_faster_than_the_disk_waits(play, monkeypatch):
-    """Nothing more is read of it, and it is not taken for lost."""
+def test_worker_waits_if_inner_checkpoints_outpace_the_disk(play, monkeypatch):
+    """The coordinator stops reading from it, and does not count it as lost."""
     monkeypatch.setattr(limits, "INNER_CHECKPOINTS_BYTES", 1)
     paused = []
     pause = Channel.pause
@@ -58,8 +58,8 @@ def test_who_sends_boundaries_faster_than_the_disk_waits(play, monkeypatch):
 
     monkeypatch.setattr(Channel, "pause", noticing)
     for seed in range(4):
-        played = play(seed, replicas=True, often="slow_disk", calm=not seed % 2)
-        assert played.outcomes
+        cluster = play(seed, replicas=True, often="slow_disk", calm=not seed % 2)
+        assert cluster.outcomes
     assert paused
 
 
@@ -78,14 +78,18 @@ def no_moments(self, step, replica):
     return CarriedState([], [])
 
 
-def one_off_after_recovery(self, place, replica, inner, content, *, with_carried):
-    LOAD(self, place, replica, inner, content, with_carried=with_carried)
-    for key, at in self._checkpoints.items():
-        self._checkpoints[key] = replace(at, inner=at.inner + 1) if inner == at.inner else at
+def one_off_after_recovery(self, position, replica, inner, content, *, with_carried):
+    LOAD(self, position, replica, inner, content, with_carried=with_carried)
+    for key, checkpoint in self._checkpoints.items():
+        self._checkpoints[key] = (
+            replace(checkpoint, inner=checkpoint.inner + 1)
+            if inner == checkpoint.inner
+            else checkpoint
+        )
 
 
 def counts_twice(self, subtree, value):
-    """A replica's difference that arrives twice is added twice."""
+    """Adds a replica's duplicate difference twice."""
     if subtree in self.__dict__.setdefault("come", set()):
         for pending in [pending for pending in self._pending if pending.covers(subtree)]:
             self._pending[pending] = self._add(self._pending[pending], value)
@@ -99,33 +103,37 @@ def never_covered(self, subtree):
     return False
 
 
-def goes_on_from_an_earlier_round(self, place, replica, start):
-    """What was begun of a replica counts, in whichever round that was."""
-    begun = [at for (_, known), at in self._checkpoints.items() if known == replica]
-    return begun[0] if begun else BEGIN(self, place, replica, start)
+def reuses_earlier_rounds(self, position, replica, start):
+    """Uses a replica's inner checkpoint from any round."""
+    checkpoints = [
+        checkpoint
+        for (_, replica_key), checkpoint in self._checkpoints.items()
+        if replica_key == replica
+    ]
+    return checkpoints[0] if checkpoints else BEGIN(self, position, replica, start)
 
 
-def forgets_nothing(self, committed=None):
-    """What was begun of a round is there in the next."""
+def keeps_inner_checkpoints(self, committed=None):
+    """Keeps inner checkpoints of a round for the next one."""
     for replica, (place, own) in self._uncommitted_states.items():
         if place == committed:
             self._carried_states[replica] = (place.step + 1, own)
 
 
-def forgets_what_was_begun(self):
-    """States of the replicas' own stay."""
+def keeps_per_replica_states(self):
+    """Keeps per-replica states."""
     for place in [place for place, _ in self._uncommitted_states.values()]:
         self.end_round(place)
 
 
-def own_of_the_round_before(self, step, replica):
-    """The newest own state that is there is taken for this round's."""
-    earlier = self._path / f"own-{step - 1}"
-    return OWN_OF(self, step - 1 if step > 1 and earlier.exists() else step, replica)
+def uses_state_of_the_previous_round(self, step, replica):
+    """Uses the newest per-replica state as this round's."""
+    previous_state = self._path / f"own-{step - 1}"
+    return OWN_OF(self, step - 1 if step > 1 and previous_state.exists() else step, replica)
 
 
 def global_step_of_the_replica(self, round_, inner):
-    """The schedule begins anew with every round."""
+    """Restarts the schedule with every round."""
     del self, round_
     return inner
 
@@ -144,16 +152,16 @@ PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
     ),
     "a stale difference": (
         [
-            (InnerPhases, "_begin", goes_on_from_an_earlier_round),
-            (InnerPhases, "end_round", forgets_nothing),
+            (InnerPhases, "_begin", reuses_earlier_rounds),
+            (InnerPhases, "end_round", keeps_inner_checkpoints),
         ],
         "stall+slower", 9,
     ),
     "what a skipped round would have left": (
-        [(InnerPhases, "forget", forgets_what_was_begun)], "operator_halts+nonfinite", 0,
+        [(InnerPhases, "forget", keeps_per_replica_states)], "operator_halts+nonfinite", 0,
     ),
     "an own state of the round before": (
-        [(ReplicaStates, "_own_of", own_of_the_round_before)], "kill", 1,
+        [(ReplicaStates, "_own_of", uses_state_of_the_previous_round)], "kill", 1,
     ),
     "inner steps counted from each round's start": (
         [(InnerPhaseOrder, "global_step", global_step_of_the_replica)], "", 0,
@@ -162,7 +170,7 @@ PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
 
 
 QUICK = ("a wrong sign", "a replica counted twice")
-"""What a plain run has."""
+"""Faults of the default run."""
 
 
 @pytest.mark.parametrize(

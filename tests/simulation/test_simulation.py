@@ -1,5 +1,5 @@
-"""Whole clusters, disturbed at random, with the product's own code in every process; a failure
-prints the seed that repeats it.
+"""Whole clusters, disturbed at random, with the product's code in every process; a failure prints
+the seed that repeats it.
 
 `SAMESTEP_SEEDS=1000000 python -m pytest -n auto tests/simulation/test_simulation.py` tries a
 million schedules, CI ten thousand; `SAMESTEP_SEEDS=688-689` repeats one.
@@ -26,7 +26,7 @@ _ALL = {
     "straggler", "speculated", "reassigned", "halted",
     "finished", "drained", "failed",
 }  # fmt: skip
-"""Disturbances, what is reported of them, and outcomes."""
+"""Disturbances, events that report them, and outcomes."""
 _OFTEN = ("kill_two+cut_peers+cut_one_way+slow_owner", "drain+cannot_build+nonfinite")
 
 
@@ -37,40 +37,40 @@ def test_the_bits_of_the_undisturbed_run_and_an_end(first, play, simulated):
     since_s = time.process_time()
     for seed in _SEEDS.of(first):
         try:
-            played = play(
+            cluster = play(
                 seed, way=_WAYS[seed % len(_WAYS)], embeds=seed % 3 == 2, buffers=seed % 2 == 1
             )
         except Exception as error:
-            again = f"SAMESTEP_SEEDS={seed}-{seed + 1} python -m pytest tests/simulation"
-            raise AssertionError(f"seed {seed}: {error!r}; repeat it with {again}") from error
-        counts.update(schedules=1, events=played.events, **played.disturbances)
+            repeat = f"SAMESTEP_SEEDS={seed}-{seed + 1} python -m pytest tests/simulation"
+            raise AssertionError(f"seed {seed}: {error!r}; repeat it with {repeat}") from error
+        counts.update(schedules=1, events=cluster.events, **cluster.disturbances)
     simulated(counts + Counter(ms=round((time.process_time() - since_s) * 1000)))
 
 
 @pytest.mark.slow
-def test_every_disturbance_comes_with_what_it_leads_to(play):
-    seen: set[str] = set()
+def test_every_disturbance_has_its_consequence(play):
+    consequences: set[str] = set()
     for seed in range(_ENOUGH_SEEDS):
         often = _OFTEN[seed % 2]
-        played = play(seed, often=often, way=_WAYS[seed % len(_WAYS)])
-        seen |= {*played.disturbances, *played.reports, *played.outcomes}
-        if seen >= _ALL:
+        cluster = play(seed, often=often, way=_WAYS[seed % len(_WAYS)])
+        consequences |= {*cluster.disturbances, *cluster.reports, *cluster.outcomes}
+        if consequences >= _ALL:
             return
-    pytest.fail(f"not seen in {_ENOUGH_SEEDS} seeds: {_ALL - seen}")
+    pytest.fail(f"not seen in {_ENOUGH_SEEDS} seeds: {_ALL - consequences}")
 
 
-def test_a_seed_repeats_itself_wherever_it_is_played(play, tmp_path):
-    """With a file, whose path is told to workers."""
-    elsewhere = tmp_path / "a longer path than in memory"
-    elsewhere.mkdir()
-    assert play(11, files=True) == play(11, elsewhere, files=True)
+def test_seed_repeats_in_any_directory(play, tmp_path):
+    """With a file, whose path is sent to workers."""
+    other_directory = tmp_path / "a longer path than in memory"
+    other_directory.mkdir()
+    assert play(11, files=True) == play(11, other_directory, files=True)
 
 
 def test_a_calm_cluster_finishes(play):
     for seed in range(8):
-        played = play(seed, calm=True, way=_WAYS[seed % len(_WAYS)], embeds=seed >= 4)
-        assert played.outcomes == ["finished"]
-        assert played.disturbances == {}
+        cluster = play(seed, calm=True, way=_WAYS[seed % len(_WAYS)], embeds=seed >= 4)
+        assert cluster.outcomes == ["finished"]
+        assert cluster.disturbances == {}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -81,22 +81,22 @@ def test_owners_that_die_are_slow_or_cut_off_leave_the_bits(seed, play):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_long_run_in_which_leases_and_measured_speeds_act(seed, play):
+def test_long_run_with_leases_and_measured_speeds(seed, play):
     assert play(seed, steps=40).outcomes
 
 
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 16, 24, 32))]
 )
-def test_evaluators_change_no_bit_and_nobody_waits_for_them(first, play):
+def test_evaluators_change_no_bit_and_delay_nobody(first, play):
     for seed in range(first, first + 8):
         assert play(seed, evaluators=1 + seed % 2, steps=12).outcomes
 
 
-def test_metrics_come_beside_training(play):
-    """While others go on, in one of a few schedules."""
-    played = (play(seed, evaluators=1 + seed % 2, steps=12) for seed in range(16, 64))
-    assert any(told.reports["evaluated_late"] for told in played)
+def test_metrics_arrive_beside_training(play):
+    """While others train, in one of a few schedules."""
+    cluster = (play(seed, evaluators=1 + seed % 2, steps=12) for seed in range(16, 64))
+    assert any(simulation.reports["evaluated_late"] for simulation in cluster)
 
 
 def test_a_calm_cluster_with_an_evaluator_finishes(play):
@@ -108,7 +108,7 @@ def test_a_calm_cluster_with_an_evaluator_finishes(play):
     "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 16, 24, 32))]
 )
 def test_a_capture_leaves_the_files_of_the_undisturbed_one(first, play):
-    finished = 0
+    finished_runs = 0
     for seed in range(first, first + 8):
-        finished += play(seed, captures=True).outcomes.count("finished")
-    assert finished >= 4
+        finished_runs += play(seed, captures=True).outcomes.count("finished")
+    assert finished_runs >= 4

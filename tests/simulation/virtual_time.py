@@ -1,9 +1,9 @@
-"""Virtual time, and an event loop in it: the coroutines of both daemons run as they are.
+"""Virtual time, and an event loop in it that runs the coroutines of both daemons unchanged.
 
-Each simulated process has a loop of its own, and all loops share one clock. What a loop has ready
-it does in the order in which it came, as asyncio does, and that takes no time; timers, threads and
-the network bring the rest, when the seed says. A process that is stalled (SIGSTOP) does it later;
-what a dead one (SIGKILL) was about to do does not happen.
+Each simulated process has its own loop, and all loops share one clock. A loop runs ready callbacks
+in the order of arrival, as asyncio does, and that takes no time; timers, threads and the network
+add others at times from the seed. A stalled process (SIGSTOP) runs them later; the pending
+callbacks of a dead one (SIGKILL) never run.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Act = Callable[[], Any]
 
 
 class Clock:
-    """Events by time; those of equal time in the order in which they were set.
+    """Events by time; events of equal time in the order of scheduling.
 
     Attributes:
         now_ms: The time.
-        current: The process that something is being done in.
+        current: The process that is acting now.
     """
 
     def __init__(self, rng: Random) -> None:
@@ -37,7 +37,7 @@ class Clock:
         self._number = 0
 
     def after(self, delay_ms: float, act: Act, process: Process | None = None) -> None:
-        """Something happens later, in a process or outside of all."""
+        """Schedule an action, in a process or outside of all."""
         self.at(self.now_ms + delay_ms, act, process)
 
     def at(self, time_ms: float, act: Act, process: Process | None = None) -> None:
@@ -45,10 +45,10 @@ class Clock:
         heappush(self._heap, (time_ms, time_ms, self._number, process, act))
 
     def step(self) -> None:
-        """The next event.
+        """Run the next event.
 
         Raises:
-            BaseException: What came of it in a process and nobody took.
+            BaseException: An exception that no handler in the process took.
         """
         time_ms, due_ms, number, process, act = heappop(self._heap)
         self.now_ms = max(self.now_ms, time_ms)
@@ -56,7 +56,7 @@ class Clock:
             act()
         elif process.alive:
             if time_ms < process.stalled_until_ms:
-                # In the order in which all was due, however often the stall is prolonged.
+                # In the order of due times, even if a stall is prolonged.
                 heappush(self._heap, (process.stalled_until_ms, due_ms, number, process, act))
             else:
                 process.do(act)
@@ -69,10 +69,10 @@ class Process:
 
     Attributes:
         alive: Whether it was not killed and has not ended.
-        stalled_until_ms: What a stalled one was about to do happens then.
+        stalled_until_ms: Time until which a stalled process postpones its actions.
         loop: Its event loop.
         host: Its address.
-        side: Of a split network.
+        side: Its side of a split network.
         fds: Its open files.
     """
 
@@ -86,7 +86,7 @@ class Process:
         self.loop = Loop(self)  # type: ignore[abstract]
 
     def do(self, act: Act) -> None:
-        """Act, and do all that becomes ready of it."""
+        """Act, and run all callbacks that become ready."""
         clock = self.clock
         if not self.alive:
             return
@@ -100,11 +100,11 @@ class Process:
             asyncio._set_running_loop(before.loop if before is not None else None)
 
     def any_thread(self) -> Executor:
-        """Of those that are there for all."""
+        """Return one of the threads of the process."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Nothing of it happens any more."""
+        """Drop all its pending events."""
         self.alive = False
         self.loop.abandon()
 
@@ -127,7 +127,7 @@ class Loop(asyncio.AbstractEventLoop):
                 handle._run()
 
     def abandon(self) -> None:
-        """The process is dead: its coroutines end where they are, and lead to nothing."""
+        """The process is dead: its coroutines end at their current point, without effects."""
         before = asyncio._get_running_loop()
         asyncio._set_running_loop(self)
         try:
@@ -165,7 +165,7 @@ class Loop(asyncio.AbstractEventLoop):
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        """Called by threads: the loop gets to it soon, in order."""
+        """Called by threads: the loop runs it soon, in order."""
         handle = asyncio.Handle(callback, args, self, context)
         clock = self._clock
         self._last_ms = max(self._last_ms, clock.now_ms + 0.3 * clock.rng.random())
@@ -190,7 +190,7 @@ class Loop(asyncio.AbstractEventLoop):
         return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is passed over when its time comes."""
+        """A canceled timer is skipped at its time."""
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
@@ -201,7 +201,7 @@ class Loop(asyncio.AbstractEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """Somebody waits for it: it takes as long as what it syncs or computes."""
+        """A job that somebody waits for: it takes as long as its syncs or computations."""
         thread: Any = executor or self._process.any_thread()
         return asyncio.wrap_future(thread.work(func, *args), loop=self)
 

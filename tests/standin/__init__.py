@@ -1,10 +1,10 @@
 """A stand-in accelerator for tests on machines without a card: torch's device `standin`.
 
-`register()` builds device.cpp with the system's C++ compiler the first time (about 20 s), and makes
-torch know the device, of which there are two. Its kernels are the CPU's; copies, streams, memory
-and errors are a card's: the head of device.cpp says which. A process that a test starts gets the
-device from torch itself where `environment()` is in its environment: torch loads the backends that
-installed packages name.
+`register()` builds device.cpp with the system's C++ compiler the first time (about 20 s), and
+registers the two devices in torch. Its kernels are the CPU's; copies, streams, memory and errors
+are those of a card, as the head of device.cpp describes. A process with the variables of
+`environment()` gets the device from torch itself: torch loads the backends that installed packages
+name.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from worker.shell import device_watch
 DEVICES: Final = 2
 NAME: Final = "standin"
 MEMORY_LIMIT: Final = "SAMESTEP_STANDIN_BYTES"
-"""The environment variable that says how much memory each device has."""
+"""Environment variable with the memory of each device."""
 KERNELS_TO_FAULT: Final = "SAMESTEP_STANDIN_KERNELS"
-"""The one that says after how many kernels the devices break."""
+"""Environment variable with the number of kernels after which the devices break."""
 KERNELS_TO_HANG: Final = "SAMESTEP_STANDIN_HANGS"
-"""The one that says after how many kernels they hang, which is noticed soon."""
+"""Environment variable with the number of kernels after which they hang, which is noticed soon."""
 _PREPARATION_S: Final = 45.0
-"""Soon for a preparation: that of the tests' tasks takes a second or two."""
+"""Limit for a preparation; those of the tests' tasks take a second or two."""
 TOUCHED: Final = "SAMESTEP_STANDIN_TOUCHED"
-"""The one that names a folder where each process writes, at its end, a line for each thread and
-device that it touched."""
+"""Environment variable with a folder where each process writes, at its end, one line for each
+thread and device that it used."""
 _SOURCE: Final = Path(__file__).with_name("device.cpp")
 _BUILD: Final = Path(sys.prefix) / "standin"
-"""In the environment, whose torch it is built for."""
+"""In the virtual environment, because the library is built for its torch."""
 _FLAGS: Final = ("-std=c++20", "-O1", "-g0", "-w", "-fPIC", "-shared")
 _memory_bytes = [0]
 _ENTRY_POINTS: Final = "[torch.backends]\nstandin = tests.standin:register\n"
 
 
 def why_missing() -> str:
-    """Why the device cannot be had here; empty if it can."""
+    """Return why the device is unavailable here; empty if it is available."""
     if shutil.which("g++") is None and not _library().exists():
         return "the stand-in accelerator needs g++ (Debian: apt install g++)"
     return ""
@@ -64,7 +64,7 @@ def _library() -> Path:
 
 
 def _build() -> Path:
-    """Compile the device, unless it is there. Processes that do so at once all succeed."""
+    """Compile the device unless it exists. Concurrent processes all succeed."""
     library = _library()
     if library.exists():
         return library
@@ -81,10 +81,10 @@ def _build() -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Variables for a process that is to have the device.
+    """Return the variables for a process with the device.
 
     Args:
-        folder: An empty one, for the package that names it to torch.
+        folder: An empty folder for the package that names the device to torch.
     """
     package = folder / "samestep_standin-0.dist-info"
     package.mkdir(parents=True)
@@ -99,14 +99,14 @@ def environment(folder: Path) -> dict[str, str]:
 
 @cache
 def register() -> None:
-    """Make torch know the device, in this process."""
+    """Register the device in this process's torch."""
     library = _build()
     backend_registration.rename_privateuse1_backend(NAME)
     torch.ops.load_library(library)
     torch._register_device_module(NAME, _device_module())
     backend_registration.generate_methods_for_privateuse1_backend()
-    # On a card torch moves a parameter's data in place; to a device of this kind it would make new
-    # parameters, and untie what is tied.
+    # On a card torch moves a parameter's data in place; for this kind of device it would make new
+    # parameters, and untie tied ones.
     torch.__future__.set_swap_module_params_on_conversion(True)
     if limit := os.environ.get(MEMORY_LIMIT):
         set_memory_limit(int(limit))
@@ -134,7 +134,7 @@ def _collectives(store: Any, rank: int, size: int, timeout: Any) -> Any:
 
 
 def _device_module() -> types.ModuleType:
-    """What torch expects of `torch.standin`, as `torch.cuda` has it."""
+    """Return the module that torch expects as `torch.standin`, like `torch.cuda`."""
     ops = torch.ops.standin
 
     def index_of(device: Any = None) -> int:
@@ -177,12 +177,12 @@ def _device_module() -> types.ModuleType:
 
 
 def take_reports() -> list[str]:
-    """Accesses without the wait that they need, since the last call."""
+    """Return accesses without the required wait, since the last call."""
     return list(torch.ops.standin.take_reports())
 
 
 def take_counts() -> dict[str, int]:
-    """How often what was done, since the last call: kernels, copies, waits, by name."""
+    """Return the counts of kernels, copies and waits by name, since the last call."""
     return dict(torch.ops.standin.take_counts())
 
 
@@ -192,31 +192,31 @@ def take_kernel_bytes() -> int:
 
 
 def take_touched() -> list[str]:
-    """A line for each device and thread that has used it, since the last call."""
+    """Return a line for each device and thread that has used it, since the last call."""
     return list(torch.ops.standin.take_touched())
 
 
 def peak_bytes(device: int) -> int:
-    """Most memory in use on a device since the last call."""
+    """Return the peak memory of a device since the last call."""
     return int(torch.ops.standin.peak_bytes(device))
 
 
 def set_memory_limit(limit_bytes: int | None) -> None:
-    """What each device has; None: no limit."""
+    """Set the memory of each device; None: no limit."""
     _memory_bytes[0] = limit_bytes or 0
     torch.ops.standin.set_limit(-1 if limit_bytes is None else limit_bytes)
 
 
 def set_fault(text: str = "") -> None:
-    """Break all devices: each later call raises this text. Without one, mend them."""
+    """Break all devices: each later call raises this text. Without a text, repair them."""
     torch.ops.standin.set_fault(text)
 
 
 def set_float64(*, is_there: bool) -> None:
-    """Whether the devices have float64: Intel's Arc cards and Apple's do not."""
+    """Set whether the devices have float64: Intel's Arc cards and Apple's do not."""
     torch.ops.standin.set_float64(is_there)
 
 
 def set_hanging(*, hangs: bool) -> None:
-    """Whether waits for the device do not return."""
+    """Set whether waits for the device never return."""
     torch.ops.standin.set_hanging(hangs)

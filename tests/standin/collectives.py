@@ -1,6 +1,7 @@
 """Collectives of the stand-in accelerator: gloo's, through copies on the host.
 
-As NCCL's they run on a stream of their own, and whoever does not wait for them is reported.
+Like NCCL's, they run on a stream of their own, and an access that does not wait for them is
+reported.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init
 def _move_states(
     parameters: Iterable[nn.Parameter], buffers: Iterable[torch.Tensor], device: torch.device
 ) -> None:
-    """Torch's own sets `Tensor.data`, which it forbids between the CPU and such a device."""
+    """Replace torch's version, which sets `Tensor.data`; torch forbids that between the CPU and
+    such a device."""
     for parameter in parameters:
-        moved = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, moved)
+        moved_parameter = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, moved_parameter)
     for buffer in buffers:
         torch.utils.swap_tensors(buffer, buffer.to(device))
 
@@ -33,29 +35,29 @@ class Arrival(dist.Work):
     """A collective that has been run on a stream.
 
     Args:
-        copied: Happens on that stream when the result is on the device.
-        device: Where that is.
+        copied: Event on that stream when the result is on the device.
+        device: The device of the result.
     """
 
-    def __init__(self, copied: torch.Event, device: torch.device) -> None:
+    def __init__(self, copy_event: torch.Event, device: torch.device) -> None:
         super().__init__()
-        self._copied, self._device = copied, device
+        self._copied, self._device = copy_event, device
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """As with NCCL the stream of the caller waits, and the host does not."""
+        """Make the caller's stream wait, but not the host, as with NCCL."""
         del timeout
         torch.accelerator.current_stream(self._device).wait_event(self._copied)
         return True
 
 
 class HostCollectives(dist.ProcessGroup):
-    """What a frozen base needs that is sharded over ranks: its layers gathered.
+    """The collectives of a frozen base that is sharded over ranks: gathering its layers.
 
     Args:
-        store: Where the ranks meet.
-        rank: Of this process in the group.
-        size: How many there are.
-        timeout: For a rank that does not come.
+        store: The store where the ranks meet.
+        rank: Rank of this process in the group.
+        size: Number of ranks.
+        timeout: Time limit for a missing rank.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -65,7 +67,7 @@ class HostCollectives(dist.ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """By which torch registers it."""
+        """The name under which torch registers it."""
         return dist.distributed_c10d._world.pg_names[self]
 
     def getBackendName(self) -> str:  # noqa: N802 -- torch's name
@@ -73,25 +75,25 @@ class HostCollectives(dist.ProcessGroup):
         return "standin"
 
     def all_gather_single(
-        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
+        self, output: torch.Tensor, shard: torch.Tensor, opts: Any = None
     ) -> Arrival:
-        """Copy to the host, gather there, and copy what has been gathered back."""
+        """Copy to the host, gather there, and copy the result back."""
         del opts
-        device = given.device
+        device = shard.device
         stream = self._stream(device)
         stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
             gathered = torch.empty_like(output, device="cpu")
-            self._gloo._allgather_base(gathered, given.cpu()).wait()
+            self._gloo._allgather_base(gathered, shard.cpu()).wait()
             output.copy_(gathered)
-            for tensor in (given, output):
+            for tensor in (shard, output):
                 tensor.record_stream(stream)
-            copied = torch.Event(device)
-            copied.record(stream)
-        return Arrival(copied, device)
+            copy_event = torch.Event(device)
+            copy_event.record(stream)
+        return Arrival(copy_event, device)
 
     _allgather_base: Any = all_gather_single
-    """Its name before torch 2.13."""
+    """The method's name before torch 2.13."""
 
     def _stream(self, device: torch.device) -> torch.Stream:
         if device not in self._streams:

@@ -7,6 +7,6 @@ from tests import standin
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory):
-    if why := standin.why_missing():
-        pytest.skip(why)
+    if reason := standin.why_missing():
+        pytest.skip(reason)
     return standin.environment(tmp_path_factory.mktemp("standin") / "packages")

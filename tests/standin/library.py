@@ -1,7 +1,7 @@
 """`fit` and the trainers of `samestep.hf` where torch, and transformers, find an accelerator.
 
-test_standin.py runs these in a process in which torch has the stand-in; benchmarks/cards.py on a
-real card, without what only the stand-in can do.
+test_standin.py runs these in a process whose torch has the stand-in; benchmarks/cards.py on a real
+card, without the parts that need the stand-in.
 """
 
 from __future__ import annotations
@@ -66,62 +66,62 @@ def task(**changes: Any) -> samestep.Task:
     return samestep.Task(**arguments | changes)
 
 
-def fitted(device: str, **changes: Any) -> samestep.Result:
+def fit_on(device: str, **changes: Any) -> samestep.Result:
     return samestep.fit(lambda: task(**changes), steps=4, batch=16, device=device)
 
 
-def test_fit_gives_the_module_back_on_the_cpu_and_torch_unchanged():
+def test_fit_returns_a_cpu_module_and_leaves_torch_unchanged():
     torch.accelerator.set_device_index(0)
     cards = torch.get_device_module(DEVICE)
     before = cards.get_rng_state(DEVICE)
-    result = fitted(CARD)
+    result = fit_on(CARD)
     assert {each.device.type for each in result.module.parameters()} == {"cpu"}
-    assert result.digest == fitted(CARD).digest
+    assert result.digest == fit_on(CARD).digest
     assert torch.accelerator.current_device_index() == 0
     assert torch.equal(cards.get_rng_state(DEVICE), before)
 
 
-def test_the_loss_is_tried_where_it_will_be_computed():
+def test_loss_is_tried_on_the_training_device():
     devices = set()
 
     def loss(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
         devices.add((str(batch[0].device), str(next(module.parameters()).device)))
         return squares(module, batch)
 
-    fitted(CARD, loss=loss)
+    fit_on(CARD, loss=loss)
     assert devices == {(str(DEVICE), str(DEVICE))}
 
 
-def test_an_index_outside_its_table_is_named_in_the_trial_and_breaks_nothing():
+def test_index_out_of_range_is_named_in_the_trial_and_breaks_nothing():
     def loss(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
         total: torch.Tensor = module(batch[0]).sum()
         return total
 
-    outside = TensorDataset(torch.full((8, 2), 7))
+    bad_indices = TensorDataset(torch.full((8, 2), 7))
     with pytest.raises(samestep.SamestepError, match=r"has 7.*in 7 rows"):
-        fitted(CARD, module=nn.Embedding(7, 3), train=outside, loss=loss, held_out=None)
-    fitted(CARD)
+        fit_on(CARD, module=nn.Embedding(7, 3), train=bad_indices, loss=loss, held_out=None)
+    fit_on(CARD)
 
 
-def test_what_a_card_cannot_compute_is_said_of_the_card():
+def test_unsupported_operation_names_the_card():
     def loss(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
         total: torch.Tensor = module(batch[0]).cumsum(0).square().sum()
         return total
 
     with pytest.raises(DeviceError, match=rf"{KIND} {DEVICE.index}.*cumsum.*no fixed order"):
-        fitted(CARD, loss=loss)
+        fit_on(CARD, loss=loss)
 
 
 @pytest.mark.skipif(not IS_STANDIN, reason="a real card's memory has no limit to set")
-def test_a_card_that_is_too_small_for_the_trial_is_named():
+def test_card_too_small_for_the_trial_is_named():
     standin.set_memory_limit(1024)
     with pytest.raises(DeviceError, match=r"accelerator 1.*out of memory"):
-        fitted(CARD)
+        fit_on(CARD)
 
 
-def trainer(directory: Path, **more: Any) -> Any:
+def trainer(directory: Path, **overrides: Any) -> Any:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {**SET, **more}
+    settings: dict[str, Any] = {**SET, **overrides}
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=16,
@@ -139,7 +139,7 @@ def trainer(directory: Path, **more: Any) -> Any:
     )
 
 
-def test_the_trainer_of_a_machine_with_two_cards_is_that_of_a_cpu(tmp_path, monkeypatch):
+def test_trainer_with_two_cards_equals_the_cpu(tmp_path, monkeypatch):
     """Transformers multiplies the loss by its number of cards."""
     losses_by_device = {}
     for name in ("cpu", "card"):

@@ -1,6 +1,6 @@
 """The eager backend on the stand-in accelerator: the CPU's bits, counted copies, planted faults.
 
-test_standin.py runs these in a process in which torch has the device.
+test_standin.py runs these in a process whose torch has the device.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ SUBTREE = [(batch(seed=seed), seed) for seed in range(5)]
 
 
 @pytest.fixture(autouse=True)
-def nothing_reported() -> Iterator[None]:
-    """Every access waits for what it needs, unless the test has looked at the reports itself."""
+def no_reports() -> Iterator[None]:
+    """Check that every access waits as required, unless the test reads the reports itself."""
     standin.take_reports()
     standin.take_counts()
     yield
@@ -74,21 +74,23 @@ def gradients(backend: str, job: Trainable, subtree: Any = SUBTREE, index: int =
     return [*blocks, repr(loss).encode()]
 
 
-def fresh(**changes: Any) -> Trainable:
+def fresh_model(**changes: Any) -> Trainable:
     torch.manual_seed(0)
     return trainable(Net(), **changes)
 
 
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("leaves", [1, 2, 3, 5])
-def test_a_subtree_s_sums_have_the_bits_of_the_host(index, leaves):
+def test_subtree_sums_have_the_bits_of_the_host(index, leaves):
     subtree = SUBTREE[:leaves]
-    assert gradients("accelerator", fresh(), subtree, index) == gradients("cpu", fresh(), subtree)
+    assert gradients("accelerator", fresh_model(), subtree, index) == gradients(
+        "cpu", fresh_model(), subtree
+    )
 
 
 @pytest.mark.parametrize("leaves", [1, 4])
 def test_a_subtree_is_copied_once_a_block_and_no_microbatch_waits(leaves):
-    job = fresh()
+    job = fresh_model()
     program = EagerBackend("accelerator").compile(job, batch())
     subtree = [(batch(seed=seed), seed) for seed in range(leaves)]
     list(program.gradients(subtree))
@@ -115,7 +117,7 @@ def test_a_loss_has_its_value_whatever_its_type(loss_type):
     for loss in (constant, with_graph):
         totals = []
         for backend in ("cpu", "accelerator"):
-            program: Any = EagerBackend(backend).compile(fresh(), batch())
+            program: Any = EagerBackend(backend).compile(fresh_model(), batch())
             program._loss = loss
             *_, total = program.gradients(SUBTREE)
             program.close()
@@ -123,28 +125,28 @@ def test_a_loss_has_its_value_whatever_its_type(loss_type):
         assert totals[0] == totals[1]
 
 
-def test_a_card_without_float64_computes_and_is_not_where_a_loss_is_tried():
+def test_card_without_float64_computes_but_does_not_try_losses():
     def loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
         total: torch.Tensor = (module(arrays["x"]) - arrays["y"]).square().sum()
         return total
 
-    lacking = replace(torch_devices.KINDS["accelerator"], has_float64=False)
+    without_float64 = replace(torch_devices.KINDS["accelerator"], has_float64=False)
     standin.set_float64(is_there=False)
     try:
         with pytest.raises(RuntimeError, match="fp64"):
             torch.zeros(1, dtype=torch.float64, device="standin")
-        with mock.patch.dict(torch_devices.KINDS, accelerator=lacking):
-            on_device = gradients("accelerator", fresh(loss=loss))
-            inner = inner_step(fresh(loss=loss))
+        with mock.patch.dict(torch_devices.KINDS, accelerator=without_float64):
+            on_device = gradients("accelerator", fresh_model(loss=loss))
+            inner = inner_step(fresh_model(loss=loss))
             with trial_device("accelerator") as device:
                 assert device.type == "cpu"
     finally:
         standin.set_float64(is_there=True)
-    assert on_device == gradients("cpu", fresh(loss=loss))
-    np.testing.assert_allclose(inner, inner_step(fresh(loss=loss)), rtol=1e-6)
+    assert on_device == gradients("cpu", fresh_model(loss=loss))
+    np.testing.assert_allclose(inner, inner_step(fresh_model(loss=loss)), rtol=1e-6)
 
 
-def test_metrics_of_a_card_without_float64_are_those_of_the_host():
+def test_metrics_of_a_card_without_float64_equal_the_host():
     module, arrays = torch.nn.Linear(3, 1), {"x": torch.randn(4, 3), "y": torch.randn(4)}
     labels = {"labels": torch.randn(4), ROWS: torch.arange(4)}
     scaled: Any = SimpleNamespace(scale=SimpleNamespace(mean=0.5, deviation=2.0))
@@ -172,9 +174,9 @@ def inner_step(job: Trainable) -> Any:
     optimizer = Sgd(name="sgd", lr=0.1, clip_norm=0.5)
     steps = program.inner_steps(optimizer)
     assert job.module is not None
-    named = dict(job.module.named_parameters())
+    parameters = dict(job.module.named_parameters())
     start = [
-        np.concatenate([named[t.name].detach().cpu().numpy().ravel() for t in block.tensors])
+        np.concatenate([parameters[t.name].detach().cpu().numpy().ravel() for t in block.tensors])
         for block in job.blocks
     ]
     steps.begin(InnerState(start, [], []))
@@ -185,31 +187,32 @@ def inner_step(job: Trainable) -> Any:
     return values
 
 
-def test_a_device_that_copies_at_once_and_has_no_number_computes_the_same():
-    """Apple's, by its row of the table: no streams, no float64, no addresses, sums on the host."""
+def test_synchronous_device_without_index_computes_the_same():
+    """Apple's device, by its row of the table: no streams, no float64, no addresses, sums on the
+    host."""
     like_mps = replace(torch_devices.KINDS["mps"], backend="accelerator")
     with (
         mock.patch.dict(torch_devices.KINDS, accelerator=like_mps),
         mock.patch.object(torch_devices, "torch_device", return_value=torch.device("standin", 0)),
     ):
-        on_device = gradients("accelerator", fresh())
-        small = fresh()
+        on_device = gradients("accelerator", fresh_model())
+        small = fresh_model()
         standin.set_memory_limit(2048)
         try:
             with pytest.raises(DeviceError, match=r"'accelerator'.*out of memory.*microbatch"):
                 EagerBackend("accelerator").compile(small, batch())
         finally:
             standin.set_memory_limit(None)
-    assert on_device == gradients("cpu", fresh())
+    assert on_device == gradients("cpu", fresh_model())
 
 
-def test_memory_of_one_model_is_there_for_the_next_even_if_it_is_in_a_reference_cycle():
-    """A card that is full starts no collection of Python's."""
+def test_memory_in_a_reference_cycle_is_freed_for_the_next_model():
+    """A full card does not trigger Python's garbage collection."""
     gc.collect()
     gc.disable()
     try:
         for _ in range(2):
-            job = fresh()
+            job = fresh_model()
             vars(job.module)["itself"] = [job.module]
             standin.peak_bytes(0)
             EagerBackend("accelerator").compile(job, batch()).close()
@@ -220,9 +223,9 @@ def test_memory_of_one_model_is_there_for_the_next_even_if_it_is_in_a_reference_
         gc.enable()
 
 
-def test_the_program_s_own_memory_is_no_state_of_the_user_s_model():
-    """It is reached through the hooks on the module, and changes from call to call."""
-    program: Any = EagerBackend("accelerator").compile(fresh(), batch())
+def test_program_memory_is_not_model_state():
+    """It is reachable through the module's hooks, and changes from call to call."""
+    program: Any = EagerBackend("accelerator").compile(fresh_model(), batch())
     paths = reachable_state({"module": program._module})
     program.close()
     assert "module._modules['first'].in_features" in paths
@@ -231,25 +234,25 @@ def test_the_program_s_own_memory_is_no_state_of_the_user_s_model():
 
 def test_every_thread_uses_the_program_s_own_card():
     standin.take_touched()
-    gradients("accelerator", fresh(), index=1)
+    gradients("accelerator", fresh_model(), index=1)
     lines = standin.take_touched()
     assert {line.partition(" ")[0] for line in lines} == {"standin:1"}
     assert len(lines) >= 3, "the caller's thread, the device's, autograd's"
     with mock.patch.object(torch_devices, "set_current"):  # planted
-        thread = threading.Thread(target=gradients, args=("accelerator", fresh(), SUBTREE, 1))
+        thread = threading.Thread(target=gradients, args=("accelerator", fresh_model(), SUBTREE, 1))
         thread.start()
         thread.join()
     assert any(line.startswith("standin:0 ") for line in standin.take_touched())
 
 
 def test_a_card_that_cannot_be_taken_by_the_device_thread_is_named():
-    busy = RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
+    busy_error = RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
     backend = EagerBackend("accelerator")
     with (
-        mock.patch.object(torch_devices, "set_current", side_effect=busy),
+        mock.patch.object(torch_devices, "set_current", side_effect=busy_error),
         pytest.raises(DeviceError, match=r"accelerator 0.*busy or unavailable"),
     ):
-        backend.compile(fresh(), batch())
+        backend.compile(fresh_model(), batch())
 
 
 DECODERS: dict[str, dict[str, Any]] = {
@@ -264,8 +267,8 @@ DECODERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-def test_lora_of_a_decoder_is_that_of_the_host_and_repeats_its_bits(kind, tmp_path):
-    """Not its bits: attention takes another kernel there."""
+def test_lora_of_a_decoder_equals_the_host_and_repeats_its_bits(kind, tmp_path):
+    """Equal within rounding: attention uses another kernel there."""
     source = {"source": str(tmp_path / "model"), **DECODERS[kind]}
     spec = load_run_spec(decoder_run("causal-lm", tmp_path, model=source, lora={"r": 4}))
     without_draws(tmp_path / "model")
@@ -274,14 +277,14 @@ def test_lora_of_a_decoder_is_that_of_the_host_and_repeats_its_bits(kind, tmp_pa
         task = build(spec)
         subtree = [(task.batch([0, 1]), 1), (task.batch([2, 3]), 2)]
         results.append(gradients(backend, task.trainable, subtree, int(backend != "cpu")))
-    host, device, again = results
-    assert device == again
+    host, device, repeat = results
+    assert device == repeat
     tolerance = 0.05 if source.get("precision") == "bfloat16" else 1e-5
     for expected, content in zip(host[:-1], device[:-1], strict=True):
-        wanted = np.frombuffer(expected, np.float32)
-        largest = float(np.abs(wanted).max())
+        reference = np.frombuffer(expected, np.float32)
+        largest = float(np.abs(reference).max())
         np.testing.assert_allclose(
-            np.frombuffer(content, np.float32), wanted, rtol=0, atol=tolerance * largest
+            np.frombuffer(content, np.float32), reference, rtol=0, atol=tolerance * largest
         )
 
 
@@ -345,56 +348,56 @@ MEMORY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", MEMORY)
-def test_the_estimate_is_within_five_percent_of_what_is_taken(kind, tmp_path, monkeypatch):
-    how = {"tokens": 128, "microbatches": 1, "lora": {"r": 4}, **MEMORY[kind]}
-    if "logits" in how:
-        monkeypatch.setattr(vocabulary_loss, "LOGITS_AT_ONCE", how["logits"])
-    model = {k: v for k, v in how.items() if k in ModelSpec.model_fields}
+def test_memory_estimate_is_within_five_percent(kind, tmp_path, monkeypatch):
+    sizes = {"tokens": 128, "microbatches": 1, "lora": {"r": 4}, **MEMORY[kind]}
+    if "logits" in sizes:
+        monkeypatch.setattr(vocabulary_loss, "LOGITS_AT_ONCE", sizes["logits"])
+    model = {k: v for k, v in sizes.items() if k in ModelSpec.model_fields}
     path = decoder_run(
-        how.get("task", "causal-lm"), tmp_path, lora=how["lora"],
+        sizes.get("task", "causal-lm"), tmp_path, lora=sizes["lora"],
         model={"source": str(tmp_path / "model"), **model},
-        batch={"samples": 2 * how["microbatches"], "microbatch": 2},
+        batch={"samples": 2 * sizes["microbatches"], "microbatch": 2},
     )  # fmt: skip
     config: dict[str, Any] = {
         **json.loads((tmp_path / "model" / "config.json").read_text()),
         "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 512,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
         "attention_dropout": 0.0, "max_position_embeddings": 512,
-        **{name: how[name] for name in ("vocab_size", "num_hidden_layers") if name in how},
+        **{name: sizes[name] for name in ("vocab_size", "num_hidden_layers") if name in sizes},
     }  # fmt: skip
     config_kind: Any = transformers.LlamaConfig
-    if "experts" in how:
+    if "experts" in sizes:
         config_kind = transformers.Qwen3MoeConfig
         config.pop("model_type")
         config |= {
-            "num_experts": how["experts"], "num_experts_per_tok": 2, "moe_intermediate_size": 192,
+            "num_experts": sizes["experts"], "num_experts_per_tok": 2, "moe_intermediate_size": 192,
         }  # fmt: skip
     decoder = transformers.AutoModelForCausalLM.from_config(config_kind(**config))
     decoder.save_pretrained(tmp_path / "model")
-    is_distilled = "task" in how
+    is_distilled = "task" in sizes
     if is_distilled:
-        layout = CaptureLayout(tokens=how["tokens"], vocabulary=how["vocab_size"] - 96, top_k=8)
+        layout = CaptureLayout(tokens=sizes["tokens"], vocabulary=sizes["vocab_size"] - 96, top_k=8)
         logits = capture_of(
             tmp_path / "capture", layout, 2, steps_of_a_file=2,
             vocabulary_digest=vocabulary_digest(tokenizer_in(tmp_path / "model").get_vocab()),
         )  # fmt: skip
         changes = [f"data={json.dumps({'train': str(logits), 'holdout': 0.25})}"]
     else:
-        changes = [f"data.max_tokens={how['tokens']}"]
+        changes = [f"data.max_tokens={sizes['tokens']}"]
     spec = load_run_spec(path, changes)
     assert isinstance(spec, ModelRun)
     expected, task = device_memory.estimate(spec), build(spec)
     assert expected is not None
     arrays = task.batch([0, 1]).arrays
     if not is_distilled:
-        arrays = {name: np.resize(each, (2, how["tokens"])) for name, each in arrays.items()}
-    batch_ = Batch(arrays, 2.0 * how["tokens"])
+        arrays = {name: np.resize(each, (2, sizes["tokens"])) for name, each in arrays.items()}
+    batch_ = Batch(arrays, 2.0 * sizes["tokens"])
     with mock.patch.object(EagerProgram, "_refuse_loss_that_does_not_add_up"):  # twice as large
         program = EagerBackend("accelerator").compile(task.trainable, batch_)
     gc.collect()
     standin.peak_bytes(0)
     before = standin.peak_bytes(0)
-    list(program.gradients([(batch_, seed) for seed in range(how["microbatches"])]))
+    list(program.gradients([(batch_, seed) for seed in range(sizes["microbatches"])]))
     peak = standin.peak_bytes(0)
     program.close()
     del program, task
@@ -476,7 +479,7 @@ def without_draws(model: Path) -> None:
     (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.0}))
 
 
-# Faults that a CPU does not show: each is planted, and noticed.
+# Faults that do not show on a CPU: each is planted, and noticed.
 
 
 class UnwaitedEvent(torch.Event):
@@ -489,27 +492,27 @@ class UnorderedStream(torch.Stream):
         pass
 
 
-def planted(**changes: Any) -> Any:
-    """The product's copies with another class or function of torch."""
+def planted_fault(**changes: Any) -> Any:
+    """Replace a class or function of torch that the product's copies use."""
     return mock.patch.object(device_sums, "torch", SimpleNamespace(**{**vars(torch), **changes}))
 
 
-def test_a_host_that_does_not_wait_for_a_copy_is_noticed():
-    with planted(Event=UnwaitedEvent):
-        on_device = gradients("accelerator", fresh())[:-1]
-    assert on_device != gradients("cpu", fresh())[:-1]
+def test_missing_wait_for_a_copy_is_noticed():
+    with planted_fault(Event=UnwaitedEvent):
+        on_device = gradients("accelerator", fresh_model())[:-1]
+    assert on_device != gradients("cpu", fresh_model())[:-1]
 
 
 def test_memory_freed_while_it_is_copied_is_noticed():
     with mock.patch.object(torch.Tensor, "record_stream"):
         on_device = read_after_the_last_copy()
     standin.take_reports()  # here or there, it also overwrites what is read
-    assert on_device != gradients("cpu", fresh(), SUBTREE[:1])[:-1]
+    assert on_device != gradients("cpu", fresh_model(), SUBTREE[:1])[:-1]
 
 
 def read_after_the_last_copy() -> list[bytes]:
-    """The blocks of one microbatch, none of which the host reads before all are copied."""
-    program: Any = EagerBackend("accelerator").compile(fresh(), batch())
+    """Yield the blocks of one microbatch, and read none of them before all are copied."""
+    program: Any = EagerBackend("accelerator").compile(fresh_model(), batch())
     stream = program.gradients(SUBTREE[:1])
     program._thread.submit(lambda: None).result()
     torch.accelerator.synchronize()
@@ -518,14 +521,14 @@ def read_after_the_last_copy() -> list[bytes]:
     return blocks
 
 
-def test_a_copy_that_does_not_wait_for_its_values_is_noticed():
-    with planted(Stream=UnorderedStream):
-        gradients("accelerator", fresh())
+def test_copy_before_its_values_are_ready_is_noticed():
+    with planted_fault(Stream=UnorderedStream):
+        gradients("accelerator", fresh_model())
     assert any("without waiting" in report for report in standin.take_reports())
 
 
 def test_staging_memory_reused_before_it_is_read_is_noticed():
-    expected = gradients("cpu", fresh(), SUBTREE[:1])[:-1]
+    expected = gradients("cpu", fresh_model(), SUBTREE[:1])[:-1]
     assert read_after_the_last_copy() == expected
     with mock.patch.object(device_sums.StagingMemory, "_free_start", return_value=0):
         assert read_after_the_last_copy() != expected
@@ -539,10 +542,10 @@ def test_a_batch_left_on_the_host_is_noticed():
         mock.patch("backends.eager.eager.EagerProgram._on_device", stays),
         pytest.raises(RuntimeError, match="at least two devices"),
     ):
-        gradients("accelerator", fresh())
+        gradients("accelerator", fresh_model())
 
 
-def test_draws_that_are_not_seeded_on_the_device_are_noticed():
+def test_unseeded_device_draws_are_noticed():
     module = Net(dropout=0.5)
 
     def draw(seed: int) -> list[bytes]:
@@ -554,7 +557,7 @@ def test_draws_that_are_not_seeded_on_the_device_are_noticed():
 
 
 def test_a_gradient_that_misses_its_hook_is_named():
-    program: Any = EagerBackend("accelerator").compile(fresh(), batch())
+    program: Any = EagerBackend("accelerator").compile(fresh_model(), batch())
     for hook in program._hooks:
         hook.remove()
     with pytest.raises(SamestepError, match=r"gradient of 'first\.weight' at its hook, got none"):
@@ -562,7 +565,7 @@ def test_a_gradient_that_misses_its_hook_is_named():
     program.close()
 
 
-# A device that is too small, or fails.
+# Devices that are too small, or fail.
 
 
 @pytest.fixture
@@ -571,17 +574,17 @@ def limit() -> Iterator[Any]:
     standin.set_memory_limit(None)
 
 
-def test_a_model_that_does_not_fit_is_this_device_s_error_and_says_what_to_set(limit):
+def test_model_too_large_for_the_device_is_a_device_error_with_a_remedy(limit):
     limit(2048)
-    with pytest.raises(DeviceError, match=r"accelerator 0.*out of memory.*microbatch") as raised:
-        EagerBackend("accelerator").compile(fresh(), batch())
-    assert "\n" not in str(raised.value)
+    with pytest.raises(DeviceError, match=r"accelerator 0.*out of memory.*microbatch") as error:
+        EagerBackend("accelerator").compile(fresh_model(), batch())
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_microbatch_that_did_not_fit_once_is_tried_again(limit, where):
+def test_microbatch_that_ran_out_of_memory_once_is_retried(limit, where):
     standin.peak_bytes(0)  # of earlier tests
-    program = EagerBackend("accelerator").compile(fresh(), batch())
+    program = EagerBackend("accelerator").compile(fresh_model(), batch())
     small = standin.peak_bytes(0) // 8
     freed: list[torch.device] = []
     backward = torch.Tensor.backward
@@ -591,12 +594,12 @@ def test_a_microbatch_that_did_not_fit_once_is_tried_again(limit, where):
             limit(small)
         backward(loss)
 
-    def end_what_else_uses_it(device: torch.device) -> None:
+    def end_other_users(device: torch.device) -> None:
         freed.append(device)
         limit(None)
 
     with (
-        mock.patch.object(torch_devices, "release_memory", end_what_else_uses_it),
+        mock.patch.object(torch_devices, "release_memory", end_other_users),
         mock.patch.object(torch.Tensor, "backward", does_not_fit),
     ):
         if where == "forward":
@@ -605,7 +608,7 @@ def test_a_microbatch_that_did_not_fit_once_is_tried_again(limit, where):
     program.close()
     assert len(freed) == 1
     contents = [item.values.tobytes() for item in blocks if isinstance(item, BlockGradient)]
-    assert [*contents, repr(loss).encode()] == gradients("cpu", fresh())
+    assert [*contents, repr(loss).encode()] == gradients("cpu", fresh_model())
 
 
 class LooksUp(torch.nn.Module):
@@ -631,20 +634,22 @@ def lookup_loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
         ("labels", 3, r"'labels' has 3 at \[1, 2\].*3 rows"),
     ],
 )
-def test_an_index_outside_its_table_is_named_and_never_reaches_the_device(array, value, text):
+def test_index_out_of_range_is_named_and_never_reaches_the_device(array, value, text):
     arrays = {"ids": np.ones((2, 4), np.int64), "labels": np.ones((2, 4), np.int64)}
     arrays["labels"][0, 0] = -100
-    good = Batch({name: values.copy() for name, values in arrays.items()}, 7.0)
-    program = EagerBackend("accelerator").compile(trainable(LooksUp(), loss=lookup_loss), good)
+    valid_batch = Batch({name: values.copy() for name, values in arrays.items()}, 7.0)
+    program = EagerBackend("accelerator").compile(
+        trainable(LooksUp(), loss=lookup_loss), valid_batch
+    )
     arrays[array][1, 2] = value
-    with pytest.raises(LossRaised, match=text) as raised:
+    with pytest.raises(LossRaised, match=text) as error:
         list(program.gradients([(Batch(arrays, 7.0), 0)]))
-    assert raised.value.row == 1
-    assert list(program.gradients([(good, 0)]))
+    assert error.value.row == 1
+    assert list(program.gradients([(valid_batch, 0)]))
     program.close()
 
 
-def test_one_that_is_computed_names_the_microbatch_and_not_the_device():
+def test_computed_index_out_of_range_names_the_microbatch():
     def beyond(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
         loss: torch.Tensor = module(arrays["ids"] + arrays["ids"].max() // 5).sum()
         return loss
@@ -667,8 +672,8 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_device_that_fails_is_named_and_not_the_model(fault):
-    program = EagerBackend("accelerator").compile(fresh(), batch())
+def test_failing_device_is_named_instead_of_the_model(fault):
+    program = EagerBackend("accelerator").compile(fresh_model(), batch())
     standin.set_fault(fault)
     try:
         with pytest.raises(DeviceError, match=f"accelerator 0.*{fault[:9]}"):
@@ -703,7 +708,7 @@ def cumulative_loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("loss", "operator"), [(pooled_loss, "adaptive_avg_pool2d"), (cumulative_loss, "cumsum")]
 )
-def test_an_operator_that_a_card_adds_in_no_fixed_order_is_named_before_the_run(loss, operator):
+def test_nondeterministic_operator_is_named_before_the_run(loss, operator):
     with pytest.raises(DeviceError, match=rf"accelerator 0.*{operator}.*no fixed order"):
         EagerBackend("accelerator").compile(trainable(Pooled(), loss=loss), batch())
 
@@ -733,8 +738,8 @@ def test_a_loss_that_draws_by_multinomial_is_checked_on_the_card(has_float64):
     standin.set_float64(is_there=has_float64)
     try:
         with mock.patch.dict(torch_devices.KINDS, accelerator=kind):
-            on_device = gradients("accelerator", fresh(loss=drawing_loss))
-            again = gradients("accelerator", fresh(loss=drawing_loss))
+            on_device = gradients("accelerator", fresh_model(loss=drawing_loss))
+            again = gradients("accelerator", fresh_model(loss=drawing_loss))
     finally:
         standin.set_float64(is_there=True)
     assert on_device == again
@@ -746,10 +751,10 @@ def test_an_index_of_the_first_microbatch_never_reaches_the_device():
         EagerBackend("accelerator").compile(
             trainable(LooksUp(), loss=lookup_loss), Batch(arrays, 8.0)
         )
-    EagerBackend("accelerator").compile(fresh(), batch()).close()
+    EagerBackend("accelerator").compile(fresh_model(), batch()).close()
 
 
-def test_it_is_listed_and_chosen_by_name_alone(limit):
+def test_standin_is_listed_and_chosen_by_name_only(limit):
     limit(1 << 30)
     rows = [row for row in devices() if row.backend == "accelerator"]
     assert [(row.index, row.usable, row.memory_bytes) for row in rows] == [
@@ -759,7 +764,7 @@ def test_it_is_listed_and_chosen_by_name_alone(limit):
     assert choose("auto").backend.info.backend != "accelerator"
 
 
-def test_the_profile_of_a_card_has_what_chooses_its_kernels_and_not_its_host(limit, monkeypatch):
+def test_profile_of_a_card_excludes_its_host(limit, monkeypatch):
     backend = EagerBackend("accelerator")
     one = backend.numerics_profile(1)
     assert one == backend.numerics_profile(8), "threads of the host"

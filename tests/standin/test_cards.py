@@ -1,4 +1,4 @@
-"""`benchmarks.cards` from one end to the other, where torch has the stand-in."""
+"""`benchmarks.cards` from start to end, where torch has the stand-in."""
 
 import os
 import subprocess
@@ -17,16 +17,16 @@ SKIPPED = {
 }
 
 
-def test_every_part_runs_or_says_what_it_lacks(environment, tmp_path):
+def test_every_part_runs_or_names_what_it_lacks(environment, tmp_path):
     page = tmp_path / "cards.md"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "benchmarks.cards", "--quick", "--minutes", "60",
          "--report", str(page)],
         cwd=house.ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
         timeout=900, check=False,
     )  # fmt: skip
     text = page.read_text()
-    assert done.returncode == 0, text
+    assert completed.returncode == 0, text
     assert "These are no cards, but the stand-in" in text
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
     results = {row[0].removeprefix("| "): row[1:] for row in rows}

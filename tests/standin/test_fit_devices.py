@@ -8,7 +8,7 @@ import pytest
 
 from tests.processes import ended
 from tests.samestep.scripts import HEAD
-from tests.samestep.test_scripts import digests, written
+from tests.samestep.test_scripts import digests, write_script
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def test_both_cards_give_the_digest_of_one(tmp_path, environment, text):
     for devices in ("accelerator0", "accelerator0-1"):
         folder = tmp_path / devices
         folder.mkdir()
-        script = written(folder, text)
+        script = write_script(folder, text)
         done = ended(
             "tests.plain_script", str(script), cwd=folder,
             environment={**environment, "SAMESTEP_BACKEND": devices},

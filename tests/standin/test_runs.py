@@ -1,4 +1,4 @@
-"""Whole runs on the stand-in accelerator: one digest with the CPU, and what a failing card does."""
+"""Whole runs on the stand-in accelerator: the CPU's digest, and the effects of a failing card."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def result(cluster, expected):
 @pytest.mark.parametrize(
     "devices", [("accelerator1",), ("accelerator0-1",), ("accelerator0", "cpu")]
 )
-def test_the_digest_of_a_cpu(tmp_path, environment, expected, devices):
+def test_digest_equals_a_cpu(tmp_path, environment, expected, devices):
     with Cluster(tmp_path, "--expect-workers", str(len(devices)), *DIGITS) as cluster:
         for device in devices:
             cluster.worker(device, "--backend", device, environment=environment)
@@ -41,7 +41,7 @@ def test_the_digest_of_a_cpu(tmp_path, environment, expected, devices):
 
 
 @pytest.mark.parametrize("kernels", [FEW_KERNELS, MANY_KERNELS])
-def test_a_card_that_breaks_leaves_and_the_run_continues_with_the_same_bits(
+def test_broken_card_leaves_and_the_run_continues_with_the_same_bits(
     tmp_path, environment, expected, kernels
 ):
     """Before it is ready, or in a step."""
@@ -52,7 +52,7 @@ def test_a_card_that_breaks_leaves_and_the_run_continues_with_the_same_bits(
             assert cluster.wait_for_exit(card) == 1
             cluster.worker("other", "--backend", "cpu")
             cluster.worker("cpu", "--backend", "cpu")
-        else:  # else the run may be over before the card has computed so much
+        else:  # otherwise the run may end before the card has computed so much
             hold = cluster.held_worker("cpu", 1, "--backend", "cpu")
             hold.reached()
             assert cluster.wait_for_exit(card) == 1
@@ -63,9 +63,7 @@ def test_a_card_that_breaks_leaves_and_the_run_continues_with_the_same_bits(
     assert last.startswith("worker: device 'accelerator 0' failed: CUDA error: an illegal memory")
 
 
-def test_a_worker_of_two_cards_restarts_the_process_of_one_that_breaks(
-    tmp_path, environment, expected
-):
+def test_two_card_worker_restarts_the_process_of_a_broken_card(tmp_path, environment, expected):
     breaks = {**environment, standin.KERNELS_TO_FAULT: str(MANY_KERNELS)}
     with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
         cards = cluster.worker("cards", "--backend", "accelerator", "--gpus", "0,1",
@@ -79,11 +77,11 @@ def test_a_worker_of_two_cards_restarts_the_process_of_one_that_breaks(
     assert "restarted, 1 of at most 3 times" in output
 
 
-def test_a_card_that_hangs_ends_its_worker_and_the_run_continues(tmp_path, environment, expected):
+def test_hanging_card_ends_its_worker_and_the_run_continues(tmp_path, environment, expected):
     hangs = {**environment, standin.KERNELS_TO_HANG: str(MANY_KERNELS)}
     with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
         card = cluster.worker("card", "--backend", "accelerator0", environment=hangs)
-        # Else the run may be over before the card has computed so much, or is given up.
+        # Otherwise the run may end before the card has computed so much or is given up.
         hold = cluster.held_worker("cpu", 1, "--backend", "cpu")
         hold.reached()
         assert cluster.wait_for_exit(card) == 1
@@ -95,7 +93,7 @@ def test_a_card_that_hangs_ends_its_worker_and_the_run_continues(tmp_path, envir
     assert "it hangs" in error_text
 
 
-def test_a_card_that_hangs_before_the_first_step_ends_its_worker(tmp_path, environment, expected):
+def test_card_that_hangs_before_the_first_step_ends_its_worker(tmp_path, environment, expected):
     hangs = {**environment, standin.KERNELS_TO_HANG: str(FEW_KERNELS)}
     with Cluster(tmp_path, "--expect-workers", "1", *DIGITS) as cluster:
         card = cluster.worker("card", "--backend", "accelerator0", environment=hangs)
@@ -108,7 +106,7 @@ def test_a_card_that_hangs_before_the_first_step_ends_its_worker(tmp_path, envir
     assert "while it compiles the task" in error_text
 
 
-def test_of_two_cards_the_one_that_hangs_is_begun_again(tmp_path, environment, expected):
+def test_hanging_card_of_two_is_restarted(tmp_path, environment, expected):
     hangs = {**environment, standin.KERNELS_TO_HANG: str(MANY_KERNELS)}
     with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
         cards = cluster.worker("cards", "--backend", "accelerator", "--gpus", "0,1",
@@ -123,7 +121,7 @@ def test_of_two_cards_the_one_that_hangs_is_begun_again(tmp_path, environment, e
     assert "restarted, 1 of at most 3 times" in output
 
 
-def test_a_card_that_is_too_small_says_what_to_set(tmp_path, environment, expected):
+def test_card_too_small_names_the_remedy(tmp_path, environment, expected):
     small = {**environment, standin.MEMORY_LIMIT: "8192"}
     with Cluster(tmp_path, "--expect-workers", "1", *DIGITS) as cluster:
         card = cluster.worker("card", "--backend", "accelerator0", environment=small)

@@ -1,4 +1,5 @@
-"""A frozen base across two ranks with a card each: `torchrun -m worker --shard` on the stand-in."""
+"""A frozen base across two ranks with one card each: `torchrun -m worker --shard` on the
+stand-in."""
 
 import time
 from pathlib import Path
@@ -20,9 +21,9 @@ _ENGINE_S = 10
 def ranks_of(
     cluster, folder: Path, environments: list[dict[str, str]], *, busy: Hold | None = None
 ) -> list[Process]:
-    """Two ranks with a card each, and an environment for each; their errors are in the folder.
+    """Start two ranks with one card and environment each; their errors go to files in the folder.
 
-    With `busy`, rank 0 waits there in the middle of a step.
+    With `busy`, rank 0 pauses there within a step.
     """
     port = str(free_ports(1)[0])
     ranks = [
@@ -39,9 +40,7 @@ def ranks_of(
     return ranks
 
 
-def test_each_rank_touches_its_own_card_alone_and_the_digest_is_that_of_a_cpu(
-    tmp_path, environment
-):
+def test_each_rank_uses_only_its_card_and_the_digest_equals_a_cpu(tmp_path, environment):
     run = run_file(tmp_path, FROZEN)
     with Cluster(tmp_path / "cpu", "--expect-workers", "1", "--run", run) as cluster:
         cluster.worker("cpu", "--backend", "cpu")
@@ -62,28 +61,26 @@ def test_each_rank_touches_its_own_card_alone_and_the_digest_is_that_of_a_cpu(
         assert len(lines) > 1, "the engine's thread, the device's, autograd's"
 
 
-@pytest.mark.parametrize("broken", [0, 1])
-def test_a_card_that_breaks_ends_both_ranks_and_the_cause_is_told(tmp_path, environment, broken):
-    """The other rank waits in a collective for one that will not come."""
+@pytest.mark.parametrize("broken_rank", [0, 1])
+def test_broken_card_ends_both_ranks_and_the_cause_is_reported(tmp_path, environment, broken_rank):
+    """The other rank waits in a collective for a rank that will not arrive."""
     run = run_file(tmp_path, FROZEN.replace("steps: 4", "steps: 400"))
     breaks = {**environment, standin.KERNELS_TO_FAULT: "1500"}
     with Cluster(tmp_path / "cards", "--expect-workers", "1", "--run", run) as cluster:
         ranks = ranks_of(
-            cluster, tmp_path, [breaks if rank == broken else environment for rank in range(2)]
+            cluster, tmp_path, [breaks if rank == broken_rank else environment for rank in range(2)]
         )
-        lost = cluster.wait_for("worker_disconnected", worker="cards")
+        disconnection = cluster.wait_for("worker_disconnected", worker="cards")
         codes = [cluster.wait_for_exit(rank) for rank in ranks]
     error_texts = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
     assert codes == [1, 1], error_texts
     cause = "an illegal memory access was encountered"
-    assert cause in lost["reason"]
-    assert cause in error_texts[broken]
+    assert cause in disconnection["reason"]
+    assert cause in error_texts[broken_rank]
 
 
-def test_a_rank_0_that_ends_while_its_card_computes_ends_both_with_its_reason(
-    tmp_path, environment
-):
-    """What it would send the other rank beside that computation would be taken for a part of it."""
+def test_rank_0_that_ends_during_a_computation_ends_both_with_its_reason(tmp_path, environment):
+    """A message to the other rank during that computation would count as a part of it."""
     run = run_file(tmp_path, FROZEN.replace("steps: 4", "steps: 400"))
     hold = Hold()
     with Cluster(tmp_path / "cards", "--expect-workers", "1", "--run", run) as cluster:

@@ -1,4 +1,4 @@
-"""What runs on a card, run on the stand-in accelerator: in processes in which torch has one."""
+"""The suites for cards, run on the stand-in accelerator in processes whose torch has it."""
 
 import os
 import subprocess
@@ -25,8 +25,8 @@ SUITES = {
 @pytest.mark.parametrize("suite", SUITES)
 def test_suite(environment, suite):
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-k", "not vulkan", *SUITES[suite]]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=house.ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
         timeout=600, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert completed.returncode == 0, completed.stdout[-4000:] + completed.stderr[-1000:]

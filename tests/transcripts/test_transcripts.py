@@ -1,4 +1,4 @@
-"""Scenarios of the run's logic, event by event; `SAMESTEP_REWRITE=1` writes down what happens."""
+"""Scenarios of the run's logic, event by event; `SAMESTEP_REWRITE=1` rewrites the transcripts."""
 
 import os
 from pathlib import Path
@@ -11,13 +11,13 @@ TRANSCRIPTS = sorted(Path(__file__).parent.glob("*.txt"))
 
 
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
-def test_the_run_does_what_is_written(path):
-    played = play(path)
+def test_run_follows_the_transcript(path):
+    transcript = play(path)
     if os.environ.get("SAMESTEP_REWRITE"):
-        path.write_text(played)
-    assert played.splitlines() == path.read_text().splitlines()
+        path.write_text(transcript)
+    assert transcript.splitlines() == path.read_text().splitlines()
 
 
-def test_there_are_transcripts():
+def test_transcripts_exist():
     assert len(TRANSCRIPTS) >= 30
     assert all("\n> r" in path.read_text() for path in TRANSCRIPTS)

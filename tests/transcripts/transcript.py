@@ -1,8 +1,8 @@
-"""Reads and runs a transcript: commands to one `Run`, and the actions that must come of each.
+"""Read and run a transcript: commands to one `Run`, and the actions that each must cause.
 
-A command stands on a line after `> `; what it leads to follows, indented by two spaces, one
-action a line, in order; the phase in brackets when it changes. `#` begins a remark. The job has
-4 microbatches of one sample and two blocks of one chunk each.
+A command stands on a line after `> `; its consequences follow, indented by two spaces, one action
+per line, in order, with the phase in brackets when it changes. `#` begins a remark. The job has 4
+microbatches of one sample and two blocks of one chunk each.
 
     run [workers=1] [steps=2] [evaluate_every=0] [parts=0] [exactness=prefer] [every=0] [disk=slow]
         [scale=8]             float16, with this scale of losses at first
@@ -90,7 +90,7 @@ Body = NDArray[Any] | bytes | None
 
 
 def play(path: Path) -> str:
-    """The transcript with what its commands lead to now."""
+    """Return the transcript with the current consequences of its commands."""
     return "".join(f"{line}\n" for line in _played(path.read_text().splitlines()))
 
 
@@ -100,22 +100,22 @@ def _played(lines: list[str]) -> Iterator[str]:
         if line.startswith("> "):
             yield line
             word, *rest = line.removeprefix("> ").split("#")[0].split()
-            plain = [part for part in rest if "=" not in part]
+            arguments = [part for part in rest if "=" not in part]
             options = dict(part.split("=") for part in rest if "=" in part)
             if word == "run":
                 stage = Stage(**options)
             elif word == "restart":
-                stage = Stage(restart=plain[0], **options)
+                stage = Stage(restart=arguments[0], **options)
                 yield from (f"  {text}" for text in stage.told(stage.run.step(inputs.Resume())))
             else:
                 assert stage is not None
-                yield from (f"  {text}" for text in stage.command(word, plain, options))
+                yield from (f"  {text}" for text in stage.command(word, arguments, options))
         elif not line.startswith("  "):
             yield line
 
 
 def digest(name: str) -> str:
-    """The state of this name."""
+    """Return the digest that stands for this name."""
     return blake3(name.encode()).hexdigest()
 
 
@@ -151,7 +151,7 @@ class Stage:
             checkpoint=CheckpointSpec(every=int(every)),
             exchange=ExchangeSpec.model_validate({"topology": way}),
         )
-        if scale:  # of a model, which is not there
+        if scale:  # size of a model, which does not exist
             half = ModelSpec(source="m", precision="float16", loss_scale=float(scale))
             spec = spec.model_copy(update={"model": half})
         self._parts = int(parts)
@@ -252,18 +252,18 @@ class Stage:
             ),
         }
 
-    def command(self, word: str, plain: list[str], options: dict[str, str]) -> list[str]:
-        """Do it; the actions as text, or the error."""
+    def command(self, word: str, arguments: list[str], options: dict[str, str]) -> list[str]:
+        """Apply a command; return the actions as text, or the error."""
         before = self.run.phase
         try:
-            actions = self._commands[word](*plain, **options)
+            actions = self._commands[word](*arguments, **options)
             check_invariant(self.run)
         except RemoteProtocolError as error:
             return [f"{type(error).__name__}: {error}"]
         return self.told(actions, before)
 
     def told(self, actions: Actions, before: RunPhase = RunPhase.WAITING) -> list[str]:
-        """The actions as text, with what a quick disk answers to them."""
+        """Return the actions as text, with the answers of a quick disk to them."""
         lines: list[str] = []
         todo = list(actions)
         while todo:
@@ -396,14 +396,14 @@ class Stage:
 
     def _result(self, name: str, part: str, step: str = "") -> Actions:
         sums = {"sum": float(part), "count": 1.0}
-        at = int(step or self.run.steps_committed)
-        message = msg.EvalResult(term=TERM, step=at, part=int(part), sums=sums)
+        step_number = int(step or self.run.steps_committed)
+        message = msg.EvalResult(term=TERM, step=step_number, part=int(part), sums=sums)
         return self._hear(name, message, None)
 
     def _of_table(self, table: str, **where: str) -> dict[str, int]:
-        settled = self.run.settled
-        assert settled is not None
-        return {**self._where(**where), "owners": int(table or settled.progress.mesh.number)}
+        owner_table = self.run.settled
+        assert owner_table is not None
+        return {**self._where(**where), "owners": int(table or owner_table.progress.mesh.number)}
 
     def _sums(self, owner: str, name: str, subtree: str, table: str = "", **where: str) -> Actions:
         lo, hi = _ends(subtree)
@@ -427,8 +427,8 @@ class Stage:
     def _digest(
         self, name: str, number: str, value: str = "1", of: str = "", table: str = "", **where: str
     ) -> Actions:
-        added = [part.partition(":") for part in of.split("+")] if of else []
-        origin = tuple((worker, Subtree(*_ends(subtree))) for worker, _, subtree in added)
+        contributions = [part.partition(":") for part in of.split("+")] if of else []
+        origin = tuple((worker, Subtree(*_ends(subtree))) for worker, _, subtree in contributions)
         message = msg.ChunkReduced(
             **self._of_table(table, **where), **_chunk(number),
             digest=chunk_digest(np.full(2, float(value), np.float32)),
@@ -464,7 +464,7 @@ class Stage:
 
 
 def _chunk(number: str) -> dict[str, int]:
-    """Block and chunk: the layer's comes first; beyond the two there are none."""
+    """Return block and chunk: the layer's block comes first; beyond the two there are none."""
     return {"block": {"0": 1, "1": 0}.get(number, int(number)), "chunk": 0}
 
 
@@ -526,16 +526,16 @@ def _text(action: act.Action) -> str:
 
 def _table(document: bytes) -> str:
     table = parse(OwnerTable, document)
-    owned = " ".join(f"{n}:{table.owner(n)}" for n in range(len(table.owners)))
-    return owned if table.scribe is None else f"{owned}, {table.scribe} writes"
+    ownership = " ".join(f"{n}:{table.owner(n)}" for n in range(len(table.owners)))
+    return ownership if table.scribe is None else f"{ownership}, {table.scribe} writes"
 
 
 def _message(message: msg.Message) -> str:
     left_out = {"term", "view", "averages_digest", "run_id", "scalars", "blobs"}
     fields = message.model_dump(exclude=left_out)
-    place = ""
+    location = ""
     if "attempt" in fields:
-        place = f" {fields.pop('step')}.{fields.pop('attempt')}"
+        location = f" {fields.pop('step')}.{fields.pop('attempt')}"
     if isinstance(message, msg.Commit) and message.scalars is None:
         fields["skip"] = True
     if fields.get("uploads") == len(BLOCKS) or fields.get("phase") == "embeddings":
@@ -549,4 +549,4 @@ def _message(message: msg.Message) -> str:
     if "subtrees" in fields:
         fields["subtrees"] = "+".join(f"{lo}-{hi}" for lo, hi in fields["subtrees"]) or "none"
     rest = "".join(f" {name}={value}" for name, value in fields.items())
-    return f"{type(message).__name__}{place}{rest}"
+    return f"{type(message).__name__}{location}{rest}"

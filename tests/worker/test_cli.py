@@ -1,4 +1,4 @@
-"""The `worker` command as a person meets it, in a process of its own."""
+"""The `worker` command as users see it, in a process of its own."""
 
 import os
 import re
@@ -22,35 +22,35 @@ main()
 
 
 def worker(*arguments, **environment):
-    done = processes.ended("worker", *arguments, environment=environment)
-    return done.returncode, done.stdout, done.stderr
+    completed = processes.ended("worker", *arguments, environment=environment)
+    return completed.returncode, completed.stdout, completed.stderr
 
 
 @pytest.mark.parametrize(
     ("argument", "code"),
     [("--help", 0), ("--version", 0), ("devices --help", 0), ("classify nowhere text", 2)],
 )
-def test_a_question_imports_neither_torch_nor_transformers(argument, code):
-    ended = subprocess.run(
+def test_informational_commands_import_neither_torch_nor_transformers(argument, code):
+    completed = subprocess.run(
         [sys.executable, "-c", TELL_IMPORTS, *argument.split()], cwd=ROOT, capture_output=True,
         text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
-    assert ended.returncode == code
-    assert ended.stdout.splitlines()[-1] == "IMPORTED"
+    assert completed.returncode == code
+    assert completed.stdout.splitlines()[-1] == "IMPORTED"
 
 
 def test_the_version_is_the_package_s():
-    ended = called("worker", "--version")
-    assert (ended.returncode, ended.stdout) == (0, f"samestep worker {__version__}\n")
+    completed = called("worker", "--version")
+    assert (completed.returncode, completed.stdout) == (0, f"samestep worker {__version__}\n")
 
 
 def test_help_names_every_option():
     out = called("worker", "--help").stdout
-    for word in ("--coordinator", "--backend", "--gpus", "--name", "--retry-for", "devices"):
-        assert word in out
+    for option in ("--coordinator", "--backend", "--gpus", "--name", "--retry-for", "devices"):
+        assert option in out
 
 
-def test_devices_says_of_each_whether_it_is_usable_and_why_not():
+def test_devices_lists_each_device_with_its_reason():
     code, out, _ = worker("devices", CUDA_VISIBLE_DEVICES="")
     assert code == 0
     lines = out.splitlines()
@@ -65,7 +65,7 @@ def test_devices_says_of_each_whether_it_is_usable_and_why_not():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "message"),
     [
         (["--gpus", "0,-"], "--gpus"),
         (["--gpus", "1,1"], "--gpus"),
@@ -82,11 +82,11 @@ def test_devices_says_of_each_whether_it_is_usable_and_why_not():
         (["--trace", "trace.json", "some.py"], "--trace"),
     ],
 )
-def test_what_can_not_be_used_is_one_line_and_exit_2(arguments, named):
-    ended = called("worker", *arguments)
-    assert ended.returncode == 2
-    assert named in ended.stderr
-    assert "Traceback" not in ended.stderr
+def test_unusable_options_are_one_line_and_exit_2(arguments, message):
+    completed = called("worker", *arguments)
+    assert completed.returncode == 2
+    assert message in completed.stderr
+    assert "Traceback" not in completed.stderr
 
 
 def test_without_a_coordinator_it_gives_up_with_69():
@@ -96,41 +96,42 @@ def test_without_a_coordinator_it_gives_up_with_69():
     assert len(err.strip().splitlines()) == 1
 
 
-def test_an_option_of_the_worker_after_the_script_is_noticed(tmp_path):
+def test_worker_option_after_the_script_is_reported(tmp_path):
     (tmp_path / "plain.py").write_text("")
     script = str(tmp_path / "plain.py")
     args = ("--retry-for", "0", script, "--lr", "1", "--coordinator=box:9000")
-    first, *_ = processes.ended("worker", *args).stderr.splitlines()  # scripts join from then on
+    # scripts may join from here on
+    first, *_ = processes.ended("worker", *args).stderr.splitlines()
     assert first.endswith(
         "put options of the worker before the script: worker --coordinator ... SCRIPT.py"
     )
 
 
-def test_the_address_may_come_from_torchrun_s_variables():
+def test_address_from_torchrun_variables():
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "SAMESTEP_COORDINATOR": ""}
     code, _, err = worker("--retry-for", "0", **environment)
     assert code == 69
     assert "127.0.0.1:9" in err
 
 
-def test_ranks_of_torchrun_that_shard_nothing_are_told_of_several_devices():
+def test_torchrun_without_sharding_suggests_several_devices():
     code, _, err = worker("--retry-for", "0", TORCHELASTIC_RUN_ID="1", RANK="0", WORLD_SIZE="2")
     assert code == 2
     assert err.startswith("worker: expected --shard under torchrun, got none: ")
     assert "use several devices without torchrun: worker --gpus 0,1" in err
 
 
-def test_a_checkout_that_is_not_installed_finds_itself_from_any_folder(tmp_path):
+def test_uninstalled_checkout_runs_from_any_folder(tmp_path):
     for decoy in ("worker.py", "protocol.py"):
         (tmp_path / decoy).write_text("raise SystemExit('a file of the user ran')")
     begin = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from worker.cli import main; main()"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-P", "-c", begin, "--gpus", "0,1", "--backend", "scripted",
          "--coordinator", "127.0.0.1:9", "--retry-for", "0"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
         check=False,
     )  # fmt: skip
-    assert done.returncode == 69
-    assert "no coordinator at 127.0.0.1:9" in done.stderr
-    assert "a file of the user ran" not in done.stderr
+    assert completed.returncode == 69
+    assert "no coordinator at 127.0.0.1:9" in completed.stderr
+    assert "a file of the user ran" not in completed.stderr

@@ -1,4 +1,4 @@
-"""The rule of what fits, against the shapes of models that people take; what is told."""
+"""The rule of which models fit, against the shapes of popular models; and its texts."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ def llama() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("base_dtype", BASE_DTYPES)
-def test_the_rule_is_what_a_model_takes(llama, base_dtype):
-    narrow = frozen_base(llama)
+def test_rule_matches_the_memory_of_a_model(llama, base_dtype):
+    base_parameters_total = frozen_base(llama)
     total_bytes = 0
     for name, each in llama.named_parameters():
-        rows, columns = each.shape if name in narrow else (1, each.numel())
+        rows, columns = each.shape if name in base_parameters_total else (1, each.numel())
         total_bytes += stored_bytes(
-            rows, columns, STORAGE[base_dtype if name in narrow else "float32"]
+            rows, columns, STORAGE[base_dtype if name in base_parameters_total else "float32"]
         )
     count = sum(each.numel() for each in llama.parameters())
     assert count == 8_030_261_248
     assert bytes_per_parameter(base_dtype) == pytest.approx(total_bytes / count, rel=0.02)
 
 
-def test_a_quarter_is_left():
-    fitting = base_parameters(24 * GIB)
-    assert {name: round(count / 1e9, 1) for name, count in fitting.items()} == {
+def test_rule_leaves_a_quarter_free():
+    candidates = base_parameters(24 * GIB)
+    assert {name: round(count / 1e9, 1) for name, count in candidates.items()} == {
         "float32": 4.8, "bfloat16": 9.1, "float16": 9.1, "int8": 15.5, "int4": 24.9, "nf4": 24.9,
         "q8_0": 14.8, "q4_0": 23.1,
     }  # fmt: skip
 
 
-def test_what_is_not_known_is_not_said():
-    """Nor of a device that is of no use."""
+def test_unknown_memory_is_omitted():
+    """Also omitted for an unusable device."""
     card = DeviceInfo("cuda", "Card", True, "", 1, 141 * GIB)
     unknown = DeviceInfo("vulkan", "Other", True, "")
     absent = DeviceInfo("cuda", "CUDA", False, "no driver", memory_bytes=GIB)
@@ -80,7 +80,7 @@ def test_what_is_not_known_is_not_said():
     assert [row["own_memory"] for row in rows] == [True, False, True]
 
 
-def test_for_scripts_it_is_one_document(monkeypatch):
+def test_json_is_one_document(monkeypatch):
     rows = [DeviceInfo("cpu", "CPU", True, "")]
     monkeypatch.setattr("backends.registry.devices", lambda: rows)
     [row] = json.loads(CliRunner().invoke(app, ["devices", "--json"]).stdout)["devices"]
@@ -89,7 +89,7 @@ def test_for_scripts_it_is_one_document(monkeypatch):
     assert [*row["base_parameters"]] == [*BASE_DTYPES]
 
 
-def test_with_what_was_tried_it_is_one_document_too(monkeypatch):
+def test_json_with_trials_is_one_document(monkeypatch):
     rows = [DeviceInfo("cpu", "CPU", True, ""), DeviceInfo("cuda", "CUDA", False, "no driver")]
     monkeypatch.setattr("backends.registry.devices", lambda: rows)
     monkeypatch.setattr("backends.canonical_devices.canonical_lines", lambda info: [info.name])
@@ -99,6 +99,6 @@ def test_with_what_was_tried_it_is_one_document_too(monkeypatch):
     assert output == "cpu 0: CPU\n  CPU\n"
 
 
-def test_main_memory_is_what_the_group_may_have_of_it():
+def test_host_memory_is_limited_by_the_control_group():
     assert without_swap(Memory(9 * GIB, GIB, None, None, None)) == 9 * GIB
     assert without_swap(Memory(9 * GIB, GIB, 4 * GIB, 0, 3 * GIB)) == 4 * GIB

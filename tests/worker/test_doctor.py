@@ -1,4 +1,4 @@
-"""`worker doctor`: each thing that goes wrong is made to, and is named with what to do."""
+"""`worker doctor`: each fault is provoked, and the report names it with a remedy."""
 
 from __future__ import annotations
 
@@ -51,29 +51,29 @@ def checks(of: WorkerPlan) -> dict[str, Finding]:
     return {each.check: each for each in examine(of)}
 
 
-def joining(host: str, port: int, token: str = "", **more: object) -> list[Finding]:
-    """What another machine's doctor finds: its home is not the coordinator's."""
+def join_findings(host: str, port: int, token: str = "", **overrides: object) -> list[Finding]:
+    """Return the findings of another machine's doctor: its home is not the coordinator's."""
     environment = {"SAMESTEP_HOME": str(Path(os.environ["SAMESTEP_HOME"]) / "there")}
     if token:
         environment["SAMESTEP_TOKEN"] = token
-    credentials = WorkerCredentials(None, environment=environment, **more)  # type: ignore[arg-type]
+    credentials = WorkerCredentials(None, environment=environment, **overrides)  # type: ignore[arg-type]
     return list(trial_join(host, port, "w", credentials))
 
 
 @contextlib.contextmanager
 def answering(answer: bytes, context=None):
-    """A service that takes connections, answers each with these bytes, and closes."""
+    """A service that accepts connections, answers each with these bytes, and closes."""
 
     def serve() -> None:
         with contextlib.suppress(OSError):
             while True:
-                connected, _ = listener.accept()
-                with contextlib.suppress(OSError), connected:
+                connection, _ = listener.accept()
+                with contextlib.suppress(OSError), connection:
                     if context is not None:
-                        connected = context.wrap_socket(connected, server_side=True)
-                    connected.recv(1024)
-                    connected.sendall(answer)
-                    connected.close()
+                        connection = context.wrap_socket(connection, server_side=True)
+                    connection.recv(1024)
+                    connection.sendall(answer)
+                    connection.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, daemon=True)
@@ -86,10 +86,10 @@ def answering(answer: bytes, context=None):
 # The machine.
 
 
-def test_a_sound_machine_has_no_failure_and_nothing_is_left(tmp_path):
+def test_sound_machine_has_no_failure_and_no_leftovers(tmp_path):
     results = checks(plan())
-    failed = [each.check for each in results.values() if each.outcome == "failure"]
-    assert failed == ["connection"]  # there is no coordinator
+    failed_checks = [each.check for each in results.values() if each.outcome == "failure"]
+    assert failed_checks == ["connection"]  # there is no coordinator
     assert results.keys() >= {"release", "cache", "open files", "memory", "clock", "keys"}
     assert list(tmp_path.iterdir()) == []
 
@@ -106,32 +106,32 @@ def test_a_key_that_others_may_read(own_home):
     write_secret(own_home / "worker" / "a.key", "00" * 32)
     assert checks(plan())["keys"].outcome == "ok"
     (own_home / "worker" / "a.key").chmod(0o644)
-    wrong = checks(plan())["keys"]
-    assert (wrong.outcome, "chmod 600" in wrong.found) == ("failure", True)
+    finding = checks(plan())["keys"]
+    assert (finding.outcome, "chmod 600" in finding.found) == ("failure", True)
 
 
 @pytest.mark.parametrize("text", ["", "00" * 31])
 def test_a_key_that_is_damaged(own_home, text):
     write_secret(own_home / "worker" / "a.key", text)
-    wrong = checks(plan())["keys"]
-    assert (wrong.outcome, "a.key' is damaged" in wrong.found) == ("failure", True)
-    assert "coordinator token show" in wrong.advice
+    finding = checks(plan())["keys"]
+    assert (finding.outcome, "a.key' is damaged" in finding.found) == ("failure", True)
+    assert "coordinator token show" in finding.advice
 
 
 def test_a_token_file_that_cannot_be_used(tmp_path):
     path = tmp_path / "token"
     for message in ("does not exist", "expected a join token", "chmod 600"):
-        wrong = checks(plan(token_file=path))["token"]
-        assert (wrong.outcome, message in wrong.found) == ("failure", True)
+        finding = checks(plan(token_file=path))["token"]
+        assert (finding.outcome, message in finding.found) == ("failure", True)
         path.write_text("nothing of the kind\n")
         path.chmod(0o644 if message != "does not exist" else 0o600)
 
 
-# The way to the coordinator.
+# The path to the coordinator.
 
 
 @pytest.mark.parametrize(("name", "outcome"), [("", "warning"), ("den", "failure")])
-def test_no_coordinator_is_to_be_found(name, outcome):
+def test_no_coordinator_is_found(name, outcome):
     with network("alone", subnet="10.8.3") as hosts:
         results = hosts.run_on(
             "alone", lambda: checks(plan(coordinator=None, coordinator_name=name))
@@ -141,16 +141,16 @@ def test_no_coordinator_is_to_be_found(name, outcome):
     assert "connection" not in results
 
 
-def test_a_name_that_nobody_knows():
-    (line,) = joining("no-such-host.invalid", 9000)
+def test_unknown_host_name():
+    (line,) = join_findings("no-such-host.invalid", 9000)
     assert (line.check, line.outcome) == ("address", "failure")
     assert "use the coordinator's IP address" in line.advice
 
 
-def test_a_name_that_means_this_very_machine(monkeypatch):
+def test_name_of_this_machine(monkeypatch):
     addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 9))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
-    first = joining("box", 9)[0]
+    first = join_findings("box", 9)[0]
     assert (first.outcome, "127.0.1.1, which is this machine" in first.found) == (
         "warning",
         True,
@@ -161,14 +161,14 @@ def test_nothing_listens():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-        line = joining("127.0.0.1", port)[-1]
+        line = join_findings("127.0.0.1", port)[-1]
     assert (line.check, line.outcome) == ("connection", "failure")
     assert line.found == f"127.0.0.1:{port} refused the connection"
     assert "--bind 0.0.0.0:PORT" in line.advice
 
 
 def test_no_answer(monkeypatch):
-    """A listener whose queue is full answers no more, as a filter that drops."""
+    """A listener with a full queue stops answering, like a dropping filter."""
     monkeypatch.setattr("worker.join.trial_join._PATIENCE_S", 0.3)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
@@ -178,7 +178,7 @@ def test_no_answer(monkeypatch):
             while True:
                 filler = socket.create_connection(listener.getsockname(), 0.3)
                 stack.enter_context(filler)
-        line = joining("127.0.0.1", listener.getsockname()[1])[-1]
+        line = join_findings("127.0.0.1", listener.getsockname()[1])[-1]
     assert (line.check, line.outcome) == ("connection", "failure")
     assert "no answer" in line.found
     assert "firewall" in line.advice
@@ -189,9 +189,9 @@ def test_a_large_message_that_does_not_arrive(monkeypatch):
     monkeypatch.setattr("worker.join.trial_join._POLL_INTERVAL_S", 0.02)
     near_end, far_end = socket.socketpair()
     with near_end, far_end:
-        silent = _large_message(near_end, "192.0.2.1:9000")
-    assert (silent.check, silent.outcome) == ("large messages", "failure")
-    assert "the path silently drops packets above its MTU" in silent.found
+        finding = _large_message(near_end, "192.0.2.1:9000")
+    assert (finding.check, finding.outcome) == ("large messages", "failure")
+    assert "the path silently drops packets above its MTU" in finding.found
     near_end, far_end = socket.socketpair()
     with near_end:
         far_end.close()
@@ -200,18 +200,25 @@ def test_a_large_message_that_does_not_arrive(monkeypatch):
 
 @pytest.mark.slow
 def test_a_path_that_drops_large_packets(tmp_path, monkeypatch, own_home):
-    """Small messages pass, so a worker would join, and then hear nothing of the state."""
+    """Small messages pass, so a worker would join, and then receive nothing of the state."""
     monkeypatch.setattr("worker.join.trial_join._LARGE_PATIENCE_S", 0.5)
     spec = tmp_path / "run.yaml"
     spec.write_text("task: scripted\nsteps: 3\nbatch: {samples: 4, microbatch: 1}\n")
     with network("a", "b", subnet="10.8.4") as hosts:
-        at = ("--bind", f"{hosts.address('a')}:0", "--control", "127.0.0.1:0", "--run", str(spec))
+        arguments = (
+            "--bind",
+            f"{hosts.address('a')}:0",
+            "--control",
+            "127.0.0.1:0",
+            "--run",
+            str(spec),
+        )
 
         def there() -> None:
-            with Cluster(tmp_path, "--expect-workers", "1", "--no-announce", *at) as cluster:
+            with Cluster(tmp_path, "--expect-workers", "1", "--no-announce", *arguments) as cluster:
                 host, _, port = cluster.address["data"].rpartition(":")
                 token = CoordinatorCredentials.open(own_home).join_token().reveal()
-                join = partial(joining, host, int(port), token)
+                join = partial(join_findings, host, int(port), token)
                 assert hosts.run_on("b", join)[-2].outcome == "ok"
                 hosts.drop_large("b", 1000)
                 results = {each.check: each for each in hosts.run_on("b", join)}
@@ -228,7 +235,7 @@ def test_a_path_that_drops_large_packets(tmp_path, monkeypatch, own_home):
 
 def test_another_service_without_tls():
     with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
-        line = joining("127.0.0.1", port)[-1]
+        line = join_findings("127.0.0.1", port)[-1]
     assert (line.check, line.outcome) == ("encryption", "failure")
     assert "got something else" in line.found
 
@@ -237,12 +244,12 @@ def test_another_service_with_tls(tmp_path):
     credentials = CoordinatorCredentials.open(tmp_path / "other")
     token = credentials.join_token().reveal()
     with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9, credentials.server_context()) as port:
-        line = joining("127.0.0.1", port, token)[-1]
+        line = join_findings("127.0.0.1", port, token)[-1]
     assert line.outcome == "failure"
     assert "the server is not a coordinator" in line.found
 
 
-def test_a_door_that_is_shut_at_once():
+def test_connection_closed_at_once():
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def shut() -> None:
@@ -250,7 +257,7 @@ def test_a_door_that_is_shut_at_once():
 
         thread = threading.Thread(target=shut)
         thread.start()
-        line = joining("127.0.0.1", listener.getsockname()[1])[-1]
+        line = join_findings("127.0.0.1", listener.getsockname()[1])[-1]
         thread.join()
     assert line.outcome == "failure"
     assert "try again in some seconds" in line.advice
@@ -258,48 +265,51 @@ def test_a_door_that_is_shut_at_once():
 
 async def test_a_coordinator_and_its_token(tmp_path, own_home):
     async with live_service(tmp_path / "runs", 1) as live:
-        at = ("127.0.0.1", live.port)
-        good = CoordinatorCredentials.open(own_home).join_token()
-        outcomes = await asyncio.to_thread(joining, *at, good.reveal())
+        address = ("127.0.0.1", live.port)
+        valid_token = CoordinatorCredentials.open(own_home).join_token()
+        outcomes = await asyncio.to_thread(join_findings, *address, valid_token.reveal())
         assert [each.outcome for each in outcomes] == ["ok"] * 5
         assert f"the join token fits, and both have protocol version {PROTOCOL_VERSION}" in (
             outcomes[-1].found
         )
-        wrong = {
-            "token": JoinToken(good.fingerprint, new_key()).reveal(),
-            "certificate": JoinToken(b"x" * 32, good.secret).reveal(),
+        finding = {
+            "token": JoinToken(valid_token.fingerprint, new_key()).reveal(),
+            "certificate": JoinToken(b"x" * 32, valid_token.secret).reveal(),
             "none": "",
         }
-        for kind, token in wrong.items():
-            line = (await asyncio.to_thread(joining, *at, token))[-1]
+        for kind, token in finding.items():
+            line = (await asyncio.to_thread(join_findings, *address, token))[-1]
             assert (line.check, line.outcome) == ("token", "failure"), kind
             assert "coordinator token show" in line.found
             assert not token or token.partition(".")[2] not in line.line()
-        # Nobody has noticed: no member, no key.
+        # The check leaves no trace: no member, no key.
         assert not live.service.sessions
         assert not live.every("worker_connected")
         assert CoordinatorCredentials.open(own_home).keys.names() == {}
 
 
-async def test_a_key_of_its_own_and_after_it_is_revoked(tmp_path, own_home):
+async def test_own_key_before_and_after_its_revocation(tmp_path, own_home):
     async with live_service(tmp_path / "runs", 1) as live:
-        at = ("127.0.0.1", live.port)
+        address = ("127.0.0.1", live.port)
         coordinator = CoordinatorCredentials.open(own_home)
         token = coordinator.join_token().reveal()
         credentials = WorkerCredentials(
             None, environment={"SAMESTEP_HOME": str(own_home / "there")}
         )
         credentials.remember(coordinator.fingerprint, "w", coordinator.enrol("w"))
-        line = (await asyncio.to_thread(joining, *at))[-1]
+        line = (await asyncio.to_thread(join_findings, *address))[-1]
         assert (line.outcome, "its key fits" in line.found) == ("ok", True)
         coordinator.revoke("w")
-        refused = (await asyncio.to_thread(joining, *at))[-1]
-        assert (refused.check, refused.outcome) == ("token", "failure")
-        assert "is not valid" in refused.found
-        assert (await asyncio.to_thread(joining, *at, token))[-1].outcome == "failure"
-        present = coordinator.join_token().reveal()
-        back = (await asyncio.to_thread(joining, *at, present))[-1]
-        assert (back.outcome, "the join token fits" in back.found) == ("ok", True)
+        last_finding = (await asyncio.to_thread(join_findings, *address))[-1]
+        assert (last_finding.check, last_finding.outcome) == ("token", "failure")
+        assert "is not valid" in last_finding.found
+        assert (await asyncio.to_thread(join_findings, *address, token))[-1].outcome == "failure"
+        current_token = coordinator.join_token().reveal()
+        returned_finding = (await asyncio.to_thread(join_findings, *address, current_token))[-1]
+        assert (returned_finding.outcome, "the join token fits" in returned_finding.found) == (
+            "ok",
+            True,
+        )
 
 
 async def test_another_protocol_version(tmp_path, own_home):
@@ -312,12 +322,12 @@ async def test_another_protocol_version(tmp_path, own_home):
         command = [sys.executable, "-c", older, "doctor", "--backend", "scripted", "--json"]
         command += ["--coordinator", f"127.0.0.1:{live.port}"]
         environment = {"SAMESTEP_HOME": str(tmp_path / "there"), "SAMESTEP_TOKEN": token}
-        done = await asyncio.to_thread(
+        completed = await asyncio.to_thread(
             subprocess.run, command, cwd=ROOT, env={**os.environ, **environment},
             capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
-    last_check = json.loads(done.stdout)["checks"][-1]
-    assert done.returncode == 1
+    last_check = json.loads(completed.stdout)["checks"][-1]
+    assert completed.returncode == 1
     assert (last_check["check"], last_check["outcome"]) == ("version", "failure")
     assert last_check["found"].endswith("upgrade this worker")
 
@@ -326,8 +336,10 @@ def test_plaintext(tmp_path, own_home):
     with Cluster(tmp_path, "--expect-workers", "1", "--plaintext") as cluster:
         host, _, port = cluster.address["data"].rpartition(":")
         token = CoordinatorCredentials.open(own_home).join_token().reveal()
-        line = joining(host, int(port), token)[-1]
+        line = join_findings(host, int(port), token)[-1]
         assert (line.check, "--plaintext" in line.advice) == ("encryption", True)
-        assert joining(host, int(port), token, plaintext=True)[-1].outcome == "ok"
-        bad = JoinToken(b"x" * 32, new_key()).reveal()
-        assert joining(host, int(port), bad, plaintext=True)[-1].outcome == "failure"
+        assert join_findings(host, int(port), token, plaintext=True)[-1].outcome == "ok"
+        invalid_token = JoinToken(b"x" * 32, new_key()).reveal()
+        assert (
+            join_findings(host, int(port), invalid_token, plaintext=True)[-1].outcome == "failure"
+        )

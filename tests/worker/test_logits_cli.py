@@ -1,4 +1,4 @@
-"""`worker logits`: captured logits as lines for a person."""
+"""`worker logits`: captured logits as readable lines."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_a_file_that_has_changed_is_not_shown(tmp_path):
     layout = CaptureLayout(tokens=6, vocabulary=50, top_k=4)
     logits = capture_of(tmp_path, layout, 1, steps_of_a_file=1)
     file = logits / "00000.parquet"
-    # As a whole file of another capture, put in its place.
-    others = capture_of(tmp_path / "other", layout, 2, steps_of_a_file=2)
-    file.write_bytes((others / "00000.parquet").read_bytes())
+    # A whole file of another capture in its place.
+    other_capture = capture_of(tmp_path / "other", layout, 2, steps_of_a_file=2)
+    file.write_bytes((other_capture / "00000.parquet").read_bytes())
     result = CliRunner().invoke(app, ["logits", "show", str(file)])
     assert isinstance(result.exception, DataError)
     assert "'00000.parquet'" in str(result.exception)
@@ -49,7 +49,7 @@ def test_a_file_that_has_changed_is_not_shown(tmp_path):
     assert CliRunner().invoke(app, ["logits", "show", str(file)]).exit_code == 0
 
 
-def test_files_that_are_missing_are_reported_in_words(tmp_path):
+def test_missing_files_are_described(tmp_path):
     missing = str(tmp_path / "none")
     error = CliRunner().invoke(app, ["logits", "show", missing]).exception
     assert isinstance(error, DataError)

@@ -6,7 +6,7 @@ from backends.base import draws
 
 
 def splitmix64(state: int, count: int) -> list[int]:
-    """Vigna's reference code, in Python's whole numbers."""
+    """Sebastiano Vigna's reference code, in Python integers."""
     mask, out = 2**64 - 1, []
     for _ in range(count):
         state = (state + 0x9E3779B97F4A7C15) & mask

@@ -1,4 +1,4 @@
-"""Which weights are a module's frozen base, and that the eager backend computes with them."""
+"""Tests of which weights belong to a module's frozen base, and how the eager backend uses them."""
 
 import numpy as np
 import pytest
@@ -22,20 +22,20 @@ class Tied(nn.Module):
         self.trained.weight.requires_grad_(True)
 
 
-def test_only_weights_of_frozen_linear_layers():
+def test_frozen_base_is_weights_of_frozen_linear_layers():
     assert list(frozen_base(Tied())) == ["frozen.weight"]
 
 
 @pytest.mark.parametrize("base_dtype", ["float32", "bfloat16", "float16", "int8", "int4", "nf4"])
-def test_a_rounded_module_holds_what_the_stored_form_stands_for(base_dtype):
+def test_rounded_module_holds_dequantized_values(base_dtype):
     torch.manual_seed(1)
     module = Tied()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     round_frozen_base(module, base_dtype)
-    changed = {
+    overrides = {
         name for name, value in module.state_dict().items() if not torch.equal(value, before[name])
     }
-    assert changed == (set() if base_dtype == "float32" else {"frozen.weight"})
+    assert overrides == (set() if base_dtype == "float32" else {"frozen.weight"})
     if base_dtype == "int8":
         expected = dequantize(quantize(before["frozen.weight"].numpy(), "int8"))
         np.testing.assert_array_equal(module.frozen.weight.numpy(), expected)

@@ -1,4 +1,4 @@
-"""What torch's functions refuse of labels and indices is told by the input, as Vulkan tells it."""
+"""Index errors of torch's functions name the input at fault, as the Vulkan backend does."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LOGITS, TABLE = torch.zeros(4, 3), torch.zeros(5, 2)
 ARRAYS = {"x": torch.tensor([[0, 1], [4, 5]]), "y": LABELS, "z": torch.tensor([9])}
 
 
-def raised(function: Callable[[], object]) -> str | None:
+def error_of(function: Callable[[], object]) -> str | None:
     try:
         function()
     except (IndexError, RuntimeError, ValueError) as error:
-        outside = index_outside(error, ARRAYS)
-        return None if outside is None else f"{outside.text} ({outside.row})"
+        index_error = index_outside(error, ARRAYS)
+        return None if index_error is None else f"{index_error.text} ({index_error.row})"
     raise AssertionError("torch computes it")
 
 
@@ -47,6 +47,6 @@ CASES: list[tuple[Callable[[], object], str | None]] = [
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_an_index_outside_is_reported_by_its_input_and_other_errors_are_not(number):
+def test_out_of_range_index_names_its_input(number):
     function, expected_text = CASES[number]
-    assert raised(function) == expected_text
+    assert error_of(function) == expected_text

@@ -1,4 +1,4 @@
-"""How far a preparation is reaches whoever listens in its thread, about once a second."""
+"""Progress of a preparation reaches the listener of its thread, about once a second."""
 
 import time
 from itertools import count
@@ -8,7 +8,7 @@ import pytest
 from backends.base import progress
 
 
-def test_bytes_are_reported_with_the_time_that_is_left(monkeypatch):
+def test_progress_reports_bytes_and_remaining_time(monkeypatch):
     seconds = count(0.0, 0.5)
     monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
     lines: list[str] = []
@@ -23,12 +23,12 @@ def test_bytes_are_reported_with_the_time_that_is_left(monkeypatch):
     ]  # fmt: skip
 
 
-def test_nobody_has_to_listen():
+def test_progress_without_listener():
     progress.say("reading")
     progress.Meter("read", 1).add(1)
 
 
-def test_a_failure_ends_it_too():
+def test_failure_ends_progress():
     lines: list[str] = []
     with pytest.raises(ValueError, match="invalid literal"), progress.listening(lines.append):
         progress.say(str(int("no number")))

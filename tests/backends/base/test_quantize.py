@@ -1,4 +1,4 @@
-"""Frozen weights in fewer bits: what they stand for, and how far that is from what they were."""
+"""Quantized frozen weights: the values they represent, and their distance from the originals."""
 
 import numpy as np
 import pytest
@@ -17,79 +17,79 @@ matrices = st.tuples(st.integers(1, 4), st.sampled_from([8, 24, 64, 128])).flatm
 
 @given(matrices, st.sampled_from(["int8", "int4"]))
 def test_no_value_moves_by_more_than_half_a_step_of_its_group(values, storage):
-    stored = quantize(values, storage)
-    grouped = values.reshape(-1, stored.group)
+    quantized = quantize(values, storage)
+    grouped = values.reshape(-1, quantized.group)
     largest = np.abs(grouped).max(axis=1, keepdims=True)
-    moved = np.abs(dequantize(stored).reshape(grouped.shape).astype(np.float64) - grouped)
+    deviation = np.abs(dequantize(quantized).reshape(grouped.shape).astype(np.float64) - grouped)
     step = largest.astype(np.float64) / WHOLE[storage]
-    assert (moved <= 0.5001 * step + 1e-36).all()
+    assert (deviation <= 0.5001 * step + 1e-36).all()
 
 
 @given(matrices)
 def test_bfloat16_is_the_nearest(values):
-    near = dequantize(quantize(values, "bf16"))
-    assert (np.abs(near.astype(np.float64) - values) <= np.abs(values) * 2.0**-8 + 1e-40).all()
-    assert (near.view(np.uint32) & 0xFFFF == 0).all()
+    rounded = dequantize(quantize(values, "bf16"))
+    assert (np.abs(rounded.astype(np.float64) - values) <= np.abs(values) * 2.0**-8 + 1e-40).all()
+    assert (rounded.view(np.uint32) & 0xFFFF == 0).all()
 
 
 def test_bfloat16_ties_go_to_even():
     bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0xBF808000, 0, 0, 0, 0], np.uint32)
-    near = dequantize(quantize(bits.view(np.float32)[None], "bf16")).view(np.uint32)[0]
-    assert [hex(b) for b in near[:4]] == ["0x3f800000", "0x3f820000", "0x3f810000", "0xbf800000"]
+    rounded = dequantize(quantize(bits.view(np.float32)[None], "bf16")).view(np.uint32)[0]
+    assert [hex(b) for b in rounded[:4]] == ["0x3f800000", "0x3f820000", "0x3f810000", "0xbf800000"]
 
 
-def test_float16_is_numpys():
+def test_float16_equals_numpy():
     values = np.linspace(-3, 3, 64, dtype=np.float32).reshape(2, 32)
     assert (dequantize(quantize(values, "f16")) == values.astype(np.float16)).all()
 
 
 @pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4", "q4_0"])
-def test_what_is_stored_stands_for_itself(storage):
-    """Values that a form can hold come back as they were, and sizes are as foretold."""
-    whole = np.arange(-7, 9, dtype=np.float32).clip(-7, 7).reshape(2, 8)
-    whole[:, 0] = [-8, 8] if storage == "q4_0" else whole[:, 0]
-    stored = quantize(whole, storage)
-    assert (dequantize(stored) == whole).all() or storage == "int8"
-    assert stored.nbytes == stored_bytes(2, 8, storage)
+def test_representable_values_survive(storage):
+    """Values that a storage form can represent survive unchanged; sizes match the prediction."""
+    integers = np.arange(-7, 9, dtype=np.float32).clip(-7, 7).reshape(2, 8)
+    integers[:, 0] = [-8, 8] if storage == "q4_0" else integers[:, 0]
+    quantized = quantize(integers, storage)
+    assert (dequantize(quantized) == integers).all() or storage == "int8"
+    assert quantized.nbytes == stored_bytes(2, 8, storage)
 
 
 @given(matrices)
 def test_nf4_is_the_nearest_of_its_values(values):
-    stored = quantize(values, "nf4")
-    assert stored.nbytes == stored_bytes(values.shape[0], values.shape[1], "nf4")
-    grouped = values.reshape(-1, stored.group).astype(np.float64)
+    quantized = quantize(values, "nf4")
+    assert quantized.nbytes == stored_bytes(values.shape[0], values.shape[1], "nf4")
+    grouped = values.reshape(-1, quantized.group).astype(np.float64)
     normalized = grouped / np.maximum(np.abs(grouped).max(axis=1, keepdims=True), 1e-300)
     nearest = np.abs(normalized[..., None] - NF4).min(axis=-1)
-    found = dequantize(stored).reshape(grouped.shape) / np.maximum(
+    codes = dequantize(quantized).reshape(grouped.shape) / np.maximum(
         np.abs(grouped).max(axis=1, keepdims=True), 1e-300
     )
-    assert (np.abs(found - normalized) <= nearest + 1e-6).all()
+    assert (np.abs(codes - normalized) <= nearest + 1e-6).all()
 
 
-def test_what_nf4_has_stays_as_it_is():
+def test_nf4_code_values_survive():
     values = np.float32(3) * np.concatenate([NF4, NF4]).reshape(1, 32)
     assert np.array_equal(dequantize(quantize(values, "nf4")), values)
 
 
 @pytest.mark.parametrize("storage", ["q8_0", "q4_0"])
-def test_gguf_s_forms_are_its_library_s_and_come_back_unchanged(storage):
+def test_gguf_forms_equal_the_gguf_library(storage):
     gguf = pytest.importorskip("gguf")
     kind = gguf.GGMLQuantizationType[storage.upper()]
     values = np.random.default_rng(0).standard_normal((16, 96)).astype(np.float32)
     values[3, :32], values[4] = 0, values[4] * np.float32(1e-4)
-    theirs = gguf.dequantize(gguf.quantize(values, kind), kind)
-    stored = quantize(values, storage)
-    assert stored.group == 32
-    assert stored.nbytes == stored_bytes(16, 96, storage)
-    assert np.array_equal(dequantize(stored).view(np.uint32), theirs.view(np.uint32))
-    assert np.array_equal(dequantize(quantize(theirs, storage)), theirs)
+    reference = gguf.dequantize(gguf.quantize(values, kind), kind)
+    quantized = quantize(values, storage)
+    assert quantized.group == 32
+    assert quantized.nbytes == stored_bytes(16, 96, storage)
+    assert np.array_equal(dequantize(quantized).view(np.uint32), reference.view(np.uint32))
+    assert np.array_equal(dequantize(quantize(reference, storage)), reference)
 
 
 def test_the_layout_of_int4():
     values = np.array([[-7, -1, 0, 1, 2, 3, 6, 7]], np.float32)
-    stored = quantize(values, "int4")
-    assert f"{stored.words[0]:08x}" == "feba9871"
-    assert stored.scales.tolist() == [1.0]
+    quantized = quantize(values, "int4")
+    assert f"{quantized.words[0]:08x}" == "feba9871"
+    assert quantized.scales.tolist() == [1.0]
 
 
 def test_a_group_of_zeros_stays_zero():
@@ -100,7 +100,7 @@ def test_a_group_of_zeros_stays_zero():
     ("value", "storage"),
     [(np.inf, "int8"), (np.nan, "bf16"), (1e5, "f16"), (3.4e38, "bf16")],
 )
-def test_what_cannot_be_stored(value, storage):
+def test_unsupported_weights_are_refused(value, storage):
     values = np.zeros((1, 8), np.float32)
     values[0, 3] = value
     with pytest.raises(DataError, match="expected"):

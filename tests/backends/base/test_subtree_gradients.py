@@ -1,4 +1,4 @@
-"""A subtree's sums on the host against a naive recursive sum, bit for bit."""
+"""Sums of a subtree on the host against a naive recursive sum, bit for bit."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_sums_are_the_trees_bit_for_bit(precision, rounding, subtree, blocks, se
     for leaf in range(subtree.lo, subtree.hi):
         last = leaf == subtree.hi - 1
         for block in reversed(range(blocks)):
-            given_values = mine = values[leaf - subtree.lo, block].copy()
+            given_values = own_values = values[leaf - subtree.lo, block].copy()
             if seed >> leaf % 32 & 1:
-                mine.flags.writeable = False
-                given_values = (mine[:2], mine[2:2], mine[2:])
+                own_values.flags.writeable = False
+                given_values = (own_values[:2], own_values[2:2], own_values[2:])
             total = sums.add(leaf, block, given_values)
             assert (total is not None) == last, "final as soon as the last leaf's block is in"
             if total is not None:
@@ -82,7 +82,7 @@ def test_losses_and_weights_follow_the_tree_in_float64(subtree, seed):
 
 
 @given(st.integers(1, 300))
-def test_few_arrays_are_held(leaves):
+def test_subtree_sum_holds_few_arrays(leaves):
     sums = HostSums(leaves, 1)
     for leaf in range(leaves):
         sums.add(leaf, 0, np.ones(1, np.float32))
@@ -90,7 +90,7 @@ def test_few_arrays_are_held(leaves):
 
 
 def test_another_order_would_have_other_bits():
-    """The property above is not empty: a plain running sum differs."""
+    """Shows that the test above is not vacuous: a plain running sum has other bits."""
     rng = np.random.default_rng(0)
     values = rng.standard_normal((13, 1000)).astype(np.float32)
     running = np.zeros(1000, np.float32)

@@ -1,4 +1,5 @@
-"""Model families on the tested device against the CPU, and twice over: longer than a test may be.
+"""Model families on the tested device against the CPU, and repeated: too slow for the default
+suite.
 
 test_standin.py runs these on the stand-in accelerator, benchmarks/cards.py on a real card.
 """
@@ -87,7 +88,7 @@ def loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
 
 def job(
     family: str, *, lora: bool = True, attention: str = "eager", checkpoints: bool = False,
-    **how: Any,
+    **options: Any,
 ) -> Trainable:  # fmt: skip
     torch.manual_seed(0)
     module = MAKE[family](attention)
@@ -100,9 +101,9 @@ def job(
         module = Lora(module, spec, kind, [], seed=0).module
         with torch.no_grad():
             for name, each in module.named_parameters():
-                if "lora_B" in name:  # zeros would hide the gradient of A
+                if "lora_B" in name:  # with zeros the gradient of A would vanish
                     each.normal_(0.0, 0.1)
-    return Trainable(cut_into_blocks(module), module, loss, threads=1, **how)
+    return Trainable(cut_into_blocks(module), module, loss, threads=1, **options)
 
 
 def gradients(device: str, family: str, how: dict[str, Any]) -> tuple[list[Any], float]:
@@ -117,7 +118,7 @@ def gradients(device: str, family: str, how: dict[str, Any]) -> tuple[list[Any],
 
 
 _distances: dict[str, float] = {}
-"""From the CPU's gradients, relative: the largest of all families."""
+"""Largest relative distance from the CPU's gradients over all families."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -131,15 +132,15 @@ def _distances_are_shown(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("family", MAKE)
-def test_gradients_are_those_of_the_cpu_and_repeat_their_bits(family, how):
+def test_gradients_equal_the_cpu_and_repeat(family, how):
     expected, loss_of_cpu = gradients("cpu", family, HOW[how])
     on_device, loss_of_device = gradients(KIND, family, HOW[how])
-    again, loss_again = gradients(KIND, family, HOW[how])
-    assert [a.tobytes() for a in on_device] == [a.tobytes() for a in again]
+    repeat, loss_again = gradients(KIND, family, HOW[how])
+    assert [a.tobytes() for a in on_device] == [a.tobytes() for a in repeat]
     assert loss_of_device == loss_again
     is_half = HOW[how].get("precision") == "bfloat16"
     assert loss_of_device == pytest.approx(loss_of_cpu, rel=2e-2 if is_half else 1e-5)
-    wanted, got = np.concatenate(expected), np.concatenate(on_device)
-    distance = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+    reference, actual = np.concatenate(expected), np.concatenate(on_device)
+    distance = np.linalg.norm(actual - reference) / np.linalg.norm(reference)
     _distances[how] = max(float(distance), _distances.get(how, 0.0))
     assert distance < (0.1 if is_half else 1e-4)

@@ -1,4 +1,5 @@
-"""A loss over all samples of a step, microbatch by microbatch, is torch's over all at once."""
+"""A loss that couples all samples of a step: microbatch by microbatch equals torch over the whole
+step."""
 
 from contextlib import nullcontext
 
@@ -46,10 +47,12 @@ def embed(module, arrays):
 
 
 def losses(module, fields):
-    fields["query"] *= 1.0  # as a loss may, on rows that it owns
+    fields["query"] *= 1.0  # allowed: the loss owns these rows
     scores = fields["query"] @ fields["passage"].T * module.log_scale.exp()
-    same = fields["label"][:, None] == fields["label"][None]
-    scores = scores.masked_fill(same & ~torch.eye(len(scores), dtype=torch.bool), -torch.inf)
+    is_same_label = fields["label"][:, None] == fields["label"][None]
+    scores = scores.masked_fill(
+        is_same_label & ~torch.eye(len(scores), dtype=torch.bool), -torch.inf
+    )
     return cross_entropy(scores, torch.arange(len(scores)), reduction="none")
 
 
@@ -77,7 +80,7 @@ def compiled(task, batch) -> EagerProgram:
 
 
 def in_two_phases(microbatch):
-    """Losses, and the gradient of each block, over a step in microbatches of so many samples."""
+    """Return losses, and the gradient of each block, over a step in microbatches of this size."""
     task = trainable()
     program = compiled(task, samples(0, microbatch))
     without_dropout(task.module)
@@ -85,12 +88,12 @@ def in_two_phases(microbatch):
     batches = [samples(lo, lo + microbatch) for lo in starts]
     rows = np.concatenate([*program.embed([(each, leaf) for leaf, each in enumerate(batches)])])
     step = CoupledStep(program, STEP_ID, rows.reshape(-1), [microbatch] * len(batches), 0)
-    whole = Subtree(0, len(batches))
+    root = Subtree(0, len(batches))
     leaves = [(batch, leaf) for leaf, batch in enumerate(batches)]
-    items = program.gradients(step.leaves(whole, leaves))
+    items = program.gradients(step.leaves(root, leaves))
     sums = {each.block: each.values for each in items if isinstance(each, BlockGradient)}
-    assert step.unlike_microbatches(whole, program.take_embedded()) == ()
-    loss = step.loss(whole, float(SAMPLES))
+    assert step.unlike_microbatches(root, program.take_embedded()) == ()
+    loss = step.loss(root, float(SAMPLES))
     program.close()
     return task, loss, sums
 
@@ -104,16 +107,16 @@ def test_loss_and_gradients_are_those_of_torch_over_the_whole_step(microbatch):
     expected = losses(module, embed(module, arrays)).sum()
     expected.backward()
     assert loss.loss_sum == pytest.approx(expected.item(), rel=1e-6)
-    named = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     for number, block in enumerate(task.blocks):
         for tensor, part in block.slices():
-            gradient = named[tensor.name].grad
+            gradient = parameters[tensor.name].grad
             assert gradient is not None
             flat = gradient.numpy().reshape(-1)
             assert np.allclose(sums[number][part], flat, rtol=1e-5, atol=1e-6), tensor.name
 
 
-def test_the_second_phase_draws_what_the_first_has_drawn():
+def test_second_phase_repeats_the_draws_of_the_first():
     task = trainable()
     program = compiled(task, samples(0, 8))
     batches = [samples(lo, lo + 8) for lo in range(0, SAMPLES, 8)]
@@ -130,7 +133,7 @@ def test_the_second_phase_draws_what_the_first_has_drawn():
     program.close()
 
 
-def test_a_loss_that_remembers_is_found():
+def test_stateful_loss_is_detected():
     calls: list[int] = []
 
     def counting(module, fields):
@@ -155,7 +158,7 @@ def test_a_loss_that_remembers_is_found():
         (lambda _, f: f["absent"], "batch_loss raised KeyError"),
     ],
 )
-def test_a_loss_that_is_not_one_for_each_sample_is_refused(loss, text):
+def test_loss_must_return_one_value_per_sample(loss, text):
     program = compiled(trainable(loss), samples(0, 8))
     (rows,) = program.embed([(samples(), 1)])
     with pytest.raises(DataError, match=text):
@@ -163,7 +166,7 @@ def test_a_loss_that_is_not_one_for_each_sample_is_refused(loss, text):
     program.close()
 
 
-def test_embeddings_that_depend_on_other_samples_of_a_microbatch_are_refused():
+def test_embeddings_that_mix_samples_are_refused():
     def mixed(module, arrays):
         fields = embed(module, arrays)
         return fields | {"query": fields["query"] - fields["query"].mean(dim=0)}
@@ -174,7 +177,7 @@ def test_embeddings_that_depend_on_other_samples_of_a_microbatch_are_refused():
         compiled(task, samples(0, 8))
 
 
-def test_rows_hold_fields_and_come_apart_again():
+def test_rows_join_and_split_fields():
     fields = {
         "query": np.arange(8, dtype=np.float32).reshape(2, 4),
         "passage": -np.ones((2, 4), np.float32),
@@ -188,6 +191,6 @@ def test_rows_hold_fields_and_come_apart_again():
     assert are_finite(LAYOUT, rows.reshape(-1))
     fields["passage"][1, 2] = np.inf
     assert not are_finite(LAYOUT, join_fields(LAYOUT, fields).reshape(-1))
-    for name, wrong in (("label", fields["query"]), ("query", fields["query"][:1])):
+    for name, bad_field in (("label", fields["query"]), ("query", fields["query"][:1])):
         with pytest.raises(DataError, match="embed: expected"):
-            join_fields(LAYOUT, {**fields, name: wrong})
+            join_fields(LAYOUT, {**fields, name: bad_field})

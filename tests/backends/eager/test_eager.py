@@ -115,25 +115,25 @@ def test_gradients_are_those_of_plain_torch(kind):
     job = trainable(module)
     expected = plain_torch(module, job, batch())
     program = compiled(job)
-    got = by_block(program, batch())
+    actual = by_block(program, batch())
     program.close()
-    assert got.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for number, values in expected.items():
-        np.testing.assert_allclose(got[number], values, rtol=1e-5, atol=1e-6)
-    assert is_absent(got[2]), "nothing reaches the unused layer"
+        np.testing.assert_allclose(actual[number], values, rtol=1e-5, atol=1e-6)
+    assert is_absent(actual[2]), "nothing reaches the unused layer"
 
 
 @pytest.mark.skipif(KIND != "cpu", reason="a card has its own copy of the weights")
 @pytest.mark.parametrize("kind", [Net, Tied])
-def test_weights_that_are_shared_are_those_of_the_arrays_and_give_the_same_bits(kind):
+def test_shared_weights_use_the_arrays_and_keep_the_bits(kind):
     torch.manual_seed(0)
     module = kind()
     job = trainable(module)
     parameters = [aligned_zeros(block.elements) for block in job.blocks]
     names = dict(module.named_parameters())
     for block, values in zip(job.blocks, parameters, strict=True):
-        for tensor, place in block.slices():
-            values[place] = names[tensor.name].detach().numpy().reshape(-1)
+        for tensor, elements in block.slices():
+            values[elements] = names[tensor.name].detach().numpy().reshape(-1)
     program = compiled(job)
     assert isinstance(program, ComputesInPlace)
     before = by_block(program, batch())
@@ -141,25 +141,25 @@ def test_weights_that_are_shared_are_those_of_the_arrays_and_give_the_same_bits(
     after = by_block(program, batch())
     assert {n: x.tobytes() for n, x in after.items()} == {n: x.tobytes() for n, x in before.items()}
     shared = [
-        names[tensor.name].data_ptr() == values[place].ctypes.data
+        names[tensor.name].data_ptr() == values[elements].ctypes.data
         for block, values in zip(job.blocks, parameters, strict=True)
-        for tensor, place in block.slices()
+        for tensor, elements in block.slices()
     ]
     assert shared[0], "it begins where its block does"
     assert not all(shared), "one of 25 values ends where the next would not be aligned"
     for values in parameters:
         np.multiply(values, np.float32(0.5), out=values)
     program.load(parameters)
-    halved = {n: x.detach().numpy().copy() for n, x in names.items()}
+    halves = {n: x.detach().numpy().copy() for n, x in names.items()}
     for block, values in zip(job.blocks, parameters, strict=True):
-        for tensor, place in block.slices():
-            assert halved[tensor.name].reshape(-1).tobytes() == values[place].tobytes()
+        for tensor, elements in block.slices():
+            assert halves[tensor.name].reshape(-1).tobytes() == values[elements].tobytes()
     program.close()
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
-def test_what_is_changed_in_shared_arrays_is_what_the_next_microbatch_computes_with(precision):
-    """Also where torch keeps a narrow copy of weights while it computes."""
+def test_next_microbatch_uses_changed_shared_arrays(precision):
+    """Also where torch keeps a low-precision copy of weights while it computes."""
     torch.manual_seed(0)
     first, second = Net(), Net()
     job, other = (
@@ -178,15 +178,15 @@ def test_what_is_changed_in_shared_arrays_is_what_the_next_microbatch_computes_w
         copying.load([values.copy() for values in shared])
         for program in (sharing, copying):
             program.loss_scale = 512.0 if precision == "float16" else 1.0
-        got, expected = by_block(sharing, batch()), by_block(copying, batch())
-        assert [got[n].tobytes() for n in got] == [expected[n].tobytes() for n in got]
+        actual, expected = by_block(sharing, batch()), by_block(copying, batch())
+        assert [actual[n].tobytes() for n in actual] == [expected[n].tobytes() for n in actual]
         assert sharing.evaluate(batch()) == copying.evaluate(batch())
     sharing.close()
     copying.close()
 
 
 class Changing(Net):
-    """Keeps its weights small, by itself."""
+    """Rescales its own weights in forward."""
 
     def __init__(self, *, at_once: bool, by_data: bool) -> None:
         super().__init__()
@@ -201,12 +201,12 @@ class Changing(Net):
 
 
 @pytest.mark.parametrize("by_data", [False, True])
-def test_a_model_that_changes_what_is_trained_is_refused(by_data):
+def test_model_that_changes_its_weights_is_refused(by_data):
     with pytest.raises(SamestepError, match=r"'middle\.weight'.* is changed by the model's own"):
         compiled(trainable(Changing(at_once=True, by_data=by_data)))
 
 
-def test_a_model_that_begins_to_change_what_is_trained_computes_no_more():
+def test_model_that_starts_changing_its_weights_is_stopped():
     module = Changing(at_once=False, by_data=False)
     program = compiled(trainable(module, evaluate=evaluate))
     by_block(program, batch())
@@ -221,20 +221,20 @@ def test_a_model_that_begins_to_change_what_is_trained_computes_no_more():
 def test_gradients_are_sums_over_samples_not_means():
     torch.manual_seed(0)
     program = compiled(trainable(Net()))
-    whole = by_block(program, batch())
+    batch_gradients = by_block(program, batch())
     arrays = batch().arrays
     singles = [
         by_block(program, Batch({n: a[i : i + 1] for n, a in arrays.items()}, 1.0))
         for i in range(SAMPLES)
     ]
     program.close()
-    for number, values in whole.items():
+    for number, values in batch_gradients.items():
         total = sum(single[number] for single in singles)
         np.testing.assert_allclose(values, total, rtol=1e-4, atol=1e-5)
 
 
 class _Gate(torch.autograd.Function):
-    """Holds backward until the receiver has had the last block."""
+    """Blocks backward until the receiver has the last block."""
 
     opened = threading.Event()
     waited_in_vain = False
@@ -252,8 +252,8 @@ class _Gate(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("unused_at_the_end", [False, True])
-def test_the_last_block_is_out_before_backward_reaches_the_first(unused_at_the_end):
-    """By order of events: backward of the first layer waits for the receiver."""
+def test_last_block_is_delivered_before_backward_reaches_the_first(unused_at_the_end):
+    """Checked by the order of events: backward of the first layer waits for the receiver."""
 
     class Gated(Net):
         def __init__(self) -> None:
@@ -266,7 +266,7 @@ def test_the_last_block_is_out_before_backward_reaches_the_first(unused_at_the_e
             y: torch.Tensor = self.last(torch.tanh(self.middle(x)))
             return y
 
-    _Gate.opened.set()  # a card's check of the model goes through backward as well
+    _Gate.opened.set()  # the model check of a real card runs backward as well
     program = compiled(trainable(Gated()))
     _Gate.opened.clear()
     order = []
@@ -338,7 +338,7 @@ def test_a_loss_without_graph_counts_as_zeros():
 
 
 class Positions(nn.Module):
-    """Autograd gives `first` and `added` one memory for their gradients: a view is between."""
+    """Autograd gives `first` and `added` one gradient buffer, because a view is between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ class Positions(nn.Module):
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 4.0])
-def test_a_gradient_whose_memory_flows_on_through_the_graph_is_left_as_it_is(loss_scale):
+def test_gradient_buffer_shared_in_the_graph_is_not_modified(loss_scale):
     module = Positions()
     leaves = [(batch(1, seed), seed) for seed in range(3)]
     expected = []
@@ -376,7 +376,7 @@ def test_a_gradient_whose_memory_flows_on_through_the_graph_is_left_as_it_is(los
 
 
 class Checkpointed(nn.Module):
-    """Its last layer is behind a checkpoint that is reentrant."""
+    """Its last layer is behind a reentrant checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -389,7 +389,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.skipif(KIND == "accelerator", reason="torch cannot move it to such a device")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_what_torch_s_jit_has_compiled_is_refused_in_a_clear_line():
+def test_torchscript_module_is_refused_in_one_line():
     job = trainable(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
     scripted: Any = torch.jit.script(job.module)
     with pytest.raises(SamestepError, match=r"torch\.jit\.script; pass the nn"):
@@ -406,27 +406,27 @@ def test_a_reentrant_checkpoint_is_named_as_such():
 
 def test_an_error_in_the_device_thread_reaches_the_receiver():
     program = compiled(trainable(Net()))
-    whole = by_block(program, batch())
+    before_error = by_block(program, batch())
     wrong_batch = Batch({"x": np.zeros((1, WIDTH + 1), np.float32), "y": batch().arrays["y"]}, 1.0)
     with pytest.raises(LossRaised, match="shapes cannot be multiplied"):
         list(program.gradients([(wrong_batch, 0)]))
-    again = by_block(program, batch())
+    repeat = by_block(program, batch())
     program.close()
-    assert all(np.array_equal(whole[number], again[number]) for number in whole)
+    assert all(np.array_equal(before_error[number], repeat[number]) for number in before_error)
 
 
-def test_where_weights_lie_in_memory_changes_no_bit():
-    """Frozen ones too; small shapes may hide a difference, so their addresses are looked at."""
+def test_weight_addresses_do_not_change_bits():
+    """Frozen weights too. Small shapes may hide a difference, so the test compares addresses."""
     torch.manual_seed(0)
-    module, moved = Net(), Net()
-    moved.load_state_dict(module.state_dict())
-    for parameter in moved.parameters():
+    module, moved_module = Net(), Net()
+    moved_module.load_state_dict(module.state_dict())
+    for parameter in moved_module.parameters():
         room = torch.zeros(parameter.numel() + 1)
         room[1:] = parameter.detach().reshape(-1)
         parameter.data = room[1:].view(parameter.shape)
         assert parameter.data_ptr() % numerics.ALIGNMENT_BYTES
     results = []
-    for each in (module, moved):
+    for each in (module, moved_module):
         each.last.bias.requires_grad_(False)
         program = compiled(trainable(each))
         assert all(p.data_ptr() % numerics.ALIGNMENT_BYTES == 0 for p in each.parameters())
@@ -435,11 +435,11 @@ def test_where_weights_lie_in_memory_changes_no_bit():
     assert all(results[0][n].tobytes() == results[1][n].tobytes() for n in results[0])
 
 
-def test_two_threads_are_used_where_asked_for():
-    seen: list[int] = []
+def test_two_threads_are_used_on_request():
+    thread_counts: list[int] = []
 
     def looking(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
-        seen.append(torch.get_num_threads())
+        thread_counts.append(torch.get_num_threads())
         return loss_sum(module, arrays)
 
     before = torch.get_num_threads()
@@ -447,19 +447,19 @@ def test_two_threads_are_used_where_asked_for():
     by_block(program, batch())
     program.close()
     torch.set_num_threads(before)
-    assert set(seen) == {2}
+    assert set(thread_counts) == {2}
 
 
-def test_bfloat16_computes_in_it_and_sums_in_float32():
+def test_bfloat16_computes_in_bfloat16_and_sums_in_float32():
     torch.manual_seed(0)
     module = Net()
-    seen: list[torch.dtype] = []
-    module.last.register_forward_hook(lambda _m, _i, output: seen.append(output.dtype))
+    dtypes: list[torch.dtype] = []
+    module.last.register_forward_hook(lambda _m, _i, output: dtypes.append(output.dtype))
     state = copy.deepcopy(module.state_dict())
     plain = by_block(program := compiled(trainable(module)), batch())
     program.close()
-    assert set(seen) == {torch.float32}
-    seen.clear()
+    assert set(dtypes) == {torch.float32}
+    dtypes.clear()
     with torch.no_grad():
         for name, values in module.state_dict().items():
             values.copy_(state[name])
@@ -469,7 +469,7 @@ def test_bfloat16_computes_in_it_and_sums_in_float32():
     program.evaluate(batch())
     loss = list(program.gradients([(batch(), 0)]))[-1]
     program.close()
-    assert set(seen) == {torch.bfloat16}
+    assert set(dtypes) == {torch.bfloat16}
     assert isinstance(loss, Loss)
     assert loss.loss_sum != float(torch.tensor(loss.loss_sum).bfloat16())
     for number, values in plain.items():
@@ -478,8 +478,8 @@ def test_bfloat16_computes_in_it_and_sums_in_float32():
     assert any(sums[number].tobytes() != plain[number].tobytes() for number in plain)
 
 
-def test_layers_left_out_by_chance_are_absent_and_follow_the_seed():
-    """Layer drop: the example passes all layers, yet later microbatches leave some out."""
+def test_dropped_layers_are_absent_and_follow_the_seed():
+    """Layer drop: the example passes all layers, but later microbatches skip some."""
 
     class Dropping(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -493,27 +493,27 @@ def test_layers_left_out_by_chance_are_absent_and_follow_the_seed():
     program = compiled(trainable(Dropping()))
     left_out = []
     for seed in range(12):
-        first, again = (by_block(program, batch(), seed) for _ in range(2))
-        assert all(first[n].tobytes() == again[n].tobytes() for n in first)
+        first, repeat = (by_block(program, batch(), seed) for _ in range(2))
+        assert all(first[n].tobytes() == repeat[n].tobytes() for n in first)
         assert first[0].any()
         left_out.append(is_absent(first[1]))
         assert left_out[-1] == (not first[1].any())
     seeds = range(12)
     subtree = list(program.gradients([(batch(), seed) for seed in seeds]))
     program.close()
-    (joined,) = (
+    (joined_gradients,) = (
         item.values for item in subtree if isinstance(item, BlockGradient) and item.block == 1
     )
-    assert not is_absent(joined), "one microbatch that reaches it is enough"
+    assert not is_absent(joined_gradients), "one microbatch that reaches it is enough"
     assert {*left_out} == {False, True}
 
 
-def test_what_a_device_sums_marks_what_was_reached():
+def test_device_sums_mark_reached_elements():
     block = trainable(Net()).blocks[0]
     (first, bias) = (part for _, part in block.slices())
-    reached = torch.zeros(block.tensors[0].elements)
-    reached[0] = -0.0
-    values = joined(block, [reached, None], torch.device("cpu")).numpy()
+    reach_marks = torch.zeros(block.tensors[0].elements)
+    reach_marks[0] = -0.0
+    values = joined(block, [reach_marks, None], torch.device("cpu")).numpy()
     assert [is_absent(values[part]) for part in (first, bias)] == [False, True]
 
 
@@ -569,7 +569,7 @@ class WithCounter(Net):
         (lambda: Trainable(trainable(Net()).blocks), "needs a torch module"),
     ],
 )
-def test_what_cannot_be_trained_exactly_is_refused(job, message):
+def test_modules_that_cannot_be_exact_are_refused(job, message):
     with pytest.raises(SamestepError, match=message):
         compiled(job())
 
@@ -582,7 +582,7 @@ def test_a_loss_that_is_not_one_number_is_refused():
     program.close()
 
 
-def test_evaluation_without_a_rule_is_refused():
+def test_evaluation_without_a_function_is_refused():
     program = compiled(trainable(Net()))
     with pytest.raises(SamestepError, match="no evaluation"):
         program.evaluate(batch())

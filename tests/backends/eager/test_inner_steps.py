@@ -1,4 +1,4 @@
-"""Inner steps on torch's device: the exact update's rules, to rounding; the same bits each time."""
+"""Inner steps on torch's device equal the exact update up to rounding, and repeat their bits."""
 
 import numpy as np
 import pytest
@@ -78,7 +78,7 @@ def start(optimizer):
     return InnerState(parameters, zeros)
 
 
-def taken(steps, optimizer, count=4):
+def run_steps(steps, optimizer, count=4):
     steps.begin(start(optimizer))
     losses = []
     for number in range(count):
@@ -96,20 +96,20 @@ def taken(steps, optimizer, count=4):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_as_the_exact_update_to_rounding(program, name):
+def test_inner_steps_equal_the_exact_update_to_rounding(program, name):
     optimizer = SPECS[name]
-    exact, exact_losses = taken(HostInnerSteps(program, BLOCKS, optimizer), optimizer)
-    on_device, losses = taken(inner_steps(program, BLOCKS, optimizer), optimizer)
-    again, _ = taken(program.inner_steps(optimizer), optimizer)
-    for mine, theirs, same in zip(on_device, exact, again, strict=True):
-        assert np.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
-        assert mine.tobytes() == same.tobytes()
+    exact, exact_losses = run_steps(HostInnerSteps(program, BLOCKS, optimizer), optimizer)
+    on_device, losses = run_steps(inner_steps(program, BLOCKS, optimizer), optimizer)
+    repeat, _ = run_steps(program.inner_steps(optimizer), optimizer)
+    for on_device_values, exact_values, repeat_values in zip(on_device, exact, repeat, strict=True):
+        assert np.allclose(on_device_values, exact_values, rtol=1e-4, atol=1e-6)
+        assert on_device_values.tobytes() == repeat_values.tobytes()
     assert not np.allclose(on_device[0], start(optimizer).parameters[0], atol=1e-3)
     assert [loss.weight for loss in losses] == [8.0] * 4
     assert np.allclose([a.loss_sum for a in losses], [b.loss_sum for b in exact_losses], rtol=1e-5)
 
 
-def test_a_hook_on_what_is_accumulated_sees_each_microbatch_alone():
+def test_accumulated_gradient_hook_sees_each_microbatch_alone():
     def halved(parameter):
         parameter.grad.mul_(0.5)
 
@@ -123,7 +123,7 @@ def test_a_hook_on_what_is_accumulated_sees_each_microbatch_alone():
             Trainable(BLOCKS, module, lambda m, arrays: ((m(arrays["x"]) - 1) ** 2).sum()),
             batches()[0][0],
         )
-        states.append(taken(inner_steps(program, BLOCKS, optimizer), optimizer)[0])
+        states.append(run_steps(inner_steps(program, BLOCKS, optimizer), optimizer)[0])
         program.close()
     for before, after in zip(*states, strict=True):
         assert before.tobytes() == after.tobytes()
@@ -140,12 +140,12 @@ def test_an_interrupted_step_leaves_nothing_behind(program):
     assert [a.tobytes() for a in state.parameters] == [
         a.tobytes() for a in start(optimizer).parameters
     ]
-    expected, _ = taken(program.inner_steps(optimizer), optimizer, 1)
-    again, _ = taken(steps, optimizer, 1)
-    assert [a.tobytes() for a in again] == [a.tobytes() for a in expected]
+    expected, _ = run_steps(program.inner_steps(optimizer), optimizer, 1)
+    repeat, _ = run_steps(steps, optimizer, 1)
+    assert [a.tobytes() for a in repeat] == [a.tobytes() for a in expected]
 
 
-def test_gradients_of_ordinary_subtrees_are_as_before(program):
+def test_ordinary_subtrees_have_unchanged_gradients(program):
     def subtree():
         return [
             item.values.tobytes() for item in program.gradients(batches()[:2])
@@ -154,13 +154,13 @@ def test_gradients_of_ordinary_subtrees_are_as_before(program):
 
     program.load(start(SPECS["sgd"]).parameters)
     before = subtree()
-    taken(program.inner_steps(SPECS["sgd"]), SPECS["sgd"])
+    run_steps(program.inner_steps(SPECS["sgd"]), SPECS["sgd"])
     program.load(start(SPECS["sgd"]).parameters)
     assert subtree() == before
 
 
 class Chosen(nn.Module):
-    """An expert that the first sample's sign chooses, and one that is never chosen."""
+    """One expert is chosen by the sign of the first sample, the other is never chosen."""
 
     def __init__(self):
         super().__init__()
@@ -182,10 +182,10 @@ CHOSEN = tuple(
 
 def by_torch(module, spec, steps):
     decay = {"weight_decay": spec.weight_decay}
-    named = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     groups = [
-        {"params": [p for n, p in named.items() if "bias" not in n], **decay},
-        {"params": [p for n, p in named.items() if "bias" in n], "weight_decay": 0.0},
+        {"params": [p for n, p in parameters.items() if "bias" not in n], **decay},
+        {"params": [p for n, p in parameters.items() if "bias" in n], "weight_decay": 0.0},
     ]
     optimizer = torch_optimizer(spec, groups)
     for leaves in steps:
@@ -193,24 +193,26 @@ def by_torch(module, spec, steps):
         for batch, _ in leaves:
             (((module(torch.from_numpy(batch.arrays["x"])) - 1) ** 2).sum() / 8).backward()
         if spec.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(list(named.values()), spec.clip_norm)
+            torch.nn.utils.clip_grad_norm_(list(parameters.values()), spec.clip_norm)
         if spec.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(list(named.values()), spec.clip_value)
+            torch.nn.utils.clip_grad_value_(list(parameters.values()), spec.clip_value)
         optimizer.step()
-    return named
+    return parameters
 
 
 @pytest.mark.parametrize("on", ["device", "host"])
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "groups"])
-def test_what_an_inner_step_does_not_reach_stays_as_in_torch(name, on):
-    """Across a boundary, whose state counts the updates that were missed."""
+def test_unreached_parameters_stay_as_in_torch(name, on):
+    """Across a boundary whose state counts missed updates."""
     spec = SPECS[name]
     torch.manual_seed(3)
-    module, plain = Chosen(), Chosen()
-    plain.load_state_dict(module.state_dict())
-    named = dict(module.named_parameters())
+    module, torch_module = Chosen(), Chosen()
+    torch_module.load_state_dict(module.state_dict())
+    parameter_by_name = dict(module.named_parameters())
     parameters = [
-        np.concatenate([named[t.name].detach().numpy().reshape(-1) for t in block.tensors])
+        np.concatenate(
+            [parameter_by_name[t.name].detach().numpy().reshape(-1) for t in block.tensors]
+        )
         for block in CHOSEN
     ]
     rng = np.random.default_rng(4)
@@ -218,31 +220,33 @@ def test_what_an_inner_step_does_not_reach_stays_as_in_torch(name, on):
         [(Batch({"x": rng.standard_normal((4, 3)).astype(np.float32)}, 4.0), 0) for _ in range(2)]
         for _ in range(12)
     ]
-    reached = [any(batch.arrays["x"][0, 0] > 1.2 for batch, _ in leaves) for leaves in steps]
-    assert 2 < sum(reached) < 9
+    reaches_expert = [any(batch.arrays["x"][0, 0] > 1.2 for batch, _ in leaves) for leaves in steps]
+    assert 2 < sum(reaches_expert) < 9
     loss = lambda m, arrays: ((m(arrays["x"]) - 1) ** 2).sum()  # noqa: E731
     program = EagerBackend(KIND).compile(Trainable(CHOSEN, module, loss), steps[0][0][0])
 
-    def made():
+    def make_steps():
         return inner_steps(program, CHOSEN, spec) if on == "device" else HostInnerSteps(
             program, CHOSEN, spec
         )  # fmt: skip
 
     zeros = [[np.zeros(b.elements, np.float32) for b in CHOSEN]] * moment_count(spec)
-    taking = made()
+    taking = make_steps()
     taking.begin(InnerState(parameters, zeros))
     for number, leaves in enumerate(steps):
         if number == 7:
-            state, taking = taking.state(), made()
+            state, taking = taking.state(), make_steps()
             taking.begin(state)
         for _ in taking.step(leaves, SchedulePosition(number + 1, number, len(steps))):
             pass
     state = taking.state()
     program.close()
-    expected = by_torch(plain, spec.model_copy(update={"schedule": "constant"}), steps)
+    expected = by_torch(torch_module, spec.model_copy(update={"schedule": "constant"}), steps)
     for block, values in zip(CHOSEN, state.parameters, strict=True):
         for tensor, part in block.slices():
             values_in_torch = expected[tensor.name].detach().numpy().reshape(-1)
             np.testing.assert_allclose(values[part], values_in_torch, rtol=1e-5, atol=1e-6)
-    missed = [count for block in state.missed for count in block]
-    assert missed == ([reached.count(False)] * 2 + [12, 12, 0, 0] if counts_updates(spec) else [])
+    missed_counts = [count for block in state.missed for count in block]
+    assert missed_counts == (
+        [reaches_expert.count(False)] * 2 + [12, 12, 0, 0] if counts_updates(spec) else []
+    )

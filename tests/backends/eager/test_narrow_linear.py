@@ -1,4 +1,4 @@
-"""Frozen weights in few bits give the very bits of the same weights kept wide."""
+"""Frozen weights in few bits give the bits of the same weights in float32."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4", "nf4", "q8_0", "q4_0"])
 @pytest.mark.parametrize("shape", [(3, 8), (5, 64), (64, 192)])
-def test_widened_on_a_device_is_what_numpy_says(storage, shape):
+def test_widening_on_a_device_equals_numpy(storage, shape):
     values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    stored = quantize(values, storage)
-    wide = NarrowWeight(stored, CPU).wide(torch.empty(shape))
+    quantized = quantize(values, storage)
+    wide = NarrowWeight(quantized, CPU).wide(torch.empty(shape))
     assert wide.is_contiguous()
-    assert np.array_equal(wide.numpy().view(np.uint32), dequantize(stored).view(np.uint32))
+    assert np.array_equal(wide.numpy().view(np.uint32), dequantize(quantized).view(np.uint32))
 
 
 def gradients(spec: Any) -> list[bytes]:
@@ -64,7 +64,7 @@ def gradients(spec: Any) -> list[bytes]:
         ("q4_0", {"precision": "float16"}),
     ],
 )
-def test_a_run_has_the_bits_of_the_widened_base(tmp_path, monkeypatch, base_dtype, how):
+def test_narrow_base_has_the_bits_of_the_widened_base(tmp_path, monkeypatch, base_dtype, how):
     run = chat_run(tmp_path)
     model = {"source": str(tmp_path / "model"), "base_dtype": base_dtype, **how}
     spec = load_run_spec(run, [f"model={json.dumps(model)}"])
@@ -76,7 +76,7 @@ def test_a_run_has_the_bits_of_the_widened_base(tmp_path, monkeypatch, base_dtyp
 
 
 class Shared(nn.Module):
-    """Two layers of one weight, one that computes in its own way, and a trained one."""
+    """Two layers that share a weight, one with its own computation, and a trained layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,9 +128,7 @@ class Deep(nn.Module):
         return out
 
 
-def test_a_float32_base_in_half_precision_has_the_bits_of_torch_s_own_autocast(
-    tmp_path, monkeypatch
-):
+def test_half_precision_base_has_the_bits_of_torch_autocast(tmp_path, monkeypatch):
     run = chat_run(tmp_path)
     model = {"source": str(tmp_path / "model"), "precision": "bfloat16"}
     spec = load_run_spec(run, [f"model={json.dumps(model)}"])
@@ -139,15 +137,15 @@ def test_a_float32_base_in_half_precision_has_the_bits_of_torch_s_own_autocast(
     assert gradients(spec) == converted
 
 
-def test_a_weight_stored_as_it_is_computed_in_is_the_operand_itself():
-    stored = quantize(np.ones((8, 64), np.float32), "bf16")
-    narrow, bench = NarrowWeight(stored, CPU), Bench(8 * 64, CPU)
+def test_weight_in_compute_dtype_is_used_without_a_copy():
+    quantized = quantize(np.ones((8, 64), np.float32), "bf16")
+    narrow, bench = NarrowWeight(quantized, CPU), Bench(8 * 64, CPU)
     assert bench.operand(narrow, torch.bfloat16).data_ptr() == narrow.matrix.data_ptr()
     assert bench.operand(narrow, torch.float16).data_ptr() != narrow.matrix.data_ptr()
 
 
-def step_of(module: Deep, **how: Any) -> Growth:
-    """The growth of memory in one microbatch."""
+def step_of(module: Deep, **options: Any) -> Growth:
+    """Measure the memory growth of one microbatch."""
     tensors = tuple(
         TensorSpec(name=name, shape=tuple(each.shape))
         for name, each in module.named_parameters()
@@ -155,7 +153,7 @@ def step_of(module: Deep, **how: Any) -> Growth:
     )
     trainable = Trainable(
         (Block(name="head", kind="block", tensors=tensors),), module,
-        lambda m, arrays: (m(arrays["x"]) ** 2).sum(), **how,
+        lambda m, arrays: (m(arrays["x"]) ** 2).sum(), **options,
     )  # fmt: skip
     batch = Batch({"x": np.ones((2, 8), np.float32)}, 2.0)
     program = eager.EagerBackend(KIND).compile(trainable, batch)
@@ -165,8 +163,9 @@ def step_of(module: Deep, **how: Any) -> Growth:
     return growth
 
 
-def test_what_is_kept_and_the_peak_of_a_step_are_narrow():
-    """Of 64 MiB of frozen weights in 16 layers: int4 keeps a seventh, and widens one at a time."""
+def test_stored_weights_and_step_peak_are_small():
+    """64 MiB of frozen weights in 16 layers: int4 keeps a seventh, and widens one layer at a
+    time."""
     module = Deep(16, 1024)
     assert step_of(module, base_dtype="int4").peak_bytes < 64 * MIB / 2
     stored_bytes = sum(
@@ -176,5 +175,5 @@ def test_what_is_kept_and_the_peak_of_a_step_are_narrow():
 
 
 def test_no_half_copy_of_a_float32_base_is_kept_for_backward():
-    """Of 64 MiB in 16 layers, all copies in bfloat16 would take 32."""
+    """For 64 MiB in 16 layers, bfloat16 copies of all would take 32 MiB."""
     assert step_of(Deep(16, 1024), precision="bfloat16").peak_bytes < 64 * MIB / 4

@@ -1,4 +1,4 @@
-"""Settings of torch's that decide bits: set for a run, and the user's own again after it."""
+"""Settings of torch that decide bits: set for a run, and restored to the user's values after it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def by_the_earlier_names() -> None:
 
 @contextlib.contextmanager
 def earlier_name_restored() -> Iterator[None]:
-    """A run never changes it, so it is no matter of the run's to restore."""
+    """A run never changes it, so a run does not restore it."""
     before = torch.get_float32_matmul_precision()
     try:
         yield
@@ -67,7 +67,7 @@ def flags() -> list[object]:
 @pytest.mark.parametrize(
     "change", [every_product_in_tf32, each_library_by_its_own_name, by_the_earlier_names]
 )
-def test_a_run_computes_in_float32_whatever_was_set_and_leaves_that_set(change: Callable[[], None]):
+def test_run_computes_in_float32_and_restores_settings(change: Callable[[], None]):
     with numerics.settings_restored(), earlier_name_restored():
         change()
         set_by_user = precisions(), flags()
@@ -79,8 +79,8 @@ def test_a_run_computes_in_float32_whatever_was_set_and_leaves_that_set(change: 
         assert (precisions(), flags()) == set_by_user
 
 
-def test_code_that_switches_cudnn_off_for_a_while_runs_in_and_after_a_run():
-    """As transformers does around CTC: it reads torch's older switch as well."""
+def test_code_may_disable_cudnn_during_and_after_a_run():
+    """As transformers does around CTC, which also reads torch's older switch."""
     with numerics.settings_restored():
         numerics.make_deterministic()
         with torch.backends.cudnn.flags(enabled=False):

@@ -1,4 +1,4 @@
-"""Attention's kernels by themselves: operands, and what the formula gives of them in float64."""
+"""Attention kernels on their own: operands, and the formula's results in float64."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ Grid = tuple[int, int, int]
 def problem_of(
     part: Part, sizes: AttentionSizes, mask: str = "", *, causal: bool = False
 ) -> AttentionProblem:
-    """Of whole tensors; `mask`: of truth values, added ones, or none."""
+    """For whole tensors; `mask` holds booleans, added floats, or is None."""
     queries = _whole(sizes.heads, sizes.queries, sizes.size)
     keys = _whole(sizes.groups, sizes.keys, sizes.size)
     masks = _whole(sizes.heads, sizes.queries, sizes.keys) if mask else None
-    back = part != "forward"
-    delta = View((sizes.heads * sizes.queries, sizes.queries, 1), 0) if back else None
+    is_backward = part != "forward"
+    delta = View((sizes.heads * sizes.queries, sizes.queries, 1), 0) if is_backward else None
     return AttentionProblem(
-        part, sizes, queries, keys, keys, masks, mask == "truth", queries if back else None, delta,
+        part, sizes, queries, keys, keys, masks, mask == "truth", queries if is_backward else None,
+        delta,
         sizes.size**-0.5, causal,
     )  # fmt: skip
 
@@ -38,19 +39,21 @@ def _whole(count: int, rows: int, columns: int) -> View:
 
 
 def nbytes_of(problem: AttentionProblem) -> list[int]:
-    """Of its bindings."""
+    """Bytes of each binding."""
     s = problem.sizes
     queries, keys = s.batch * s.heads * s.queries * s.size, s.batch * s.groups * s.keys * s.size
     packed = queries + s.batch * s.heads * -(-s.queries // 4) * 8
     masks = [] if problem.mask is None else [s.batch * s.heads * s.queries * s.keys]
     out = {"forward": [packed], "queries": [queries], "keys": [2 * keys]}[problem.part]
-    back = [packed, queries, s.batch * s.heads * s.queries] if problem.tangent is not None else []
-    return [4 * count for count in (queries, keys, keys, *masks, *back, *out)]
+    is_backward = (
+        [packed, queries, s.batch * s.heads * s.queries] if problem.tangent is not None else []
+    )
+    return [4 * count for count in (queries, keys, keys, *masks, *is_backward, *out)]
 
 
 @dataclass
 class Operands:
-    """Random ones; where a mask hides, a number that no sum may hold."""
+    """Random operands; where a mask hides a value, it is a number that no sum may contain."""
 
     sizes: AttentionSizes
     mask: str
@@ -59,7 +62,7 @@ class Operands:
 
     @staticmethod
     def drawn(sizes: AttentionSizes, mask: str = "", *, causal: bool = False) -> Operands:
-        """Of a seed of their own."""
+        """Draw operands from a seed that the sizes determine."""
         draw = torch.Generator().manual_seed(sizes.queries * 1000 + sizes.keys)
         queries = (sizes.batch, sizes.heads, sizes.queries, sizes.size)
         keys = (sizes.batch, sizes.groups, sizes.keys, sizes.size)
@@ -69,12 +72,13 @@ class Operands:
             shape = (sizes.batch, sizes.heads, sizes.queries, sizes.keys)
             visible = torch.rand(shape, generator=draw) > 0.3
             visible[..., : sizes.queries // 2, sizes.keys // 3 :] = False  # whole blocks
-            added = torch.zeros(shape).masked_fill(~visible, -1e38)
-            tensors["mask"] = visible.int() if mask == "truth" else added
+            additive = torch.zeros(shape).masked_fill(~visible, -1e38)
+            tensors["mask"] = visible.int() if mask == "truth" else additive
         return Operands(sizes, mask, causal, tensors)
 
     def expected(self) -> list[torch.Tensor]:
-        """Output and gradients of query, key and value in float64; (B, rows, heads, D) each."""
+        """Return output and gradients of query, key and value in float64; each (B, rows, heads,
+        D)."""
         q, k, v, tangent = (self.given[n].double() for n in ("query", "key", "value", "tangent"))
         leaves = [each.requires_grad_() for each in (q, k, v)]
         shared = self.sizes.heads // self.sizes.groups
@@ -94,7 +98,7 @@ class Operands:
         return [each.detach().transpose(1, 2) for each in (result, *gradients)]
 
     def on(self, device: Any, workgroup_bytes: int) -> list[torch.Tensor]:
-        """The same on a device, as it fits in so much workgroup memory."""
+        """Run on a device with the layout that fits into this much workgroup memory."""
         s = self.sizes
         read = [self.given[name] for name in ("query", "key", "value")]
         read += [self.given["mask"]] if self.mask else []
@@ -116,11 +120,11 @@ class Operands:
         problem = problem_of(part, self.sizes, self.mask, causal=self.causal)
         shader, grid = attention_shader(problem, workgroup_bytes)
         *_, out = nbytes_of(problem)
-        return torch.from_numpy(ran(device, shader, grid, [x.numpy() for x in read], out))
+        return torch.from_numpy(run_kernel(device, shader, grid, [x.numpy() for x in read], out))
 
 
-def ran(device: Any, shader: Shader, grid: Grid, arrays: list[Any], nbytes: int) -> Any:
-    """What a kernel writes, where NaN was before."""
+def run_kernel(device: Any, shader: Shader, grid: Grid, arrays: list[Any], nbytes: int) -> Any:
+    """Return what a kernel writes to buffers that held NaN."""
     arrays = [*map(np.ascontiguousarray, arrays), np.full(nbytes // 4, np.nan, np.float32)]
     buffers = [device.buffer(array.nbytes) for array in arrays]
     for buffer, array in zip(buffers, arrays, strict=True):

@@ -1,8 +1,9 @@
-"""Runs workgroups of a kernel with whole numbers alone, and watches every access to an array.
+"""Run workgroups of a kernel on integers alone, and watch every access to an array.
 
-An index must be known from sizes and the invocation, and lie in its array. Between two barriers no
-invocation may read what another writes, nor two write the same; and all must come to a barrier. On
-software Vulkan, where invocations go in step, none of that would show.
+An index must follow from sizes and the invocation, and lie within its array. Between two barriers
+no invocation may read what another writes, and no two may write the same element. All invocations
+must reach each barrier. Software Vulkan runs invocations in lockstep, so it would show none of
+these faults.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from benchmarks.shader_counts import Known, Run, read_kernel
 _NOBODY, _SEVERAL = -1, -2
 
 
-def assert_right_accesses(
+def assert_valid_accesses(
     shader: Shader, grid: tuple[int, int, int], nbytes: Sequence[int]
 ) -> None:
-    """Of the first and the last workgroup; what depends on floats is done always, never, in turns.
+    """Check the first and last workgroup; branches on floats are taken always, never, and
+    alternately.
 
     Args:
-        shader: A kernel of floats of 32 bits.
+        shader: A kernel of 32-bit floats.
         grid: Its workgroups.
-        nbytes: Of each binding.
+        nbytes: Size of each binding.
     """
     module = read_kernel(shader.source)
     assert len(nbytes) == shader.bindings
@@ -48,11 +50,11 @@ class _Watched(Run):
         module: Any,
         group: tuple[int, int, int],
         nbytes: Sequence[int],
-        taken: Sequence[bool],
+        choices: Sequence[bool],
     ) -> None:
         super().__init__(module, group)
         self._nbytes = nbytes
-        self._taken = taken
+        self._taken = choices
         self.choices = 0
         self._writes = False
         self._read_by: dict[str, Any] = {}
@@ -99,16 +101,16 @@ class _Watched(Run):
 
     def _races(self, name: str, places: Any, lanes: Any) -> None:
         read, written = self._read_by[name], self._written_by[name]
-        others = written[places]
-        assert ((others == _NOBODY) | (others == lanes)).all(), f"{name} was written by another"
+        writers = written[places]
+        assert ((writers == _NOBODY) | (writers == lanes)).all(), f"{name} was written by another"
         if self._writes:
-            others = read[places]
-            assert ((others == _NOBODY) | (others == lanes)).all(), f"{name} is still read"
+            readers = read[places]
+            assert ((readers == _NOBODY) | (readers == lanes)).all(), f"{name} is still read"
             assert len(np.unique(places)) == len(places), f"{name} is written twice"
             written[places] = lanes
             return
         before = read[places]
         one = np.where((before == _NOBODY) | (before == lanes), lanes, _SEVERAL)
         read[places] = one
-        again = read[places]
-        read[places[again != lanes]] = _SEVERAL
+        repeat = read[places]
+        read[places[repeat != lanes]] = _SEVERAL

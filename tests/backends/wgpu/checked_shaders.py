@@ -1,7 +1,7 @@
-"""What naga does not say of a shader: a name of the module that a value of a body hides.
+"""A fault in shaders that naga accepts: a local value hides a name of the module.
 
-A buffer and a value of one name are two things in one text: what reads the buffer below the value
-reads the value, and where the types allow it that is a wrong number and no error.
+If a buffer and a local value share a name, code below the value that means the buffer reads the
+value. Where the types allow it, the result is a wrong number and no error.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _OF_A_BODY: Final = re.compile(r"\b(?:let|var) (\w+)")
 
 
 def hidden_names(source: str) -> set[str]:
-    """Names that a shader's module has twice, or that a body takes for a value of its own."""
+    """Return names that a module defines twice, or that a body reuses for a local value."""
     names = _OF_THE_MODULE.findall(source)
     twice = {name for name in names if names.count(name) > 1}
     return twice | {*names} & {*_OF_A_BODY.findall(source)}
 
 
 class CheckedDevice(Device):
-    """Ends a test whose kernels have such names, also where it expects a refusal."""
+    """Fails a test whose kernels hide names, even if the test expects a refusal."""
 
     def _pipeline(self, shader: Shader, label: str) -> tuple[Any, Any]:
         if shader.source not in self._pipelines and (hidden := hidden_names(shader.source)):

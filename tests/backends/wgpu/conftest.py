@@ -1,4 +1,4 @@
-"""A Vulkan device, or the reason why there is none: then these tests are skipped."""
+"""Provide a Vulkan device, or skip the tests with the reason why there is none."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from backends.wgpu.device.adapters import adapters
 
 
 @contextmanager
-def opened() -> Iterator[object]:
-    """The first adapter."""
-    present = adapters()
-    if isinstance(present, str):
-        pytest.skip(present)
+def open_device() -> Iterator[object]:
+    """Open the first adapter."""
+    available = adapters()
+    if isinstance(available, str):
+        pytest.skip(available)
     from tests.backends.wgpu.checked_shaders import CheckedDevice
 
-    checked = CheckedDevice(present[0])
+    checked = CheckedDevice(available[0])
     yield checked
     checked.close()
 
@@ -26,12 +26,12 @@ def opened() -> Iterator[object]:
 @pytest.fixture(scope="session")
 def device() -> Iterator[object]:
     """Opened once for all tests of a process."""
-    with opened() as shared:
+    with open_device() as shared:
         yield shared
 
 
 @pytest.fixture
 def own_device() -> Iterator[object]:
-    """One that a test may break."""
-    with opened() as own:
-        yield own
+    """A device that a test may break."""
+    with open_device() as fresh_device:
+        yield fresh_device

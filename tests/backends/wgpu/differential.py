@@ -29,19 +29,19 @@ from worker.models.blocks import cut_into_blocks
 
 WITHIN: Final = 1e-4
 _ROUNDINGS: Final = 50
-"""How many times torch's own rounding errors the device's may be."""
+"""How many times torch's rounding error the device's error may be."""
 
 
-class Untakable(Exception):
-    """Torch itself does not take the program, or it has nothing to train."""
+class Unsupported(Exception):
+    """Torch itself rejects the program, or it has nothing to train."""
 
 
-class Wrong(AssertionError):
-    """The device gives other numbers, or crashes."""
+class Mismatch(AssertionError):
+    """The device gives different numbers, or crashes."""
 
 
 class Model(nn.Module):
-    """The program once, or as layers of a model."""
+    """The program once, or repeated as layers of a model."""
 
     def __init__(self, program: type[nn.Module], layers: int, seed: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 def loss_of(module: Any, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """No two elements of a result count the same."""
+    """Weigh each element of a result differently."""
     total: Any = 0.0
     for result in module(arrays["x"], arrays["n"], arrays["b"]):
         weights = arrays["weights"][: result.numel()].reshape(result.shape)
@@ -71,14 +71,14 @@ def loss_of(module: Any, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def compare(device: Device, text: Text, *, as_on_a_card: bool = False) -> str:
-    """What came of it: "agreed", or the refusal; with a card's kernels, or the device's.
+    """Return "agreed" or the refusal, with the kernels of a card or of the device.
 
     Raises:
-        Untakable: See there.
-        Wrong: Numbers differ, or something is raised that is no refusal.
+        Untakable: Torch rejects the program.
+        Wrong: Numbers differ, or the device raises anything but a refusal.
     """
     if text.special and re.search(r"(std|var)_mean\(", str(text)):
-        raise Untakable("torch's running mean makes NaN of an infinity, where a mean is one")
+        raise Unsupported("torch's running mean makes NaN of an infinity, where a mean is one")
     program = make(text.module())
     return compare_class(
         device, program, shape=text.shape, seed=text.seed, layers=text.layers,
@@ -96,7 +96,7 @@ def compare_class(
     special: str = "",
     as_on_a_card: bool = False,
 ) -> str:
-    """As `compare`, of a class."""
+    """Compare like `compare`, but from a class."""
     module = Model(program, layers, seed)
     weights = torch.arange(MOST_ELEMENTS, dtype=torch.float32).mul(0.7).cos() + 0.3
     batches = [data_of(shape, seed + more, special) | {"weights": weights} for more in range(2)]
@@ -107,13 +107,14 @@ def compare_class(
             for batch in batches:
                 loss_of(module, batch).backward()
         except Exception as error:
-            raise Untakable(str(error)) from error
+            raise Unsupported(str(error)) from error
         module.zero_grad()
         return _compared(device, module, blocks, batches, as_on_a_card=as_on_a_card)
 
 
 def _templates(device: Device, *, as_on_a_card: bool) -> Templates:
-    """Those of the device, or a card's: small tiles, whose shaders compile quickly."""
+    """Return the device's templates, or a card's with small tiles, whose shaders compile
+    quickly."""
     if as_on_a_card:
         return Templates(cooperative=True, matmul=small_tiles, bindings=16)
     return Templates(not device.adapter.software, MatmulTuner(device).shader)
@@ -137,51 +138,53 @@ def _compared(
             capture = compiled.capture(batch_list[0])
             compiled.take(batch_list[0], capture)
             for number, batch in enumerate(batches):
-                got = compiled.gradients_of(batch_list[number], number)
-                _check(module, batch, got, capture, number)
+                actual = compiled.gradients_of(batch_list[number], number)
+                _check(module, batch, actual, capture, number)
     except SamestepError as error:
         words = str(error)
         if "\n" in words or "wgpu" in words.lower():
-            raise Wrong(f"refused with other than one line of ours: {words}") from error
+            raise Mismatch(f"refused with other than one line of ours: {words}") from error
         return words
-    except Wrong:
+    except Mismatch:
         raise
     except Exception as error:
-        raise Wrong(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+        raise Mismatch(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
     return "agreed"
 
 
 def _check(
     module: nn.Module,
     batch: Mapping[str, torch.Tensor],
-    got: Mapping[str, Any],
+    actual: Mapping[str, Any],
     capture: Any,
     seed: int,
 ) -> None:
-    names = [name for name in got if name]
+    names = [name for name in actual if name]
     values = named_tensors(module)
     seeds = torch.from_numpy(seed_words(seed, capture.seeds).view(np.int32).copy())
     nearly = [values, *(perturbed(values, number) for number in (1, 2))]
     steps = [HostStep(module, loss_of, each, names, capture.calls) for each in nearly]
     inputs = [{**batch, "x": x} for x in _nearly(batch["x"])]
-    expected, *others = (step.run(given, seeds) for step, given in zip(steps, inputs, strict=True))
+    expected, *others = (
+        step.run(comparison, seeds) for step, comparison in zip(steps, inputs, strict=True)
+    )
     scale = max(_size(value) for value in expected[1:])
     exact: list[torch.Tensor] | None = None
-    for place, name in enumerate(["", *names]):
-        wanted = expected[place].flatten().double().numpy()
-        near = [other[place].flatten().double().numpy() for other in others]
-        floor = 1e-3 * scale if place else 0.0
-        given = (name or "the loss", got[name].astype(np.float64), wanted)
+    for index, name in enumerate(["", *names]):
+        reference = expected[index].flatten().double().numpy()
+        neighbors = [other[index].flatten().double().numpy() for other in others]
+        floor = 1e-3 * scale if index else 0.0
+        comparison = (name or "the loss", actual[name].astype(np.float64), reference)
         try:
-            _check_one(*given, near, floor)
-        except Wrong:
-            # What torch itself loses to rounding shows beside float64, if it can compute in that.
+            _check_one(*comparison, neighbors, floor)
+        except Mismatch:
+            # torch's own rounding error shows against float64, if torch can compute in that
             with contextlib.suppress(RuntimeError):
                 exact = exact or _in_float64(module, batch, names, capture, seeds)
             if exact is None:
                 raise
-            _check_one(*given, [*near, exact[place].flatten().numpy()], floor)
-        if not np.isfinite(wanted).all() and not place:
+            _check_one(*comparison, [*neighbors, exact[index].flatten().numpy()], floor)
+        if not np.isfinite(reference).all() and not index:
             return  # such a loss ends the step, whatever its gradients are
 
 
@@ -193,8 +196,8 @@ def _in_float64(
     seeds: torch.Tensor,
 ) -> list[torch.Tensor]:
     values = named_tensors(module)
-    wide = {id(value): _wide(value) for value in values.values()}
-    doubles = {name: wide[id(value)] for name, value in values.items()}
+    float64_by_id = {id(value): _wide(value) for value in values.values()}
+    doubles = {name: float64_by_id[id(value)] for name, value in values.items()}
     step = HostStep(module, loss_of, doubles, names, capture.calls)
     results = step.run({name: _wide(value) for name, value in batch.items()}, seeds)
     return [value.double() for value in results]
@@ -205,7 +208,7 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
 
 
 def _nearly(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The input, and such as differ from it in the last bits: what comes of these is no error."""
+    """Yield the input, and copies that differ in the last bits, to bound the effect of rounding."""
     yield x
     for seed in range(2):
         yield x * (1 + 3e-7 * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
@@ -216,19 +219,22 @@ def _size(value: torch.Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def _check_one(name: str, got: Any, wanted: Any, near: Sequence[Any], floor: float) -> None:
+def _check_one(
+    name: str, actual: Any, reference: Any, neighbors: Sequence[Any], floor: float
+) -> None:
     with np.errstate(all="ignore"):
-        if any((np.isfinite(one) != np.isfinite(wanted)).any() for one in near):
-            return  # torch itself is on the edge
-        spread = max(np.nanmax(np.abs(one - wanted), initial=0.0) for one in near)
-        finite = np.isfinite(wanted)
-        size = max(np.max(np.abs(wanted[finite]), initial=0.0), floor)
-        allowed = WITHIN * size + _ROUNDINGS * spread + 1e-6
-        same = not np.isfinite(got[~finite]).any()  # infinite or no number: both end the step
-        apart = np.abs(got[finite] - wanted[finite])
-    if not same or not (apart <= allowed).all():
-        raise Wrong(
-            f"{name}: torch gives {_few(wanted)}, the device {_few(got)} (allowed {allowed:.2g})"
+        if any((np.isfinite(one) != np.isfinite(reference)).any() for one in neighbors):
+            return  # torch itself is at a boundary
+        rounding_error = max(np.nanmax(np.abs(one - reference), initial=0.0) for one in neighbors)
+        finite = np.isfinite(reference)
+        size = max(np.max(np.abs(reference[finite]), initial=0.0), floor)
+        allowed = WITHIN * size + _ROUNDINGS * rounding_error + 1e-6
+        same = not np.isfinite(actual[~finite]).any()  # infinite or NaN: both end the step
+        distance = np.abs(actual[finite] - reference[finite])
+    if not same or not (distance <= allowed).all():
+        raise Mismatch(
+            f"{name}: torch gives {_few(reference)}, the device {_few(actual)} "
+            f"(allowed {allowed:.2g})"
         )
 
 
@@ -237,12 +243,12 @@ def _few(values: Any) -> str:
 
 
 def repeat(program: type[nn.Module], **options: Any) -> None:
-    """For a program's text: compare again, and say what came of it."""
+    """For a program's text: compare again, and report the result."""
     from backends.wgpu.device.adapters import adapters
 
-    present = adapters()
-    assert not isinstance(present, str), present
-    device = Device(present[0])
+    available = adapters()
+    assert not isinstance(available, str), available
+    device = Device(available[0])
     try:
         sys.stdout.write(f"{compare_class(device, program, **options)}\n")
     finally:

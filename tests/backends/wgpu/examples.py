@@ -1,4 +1,4 @@
-"""How many examples a property is tried on: few in a plain run, as many as you like in others."""
+"""How many examples a property is tried on: few by default, more on request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, settings
 _SUPPRESSED: Final = (HealthCheck.function_scoped_fixture, HealthCheck.too_slow)
 
 
-def examples(few: int) -> settings:
-    """So many in a plain run: each makes the driver compile. `SAMESTEP_EXAMPLES` says another."""
-    count = int(os.environ.get("SAMESTEP_EXAMPLES", few))
+def examples(default: int) -> settings:
+    """Limit examples by default, because each makes the driver compile. `SAMESTEP_EXAMPLES`
+    overrides this."""
+    count = int(os.environ.get("SAMESTEP_EXAMPLES", default))
     return settings(max_examples=count, suppress_health_check=_SUPPRESSED)

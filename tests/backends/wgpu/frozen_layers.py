@@ -1,4 +1,4 @@
-"""A model of frozen layers, and how much memory one takes: for a process that imports no more."""
+"""A model of frozen layers and the memory it takes, for a process that imports nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGE, DEEP = 2048, 10
 
 
 class Model(nn.Module):
-    """Frozen layers, and little that is trained."""
+    """Frozen layers, and few trained weights."""
 
     def __init__(self, width=WIDTH, layers=LAYERS):
         super().__init__()
@@ -63,12 +63,12 @@ def program_of(device, module, base_dtype, example):
 
 
 def measure(base_dtype: str) -> int:
-    """Bytes by which this process grows from a large model on the host to one on the device."""
+    """Return by how many bytes this process grows when a large model moves to a device."""
     keep_freed_memory()  # as the worker does
-    present = adapters()
-    assert not isinstance(present, str), present
-    device = Device(present[0])
-    # What is imported and kept by whatever computes first is none of the large model's.
+    available = adapters()
+    assert not isinstance(available, str), available
+    device = Device(available[0])
+    # Imports and caches of the first computation do not belong to the large model.
     for module, example in ((Model(), batch()), (Model(LARGE, DEEP), batch(LARGE))):
         with measured_growth() as growth:
             program = program_of(device, module, base_dtype, example)

@@ -1,4 +1,4 @@
-"""Runs a function of torch tensors on the device, without a training step around it."""
+"""Run a function of torch tensors on the device, without a training step around it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from backends.wgpu.program import VulkanProgram
 
 
 class Function(nn.Module):
-    """A module that is a function."""
+    """A module that wraps a function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def on_device(
     *,
     cooperative: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """What the function gives, computed there; `cooperative` as on a GPU."""
+    """Compute the function on the device; `cooperative` as on a GPU."""
     module = Function(function)
     template = Templates(cooperative=cooperative, matmul=MatmulTuner(device).shader)
     program = VulkanProgram(device, Trainable((), module, lambda m, a: m(a)), template, adds=True)
@@ -47,11 +47,11 @@ def on_device(
 def gradients_on_device(
     device: Device, function: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of the function's sum by its float tensors, computed there."""
+    """Compute on the device the gradients of the function's sum by its float tensors."""
 
-    def backward(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(x.dtype.is_floating_point) for x in given]
+            leaves = [x.detach().requires_grad_(x.dtype.is_floating_point) for x in inputs]
             return torch.autograd.grad(
                 function(*leaves).sum(), [x for x in leaves if x.requires_grad]
             )

@@ -1,4 +1,4 @@
-"""Matrix products with what they should give, for tests of the kernels."""
+"""Matrix products with their expected results, for tests of the kernels."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from backends.wgpu.shaders.matmul.shader import (
 from backends.wgpu.shaders.narrow import Narrow
 
 SMALL_TILES = Tiles(16, 32, 8, 4, 4)
-"""Quick to compile, for tests that need a card's kernels of whatever size."""
+"""Quick to compile: for tests that need a card's kernels of any size."""
 
 
 def small_tiles(problem: MatmulProblem) -> tuple[Shader, tuple[int, int, int]]:
-    """A product by them."""
+    """Compute a product with small tiles."""
     return matmul_shader(problem, SMALL_TILES)
 
 
 @dataclass
 class Product:
-    """A problem with its operands, and what it should give."""
+    """A problem with its operands, and the expected result."""
 
     problem: MatmulProblem
     bindings: list[Any]
@@ -58,17 +58,18 @@ class Product:
 
 
 def product(batch, m, k, n, *, a_turned=False, b_turned=False, offset=0, seed=0):
-    """Random operands, each either as written or with its two dimensions turned in memory.
+    """Make random operands, each either as written or with its two dimensions transposed in memory.
 
-    All terms of the first output are -0: their sum from zero is +0, and so in every kernel.
+    All terms of the first output are -0: their sum from zero is +0, so it must be +0 in every
+    kernel.
     """
     draw = np.random.default_rng(seed)
     a = draw.standard_normal((batch, m, k)).astype(np.float32)
     b = draw.standard_normal((batch, k, n)).astype(np.float32)
     a[:, 0], b[:, :, 0] = 0, -np.abs(b[:, :, 0])
     buffers = []
-    for values, turned in ((a, a_turned), (b, b_turned)):
-        laid = values.swapaxes(1, 2) if turned else values
+    for values, is_transposed in ((a, a_turned), (b, b_turned)):
+        laid = values.swapaxes(1, 2) if is_transposed else values
         buffers.append(np.concatenate([np.zeros(offset, np.float32), laid.reshape(-1)]))
     strides_a = (m * k, 1, m) if a_turned else (m * k, k, 1)
     strides_b = (k * n, 1, k) if b_turned else (k * n, n, 1)
@@ -81,22 +82,23 @@ def same_bits(one, other):
 
 
 def stored_product(storage, tokens, columns, rows, *, backward):
-    """x @ W^T forward or g @ W backward, W (rows, columns) in fewer bits; and with its values."""
+    """Make x @ W^T forward or g @ W backward, with W (rows, columns) quantized and with its
+    dequantized values."""
     draw = np.random.default_rng(3)
-    stored = quantize(draw.standard_normal((rows, columns)).astype(np.float32), storage)
-    weight = dequantize(stored)
+    quantized = quantize(draw.standard_normal((rows, columns)).astype(np.float32), storage)
+    weight = dequantize(quantized)
     k, n = (rows, columns) if backward else (columns, rows)
     x = draw.standard_normal((tokens, k)).astype(np.float32)
     b = Operand((0, columns, 1) if backward else (0, 1, columns))
     a = Operand((0, k, 1))
     expected = x.astype(np.float64) @ (weight if backward else weight.T)
-    narrow = MatmulProblem(1, tokens, k, n, a, b, Narrow.of(stored))
+    narrow = MatmulProblem(1, tokens, k, n, a, b, Narrow.of(quantized))
     wide = MatmulProblem(1, tokens, k, n, a, b)
-    return Product(narrow, [x, stored.packed()], expected), Product(wide, [x, weight], expected)
+    return Product(narrow, [x, quantized.packed()], expected), Product(wide, [x, weight], expected)
 
 
 _CARD = MatmulTraits(workgroup_bytes=2**15, invocations=1024)
 TILES = tuple(
     choice for choice in candidates(product(1, 1, 1, 1).problem, _CARD) if isinstance(choice, Tiles)
 )
-"""All that a card may be given."""
+"""All kernels that a card may use."""

@@ -1,8 +1,8 @@
-"""Random small torch modules, as the text of a Python file that repeats what was found.
+"""Random small torch modules, as the text of a Python file that reproduces a finding.
 
-A program grows one line at a time. Each line is an operator of `operators.txt` on values that are
-there; it is run at once, on real tensors, so that a program is one that torch takes, and every
-shape is known without a rule for it here.
+A program grows one line at a time. Each line is an operator of `operators.txt` on existing values.
+It runs at once on real tensors, so torch accepts every program, and every shape is known without a
+rule for it here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WHOLE: Final = {torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8}
 
 
 def _sections(text: str) -> Iterator[list[str]]:
-    """The operators of each section, as often as it says."""
+    """Return the operators of each section, repeated by their frequency."""
     for section in text.split("\n[")[1:]:
         head, *lines = section.splitlines()
         times = int(head.rstrip("]").rpartition(":")[2])
@@ -41,11 +41,11 @@ class Text:
     Attributes:
         init: Lines that make its parts.
         forward: Lines that compute.
-        results: Names of what it gives.
-        shape: Of the input x, n and b.
-        seed: Of weights and data.
-        layers: How often it is repeated, as layers of a model; 0 for a model of its own.
-        special: A value that stands in the data once; None for none.
+        results: Names of its results.
+        shape: Shape of the inputs x, n and b.
+        seed: Seed of weights and data.
+        layers: How often it is repeated, as layers of a model; 0 for a single module.
+        special: A value that occurs once in the data; None for none.
     """
 
     init: tuple[str, ...]
@@ -57,7 +57,7 @@ class Text:
     special: str = ""
 
     def module(self) -> str:
-        """The class, as text."""
+        """Return the source of the class."""
         lines = ["class Program(nn.Module):", "    def __init__(self, number=0):"]
         lines += ["        super().__init__()", "        self.number = self.layer_idx = number"]
         lines += [f"        {line}" for line in self.init]
@@ -75,7 +75,7 @@ class Text:
 
 
 def make(text: str) -> type[torch.nn.Module]:
-    """The class that a program's text defines."""
+    """Return the class that a program's text defines."""
     names: dict[str, Any] = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional}
     exec(text, names)
     module_type: type[torch.nn.Module] = names["Program"]
@@ -84,7 +84,7 @@ def make(text: str) -> type[torch.nn.Module]:
 
 @dataclass(slots=True)
 class _Growing:
-    """Values that are there so far."""
+    """Values that exist so far."""
 
     module: Any
     names: dict[str, Any]
@@ -101,8 +101,8 @@ class _Growing:
         value: torch.Tensor = eval(name, self.names)
         return value
 
-    def run(self, line: str, to: list[str]) -> bool:
-        """Whether torch takes the line; then it is part of the program."""
+    def run(self, line: str, lines: list[str]) -> bool:
+        """Add the line to the program if torch accepts it; return whether it does."""
         before = dict(self.names)
         try:
             with warnings.catch_warnings():
@@ -112,7 +112,7 @@ class _Growing:
             self.names.clear()
             self.names.update(before)
             return False
-        to.append(line)
+        lines.append(line)
         return True
 
 
@@ -143,14 +143,14 @@ def _hole(  # noqa: PLR0917
         return first
     if kind == "g":
         floats = growing.of({torch.float32})
-        fitting = [x for x in floats if _goes_with(growing.tensor(x), like)]
-        return draw(st.sampled_from(fitting or floats))
+        candidates = [x for x in floats if _goes_with(growing.tensor(x), like)]
+        return draw(st.sampled_from(candidates or floats))
     if kind in "nb":
-        there = growing.of(_WHOLE if kind == "n" else {torch.bool})
-        fitting = [x for x in there if _goes_with(growing.tensor(x), like)]
-        if not there:
+        existing = growing.of(_WHOLE if kind == "n" else {torch.bool})
+        candidates = [x for x in existing if _goes_with(growing.tensor(x), like)]
+        if not existing:
             raise LookupError
-        return draw(st.sampled_from(fitting or there))
+        return draw(st.sampled_from(candidates or existing))
     if kind in "de":
         return draw(st.integers(-size, size - 1))
     if kind == "w":
@@ -159,7 +159,7 @@ def _hole(  # noqa: PLR0917
         return like.shape[0] if like.dim() else 1
     if kind == "r":
         return _reshaped(draw, like.numel())
-    if kind in "hi":  # of the second dimension, and of the last but one
+    if kind in "hi":  # the second dimension, or the last but one
         return like.shape[1 if kind == "h" else -2]
     simple: dict[str, Any] = {
         "k": st.integers(1, 3),
@@ -187,7 +187,7 @@ def _reshaped(draw: Any, elements: int) -> tuple[int, ...]:
 
 
 def _called(draw: Any, name: str, part: str, like: str, growing: _Growing) -> str | None:
-    """How a part is used."""
+    """Draw a use of a part."""
     if part.startswith("nn.Embedding"):
         numbers = growing.of({torch.int64})
         if not numbers:
@@ -197,12 +197,12 @@ def _called(draw: Any, name: str, part: str, like: str, growing: _Growing) -> st
         return f"{name}({like}, {like}, {like})[0]"
     if part.startswith("nn.Bilinear"):
         return f"{name}({like}, {like})"
-    more = "[0]" if part.startswith(("nn.LSTM", "nn.GRU", "nn.RNN(")) else ""
-    return f"{name}({like}){more}"
+    selector = "[0]" if part.startswith(("nn.LSTM", "nn.GRU", "nn.RNN(")) else ""
+    return f"{name}({like}){selector}"
 
 
 def _grow(draw: Any, growing: _Growing, number: int) -> None:
-    """One line, or none if torch does not take what was drawn."""
+    """Draw one line; return none if torch rejects it."""
     group = draw(st.sampled_from(_CHOICES))
     template = draw(st.sampled_from(group))
     new = f"v{number}"
@@ -221,10 +221,10 @@ def _grow(draw: Any, growing: _Growing, number: int) -> None:
             growing.init.pop()
             delattr(growing.module, f"m{number}")
     elif "{v}" in template:
-        changed = line.split(".", 1)[0].split("[", 1)[0]
-        if changed[0] != "v" or draw(st.booleans()):
-            growing.run(f"{new} = {changed} * 1", growing.forward)
-            line = re.sub(rf"\b{changed}\b", new, line, count=1)
+        target = line.split(".", 1)[0].split("[", 1)[0]
+        if target[0] != "v" or draw(st.booleans()):
+            growing.run(f"{new} = {target} * 1", growing.forward)
+            line = re.sub(rf"\b{target}\b", new, line, count=1)
         growing.run(line, growing.forward)
     else:
         growing.run(f"{new} = {line}", growing.forward)
@@ -237,7 +237,7 @@ def _grow(draw: Any, growing: _Growing, number: int) -> None:
 
 
 def data_of(shape: tuple[int, ...], seed: int, special: str = "") -> dict[str, torch.Tensor]:
-    """A microbatch: floats, small whole numbers, truth values."""
+    """Draw a microbatch: floats, small integers, booleans."""
     draws = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=draws) * 1.5
     if special:
@@ -248,7 +248,7 @@ def data_of(shape: tuple[int, ...], seed: int, special: str = "") -> dict[str, t
 
 @st.composite
 def programs(draw: Any, most_lines: int = 8) -> Text:
-    """A program that torch takes, forward."""
+    """Draw a program whose forward torch accepts."""
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     seed = draw(st.integers(0, 9999))
     layers = draw(st.sampled_from((0, 0, 0, 0, 3)))
@@ -276,7 +276,7 @@ def programs(draw: Any, most_lines: int = 8) -> Text:
 
 
 def shrunk(text: Text, still: Callable[[Text], bool]) -> Text:
-    """With as few results and lines as it takes for `still` to hold."""
+    """Remove results and lines as long as `still` holds."""
     for smaller in _smaller(text):
         if still(smaller):
             return shrunk(smaller, still)

@@ -1,4 +1,4 @@
-"""Small models of transformers, and what their gradients are on torch's CPU."""
+"""Small transformers models, and their gradients on torch's CPU."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def bert(dropout: float = 0.0, **changes: Any) -> nn.Module:
 
 
 class Mixer(nn.Module):
-    """Products, batched ones too, a norm, dropout, and a gather whose gradient is a scatter."""
+    """Products, also batched, a norm, dropout, and a gather whose gradient is a scatter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def mixer_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
 
 
 def mixed(samples: int = SAMPLES, length: int = 5, seed: int = 0) -> Batch:
-    """Numbers for a `Mixer`, and what its results are weighed with."""
+    """Make inputs for a `Mixer`, and weights for its results."""
     draws = np.random.default_rng(seed)
     numbers = draws.integers(0, 7, (samples, length))
     weights = draws.normal(size=(samples, length, length)).astype(np.float32)
@@ -119,7 +119,7 @@ def class_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
 
 
 def text(samples: int = SAMPLES, length: int = LENGTH, seed: int = 0) -> Batch:
-    """Running text; what pads the last sample is not predicted."""
+    """Running text; padding of the last sample is not predicted."""
     ids = np.random.default_rng(seed).integers(0, TOKENS, (samples, length))
     labels = np.roll(ids, -1, 1)
     labels[-1, length // 2 :] = -100
@@ -127,7 +127,7 @@ def text(samples: int = SAMPLES, length: int = LENGTH, seed: int = 0) -> Batch:
 
 
 def labeled(samples: int = SAMPLES, length: int = LENGTH, seed: int = 0) -> Batch:
-    """Padded texts with a class each."""
+    """Padded texts with one class each."""
     draws = np.random.default_rng(seed)
     mask = (np.arange(length) < draws.integers(4, length, (samples, 1))).astype(np.int64)
     ids = draws.integers(1, TOKENS, (samples, length)) * mask
@@ -136,12 +136,12 @@ def labeled(samples: int = SAMPLES, length: int = LENGTH, seed: int = 0) -> Batc
 
 
 def trainable(module: nn.Module, loss: Any, **changes: Any) -> Trainable:
-    """With frozen tensors of its own, for a device takes those; trained ones are the module's."""
+    """Copy frozen tensors, because a device takes them over; trained tensors are the module's."""
     trained = {
         id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad
     }
-    copied = copy.deepcopy(module, trained)
-    return Trainable(cut_into_blocks(copied), copied, loss, **changes)
+    module_copy = copy.deepcopy(module, trained)
+    return Trainable(cut_into_blocks(module_copy), module_copy, loss, **changes)
 
 
 def gradients(program: Program, batch: Batch, seed: int = 0) -> dict[int, Array]:
@@ -150,28 +150,29 @@ def gradients(program: Program, batch: Batch, seed: int = 0) -> dict[int, Array]
 
 
 def on_cpu(module: nn.Module, blocks: tuple[Block, ...], loss: Any, batch: Batch) -> dict[str, Any]:
-    """Gradients by name, without dropout's draws if it has none."""
+    """Return gradients by name, without dropout's draws if it has none."""
     module.train()
     module.zero_grad()
     loss(module, {name: torch.tensor(array) for name, array in batch.arrays.items()}).backward()
-    named = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     gradients = {}
     for tensor in (tensor for block in blocks for tensor in block.tensors):
-        gradient = named[tensor.name].grad
+        gradient = parameters[tensor.name].grad
         gradients[tensor.name] = torch.zeros(tensor.shape) if gradient is None else gradient.clone()
     module.zero_grad()
     return gradients
 
 
 def assert_like_the_cpu(
-    module: nn.Module, blocks: tuple[Block, ...], loss: Any, batch: Batch, got: dict[int, Array]
+    module: nn.Module, blocks: tuple[Block, ...], loss: Any, batch: Batch, actual: dict[int, Array]
 ) -> None:
-    """Within 1e-5 of the norm; what is zero in exact arithmetic, within rounding of zero."""
+    """Compare within 1e-5 of the norm; values that are zero in exact arithmetic, within rounding of
+    zero."""
     expected = on_cpu(module, blocks, loss, batch)
     floor = 1e-7 * max(float(value.norm()) for value in expected.values())
     for number, block in enumerate(blocks):
-        for tensor, place in block.slices():
-            value = torch.from_numpy(got[number][place].reshape(tensor.shape))
+        for tensor, elements in block.slices():
+            value = torch.from_numpy(actual[number][elements].reshape(tensor.shape))
             distance = float((value - expected[tensor.name]).norm())
             allowed = max(1e-5 * float(expected[tensor.name].norm()), floor)
             assert distance <= allowed, (tensor.name, distance, allowed)

@@ -1,4 +1,4 @@
-"""A process that its library ends: one line and an exit code all the same."""
+"""A process that a library aborts still prints one line and exits with its code."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ on_abort(lambda: print("so it ends", file=sys.stderr, flush=True), 7)
         "threading.Thread(target=ctypes.CDLL(None).abort).start(); threading.Event().wait()",
     ],
 )
-def test_whoever_aborts_the_last_words_are_said(end):
-    ended = subprocess.run(
+def test_abort_prints_one_line(end):
+    completed = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(end=end)],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert (ended.returncode, ended.stderr) == (7, "so it ends\n")
+    assert (completed.returncode, completed.stderr) == (7, "so it ends\n")

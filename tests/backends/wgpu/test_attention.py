@@ -1,4 +1,4 @@
-"""Attention in one piece against torch on the CPU: masks, grouped heads, whole models, memory."""
+"""Fused attention against torch on the CPU: masks, grouped heads, whole models, memory."""
 
 from __future__ import annotations
 
@@ -58,27 +58,27 @@ def fused(sizes: AttentionSizes) -> bool:
 
 def with_gradients(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tangent: torch.Tensor,
-    mask: torch.Tensor | None = None, **words: Any,
+    mask: torch.Tensor | None = None, **keywords: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     with torch.enable_grad():
         q, k, v = leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        result = functional.scaled_dot_product_attention(q, k, v, mask, **words)
+        result = functional.scaled_dot_product_attention(q, k, v, mask, **keywords)
         return result.detach(), *torch.autograd.grad((result * tangent).sum(), leaves)
 
 
-def agree(device: Any, *tensors: torch.Tensor, cooperative: bool = True, **words: Any) -> None:
-    """Output and gradients are those of torch."""
+def agree(device: Any, *tensors: torch.Tensor, cooperative: bool = True, **keywords: Any) -> None:
+    """Compare output and gradients with torch."""
 
-    def function(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return with_gradients(*given, **words)
+    def function(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return with_gradients(*inputs, **keywords)
 
-    # Torch's quick kernel on the CPU loses the sum of a row whose scores are all the lowest float.
+    # Torch's CPU flash kernel loses the sum of a row whose scores are all the lowest float.
     with sdpa_kernel(SDPBackend.MATH):
         expected = function(*tensors)
-    got = on_device(device, function, tensors, cooperative=cooperative)
-    for one, wanted in zip(got, expected, strict=True):
-        assert one.shape == wanted.shape
-        assert float((one - wanted).norm()) <= WITHIN * max(float(wanted.norm()), 1e-3)
+    actual = on_device(device, function, tensors, cooperative=cooperative)
+    for one, reference in zip(actual, expected, strict=True):
+        assert one.shape == reference.shape
+        assert float((one - reference).norm()) <= WITHIN * max(float(reference.norm()), 1e-3)
 
 
 @pytest.mark.parametrize("cooperative", [True, False], ids=["fused", "written out"])
@@ -91,8 +91,8 @@ def agree(device: Any, *tensors: torch.Tensor, cooperative: bool = True, **words
     lead=st.integers(0, 2),
 )
 def test_any_shape_and_mask(device, cooperative, heads, sizes, kind, thin, lead):  # noqa: PLR0917
-    """Single rows, parts of tiles, more queries than keys, heads that share keys; a mask for all
-    or some of the batch, heads, queries and keys."""
+    """Single rows, partial tiles, more queries than keys, shared key heads; a mask for all or some
+    of the batch, heads, queries and keys."""
     batch, groups, shared = heads
     queries, keys, size = sizes
     operands = [
@@ -102,8 +102,8 @@ def test_any_shape_and_mask(device, cooperative, heads, sizes, kind, thin, lead)
         drawn(batch, groups * shared, queries, size, seed=3),
     ]
     if kind in {"truth", "added"}:
-        whole = (batch, groups * shared, queries, keys)
-        shape = [1 if one else size for one, size in zip(thin, whole, strict=True)][lead:]
+        full_shape = (batch, groups * shared, queries, keys)
+        shape = [1 if one else size for one, size in zip(thin, full_shape, strict=True)][lead:]
         mask = drawn(*shape, seed=4)
         operands.append(mask > -0.5 if kind == "truth" else mask)
     words = {"is_causal": kind == "causal", "enable_gqa": shared > 1}
@@ -112,8 +112,9 @@ def test_any_shape_and_mask(device, cooperative, heads, sizes, kind, thin, lead)
 
 @pytest.mark.parametrize("cooperative", [True, False], ids=["fused", "written out"])
 @pytest.mark.parametrize("hide", ["truth", "minus infinity", "lowest"])
-def test_rows_and_tiles_that_are_masked_as_a_whole(device, cooperative, hide):
-    """A window. Zeros where nothing may be seen, the mean where all is equally unlikely."""
+def test_fully_masked_rows_and_tiles(device, cooperative, hide):
+    """A window mask. Zeros where nothing is visible, the mean where all scores are the lowest
+    float."""
     visible = torch.ones(2, 1, 70, 100, dtype=torch.bool).tril(2).triu(-5)
     visible[1, 0, :3] = False
     fill = -math.inf if hide == "minus infinity" else torch.finfo(torch.float32).min
@@ -125,38 +126,41 @@ def test_rows_and_tiles_that_are_masked_as_a_whole(device, cooperative, hide):
 
 
 @pytest.mark.parametrize(
-    "which",
+    "case",
     [
         pytest.param(slice(1), id="cut out of one"),
         pytest.param(slice(1, None), id="odd", marks=pytest.mark.slow),
     ],
 )
-def test_operands_are_read_where_they_lie(device, which):
-    """Heads cut out of one projection, as vectors of four or not; masks by head, row or key."""
+def test_operands_are_read_in_place(device, case):
+    """Heads cut out of one projection, in aligned vectors of four or not; masks by head, row or
+    key."""
     q, k, v = drawn(2, 40, 3, 3, 16).unbind(2)  # (2, 40, 3, 16) each
     tangent = drawn(2, 3, 40, 16, seed=1)
-    wide = drawn(2, 3, 40, 19, seed=2)
+    padded_heads = drawn(2, 3, 40, 19, seed=2)
 
-    def function(packed: torch.Tensor, tangent: torch.Tensor, wide: torch.Tensor) -> Any:
+    def function(packed: torch.Tensor, tangent: torch.Tensor, padded_heads: torch.Tensor) -> Any:
         q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
-        odd = wide[..., 3:]
-        ways: list[Callable[[], Any]] = [
-            lambda: with_gradients(q, k, v, tangent, odd[..., :1] > 0),
+        odd_heads = padded_heads[..., 3:]
+        cases: list[Callable[[], Any]] = [
+            lambda: with_gradients(q, k, v, tangent, odd_heads[..., :1] > 0),
             lambda: with_gradients(
-                odd, k.mT.contiguous().mT, v, tangent, (wide[:1, :, :1, :1] * 2)
+                odd_heads, k.mT.contiguous().mT, v, tangent, (padded_heads[:1, :, :1, :1] * 2)
             ),
-            lambda: with_gradients(q, odd, v, tangent, odd[0, 0] @ odd[0, 0].T > 0, scale=0.5),
+            lambda: with_gradients(
+                q, odd_heads, v, tangent, odd_heads[0, 0] @ odd_heads[0, 0].T > 0, scale=0.5
+            ),
         ]
-        return tuple(each for way in ways[which] for each in way())
+        return tuple(each for case_inputs in cases[case] for each in case_inputs())
 
-    tensors = (torch.stack([q, k, v], 2), tangent, wide)
-    got = on_device(device, function, tensors, cooperative=True)
-    for one, wanted in zip(got, function(*tensors), strict=True):
-        assert float((one - wanted).norm()) <= WITHIN * max(float(wanted.norm()), 1e-3)
+    tensors = (torch.stack([q, k, v], 2), tangent, padded_heads)
+    actual = on_device(device, function, tensors, cooperative=True)
+    for one, expected in zip(actual, function(*tensors), strict=True):
+        assert float((one - expected).norm()) <= WITHIN * max(float(expected.norm()), 1e-3)
 
 
 @pytest.mark.slow
-def test_large_heads_and_maxima_that_grow_with_every_tile(device):
+def test_large_heads_with_maxima_that_grow_by_tile(device):
     key = drawn(1, 1, 150, 128) + torch.linspace(0, 3, 150)[:, None]
     query = drawn(1, 2, 10, 128, seed=1).abs()
     value, tangent = drawn(1, 1, 150, 128, seed=2), drawn(1, 2, 10, 128, seed=3)
@@ -179,8 +183,8 @@ def targets(capture: Capture) -> set[Any]:
         ({"learned": True}, False),
     ],
 )
-def test_what_has_no_kernels_is_written_out(change, one_piece):
-    """Dropped weights, odd or large heads, no batch, a mask that is learned."""
+def test_unsupported_attention_is_not_fused(change, one_piece):
+    """Dropped weights, odd or large heads, no batch, a learned mask."""
     change = dict(change)
     shape = (2, 3, 5, change.pop("size", 8))[-change.pop("dims", 4) :]
     learned = change.pop("learned", False)
@@ -195,7 +199,7 @@ def test_what_has_no_kernels_is_written_out(change, one_piece):
     assert (ATTENTION in operators) == one_piece
 
 
-def test_a_model_with_its_own_formula_keeps_it():
+def test_custom_attention_formula_is_kept():
     """Gemma 2 caps its scores."""
     config = transformers.Gemma2Config(
         vocab_size=TOKENS, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -210,7 +214,7 @@ def test_a_model_with_its_own_formula_keeps_it():
 
 
 def padded_loss(module: nn.Module, arrays: Any) -> torch.Tensor:
-    """Of texts whose ends are padding, told by a mask."""
+    """Texts with padded ends, which a mask hides."""
     logits = module(
         input_ids=arrays["input_ids"], attention_mask=(arrays["labels"] >= 0).long()
     ).logits
@@ -226,25 +230,25 @@ MODELS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_compute_attention_in_one_piece(name):
-    make, implementation, loss, batch = MODELS[name]
-    assert_in_one_piece(make(attn_implementation=implementation), loss, batch())
+def test_models_use_fused_attention(name):
+    make_model, implementation, loss, batch = MODELS[name]
+    assert_fused(make_model(attn_implementation=implementation), loss, batch())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_such_models_have_the_gradients_of_the_cpu(device, name):
-    make, implementation, loss, batch = MODELS[name]
-    module = make(attn_implementation=implementation)
+def test_fused_models_equal_the_cpu(device, name):
+    make_model, implementation, loss, batch = MODELS[name]
+    module = make_model(attn_implementation=implementation)
     job = trainable(module, loss)
-    program, found = trained(device, job, batch())
-    assert_like_the_cpu(module, job.blocks, loss, batch(), found)
-    again = gradients(program, batch(), seed=5)
+    program, trained_gradients = trained(device, job, batch())
+    assert_like_the_cpu(module, job.blocks, loss, batch(), trained_gradients)
+    repeat = gradients(program, batch(), seed=5)
     program.close()
-    assert all(found[n].tobytes() == again[n].tobytes() for n in found)
+    assert all(trained_gradients[n].tobytes() == repeat[n].tobytes() for n in trained_gradients)
 
 
-def assert_in_one_piece(module: nn.Module, loss: Any, batch: Batch) -> None:
+def assert_fused(module: nn.Module, loss: Any, batch: Batch) -> None:
     arrays = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
     names = [name for name, tensor in module.named_parameters() if tensor.requires_grad]
     operators = targets(capture_step(module, loss, names, arrays, fused))
@@ -265,16 +269,18 @@ def test_checkpointing_computes_the_same_bits(device):
     results = []
     for checkpoint in (False, True):
         module = llama(attn_implementation="sdpa")
-        assert_in_one_piece(module, next_token_loss, text())
+        assert_fused(module, next_token_loss, text())
         if checkpoint:
             module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         job = trainable(module, next_token_loss)
-        program, got = trained(device, job, text())
-        results.append(got)
+        program, actual = trained(device, job, text())
+        results.append(actual)
         program.close()
     assert_like_the_cpu(module, job.blocks, next_token_loss, text(), results[0])
-    plain, checkpointed = results
-    assert all(plain[n].tobytes() == checkpointed[n].tobytes() for n in plain)
+    without_checkpoints, checkpointed = results
+    assert all(
+        without_checkpoints[n].tobytes() == checkpointed[n].tobytes() for n in without_checkpoints
+    )
 
 
 def step_bytes(length: int, *, cooperative: bool) -> int:
@@ -289,8 +295,8 @@ def step_bytes(length: int, *, cooperative: bool) -> int:
     base = BaseLayout(module, "float32")
     plan = lowered_plan(capture, base, constants, templates, [[*range(1 + len(names))]])
     sizes = {name: 4 * t.numel() for name, t in [*module.named_parameters(), *constants.items()]}
-    needed = estimate(plan, sizes)
-    return needed.activations + needed.transfers
+    memory = estimate(plan, sizes)
+    return memory.activations + memory.transfers
 
 
 @pytest.mark.parametrize("length", [512, pytest.param(2048, marks=pytest.mark.slow)])
@@ -300,7 +306,7 @@ def test_memory_grows_with_the_length_but_for_one_mask(length):
     assert step_bytes(length, cooperative=False) > 16 * mask, "four layers' scores of four heads"
 
 
-def test_where_it_pays():
+def test_fusing_threshold():
     long = AttentionSizes(2, 16, 4, 2048, 2048, 64)
     assert should_fuse(AttentionSizes(1, 1, 1, 1, 1, 4), cooperative=True)
     assert not should_fuse(AttentionSizes(8, 16, 4, 512, 512, 64), cooperative=False)

@@ -1,4 +1,4 @@
-"""Attention's kernels as each layout of workgroup memory has them."""
+"""Attention kernels in each layout of workgroup memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from backends.wgpu.shaders.attention.problem import AttentionSizes
 from backends.wgpu.shaders.attention.tiles import attention_shader
 from benchmarks.shader_counts import counts_of
 from tests.backends.wgpu.attention_kernels import PARTS, Operands, nbytes_of, problem_of
-from tests.backends.wgpu.checked_indices import assert_right_accesses
+from tests.backends.wgpu.checked_indices import assert_valid_accesses
 
 LEAST, USUAL = 16_384, 32_768
 BARRIER = "workgroupBarrier();"
 
-# Single ones, parts of tiles and of vectors, heads that share keys, vectors in two parts.
+# Single rows, partial tiles and vectors, shared key heads, vectors in two parts.
 QUICK = (AttentionSizes(2, 2, 2, 33, 70, 20), "truth", False, USUAL)
 SIZES = [
     (AttentionSizes(1, 2, 1, 1, 1, 4), "", False),
@@ -35,15 +35,17 @@ CASES = [(*each, workgroup_bytes) for each in SIZES for workgroup_bytes in (LEAS
     ("sizes", "mask", "causal", "workgroup_bytes"),
     [pytest.param(*each, marks=() if each == QUICK else pytest.mark.slow) for each in CASES],
 )
-def test_they_agree_with_float64_in_every_layout(device, sizes, mask, causal, workgroup_bytes):
+def test_kernels_equal_float64_in_every_layout(device, sizes, mask, causal, workgroup_bytes):
     operands = Operands.drawn(sizes, mask, causal=causal)
-    for one, wanted in zip(operands.on(device, workgroup_bytes), operands.expected(), strict=True):
-        assert float((one - wanted).norm()) <= 3e-6 * max(float(wanted.norm()), 1e-3)
+    for one, expected in zip(
+        operands.on(device, workgroup_bytes), operands.expected(), strict=True
+    ):
+        assert float((one - expected).norm()) <= 3e-6 * max(float(expected.norm()), 1e-3)
 
 
 @pytest.mark.slow
-def test_layouts_decide_no_bit(device):
-    """Vectors whole or in parts, tiles with arrays of their own or in turns."""
+def test_layouts_do_not_change_bits(device):
+    """Vectors whole or in parts; tiles in their own arrays or in a reused one."""
     operands = Operands.drawn(AttentionSizes(1, 2, 1, 45, 70, 32), "truth", causal=True)
     least, usual = (operands.on(device, nbytes) for nbytes in (LEAST, USUAL))
     assert all(one.numpy().tobytes() == other.numpy().tobytes()
@@ -60,17 +62,17 @@ def test_layouts_decide_no_bit(device):
         pytest.param(128, "truth", False, LEAST, marks=pytest.mark.slow),
     ],
 )
-def test_no_index_is_outside_and_no_access_in_a_race(part, size, mask, causal, workgroup_bytes):
+def test_no_access_is_out_of_range_or_races(part, size, mask, causal, workgroup_bytes):
     sizes = AttentionSizes(2, 2, 1, 70, 70, size)
     problem = problem_of(part, sizes, mask, causal=causal)
     shader, grid = attention_shader(problem, workgroup_bytes)
     assert shader.in_bounds
-    assert_right_accesses(shader, grid, nbytes_of(problem))
+    assert_valid_accesses(shader, grid, nbytes_of(problem))
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("size", [32, pytest.param(128, marks=pytest.mark.slow)])
-def test_workgroup_memory_serves_nothing_twice(part, size):
+def test_workgroup_memory_has_no_overlap(part, size):
     problem = problem_of(part, AttentionSizes(1, 1, 1, 128, 128, size), "truth")
     for workgroup_bytes in (LEAST, USUAL):
         counts = counts_of(*attention_shader(problem, workgroup_bytes))
@@ -88,22 +90,22 @@ def test_layouts_fit(part, size, workgroup_bytes):
         assert sum(4 * layout.fours(part) for part in layout.parts) == size
 
 
-# With 32 KiB, of a block of 32 columns and 64 rows. In parts of 32 elements, brought when they are
-# wanted, there were 5, 6 and 8 for 32 rows of 32 elements, and 9, 12 and 16 of 64.
+# With 32 KiB: a block of 32 columns and 64 rows. In parts of 32 elements, loaded on demand, there
+# were 5, 6 and 8 barriers for 32 rows of 32 elements, and 9, 12 and 16 of 64.
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize(("size", "most"), [(32, (3, 3, 5)), (64, (4, 6, 8)), (128, (8, 12, 16))])
-def test_few_barriers_stand_in_a_block(part, size, most):
+@pytest.mark.parametrize(("size", "limit"), [(32, (3, 3, 5)), (64, (4, 6, 8)), (128, (8, 12, 16))])
+def test_barriers_per_block(part, size, limit):
     shader, _ = attention_shader(problem_of(part, AttentionSizes(1, 1, 1, 64, 64, size)), USUAL)
     _, _, walk = shader.source.partition("for (var first_column")
     walk, _, _ = walk.partition("let share0")
-    assert walk.count(BARRIER) <= most[PARTS.index(part)]
+    assert walk.count(BARRIER) <= limit[PARTS.index(part)]
 
 
 def barriers(steps: Steps) -> list[int]:
-    return [at for at, line in enumerate(steps.lines) if line == BARRIER]
+    return [offset for offset, line in enumerate(steps.lines) if line == BARRIER]
 
 
-def test_a_barrier_stands_before_what_was_written_is_read_and_what_was_read_is_written():
+def test_barrier_separates_writes_from_reads():
     steps = Steps()
     steps.add(["a = 1"], writes=["a"])
     steps.add(["b = 1"], writes=["b"])
@@ -113,7 +115,7 @@ def test_a_barrier_stands_before_what_was_written_is_read_and_what_was_read_is_w
     assert steps.lines == ["a = 1", "b = 1", BARRIER, "x = a", "x = b", BARRIER, "b = 2"]
 
 
-def test_a_loops_round_waits_for_the_one_before():
+def test_loop_iteration_waits_for_the_previous():
     steps = Steps()
     steps.add(["c = 1"], writes=["c"])
 
@@ -124,11 +126,11 @@ def test_a_loops_round_waits_for_the_one_before():
 
     steps.loop("for {", body)
     steps.add(["a = 2"], writes=["a"])
-    inside = ["for {", BARRIER, "x = c", "a = 1", BARRIER, "x = a", "}"]
-    assert steps.lines == ["c = 1", *inside, BARRIER, "a = 2"]
+    loop_lines = ["for {", BARRIER, "x = c", "a = 1", BARRIER, "x = a", "}"]
+    assert steps.lines == ["c = 1", *loop_lines, BARRIER, "a = 2"]
 
 
-def test_what_a_choice_leaves_out_does_not_count_as_waited_for():
+def test_barrier_in_a_skipped_branch_does_not_count():
     steps = Steps()
     steps.add(["x = a"], reads=["a"])
 

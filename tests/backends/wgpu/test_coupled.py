@@ -1,4 +1,5 @@
-"""A loss over all samples of a step on a compiled device: torch's, and the same bits everywhere."""
+"""A loss over all samples of a step on a compiled device: equal to torch, and the same bits
+everywhere."""
 
 from __future__ import annotations
 
@@ -38,28 +39,28 @@ def task(loss: Any = losses, arithmetic: ArithmeticSpec = CANONICAL, **changes: 
 
 
 def vulkan() -> VulkanBackend:
-    present = adapters()
-    if isinstance(present, str):
-        pytest.skip(present)
+    available = adapters()
+    if isinstance(available, str):
+        pytest.skip(available)
     return VulkanBackend(0)
 
 
 def in_two_phases(backend: Any, job: Trainable, microbatch: int) -> Any:
-    """Embeddings, losses and gradient sums of a step, as bytes and arrays."""
+    """Return embeddings, losses and gradient sums of a step, as bytes and arrays."""
     parts = [samples(lo, lo + microbatch) for lo in range(0, SAMPLES, microbatch)]
     program: Any = backend.compile(job, parts[0])
     leaves = [(part, number) for number, part in enumerate(parts)]
     rows = np.concatenate([*program.embed(leaves)])
     step = CoupledStep(program, STEP_ID, rows.reshape(-1), [microbatch] * len(parts), 0)
-    whole = Subtree(0, len(parts))
+    root = Subtree(0, len(parts))
     sums: dict[int, Any] = {}
-    program.take_embedded()  # of the comparison with torch
-    for item in program.gradients(step.leaves(whole, leaves)):
+    program.take_embedded()  # for the comparison with torch
+    for item in program.gradients(step.leaves(root, leaves)):
         if isinstance(item, BlockGradient):
             sums[item.block] = item.values
-    unlike = step.unlike_microbatches(whole, program.take_embedded())
+    unlike = step.unlike_microbatches(root, program.take_embedded())
     assert unlike == (), "the second pass has the same bits"
-    loss = step.loss(whole, SAMPLES)
+    loss = step.loss(root, SAMPLES)
     program.close()
     return rows, loss.loss_sum, [sums[block] for block in range(len(job.blocks))]
 
@@ -71,10 +72,12 @@ def as_bytes(result: Any) -> list[bytes]:
 
 def close_to_torch(job: Trainable, result: Any) -> None:
     module: Any = job.module
-    named = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     arrays = {name: torch.tensor(values) for name, values in samples().arrays.items()}
     expected = losses(module, embed(module, arrays)).sum()
-    gradients = dict(zip(named, torch.autograd.grad(expected, [*named.values()]), strict=True))
+    gradients = dict(
+        zip(parameters, torch.autograd.grad(expected, [*parameters.values()]), strict=True)
+    )
     assert result[1] == pytest.approx(expected.item(), rel=1e-5)
     for block, sums in zip(job.blocks, result[2], strict=True):
         for tensor, part in block.slices():
@@ -90,7 +93,7 @@ def test_canonical_is_torch_over_the_whole_step():
 
 @pytest.mark.slow
 def test_canonical_has_one_set_of_bits():
-    """On the CPU with one thread and two, and on the software device; dropout draws."""
+    """On the CPU with one thread and two, and on the software device, with dropout."""
     backends = [(CpuBackend(), 1), (CpuBackend(), 2), (vulkan(), 1)]
     first, *others = (
         as_bytes(in_two_phases(backend, task(threads=threads), 8)) for backend, threads in backends
@@ -108,14 +111,14 @@ def test_a_vulkan_device_is_torch_over_the_whole_step(microbatch):
 
 
 @pytest.mark.slow
-def test_the_second_pass_says_which_microbatch_has_other_embeddings():
+def test_second_pass_names_the_microbatch_with_other_embeddings():
     parts = [samples(lo, lo + 8) for lo in range(0, SAMPLES, 8)]
     program: Any = CpuBackend().compile(task(), parts[0])
     leaves = [(part, number) for number, part in enumerate(parts)]
     rows = np.concatenate([*program.embed(leaves)])
     step = CoupledStep(program, STEP_ID, rows.reshape(-1), [8] * 4, 0)
     drawn_anew = [*leaves[:2], (parts[2], 99), leaves[3]]
-    program.take_embedded()  # of the comparison with torch
+    program.take_embedded()  # for the comparison with torch
     list(program.gradients(step.leaves(Subtree(0, 4), drawn_anew)))
     assert step.unlike_microbatches(Subtree(0, 4), program.take_embedded()) == (2,)
     program.close()
@@ -130,7 +133,7 @@ def test_the_second_pass_says_which_microbatch_has_other_embeddings():
         (lambda _, f: f["query"].sort(dim=1).values.sum(dim=1), "sort"),
     ],
 )
-def test_a_loss_that_no_device_can_compute_is_refused_before_the_run(loss, text):
+def test_unsupported_loss_is_refused_before_the_run(loss, text):
     with pytest.raises(SamestepError, match=text):
         CpuBackend().compile(task(loss), samples(0, 8))
 

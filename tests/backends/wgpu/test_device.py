@@ -1,4 +1,4 @@
-"""The device itself: what goes there and comes back, in which order, and how it fails."""
+"""The device itself: uploads, readbacks, their order, and failures."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ NUMBERS = np.arange(ELEMENTS, dtype=np.float32)
 
 
 def doubling(device, count):
-    """A chain of buffers, each twice the one before."""
+    """Build a chain of buffers, each twice the one before."""
     buffers = [device.buffer(4 * ELEMENTS) for _ in range(count + 1)]
     steps = [Dispatch(DOUBLE, (i, i + 1), (4, 1, 1), f"double {i}") for i in range(count)]
     return buffers, steps
 
 
 @pytest.mark.parametrize("elements", [1, 3, 4, 1000])
-def test_what_is_uploaded_comes_back(device, elements):
+def test_upload_round_trip(device, elements):
     buffer = device.buffer(4 * elements)
     device.upload(buffer, NUMBERS.repeat(4)[:elements])
     np.testing.assert_array_equal(device.read(buffer, 4 * elements), NUMBERS.repeat(4)[:elements])
 
 
 @pytest.mark.parametrize("nbytes", [1, 2, 6, 7])
-def test_bytes_that_fill_no_word(device, nbytes):
+def test_bytes_that_do_not_fill_a_word(device, nbytes):
     buffer = device.buffer(nbytes)
     device.upload(buffer, np.arange(nbytes, dtype=np.uint8) + 1)
     assert device.read(buffer).view(np.uint8)[: nbytes + 1].tolist() == [*range(1, nbytes + 1), 0]
@@ -51,12 +51,12 @@ def test_new_memory_is_zero(device):
     assert not device.read(device.buffer(4096)).any()
 
 
-def test_more_than_a_buffer_holds_is_refused(device):
+def test_upload_larger_than_a_buffer_is_refused(device):
     with pytest.raises(SamestepError, match="at most 16 bytes, got 20"):
         device.upload(device.buffer(16), np.zeros(5, np.float32))
 
 
-def test_a_large_upload_goes_in_parts(device, monkeypatch):
+def test_large_upload_is_split(device, monkeypatch):
     monkeypatch.setattr("backends.wgpu.device.device._UPLOAD_PART_BYTES", 1024)
     values = np.arange(1000, dtype=np.float32)
     buffer = device.buffer(values.nbytes)
@@ -64,7 +64,7 @@ def test_a_large_upload_goes_in_parts(device, monkeypatch):
     np.testing.assert_array_equal(device.read(buffer, values.nbytes), values)
 
 
-def test_dispatches_run_in_order_and_parts_come_back(device):
+def test_dispatches_run_in_order_with_partial_readback(device):
     buffers, steps = doubling(device, 5)
     device.upload(buffers[0], NUMBERS)
     copies = [Copy(buffers[5], 16, 64), Copy(buffers[1], 8), Copy(buffers[3], 4, 4)]
@@ -73,7 +73,7 @@ def test_dispatches_run_in_order_and_parts_come_back(device):
 
 
 def test_submissions_and_uploads_keep_their_order(device):
-    """Each run reads what was uploaded before it, also while earlier ones still run."""
+    """Each run reads the latest upload, even while earlier ones still run."""
     buffers, steps = doubling(device, 3)
     prepared = device.prepare(steps, buffers)
     readbacks = []
@@ -84,7 +84,7 @@ def test_submissions_and_uploads_keep_their_order(device):
         np.testing.assert_array_equal(readback.result()[0], NUMBERS * factor * 8)
 
 
-def test_what_went_over_the_bus_is_counted(own_device):
+def test_transferred_bytes_are_counted(own_device):
     buffers, steps = doubling(own_device, 2)
     own_device.upload(buffers[0], NUMBERS)
     prepared = own_device.prepare(steps, buffers)
@@ -94,7 +94,7 @@ def test_what_went_over_the_bus_is_counted(own_device):
     assert (counts.uploads, counts.submissions, counts.readbacks) == (1, 2, 1)
 
 
-def test_a_lost_device_is_one_clear_error_wherever_it_shows(own_device, capfd):
+def test_lost_device_is_one_clear_error_everywhere(own_device, capfd):
     buffers, steps = doubling(own_device, 2)
     prepared = own_device.prepare(steps, buffers)
     own_device._device.destroy()
@@ -106,9 +106,9 @@ def test_a_lost_device_is_one_clear_error_wherever_it_shows(own_device, capfd):
         lambda: own_device.read(buffers[0]),
     ]
     for attempt in attempts:
-        with pytest.raises(DeviceError, match="failed: ") as caught:
+        with pytest.raises(DeviceError, match="failed: ") as error:
             attempt()
-        assert caught.value.exit_code == ExitCode.FAILED
+        assert error.value.exit_code == ExitCode.FAILED
     assert capfd.readouterr().err == "", "the error says it"
 
 
@@ -117,13 +117,13 @@ def test_memory_that_is_missing_is_one_clear_error(device):
         device.buffer(device.limits["max-buffer-size"] + 16)
 
 
-def test_a_shader_that_is_wrong_is_our_own_bug(device):
-    with pytest.raises(Exception, match="Shader") as caught:
+def test_invalid_shader_is_an_internal_error(device):
+    with pytest.raises(Exception, match="Shader") as error:
         device.prepare([Dispatch(Shader("fn main( {", 0), (), (1, 1, 1), "broken")], [])
-    assert not isinstance(caught.value, SamestepError)
+    assert not isinstance(error.value, SamestepError)
 
 
-def test_additions_are_probed_with_cases_that_would_show_a_difference(device):
+def test_addition_probe_detects_differences(device):
     a, b = hard_cases()
     tiny = np.finfo(np.float32).tiny
     with np.errstate(all="ignore"):

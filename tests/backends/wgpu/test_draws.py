@@ -1,4 +1,4 @@
-"""What is random in a model: drawn by the run's seed in every microbatch, or refused."""
+"""Random draws in a model: derived from the run's seed in every microbatch, or refused."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ SHAPE = (64, 32, 8)
 
 def uniform(site: int, count: int) -> np.ndarray[Any, Any]:
     key = seed_words(0, 1)[0]
-    drawn = threefry.words((int(key[0]), int(key[1])), site, count) >> 8
-    return drawn.astype(np.float32) / np.float32(2**24)
+    bits = threefry.words((int(key[0]), int(key[1])), site, count) >> 8
+    return bits.astype(np.float32) / np.float32(2**24)
 
 
-def test_uniform_numbers_are_those_that_the_host_knows(device):
-    (got,) = on_device(device, lambda x: torch.rand(3, 5) + x, (torch.zeros(3, 5),))
-    assert got.numpy().tobytes() == uniform(0, 15).reshape(3, 5).tobytes()
+def test_uniform_numbers_equal_the_host(device):
+    (actual,) = on_device(device, lambda x: torch.rand(3, 5) + x, (torch.zeros(3, 5),))
+    assert actual.numpy().tobytes() == uniform(0, 15).reshape(3, 5).tobytes()
 
 
 def dropped(x: torch.Tensor) -> torch.Tensor:
-    """What others read is dropped too."""
+    """Applies dropout to values that others read, too."""
     functional.dropout(x, 0.2, inplace=True)
     return x
 
@@ -64,21 +64,21 @@ DISTRIBUTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, fl
 }  # fmt: skip
 
 
-def test_each_distribution_has_the_mean_and_deviation_that_it_should(device):
+def test_distributions_have_expected_mean_and_deviation(device):
     def all_(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(draw(x) for draw, _, _ in DISTRIBUTIONS.values())
 
     samples = on_device(device, all_, (torch.ones(SHAPE),))
-    for (name, (_, mean, deviation)), got in zip(DISTRIBUTIONS.items(), samples, strict=True):
+    for (name, (_, mean, deviation)), actual in zip(DISTRIBUTIONS.items(), samples, strict=True):
         error = 5 * deviation / (64 * 32) ** 0.5
-        assert abs(float(got.mean()) - mean) < error, name
-        assert float(got.std()) == pytest.approx(deviation, rel=0.1), name
+        assert abs(float(actual.mean()) - mean) < error, name
+        assert float(actual.std()) == pytest.approx(deviation, rel=0.1), name
     by_channel = samples[list(DISTRIBUTIONS).index("dropout1d")]
     assert torch.equal(by_channel, by_channel[..., :1].expand(SHAPE))
 
 
 class Composites(nn.Module):
-    """Of torch's, with draws inside."""
+    """torch's composite functions that draw inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def total(module: nn.Module, arrays: Any) -> torch.Tensor:
     return torch.stack(module(arrays["x"])).sum()
 
 
-def test_each_microbatch_has_draws_of_its_own_by_its_seed(device):
+def test_microbatch_draws_follow_its_seed(device):
     from backends.wgpu.device.matmul_tuning import MatmulTuner
     from backends.wgpu.lowering.lowering import Templates
     from backends.wgpu.program import VulkanProgram
@@ -109,19 +109,19 @@ def test_each_microbatch_has_draws_of_its_own_by_its_seed(device):
     batch = Batch({"x": x}, 4.0)
     template = Templates(cooperative=False, matmul=MatmulTuner(device).shader)
     program = VulkanProgram(device, job, template, adds=True)
-    one, two, again = (gradients(program, batch, seed) for seed in (1, 2, 1))
+    one, two, repeat = (gradients(program, batch, seed) for seed in (1, 2, 1))
     program.close()
     for number, block in enumerate(job.blocks):
-        assert one[number].tobytes() == again[number].tobytes()
-        for tensor, place in block.slices():
+        assert one[number].tobytes() == repeat[number].tobytes()
+        for tensor, elements in block.slices():
             if tensor.name.endswith("weight"):
-                assert (one[number][place] != two[number][place]).any(), tensor.name
+                assert (one[number][elements] != two[number][elements]).any(), tensor.name
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_layers_between_which_is_dropout_are_torchs_own(kind):
+def test_recurrent_layers_with_dropout_equal_torch(kind):
     class Nothing(Draws):
-        """Drops nothing."""
+        """A dropout that drops nothing."""
 
         def dropout(self, x, p=0.5, *_):
             self.sites += p == 0.5
@@ -143,8 +143,8 @@ def test_layers_between_which_is_dropout_are_torchs_own(kind):
     with Rewritten():
         output, *others = module(x)
     torch.testing.assert_close(output, expected)
-    for mine, torchs in zip(others, states, strict=True):
-        torch.testing.assert_close(mine, torchs)
+    for state, torchs in zip(others, states, strict=True):
+        torch.testing.assert_close(state, torchs)
     assert draws.sites == 2
 
 
@@ -165,17 +165,17 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_drawn_by_the_seed_is_refused(name):
-    function, why = REFUSED[name]
+def test_draws_without_the_seed_are_refused(name):
+    function, reason = REFUSED[name]
 
     def loss(module: nn.Module, arrays: Any) -> torch.Tensor:
         return (function(module(arrays["x"])) ** 2).sum()
 
-    with pytest.raises(SamestepError, match=why):
+    with pytest.raises(SamestepError, match=reason):
         capture_step(nn.Linear(4, 4), loss, ["weight"], {"x": torch.ones(4, 4)})
 
 
-def test_a_function_of_the_models_own_is_left_as_it_is():
+def test_custom_function_is_unchanged():
     captured = capture_step(
         Function(lambda x: functional.relu(x).sum()), lambda m, a: m(a["x"]), [],
         {"x": torch.ones(2)},

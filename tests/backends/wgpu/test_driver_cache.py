@@ -1,4 +1,4 @@
-"""The second start is warm: drivers keep compiled shaders in a directory of the user's."""
+"""Drivers cache compiled shaders in a user directory, so the second start is warm."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ COMPUTES = (
 )
 
 
-def kept_after_a_start(cache: Path, **more: str) -> dict[str, tuple[int, int]]:
-    """Sizes and times of all that lies in the user's cache once a process has computed."""
+def cache_files_after_a_start(cache: Path, **overrides: str) -> dict[str, tuple[int, int]]:
+    """Return sizes and times of all files in the user's cache after a process has computed."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MESA_")}
-    environment |= {"HOME": str(cache / "home"), "XDG_CACHE_HOME": str(cache), **more}
+    environment |= {"HOME": str(cache / "home"), "XDG_CACHE_HOME": str(cache), **overrides}
     subprocess.run([sys.executable, "-c", COMPUTES], cwd=ROOT, env=environment, check=True)
     return {
         str(file.relative_to(cache)): (file.stat().st_size, file.stat().st_mtime_ns)
@@ -32,31 +32,31 @@ def kept_after_a_start(cache: Path, **more: str) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.slow
 def test_the_second_start_compiles_nothing(tmp_path):
-    present = adapters()
-    if isinstance(present, str):
-        pytest.skip(present)
-    if not present[0].software:
+    available = adapters()
+    if isinstance(available, str):
+        pytest.skip(available)
+    if not available[0].software:
         pytest.skip("only Mesa's drivers keep their shaders where this looks")
-    without = kept_after_a_start(tmp_path / "none", MESA_SHADER_CACHE_DISABLE="true")
-    first = kept_after_a_start(tmp_path / "cache")
-    second = kept_after_a_start(tmp_path / "cache")
-    assert not without
+    without_cache = cache_files_after_a_start(tmp_path / "none", MESA_SHADER_CACHE_DISABLE="true")
+    first = cache_files_after_a_start(tmp_path / "cache")
+    second = cache_files_after_a_start(tmp_path / "cache")
+    assert not without_cache
     assert len(first) > 1
     assert second == first, "what is compiled again is written again"
 
 
 def settings(text: str) -> dict[str, str]:
-    """Variables that a unit or a container file sets."""
+    """Return the variables that a unit or container file sets."""
     lines = re.findall(r"^(?:Environment=|ENV |    )(\S+=.*)$", text, re.MULTILINE)
     words = [word for line in lines for word in line.rstrip("\\").split() if "=" in word]
     return dict(word.split("=", 1) for word in words)
 
 
-def test_services_and_containers_keep_the_cache():
+def test_services_and_containers_persist_the_cache():
     unit = (ROOT / "deploy/systemd/samestep-worker@.service").read_text()
     assert "CacheDirectory=samestep-worker\n" in unit
     image = (ROOT / "deploy/worker.Containerfile").read_text()
-    # NVIDIA's driver makes no directory that is named to it: these are there.
+    # NVIDIA's driver does not create the directory that a variable names, so it must exist.
     for variable in ("XDG_CACHE_HOME", "__GL_SHADER_DISK_CACHE_PATH"):
         assert settings(unit)[variable] == "%C/samestep-worker"
         assert settings(image)[variable] == "/var/cache/samestep"

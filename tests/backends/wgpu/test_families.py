@@ -1,7 +1,7 @@
-"""Every family of models that docs/vulkan.md names: gradients as on torch's CPU, or one clear line.
+"""Every model family that docs/vulkan.md names: gradients equal torch's CPU, or one clear error.
 
-Each is a tiny one of transformers' own, with padding on either side, its attention fused as on a
-card and written out as in software. The page's table is made of what is tested here:
+Each model is a tiny one of transformers, padded on either side, with attention fused as on a card
+and unfused as in software. The page's table is generated from the results:
 
     SAMESTEP_REWRITE=1 python -m pytest tests/backends/wgpu/test_families.py -k page
 """
@@ -54,7 +54,7 @@ SIZES = {
 SHARED = {"num_key_value_heads": 2}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 
-# By the name that the page gives it: transformers' model_type, and what its sizes need.
+# By its name on the page: transformers' model_type, and the sizes it needs.
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", SHARED),
     "Qwen2": ("qwen2", SHARED),
@@ -97,7 +97,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WITHOUT_SDPA = {"Gemma 2", "GPT-Neo", "Bloom", "MPNet", "DeBERTa v2"}
 WRITTEN_OUT = {*((family, "eager") for family in (*WITHOUT_SDPA, "Falcon", "T5")), ("T5", "sdpa")}
-"""In any case: their formulas, or learned biases, are their own."""
+"""Never fused: their formulas, or learned biases, are their own."""
 PART_OF = {"T5": "'s encoder"}
 _TABLE = re.compile(r"\| family \| `model_type`.*?(?=\n\n)", re.DOTALL)
 EXPERTS = {
@@ -112,8 +112,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 class Pooled(nn.Module):
-    """A classifier on the mean of an encoder's output, where transformers has none without a
-    decoder."""
+    """A classifier on an encoder's mean output, where transformers has none without a decoder."""
 
     def __init__(self, encoder: Any) -> None:
         super().__init__()
@@ -128,7 +127,7 @@ class Pooled(nn.Module):
 
 
 def model(kind: str, sizes: Mapping[str, Any], attention: str, *, decoder: bool) -> nn.Module:
-    """A tiny one with weights drawn, and no dropout: its draws are not torch's."""
+    """A tiny model with drawn weights, and no dropout, because its draws are not torch's."""
     torch.manual_seed(0)
     defaults = transformers.AutoConfig.for_model(kind)
     rates = {key: 0.0 for key, rate in defaults.to_dict().items() if "drop" in key and rate}
@@ -147,7 +146,7 @@ def model(kind: str, sizes: Mapping[str, Any], attention: str, *, decoder: bool)
         module = transformers.AutoModelForSequenceClassification.from_config(
             config, attn_implementation=attention
         )
-    with torch.no_grad():  # what begins as zeros or ones would hide where it is used
+    with torch.no_grad():  # values that begin as zeros or ones would hide where they are used
         for parameter in module.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.02)
     return module
@@ -163,10 +162,11 @@ def decoder_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
 def padded(side: str, *, decoder: bool) -> Batch:
     """Texts of three lengths, one of them the longest."""
     draws = np.random.default_rng(1)
-    place = np.arange(LENGTH) if side == "right" else np.arange(LENGTH)[::-1]
-    mask = (place < np.array([[LENGTH], [7], [4]])).astype(np.int64)
+    positions = np.arange(LENGTH) if side == "right" else np.arange(LENGTH)[::-1]
+    mask = (positions < np.array([[LENGTH], [7], [4]])).astype(np.int64)
     ids = draws.integers(4, TOKENS, (SAMPLES, LENGTH)) * mask + PADDING * (1 - mask)
-    # Of classes, not one of each: the gradients of a head's bias would cancel to rounding.
+    # Classes differ from sample to sample, or the gradients of a head's bias would cancel to
+    # rounding.
     classes = np.array([0, 2, 2])
     labels = np.where(mask == 1, np.roll(ids, -1, 1), -100) if decoder else classes
     arrays = {"input_ids": ids, "attention_mask": mask, "labels": labels}
@@ -199,27 +199,27 @@ def attention_in_one_piece(module: nn.Module, loss: Any, batch: Batch) -> bool:
 
 
 def table() -> str:
-    """Of the families, and what comes of each."""
+    """Build the table of families and results."""
     rows = ["| family | `model_type` | gradients | attention on a card |", "|---|---|---|---|"]
     for name, (kind, _) in (DECODERS | ENCODERS).items():
         fused = {a for a in ("eager", "sdpa") if (name, a) not in WRITTEN_OUT}
         fused -= {"sdpa"} if name in WITHOUT_SDPA else set()
-        whole = " and ".join(f"`{each}`" for each in sorted(fused))
-        piece = f"fused: {whole}" if fused else "written out"
-        rows.append(f"| {name}{PART_OF.get(name, '')} | `{kind}` | as torch's | {piece} |")
+        fused_kinds = " and ".join(f"`{each}`" for each in sorted(fused))
+        attention = f"fused: {fused_kinds}" if fused else "written out"
+        rows.append(f"| {name}{PART_OF.get(name, '')} | `{kind}` | as torch's | {attention} |")
     rows.append("| T5, encoder and decoder | `t5` | as torch's | written out |")
     rows += [f"| {name} | `{kind}` | refused | |" for name, (kind, _, _) in REFUSED.items()]
     return "\n".join(rows)
 
 
-def test_the_page_has_the_table_of_these():
+def test_page_has_the_table_of_families():
     text = PAGE.read_text("utf-8")
     if os.environ.get("SAMESTEP_REWRITE"):
         text = _TABLE.sub(lambda _: table(), text)
         PAGE.write_text(text, "utf-8")
-    found = _TABLE.search(text)
-    assert found is not None
-    assert found[0] == table()
+    match = _TABLE.search(text)
+    assert match is not None
+    assert match[0] == table()
 
 
 @pytest.mark.slow
@@ -239,7 +239,7 @@ def test_gradients_are_those_of_the_cpu(compiled, family, cooperative, attention
     loss = decoder_loss if decoder else class_loss
     module = model(kind, sizes, attention, decoder=decoder)
     job = trainable(module, loss)
-    bindings = 16 if attention == "sdpa" else 8  # what cards have, and what every adapter has
+    bindings = 16 if attention == "sdpa" else 8  # bindings of cards, and of every adapter
     program = compiled(module, loss, cooperative=cooperative, bindings=bindings)
     program.check(padded("right", decoder=decoder))
     for side in ("right", "left"):
@@ -272,8 +272,8 @@ def test_an_encoder_with_its_decoder(compiled, cooperative):
     job, batch = trainable(module, translation_loss), padded("right", decoder=True)
     program = compiled(module, translation_loss, cooperative=cooperative)
     program.check(batch)
-    got = gradients(program, batch)
-    assert_like_the_cpu(module, job.blocks, translation_loss, batch, got)
+    actual = gradients(program, batch)
+    assert_like_the_cpu(module, job.blocks, translation_loss, batch, actual)
 
 
 def packed_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
@@ -291,8 +291,9 @@ def packed_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
     "family",
     ["Llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("GPT-2", "Mistral"))],
 )
-def test_documents_of_one_sample_do_not_see_one_another(compiled, family, cooperative):
-    """As `worker.data.packing` packs them: positions begin anew; what pads is a document each."""
+def test_packed_documents_do_not_attend_to_each_other(compiled, family, cooperative):
+    """Packed as in `worker.data.packing`: positions restart; each padding token is its own
+    document."""
     kind, sizes = DECODERS[family]
     module = model(kind, sizes, "sdpa", decoder=True)
     batch = padded("right", decoder=True)
@@ -303,23 +304,23 @@ def test_documents_of_one_sample_do_not_see_one_another(compiled, family, cooper
     program = compiled(module, packed_loss, cooperative=cooperative)
     program.check(packed)
     assert_like_the_cpu(module, job.blocks, packed_loss, packed, gradients(program, packed))
-    alone = packed_loss(module, {k: torch.tensor(v[:1, :5]) for k, v in arrays.items()})
-    alone += packed_loss(module, {k: torch.tensor(v[:1, 5:]) for k, v in arrays.items()})
-    together = packed_loss(module, {k: torch.tensor(v[:1]) for k, v in arrays.items()})
-    assert float(together.detach()) == pytest.approx(float(alone.detach()), rel=1e-5)
+    first_document = packed_loss(module, {k: torch.tensor(v[:1, :5]) for k, v in arrays.items()})
+    first_document += packed_loss(module, {k: torch.tensor(v[:1, 5:]) for k, v in arrays.items()})
+    whole_sample = packed_loss(module, {k: torch.tensor(v[:1]) for k, v in arrays.items()})
+    assert float(whole_sample.detach()) == pytest.approx(float(first_document.detach()), rel=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", REFUSED)
-def test_what_is_refused_is_refused_in_one_line(compiled, family, caplog):
+def test_refusals_are_one_line(compiled, family, caplog):
     logging.getLogger(LOGGER).addHandler(caplog.handler)
     kind, sizes, reason = REFUSED[family]
     decoder = not family.startswith("DeBERTa")
     loss = decoder_loss if decoder else class_loss
     module = model(kind, sizes, "eager", decoder=decoder)
     program = compiled(module, loss, cooperative=False)
-    with pytest.raises(SamestepError, match=reason) as refused:
+    with pytest.raises(SamestepError, match=reason) as error:
         program.check(padded("right", decoder=decoder))
     logging.getLogger(LOGGER).removeHandler(caplog.handler)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -1,4 +1,4 @@
-"""`model.precision: float16` on a device: what torch makes of the same products, in two bytes."""
+"""`model.precision: float16` on a device: equal to torch's products in two bytes."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from tests.backends.wgpu.small_models import (
 )
 
 WITHIN = 3e-3
-"""A sum that is rounded the other way is off by 5e-4, and what follows from it too."""
+"""A sum rounded the other way is off by 5e-4, and so is everything computed from it."""
 SCALE = 256.0
 REST = [(True, True), (False, False), (False, True)]
 
 
 @pytest.fixture(scope="module")
 def backend():
-    if isinstance(why := adapters(), str):
-        pytest.skip(why)
+    if isinstance(reason := adapters(), str):
+        pytest.skip(reason)
     vulkan = VulkanBackend()
     if vulkan.no_halves:
         pytest.skip(vulkan.no_halves)
@@ -51,7 +51,7 @@ def backend():
 
 
 class Block(nn.Module):
-    """Products, a bias, an activation and a residual behind a norm; maybe attention."""
+    """Products, a bias, an activation and a residual behind a norm; optionally attention."""
 
     def __init__(self, *, attends: bool) -> None:
         super().__init__()
@@ -79,9 +79,9 @@ def batch() -> Batch:
     return Batch(arrays, 2.0)
 
 
-def expected(module: nn.Module, loss: Any, given: Batch) -> dict[str, torch.Tensor]:
-    """As torch computes it in float16 on this CPU."""
-    arrays = {name: torch.from_numpy(array) for name, array in given.arrays.items()}
+def expected(module: nn.Module, loss: Any, sample_batch: Batch) -> dict[str, torch.Tensor]:
+    """Compute in float16 with torch on this CPU."""
+    arrays = {name: torch.from_numpy(array) for name, array in sample_batch.arrays.items()}
     module.zero_grad()
     with half_products(enabled=True):
         value = loss(module, arrays).float() * SCALE
@@ -101,28 +101,28 @@ def program_of(device, module, loss, *, precision="float16", cooperative=True):
     ("cooperative", "attends"),
     [(True, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in REST)],
 )
-def test_gradients_are_torchs_in_float16(device, backend, cooperative, attends):
+def test_gradients_equal_torch_in_float16(device, backend, cooperative, attends):
     """As on a card, and as in software."""
     del backend
     torch.manual_seed(0)
     module = Block(attends=attends)
     job, program = program_of(device, module, squares, cooperative=cooperative)
     program.check(batch())
-    got, wanted = gradients(program, batch()), expected(module, squares, batch())
-    apart = []
+    actual, reference = gradients(program, batch()), expected(module, squares, batch())
+    distances = []
     for number, block in enumerate(job.blocks):
-        for tensor, place in block.slices():
-            value = wanted[tensor.name].numpy().reshape(-1)
-            apart.append(float(np.linalg.norm(got[number][place] - value)))
-            assert apart[-1] <= WITHIN * np.linalg.norm(value), tensor.name
-    with pytest.raises(AssertionError):  # it is not float32 that was computed
-        assert_like_the_cpu(module, job.blocks, squares, batch(), got)
+        for tensor, elements in block.slices():
+            value = reference[tensor.name].numpy().reshape(-1)
+            distances.append(float(np.linalg.norm(actual[number][elements] - value)))
+            assert distances[-1] <= WITHIN * np.linalg.norm(value), tensor.name
+    with pytest.raises(AssertionError):  # not float32
+        assert_like_the_cpu(module, job.blocks, squares, batch(), actual)
     (ready,) = program._plans.values()
     assert any("enable f16" in each.shader.module for each in ready.plan.dispatches)
     program.close()
 
 
-def test_what_is_in_float16_takes_two_bytes(device, backend):
+def test_float16_values_take_two_bytes(device, backend):
     del backend
     bytes_by_precision = {}
     for precision in ("float32", "float16"):
@@ -136,7 +136,7 @@ def test_what_is_in_float16_takes_two_bytes(device, backend):
     assert bytes_by_precision["float16"] < 0.7 * bytes_by_precision["float32"]
 
 
-def test_gradients_that_overflow_are_not_finite_and_half_the_scale_is_enough(device, backend):
+def test_overflow_is_not_finite_and_half_the_scale_suffices(device, backend):
     del backend
     torch.manual_seed(0)
     module = nn.Linear(128, 128)
@@ -166,25 +166,33 @@ ONCE_EACH = (("f16", False, SMALL_TILES), ("rounded", True, TILES[0]))
     ],
 )
 def test_a_product_widens_or_rounds_its_operands(device, backend, kind):
-    """Summed in float32: the bits are those of the same numbers in float32."""
+    """Summed in float32: the bits equal those of the same numbers in float32."""
     del backend
-    storage, turned, tiles = kind
-    for columns in (36, 35):  # in fours and one by one
-        plain = product(2, 20, 24, columns, a_turned=turned, b_turned=not turned)
-        rounded = [x.astype(np.float16).astype(np.float32) for x in plain.bindings]
+    storage, is_transposed, tiles = kind
+    for columns in (36, 35):  # in vectors of four and one by one
+        float32_product = product(
+            2, 20, 24, columns, a_turned=is_transposed, b_turned=not is_transposed
+        )
+        rounded = [x.astype(np.float16).astype(np.float32) for x in float32_product.bindings]
         operand_values = (
-            [x.astype(np.float16) for x in plain.bindings] if storage == "f16" else plain.bindings
+            [x.astype(np.float16) for x in float32_product.bindings]
+            if storage == "f16"
+            else float32_product.bindings
         )
         operands = {
-            "a": replace(plain.problem.a, element_form=storage),
-            "b": replace(plain.problem.b, element_form=storage),
+            "a": replace(float32_product.problem.a, element_form=storage),
+            "b": replace(float32_product.problem.b, element_form=storage),
         }
-        ours = replace(plain, problem=replace(plain.problem, **operands), bindings=operand_values)
-        wanted = replace(plain, bindings=rounded).on(device, tiles)
-        assert np.array_equal(ours.on(device, tiles).view(np.uint32), wanted.view(np.uint32))
+        widened = replace(
+            float32_product,
+            problem=replace(float32_product.problem, **operands),
+            bindings=operand_values,
+        )
+        reference = replace(float32_product, bindings=rounded).on(device, tiles)
+        assert np.array_equal(widened.on(device, tiles).view(np.uint32), reference.view(np.uint32))
 
 
-def test_every_float16_goes_to_float32_and_back(device, backend, monkeypatch):
+def test_float16_round_trip_through_float32(device, backend, monkeypatch):
     del backend
     assert arithmetic.changed_halves(device) == 0
     monkeypatch.setattr(
@@ -199,8 +207,8 @@ def test_every_float16_goes_to_float32_and_back(device, backend, monkeypatch):
     ("feature", "has no float16"), ("infinity", "changes 2 of the 65,536 numbers of float16"),
 ])  # fmt: skip
 def test_a_device_without_float16_refuses_in_one_line(lacks, reason, monkeypatch):
-    if isinstance(why := adapters(), str):
-        pytest.skip(why)
+    if isinstance(cause := adapters(), str):
+        pytest.skip(cause)
     backend = VulkanBackend()
     if lacks == "feature":
         monkeypatch.setattr(backend.device, "features", frozenset())
@@ -212,16 +220,16 @@ def test_a_device_without_float16_refuses_in_one_line(lacks, reason, monkeypatch
     backend.device.close()
 
 
-def test_the_comparison_with_torch_knows_the_precision(backend, monkeypatch):
-    """What is right in float16 passes; what is wrong does not."""
+def test_comparison_with_torch_uses_the_precision(backend, monkeypatch):
+    """Correct float16 passes; wrong float16 does not."""
     module = nn.Sequential(nn.Linear(128, 20), nn.Tanh(), nn.Linear(20, 128))
     program = backend.compile(trainable(module, squares, precision="float16"), batch())
     assert float(program.parity.split()[2]) < WITHIN
     assert program.loss_scale == 1.0
     program.close()
     rule = ELEMENTWISE[torch.ops.aten.tanh.default]
-    wrong = {torch.ops.aten.tanh.default: lambda *given: f"({rule(*given)} * 1.05)"}
-    monkeypatch.setattr("backends.wgpu.lowering.kernels._RULES", {**ELEMENTWISE, **wrong})
+    faulty_rules = {torch.ops.aten.tanh.default: lambda *names: f"({rule(*names)} * 1.05)"}
+    monkeypatch.setattr("backends.wgpu.lowering.kernels._RULES", {**ELEMENTWISE, **faulty_rules})
     with pytest.raises(SamestepError, match=r"within 0\.01 of torch's, got a difference"):
         backend.compile(trainable(module, squares, precision="float16"), batch())
 
@@ -239,25 +247,29 @@ def test_the_comparison_with_torch_knows_the_precision(backend, monkeypatch):
     ],
 )
 def test_models_of_transformers(device, backend, kind, cooperative):
-    makes: dict[str, Any] = {
+    cases: dict[str, Any] = {
         "a decoder": (llama, next_token_loss, text, "float32"),
         "an encoder": (bert, class_loss, labeled, "float32"),
         "LoRA on few bits": (qwen3_with_lora, next_token_loss, text, "int8"),
     }
-    make, loss, make_batch, base = makes[kind]
-    job = trainable(make(attn_implementation="sdpa"), loss, precision="float16", base_dtype=base)
+    make_model, loss, make_batch, base = cases[kind]
+    job = trainable(
+        make_model(attn_implementation="sdpa"), loss, precision="float16", base_dtype=base
+    )
     if not cooperative:
         program = backend.compile(job, make_batch())
         assert float(program.parity.split()[2]) < WITHIN
         program.close()
         return
-    _, program = program_of(device, make(attn_implementation="sdpa"), loss)
+    _, program = program_of(device, make_model(attn_implementation="sdpa"), loss)
     program.check(make_batch())
-    got, wanted = gradients(program, make_batch()), expected(make(), loss, make_batch())
-    norm = max(float(x.norm()) for x in wanted.values())
+    actual, reference = gradients(program, make_batch()), expected(make_model(), loss, make_batch())
+    norm = max(float(x.norm()) for x in reference.values())
     for number, block in enumerate(job.blocks):
-        for tensor, place in block.slices():
-            value = wanted[tensor.name].numpy().reshape(-1)
+        for tensor, elements in block.slices():
+            value = reference[tensor.name].numpy().reshape(-1)
             floor = max(float(np.linalg.norm(value)), 1e-2 * norm)
-            assert np.linalg.norm(got[number][place] - value) <= 2 * WITHIN * floor, tensor.name
+            assert np.linalg.norm(actual[number][elements] - value) <= 2 * WITHIN * floor, (
+                tensor.name
+            )
     program.close()

@@ -1,4 +1,4 @@
-"""A frozen base leaves main memory when the device has it, and no bit of a result changes."""
+"""A frozen base leaves host memory once the device has it, and no bit of a result changes."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ ROOM_BYTES = 112 * MIB
 
 
 @pytest.mark.parametrize("base_dtype", ["float32", "int8", "int4"])
-def test_nothing_reads_what_the_host_has_let_go_of(device, base_dtype):
+def test_released_host_weights_are_not_read(device, base_dtype):
     module = Model()
-    copied = copy.deepcopy(module)
-    program = program_of(device, copied, base_dtype, batch())
+    module_copy = copy.deepcopy(module)
+    program = program_of(device, module_copy, base_dtype, batch())
     values_by_block, sums = gradients(program, batch()), program.evaluate(batch())
-    frozen = [p for p in copied.parameters() if not p.requires_grad]
+    frozen = [p for p in module_copy.parameters() if not p.requires_grad]
     assert len(frozen) == 2 * LAYERS
     assert all(parameter.isnan().all() for parameter in frozen)
-    assert copied.scale.isfinite().all()
+    assert module_copy.scale.isfinite().all()
 
     reference = EagerBackend("cpu").compile(job(module, base_dtype), batch())
     expected = gradients(reference, batch())
@@ -50,15 +50,15 @@ def test_nothing_reads_what_the_host_has_let_go_of(device, base_dtype):
     reference.close()
     for block, values in expected.items():
         assert np.linalg.norm(values_by_block[block] - values) <= 1e-5 * np.linalg.norm(values)
-    again = gradients(program, batch())
-    assert all(np.array_equal(again[block], values_by_block[block]) for block in values_by_block)
+    repeat = gradients(program, batch())
+    assert all(np.array_equal(repeat[block], values_by_block[block]) for block in values_by_block)
     program.close()
 
     with pytest.raises(SamestepError, match=r"'layers.0.weight' were let go of .* build the task"):
-        program_of(device, copied, base_dtype, batch())
+        program_of(device, module_copy, base_dtype, batch())
 
 
-def test_whole_numbers_stay():
+def test_integers_stay_on_the_host():
     numbers = nn.Parameter(torch.arange(3), requires_grad=False)
     release(numbers)
     assert numbers.tolist() == [0, 1, 2]
@@ -69,12 +69,12 @@ def test_whole_numbers_stay():
     ("base_dtype", "bits"),
     [("float32", 32), ("int8", 8.5)],
 )
-def test_main_memory_holds_the_base_once_as_it_is_stored(device, base_dtype, bits):
+def test_host_memory_holds_the_stored_base_once(device, base_dtype, bits):
     if not device.adapter.software:
         pytest.skip("what a card holds is not seen here")
     code = f"from {measure.__module__} import measure\nprint(measure({base_dtype!r}))"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    # On a software device the stored base is in main memory too, and comes on top of what was.
-    stored = LARGE_BYTES * bits / 32
-    assert int(done.stdout.splitlines()[-1]) < stored - LARGE_BYTES + ROOM_BYTES
+    completed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    # On a software device the stored base is in host memory too, in addition.
+    stored_bytes = LARGE_BYTES * bits / 32
+    assert int(completed.stdout.splitlines()[-1]) < stored_bytes - LARGE_BYTES + ROOM_BYTES

@@ -1,4 +1,4 @@
-"""Addresses as text, evaluated and compared with what numpy finds there."""
+"""Index expressions as text, evaluated and compared with numpy."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ SIZES = st.lists(st.integers(1, 6), min_size=0, max_size=4)
 
 
 def value(text: object, i: int) -> int:
-    """A WGSL expression over `i`, in whole numbers as u32 has them."""
+    """Evaluate a WGSL expression over `i`, in u32 arithmetic."""
     python = str(text).replace("u", "").replace("/", "//")
     return int(eval(python, {"i": i}))
 
 
 @UNHURRIED
 @given(SIZES)
-def test_a_split_index_is_the_place_of_each_dimension(shape):
-    at = split(plain("i", math.prod(shape)), shape)
-    for i, place in enumerate(np.ndindex(*shape)):
-        assert tuple(value(c, i) for c in at) == place
+def test_split_index_equals_unravel_index(shape):
+    indices = split(plain("i", math.prod(shape)), shape)
+    for i, coordinates in enumerate(np.ndindex(*shape)):
+        assert tuple(value(c, i) for c in indices) == coordinates
 
 
 @UNHURRIED
 @given(SIZES)
-def test_split_and_joined_again_is_the_plain_index(shape):
+def test_split_and_join_is_the_identity(shape):
     assert str(linear(split(plain("i", math.prod(shape)), shape))) in {"i", "0u"}
 
 
 @st.composite
 def regrouped(draw):
-    """Two shapes of as many elements."""
+    """Draw two shapes with the same number of elements."""
     factors = draw(st.lists(st.sampled_from([1, 2, 3, 4]), max_size=4))
 
     def grouped() -> list[int]:
@@ -56,15 +56,15 @@ def regrouped(draw):
 def test_a_reshape_reads_the_same_elements(shapes):
     old, new = shapes
     total = math.prod(old)
-    at = reshape(split(plain("i", total), old), old, new)
+    indices = reshape(split(plain("i", total), old), old, new)
     numbers = np.arange(total).reshape(new)
     for i in range(total):
-        assert numbers[tuple(value(c, i) for c in at)] == i
+        assert numbers[tuple(value(c, i) for c in indices)] == i
 
 
 @UNHURRIED
 @given(regrouped(), st.randoms())
-def test_a_permuted_tensor_is_read_at_its_strides(shapes, random):
+def test_permuted_tensor_uses_its_strides(shapes, random):
     old, new = shapes
     total = math.prod(old)
     order = list(range(len(old)))
@@ -72,27 +72,27 @@ def test_a_permuted_tensor_is_read_at_its_strides(shapes, random):
     base = np.arange(total).reshape(old)
     view = base.transpose(order).reshape(-1)
     permuted = [old[d] for d in order]
-    at = split(plain("i", total), permuted)
-    source = [at[order.index(d)] for d in range(len(old))]
+    indices = split(plain("i", total), permuted)
+    source = [indices[order.index(d)] for d in range(len(old))]
     address = linear(reshape(source, old, new))
     assert [value(address, i) for i in range(total)] == view.tolist()
 
 
-def test_what_is_broadcast_is_read_at_zero():
-    at = split(plain("i", 24), [2, 3, 4])
-    assert [str(c) for c in broadcast(at, [3, 1])] == ["((i / 4u) % 3u)", "0u"]
-    assert broadcast(at, []) == []
+def test_broadcast_dimension_has_index_zero():
+    indices = split(plain("i", 24), [2, 3, 4])
+    assert [str(c) for c in broadcast(indices, [3, 1])] == ["((i / 4u) % 3u)", "0u"]
+    assert broadcast(indices, []) == []
 
 
 @UNHURRIED
 @given(regrouped(), st.integers(1, 30))
-def test_a_part_of_a_reshaped_tensor_is_read_there_wherever_it_is_broadcast(shapes, size):
-    """Its place is a remainder by less than the dimension that it was cut from."""
+def test_slice_of_reshaped_tensor_under_broadcasting(shapes, size):
+    """The index is a remainder by less than the dimension that it was cut from."""
     old, _ = shapes
     total = math.prod(old)
     size = min(size, total)
     part = split(plain("i", 4 * size), [4, size])[1]
-    at = reshape([part.sized(total)], [total], old)
+    indices = reshape([part.sized(total)], [total], old)
     for i in range(4 * size):
-        place = np.unravel_index(i % size, old) if old else ()
-        assert tuple(value(c, i) for c in at) == tuple(map(int, place))
+        coordinates = np.unravel_index(i % size, old) if old else ()
+        assert tuple(value(c, i) for c in indices) == tuple(map(int, coordinates))

@@ -1,4 +1,4 @@
-"""Whole numbers that take more than 32 bits are refused; those that do not are not."""
+"""Integers that need more than 32 bits are refused; others are not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LARGE: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
 ]
 
 
-def looked_at(function: Callable[[torch.Tensor], torch.Tensor], array: Any) -> None:
+def bounds_of(function: Callable[[torch.Tensor], torch.Tensor], array: Any) -> None:
     captured = capture_forward(Function(function), (torch.tensor(array),), {})
     numbers = IntegerBounds(captured.graph, captured.arrays)
     for _ in range(2):
@@ -53,22 +53,22 @@ def looked_at(function: Callable[[torch.Tensor], torch.Tensor], array: Any) -> N
 
 
 @pytest.mark.parametrize("number", range(len(FITS)))
-def test_what_fits(number):
-    looked_at(FITS[number], np.arange(36_000, 36_024).reshape(2, 12))
+def test_values_within_32_bits_pass(number):
+    bounds_of(FITS[number], np.arange(36_000, 36_024).reshape(2, 12))
 
 
 @pytest.mark.parametrize("number", range(len(LARGE)))
-def test_what_does_not_fit_is_refused_by_the_name_of_its_operator(number):
+def test_overflow_is_refused_with_the_operator_name(number):
     function, name = LARGE[number]
     with pytest.raises(DataError, match=f"from '{name}' of the loss"):
-        looked_at(function, np.arange(36_000, 36_024).reshape(2, 12))
+        bounds_of(function, np.arange(36_000, 36_024).reshape(2, 12))
 
 
-def test_what_torch_raises_is_reported():
+def test_torch_error_is_reported():
     with pytest.raises(DataError, match="'index' of the loss raised index 9 is out of bounds"):
-        looked_at(lambda x: (x / 2).exp().long()[x[:1, 0]], np.array([[9, 1]]))
+        bounds_of(lambda x: (x / 2).exp().long()[x[:1, 0]], np.array([[9, 1]]))
 
 
-def test_what_fits_though_a_rounded_bound_does_not():
-    looked_at(lambda x: x * 32_768, np.array([[65_535, 0]]) - 32_768)
-    looked_at(lambda x: x * 30_000, np.array([[70_000, 0]]))
+def test_value_fits_although_its_rounded_bound_does_not():
+    bounds_of(lambda x: x * 32_768, np.array([[65_535, 0]]) - 32_768)
+    bounds_of(lambda x: x * 30_000, np.array([[70_000, 0]]))

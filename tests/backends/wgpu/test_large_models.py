@@ -1,4 +1,4 @@
-"""What models too large for this machine would take: accounts of plans, without weights."""
+"""Memory of models too large for this machine: estimates from plans, without weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def loss(module, arrays):
 
 
 def account(base_dtype, layers, *, checkpointing):
-    """The estimate of a microbatch of 1 x 512 tokens of so many layers of Qwen3-4B with LoRA."""
+    """Estimate a microbatch of 1 x 512 tokens for this many layers of Qwen3-4B with LoRA."""
     config = QWEN3_4B(num_hidden_layers=layers)
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
@@ -64,26 +64,26 @@ def account(base_dtype, layers, *, checkpointing):
     return estimate(plan, sizes)
 
 
-def foretold(value, few, more, layers=LAYERS):
-    """What so many layers take, if each further one takes what the second two have."""
-    return value(more) + (layers - 4) * (value(more) - value(few)) / 2
+def extrapolate(value, shallow, deep, layers=LAYERS):
+    """Extrapolate to this number of layers: each further one takes what the second two take."""
+    return value(deep) + (layers - 4) * (value(deep) - value(shallow)) / 2
 
 
 @pytest.mark.slow
 def test_qwen3_4b_in_int8_with_checkpointing_fits_in_8_gb():
-    """By two and by four of its layers: that the others take as much is shown below."""
-    few, more = (account("int8", layers, checkpointing=True) for layers in (2, 4))
-    assert foretold(lambda needed: needed.total, few, more) <= EIGHT_GB * (1 - ROOM)
-    assert 5e9 < foretold(lambda needed: needed.weights, few, more) < 6e9
-    assert more.largest[0] <= 2**31, "what one binding may have"
+    """From two and four of its layers; the test below shows that the others take the same."""
+    shallow, deep = (account("int8", layers, checkpointing=True) for layers in (2, 4))
+    assert extrapolate(lambda needed: needed.total, shallow, deep) <= EIGHT_GB * (1 - ROOM)
+    assert 5e9 < extrapolate(lambda needed: needed.weights, shallow, deep) < 6e9
+    assert deep.largest[0] <= 2**31, "what one binding may have"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [8, pytest.param(LAYERS, marks=pytest.mark.release)])
 def test_every_layer_of_qwen3_4b_takes_the_same(layers):
-    few, more = (account("int8", number, checkpointing=True) for number in (2, 4))
-    needed = account("int8", layers, checkpointing=True)
-    assert needed.total <= EIGHT_GB * (1 - ROOM)
-    assert needed.largest[0] <= 2**31
-    expected = foretold(lambda each: each.total, few, more, layers)
-    assert needed.total == pytest.approx(expected, rel=0.01)
+    shallow, deep = (account("int8", number, checkpointing=True) for number in (2, 4))
+    memory = account("int8", layers, checkpointing=True)
+    assert memory.total <= EIGHT_GB * (1 - ROOM)
+    assert memory.largest[0] <= 2**31
+    expected = extrapolate(lambda each: each.total, shallow, deep, layers)
+    assert memory.total == pytest.approx(expected, rel=0.01)

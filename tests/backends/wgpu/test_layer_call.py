@@ -1,4 +1,4 @@
-"""Which calls of layers are of one kind: those that compute the same, whatever decides it."""
+"""Which layer calls are of one kind: those that compute the same, whatever decides it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from protocol.base.errors import SamestepError
 
 
 class Layer(nn.Linear):
-    """Knows its place among the layers, and what was counted."""
+    """Knows its layer index, and a counter."""
 
-    def __init__(self, place: int, rule: str) -> None:
+    def __init__(self, layer_index: int, rule: str) -> None:
         super().__init__(4, 4)
-        self.layer_idx = place
+        self.layer_idx = layer_index
         self.rule = rule
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -25,7 +25,7 @@ class Layer(nn.Linear):
 
 
 class Scaled(torch.autograd.Function):
-    """The same forward, and a gradient of its own."""
+    """The same forward with its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Stacked(nn.Module):
     def __init__(self, rule: str) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.ones(4))
-        self.layers = nn.ModuleList(Layer(place, rule) for place in range(4))
+        self.layers = nn.ModuleList(Layer(layer_index, rule) for layer_index in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.first
@@ -88,10 +88,10 @@ def captured(rule: str) -> Capture:
         ("gradient", 2),
     ],
 )
-def test_a_kind_for_each_course_of_forward_and_backward(rule, kinds):
+def test_one_kind_per_forward_and_backward_path(rule, kinds):
     assert len({id(kind) for kind in captured(rule).kinds}) == kinds
 
 
-def test_a_layer_that_computes_something_else_at_each_call_is_refused():
+def test_layer_that_changes_at_each_call_is_refused():
     with pytest.raises(SamestepError, match=r"layers\.0 to compute the same function"):
         captured("counted")

@@ -1,4 +1,4 @@
-"""Matrix products on the device: against float64, for all layouts, kernels and stored forms."""
+"""Matrix products on the device against float64, for all layouts, kernels and storage forms."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ from tests.backends.wgpu.products import SMALL_TILES, TILES, product, same_bits,
     ],
 )
 def test_within_1e_4_of_the_cpu(device, shape, a_turned, b_turned):
-    it = product(*shape, a_turned=a_turned, b_turned=b_turned)
+    case = product(*shape, a_turned=a_turned, b_turned=b_turned)
     tuner = MatmulTuner(device)
-    assert it.error(it.on(device, tuner.choice(it.problem))) < 1e-4
+    assert case.error(case.on(device, tuner.choice(case.problem))) < 1e-4
 
 
 def test_the_quickest_and_the_default_kernel_give_the_same_bits(device):
-    it = product(2, 40, 36, 24)
+    case = product(2, 40, 36, 24)
     traits = matmul_traits(device)
-    kernels = [None, SMALL_TILES, *candidates(it.problem, traits)[:2]]
-    first, *others = [it.on(device, kernel) for kernel in kernels]
-    assert it.error(first) < 1e-5
+    kernels = [None, SMALL_TILES, *candidates(case.problem, traits)[:2]]
+    first, *others = [case.on(device, kernel) for kernel in kernels]
+    assert case.error(first) < 1e-5
     assert all(same_bits(first, other) for other in others)
 
 
 @examples(4)
 @given(
     shape=st.tuples(st.integers(1, 3), *[st.integers(1, 20)] * 3),
-    turned=st.tuples(st.booleans(), st.booleans()),
+    is_transposed=st.tuples(st.booleans(), st.booleans()),
     offset=st.sampled_from([0, 1, 2, 4]),
     data=st.data(),
 )
-def test_any_shape_layout_and_kernel(device, shape, turned, offset, data):
-    it = product(*shape, a_turned=turned[0], b_turned=turned[1], offset=offset)
+def test_any_shape_layout_and_kernel(device, shape, is_transposed, offset, data):
+    problem = product(*shape, a_turned=is_transposed[0], b_turned=is_transposed[1], offset=offset)
     lanes = matmul_traits(device).subgroup
     kernels: list[Lanes | Tiles] = [SMALL_TILES, data.draw(st.sampled_from(TILES))]
     if lanes:
@@ -71,30 +71,33 @@ def test_any_shape_layout_and_kernel(device, shape, turned, offset, data):
             data.draw(st.sampled_from([1, 2, 4])),
         )
         kernels.append(Lanes(rows, columns, data.draw(st.booleans()), lanes))
-    results = [it.on(device, kernel) for kernel in kernels]
-    assert (np.abs(results[0] - it.expected) < 1e-5 * max(1.0, np.abs(it.expected).max())).all()
+    results = [problem.on(device, kernel) for kernel in kernels]
+    assert (
+        np.abs(results[0] - problem.expected) < 1e-5 * max(1.0, np.abs(problem.expected).max())
+    ).all()
     assert all(same_bits(results[0], other) for other in results)
     assert not np.signbit(results[0][:, 0, 0]).any()
 
 
 @pytest.mark.parametrize(
-    ("shape", "turned"),
+    ("shape", "is_transposed"),
     [
-        ((1, 4, 140_000, 10), False),  # about as the backward of a head with Qwen3's vocabulary
+        ((1, 4, 140_000, 10), False),  # about the backward pass of a head with Qwen3's vocabulary
         pytest.param((2, 3, 70_001, 7), True, marks=pytest.mark.slow),
     ],
 )
-def test_a_sum_longer_than_lavapipes_loops(device, shape, turned):
-    it = product(*shape, b_turned=turned)
+def test_sum_longer_than_a_lavapipe_loop(device, shape, is_transposed):
+    case = product(*shape, b_turned=is_transposed)
     tiles, tuned = (
-        it.on(device, kernel) for kernel in (SMALL_TILES, MatmulTuner(device).choice(it.problem))
+        case.on(device, kernel)
+        for kernel in (SMALL_TILES, MatmulTuner(device).choice(case.problem))
     )
-    assert it.error(tiles) < 1e-5
+    assert case.error(tiles) < 1e-5
     assert same_bits(tiles, tuned)
 
 
-def test_no_kernel_takes_more_rounds_than_lavapipe_allows():
-    """Counted from the sizes: a step along k, and four of its terms at a time."""
+def test_loop_iterations_stay_below_the_lavapipe_limit():
+    """Counted from the sizes: one step along k, with four of its terms at a time."""
     traits = MatmulTraits(workgroup_bytes=2**20, invocations=1024)
     for tiles in (SMALL_TILES, *candidates(product(1, 1, 1, 1).problem, traits)):
         assert isinstance(tiles, Tiles)
@@ -104,13 +107,13 @@ def test_no_kernel_takes_more_rounds_than_lavapipe_allows():
 @pytest.mark.parametrize(
     ("m", "n", "row", "offset"), [(9, 12, 40, 8), (7, 6, 34, 10), (5, 5, 11, 3)]
 )
-def test_a_product_is_added_to_what_a_part_of_the_output_holds(device, m, n, row, offset):
-    it = product(1, m, 8, n)
+def test_product_accumulates_into_a_slice(device, m, n, row, offset):
+    case = product(1, m, 8, n)
     before = np.random.default_rng(1).standard_normal((m, row)).astype(np.float32)
-    bindings = [*it.bindings, before.copy()]
+    bindings = [*case.bindings, before.copy()]
     expected = before.astype(np.float64)
-    expected[:, offset : offset + n] += it.expected[0]
-    problem = replace(it.problem, into=Result(row, offset, onto=True))
+    expected[:, offset : offset + n] += case.expected[0]
+    problem = replace(case.problem, into=Result(row, offset, onto=True))
     first = None
     lanes = matmul_traits(device).subgroup
     kernels: list[Lanes | Tiles] = [SMALL_TILES]
@@ -129,19 +132,19 @@ def test_a_product_is_added_to_what_a_part_of_the_output_holds(device, m, n, row
 
 
 def test_a_stride_of_zero_repeats_an_operand(device):
-    it = product(3, 8, 12, 8)
-    one = it.problem.b.strides
-    it.problem = MatmulProblem(3, 8, 12, 8, it.problem.a, Operand((0, *one[1:])))
-    a = it.bindings[0].reshape(3, 8, 12).astype(np.float64)
-    it.expected = a @ it.bindings[1].reshape(3, 12, 8)[0]
-    assert it.error(it.on(device, SMALL_TILES)) < 1e-5
-    assert it.error(it.on(device, MatmulTuner(device).choice(it.problem))) < 1e-5
+    case = product(3, 8, 12, 8)
+    one = case.problem.b.strides
+    case.problem = MatmulProblem(3, 8, 12, 8, case.problem.a, Operand((0, *one[1:])))
+    a = case.bindings[0].reshape(3, 8, 12).astype(np.float64)
+    case.expected = a @ case.bindings[1].reshape(3, 12, 8)[0]
+    assert case.error(case.on(device, SMALL_TILES)) < 1e-5
+    assert case.error(case.on(device, MatmulTuner(device).choice(case.problem))) < 1e-5
 
 
 @pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4", "nf4", "q4_0"])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("shape", [pytest.param((20, 64, 24), marks=pytest.mark.slow), (7, 192, 9)])
-def test_a_stored_weight_gives_the_bits_of_its_float32_values(device, storage, backward, shape):
+def test_quantized_weight_has_the_bits_of_its_float32_values(device, storage, backward, shape):
     narrow, wide = stored_product(storage, *shape, backward=backward)
     values = narrow.on(device, MatmulTuner(device).choice(narrow.problem))
     assert narrow.error(values) < 1e-5
@@ -149,7 +152,7 @@ def test_a_stored_weight_gives_the_bits_of_its_float32_values(device, storage, b
 
 
 def test_the_tuner_measures_once_per_adapter_and_shape(device, tmp_path, monkeypatch):
-    """On a software adapter it does not measure, so here it is told that this is none."""
+    """On a software adapter it does not measure, so the test claims another adapter type."""
     problem = product(1, 16, 8, 16).problem
     monkeypatch.setattr("backends.wgpu.device.matmul_tuning._WORTH_PRODUCTS", 1)
     monkeypatch.setattr(type(device.adapter), "software", property(lambda _: False))

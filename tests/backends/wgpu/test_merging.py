@@ -1,4 +1,4 @@
-"""Fewer dispatches, the same bits: what a card computes in one kernel is what it was in many."""
+"""Fewer dispatches with the same bits: merged kernels equal separate ones."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from tests.backends.wgpu.small_models import (
 )
 
 WIDE = {"hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 2}
-"""Rows that a workgroup shares."""
+"""Rows that share a workgroup."""
 ALONE, FEW, MANY = 0, 8, 16
 
 
 class Block(nn.Module):
-    """Products with biases, an activation and a residual, between norms; two of one input."""
+    """Products with biases, an activation and a residual, between norms; two products share an
+    input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ def block_loss(module, arrays):
 
 
 def results(device, job, batch, bindings):
-    """The gradients, and how many dispatches they took."""
+    """Return the gradients, and the number of dispatches."""
     program = VulkanProgram(device, job, Templates(True, small_tiles, bindings=bindings), adds=True)
     program.check(batch)
     values = gradients(program, batch)
@@ -57,35 +58,35 @@ def results(device, job, batch, bindings):
     return values, dispatches
 
 
-def test_one_block_in_fewer_dispatches_has_the_same_bits(device):
+def test_merged_block_has_the_same_bits(device):
     torch.manual_seed(0)
     module = Block()
     draws = np.random.default_rng(0)
     arrays = {name: draws.normal(size=(2, 5, 128)).astype(np.float32) for name in "xy"}
     batch = Batch(arrays, 2.0)
 
-    (alone, before), (few, after) = (
+    (separate, before), (merged, after) = (
         results(device, trainable(module, block_loss), batch, n) for n in (ALONE, FEW)
     )
-    assert all(np.array_equal(few[number], values) for number, values in alone.items())
+    assert all(np.array_equal(merged[number], values) for number, values in separate.items())
     assert after < 0.7 * before
-    assert_like_the_cpu(module, trainable(module, block_loss).blocks, block_loss, batch, few)
+    assert_like_the_cpu(module, trainable(module, block_loss).blocks, block_loss, batch, merged)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
-def test_the_bits_are_those_of_kernels_one_by_one(device, kind):
+def test_merged_kernels_equal_separate_kernels(device, kind):
     if kind == "decoder":
         module, loss, batch = llama(**WIDE, num_key_value_heads=1), next_token_loss, text()
     else:
         module, loss, batch = bert(dropout=0.1, **WIDE), class_loss, labeled()
-    found, counts = {}, {}
+    bits_by_name, counts = {}, {}
     for bindings in (ALONE, FEW, MANY):
         job = trainable(module, loss)
-        found[bindings], counts[bindings] = results(device, job, batch, bindings)
+        bits_by_name[bindings], counts[bindings] = results(device, job, batch, bindings)
     for bindings in (FEW, MANY):
-        for number, values in found[ALONE].items():
-            assert np.array_equal(found[bindings][number], values)
+        for number, values in bits_by_name[ALONE].items():
+            assert np.array_equal(bits_by_name[bindings][number], values)
     assert counts[MANY] <= counts[FEW] < 0.7 * counts[ALONE]
     if kind == "decoder":
-        assert_like_the_cpu(module, job.blocks, loss, batch, found[MANY])
+        assert_like_the_cpu(module, job.blocks, loss, batch, bits_by_name[MANY])

@@ -1,4 +1,4 @@
-"""Several microbatches at once: each has the bits that it has alone."""
+"""Several microbatches in one submission: each has the bits that it has alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def compiled(  # noqa: PLR0917
 
 
 def subtree(program, leaves: list[Leaf]) -> list[Any]:
-    """Its items, with the bits of what is in them."""
+    """Return its items, with the bits of their values."""
     stream = program.gradients(leaves)
     assert len(leaves) == 1 or stream.sums is None, "added on the device"
     return [
@@ -59,7 +59,7 @@ def subtree(program, leaves: list[Leaf]) -> list[Any]:
 
 
 def dispatched(device, monkeypatch) -> list[int]:
-    """How many dispatches each submission has, from now on."""
+    """Record how many dispatches each submission has, from now on."""
     counts: list[int] = []
     run = device.run
 
@@ -71,15 +71,15 @@ def dispatched(device, monkeypatch) -> list[int]:
     return counts
 
 
-def made(model, loss) -> Trainable:
-    """Anew each time: a device takes what is frozen with it."""
+def fresh_job(model, loss) -> Trainable:
+    """Build a new module each time, because a device takes over its frozen weights."""
     return trainable(model(), loss)
 
 
 def same_bits(
     target, make_job, make_batch, matmul=small_tiles, room: int = 4, **changes: Any
 ) -> None:
-    """Subtrees whose microbatches are computed one by one, and `room` at once; one is left over."""
+    """Compute subtrees one microbatch at a time, and `room` at once; one remains."""
     leaves = [(make_batch(seed=leaf), 10 + leaf) for leaf in range(room + 1)]
     results = []
     for at_once in (1, room):
@@ -90,7 +90,7 @@ def same_bits(
     assert results[0] == results[1]
 
 
-def test_each_microbatch_has_the_bits_that_it_has_alone(device, monkeypatch):
+def test_microbatches_have_the_bits_that_each_has_alone(device, monkeypatch):
     torch.manual_seed(0)
     job = trainable(Mixer(), mixer_loss)
     leaves = [(mixed(seed=leaf), 10 + leaf) for leaf in range(7)]
@@ -99,23 +99,23 @@ def test_each_microbatch_has_the_bits_that_it_has_alone(device, monkeypatch):
     (ready,) = four._plans.values()
     assert ready.plan.at_once == 4
     counts = dispatched(device, monkeypatch)
-    for many in (1, 3, 7):
-        assert subtree(four, leaves[:many]) == subtree(alone, leaves[:many]), many
+    for count in (1, 3, 7):
+        assert subtree(four, leaves[:count]) == subtree(alone, leaves[:count]), count
     counts.clear()
     subtree(four, leaves[:4])
     assert sum(counts) < 2 * len(ready.plan.dispatches)
-    spoilt = [(mixed(seed=leaf), 10 + leaf) for leaf in range(4)]
-    spoilt[2][0].arrays["y"][1, 2, 3] = np.nan
-    *_, last = four.gradients(spoilt)
+    with_nan = [(mixed(seed=leaf), 10 + leaf) for leaf in range(4)]
+    with_nan[2][0].arrays["y"][1, 2, 3] = np.nan
+    *_, last = four.gradients(with_nan)
     assert isinstance(last, Loss)
     assert np.isnan(last.loss_sum)
-    for subtrees in (leaves[:3], leaves):  # what is no number is left in nobody's slice
+    for subtrees in (leaves[:3], leaves):  # a NaN of one microbatch must not reach another's slice
         assert subtree(four, subtrees) == subtree(alone, subtrees)
     for program in (alone, four):
         program.close()
 
 
-def test_what_is_not_small_or_has_no_room_is_computed_one_by_one(device, monkeypatch):
+def test_large_microbatches_are_computed_one_by_one(device, monkeypatch):
     torch.manual_seed(0)
     job = trainable(Mixer(), mixer_loss)
     program = compiled(device, job, mixed(), 1)
@@ -123,22 +123,30 @@ def test_what_is_not_small_or_has_no_room_is_computed_one_by_one(device, monkeyp
     memory_bytes = program.estimates[-1].total
     assert with_microbatches(plan, 5, lambda _: True).at_once == 4
     assert (
-        with_microbatches(plan, 8, lambda found: sum(found.slots) <= 4 * sum(plan.slots)).at_once
+        with_microbatches(
+            plan, 8, lambda candidate: sum(candidate.slots) <= 4 * sum(plan.slots)
+        ).at_once
         == 2
     )
     assert with_microbatches(plan, 8, lambda _: False) is plan
-    (again,) = (estimate(with_room(plan, 4), program._weights.nbytes()),)
-    assert 4 * program.estimates[-1].activations <= again.activations < again.total
+    (repeat,) = (estimate(with_room(plan, 4), program._weights.nbytes()),)
+    assert 4 * program.estimates[-1].activations <= repeat.activations < repeat.total
     program.close()
     room = int((memory_bytes + 1000) / (1 - ROOM))
     monkeypatch.setattr(device, "adapter", replace(device.adapter, memory_bytes=room))
-    without = compiled(device, job, mixed(), 4)
-    assert {ready.plan.at_once for ready in without._plans.values()} == {1}
-    without.close()
-    large = replace(plan.dispatches[0], grid=(INVOCATIONS_PER_DISPATCH // 64, 1, 1))
-    assert with_microbatches(replace(plan, dispatches=(large,)), 8, lambda _: True).at_once == 1
-    deep = replace(plan.dispatches[0], grid=(1, 1, 20_000))
-    assert with_microbatches(replace(plan, dispatches=(deep,) * 2), 8, lambda _: True).at_once == 1
+    without_batching = compiled(device, job, mixed(), 4)
+    assert {ready.plan.at_once for ready in without_batching._plans.values()} == {1}
+    without_batching.close()
+    large_dispatch = replace(plan.dispatches[0], grid=(INVOCATIONS_PER_DISPATCH // 64, 1, 1))
+    assert (
+        with_microbatches(replace(plan, dispatches=(large_dispatch,)), 8, lambda _: True).at_once
+        == 1
+    )
+    deep_dispatch = replace(plan.dispatches[0], grid=(1, 1, 20_000))
+    assert (
+        with_microbatches(replace(plan, dispatches=(deep_dispatch,) * 2), 8, lambda _: True).at_once
+        == 1
+    )
     unread = replace(plan.dispatches[0], shader=Shader("a product of the processor's", 3))
     assert with_microbatches(replace(plan, dispatches=(unread,)), 8, lambda _: True).at_once == 1
 
@@ -155,7 +163,7 @@ fn main(@builtin(global_invocation_id) id: vec3u, @builtin(num_workgroups) group
 """
 
 
-def test_an_index_has_the_start_of_its_slice_added():
+def test_index_is_offset_by_its_slice():
     shader = Shader(SOURCE, 3)
     assert can_repeat(SOURCE)
     assert not can_repeat(SOURCE.replace("b0[0]", "arrayLength(&b0)"))
@@ -189,18 +197,18 @@ MODELS: dict[str, Any] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models_have_the_same_bits(device, name, bindings):
     module, loss, batch = MODELS[name]
-    same_bits(device, partial(made, module, loss), batch, bindings=bindings)
+    same_bits(device, partial(fresh_job, module, loss), batch, bindings=bindings)
 
 
 @pytest.mark.slow
 def test_kernels_of_software_devices_have_the_same_bits(device):
-    """Among them products that read two numbers as one of 64 bits."""
+    """Some products read two numbers as one of 64 bits."""
     make_job, matmul = partial(trainable, llama(), next_token_loss), MatmulTuner(device).shader
     same_bits(device, make_job, text, matmul, cooperative=False)
 
 
 @pytest.mark.slow
-def test_in_float16_too(device):
+def test_float16_has_the_same_bits(device):
     torch.manual_seed(0)
     make_job = partial(trainable, Mixer(), mixer_loss, precision="float16")
     same_bits(device, make_job, mixed, halves=True, room=2)
@@ -212,11 +220,11 @@ def test_canonical_kernels_have_the_same_bits(device):
     from backends.wgpu.canonical.vulkan import CanonicalDevice
     from backends.wgpu.device.device import Device
 
-    plain = Device(device.adapter)
-    target = CanonicalDevice(plain, Convention(fused=False))
+    plain_device = Device(device.adapter)
+    target = CanonicalDevice(plain_device, Convention(fused=False))
     for module, loss, batch in (MODELS["llama"], MODELS["bert with dropout"]):
-        same_bits(target, partial(made, module, loss), batch, canonical=True)
-    plain.close()
+        same_bits(target, partial(fresh_job, module, loss), batch, canonical=True)
+    plain_device.close()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Frozen bases in fewer bits: the same gradients as on the CPU, and less memory."""
+"""Frozen bases in fewer bits: the gradients of the CPU, in less memory."""
 
 from __future__ import annotations
 
@@ -86,15 +86,15 @@ def test_gradients_are_those_of_the_cpu_with_the_same_weights(device, base_dtype
     for one, other in zip(on_device[1], expected[1], strict=True):
         assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
     assert exact[0] != pytest.approx(expected[0], rel=1e-5), "fewer bits would show"
-    (needed,) = program.estimates
-    whole = sum(p.numel() * 4 for p in module.parameters())
+    (memory,) = program.estimates
+    float32_bytes = sum(p.numel() * 4 for p in module.parameters())
     storage = {"bfloat16": "bf16", "float16": "f16"}.get(base_dtype, base_dtype)
-    saved = 3 * (WIDTH * WIDTH * 4 - stored_bytes(WIDTH, WIDTH, storage))
+    saved_bytes = 3 * (WIDTH * WIDTH * 4 - stored_bytes(WIDTH, WIDTH, storage))
     assert GROUP == WIDTH
-    assert needed.weights == whole - saved
+    assert memory.weights == float32_bytes - saved_bytes
 
 
-def test_a_base_that_was_read_in_16_bits_is_narrowed_at_upload_and_never_widened():
+def test_16_bit_base_is_quantized_at_upload_and_never_widened():
     frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(requires_grad=False)
     module = nn.Sequential(frozen, nn.Linear(WIDTH, 1))
     values = frozen.weight.detach().bfloat16()
@@ -105,9 +105,9 @@ def test_a_base_that_was_read_in_16_bits_is_narrowed_at_upload_and_never_widened
     assert frozen.weight.dtype == torch.float32
     assert frozen.weight.untyped_storage().nbytes() == 4, "a trace needs shape and dtype alone"
     expected = quantize(values.float().numpy(), "int4").packed()
-    words = base.take_words("0.weight")
-    assert words is not None
-    assert words.tobytes() == expected.tobytes()
+    packed_words = base.take_words("0.weight")
+    assert packed_words is not None
+    assert packed_words.tobytes() == expected.tobytes()
     assert base.take_words("0.weight") is None
 
 
@@ -123,13 +123,13 @@ GIB = 2**30
         (8 * GIB, 2 * GIB, r"at most 2.00 GiB for 'a card', got 3.00 GiB for 'embedding'"),
     ],
 )
-def test_what_does_not_fit_is_said_with_how_much(memory, largest, message):
-    needed = [
+def test_insufficient_memory_error_states_the_amount(memory, largest, message):
+    requirement = [
         Estimate(GIB, GIB, 0, (GIB // 2, "head")),
         Estimate(5 * GIB, GIB, GIB // 2, (3 * GIB, "embedding")),
     ]
     if message is None:
-        refuse_insufficient_memory(needed, memory, largest, "a card")
+        refuse_insufficient_memory(requirement, memory, largest, "a card")
         return
     with pytest.raises(SamestepError, match=message):
-        refuse_insufficient_memory(needed, memory, largest, "a card")
+        refuse_insufficient_memory(requirement, memory, largest, "a card")

@@ -27,9 +27,9 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 def agree(device: Any, function: Callable[..., Any], *tensors: torch.Tensor) -> None:
     expected = function(*tensors)
     expected = expected if isinstance(expected, tuple) else (expected,)
-    got = on_device(device, function, tensors)
-    assert len(got) == len(expected)
-    for one, other in zip(got, expected, strict=True):
+    actual = on_device(device, function, tensors)
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
         assert one.shape == other.shape
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=RTOL, atol=ATOL)
@@ -45,9 +45,9 @@ def test_elementwise_with_broadcasting(device, shape, data):
     thin = thin[data.draw(st.integers(0, len(thin))) :]
 
     def function(x: torch.Tensor, y: torch.Tensor, n: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        both = torch.exp(-(x * x)) + y * 3 - torch.tanh(y / 2)
+        result = torch.exp(-(x * x)) + y * 3 - torch.tanh(y / 2)
         return (
-            both,
+            result,
             torch.add(x, y, alpha=0.5).clamp(-1, 2),
             torch.where((x > y) | (n == 2), x.sigmoid(), y.abs().sqrt()),
             (n * 3 - 7) // 2,
@@ -65,18 +65,18 @@ def test_elementwise_with_broadcasting(device, shape, data):
     rows=st.integers(1, 4), columns=st.integers(1, 9), first=st.integers(0, 4),
     end=st.integers(1, 9), step=st.integers(1, 4),
 )  # fmt: skip
-def test_every_so_manieth_element_is_written(device, rows, columns, first, end, step):  # noqa: PLR0917
-    """And its gradient read."""
+def test_manieth_strided_element_is_written(device, rows, columns, first, end, step):  # noqa: PLR0917
+    """Also reads its gradient."""
     first = min(first, columns - 1)
     count = len(range(columns)[first : max(end, first + 1) : step])
 
     def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.enable_grad():
             leaves = [each.detach().requires_grad_() for each in (x, y)]
-            whole = leaves[0] * 2
-            whole[:, first : max(end, first + 1) : step] = leaves[1]
-            grads = torch.autograd.grad((whole * whole).sum(), leaves)
-            return whole.detach(), *grads
+            doubled = leaves[0] * 2
+            doubled[:, first : max(end, first + 1) : step] = leaves[1]
+            grads = torch.autograd.grad((doubled * doubled).sum(), leaves)
+            return doubled.detach(), *grads
 
     agree(device, function, drawn(rows, columns), drawn(rows, count, seed=1))
 
@@ -87,15 +87,15 @@ def test_reductions_over_any_dimensions(device, shape, data):
     dims = data.draw(
         st.lists(st.integers(0, len(shape) - 1), min_size=1, max_size=len(shape), unique=True)
     )
-    keep = data.draw(st.booleans())
+    keepdim = data.draw(st.booleans())
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (
-            x.sum(dims, keep),
-            (x * x).mean(dims, keep),
-            x.amax(dims, keep),
-            (-x).amin(dims, keep),
-            x.argmax(dims[0], keep),
+            x.sum(dims, keepdim),
+            (x * x).mean(dims, keepdim),
+            x.amax(dims, keepdim),
+            (-x).amin(dims, keepdim),
+            x.argmax(dims[0], keepdim),
             x.var(dims[0], unbiased=False),
             x.softmax(dims[0]),
             torch.log_softmax(x.transpose(0, -1), 0),
@@ -113,18 +113,18 @@ def test_reductions_over_any_dimensions(device, shape, data):
 def test_views_and_copies_between_operators(device, shape, data, random):
     order = list(range(len(shape)))
     random.shuffle(order)
-    cut = data.draw(st.integers(0, shape[0] - 1))
+    start = data.draw(st.integers(0, shape[0] - 1))
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        turned = x.permute(order)
+        permuted = x.permute(order)
         return (
-            (turned.reshape(-1) * 2).reshape(turned.shape).contiguous(),
-            turned[..., 1:].flatten(0, 1) + 1,
-            torch.cat([x[cut:], x[:cut] * 2, x], 0),
+            (permuted.reshape(-1) * 2).reshape(permuted.shape).contiguous(),
+            permuted[..., 1:].flatten(0, 1) + 1,
+            torch.cat([x[start:], x[:start] * 2, x], 0),
             functional.pad(x, (1, 2, -1, 0)),
             x.unsqueeze(1).expand(-1, 3, *x.shape[1:]).flatten(1, 2),
             torch.stack([x[0], x[-1]], 1)[:, 0],
-            x.flip(0) - x.select(0, cut),
+            x.flip(0) - x.select(0, start),
             sum(part.sum() for part in x.split(2, 0)),
             x.tril() if x.dim() > 1 else x,
         )
@@ -138,10 +138,10 @@ def test_views_and_copies_between_operators(device, shape, data, random):
     m=st.integers(1, 20),
     k=st.integers(1, 20),
     n=st.integers(2, 20),
-    turn=st.booleans(),
+    is_transposed=st.booleans(),
 )
-def test_products_of_strided_operands(device, batch, m, k, n, turn):  # noqa: PLR0917
-    a = drawn(batch, k, m).transpose(1, 2) if turn else drawn(batch, m, k)
+def test_products_of_strided_operands(device, batch, m, k, n, is_transposed):  # noqa: PLR0917
+    a = drawn(batch, k, m).transpose(1, 2) if is_transposed else drawn(batch, m, k)
     b = drawn(k, batch, n, seed=1)
 
     def function(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -151,16 +151,16 @@ def test_products_of_strided_operands(device, batch, m, k, n, turn):  # noqa: PL
     agree(device, function, a.contiguous(), b)
 
 
-def test_indices_negative_ones_too(device):
+def test_negative_indices(device):
     table, numbers = drawn(7, 3), torch.tensor([[0, 6, 2], [5, 5, 1]])
 
     def function(table: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rows = torch.arange(2)
-        picked = functional.embedding(numbers, table)
+        gathered = functional.embedding(numbers, table)
         return (
-            picked,
-            picked[rows, -numbers[:, 0] - 1 + numbers[:, 0]],
-            picked.gather(2, numbers[..., None] % 3),
+            gathered,
+            gathered[rows, -numbers[:, 0] - 1 + numbers[:, 0]],
+            gathered.gather(2, numbers[..., None] % 3),
             table[numbers - 7],
             functional.one_hot(numbers, 7).float() @ table,
         )
@@ -173,7 +173,7 @@ def test_indices_negative_ones_too(device):
     shape=st.lists(st.integers(2, 4), min_size=3, max_size=4), data=st.data(), several=st.booleans()
 )
 def test_indices_of_later_dimensions(device, shape, data, several):
-    """Of one, or of two neighbors; their gradients add up where a place is read twice."""
+    """One index or two neighboring ones; gradients add up where an element is read twice."""
     first = data.draw(st.integers(1, len(shape) - 1 - several))
 
     def numbers(size: int) -> torch.Tensor:
@@ -186,9 +186,9 @@ def test_indices_of_later_dimensions(device, shape, data, several):
     def function(x: torch.Tensor, *indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            picked = leaf[(*(slice(None),) * first, *indices)]
-            (grad,) = torch.autograd.grad((picked * picked).sum(), leaf)
-            return picked.detach(), grad
+            gathered = leaf[(*(slice(None),) * first, *indices)]
+            (grad,) = torch.autograd.grad((gathered * gathered).sum(), leaf)
+            return gathered.detach(), grad
 
     agree(device, function, drawn(*shape), *indices)
 
@@ -199,11 +199,11 @@ def test_indices_of_later_dimensions(device, shape, data, several):
     thin=st.tuples(*[st.booleans()] * 4),
     diagonal=st.integers(-3, 9),
     fill=st.sampled_from([-math.inf, torch.finfo(torch.float32).min]),
-    added=st.booleans(),
+    is_additive=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_masked_attention_weights(device, sizes, thin, diagonal, fill, added, seed):  # noqa: PLR0917
-    """A mask for all or some of the dimensions, and a triangle; -inf and the lowest float alike."""
+def test_masked_attention_weights(device, sizes, thin, diagonal, fill, is_additive, seed):  # noqa: PLR0917
+    """A mask for all or some of the dimensions, and a triangle; with -inf and the lowest float."""
     scores = drawn(*sizes) * 4
     shape = [1 if one else size for one, size in zip(thin, sizes, strict=True)]
     visible = drawn(*shape, seed=seed) > -0.3
@@ -211,9 +211,9 @@ def test_masked_attention_weights(device, sizes, thin, diagonal, fill, added, se
     def function(scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
         triangle = torch.ones(sizes[2:], dtype=torch.bool).tril(diagonal)
         allowed = triangle & visible
-        if fill == -math.inf:  # a row of nothing else has no weights
+        if fill == -math.inf:  # a row without visible elements has no weights
             allowed = allowed | (torch.arange(sizes[3]) == 0)
-        if not added:
+        if not is_additive:
             return scores.masked_fill(~allowed, fill).softmax(-1)
         return (scores + torch.zeros(allowed.shape).masked_fill(~allowed, fill)).softmax(-1)
 
@@ -232,7 +232,7 @@ def test_fused_attention_is_written_out(device):
 
 
 def test_gradients_of_gathers_add_up_in_one_order(device):
-    """Rows that are read several times, and a cross-entropy that leaves some out."""
+    """Rows that are read several times, and a cross-entropy that ignores some labels."""
     table, numbers = drawn(5, 4), torch.tensor([0, 3, 3, 0, 3, 1])
     labels = torch.tensor([1, -100, 2, 0, 3, -100])
 
@@ -240,10 +240,10 @@ def test_gradients_of_gathers_add_up_in_one_order(device):
         logits = functional.embedding(numbers, table) * table[numbers].tanh()
         return functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
 
-    got = gradients_on_device(device, function, (table, numbers, labels))
+    actual = gradients_on_device(device, function, (table, numbers, labels))
     leaf = table.clone().requires_grad_()
     (expected,) = torch.autograd.grad(function(leaf, numbers, labels), leaf)
-    torch.testing.assert_close(got[0], expected, rtol=RTOL, atol=ATOL)
+    torch.testing.assert_close(actual[0], expected, rtol=RTOL, atol=ATOL)
 
 
 @pytest.mark.parametrize("cooperative", [False, True])
@@ -262,26 +262,26 @@ def test_long_reductions_lose_little(device, cooperative):
             x[:, :200].sum(1),
         )
 
-    got = on_device(device, function, (x,), cooperative=cooperative)
+    actual = on_device(device, function, (x,), cooperative=cooperative)
     with pytest.raises(NoRule, match=r"'argmax.default' .over 100003 terms"):
         on_device(device, lambda x: x.argmax(1), (x,))
-    for one, other in zip(got, function(x.double()), strict=True):
+    for one, other in zip(actual, function(x.double()), strict=True):
         torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-6, atol=0.0)
 
 
-def test_products_and_layers_read_what_no_strides_say(device):
-    """What is flipped, rolled, repeated, windowed or expanded, on either side and as a result."""
+def test_products_read_views_without_strides(device):
+    """Flipped, rolled, repeated, windowed or expanded, on either side and as a result."""
 
     def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        both = torch.cat([x, x], 1)
+        result = torch.cat([x, x], 1)
         return (
             x.flip(0) @ y,
             y @ x.flip(1).transpose(0, 1).flip(0),
             x.flip(0, 1),
             x.expand(3, 4, 4).flip(2) @ y[None].expand(3, 4, 4).flip(1),
-            both[:, 1::2] @ y.flip(1)[:, ::2],
+            result[:, 1::2] @ y.flip(1)[:, ::2],
             torch.cat([x[1:], x[:1]]) @ y,
-            y[:, None].expand(4, 2, 4).reshape(4, 8) @ both.flip(1).transpose(0, 1),
+            y[:, None].expand(4, 2, 4).reshape(4, 8) @ result.flip(1).transpose(0, 1),
             y.flip(0).flip(0) @ x,
         )
 
@@ -290,28 +290,29 @@ def test_products_and_layers_read_what_no_strides_say(device):
 
 def test_gradients_of_running_sums_and_flips(device):
     def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        both = torch.cat([x @ y, x.flip(1) @ y], 1)
-        return (both.cumsum(1) * both).sum() + (x.cumsum(0) @ y).square().sum()
+        result = torch.cat([x @ y, x.flip(1) @ y], 1)
+        return (result.cumsum(1) * result).sum() + (x.cumsum(0) @ y).square().sum()
 
     operands = drawn(5, 4), drawn(4, 4, seed=1)
-    got = gradients_on_device(device, function, operands)
+    actual = gradients_on_device(device, function, operands)
     leaves = [x.clone().requires_grad_() for x in operands]
     expected = torch.autograd.grad(function(*leaves), leaves)
-    for one, other in zip(got, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=RTOL, atol=ATOL)
 
 
 @pytest.mark.parametrize("fold", ["amax", "amin"])
-def test_the_gradient_of_an_extreme_goes_to_the_element_that_it_is(device, fold):
-    """Which backward finds by comparing: a product computed twice may differ in its last bit."""
+def test_gradient_of_an_extreme_goes_to_its_element(device, fold):
+    """Backward finds the element by comparing, and a product computed twice may differ in its last
+    bit."""
 
     def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         extreme: torch.Tensor = getattr(x * y * 0.1, fold)(0)
         return extreme
 
     operands = drawn(9, 7), drawn(9, 7, seed=1)
-    got = gradients_on_device(device, function, operands)
+    actual = gradients_on_device(device, function, operands)
     leaves = [x.clone().requires_grad_() for x in operands]
     expected = torch.autograd.grad(function(*leaves).sum(), leaves)
-    for one, other in zip(got, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=RTOL, atol=ATOL)

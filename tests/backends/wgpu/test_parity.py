@@ -1,4 +1,4 @@
-"""A device that computes otherwise than torch is refused before a run, and the operator named."""
+"""Before a run, a device that differs from torch is refused, and the operator named."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _aten = torch.ops.aten
 
 @pytest.fixture(scope="module")
 def backend():
-    if isinstance(why := adapters(), str):
-        pytest.skip(why)
+    if isinstance(reason := adapters(), str):
+        pytest.skip(reason)
     return VulkanBackend()
 
 
@@ -50,14 +50,14 @@ def compared(backend: VulkanBackend, job: Trainable, *batches: Batch) -> str:
 
 
 @pytest.mark.parametrize(
-    ("make", "loss", "batch"),
+    ("make_model", "loss", "batch"),
     [
         (Mixer, mixer_loss, mixed),
         pytest.param(partial(bert, dropout=0.2), class_loss, labeled, marks=pytest.mark.slow),
     ],
 )
-def test_a_whole_model_with_dropout_is_compared_in_two_shapes(backend, make, loss, batch):
-    report = compared(backend, trainable(make(), loss), batch(), batch(2))
+def test_a_whole_model_with_dropout_is_compared_in_two_shapes(backend, make_model, loss, batch):
+    report = compared(backend, trainable(make_model(), loss), batch(), batch(2))
     assert report.startswith("gradients within ")
     assert float(report.split()[2]) < 1e-5
     assert "(all; " in report
@@ -65,8 +65,8 @@ def test_a_whole_model_with_dropout_is_compared_in_two_shapes(backend, make, los
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["float32", "int4"])
-def test_of_a_model_that_torch_would_take_long_for_a_part_is_compared(backend, base, monkeypatch):
-    """With its frozen weights as the device stores them; all layers are there again afterwards."""
+def test_large_model_is_compared_in_part(backend, base, monkeypatch):
+    """With frozen weights as the device stores them; all layers are restored afterwards."""
     monkeypatch.setattr(parity, "_BUDGET_S", 0.0)
     model = qwen3_with_lora(num_hidden_layers=4)
     job = trainable(model, next_token_loss, base_dtype=base)
@@ -78,7 +78,7 @@ def test_of_a_model_that_torch_would_take_long_for_a_part_is_compared(backend, b
 
 
 class Layer(nn.Module):
-    """Computes with a number that it keeps to itself."""
+    """Computes with a number that no input holds."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -117,19 +117,21 @@ def job_of(module: nn.Module, loss: Callable[..., torch.Tensor] = squares) -> Tr
 
 def test_a_wrong_operator_is_named_with_its_module(backend, monkeypatch):
     rule = ELEMENTWISE[_aten.tanh.default]
-    monkeypatch.setitem(ELEMENTWISE, _aten.tanh.default, lambda *given: f"({rule(*given)} * 1.001)")
-    monkeypatch.setattr("backends.wgpu.lowering.kernels._RULES", ELEMENTWISE)
-    with pytest.raises(SamestepError) as refused:
-        compared(backend, job_of(Layers()), vectors())
-    assert "of torch's, got a difference of " in str(refused.value)
-    assert "the operator is 'tanh.default', which gives shape [5, 4] in layers.0;" in str(
-        refused.value
+    monkeypatch.setitem(
+        ELEMENTWISE, _aten.tanh.default, lambda *operand_names: f"({rule(*operand_names)} * 1.001)"
     )
-    assert "\n" not in str(refused.value)
+    monkeypatch.setattr("backends.wgpu.lowering.kernels._RULES", ELEMENTWISE)
+    with pytest.raises(SamestepError) as error:
+        compared(backend, job_of(Layers()), vectors())
+    assert "of torch's, got a difference of " in str(error.value)
+    assert "the operator is 'tanh.default', which gives shape [5, 4] in layers.0;" in str(
+        error.value
+    )
+    assert "\n" not in str(error.value)
 
 
 class Counting(Layers):
-    """Its forward depends on how often it was called."""
+    """Its forward depends on its call count."""
 
     calls = 0
 
@@ -138,12 +140,12 @@ class Counting(Layers):
         return super().forward(x) * float(self.calls)
 
 
-def test_what_a_trace_freezes_is_found(backend):
+def test_frozen_trace_is_detected(backend):
     with pytest.raises(SamestepError, match="torch's results differ from run to run"):
         compared(backend, job_of(Counting()), vectors())
 
 
-def test_what_is_not_finite_must_be_so_in_both():
+def test_non_finite_values_must_agree():
     one = {"": np.array([1.0]), "w": np.array([np.nan, 1.0, np.inf])}
     assert parity.difference(one, one) == ("", 0.0)
     other = {**one, "w": np.array([np.nan, 1.0, 3.0])}
@@ -151,17 +153,17 @@ def test_what_is_not_finite_must_be_so_in_both():
     assert parity.difference(other, one) == ("w", np.inf)
 
 
-def test_what_is_zero_in_exact_arithmetic_may_be_rounding():
+def test_rounding_of_an_exact_zero_is_allowed():
     one = {"": np.array([1.0]), "w": np.array([1.0, 1.0]), "b": np.array([1e-8])}
-    _, apart = parity.difference(one, {**one, "b": np.array([-1e-8])})
-    assert apart < parity.TOLERANCE
-    name, apart = parity.difference(one, {**one, "b": np.array([1e-3])})
+    _, distance = parity.difference(one, {**one, "b": np.array([-1e-8])})
+    assert distance < parity.TOLERANCE
+    name, distance = parity.difference(one, {**one, "b": np.array([1e-3])})
     assert name == "b"
-    assert apart > parity.TOLERANCE
+    assert distance > parity.TOLERANCE
 
 
 class Saturated(nn.Module):
-    """A norm over two numbers gives 1 and -1 whatever they are: its gradient is rounding."""
+    """A norm over two numbers gives 1 and -1 for any input: its gradient is pure rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,22 +174,22 @@ class Saturated(nn.Module):
         return nn.functional.layer_norm((x + self.shift).unflatten(-1, (2, 2)), (2,)) ** -2
 
 
-def test_torchs_own_rounding_is_no_fault_of_the_device(backend):
+def test_torch_rounding_is_not_a_device_fault(backend):
     assert compared(backend, job_of(Saturated()), vectors())
 
 
 @pytest.mark.parametrize(
-    ("make", "loss", "batch"),
+    ("make_model", "loss", "batch"),
     [
         (Mixer, mixer_loss, mixed),
         pytest.param(llama, next_token_loss, text, marks=pytest.mark.slow),
     ],
 )
-def test_one_microbatch_is_also_taken_in_the_opposite_order(backend, make, loss, batch):
-    assert compared(backend, trainable(make(), loss), batch(samples=2))
+def test_microbatches_are_also_compared_in_reverse(backend, make_model, loss, batch):
+    assert compared(backend, trainable(make_model(), loss), batch(samples=2))
 
 
-def test_whatever_lowering_raises_is_one_line_of_ours(backend, monkeypatch):
+def test_lowering_error_is_one_line(backend, monkeypatch):
     def rule(*_: object) -> str:
         raise ZeroDivisionError("no\nsuch thing")
 

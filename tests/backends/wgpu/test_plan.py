@@ -1,4 +1,4 @@
-"""Plans: layers share their shaders, and no buffer is written while its value is still wanted."""
+"""Plans: layers share shaders, and no buffer is overwritten while its value is still needed."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.backends.wgpu.small_models import (
 from worker.models.blocks import cut_into_blocks
 
 DISPATCHES_PER_LAYER = 25
-"""Of a decoder, forward and backward, all of it trained."""
+"""Sizes of a decoder that is trained forward and backward in full."""
 
 
 def planned(module, loss, batch, *, fused: bool = False) -> Plan:
-    """As a program does it, without a device."""
+    """Plan as a program does, without a device."""
     names = [tensor.name for block in cut_into_blocks(module) for tensor in block.tensors]
     arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
-    bindings = 16 if fused else 8  # cards have them
+    bindings = 16 if fused else 8  # as on cards
     template = Templates(cooperative=True, matmul=matmul_shader, bindings=bindings)
     capture = capture_step(module, loss, names, arrays, template.fuses if fused else never_fuses)
     kinds: dict[int, LayerKernels] = {}
@@ -53,28 +53,28 @@ def shaders(plan: Plan) -> set[str]:
 
 @cache
 def of_a_llama(layers: int) -> Plan:
-    """For tests that leave it as it is: a capture takes long."""
+    """Shared by tests that do not change it, because a capture is slow."""
     return planned(llama(layers=layers), next_token_loss, text())
 
 
-def test_depth_adds_no_shader():
+def test_depth_adds_no_shaders():
     shallow, deep = of_a_llama(2), of_a_llama(6)
     assert shaders(deep) == shaders(shallow)
     per_layer = (len(deep.dispatches) - len(shallow.dispatches)) / 4
-    assert per_layer < 45  # attention written out, rows too short to be shared
+    assert per_layer < 45  # unfused attention, rows too short to share a workgroup
 
 
 def test_a_decoder_layer_takes_few_dispatches():
-    wide = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32}
-    few, more = (
-        planned(llama(layers=n, **wide), next_token_loss, text(), fused=True) for n in (2, 3)
+    wide_sizes = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32}
+    shallow, deep = (
+        planned(llama(layers=n, **wide_sizes), next_token_loss, text(), fused=True) for n in (2, 3)
     )
-    assert len(more.dispatches) - len(few.dispatches) <= DISPATCHES_PER_LAYER
+    assert len(deep.dispatches) - len(shallow.dispatches) <= DISPATCHES_PER_LAYER
 
 
 @pytest.mark.slow
-def test_layers_that_compute_otherwise_are_distinguished():
-    """GPT-2 can scale a layer's attention by its number."""
+def test_different_layers_are_distinguished():
+    """GPT-2 can scale a layer's attention by its index."""
     import transformers
 
     sizes: dict[str, Any] = {
@@ -96,40 +96,40 @@ def test_layers_that_compute_otherwise_are_distinguished():
     assert len(scaled_ones) > len(plain)
 
 
-def test_memory_is_shared_only_between_values_of_different_times():
-    """Replays the plan: every read finds the value that was written for it."""
+def test_memory_is_shared_only_between_disjoint_lifetimes():
+    """Replay the plan: every read must find the value that was written for it."""
     plan = planned(bert(dropout=0.1), class_loss, labeled())
-    slots = [place.slot for place in plan.locations]
+    slots = [location.slot for location in plan.locations]
     last_read: dict[int, int] = {}
-    for at, dispatch in enumerate(plan.dispatches):
+    for offset, dispatch in enumerate(plan.dispatches):
         for number in dispatch.buffers:
-            last_read[number] = at
+            last_read[number] = offset
     for segment in plan.segments:
         output_slots = [plan.outputs[output] for output in segment.outputs]
         for number in (number for number in output_slots if number is not None):
             last_read[number] = max(last_read[number], segment.end - 1)
-    holds: dict[int, int] = {}
-    written: set[int] = set()
-    for at, dispatch in enumerate(plan.dispatches):
-        reads = dispatch.buffers[: -len(dispatch.written)]
-        for number in reads:
+    value_by_slot: dict[int, int] = {}
+    written_slots: set[int] = set()
+    for offset, dispatch in enumerate(plan.dispatches):
+        inputs = dispatch.buffers[: -len(dispatch.written)]
+        for number in inputs:
             if slots[number] >= 0:
-                assert holds[slots[number]] == number
+                assert value_by_slot[slots[number]] == number
         assert len({slots[output] for output in dispatch.written}) == len(dispatch.written)
         for output in dispatch.written:
             assert slots[output] >= 0, "an input was written"
-            assert slots[output] not in {slots[number] for number in reads}
-            before = holds.get(slots[output])
+            assert slots[output] not in {slots[number] for number in inputs}
+            before = value_by_slot.get(slots[output])
             if before is not None and before != output:
-                assert last_read[before] < at
-            holds[slots[output]] = output
-            written.add(output)
-    assert len({slots[number] for number in written}) < len(written) / 2
+                assert last_read[before] < offset
+            value_by_slot[slots[output]] = output
+            written_slots.add(output)
+    assert len({slots[number] for number in written_slots}) < len(written_slots) / 2
 
 
-def test_the_first_blocks_gradients_are_complete_long_before_the_last():
+def test_first_gradients_are_complete_long_before_the_last():
     plan = of_a_llama(6)
-    ends = [segment.end for segment in plan.segments]
-    assert ends == sorted(ends)
-    assert ends[0] < 0.5 * len(plan.dispatches)
-    assert ends[-1] == len(plan.dispatches)
+    segment_ends = [segment.end for segment in plan.segments]
+    assert segment_ends == sorted(segment_ends)
+    assert segment_ends[0] < 0.5 * len(plan.dispatches)
+    assert segment_ends[-1] == len(plan.dispatches)

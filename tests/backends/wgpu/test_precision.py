@@ -1,4 +1,4 @@
-"""A precision that a Vulkan device does not have is refused in one line."""
+"""A Vulkan device refuses a precision that it lacks, in one line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPEC = RegressRun(
 
 
 class InBfloat16(Regress):
-    """The smallest task, in the precision that models can be asked for."""
+    """The smallest task, in a precision that models may request."""
 
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec)
@@ -42,7 +42,7 @@ class InBfloat16(Regress):
 
 
 class BackendFactory:
-    """The real device; the task that a test wants."""
+    """The real device with the task of a test."""
 
     def __init__(self, task: type[Regress]) -> None:
         from backends.wgpu.backend import VulkanBackend
@@ -62,9 +62,9 @@ class BackendFactory:
 
 @pytest.fixture
 def toolbox(request: pytest.FixtureRequest) -> Iterator[BackendFactory]:
-    present = adapters()
-    if isinstance(present, str):
-        pytest.skip(present)
+    available = adapters()
+    if isinstance(available, str):
+        pytest.skip(available)
     factory = BackendFactory(request.param)
     yield factory
     factory.close()
@@ -80,7 +80,7 @@ def test_bfloat16_is_refused_before_anything_is_captured(toolbox):
 @pytest.mark.parametrize(
     ("toolbox", "refused"), [(InBfloat16, True), (Regress, False)], indirect=["toolbox"]
 )
-def test_the_coordinator_is_told_that_this_device_cannot_and_why(toolbox, refused):
+def test_coordinator_learns_why_the_device_is_unusable(toolbox, refused):
     messages: queue.Queue[events.Event] = queue.Queue()
     device = Engine(toolbox, messages.put)
     device.do(act.Build("run", SPEC, keep_state=False))
@@ -97,8 +97,8 @@ def test_the_coordinator_is_told_that_this_device_cannot_and_why(toolbox, refuse
         msg.StartRun(run_id="run", term=1, step=0, blobs=None),
         np.frombuffer(SPEC.to_bytes(), np.uint8),
     )
-    (sent,) = (each.message for each in session.result(event) if isinstance(each, Transmit))
+    (message,) = (each.message for each in session.result(event) if isinstance(each, Transmit))
     if refused:
-        assert sent == msg.Unready(run_id="run", reason=LINE, own=True, exit_code=1)
+        assert message == msg.Unready(run_id="run", reason=LINE, own=True, exit_code=1)
     else:
-        assert isinstance(sent, msg.Ready)
+        assert isinstance(message, msg.Ready)

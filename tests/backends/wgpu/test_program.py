@@ -60,13 +60,13 @@ def compiled(device) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def of_a_llama(device) -> Iterator[VulkanProgram]:
-    """For tests that leave it as it is: a capture takes longer than a step."""
+    """Shared by tests that do not change it, because a capture takes longer than a step."""
     yield from _compiled(device, trainable(llama(), next_token_loss), text())
 
 
 @pytest.fixture(scope="module")
 def of_a_bert(device) -> Iterator[VulkanProgram]:
-    """Likewise, with dropout."""
+    """The same, with dropout."""
     yield from _compiled(device, trainable(bert(dropout=0.1), class_loss), labeled())
 
 
@@ -115,7 +115,7 @@ MODELS: dict[str, Any] = {
 LIKE_OTHERS = (
     "fused attention", "a Llama whose embeddings are its head", "a Qwen3 with LoRA",
 )  # fmt: skip
-"""In test_attention and in test_split_tables, too."""
+"""Also used in test_attention and test_split_tables."""
 
 
 @pytest.mark.parametrize(
@@ -123,14 +123,14 @@ LIKE_OTHERS = (
     [pytest.param(n, marks=[pytest.mark.slow] if n in LIKE_OTHERS else []) for n in MODELS],
 )
 def test_gradients_are_those_of_the_cpu_and_the_same_again(compiled, name):
-    make, loss, batch = MODELS[name]
-    module = make()
+    make_model, loss, batch = MODELS[name]
+    module = make_model()
     job = trainable(module, loss)
     program = compiled(job, batch())
     first = gradients(program, batch())
-    again = gradients(program, batch(), seed=5)
+    repeat = gradients(program, batch(), seed=5)
     assert_like_the_cpu(module, job.blocks, loss, batch(), first)
-    assert all(first[n].tobytes() == again[n].tobytes() for n in first)
+    assert all(first[n].tobytes() == repeat[n].tobytes() for n in first)
     # A shorter last microbatch of another length.
     other = batch(samples=1, length=8)
     assert_like_the_cpu(module, job.blocks, loss, other, gradients(program, other))
@@ -148,12 +148,12 @@ def test_checkpointing_gives_the_same_bits_in_less_memory(compiled):
             checkpoint
         )
     assert re.match(r"[\d.]+ MiB \(weights [\d.]+ MiB, activations ", program.memory)
-    (plain, more), (checkpointed, less) = results
-    assert all(plain[n].tobytes() == checkpointed[n].tobytes() for n in plain)
-    assert less < 0.7 * more
+    (baseline, baseline_bytes), (checkpointed, checkpointed_bytes) = results
+    assert all(baseline[n].tobytes() == checkpointed[n].tobytes() for n in baseline)
+    assert checkpointed_bytes < 0.7 * baseline_bytes
 
 
-def test_loaded_values_count_and_evaluation_runs_on_the_device(compiled):
+def test_loaded_values_take_effect_and_evaluation_runs_on_the_device(compiled):
     def evaluate(module: nn.Module, arrays: Any) -> dict[str, float]:
         return {"loss": float(next_token_loss(module, arrays))}
 
@@ -175,14 +175,14 @@ def test_loaded_values_count_and_evaluation_runs_on_the_device(compiled):
     assert loss.loss_sum == pytest.approx(after, rel=1e-6)
 
 
-def test_what_an_evaluation_would_be_refused_for_is_found_before_training():
-    """Its shapes are compiled then."""
+def test_unsupported_evaluation_is_refused_before_training():
+    """Evaluation is compiled before training starts."""
 
     def evaluate(module: Any, arrays: Any) -> dict[str, float]:
         return {"norm": float(module.lm_head(arrays["input_ids"].float()).norm())}
 
-    if isinstance(why := adapters(), str):
-        pytest.skip(why)
+    if isinstance(reason := adapters(), str):
+        pytest.skip(reason)
     backend = VulkanBackend()
     with pytest.raises(SamestepError, match="got one that reads its 'lm_head'"):
         backend.compile(
@@ -191,7 +191,7 @@ def test_what_an_evaluation_would_be_refused_for_is_found_before_training():
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_computes_with_parts_of_the_model_is_refused(compiled):
+def test_evaluation_with_parts_of_the_model_is_refused(compiled):
     def evaluate(module: Any, arrays: Any) -> dict[str, float]:
         return {"norm": float(module.lm_head(arrays["input_ids"].float()).norm())}
 
@@ -224,7 +224,7 @@ class Scaled(nn.Module):
         return self.dropout(x * self.scale)
 
 
-def test_dropout_is_the_function_of_its_seed_that_the_host_knows(compiled):
+def test_dropout_equals_the_host_for_each_seed(compiled):
     def loss(module: nn.Module, arrays: Any) -> torch.Tensor:
         return module(arrays["x"]).sum()
 
@@ -235,16 +235,16 @@ def test_dropout_is_the_function_of_its_seed_that_the_host_knows(compiled):
         words = seed_words(seed, 3)
 
         def noise(number: int, drop: float, words: Any = words) -> Any:
-            drawn = threefry.words((int(words[number, 0]), int(words[number, 1])), 0, 120)
-            is_kept = drawn >= threefry.threshold(drop)
+            bits = threefry.words((int(words[number, 0]), int(words[number, 1])), 0, 120)
+            is_kept = bits >= threefry.threshold(drop)
             return (is_kept / np.float32(1 - drop)).reshape(3, 40)
 
         outside, first, second = noise(0, 0.25), noise(1, 0.5), noise(2, 0.5)
         after_first = x + first
-        got = gradients(program, batch, seed)
-        np.testing.assert_allclose(got[1], (outside * second * after_first).sum(0), rtol=1e-6)
+        actual = gradients(program, batch, seed)
+        np.testing.assert_allclose(actual[1], (outside * second * after_first).sum(0), rtol=1e-6)
         tangent = outside * (1 + second)
-        np.testing.assert_allclose(got[0], (tangent * first).sum(0), rtol=1e-6)
+        np.testing.assert_allclose(actual[0], (tangent * first).sum(0), rtol=1e-6)
 
 
 class Stacked(nn.Module):
@@ -259,7 +259,7 @@ class Stacked(nn.Module):
 
 
 class Picking(nn.Module):
-    """A layer whose forward holds numbers that no input has."""
+    """A layer whose forward uses integers that no input holds."""
 
     def __init__(self, columns: list[int]) -> None:
         super().__init__()
@@ -267,13 +267,13 @@ class Picking(nn.Module):
         self.scale = nn.Parameter(torch.arange(4.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        picked = x[:, self.columns] * self.scale[[1, 2]]
-        return x + picked.sum(1, keepdim=True) * torch.tensor([0.5, 1.0, 2.0, 4.0])
+        columns = x[:, self.columns] * self.scale[[1, 2]]
+        return x + columns.sum(1, keepdim=True) * torch.tensor([0.5, 1.0, 2.0, 4.0])
 
 
 @pytest.mark.parametrize("columns", [[[1, -1], [1, -1]], [[1, -1], [0, 2]]])
-def test_layers_that_hold_numbers_of_their_own(compiled, columns):
-    """Lists of numbers, alike in both layers or not."""
+def test_layers_with_their_own_integers(compiled, columns):
+    """Lists of integers, equal in both layers or not."""
     module = Stacked(nn.ModuleList(Picking(each) for each in columns))
     x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
     job, batch = trainable(module, total), Batch({"x": x}, 3.0)
@@ -282,7 +282,7 @@ def test_layers_that_hold_numbers_of_their_own(compiled, columns):
 
 
 class Counted(Picking):
-    """A layer one of whose results is a constant."""
+    """A layer with one constant result."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), torch.ones(4).cumsum(0)
@@ -291,8 +291,8 @@ class Counted(Picking):
 class Constants(Stacked):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x, more = layer(x)
-            x = x * more
+            x, constant = layer(x)
+            x = x * constant
         return x
 
 
@@ -303,7 +303,7 @@ def test_layers_that_give_constants(compiled):
     assert_like_the_cpu(module, job.blocks, total, batch, gradients(compiled(job, batch), batch))
 
 
-def test_one_upload_for_a_microbatch_and_one_readback_per_block_for_a_node(of_a_bert, device):
+def test_subtree_uses_one_upload_per_microbatch_and_one_readback_per_block(of_a_bert, device):
     program, blocks = of_a_bert, trainable(bert(), class_loss).blocks
 
     def node(leaves: int) -> tuple[int, int]:
@@ -318,21 +318,21 @@ def test_one_upload_for_a_microbatch_and_one_readback_per_block_for_a_node(of_a_
         assert node(leaves) == (leaves, len(blocks))
 
 
-def test_sums_are_added_on_the_host_where_the_device_has_no_room_or_is_not_exact(device):
+def test_sums_are_added_on_the_host_without_room_or_exactness(device):
     job = trainable(llama(), next_token_loss)
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
     inexact = VulkanProgram(device, job, template, adds=False)
     assert inexact.gradients([(text(), 0)] * 2).sums is not None
     inexact.close()
-    needed = [Estimate(10, 60, 5, (0, ""))]
-    assert has_room(needed, 20, 100)
-    assert not has_room(needed, 21, 100)
-    assert has_room(needed, 21, 0)
+    memory = [Estimate(10, 60, 5, (0, ""))]
+    assert has_room(memory, 20, 100)
+    assert not has_room(memory, 21, 100)
+    assert has_room(memory, 21, 0)
 
 
 @pytest.mark.slow
-def test_sums_that_are_held_give_way_to_a_plan_that_needs_their_memory(device, monkeypatch):
-    small, large = text(length=8), text(length=30)
+def test_held_sums_yield_memory_to_a_plan(device, monkeypatch):
+    small, large_batch = text(length=8), text(length=30)
     job = trainable(llama(layers=1), next_token_loss)
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
 
@@ -345,20 +345,20 @@ def test_sums_that_are_held_give_way_to_a_plan_that_needs_their_memory(device, m
         assert len(list(stream)) >= len(job.blocks)
 
     plain = program()
-    plain.check(large)
+    plain.check(large_batch)
     room = int((plain.estimates[-1].total + 1000) / (1 - ROOM))
     monkeypatch.setattr(device, "adapter", replace(device.adapter, memory_bytes=room))
     between = program()
     node = between.gradients([(small, 0), (small, 1)])
     assert node.sums is None
     run(node)
-    run(between.gradients([(large, 0)]))
+    run(between.gradients([(large_batch, 0)]))
     assert between.gradients([(small, 0), (small, 1)]).sums is not None
     assert between._sums is not None
     assert not between._sums.held_bytes
     within = program()
     with pytest.raises(DeviceError, match="needs the memory that holds the sums"):
-        run(within.gradients([(small, 0), (large, 1)]))
+        run(within.gradients([(small, 0), (large_batch, 1)]))
     for each in (plain, between, within):
         each.close()
 
@@ -371,7 +371,7 @@ def test_one_upload_and_one_readback_per_block_for_a_microbatch(of_a_bert, devic
     assert device.counts.readbacks - before[1] == len(trainable(bert(), class_loss).blocks)
 
 
-def test_a_block_comes_while_the_backward_of_earlier_ones_is_yet_to_run(compiled, device):
+def test_block_arrives_before_backward_of_earlier_blocks(compiled, device):
     job = trainable(llama(layers=8), next_token_loss)
     program = compiled(job, text())
     gradients(program, text())
@@ -441,7 +441,7 @@ class Hooked(nn.Linear):
 
 
 class CountedRows(nn.Module):
-    """Rows whose gradients are divided by how often they are looked up; or other ones."""
+    """Rows whose gradients are divided by their lookup counts, or other rows."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -471,7 +471,7 @@ def total(module: nn.Module, arrays: Any) -> torch.Tensor:
         (lambda: nn.Linear(4, 4).double(), total, "got torch.float64"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_training(compiled, module, loss, message):
+def test_unsupported_modules_are_refused_before_training(compiled, module, loss, message):
     x = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
     with pytest.raises(SamestepError, match=message):
         compiled(trainable(module(), loss), Batch({"x": x}, 2.0))
@@ -487,7 +487,7 @@ def steep(module: nn.Module, arrays: Any) -> torch.Tensor:
 
 
 def test_losses_that_draw_or_differentiate_are_trained(compiled):
-    """What is measured may not differentiate: it has the device's outputs alone."""
+    """An evaluation may not differentiate: it has only the device's outputs."""
     x = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
     for loss in (noisy, steep):
         job = trainable(nn.Linear(4, 4), loss, evaluate=lambda m, a: {"steep": float(steep(m, a))})
@@ -498,7 +498,7 @@ def test_losses_that_draw_or_differentiate_are_trained(compiled):
 
 
 class Folding(nn.Module):
-    """Like `Sorting`, but also with others that have no rule."""
+    """Like `Sorting`, with further operators that have no rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -512,16 +512,16 @@ class Folding(nn.Module):
 
 
 def test_all_operators_without_a_rule_are_named_once(compiled):
-    """Of repeated layers, which are lowered one by one, and of what is around them."""
+    """From repeated layers, which are lowered one by one, and from the code around them."""
     module = nn.Sequential(Folding(), Folding(), nn.Sequential(nn.Linear(4, 4), Sorting()))
     x = np.ones((2, 4), np.float32)
 
     def unfolded(module: nn.Module, arrays: Any) -> torch.Tensor:
         return module(arrays["x"]).median(-1).values.sum()
 
-    with pytest.raises(SamestepError) as refused:
+    with pytest.raises(SamestepError) as error:
         compiled(trainable(module, unfolded), Batch({"x": x}, 2.0))
-    text = str(refused.value)
+    text = str(error.value)
     for operator in ("cummax.default", "sort.default", "cummin.default", "median.dim"):
         assert text.count(f"'{operator}'") == 1
     assert "which gives shape [2, 4] in 0; nor for 'sort.default'" in text
@@ -530,7 +530,7 @@ def test_all_operators_without_a_rule_are_named_once(compiled):
 
 
 class Normalizing(nn.Module):
-    """What torch's weight norm computes, written out."""
+    """The computation of torch's weight norm, written out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -546,7 +546,7 @@ class Spectrum(nn.Linear):
         return torch.fft.rfft(super().forward(x)).abs()
 
 
-def test_what_to_write_instead_of_some_operators_is_reported(compiled):
+def test_refusal_suggests_replacement_operators(compiled):
     batch = Batch({"x": np.ones((2, 4), np.float32)}, 2.0)
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     with pytest.raises(SamestepError, match=r"compute weight norm in forward.* or use a cpu"):
@@ -556,7 +556,7 @@ def test_what_to_write_instead_of_some_operators_is_reported(compiled):
         compiled(trainable(Spectrum(4, 4), total), batch)
 
 
-def test_of_many_operators_without_a_rule_only_some_are_named():
+def test_many_operators_without_a_rule_are_named_in_part():
     unknown = (str.lower, str.upper, str.title, str.strip, str.split, str.join, str.find, str.index)
     graph = fx.Graph()
     nodes = [graph.call_function(each) for each in (*unknown, str.count, str.format)]
@@ -566,7 +566,7 @@ def test_of_many_operators_without_a_rule_only_some_are_named():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_what_torch_s_jit_has_compiled_is_refused_in_a_clear_line(compiled):
+def test_torchscript_module_is_refused_in_one_line(compiled):
     job, x = trainable(nn.Sequential(nn.Linear(4, 4)), total), np.ones((2, 4), np.float32)
     scripted: Any = torch.jit.script(job.module)
     with pytest.raises(SamestepError, match=r"torch\.jit\.script; pass the nn"):
@@ -580,13 +580,13 @@ def test_a_batch_in_float64_is_refused_by_its_input(compiled):
         compiled(trainable(nn.Linear(4, 4), total), Batch({"x": np.ones((2, 4))}, 2.0))
 
 
-def test_a_number_in_a_batch_is_for_all_samples(compiled):
+def test_scalar_in_a_batch_applies_to_all_samples(compiled):
     job = trainable(nn.Linear(4, 4), lambda m, a: total(m, a) * a["t"])
     x = np.ones((2, 4), np.float32)
     program = compiled(job, Batch({"x": x, "t": np.array(0.5, np.float32)}, 2.0))
     *_, half = program.gradients([(Batch({"x": x, "t": np.array(0.5, np.float32)}, 2.0), 0)])
-    *_, whole = program.gradients([(Batch({"x": x, "t": np.array(1.0, np.float32)}, 2.0), 0)])
-    assert whole.loss_sum == 2 * half.loss_sum
+    *_, full_batch = program.gradients([(Batch({"x": x, "t": np.array(1.0, np.float32)}, 2.0), 0)])
+    assert full_batch.loss_sum == 2 * half.loss_sum
 
 
 def test_a_microbatch_without_samples_counts_as_zeros(compiled):
@@ -612,7 +612,7 @@ def test_numbers_that_do_not_fit_in_32_bits_are_refused(of_a_llama):
     "module", [Branching(4, 4), nn.Sequential(Branching(4, 4)), nn.Sequential(nn.Linear(4, 4))]
 )
 def test_the_line_that_cannot_be_captured_is_named(module):
-    """Of the model itself, of a part of it, and of the loss."""
+    """In the model itself, in a part of it, and in the loss."""
     of_the_loss = type(module[0]) is nn.Linear if isinstance(module, nn.Sequential) else False
 
     def loss(module: nn.Module, arrays: Any) -> torch.Tensor:
@@ -643,14 +643,14 @@ def _packed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         (_packed, "it packs sequences; pad them instead"),
     ],
 )
-def test_what_cannot_be_captured_is_reported_in_the_user_s_words(function, expected_text):
+def test_capture_error_quotes_the_user_s_code(function, expected_text):
     def loss(module: nn.Module, arrays: Any) -> torch.Tensor:
         return function(module, arrays["x"].requires_grad_()).sum()
 
-    with pytest.raises(SamestepError, match=expected_text) as refused:
+    with pytest.raises(SamestepError, match=expected_text) as error:
         capture_step(nn.Linear(4, 4), loss, ["weight"], {"x": torch.ones(2, 3, 4)})
-    assert str(refused.value).endswith("use a cpu or cuda worker for this model")
-    assert "\n" not in str(refused.value)
+    assert str(error.value).endswith("use a cpu or cuda worker for this model")
+    assert "\n" not in str(error.value)
 
 
 def test_a_loss_may_change_its_batch_in_place(compiled):
@@ -662,10 +662,10 @@ def test_a_loss_may_change_its_batch_in_place(compiled):
     values = np.linspace(-1, 1, 4, dtype=np.float32)[:, None]
     batch = Batch({"x": values, "y": values.copy()}, 4)
     program = compiled(trainable(nn.Linear(1, 1), in_place), batch)
-    once, again = (dict(program.gradients_of(batch, 0)) for _ in range(2))
+    first, repeat = (dict(program.gradients_of(batch, 0)) for _ in range(2))
     assert np.array_equal(batch.arrays["x"], np.linspace(-1, 1, 4, dtype=np.float32)[:, None])
     with torch.no_grad():
         weight, bias = (program._weights.module.get_parameter(n) for n in ("weight", "bias"))
         x = torch.tensor(values)
         expected = (((x + 1) * weight + bias - 0.5 * x) ** 2).sum()
-    assert once[""] == again[""] == pytest.approx(float(expected), rel=1e-5)
+    assert first[""] == repeat[""] == pytest.approx(float(expected), rel=1e-5)

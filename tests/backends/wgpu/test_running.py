@@ -1,4 +1,4 @@
-"""One run of a plan on a device that fails under it."""
+"""One execution of a plan on a device that fails meanwhile."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from protocol.base.errors import DeviceError
 from tests.backends.wgpu.test_device import doubling
 
 
-def test_what_fails_is_reported_once_and_can_still_be_stopped(own_device):
+def test_failure_is_reported_once_and_allows_stop(own_device):
     buffers, steps = doubling(own_device, 2)
     prepared = own_device.prepare(steps, buffers)
     submission = Submission(prepared, (Copy(buffers[2], 16),), last=True)
     own_device._device.destroy()
-    running = Running(own_device, (submission,) * 5)
+    execution = Running(own_device, (submission,) * 5)
     with pytest.raises(DeviceError, match="lost"):
-        running.next()
-    assert running._in_flight, "more of it fails"
-    running.stop()
-    assert running.next() is None
+        execution.next()
+    assert execution._in_flight, "more of it fails"
+    execution.stop()
+    assert execution.next() is None

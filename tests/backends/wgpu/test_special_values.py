@@ -1,6 +1,6 @@
-"""Numbers at the edges: what is no number, infinities, zeros, the very small, half types.
+"""Edge values: NaN, infinities, zeros, subnormals, half-precision types.
 
-The promise that a loss that is no number stops the run rests on none being dropped on the way.
+The promise that a NaN loss stops the run requires that no NaN is dropped on the way.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ EDGES = torch.tensor(
 Functions = Mapping[str, Callable[..., torch.Tensor]]
 
 
-def assert_alike(device: Any, functions: Functions, *given: torch.Tensor) -> None:
-    """Within rounding, each of them."""
-    results = on_device(device, lambda *x: tuple(f(*x) for f in functions.values()), given)
-    for (name, function), got in zip(functions.items(), results, strict=True):
-        expected = function(*given)
-        assert got.dtype == expected.dtype, name
-        close = torch.isclose(got, expected, rtol=5e-6, atol=1e-37, equal_nan=True)
-        assert close.all(), (name, [x[~close][:3] for x in (*given, got, expected) if x.shape])
+def assert_alike(device: Any, functions: Functions, *inputs: torch.Tensor) -> None:
+    """Compare each function within rounding."""
+    results = on_device(device, lambda *x: tuple(f(*x) for f in functions.values()), inputs)
+    for (name, function), actual in zip(functions.items(), results, strict=True):
+        expected = function(*inputs)
+        assert actual.dtype == expected.dtype, name
+        is_close = torch.isclose(actual, expected, rtol=5e-6, atol=1e-37, equal_nan=True)
+        assert is_close.all(), (
+            name,
+            [x[~is_close][:3] for x in (*inputs, actual, expected) if x.shape],
+        )
 
 
 def powers(*exponents: float) -> Functions:
@@ -95,7 +98,7 @@ CANCELLED: Functions = {
     "back and there": lambda x, y: -x + (y + x),
     "of two sums": lambda x, y: (x + y) - (x - 1.0),
 }
-"""Of these a driver leaves x away, and with it x's bits: not what is no number."""
+"""A driver may drop x from these, and with it the bits of x, but not a NaN."""
 FOLDS: Functions = {
     **{
         name: lambda x, name=name: getattr(x, name)(-1)
@@ -110,24 +113,24 @@ def test_functions_of_one(device):
     assert_alike(device, OF_ONE, EDGES)
 
 
-def test_the_variance_of_one_number_is_none(device):
+def test_variance_of_one_number_is_nan(device):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert_alike(device, {"variance": lambda x: x[:, None].var(1)}, EDGES)
 
 
 def test_functions_of_two(device):
-    ordinary = EDGES.where(EDGES.abs() != 1e-9, 7.0)  # a power of it is at the edge of the edges
+    ordinary = EDGES.where(EDGES.abs() != 1e-9, 7.0)  # a power of it is next to an edge value
     count = len(EDGES)
     assert_alike(device, OF_TWO, ordinary.repeat_interleave(count), ordinary.repeat(count))
 
 
-def test_what_cancels_is_no_number_where_torchs_is_none(device):
+def test_cancellation_gives_nan_where_torch_does(device):
     count = len(EDGES)
     operands = EDGES.repeat_interleave(count), EDGES.repeat(count)
     results = on_device(device, lambda *x: tuple(f(*x) for f in CANCELLED.values()), operands)
-    for (name, function), got in zip(CANCELLED.items(), results, strict=True):
-        assert torch.equal(got.isnan(), function(*operands).isnan()), name
+    for (name, function), actual in zip(CANCELLED.items(), results, strict=True):
+        assert torch.equal(actual.isnan(), function(*operands).isnan()), name
 
 
 @pytest.mark.parametrize("cooperative", [False, True])
@@ -138,26 +141,26 @@ def test_folds(device, cooperative):
     results = on_device(
         device, lambda x: tuple(f(x) for f in FOLDS.values()), (rows,), cooperative=cooperative
     )
-    for (name, function), got in zip(FOLDS.items(), results, strict=True):
-        assert torch.allclose(got, function(rows), rtol=1e-5, equal_nan=True), name
+    for (name, function), actual in zip(FOLDS.items(), results, strict=True):
+        assert torch.allclose(actual, function(rows), rtol=1e-5, equal_nan=True), name
 
 
-def attended(places: Sequence[tuple[int, float]]) -> list[torch.Tensor]:
-    """Queries, keys, values and an added mask, some with a special value."""
+def attended(special_values: Sequence[tuple[int, float]]) -> list[torch.Tensor]:
+    """Queries, keys, values and an additive mask, with special values in some."""
     draws = torch.Generator().manual_seed(1)
     operands = [torch.randn((1, 2, 40, 8), generator=draws) for _ in range(3)]
     operands.append(torch.zeros(1, 1, 40, 40))
-    for place, value in places:
-        operands[place][0, 0, 3, 5] = value
+    for operand, value in special_values:
+        operands[operand][0, 0, 3, 5] = value
     return operands
 
 
 @pytest.mark.parametrize("cooperative", [False, True])
-@pytest.mark.parametrize("place", range(4))
-def test_attention(device, cooperative, place):
-    """Fused as on a card, and written out."""
-    output = attended([(place, NAN)])
-    (got,) = on_device(
+@pytest.mark.parametrize("operand", range(4))
+def test_attention(device, cooperative, operand):
+    """Fused as on a card, and unfused."""
+    output = attended([(operand, NAN)])
+    (actual,) = on_device(
         device,
         functional.scaled_dot_product_attention,
         output,
@@ -165,21 +168,22 @@ def test_attention(device, cooperative, place):
     )
     query, key, value, mask = output
     expected = functional.scaled_dot_product_attention(query, key, value, mask)
-    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(actual.isnan(), expected.isnan())
 
 
 def test_a_product_in_a_half_type_is_refused(device):
-    """Its sums would be rounded otherwise."""
+    """Its sums would be rounded differently."""
     with pytest.raises(NoRule, match=r"mm.default.*bfloat16"):
         on_device(device, lambda x: (x.bfloat16() @ x.bfloat16()).float(), (torch.ones(4, 4),))
 
 
-def test_indices_that_are_no_places_give_no_number(device):
-    """Where torch refuses them: embeddings, labels, gathers; only an index counts from the end."""
+def test_invalid_indices_give_nan(device):
+    """Where torch refuses them: embeddings, labels, gathers; only plain indexing counts from the
+    end."""
     table, numbers = torch.ones(5, 3), torch.tensor([0, 4, 5, -1, 2])
 
     def function(table: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        numbers = numbers + 0  # computed: those of a batch itself are refused before
+        numbers = numbers + 0  # computed: an index in the batch itself is refused earlier
         rows = torch.arange(5) * 0
         put = torch.zeros(5, 3).index_put((rows, rows), numbers.float(), accumulate=True)
         return (
@@ -200,7 +204,7 @@ def test_indices_that_are_no_places_give_no_number(device):
     assert is_nan[4]
 
 
-def test_whole_numbers_of_fewer_bits_wrap_and_powers_are_exact(device):
+def test_narrow_integers_wrap_and_powers_are_exact(device):
     functions: Functions = {
         "uint8": lambda x: x.to(torch.uint8) + 200,
         "uint8 products": lambda x: (x.to(torch.uint8) * 7).long(),
@@ -214,12 +218,12 @@ def test_whole_numbers_of_fewer_bits_wrap_and_powers_are_exact(device):
     assert_alike(device, functions, torch.arange(-130, 260))
 
 
-def test_a_whole_number_beyond_32_bits_is_refused(device):
+def test_integer_beyond_32_bits_is_refused(device):
     with pytest.raises(SamestepError, match="got 3000000000"):
         on_device(device, lambda x: x * 3_000_000_000, (torch.arange(3),))
 
 
-def test_more_products_than_a_grid_has_room_for(device):
+def test_more_products_than_the_grid_limit(device):
     a, b = torch.randn(65_540, 1, 2), torch.randn(65_540, 2, 1)
-    (got,) = on_device(device, torch.bmm, (a, b))
-    torch.testing.assert_close(got, torch.bmm(a, b))
+    (actual,) = on_device(device, torch.bmm, (a, b))
+    torch.testing.assert_close(actual, torch.bmm(a, b))

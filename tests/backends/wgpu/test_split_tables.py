@@ -1,4 +1,4 @@
-"""Tables larger than a binding: in parts, with the gradients of the whole."""
+"""Tables larger than a binding: split into parts, with the gradients of the whole table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from tests.backends.wgpu.small_models import (
 WIDTH = 64
 ROW_BYTES = 4 * WIDTH
 LARGEST = 17_000
-"""A table of 97 x 64 has 24,832 bytes; nothing else of these models has so many as this."""
+"""A table of 97 x 64 takes 24,832 bytes; nothing else in these models takes as much as this
+limit."""
 
 
 def program_of(device, job, batch, largest_bytes=LARGEST):
@@ -43,12 +44,12 @@ def program_of(device, job, batch, largest_bytes=LARGEST):
     return program
 
 
-def wide(model, **changes):
+def widened(model, **changes):
     return model(hidden_size=WIDTH, intermediate_size=48, **changes)
 
 
 def frozen_embeddings(module):
-    """All is trained but the tables."""
+    """Everything is trained except the tables."""
     for layer in module.modules():
         if isinstance(layer, nn.Embedding):
             layer.requires_grad_(False)
@@ -61,32 +62,32 @@ def short(samples=2, length=8):
 
 
 MODELS: dict[str, Any] = {
-    "a Qwen3 with LoRA": (lambda: wide(qwen3_with_lora), next_token_loss, short),
+    "a Qwen3 with LoRA": (lambda: widened(qwen3_with_lora), next_token_loss, short),
     "a Qwen3 with LoRA, its head tied": (
-        lambda: wide(qwen3_with_lora, tie_word_embeddings=True), next_token_loss, short,
+        lambda: widened(qwen3_with_lora, tie_word_embeddings=True), next_token_loss, short,
     ),
     "a Llama in full but for its tied table": (
-        lambda: frozen_embeddings(wide(llama, tie_word_embeddings=True)), next_token_loss, short,
+        lambda: frozen_embeddings(widened(llama, tie_word_embeddings=True)), next_token_loss, short,
     ),
     "a BERT in full but for its embeddings": (
-        lambda: frozen_embeddings(wide(bert)), class_loss, lambda: labeled(2, 8),
+        lambda: frozen_embeddings(widened(bert)), class_loss, lambda: labeled(2, 8),
     ),
-    "a Llama in full": (lambda: wide(llama), next_token_loss, short),
+    "a Llama in full": (lambda: widened(llama), next_token_loss, short),
     "a Llama in full, its head tied": (
-        lambda: wide(llama, tie_word_embeddings=True), next_token_loss, short,
+        lambda: widened(llama, tie_word_embeddings=True), next_token_loss, short,
     ),
-    "a BERT in full": (lambda: wide(bert), class_loss, lambda: labeled(2, 8)),
+    "a BERT in full": (lambda: widened(bert), class_loss, lambda: labeled(2, 8)),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_the_whole_table(device, name):
-    make, loss, batch = MODELS[name]
-    assert_as_the_whole(device, make(), loss, batch(), LARGEST)
+def test_gradients_equal_the_whole_table(device, name):
+    make_model, loss, batch = MODELS[name]
+    assert_equals_whole_table(device, make_model(), loss, batch(), LARGEST)
 
 
-def assert_as_the_whole(device, module, loss, batch, largest, **changes):
+def assert_equals_whole_table(device, module, loss, batch, largest, **changes):
     results = []
     for limit in (None, largest):
         job = trainable(module, loss, **changes)
@@ -94,15 +95,15 @@ def assert_as_the_whole(device, module, loss, batch, largest, **changes):
         results.append(gradients(program, batch))
         assert (program.estimates[-1].largest[0] > largest) == (limit is None)
         program.close()
-    whole, parts = results
+    unsplit, parts = results
     round_frozen_base(module, changes.get("base_dtype", "float32"))
     assert_like_the_cpu(module, job.blocks, loss, batch, parts)
-    for number, values in whole.items():
+    for number, values in unsplit.items():
         assert np.linalg.norm(values - parts[number]) <= 2e-6 * np.linalg.norm(values)
 
 
 class Tied(nn.Module):
-    """A frozen table as embedding and head."""
+    """A frozen table used as embedding and head."""
 
     def __init__(self, tokens=600, width=32):
         super().__init__()
@@ -115,7 +116,7 @@ class Tied(nn.Module):
 
 
 class Sliced(Tied):
-    """What meets the head is no contiguous matrix: a batch of products with one table."""
+    """The head's input is not a contiguous matrix: a batch of products with one table."""
 
     def forward(self, ids):
         return (torch.tanh(self.middle(self.table(ids)))[:, :-1]) @ self.table.weight.T
@@ -127,15 +128,15 @@ def token_loss(module, arrays):
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def tokens(samples=1, length=3, most=600):
-    ids = np.random.default_rng(0).integers(0, most, (samples, length))
-    ids[0, :2] = 0, most - 1
+def tokens(samples=1, length=3, limit=600):
+    ids = np.random.default_rng(0).integers(0, limit, (samples, length))
+    ids[0, :2] = 0, limit - 1
     return Batch({"ids": ids}, float(samples))
 
 
 @pytest.mark.parametrize(("module", "batch"), [(Tied, tokens()), (Sliced, tokens(2, 2))])
 def test_more_parts_than_a_shader_binds(device, module, batch):
-    assert_as_the_whole(device, module(), token_loss, batch, 8000)
+    assert_equals_whole_table(device, module(), token_loss, batch, 8000)
 
 
 class WithHead(nn.Module):
@@ -164,19 +165,19 @@ def square_loss(module, arrays):
         ("int4", 16_500),
     ],
 )
-def test_a_frozen_head_in_any_stored_form(device, base_dtype, largest):
+def test_frozen_head_in_any_storage_form(device, base_dtype, largest):
     x = np.random.default_rng(0).standard_normal((3, WIDTH)).astype(np.float32)
     batch = Batch({"x": x}, 3.0)
     module = WithHead()
-    assert_as_the_whole(device, module, square_loss, batch, largest, base_dtype=base_dtype)
+    assert_equals_whole_table(device, module, square_loss, batch, largest, base_dtype=base_dtype)
 
 
 @pytest.mark.parametrize("base_dtype", ["float32", "int4"])
 @pytest.mark.parametrize("largest_bytes", [LARGEST, 1 << 20])
-def test_values_are_there_after_the_host_has_released_its_own(device, base_dtype, largest_bytes):
-    """Narrow weights are held as they are stored; others are read back, a table's part by part."""
+def test_values_are_readable_after_the_host_released_them(device, base_dtype, largest_bytes):
+    """Narrow weights are kept as stored; others are read back, tables in parts."""
     job = trainable(
-        wide(qwen3_with_lora, tie_word_embeddings=True), next_token_loss, base_dtype=base_dtype
+        widened(qwen3_with_lora, tie_word_embeddings=True), next_token_loss, base_dtype=base_dtype
     )
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
     program = VulkanProgram(device, job, template, adds=False, largest_bytes=largest_bytes)
@@ -193,7 +194,7 @@ def test_values_are_there_after_the_host_has_released_its_own(device, base_dtype
         assert torch.equal(value, after[name]), name
 
 
-def test_an_evaluation_and_its_loss_are_those_of_the_whole_table(device):
+def test_evaluation_and_loss_equal_the_whole_table(device):
     def evaluate(module, arrays):
         return {"loss": float(token_loss(module, arrays))}
 
@@ -202,12 +203,12 @@ def test_an_evaluation_and_its_loss_are_those_of_the_whole_table(device):
     program = program_of(device, job, tokens(), 8000)
     (*_, loss) = program.gradients([(tokens(), 0)])
     assert isinstance(loss, Loss)
-    found = program.evaluate(tokens())["loss"]
+    evaluation_loss = program.evaluate(tokens())["loss"]
     program.close()
     arrays = {name: torch.tensor(array) for name, array in tokens().arrays.items()}
     with torch.no_grad():
-        assert found == pytest.approx(evaluate(module, arrays)["loss"], rel=1e-6)
-    assert loss.loss_sum == pytest.approx(found, rel=1e-6)
+        assert evaluation_loss == pytest.approx(evaluate(module, arrays)["loss"], rel=1e-6)
+    assert loss.loss_sum == pytest.approx(evaluation_loss, rel=1e-6)
 
 
 class Penalised(Tied):
@@ -250,8 +251,8 @@ REFUSED: dict[str, Any] = {
 }
 
 
-def test_a_trained_table_takes_values_and_gives_a_subtrees_sums_in_parts(device):
-    module = wide(llama, tie_word_embeddings=True)
+def test_trained_table_is_loaded_and_summed_in_parts(device):
+    module = widened(llama, tie_word_embeddings=True)
     job = trainable(module, next_token_loss)
     draws = np.random.default_rng(1)
     values = [draws.normal(0, 0.05, block.elements).astype(np.float32) for block in job.blocks]
@@ -272,7 +273,7 @@ def test_a_trained_table_takes_values_and_gives_a_subtrees_sums_in_parts(device)
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_had_in_parts_is_refused_before_the_start(device, message):
+def test_tables_that_cannot_be_split_are_refused_before_the_start(device, message):
     module, loss, batch, largest = REFUSED[message]
     with pytest.raises(SamestepError, match=message):
         program_of(device, trainable(module(), loss), batch, largest)
@@ -287,14 +288,14 @@ def test_a_table_of_140_mib_on_a_device_that_binds_128(device, frozen):
     module = Tied(1, width)
     module.table = nn.Embedding.from_pretrained(torch.rand(rows, width) - 0.5, freeze=frozen)
     job = trainable(module, token_loss)
-    batch = tokens(most=rows)
+    batch = tokens(limit=rows)
     program = program_of(device, job, batch, None)
     assert_like_the_cpu(module, job.blocks, token_loss, batch, gradients(program, batch))
     assert program.estimates[-1].weights == 4 * (rows * width + width * width + width)
     program.close()
 
 
-def test_parts_are_even_and_begin_at_multiples_of_64():
+def test_parts_are_even_and_aligned_to_64():
     parts = row_parts("t", 151_936, 4 * 151_936 * 2560, 128 * 2**20)
     assert [part.first for part in parts] == [*range(0, 151_936, parts[0].rows)]
     assert parts[0].rows % 64 == 0

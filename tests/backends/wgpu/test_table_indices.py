@@ -1,4 +1,4 @@
-"""An index outside of its table is named before a device looks it up: torch raises, too."""
+"""An index outside its table is named before a device looks it up, because torch raises too."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def loss(module: nn.Module, arrays: Any) -> torch.Tensor:
     return functional.cross_entropy(module(arrays["x"]), arrays["y"], reduction="sum")
 
 
-def given(ids: int = 9, label: int = 2) -> dict[str, Any]:
+def make_arrays(ids: int = 9, label: int = 2) -> dict[str, Any]:
     return {"x": np.array([[0, ids], [1, 2]]), "y": np.array([0, label])}
 
 
@@ -53,56 +53,56 @@ OUTSIDE = {
 }
 
 
-def looked_at(loss: Any, arrays: dict[str, Any]) -> None:
+def lookups_of(loss: Any, arrays: dict[str, Any]) -> None:
     module = Classifier()
-    tensors = {name: torch.tensor(array) for name, array in given().items()}
+    tensors = {name: torch.tensor(array) for name, array in make_arrays().items()}
     names = [name for name, _ in module.named_parameters()]
     captured = capture_step(module, loss, names, tensors)
     TableIndices(captured.graph, captured.arrays).refuse_indices_outside(arrays)
 
 
-@pytest.mark.parametrize(("values", "said"), OUTSIDE.items())
-def test_what_torch_raises_for_is_named(values, said):
-    arrays = given(*values)
+@pytest.mark.parametrize(("values", "message"), OUTSIDE.items())
+def test_errors_of_torch_are_named(values, message):
+    arrays = make_arrays(*values)
     with pytest.raises((IndexError, RuntimeError)):
         loss(Classifier(), {name: torch.tensor(array) for name, array in arrays.items()})
-    with pytest.raises(DataError, match=re.escape(said)):
-        looked_at(loss, arrays)
+    with pytest.raises(DataError, match=re.escape(message)):
+        lookups_of(loss, arrays)
 
 
 @pytest.mark.parametrize("label", [*range(CLASSES), -100])
-def test_what_is_in_the_table_or_ignored_is_not_refused(label):
-    looked_at(loss, given(9, label))
+def test_valid_and_ignored_indices_pass(label):
+    lookups_of(loss, make_arrays(9, label))
 
 
-def test_an_ignored_value_is_the_one_that_the_loss_says():
+def test_ignored_value_is_defined_by_the_loss():
     def ignoring(module: nn.Module, arrays: Any) -> torch.Tensor:
         logits = module(arrays["x"])
         return functional.cross_entropy(logits, arrays["y"], ignore_index=7, reduction="sum")
 
-    looked_at(ignoring, given(9, 7))
+    lookups_of(ignoring, make_arrays(9, 7))
     with pytest.raises(DataError, match="input 'y' has -100"):
-        looked_at(ignoring, given(9, -100))
+        lookups_of(ignoring, make_arrays(9, -100))
 
 
-def test_an_index_may_count_from_the_end_and_gather_s_may_not():
+def test_negative_index_is_valid_except_for_gather():
     def indexed(module: nn.Module, arrays: Any) -> torch.Tensor:
         return module(arrays["x"])[arrays["y"]].sum()
 
-    looked_at(indexed, given(9, -2))
+    lookups_of(indexed, make_arrays(9, -2))
     with pytest.raises(DataError, match=r"'y' has -3 at \[1\], .* in 2 rows: expected -2 to 1"):
-        looked_at(indexed, given(9, -3))
+        lookups_of(indexed, make_arrays(9, -3))
 
     def gathered(module: nn.Module, arrays: Any) -> torch.Tensor:
         return module(arrays["x"]).gather(1, arrays["y"][:, None]).sum()
 
     with pytest.raises(DataError, match=r"'y' has -2 at \[1\], .* in 3 rows: expected 0 to 2"):
-        looked_at(gathered, given(9, -2))
+        lookups_of(gathered, make_arrays(9, -2))
 
 
-def test_of_an_input_of_which_a_part_is_looked_up_the_rest_may_be_anything():
+def test_unused_part_of_an_input_may_hold_any_value():
     def shifted(module: Any, arrays: Any) -> torch.Tensor:
-        """As in causal language models: the last one has no next one."""
+        """As in causal language models: the last token has no next token."""
         padded = functional.pad(arrays["x"], (0, 1), value=-100)
         logits = module.table(arrays["x"]).flatten(0, 1)
         labels = padded[..., 1:].contiguous().view(-1)
@@ -110,24 +110,24 @@ def test_of_an_input_of_which_a_part_is_looked_up_the_rest_may_be_anything():
         return losses + arrays["y"].sum()
 
     with pytest.raises(DataError, match=r"'x' has 9 at \[0, 1\], .* in 4 rows: expected 0 to 3"):
-        looked_at(shifted, given(9))
-    looked_at(shifted, given(3))
-    first = given(3)
-    first["x"][:, 0] = 9  # looked up in the table of tokens, and no label
-    looked_at(shifted, first)
+        lookups_of(shifted, make_arrays(9))
+    lookups_of(shifted, make_arrays(3))
+    first = make_arrays(3)
+    first["x"][:, 0] = 9  # looked up in the token table, and not used as label
+    lookups_of(shifted, first)
 
 
-def test_a_constant_of_the_model_has_no_place_in_the_input():
+def test_constant_index_has_no_input_position():
     def padded(module: Any, arrays: Any) -> torch.Tensor:
         ids = functional.pad(arrays["x"], (1, 0), value=TOKENS)
         total: torch.Tensor = module(ids).sum()
         return total
 
     with pytest.raises(DataError, match=f"input 'x' has {TOKENS}, which table"):
-        looked_at(padded, given())
+        lookups_of(padded, make_arrays())
 
 
-def test_of_numbers_with_a_fraction_the_whole_part_is_looked_up():
+def test_float_index_is_truncated():
     def cut_off(module: nn.Module, arrays: Any) -> torch.Tensor:
         return module(arrays["x"])[:, arrays["z"].long()].sum()
 
@@ -140,14 +140,14 @@ def test_of_numbers_with_a_fraction_the_whole_part_is_looked_up():
         indices.refuse_indices_outside({"x": np.zeros((2, 2), int), "z": np.array([3.1, 0], "f4")})
 
 
-def test_what_is_made_of_an_input_is_not_taken_for_it():
+def test_derived_index_is_not_the_input():
     def clamped(module: nn.Module, arrays: Any) -> torch.Tensor:
         return module(arrays["x"].clamp(0, 9)).gather(1, arrays["y"][:, None] % 3).sum()
 
-    looked_at(clamped, given(99, 17))
+    lookups_of(clamped, make_arrays(99, 17))
 
 
-def test_a_program_refuses_them_in_training_and_in_evaluation(device):
+def test_program_refuses_invalid_indices_in_training_and_evaluation(device):
     module = Classifier()
 
     def evaluate(module: nn.Module, arrays: Any) -> dict[str, float]:
@@ -157,20 +157,20 @@ def test_a_program_refuses_them_in_training_and_in_evaluation(device):
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
     program = VulkanProgram(device, job, template, adds=True)
     try:
-        good, bad = Batch(given(), 2.0), Batch(given(99), 2.0)
-        program.check(good)
+        valid_batch, invalid_batch = Batch(make_arrays(), 2.0), Batch(make_arrays(99), 2.0)
+        program.check(valid_batch)
         with pytest.raises(
             DataError, match=r"'x' has 99 at \[0, 1\], which table looks up"
-        ) as refused:
-            gradients(program, bad)
-        assert isinstance(refused.value, LossRaised)
-        assert refused.value.batch is bad
-        assert refused.value.row == 0
-        assert program.evaluate(good)["loss"] > 0
+        ) as error:
+            gradients(program, invalid_batch)
+        assert isinstance(error.value, LossRaised)
+        assert error.value.batch is invalid_batch
+        assert error.value.row == 0
+        assert program.evaluate(valid_batch)["loss"] > 0
         with pytest.raises(DataError, match=r"has 99 at \[0, 1\], which table looks up in 10 rows"):
-            program.evaluate(bad)
+            program.evaluate(invalid_batch)
         with pytest.raises(DataError, match=rf"^input 'y' has 7 at \[1\], {OF_Y}$"):
-            program.evaluate(Batch(given(9, 7), 2.0))
-        assert gradients(program, good)
+            program.evaluate(Batch(make_arrays(9, 7), 2.0))
+        assert gradients(program, valid_batch)
     finally:
         program.close()

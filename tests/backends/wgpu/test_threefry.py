@@ -13,7 +13,7 @@ def test_the_known_answer_of_the_random123_library():
     assert int(threefry.words((0, 0), 0, 1)[0]) == 0x9D1C5EC6
 
 
-def test_words_are_uniform_and_seeds_and_sites_differ():
+def test_outputs_are_uniform_and_seeds_and_sites_differ():
     one = threefry.words((1, 2), 0, 1 << 16)
     assert abs(one.mean() / 2**32 - 0.5) < 0.005
     ones = np.unpackbits(one.view(np.uint8)).mean()
@@ -23,6 +23,6 @@ def test_words_are_uniform_and_seeds_and_sites_differ():
 
 
 @pytest.mark.parametrize("drop", [0.1, 0.5])
-def test_a_threshold_is_passed_as_often_as_asked_for(drop):
-    words = threefry.words((7, 9), 3, 1 << 16)
-    assert abs(np.mean(words < threefry.threshold(drop)) - drop) < 0.01
+def test_threshold_is_passed_at_the_requested_rate(drop):
+    outputs = threefry.words((7, 9), 3, 1 << 16)
+    assert abs(np.mean(outputs < threefry.threshold(drop)) - drop) < 0.01

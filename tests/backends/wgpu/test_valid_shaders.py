@@ -1,4 +1,4 @@
-"""Every shader that can be written is one: it validates, and hides none of its own names."""
+"""Every generated shader is valid WGSL, and hides none of its own names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.backends.wgpu.products import SMALL_TILES, TILES, product
 
 PARTS: tuple[Part, ...] = ("queries", "keys")
 READ = 20
-"""More buffers than any product of a model goes on with."""
+"""More buffers than any product in a model reads in its epilogue."""
 
 
 def assert_valid(device, shader: Shader) -> None:
@@ -25,11 +25,11 @@ def assert_valid(device, shader: Shader) -> None:
     device._device.create_shader_module(code=shader.module)
 
 
-def finish(*, stored: bool) -> Epilogue:
-    """Reads as many buffers as there may be."""
+def finish(*, is_stored: bool) -> Epilogue:
+    """Read as many buffers as a shader may bind."""
     body = [f"let t{i} = b{i}[i];" for i in range(READ)]
     body.append(f"e0[i] = product + {' + '.join(f't{i}' for i in range(READ))};")
-    return Epilogue(("array<f32>",) * READ, "", ("f32",), "\n".join(body), stored)
+    return Epilogue(("array<f32>",) * READ, "", ("f32",), "\n".join(body), is_stored)
 
 
 @pytest.mark.parametrize("stored", [True, False])
@@ -38,7 +38,9 @@ def finish(*, stored: bool) -> Epilogue:
 def test_a_product_continues_with_any_number_of_buffers(device, columns, storage, stored):
     """As vectors of four and one by one."""
     form = Narrow.of_shape(64, columns + 1, storage) if storage else None
-    problem = replace(product(1, 9, 64, columns).problem, b_form=form, finish=finish(stored=stored))
+    problem = replace(
+        product(1, 9, 64, columns).problem, b_form=form, finish=finish(is_stored=stored)
+    )
     for tiles in (SMALL_TILES, TILES[0]):
         shader, _ = matmul_shader(problem, tiles)
         assert shader.bindings == 3 + READ + stored
@@ -46,7 +48,7 @@ def test_a_product_continues_with_any_number_of_buffers(device, columns, storage
 
 
 def gradients_of_one_projection(part: Part, *, masked: bool) -> tuple[Shader, tuple[int, int, int]]:
-    """Attention whose queries, keys and values lie in one buffer."""
+    """Attention whose queries, keys and values share one buffer."""
     sizes = AttentionSizes(1, 1, 1, 40, 40, 8)
     query, key, value = (View((960, 8, 24, 1), 8 * n) for n in range(3))
     mask = View((1600, 1600, 40, 1), 0) if masked else None
@@ -58,7 +60,7 @@ def gradients_of_one_projection(part: Part, *, masked: bool) -> tuple[Shader, tu
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_kernels_side_by_side_read_their_buffers(device, masked):
-    """The scores of a block were named as the buffers were: the wrong number, and no error."""
+    """The scores of a block once had the names of the buffers: a wrong number, and no error."""
     shaders = [gradients_of_one_projection(part, masked=masked) for part in PARTS]
     read = [0, 0, 0, *range(1, 4 + masked)]
     bound = [[*read, max(read) + 1 + n] for n in range(2)]

@@ -19,8 +19,8 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_alike(device: Any, function: Callable[..., torch.Tensor], *given: torch.Tensor) -> None:
-    """What it gives, and gradients that differ from place to place."""
+def assert_alike(device: Any, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None:
+    """Compare the result, and gradients that differ from element to element."""
 
     def both(*x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.enable_grad():
@@ -30,9 +30,12 @@ def assert_alike(device: Any, function: Callable[..., torch.Tensor], *given: tor
             total = (result * weights + result**2).sum()
             return result.detach(), *torch.autograd.grad(total, leaves)
 
-    (result, *gradients), (expected, *others) = on_device(device, both, given), both(*given)
+    (result, *gradients), (expected, *other_results) = (
+        on_device(device, both, inputs),
+        both(*inputs),
+    )
     torch.testing.assert_close(result, expected, rtol=2e-5, atol=2e-5)
-    for one, other in zip(gradients, others, strict=True):
+    for one, other in zip(gradients, other_results, strict=True):
         assert float((one - other).norm()) <= 2e-5 * float(other.norm())
 
 
@@ -55,10 +58,10 @@ CONVOLUTIONS: dict[str, tuple[Convolution, tuple[int, ...], tuple[int, ...], dic
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions(device, name):
-    function, shape, weight, words = CONVOLUTIONS[name]
-    outputs = weight[1] * words.get("groups", 1) if name == "transposed" else weight[0]
+    function, shape, weight, options = CONVOLUTIONS[name]
+    outputs = weight[1] * options.get("groups", 1) if name == "transposed" else weight[0]
     operands = drawn(*shape), drawn(*weight, seed=1), drawn(outputs, seed=2)
-    assert_alike(device, lambda x, w, b: function(x, w, b, **words), *operands)
+    assert_alike(device, lambda x, w, b: function(x, w, b, **options), *operands)
 
 
 def test_pooling(device):
@@ -102,25 +105,25 @@ def test_a_recurrent_layer(device):
     weights = [weight.detach() for weight in layer.parameters()]
     names = [name for name, _ in layer.named_parameters()]
 
-    def function(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-        named = dict(zip(names, given, strict=True))
-        result: torch.Tensor = torch.func.functional_call(layer, named, (x,))[0]
+    def function(x: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        inputs_by_name = dict(zip(names, inputs, strict=True))
+        result: torch.Tensor = torch.func.functional_call(layer, inputs_by_name, (x,))[0]
         return result
 
     assert_alike(device, function, drawn(2, 2, 4), *weights)
 
 
-def test_what_is_taken_from_other_places(device):
-    places = torch.tensor([[0, 2], [1, 1], [2, 0]])
+def test_gathered_elements(device):
+    indices = torch.tensor([[0, 2], [1, 1], [2, 0]])
 
     def function(x: torch.Tensor) -> torch.Tensor:
         single = x.mean()
         parts = [
             x.repeat(2, 2)[:3],
             x.roll(2, 1),
-            x.index_select(0, places[:, 0]),
-            x.gather(1, places),
-            x.gather(0, places[:2]),
+            x.index_select(0, indices[:, 0]),
+            x.gather(1, indices),
+            x.gather(0, indices[:2]),
             x.max(1).values[:, None],
             x.min(0, keepdim=True).values.expand(3, -1),
             single.gather(0, single.argmax(0)).flip(-1).cumsum(-1).expand(3, 1),

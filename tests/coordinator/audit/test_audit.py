@@ -1,4 +1,4 @@
-"""The audit: a sound run is found sound, and each way of tampering with it is found and named."""
+"""The audit: a sound run is found sound, and each way of tampering is detected and named."""
 
 import json
 import shutil
@@ -34,17 +34,17 @@ from tests.durable_run import (
 )
 
 
-def bad(path):
+def failed_checks(path):
     return [finding for finding in audit(path).findings if not finding.ok]
 
 
-def only_bad(path):
-    """The checks that found something."""
-    return {finding.check for finding in bad(path)}
+def single_failed_check(path):
+    """Return the checks that found something."""
+    return {finding.check for finding in failed_checks(path)}
 
 
 def rewritten(path, change):
-    """The journal with other records, and all hashes made to fit: a forger with time."""
+    """Rewrite the journal with other records and matching hashes, as a patient forger would."""
     entries = list(read_journal(path / "journal.jsonl"))
     (path / "journal.jsonl").unlink()
     journal = Journal(path / "journal.jsonl")
@@ -62,13 +62,13 @@ def change_result(path, **values):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def sound_run(tmp_path_factory):
     return written_run(tmp_path_factory.mktemp("whole") / "run")
 
 
 @pytest.fixture
-def run(whole, tmp_path):
-    return shutil.copytree(whole, tmp_path / "run")
+def run(sound_run, tmp_path):
+    return shutil.copytree(sound_run, tmp_path / "run")
 
 
 def test_a_sound_run_is_sound(run):
@@ -84,7 +84,7 @@ def test_a_sound_run_is_sound(run):
 
 def test_progress_is_reported_and_shown_at_a_terminal_alone(run):
     reports = []
-    audit(run, lambda done, total: reports.append((done, total)))
+    audit(run, lambda progress, total: reports.append((progress, total)))
     assert reports == [(step, 9) for step in range(1, 10)]
     result = CliRunner().invoke(app, ["audit", str(run)])
     assert result.exit_code == 0
@@ -92,12 +92,12 @@ def test_progress_is_reported_and_shown_at_a_terminal_alone(run):
 
 
 def test_an_audit_changes_nothing(run):
-    def everything():
+    def snapshot():
         return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
-    before = everything()
+    before = snapshot()
     audit(run)
-    assert everything() == before
+    assert snapshot() == before
 
 
 def test_skipped_steps_cover_their_samples(tmp_path):
@@ -109,7 +109,7 @@ def test_skipped_steps_cover_their_samples(tmp_path):
     assert "epoch 1: 10 of 10 samples covered exactly once, 2 of them in steps that" in text
 
 
-def test_without_gradients_the_states_of_checkpoints_are_all_that_is_proved(tmp_path):
+def test_without_gradients_only_checkpoint_states_are_proved(tmp_path):
     path = written_run(tmp_path / "run", mode="checkpoint")
     result = audit(path)
     assert result.ok, result.lines()
@@ -125,18 +125,18 @@ def test_a_gap_in_the_log_is_bridged_by_a_checkpoint(run):
 
 @pytest.mark.parametrize("log", ["kept", "gone"])
 def test_a_run_without_a_checkpoint_is_not_sound(run, log):
-    """`--resume` refuses it: nothing is left that the log's steps follow."""
+    """`--resume` refuses it: there is no state that the log's steps could follow."""
     shutil.rmtree(run / "checkpoints")
     if log == "gone":
         shutil.rmtree(run / "log")
-    assert "checkpoints" in only_bad(run)
+    assert "checkpoints" in single_failed_check(run)
     findings = "\n".join(audit(run).lines())
     assert "expected an intact checkpoint in" in findings
     assert not findings.endswith("sound")
 
 
 def test_a_log_that_begins_at_a_missing_checkpoint_is_not_sound(run):
-    """Its steps could not be taken again: the run would go back to the checkpoint before."""
+    """Its steps could not be replayed: the run would return to the previous checkpoint."""
     for segment in segment_files(run / "log")[:2]:
         segment.unlink()
     for step in (6, 9):
@@ -148,7 +148,7 @@ def test_a_log_that_begins_at_a_missing_checkpoint_is_not_sound(run):
     )
 
 
-def test_a_run_in_progress_is_audited_as_far_as_it_is(tmp_path):
+def test_run_in_progress_is_audited_to_its_last_step(tmp_path):
     run = WrittenRun(tmp_path / "run")
     for _ in range(4):
         run.step()
@@ -174,14 +174,14 @@ def test_a_run_with_crashes_is_sound(tmp_path, mode):
     assert "resumed 3 times" in "\n".join(result.lines())
 
 
-def test_a_commit_that_only_the_log_has_is_taken_over_after_a_crash(tmp_path):
+def test_commit_found_only_in_the_log_is_accepted_after_a_crash(tmp_path):
     run = WrittenRun(tmp_path / "run")
     run.step()
     run.step(journal=False)
     assert audit(tmp_path / "run").ok
-    # Two cannot be a crash's.
+    # A crash leaves at most one.
     run.step(journal=False)
-    assert "log has 2 commits that the journal lacks" in str(bad(tmp_path / "run")[0])
+    assert "log has 2 commits that the journal lacks" in str(failed_checks(tmp_path / "run")[0])
 
 
 # Tampering.
@@ -191,10 +191,10 @@ def test_a_flipped_byte_anywhere_in_the_journal_is_found_and_its_line_named(run)
     path = run / "journal.jsonl"
     content = path.read_bytes()
     line = 1
-    for at, byte in enumerate(content):
-        if at % 199 == 0:
-            path.write_bytes(content[:at] + bytes([byte ^ 2]) + content[at + 1 :])
-            [finding] = [f for f in bad(run) if f.check == "journal"]
+    for offset, byte in enumerate(content):
+        if offset % 199 == 0:
+            path.write_bytes(content[:offset] + bytes([byte ^ 2]) + content[offset + 1 :])
+            [finding] = [f for f in failed_checks(run) if f.check == "journal"]
             assert f"line {line} is bad" in finding.text
         line += byte == 10
 
@@ -203,27 +203,27 @@ def test_a_journal_with_its_end_cut_off_is_found(run):
     path = run / "journal.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-1]))
-    assert "the end was cut off" in str([f for f in bad(run) if f.check == "head"])
+    assert "the end was cut off" in str([f for f in failed_checks(run) if f.check == "head"])
 
 
 def test_a_journal_that_continues_after_its_end_is_found(run):
     journal = Journal(run / "journal.jsonl")
     journal.append(Resumed(term=9, step=9, optimizer_step=9))
     journal.sync()
-    assert "continues after" in str([f for f in bad(run) if f.check == "head"])
+    assert "continues after" in str([f for f in failed_checks(run) if f.check == "head"])
 
 
 def test_a_missing_result_is_found(run):
     (run / "result.json").unlink()
-    assert only_bad(run) == {"head"}
+    assert single_failed_check(run) == {"head"}
 
 
 @pytest.mark.parametrize(
     ("field", "value"), [("steps", 8), ("weights_digest", "0" * 64), ("losses", [])]
 )
-def test_a_result_that_says_otherwise_is_found(run, field, value):
+def test_contradicting_result_is_found(run, field, value):
     change_result(run, **{field: value})
-    assert only_bad(run) == {"result"}
+    assert single_failed_check(run) == {"result"}
 
 
 @pytest.mark.parametrize("name", ["run.json", "manifest.json", "terms.json", "files.json"])
@@ -233,42 +233,42 @@ def test_a_changed_small_file_is_found(tmp_path, name):
         AdmissionRecord(signature="a" * 64, initial_digest="b" * 64)
     )
     run.directory.files_file.write_text('{"list": "", "files": {}}')
-    run.tell_files()
+    run.record_files()
     run.step()
     run.finish()
     assert audit(tmp_path / "run").ok
     path = tmp_path / "run" / name
     content = path.read_bytes()
     path.write_bytes(content + b" ")
-    assert "files" in only_bad(tmp_path / "run")
+    assert "files" in single_failed_check(tmp_path / "run")
     path.unlink()
     if name != "run.json":  # without it there is no run to audit
-        assert "files" in only_bad(tmp_path / "run")
+        assert "files" in single_failed_check(tmp_path / "run")
     path.write_bytes(content)
     assert audit(tmp_path / "run").ok
 
 
-def test_a_term_below_what_is_known_is_found(run):
+def test_term_below_the_known_term_is_found(run):
     (run / "term.json").unlink()
-    assert only_bad(run) == {"files"}
+    assert single_failed_check(run) == {"files"}
 
 
-def test_a_changed_metric_of_the_result_or_of_a_checkpoint_is_found(run):
+def test_changed_metric_of_a_result_or_checkpoint_is_found(run):
     change_result(run, eval={"accuracy": 0.76})
-    assert only_bad(run) == {"result"}
+    assert single_failed_check(run) == {"result"}
     change_result(run, eval={"accuracy": 0.75})
     assert audit(run).ok
     write_metrics(run / "checkpoints", 9, state_of(run, 9), {"accuracy": 0.75})
     assert audit(run).ok
     write_metrics(run / "checkpoints", 9, state_of(run, 9), {"accuracy": 0.76})
-    assert only_bad(run) == {"checkpoints"}
+    assert single_failed_check(run) == {"checkpoints"}
 
 
 def state_of(run, step):
     return find_checkpoint(run / "checkpoints", step, RUN_ID, MANIFEST).info.state_digest
 
 
-def test_what_is_not_the_run_s_is_named(run):
+def test_foreign_files_are_named(run):
     (run / "notes.txt").touch()
     result = audit(run)
     assert result.ok
@@ -289,29 +289,29 @@ def test_a_kill_between_a_checkpoint_and_its_line_is_no_damage(tmp_path):
     assert "the coordinator ended in between" in "\n".join(result.lines())
 
 
-def test_a_replay_is_claimed_only_where_there_was_one(tmp_path):
-    whole = "\n".join(audit(written_run(tmp_path / "replayed", steps=5)).lines())
-    assert "reached by replay" in whole
+def test_replay_is_claimed_only_after_a_replay(tmp_path):
+    sound_run = "\n".join(audit(written_run(tmp_path / "replayed", steps=5)).lines())
+    assert "reached by replay" in sound_run
     path = written_run(tmp_path / "run", mode="checkpoint")
     assert "are those of the last checkpoint" in "\n".join(audit(path).lines())
 
 
-def test_a_model_that_is_not_the_trained_one_is_found(run):
+def test_replaced_model_is_found(run):
     write_model(run, MANIFEST, state_zero())
-    assert only_bad(run) == {"result"}
+    assert single_failed_check(run) == {"result"}
     (run / "adapter" / "adapter_model.safetensors").write_bytes(b"odd")
-    assert only_bad(run) == {"result"}
+    assert single_failed_check(run) == {"result"}
 
 
 def test_another_run_spec_or_manifest_is_found(run):
     document = json.loads((run / "run.json").read_text())
     document["spec"]["seed"] = 4
     (run / "run.json").write_text(json.dumps(document))
-    assert "inputs" in only_bad(run)
+    assert "inputs" in single_failed_check(run)
     (run / "manifest.json").write_bytes(
         MANIFEST.model_copy(update={"digests": {"data": "c" * 64}}).to_bytes()
     )
-    assert "manifest.json differs from" in str(bad(run))
+    assert "manifest.json differs from" in str(failed_checks(run))
 
 
 @pytest.mark.parametrize("name", ["optimizer.safetensors", "adapter/adapter_model.safetensors"])
@@ -320,22 +320,22 @@ def test_a_damaged_checkpoint_is_found(run, name):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert only_bad(run) == {"checkpoints"}
+    assert single_failed_check(run) == {"checkpoints"}
 
 
-def test_damaged_gradients_are_found_with_file_and_place(run):
+def test_damaged_gradients_are_found_with_file_and_position(run):
     path = segment_files(run / "log")[1]
     content = bytearray(path.read_bytes())
     content[600] ^= 1
     path.write_bytes(content)
-    [finding] = [f for f in bad(run) if f.check == "digests" and path.name in f.text]
+    [finding] = [f for f in failed_checks(run) if f.check == "digests" and path.name in f.text]
     assert "at byte" in finding.text
 
 
-def forge_commit(**changed):
+def forge_commit(**changes):
     def forge(record):
         if isinstance(record, Committed) and record.step == 4:
-            return [record.model_copy(update=changed)]
+            return [record.model_copy(update=changes)]
         return [record]
 
     return forge
@@ -365,9 +365,9 @@ def forge_end(record):
     ],
     ids=["loss", "norm", "rate", "state", "end", "figures"],
 )
-def test_a_forged_record_with_hashes_made_to_fit_is_found(run, forge, check):
+def test_forged_record_with_matching_hashes_is_found(run, forge, check):
     rewritten(run, forge)
-    assert check in only_bad(run)
+    assert check in single_failed_check(run)
 
 
 def without_plan(record):
@@ -400,7 +400,7 @@ def counted_of_another(record):
 
 
 def embedded_by_another(record):
-    """The run has no embeddings, so nobody was assigned any."""
+    """The run has no embeddings, so no worker was assigned any."""
     if not isinstance(record, Committed) or record.step != 4:
         return [record]
     rows = Embedded(digest="0" * 64, of={"ann": ((0, 2),)})
@@ -442,9 +442,9 @@ def commit_twice(record):
         (commit_twice, "expected the commit of step 5, got that of 4"),
     ],
 )
-def test_a_history_that_does_not_cover_every_sample_once_is_found(run, forge, text):
+def test_history_must_cover_every_sample_once(run, forge, text):
     rewritten(run, forge)
-    assert text in str(bad(run))
+    assert text in str(failed_checks(run))
 
 
 def test_a_directory_without_a_run_is_reported(tmp_path):
@@ -457,7 +457,7 @@ def test_a_directory_without_a_run_is_reported(tmp_path):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_coverage_is_what_a_naive_count_says(data):
+def test_coverage_equals_a_naive_count(data):
     samples = data.draw(st.integers(1, 13))
     batch = BatchSpec(samples=data.draw(st.integers(1, 6)), microbatch=1)
     spec = SPEC.model_copy(update={"batch": batch, "seed": data.draw(st.integers(0, 99))})
@@ -470,9 +470,9 @@ def test_coverage_is_what_a_naive_count_says(data):
         event = data.draw(st.sampled_from(["step", "step", "step", "skip", "resume", "retry"]))
         if event == "resume":
             term += 1
-            back = data.draw(st.integers(0, step))
-            del skips[back:]
-            entries.append(Resumed(term=term, step=back, optimizer_step=0))
+            restart_step = data.draw(st.integers(0, step))
+            del skips[restart_step:]
+            entries.append(Resumed(term=term, step=restart_step, optimizer_step=0))
             continue
         count = order.microbatch_count(step)
         plan = Planned(
@@ -496,7 +496,9 @@ def test_coverage_is_what_a_naive_count_says(data):
     for first in range(0, len(skips), order.steps_per_epoch):
         steps = range(first, min(first + order.steps_per_epoch, len(skips)))
         visits = [(step, s) for step in steps for part in order.microbatches(step) for s in part]
-        once = sum(1 for sample in range(samples) if [s for _, s in visits].count(sample) == 1)
-        naive.append((once, samples, sum(1 for step, _ in visits if skips[step])))
+        visited_once = sum(
+            1 for sample in range(samples) if [s for _, s in visits].count(sample) == 1
+        )
+        naive.append((visited_once, samples, sum(1 for step, _ in visits if skips[step])))
     assert list(coverage.epochs) == naive
-    assert all(covered == samples for covered, _, _ in coverage.epochs[:-1])
+    assert all(covered_samples == samples for covered_samples, _, _ in coverage.epochs[:-1])

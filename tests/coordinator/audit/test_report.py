@@ -1,4 +1,4 @@
-"""The report: one page that tells the run's story, loads nothing, and trusts no text."""
+"""The report: one page that summarizes the run, loads nothing, and trusts no text."""
 
 import html
 import math
@@ -30,7 +30,7 @@ EVIL = "<script>alert(1)</script>\"'&</svg>"
 
 
 class Page(HTMLParser):
-    """Collects tags and text, and sees that every tag is closed in order."""
+    """Collects tags and text, and checks that every tag is closed in order."""
 
     def __init__(self, text):
         super().__init__()
@@ -82,7 +82,7 @@ def eventful(path):
     return run.finish()
 
 
-def test_the_page_tells_the_story(tmp_path):
+def test_page_summarizes_the_run(tmp_path):
     path = eventful(tmp_path / "run")
     page = Page(report(path, audit(path)))
     for part in (
@@ -99,7 +99,7 @@ def test_the_page_tells_the_story(tmp_path):
         assert title in page.text
 
 
-def test_only_what_the_task_reads_of_the_spec_is_shown(tmp_path):
+def test_page_shows_only_spec_keys_of_the_task(tmp_path):
     page = Page(report(eventful(tmp_path / "run")))
     for part in ("spec: batch.samples", "spec: regress.features", "spec: threads"):
         assert part in page.text
@@ -111,16 +111,16 @@ def test_a_confusion_is_a_grid(tmp_path):
     run = WrittenRun(tmp_path / "run")
     run.step()
     counts = {("ham", "ham"): 90.0, ("ham", EVIL): 10.0, (EVIL, "ham"): 3.0, (EVIL, EVIL): 7.0}
-    figures = {f"confusion[{true}][{words}]": count for (true, words), count in counts.items()}
+    figures = {f"confusion[{true}][{texts}]": count for (true, texts), count in counts.items()}
     metrics = {"accuracy": 97 / 110, **figures}
     run.journal.append(Evaluated(term=1, step=1, metrics=metrics))
     run.journal.sync()
     text = report(tmp_path / "run")
     page = Page(text)
-    words = [word.strip() for word in page.words if word.strip()]
-    at = words.index("Confusion after step 1")
+    texts = [word.strip() for word in page.words if word.strip()]
+    offset = texts.index("Confusion after step 1")
     grid = [EVIL, "ham", EVIL, "7", "3", "ham", "10", "90"]
-    cells = [word for word in words[at + 1 :] if word in grid]
+    cells = [word for word in texts[offset + 1 :] if word in grid]
     assert cells[: len(grid)] == grid
     assert "confusion[" not in page.text
     assert 'fill-opacity="0.90"' in text
@@ -143,7 +143,7 @@ def test_text_from_outside_stays_text(tmp_path):
     assert EVIL in "".join(page.words)
 
 
-def test_a_bad_line_is_reported_and_what_comes_before_it_shown(tmp_path):
+def test_damaged_line_is_reported_after_the_lines_before_it(tmp_path):
     path = written_run(tmp_path / "run")
     content = (path / "journal.jsonl").read_bytes()
     lines = content.splitlines(keepends=True)
@@ -154,7 +154,7 @@ def test_a_bad_line_is_reported_and_what_comes_before_it_shown(tmp_path):
     assert "Not sound." in page.text
 
 
-def test_a_run_that_has_only_begun_has_a_page(tmp_path):
+def test_started_run_has_a_page(tmp_path):
     WrittenRun(tmp_path / "run").journal.sync()
     page = Page(report(tmp_path / "run"))
     assert "not ended" in page.text
@@ -193,7 +193,7 @@ def test_any_chart_is_svg_within_its_frame(ys, stairs):
         ([(4, 1)], ["4"], ["1"]),
     ],
 )
-def test_whole_numbers_have_whole_marks(points, x_marks, y_marks):
+def test_integer_axis_has_integer_ticks(points, x_marks, y_marks):
     pairs = [(float(x), float(y)) for x, y in points]
     drawing = ET.fromstring(line_chart(pairs, x_label="step", y_label="workers"))
     marks = [
@@ -219,7 +219,7 @@ def test_a_long_curve_is_thinned_and_keeps_its_peaks():
     assert len(re.findall(r",12\.0\b", text)) == 1
 
 
-def test_metrics_of_steps_that_were_taken_back_are_not_shown(tmp_path):
+def test_metrics_of_rolled_back_steps_are_not_shown(tmp_path):
     run = WrittenRun(tmp_path / "run")
     run.step()
     for step, accuracy in ((1, 0.25), (5, 0.625)):
@@ -235,11 +235,11 @@ def test_metrics_of_steps_that_were_taken_back_are_not_shown(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["nowhere/page.html", "."])
-def test_a_page_that_cannot_be_written_is_reported_before_the_audit(tmp_path, where):
+def test_unwritable_page_is_reported_before_the_audit(tmp_path, where):
     run = written_run(tmp_path / "run")
-    ended = called("coordinator", "report", str(run), "--output", str(tmp_path / where))
-    assert ended.returncode == 2
-    assert "--output: expected a file that can be written" in ended.stderr
+    completed = called("coordinator", "report", str(run), "--output", str(tmp_path / where))
+    assert completed.returncode == 2
+    assert "--output: expected a file that can be written" in completed.stderr
 
 
 def test_a_page_goes_into_a_device_and_through_a_link(tmp_path):
@@ -248,12 +248,12 @@ def test_a_page_goes_into_a_device_and_through_a_link(tmp_path):
     link.symlink_to(tmp_path / "page.html")
     device.symlink_to("/dev/null")
     for output in (device, link):
-        ended = called("coordinator", "report", str(run), "--output", str(output))
-        assert ended.returncode == 0, ended.stderr
+        completed = called("coordinator", "report", str(run), "--output", str(output))
+        assert completed.returncode == 0, completed.stderr
         assert output.is_symlink()
-        assert ended.stdout == ("" if output is device else f"{link}\n")
+        assert completed.stdout == ("" if output is device else f"{link}\n")
     assert (tmp_path / "page.html").read_text().startswith("<!")
     os.mkfifo(tmp_path / "pipe")
-    ended = called("coordinator", "report", str(run), "--output", str(tmp_path / "pipe"))
-    assert "start what reads from the pipe" in ended.stderr
-    assert ended.returncode != 0
+    completed = called("coordinator", "report", str(run), "--output", str(tmp_path / "pipe"))
+    assert "start what reads from the pipe" in completed.stderr
+    assert completed.returncode != 0

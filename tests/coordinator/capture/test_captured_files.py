@@ -1,4 +1,4 @@
-"""What a capture keeps on disk: the same files however often it was interrupted, and where."""
+"""Files of a capture on disk: the same, however often and wherever it was interrupted."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def files(directory: Path, spec: RunSpec, committed: int = 0) -> CapturedFiles:
 
 
 @pytest.fixture
-def undisturbed(tmp_path, spec) -> dict[str, str]:
+def reference_files(tmp_path, spec) -> dict[str, str]:
     captured = files(tmp_path / "undisturbed", spec)
     for step in range(STEPS):
         captured.keep(step, rows(step))
     return captured.finish(is_complete=True)
 
 
-def test_all_rows_are_there_in_order(tmp_path, spec, undisturbed):
+def test_all_rows_are_there_in_order(tmp_path, spec, reference_files):
     assert steps_of_a_file(spec, LAYOUT) == 3
     directory = tmp_path / "undisturbed" / "logits"
     index = read_index(directory)
@@ -85,65 +85,65 @@ def test_all_rows_are_there_in_order(tmp_path, spec, undisturbed):
         logits = LogitsFile(directory / file.name)
         for group in range(len(file.row_groups)):
             sample_ids += logits.records(group)["sample_id"].tolist()
-        assert undisturbed[f"logits/{file.name}"] == file.digest
+        assert reference_files[f"logits/{file.name}"] == file.digest
     assert sample_ids == list(range(42))
     assert not list((tmp_path / "undisturbed" / "capture").iterdir())
 
 
 @pytest.mark.parametrize("crash_at", range(STEPS))
 @pytest.mark.parametrize("torn", [0, 1, 100])
-def test_a_crash_anywhere_leaves_the_same_files(tmp_path, spec, undisturbed, crash_at, torn):
+def test_a_crash_anywhere_leaves_the_same_files(tmp_path, spec, reference_files, crash_at, torn):
     captured = files(tmp_path, spec)
-    for step in range(crash_at + 1):  # the last of them is kept, but never committed
+    for step in range(crash_at + 1):  # the last step is on disk, but never committed
         captured.keep(step, rows(step))
     captured.close()
     spool = tmp_path / "capture" / f"{crash_at // 3:05}.rows"
     if torn:
         spool.write_bytes(spool.read_bytes()[:-torn])
-    again = files(tmp_path, spec, committed=crash_at)
+    repeat = files(tmp_path, spec, committed=crash_at)
     for step in range(crash_at, STEPS):
-        again.keep(step, rows(step))
-    assert again.finish(is_complete=True) == undisturbed
+        repeat.keep(step, rows(step))
+    assert repeat.finish(is_complete=True) == reference_files
 
 
-def test_a_crash_while_a_file_is_written_leaves_the_same_files(tmp_path, spec, undisturbed):
+def test_a_crash_while_a_file_is_written_leaves_the_same_files(tmp_path, spec, reference_files):
     captured = files(tmp_path, spec)
     for step in range(4):
         captured.keep(step, rows(step))
     captured.close()
     file = tmp_path / "logits" / "00000.parquet"
-    whole = file.read_bytes()
+    content = file.read_bytes()
     file.unlink()
-    (tmp_path / "logits" / "00000.parquet.part").write_bytes(whole[:100])
+    (tmp_path / "logits" / "00000.parquet.part").write_bytes(content[:100])
     spool = files(tmp_path / "other", spec)
     for step in range(3):
         spool.keep(step, rows(step))
     spool.close()
     (tmp_path / "other/capture/00000.rows").rename(tmp_path / "capture/00000.rows")
-    again = files(tmp_path, spec, committed=4)
+    repeat = files(tmp_path, spec, committed=4)
     for step in range(4, STEPS):
-        again.keep(step, rows(step))
-    assert again.finish(is_complete=True) == undisturbed
+        repeat.keep(step, rows(step))
+    assert repeat.finish(is_complete=True) == reference_files
 
 
-def test_a_step_that_is_done_again_is_kept_once(tmp_path, spec, undisturbed):
+def test_repeated_step_is_stored_once(tmp_path, spec, reference_files):
     captured = files(tmp_path, spec)
     for step in range(STEPS):
         captured.keep(step, rows((step + 1) % STEPS))
         captured.keep(step, rows(step))
-    assert captured.finish(is_complete=True) == undisturbed
+    assert captured.finish(is_complete=True) == reference_files
 
 
-def test_a_capture_that_ends_early_continues(tmp_path, spec, undisturbed):
+def test_a_capture_that_ends_early_continues(tmp_path, spec, reference_files):
     captured = files(tmp_path, spec)
     for step in range(5):
         captured.keep(step, rows(step))
     assert list(captured.finish(is_complete=False)) == ["logits/00000.parquet"]
     captured.close()
-    again = files(tmp_path, spec, committed=5)
+    repeat = files(tmp_path, spec, committed=5)
     for step in range(5, STEPS):
-        again.keep(step, rows(step))
-    assert again.finish(is_complete=True) == undisturbed
+        repeat.keep(step, rows(step))
+    assert repeat.finish(is_complete=True) == reference_files
 
 
 def test_a_file_whose_steps_were_all_skipped_is_not_in_the_index(tmp_path, spec):
@@ -177,31 +177,31 @@ def test_a_skipped_step_leaves_its_rows_out(tmp_path, spec):
         (STEPS, 9, ["00003.parquet"]),
     ],
 )
-def test_it_goes_back_where_no_finished_file_has_to_grow(tmp_path, spec, undisturbed, case):
-    committed, step, aside = case
+def test_rollback_is_refused_if_a_finished_file_would_grow(tmp_path, spec, reference_files, case):
+    committed, step, moved_aside = case
     captured = files(tmp_path, spec)
     for each in range(committed):
         captured.keep(each, rows(each))
-    whole = committed == STEPS
-    captured.finish(is_complete=whole)
+    is_complete = committed == STEPS
+    captured.finish(is_complete=is_complete)
     captured.close()
     assert first_lost_step(tmp_path, MANIFEST, spec, committed) == committed
-    if aside is None:
+    if moved_aside is None:
         with pytest.raises(UsageError, match="nothing was changed"):
             files_from(tmp_path, MANIFEST, spec, step)
         return
-    others = ["capture.json", "tokenizer.json"] if whole else []
+    others = ["capture.json", "tokenizer.json"] if is_complete else []
     paths = files_from(tmp_path, MANIFEST, spec, step)
-    assert [path.name for path in paths] == [*aside, *others]
+    assert [path.name for path in paths] == [*moved_aside, *others]
     for path in paths:
         path.unlink()
-    again = files(tmp_path, spec, committed=step)
+    repeat = files(tmp_path, spec, committed=step)
     for each in range(step, STEPS):
-        again.keep(each, rows(each))
-    assert again.finish(is_complete=True) == undisturbed
+        repeat.keep(each, rows(each))
+    assert repeat.finish(is_complete=True) == reference_files
 
 
-def test_rows_that_are_in_no_file_show(tmp_path, spec):
+def test_missing_rows_are_detected(tmp_path, spec):
     captured = files(tmp_path, spec)
     for step in range(8):
         captured.keep(step, rows(step))
@@ -215,7 +215,7 @@ def test_rows_that_are_in_no_file_show(tmp_path, spec):
         files_from(tmp_path, MANIFEST, spec, 6)
 
 
-def test_committed_rows_that_are_lost_are_named(tmp_path, spec):
+def test_lost_committed_rows_are_named(tmp_path, spec):
     captured = files(tmp_path, spec)
     for step in range(5):
         captured.keep(step, rows(step))
@@ -225,7 +225,7 @@ def test_committed_rows_that_are_lost_are_named(tmp_path, spec):
         files(tmp_path, spec, committed=5).keep(5, rows(5))
 
 
-def test_rows_that_change_on_disk_become_no_file(tmp_path, spec):
+def test_rows_changed_on_disk_are_not_written(tmp_path, spec):
     captured = files(tmp_path, spec)
     for step in range(2):
         captured.keep(step, rows(step))

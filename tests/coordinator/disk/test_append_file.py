@@ -1,4 +1,4 @@
-"""A file that only grows: what is on its way to the disk before it is synced."""
+"""A file that only grows: which parts are sent to the disk before a sync."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def advised(monkeypatch) -> list[tuple[int, int]]:
-    """Start and size of what the system was told of; from 100 bytes on."""
+def advice_ranges(monkeypatch) -> list[tuple[int, int]]:
+    """Return start and size of each range that the system was advised about, from 100 bytes on."""
     advised_ranges: list[tuple[int, int]] = []
     advise = os.posix_fadvise
 
@@ -30,7 +30,7 @@ def advised(monkeypatch) -> list[tuple[int, int]]:
     return advised_ranges
 
 
-def test_much_is_on_its_way_at_once_and_no_byte_twice(tmp_path, advised):
+def test_large_writes_are_flushed_early_and_once(tmp_path, advice_ranges):
     path = tmp_path / "log"
     path.write_bytes(b"header")
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -38,7 +38,7 @@ def test_much_is_on_its_way_at_once_and_no_byte_twice(tmp_path, advised):
     for size in (60, 60, 250):
         with file.use("append to"):
             file.write([memoryview(bytes(size))])
-    assert advised == [(6, 120), (126, 250)]
+    assert advice_ranges == [(6, 120), (126, 250)]
     with file.use("sync"):
         file.sync()
     file.confirm()
@@ -46,14 +46,14 @@ def test_much_is_on_its_way_at_once_and_no_byte_twice(tmp_path, advised):
         file.write([memoryview(b"lost" * 50)])
         raise ZeroDivisionError
     assert file.broken
-    with file.use("append to"):  # what was not confirmed is written again
+    with file.use("append to"):  # unconfirmed bytes are written again
         file.write([memoryview(b"more")])
-    assert advised[2:] == [(376, 200), (376, 150)]
+    assert advice_ranges[2:] == [(376, 200), (376, 150)]
     assert path.read_bytes()[376:] == b"again" * 30 + b"more"
     file.close()
 
 
-def test_of_what_is_synced_only_the_end_stays_in_memory(tmp_path, monkeypatch, advised):
+def test_only_the_end_stays_in_memory_after_a_sync(tmp_path, monkeypatch, advice_ranges):
     monkeypatch.setattr(limits, "PAGE_CACHE_TAIL_BYTES", 1000)
     path = tmp_path / "log"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
@@ -62,19 +62,19 @@ def test_of_what_is_synced_only_the_end_stays_in_memory(tmp_path, monkeypatch, a
     for number in range(3):
         with file.use("append to"):
             file.write([memoryview(bytes([number]) * 600)])
-    # Begun at once; freed as soon as there is more than the end, and what stayed at the sync.
-    assert advised == [(0, 600), (600, 600), (0, 200), (1200, 600), (200, 600)]
+    # Flushed at once; freed as soon as more than the end is written, and the rest at the sync.
+    assert advice_ranges == [(0, 600), (600, 600), (0, 200), (1200, 600), (200, 600)]
     with file.use("sync"):
         file.sync()
     file.confirm()
-    assert advised[5:] == [(0, 800)]
+    assert advice_ranges[5:] == [(0, 800)]
     with contextlib.suppress(ZeroDivisionError), file.use("append to"):
         file.write([memoryview(bytes(2000))])
         raise ZeroDivisionError
-    with file.use("append to"):  # cut to 1800 bytes
+    with file.use("append to"):  # truncated to 1800 bytes
         file.write([memoryview(b"more" * 100)])
     with file.use("sync"):
         file.sync()
-    assert advised[-1] == (800, 900)
+    assert advice_ranges[-1] == (800, 900)
     assert path.read_bytes()[1800:] == rest + b"more" * 100
     file.close()

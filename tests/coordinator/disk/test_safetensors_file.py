@@ -18,7 +18,7 @@ SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 @given(st.dictionaries(NAMES, SHAPES, max_size=6), st.text('abc\u00e9\n"\\', max_size=5))
-def test_the_bytes_are_those_of_the_library(shapes, metadata_written):
+def test_bytes_equal_the_safetensors_library(shapes, metadata_written):
     random = np.random.default_rng(1)
     tensors = {
         name: np.asarray(random.standard_normal(shape), np.float32)
@@ -27,14 +27,14 @@ def test_the_bytes_are_those_of_the_library(shapes, metadata_written):
     metadata = {"format": metadata_written}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(safetensors_file, "_PIECE_BYTES", 12)
-        mine = b"".join(safetensors_pieces(tensors, metadata))
-    assert mine == save(tensors, metadata=metadata)
-    assert {name: values.tobytes() for name, values in load(mine).items()} == {
+        actual = b"".join(safetensors_pieces(tensors, metadata))
+    assert actual == save(tensors, metadata=metadata)
+    assert {name: values.tobytes() for name, values in load(actual).items()} == {
         name: values.tobytes() for name, values in tensors.items()
     }
 
 
-def test_no_piece_is_a_copy_and_none_is_long(tmp_path):
+def test_pieces_are_short_views(tmp_path):
     tensors = {"a": np.ones((3, 1 << 20), np.float32), "b": np.zeros(7, np.float32)}
     pieces = list(safetensors_pieces(tensors, {"step": "3"}))
     assert max(piece.nbytes for piece in pieces) <= 8 << 20

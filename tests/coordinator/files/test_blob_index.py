@@ -23,18 +23,18 @@ def test_every_file_is_listed_with_size_and_digest(tmp_path):
     index = index_blobs(spec(tmp_path))
     assert index is not None
     (source,) = index.listing.sources
-    alike = blake3(b"alike").hexdigest()
+    digest = blake3(b"alike").hexdigest()
     assert [(f.name, f.size, f.digest) for f in source.files] == [
-        ("a.txt", 5, alike), ("b.txt", 5, alike), ("c.txt", 0, blake3(b"").hexdigest()),
+        ("a.txt", 5, digest), ("b.txt", 5, digest), ("c.txt", 0, blake3(b"").hexdigest()),
     ]  # fmt: skip
     document = index.blobs[index.digest].content
     assert isinstance(document, bytes)
     assert BlobList.from_bytes(document) == index.listing
     assert blake3(document).hexdigest() == index.digest
-    assert set(index.blobs) == {index.digest, alike, blake3(b"").hexdigest()}
+    assert set(index.blobs) == {index.digest, digest, blake3(b"").hexdigest()}
 
 
-def test_the_list_has_another_digest_when_a_file_has(tmp_path):
+def test_list_digest_changes_with_a_file(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one")
     before = index_blobs(spec(tmp_path))
     (tmp_path / "a.txt").write_bytes(b"two")

@@ -1,4 +1,4 @@
-"""What a hostile worker may not ask for; what a good one gets while others train."""
+"""Requests that a hostile worker may not make; what an honest one receives while others train."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ async def test_chunks_come_in_order_and_from_any_offset(tmp_path, index):
 
 
 @on_uvloop
-async def test_a_link_in_a_file_s_place_is_not_followed(tmp_path, index):
-    """Not to a secret of the same size, nor may a link to the same bytes harm."""
+async def test_link_in_place_of_a_file_is_not_followed(tmp_path, index):
+    """Neither to a secret of the same size nor to a file with the same bytes."""
     path, secret = tmp_path / "input.bin", tmp_path / "key.pem"
     secret.write_bytes(b"s" * SIZE)
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
@@ -100,7 +100,9 @@ async def test_a_link_in_a_file_s_place_is_not_followed(tmp_path, index):
     ],
 )
 @on_uvloop
-async def test_what_is_not_listed_ends_that_connection(tmp_path, index, digest, offset, reason):
+async def test_request_for_an_unlisted_file_ends_the_connection(
+    tmp_path, index, digest, offset, reason
+):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
         await invited(live, worker, index)
         ask(worker, digest or file_of(index), offset)
@@ -131,13 +133,13 @@ async def test_a_request_of_an_earlier_run_is_dropped(tmp_path, index):
 
 
 @on_uvloop
-async def test_a_worker_that_asks_and_does_not_read_is_refused(tmp_path, index):
+async def test_worker_that_requests_without_reading_is_refused(tmp_path, index):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
         await invited(live, worker, index)
         for _ in range(200):
             ask(worker, file_of(index), 0)
-        lost = await live.wait_for("worker_lost", worker=worker.name)
-        assert "too many chunks requested at once" in lost["reason"]
+        loss_event = await live.wait_for("worker_lost", worker=worker.name)
+        assert "too many chunks requested at once" in loss_event["reason"]
 
 
 @on_uvloop
@@ -168,7 +170,7 @@ async def test_a_worker_that_leaves_while_it_is_served_harms_nobody(tmp_path, in
 
 @on_uvloop
 async def test_steps_continue_while_a_joiner_is_served(tmp_path, index):
-    """The joiner asks for one chunk after the other; commits come in between."""
+    """The joiner requests one chunk after the other, with commits in between."""
     spec = scripted_spec(
         task=reading_task.NAME, steps=100,
         data={"train": str(index.blobs[file_of(index)].content)},
@@ -180,11 +182,11 @@ async def test_steps_continue_while_a_joiner_is_served(tmp_path, index):
         async with HostileWorker(live.port) as joiner:
             joiner.run_id = run_id
             await joiner.join()
-            before, served = len(live.every("committed")), 0
-            while live.first("run_ended") is None and served < 30:
+            before, chunks_served = len(live.every("committed")), 0
+            while live.first("run_ended") is None and chunks_served < 30:
                 ask(joiner, file_of(index), 0)
                 await chunk(joiner)
-                served += 1
-            assert served
+                chunks_served += 1
+            assert chunks_served
             assert len(live.every("committed")) > before
         await live.result(run_id)

@@ -1,4 +1,4 @@
-"""A student is submitted: what is wrong with its capture is one line, before the run begins."""
+"""A submitted student whose capture is invalid gets one line before the run begins."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def refusal(spec: RunSpec) -> str:
     return str(error_info.value)
 
 
-def test_a_whole_capture_is_listed(logits):
+def test_complete_capture_is_listed(logits):
     index = index_blobs(spec_of(logits))
     assert index is not None
     names = [file.name for source in index.listing.sources for file in source.files]
@@ -76,7 +76,7 @@ def test_an_index_of_something_else(logits):
     assert "is not the index of a capture" in refusal(spec_of(logits))
 
 
-def test_a_name_that_leads_out(logits):
+def test_file_name_outside_the_capture(logits):
     index = (logits / "capture.json").read_text()
     (logits / "capture.json").write_text(index.replace("00001.parquet", "../x.parquet"))
     assert "is not a file of logits" in refusal(spec_of(logits))
@@ -92,8 +92,8 @@ def test_a_student_with_another_tokenizer(logits, tmp_path):
     (student / "config.json").write_text("{}")
     (student / "model.safetensors").write_bytes(b"")
     tokens = {"a": 0, "b": 1}
-    added = [{"content": "<end>", "id": 2}]
-    document = {"model": {"vocab": tokens}, "added_tokens": added}
+    added_tokens = [{"content": "<end>", "id": 2}]
+    document = {"model": {"vocab": tokens}, "added_tokens": added_tokens}
     (student / "tokenizer.json").write_text(json.dumps(document))
     digest = digest_of_file(student / "tokenizer.json")
     assert digest == vocabulary_digest({**tokens, "<end>": 2})

@@ -13,8 +13,8 @@ SPEC = parse_run_spec({
 
 
 @pytest.fixture
-def found(tmp_path, monkeypatch):
-    """The files of a run, found from the directory that the coordinator was started in."""
+def file_index(tmp_path, monkeypatch):
+    """The files of a run, found from the directory in which the coordinator was started."""
     (tmp_path / "start/texts").mkdir(parents=True)
     (tmp_path / "start/texts/größe.txt").write_text("one")
     monkeypatch.chdir(tmp_path / "start")
@@ -23,27 +23,27 @@ def found(tmp_path, monkeypatch):
     return index
 
 
-def test_it_is_read_as_it_was_kept_from_whichever_directory(tmp_path, found, monkeypatch):
-    write_index(tmp_path / "files.json", found)
+def test_stored_index_is_read_from_any_directory(tmp_path, file_index, monkeypatch):
+    write_index(tmp_path / "files.json", file_index)
     monkeypatch.chdir(tmp_path)
-    again = read_or_build_index(tmp_path / "files.json", SPEC)
-    assert again == found
+    repeat = read_or_build_index(tmp_path / "files.json", SPEC)
+    assert repeat == file_index
 
 
-def test_files_are_not_read_again(tmp_path, found):
-    write_index(tmp_path / "files.json", found)
+def test_files_are_not_read_again(tmp_path, file_index):
+    write_index(tmp_path / "files.json", file_index)
     (tmp_path / "start/texts/größe.txt").unlink()
-    assert read_or_build_index(tmp_path / "files.json", SPEC) == found
+    assert read_or_build_index(tmp_path / "files.json", SPEC) == file_index
 
 
-def test_where_none_was_kept_the_files_are_found_now(tmp_path, found, monkeypatch):
-    assert read_or_build_index(tmp_path / "files.json", SPEC) == found
+def test_missing_index_is_rebuilt(tmp_path, file_index, monkeypatch):
+    assert read_or_build_index(tmp_path / "files.json", SPEC) == file_index
     assert (tmp_path / "files.json").exists()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="expected a data file"):
         read_or_build_index(tmp_path / "other.json", SPEC)
-    without = parse_run_spec({"task": "scripted", "steps": 1})
-    assert read_or_build_index(tmp_path / "none.json", without) is None
+    spec_without_files = parse_run_spec({"task": "scripted", "steps": 1})
+    assert read_or_build_index(tmp_path / "none.json", spec_without_files) is None
     assert not (tmp_path / "none.json").exists()
 
 
@@ -57,11 +57,11 @@ def test_where_none_was_kept_the_files_are_found_now(tmp_path, found, monkeypatc
         (b"}", b""),
     ],
 )
-def test_a_damaged_one_is_named(tmp_path, found, before, after):
+def test_damaged_index_is_named(tmp_path, file_index, before, after):
     path = tmp_path / "files.json"
-    write_index(path, found)
-    spoilt = path.read_bytes().replace(before, after)
-    assert spoilt != path.read_bytes()
-    path.write_bytes(spoilt)
+    write_index(path, file_index)
+    damaged = path.read_bytes().replace(before, after)
+    assert damaged != path.read_bytes()
+    path.write_bytes(damaged)
     with pytest.raises(StorageDamaged, match=r"files\.json"):
         read_or_build_index(path, SPEC)

@@ -1,4 +1,4 @@
-"""What a submitted run may read: below the directories that were named, and never a secret."""
+"""Files that a submitted run may read: below the permitted directories, and never a secret."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECRET = "may hold secrets"
 ELSEWHERE = "leads elsewhere"
 
 
-def reads(path: object):
+def spec_reading(path: object):
     return scripted_spec(task=reading_task.NAME, data={"train": str(path)})
 
 
@@ -44,7 +44,7 @@ def data(tmp_path) -> Path:
     return directory
 
 
-def test_a_secret_is_no_data_whatever_leads_to_it(tmp_path, home, data):
+def test_secret_is_refused_by_every_path(tmp_path, home, data):
     permitted = PermittedFiles((), secret_places())
     key = home / "coordinator" / "key.pem"
     link, around = data / "link.txt", tmp_path / "around"
@@ -57,13 +57,13 @@ def test_a_secret_is_no_data_whatever_leads_to_it(tmp_path, home, data):
         data / ".." / "home" / "coordinator" / "join.token", "/proc/self/environ",
     ):  # fmt: skip
         with pytest.raises(DataError, match=SECRET):
-            index_blobs(reads(path), permitted)
-    assert index_blobs(reads(data / "good.txt"), permitted) is not None
-    # The operator's own command line is the operator's word.
-    assert index_blobs(reads(key)) is not None
+            index_blobs(spec_reading(path), permitted)
+    assert index_blobs(spec_reading(data / "good.txt"), permitted) is not None
+    # The operator's own command line is trusted.
+    assert index_blobs(spec_reading(key)) is not None
 
 
-def test_only_what_lies_below_the_named_directories(tmp_path, data):
+def test_only_files_below_permitted_directories(tmp_path, data):
     permitted = PermittedFiles((data, tmp_path / "more"), ())
     other = tmp_path / "other.txt"
     other.write_text("other")
@@ -72,68 +72,68 @@ def test_only_what_lies_below_the_named_directories(tmp_path, data):
     (tmp_path / "data-2").mkdir()
     for path in (other, data / "out.txt", data / ".." / "other.txt", tmp_path / "data-2"):
         with pytest.raises(DataError, match=ELSEWHERE):
-            index_blobs(reads(path), permitted)
+            index_blobs(spec_reading(path), permitted)
     for name in ("good.txt", "in.txt"):
-        assert index_blobs(reads(data / name), permitted) is not None
+        assert index_blobs(spec_reading(data / name), permitted) is not None
     permitted.check_source("python-stdlib")
     permitted.check_source("org/a-hub-name")
 
 
-def test_a_file_that_becomes_a_secret_after_it_was_checked(tmp_path, home, data, monkeypatch):
+def test_file_replaced_by_a_secret_after_the_check(tmp_path, home, data, monkeypatch):
     permitted = PermittedFiles((data,), secret_places())
-    good = data / "inner" / "key.pem"
-    good.parent.mkdir()
-    good.write_text("good")
+    permitted_file = data / "inner" / "key.pem"
+    permitted_file.parent.mkdir()
+    permitted_file.write_text("good")
 
     def swap(spec):
         del spec
-        good.parent.rename(tmp_path / "before")
-        good.parent.symlink_to(home / "coordinator")
+        permitted_file.parent.rename(tmp_path / "before")
+        permitted_file.parent.symlink_to(home / "coordinator")
 
     monkeypatch.setattr(blob_index, "check_data", swap)
     with pytest.raises(DataError, match=SECRET):
-        index_blobs(reads(good), permitted)
+        index_blobs(spec_reading(permitted_file), permitted)
 
 
-def test_an_error_about_a_file_that_was_swapped_quotes_none_of_it(home, data, monkeypatch):
-    good = data / "good.txt"
+def test_error_about_a_swapped_file_quotes_no_content(home, data, monkeypatch):
+    permitted_file = data / "good.txt"
 
     def swap(spec):
         del spec
-        good.unlink()
-        good.symlink_to(home / "coordinator" / "key.pem")
-        raise DataError(f"line 1: {good.read_text()}")
+        permitted_file.unlink()
+        permitted_file.symlink_to(home / "coordinator" / "key.pem")
+        raise DataError(f"line 1: {permitted_file.read_text()}")
 
     monkeypatch.setattr(blob_index, "check_data", swap)
     with pytest.raises(DataError, match=SECRET) as error_info:
-        index_blobs(reads(good), PermittedFiles((), secret_places()))
+        index_blobs(spec_reading(permitted_file), PermittedFiles((), secret_places()))
     assert "PRIVATE" not in str(error_info.value)
 
 
 @on_uvloop
-async def test_what_is_submitted_is_checked(tmp_path, home, data):
+async def test_submissions_are_checked(tmp_path, home, data):
     settings = Settings(("127.0.0.1", 0), 1, tmp_path / "runs", once=False, data_roots=(data,))
     service = Service(settings)
     await service.start()
     control = ControlPort(service)
     await control.start("127.0.0.1", 0)
-    at = f"127.0.0.1:{control.address[1]}"
+    address = f"127.0.0.1:{control.address[1]}"
     try:
         for path, expected_text in (
             (home / "coordinator" / "key.pem", SECRET),
             (__file__, ELSEWHERE),
         ):
-            document = {"run": reads(path).model_dump(mode="json")}
+            document = {"run": spec_reading(path).model_dump(mode="json")}
             with pytest.raises(SamestepError, match=expected_text):
-                await request(at, "POST", "/submit", document)
-        document = {"run": reads(data / "good.txt").model_dump(mode="json")}
-        assert (await request(at, "POST", "/submit", document))["run_id"]
+                await request(address, "POST", "/submit", document)
+        document = {"run": spec_reading(data / "good.txt").model_dump(mode="json")}
+        assert (await request(address, "POST", "/submit", document))["run_id"]
     finally:
         await control.stop()
         await service.stop()
 
 
-def test_the_option_is_checked_before_anything_is_made(tmp_path, monkeypatch):
+def test_option_is_checked_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     serve = ("--expect-workers", "1", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
     none = called("coordinator", *serve, "--data-root", "nowhere")

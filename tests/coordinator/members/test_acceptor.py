@@ -1,4 +1,4 @@
-"""Strangers: how many there may be, from where, and what becomes of silent ones."""
+"""Unauthenticated connections: how many, from which addresses, and the end of silent ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HELLO_OF_TLS = bytes.fromhex("1603010200010001fc0303") + bytes(32)
 
 
 class Stranger:
-    """A plain connection that does no more than it is told."""
+    """A plain connection that sends only what a test tells it to."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self.endpoint = socket.socket()
@@ -37,7 +37,7 @@ class Stranger:
         await loop.sock_sendall(self.endpoint, data)
 
     async def closed(self) -> bool:
-        """Wait for the end of the connection, whatever comes before."""
+        """Wait for the end of the connection, and discard what it receives."""
         loop = asyncio.get_running_loop()
         try:
             while await loop.sock_recv(self.endpoint, 4096):
@@ -48,97 +48,97 @@ class Stranger:
 
 
 async def crowd(live: LiveService, count: int, host: str, data: bytes = b"") -> list[Stranger]:
-    strangers = [Stranger(live.port, host) for _ in range(count)]
-    for each in strangers:
+    connections = [Stranger(live.port, host) for _ in range(count)]
+    for each in connections:
         await each.connect(data)
-    return strangers
+    return connections
 
 
-async def inside(live: LiveService, count: int) -> None:
-    """Wait until so many are in the handshake."""
+async def wait_for_pending(live: LiveService, count: int) -> None:
+    """Wait until this many connections are in the handshake."""
     async with asyncio.timeout(PATIENCE_S):
         while len(live.service._pending) != count:  # noqa: ASYNC110 -- nobody is told of strangers
             await asyncio.sleep(0)
 
 
-def leave(strangers: list[Stranger]) -> None:
-    for each in strangers:
+def close_all(connections: list[Stranger]) -> None:
+    for each in connections:
         each.endpoint.close()
 
 
 @pytest.mark.parametrize("data", [b"", HELLO_OF_TLS[:20]], ids=["silent", "half a TLS handshake"])
 @on_uvloop
-async def test_one_address_has_eight_places_and_others_have_theirs(tmp_path, data, monkeypatch):
+async def test_limit_of_eight_connections_per_address(tmp_path, data, monkeypatch):
     monkeypatch.setattr(limits, "UNAUTHENTICATED_SLOT_MS", 0)
     async with live_service(tmp_path, 1) as live:
-        most = limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS
-        here = await crowd(live, most, "127.0.0.1", data)
-        await inside(live, most)
+        limit = limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS
+        here = await crowd(live, limit, "127.0.0.1", data)
+        await wait_for_pending(live, limit)
         async with asyncio.timeout(limits.HANDSHAKE_TIMEOUT_MS / 1000 - 1):
-            (refused,) = await crowd(live, 1, "127.0.0.1")
-            assert await refused.closed()
-            async with HostileWorker(live.port, host="127.0.0.2") as elsewhere:
-                await elsewhere.join()
-        leave([*here, refused])
-        await inside(live, 0)
-        async with HostileWorker(live.port, "later") as later:
-            await later.join()
+            (refused_connection,) = await crowd(live, 1, "127.0.0.1")
+            assert await refused_connection.closed()
+            async with HostileWorker(live.port, host="127.0.0.2") as other_host:
+                await other_host.join()
+        close_all([*here, refused_connection])
+        await wait_for_pending(live, 0)
+        async with HostileWorker(live.port, "later") as late_worker:
+            await late_worker.join()
 
 
 @on_uvloop
-async def test_all_addresses_together_have_64_places(tmp_path):
+async def test_limit_of_64_connections_in_total(tmp_path):
     async with live_service(tmp_path, 1) as live:
-        most, each = (
+        limit, each = (
             limits.UNAUTHENTICATED_CONNECTIONS,
             limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS,
         )
-        strangers: list[Stranger] = []
-        for number in range(most // each):
-            strangers += await crowd(live, each, f"127.0.0.{10 + number}")
-        await inside(live, most)
+        connections: list[Stranger] = []
+        for number in range(limit // each):
+            connections += await crowd(live, each, f"127.0.0.{10 + number}")
+        await wait_for_pending(live, limit)
         async with asyncio.timeout(limits.HANDSHAKE_TIMEOUT_MS / 1000 - 1):
-            (refused,) = await crowd(live, 1, "127.0.0.99")
-            assert await refused.closed()
-        assert len(live.service._pending) == most
-        leave([*strangers, refused])
-        await inside(live, 0)
+            (refused_connection,) = await crowd(live, 1, "127.0.0.99")
+            assert await refused_connection.closed()
+        assert len(live.service._pending) == limit
+        close_all([*connections, refused_connection])
+        await wait_for_pending(live, 0)
 
 
 @pytest.mark.parametrize(
     "data", [b"", HELLO_OF_TLS[:20], HELLO_OF_TLS], ids=["silent", "part", "hello"]
 )
 @on_uvloop
-async def test_who_does_not_finish_the_tls_handshake_is_closed_in_time(tmp_path, data, monkeypatch):
+async def test_unfinished_tls_handshake_is_closed_in_time(tmp_path, data, monkeypatch):
     monkeypatch.setattr(limits, "HANDSHAKE_TIMEOUT_MS", 200)
     async with live_service(tmp_path, 1) as live:
-        (stranger,) = await crowd(live, 1, "127.0.0.1", data)
+        (connection,) = await crowd(live, 1, "127.0.0.1", data)
         async with asyncio.timeout(3):
-            assert await stranger.closed()
-        await inside(live, 0)
-        stranger.endpoint.close()
+            assert await connection.closed()
+        await wait_for_pending(live, 0)
+        connection.endpoint.close()
 
 
 @on_uvloop
-async def test_who_does_not_become_a_member_keeps_its_place_for_a_while(tmp_path, monkeypatch):
-    most = limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS
+async def test_unauthenticated_connection_counts_for_a_while(tmp_path, monkeypatch):
+    limit = limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS
     monkeypatch.setattr(limits, "UNAUTHENTICATED_SLOT_MS", 600_000)
     async with live_service(tmp_path, 1) as live:
         async with HostileWorker(live.port) as member:
             await member.join()
-        for _ in range(most):
-            (stranger,) = await crowd(live, 1, "127.0.0.1")
-            await inside(live, 1)
-            leave([stranger])
-            await inside(live, 0)
-        (refused,) = await crowd(live, 1, "127.0.0.1")
-        assert await refused.closed()
-        async with HostileWorker(live.port, host="127.0.0.2") as elsewhere:
-            await elsewhere.join()
-        leave([refused])
+        for _ in range(limit):
+            (connection,) = await crowd(live, 1, "127.0.0.1")
+            await wait_for_pending(live, 1)
+            close_all([connection])
+            await wait_for_pending(live, 0)
+        (refused_connection,) = await crowd(live, 1, "127.0.0.1")
+        assert await refused_connection.closed()
+        async with HostileWorker(live.port, host="127.0.0.2") as other_host:
+            await other_host.join()
+        close_all([refused_connection])
 
 
 @on_uvloop
-async def test_members_take_no_stranger_s_place(tmp_path):
+async def test_members_do_not_count_as_unauthenticated(tmp_path):
     async with live_service(tmp_path, 1) as live:
         for number in range(limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS + 2):
             live.worker(f"w{number}")
@@ -148,8 +148,8 @@ async def test_members_take_no_stranger_s_place(tmp_path):
 
 
 @on_uvloop
-async def test_without_file_descriptors_it_waits_and_continues(monkeypatch):
-    """`accept` fails with EMFILE once: the listener rests, and then takes the caller."""
+async def test_acceptor_waits_without_file_descriptors_and_continues(monkeypatch):
+    """`accept` fails with EMFILE once: the listener pauses, and then accepts the caller."""
     arrival = asyncio.Event()
     acceptor = Acceptor(lambda _: arrival.set(), None)
     await acceptor.listen("127.0.0.1", 0)
@@ -162,12 +162,12 @@ async def test_without_file_descriptors_it_waits_and_continues(monkeypatch):
         return accept(self)
 
     monkeypatch.setattr(socket.socket, "accept", accept_later)
-    stranger = Stranger(acceptor.address[1])
-    await stranger.connect()
+    connection = Stranger(acceptor.address[1])
+    await connection.connect()
     async with asyncio.timeout(PATIENCE_S):
         await arrival.wait()
     assert not failures
-    stranger.endpoint.close()
+    connection.endpoint.close()
     acceptor.close()
 
 
@@ -176,12 +176,12 @@ async def test_without_file_descriptors_it_waits_and_continues(monkeypatch):
     [("127.0.0.1", True), ("127.8.0.3", True), ("::1", True), ("localhost", True),
      ("0.0.0.0", False), ("::", False), ("192.168.1.2", False), ("example", False)],
 )  # fmt: skip
-def test_what_only_this_machine_can_reach(host, loopback):
+def test_local_only_addresses(host, loopback):
     assert is_loopback(host) is loopback
 
 
 @on_uvloop
-async def test_a_worker_of_this_user_comes_in_by_the_unix_socket(tmp_path):
+async def test_worker_of_this_user_joins_by_the_unix_socket(tmp_path):
     async with live_service(tmp_path, 1) as live:
         live.worker("w0")
         await live.result(live.service.submit(scripted_spec(steps=1)))
@@ -190,12 +190,12 @@ async def test_a_worker_of_this_user_comes_in_by_the_unix_socket(tmp_path):
 
 
 @on_uvloop
-async def test_no_proof_can_be_passed_on_between_the_unix_socket_and_the_port(tmp_path):
+async def test_proof_cannot_be_relayed_between_unix_socket_and_port(tmp_path):
     async with live_service(tmp_path, 1) as live:
-        async with HostileWorker(live.port, here=True) as joins:
+        async with HostileWorker(live.port, is_local=True) as joins:
             assert (await joins.join()).key
         for here in (True, False):
-            async with HostileWorker(live.port, here=here) as relay:
+            async with HostileWorker(live.port, is_local=here) as relay:
                 relay.greet()
                 token = CoordinatorCredentials.open().join_token()
                 challenge = await relay.until(Challenge)

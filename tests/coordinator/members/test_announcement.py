@@ -1,4 +1,4 @@
-"""A coordinator is announced where it can be reached now, also after its addresses have changed."""
+"""A coordinator is announced at its current addresses, also after they change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE_S = 20.0
 
 
 class Network:
-    """Stands for zeroconf: which addresses are announced, one list after the other."""
+    """Replaces zeroconf: records which addresses are announced, one list after the other."""
 
     def __init__(self) -> None:
         self.heard: asyncio.Queue[list[str]] = asyncio.Queue()
@@ -53,7 +53,7 @@ def addresses(monkeypatch, *now: str) -> None:
     monkeypatch.setattr(announcement, "reachable_addresses", lambda _: list(now))
 
 
-async def test_it_is_announced_again_when_addresses_change(network, monkeypatch):
+async def test_changed_addresses_are_announced_again(network, monkeypatch):
     addresses(monkeypatch, "192.0.2.1")
     advert = Announcement("den", ("0.0.0.0", 9000), "")
     advert.start()
@@ -67,7 +67,7 @@ async def test_it_is_announced_again_when_addresses_change(network, monkeypatch)
     assert network.heard.empty()
 
 
-async def test_it_is_announced_once_the_network_is_there(network, monkeypatch):
+async def test_announcement_starts_when_the_network_is_up(network, monkeypatch):
     """Started before the network, as services are at boot; each reason is logged once."""
     addresses(monkeypatch)
     network.failure = OSError(101, "Network is unreachable")
@@ -75,7 +75,7 @@ async def test_it_is_announced_once_the_network_is_there(network, monkeypatch):
     with capture_logs() as logs:
         advert.start()
         async with asyncio.timeout(PATIENCE_S):
-            await asyncio.sleep(0)  # it has looked once
+            await asyncio.sleep(0)  # after its first attempt
             addresses(monkeypatch, "192.0.2.1")
             await network.tried.wait()
             network.failure = None

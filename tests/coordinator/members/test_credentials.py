@@ -1,4 +1,4 @@
-"""Certificate, tokens and keys on disk: made once, private, and the same for all who look."""
+"""Certificate, tokens and keys on disk: created once, private, and the same for every reader."""
 
 from __future__ import annotations
 
@@ -25,94 +25,94 @@ def files(home):
     return sorted(path for path in home.rglob("*") if path.is_file())
 
 
-def test_the_first_start_makes_them_and_the_next_finds_them(tmp_path):
+def test_credentials_are_created_once(tmp_path):
     first = CoordinatorCredentials.open(tmp_path / "home")
     first.enrol("w")
     for path in files(tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
     assert stat.S_IMODE((tmp_path / "home" / "coordinator").stat().st_mode) == 0o700
-    again = CoordinatorCredentials.open(tmp_path / "home")
-    assert again.fingerprint == first.fingerprint == again.join_token().fingerprint
-    assert again.join_token() == first.join_token()
-    assert again.keys.get("w") == first.keys.get("w") is not None
+    repeat = CoordinatorCredentials.open(tmp_path / "home")
+    assert repeat.fingerprint == first.fingerprint == repeat.join_token().fingerprint
+    assert repeat.join_token() == first.join_token()
+    assert repeat.keys.get("w") == first.keys.get("w") is not None
     assert CoordinatorCredentials.open(tmp_path / "other").fingerprint != first.fingerprint
 
 
-def test_the_fingerprint_is_openssl_s(tmp_path):
+def test_fingerprint_equals_openssl(tmp_path):
     credentials = CoordinatorCredentials.open(tmp_path)
     pem = (tmp_path / "coordinator" / "certificate.pem").read_text()
     assert tls.fingerprint(ssl.PEM_cert_to_DER_cert(pem)) == credentials.fingerprint
     assert credentials.server_context().minimum_version is ssl.TLSVersion.TLSv1_3
 
 
-@pytest.mark.parametrize("lost", [("certificate.pem", "key.pem"), ("join.token",)])
-def test_what_is_missing_is_made_and_fits_the_rest(tmp_path, lost):
+@pytest.mark.parametrize("missing", [("certificate.pem", "key.pem"), ("join.token",)])
+def test_missing_files_are_created_to_match_the_rest(tmp_path, missing):
     before = CoordinatorCredentials.open(tmp_path)
     assert before.made_anew == ""
     token = before.join_token()
-    for name in lost:
+    for name in missing:
         (tmp_path / "coordinator" / name).unlink()
     after = CoordinatorCredentials.open(tmp_path)
-    assert lost[0] in after.made_anew
+    assert missing[0] in after.made_anew
     assert after.join_token() != token
     assert after.join_token().fingerprint == after.fingerprint
     after.server_context()
     assert CoordinatorCredentials.open(tmp_path).made_anew == ""
 
 
-@pytest.mark.parametrize("lost", ["certificate.pem", "key.pem"])
+@pytest.mark.parametrize("missing", ["certificate.pem", "key.pem"])
 @pytest.mark.parametrize("other", [None, "join.token"])
-def test_half_of_an_identity_is_never_replaced(tmp_path, lost, other):
+def test_incomplete_identity_is_never_replaced(tmp_path, missing, other):
     CoordinatorCredentials.open(tmp_path).enrol("ann")
-    for name in (lost, other):
+    for name in (missing, other):
         if name is not None:
             (tmp_path / "coordinator" / name).unlink()
-    left = {path: path.read_bytes() for path in files(tmp_path)}
-    ended = called("coordinator", "token", "show", environment={"SAMESTEP_HOME": str(tmp_path)})
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    assert f"found no {lost}; restore" in ended.stderr
-    assert {path: path.read_bytes() for path in files(tmp_path)} == left
+    contents = {path: path.read_bytes() for path in files(tmp_path)}
+    completed = called("coordinator", "token", "show", environment={"SAMESTEP_HOME": str(tmp_path)})
+    assert completed.returncode == 2
+    assert completed.stdout == ""
+    assert f"found no {missing}; restore" in completed.stderr
+    assert {path: path.read_bytes() for path in files(tmp_path)} == contents
 
 
-def test_a_first_start_that_was_killed_is_no_identity(tmp_path):
+def test_killed_first_start_leaves_no_identity(tmp_path):
     first = CoordinatorCredentials.open(tmp_path)
     for path in files(tmp_path):
         if path.name != "key.pem":
             path.unlink()
-    again = CoordinatorCredentials.open(tmp_path)
-    assert again.fingerprint != first.fingerprint
-    assert again.made_anew == ""
+    repeat = CoordinatorCredentials.open(tmp_path)
+    assert repeat.fingerprint != first.fingerprint
+    assert repeat.made_anew == ""
 
 
-def test_a_token_that_was_damaged_is_said_to_be_new(tmp_path):
+def test_replaced_damaged_token_is_reported(tmp_path):
     CoordinatorCredentials.open(tmp_path).token_file.write_text("junk")
-    ended = called("coordinator", "token", "show", environment={"SAMESTEP_HOME": str(tmp_path)})
-    assert ended.returncode == 0
-    assert "join.token' was missing or held no token" in ended.stderr
-    assert ended.stderr.count("\n") == 1
-    assert ended.stdout.strip() == CoordinatorCredentials.open(tmp_path).join_token().reveal()
+    completed = called("coordinator", "token", "show", environment={"SAMESTEP_HOME": str(tmp_path)})
+    assert completed.returncode == 0
+    assert "join.token' was missing or held no token" in completed.stderr
+    assert completed.stderr.count("\n") == 1
+    assert completed.stdout.strip() == CoordinatorCredentials.open(tmp_path).join_token().reveal()
 
 
 def test_many_first_starts_at_once_agree(tmp_path):
     program = "import sys; from coordinator.token_cli import show; show()"
     environment = {**os.environ, "SAMESTEP_HOME": str(tmp_path)}
-    started = [
+    processes = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment)
         for _ in range(4)
     ]
-    assert len({process.communicate()[0] for process in started}) == 1
+    assert len({process.communicate()[0] for process in processes}) == 1
 
 
 @pytest.mark.parametrize("name", ["certificate.pem", "key.pem", "join.token", "workers.json"])
-def test_what_others_may_read_is_not_used(tmp_path, name):
+def test_files_readable_by_others_are_refused(tmp_path, name):
     CoordinatorCredentials.open(tmp_path).enrol("w")
     (tmp_path / "coordinator" / name).chmod(0o644)
     with pytest.raises(UsageError, match=f"{name}.*chmod 600"):
         CoordinatorCredentials.open(tmp_path).keys.get("w")
 
 
-def test_damage_is_named_without_what_it_holds(tmp_path):
+def test_damage_is_reported_without_secrets(tmp_path):
     credentials = CoordinatorCredentials.open(tmp_path)
     credentials.enrol("w")
     path = tmp_path / "coordinator" / "workers.json"
@@ -127,7 +127,7 @@ def test_damage_is_named_without_what_it_holds(tmp_path):
         credentials.server_context()
 
 
-def test_one_is_revoked_and_others_stay(tmp_path):
+def test_revoking_one_worker_keeps_the_others(tmp_path):
     credentials = CoordinatorCredentials.open(tmp_path)
     token = credentials.join_token()
     ann, bob = credentials.enrol("ann"), credentials.enrol("bob")
@@ -144,7 +144,7 @@ def test_one_is_revoked_and_others_stay(tmp_path):
 
 @pytest.fixture
 def members(tmp_path):
-    """Credentials, their directory, and a check of the member ann."""
+    """Return credentials, their directory, and a check of the member ann."""
     credentials = CoordinatorCredentials.open(tmp_path / "home")
     check = JoinCheck(credentials, encrypted=True)
     check.name = "ann"
@@ -153,45 +153,46 @@ def members(tmp_path):
     return credentials, tmp_path / "home" / "coordinator", check
 
 
-def _is_no_order(credentials, check) -> None:
-    """Whatever the files are: ann's key, the token and the certificate are what they were."""
+def _assert_nothing_revoked(credentials, check) -> None:
+    """Check that unreadable files revoke nobody: ann's key, the token and the certificate are
+    unchanged."""
     before = check._key
     assert credentials.keys.get("ann") == before
     assert not check.revoked
 
 
-def test_keys_that_cannot_be_read_now_are_not_revoked(members, tmp_path):
-    """A passing fault of the disk must not send every member away for good."""
+def test_unreadable_keys_are_not_revoked(members, tmp_path):
+    """A temporary disk fault must not turn every member away for good."""
     credentials, directory, check = members
     path = directory / "workers.json"
-    moved = path.rename(tmp_path / "kept")
+    moved_path = path.rename(tmp_path / "kept")
     path.symlink_to(path)  # ELOOP, also for root
-    _is_no_order(credentials, check)
+    _assert_nothing_revoked(credentials, check)
     assert "cannot read" in credentials.look()[0]
     assert credentials.enrol("bob") == b""
     path.unlink()
-    moved.rename(path)
+    moved_path.rename(path)
     assert credentials.look() == []
-    _is_no_order(credentials, check)
+    _assert_nothing_revoked(credentials, check)
 
 
-def test_a_directory_that_is_away_for_a_while_revokes_nobody(members, tmp_path):
+def test_temporarily_missing_directory_revokes_nobody(members, tmp_path):
     credentials, directory, check = members
     token = credentials.join_token()
-    away = directory.rename(tmp_path / "away")
+    moved_directory = directory.rename(tmp_path / "away")
     for _ in range(2):
         assert "is gone: restore it" in credentials.look()[0]
-        _is_no_order(credentials, check)
+        _assert_nothing_revoked(credentials, check)
         assert credentials.join_token() == token
         assert credentials.enrol("bob") == b""
     assert not directory.exists(), "it comes back under its own name"
-    away.rename(directory)
+    moved_directory.rename(directory)
     assert credentials.look() == []
     assert credentials.enrol("bob")
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", '{"ann": {}}', None])
-def test_a_file_of_keys_that_is_none_revokes_nobody(members, text):
+def test_invalid_key_file_revokes_nobody(members, text):
     credentials, directory, check = members
     path = directory / "workers.json"
     valid = path.read_text()
@@ -199,7 +200,7 @@ def test_a_file_of_keys_that_is_none_revokes_nobody(members, text):
         path.unlink()
     else:
         path.write_text(text)
-    _is_no_order(credentials, check)
+    _assert_nothing_revoked(credentials, check)
     (problem,) = credentials.look()
     assert "workers.json" in problem
     if text is not None:
@@ -214,7 +215,7 @@ def test_a_file_of_keys_that_is_none_revokes_nobody(members, text):
 
 
 @pytest.mark.parametrize("name", ["certificate.pem", "key.pem", "join.token"])
-def test_what_goes_missing_beside_a_coordinator_is_written_again(members, name):
+def test_files_deleted_at_runtime_are_written_again(members, name):
     credentials, directory, check = members
     text = (directory / name).read_text()
     (directory / name).unlink()
@@ -224,7 +225,7 @@ def test_what_goes_missing_beside_a_coordinator_is_written_again(members, name):
     (directory / name).write_text("")
     assert name in credentials.look()[0]
     assert (directory / name).read_text() == ""
-    _is_no_order(credentials, check)
+    _assert_nothing_revoked(credentials, check)
 
 
 @pytest.mark.parametrize("name", ["certificate.pem", "key.pem"])
@@ -236,7 +237,7 @@ def test_an_empty_certificate_or_key_is_named(tmp_path, name):
 
 
 @pytest.mark.parametrize("text", ["", "none\n"])
-def test_a_damaged_token_is_repaired_by_what_its_readers_advise(tmp_path, text):
+def test_damaged_token_is_repaired_by_the_advised_command(tmp_path, text):
     before = CoordinatorCredentials.open(tmp_path)
     key, path = before.enrol("ann"), before.token_file
     path.write_text(text)
@@ -246,7 +247,7 @@ def test_a_damaged_token_is_repaired_by_what_its_readers_advise(tmp_path, text):
     assert after.keys.get("ann") == key
 
 
-def test_there_is_an_end_to_keys(tmp_path, monkeypatch):
+def test_number_of_keys_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr("coordinator.members.worker_keys.MOST_KEYS", 2)
     assert MOST_KEYS > 2
     credentials = CoordinatorCredentials.open(tmp_path)
@@ -257,7 +258,7 @@ def test_there_is_an_end_to_keys(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can write for another user")
-def test_what_root_changes_stays_the_service_s(tmp_path):
+def test_files_changed_by_root_stay_owned_by_the_service(tmp_path):
     credentials = CoordinatorCredentials.open(tmp_path)
     for path in (tmp_path / "coordinator", *files(tmp_path)):
         os.chown(path, 65_534, 65_534)
@@ -274,32 +275,33 @@ def test_what_root_changes_stays_the_service_s(tmp_path):
         ({"XDG_STATE_HOME": "/c"}, "/c/samestep"),
     ],
 )
-def test_where_they_are(environment, home):
+def test_location_of_credentials(environment, home):
     assert str(state_home(environment)) == home
 
 
-def test_a_home_that_cannot_be_used(tmp_path):
+def test_unusable_home(tmp_path):
     (tmp_path / "home").write_text("a file")
     with pytest.raises(UsageError, match="SAMESTEP_HOME"):
         CoordinatorCredentials.open(tmp_path / "home")
 
 
-def test_a_directory_that_the_system_cannot_look_at_ends_nothing(members, monkeypatch):
-    """As a network's file system that has lost its server: every call fails, in its own way."""
+def test_stale_directory_ends_nothing(members, monkeypatch):
+    """As on a network file system that has lost its server: every call fails, each with its own
+    error."""
     credentials, directory, check = members
 
-    def stale(path, *_, **__):
+    def stale_error(path, *_, **__):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
 
     with monkeypatch.context() as patch:
         for name in ("stat", "lstat", "open", "mkdir"):
-            patch.setattr(os, name, stale)
+            patch.setattr(os, name, stale_error)
         assert len(credentials.look()) == 1
-        _is_no_order(credentials, check)
+        _assert_nothing_revoked(credentials, check)
         assert credentials.enrol("bob") == b""
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", stale)
+        patch.setattr(os, "open", stale_error)
         assert all("Stale" in problem for problem in credentials.look())
-        _is_no_order(credentials, check)
+        _assert_nothing_revoked(credentials, check)
     assert credentials.look() == []
     assert directory.is_dir()

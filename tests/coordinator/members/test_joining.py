@@ -1,4 +1,5 @@
-"""Who gets in: the token, a worker's own key, and everything that looks like them and is not."""
+"""Who is admitted: the token, a worker's own key, and everything that resembles them but is
+invalid."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def own_home(tmp_path, monkeypatch) -> Path:
     return home
 
 
-def elsewhere(tmp_path: Path, token: str = "") -> WorkerCredentials:
-    """Those of a worker on another machine, or of another user."""
+def remote_credentials(tmp_path: Path, token: str = "") -> WorkerCredentials:
+    """Return credentials of a worker on another machine, or of another user."""
     environment = {"SAMESTEP_HOME": str(tmp_path / "elsewhere")}
     if token:
         environment["SAMESTEP_TOKEN"] = token
@@ -59,7 +60,7 @@ def client(port: int, credentials: WorkerCredentials, name: str = "w") -> Client
 
 
 async def refusal(port: int, credentials: WorkerCredentials) -> str:
-    """A worker that does not get in: its one line."""
+    """Return the one line of a worker that is not admitted."""
     with pytest.raises(NotAuthorized) as error_info:
         async with asyncio.timeout(PATIENCE_S):
             await client(port, credentials).serve()
@@ -73,7 +74,7 @@ async def refusal(port: int, credentials: WorkerCredentials) -> str:
 async def serving(
     live: LiveService, worker: Client, name: str = "w", nth: int = 1
 ) -> AsyncIterator[None]:
-    """From its join on; at the end it drains."""
+    """Run a worker from its join on; it drains at the end of the context."""
     task = asyncio.create_task(worker.serve())
     async with asyncio.timeout(PATIENCE_S):
         while len(live.every("worker_connected")) < nth:
@@ -89,39 +90,41 @@ async def serving(
 
 
 @on_uvloop
-async def test_the_token_once_and_then_its_own_key(tmp_path):
+async def test_worker_uses_the_token_once_and_then_its_key(tmp_path):
     async with live_service(tmp_path, 1) as live:
         credentials = CoordinatorCredentials.open()
         token = credentials.join_token().reveal()
-        async with serving(live, client(live.port, elsewhere(tmp_path, token))):
+        async with serving(live, client(live.port, remote_credentials(tmp_path, token))):
             assert list(credentials.keys.names()) == ["w"]
-        # The token is changed and not told to it; nor does it need one.
+        # The token changes; the worker does not know the new one, nor does it need one.
         credentials.rotate(everyone=False)
-        async with serving(live, client(live.port, elsewhere(tmp_path)), nth=2):
+        async with serving(live, client(live.port, remote_credentials(tmp_path)), nth=2):
             pass
-        async with serving(live, client(live.port, elsewhere(tmp_path, token)), nth=3):
+        async with serving(live, client(live.port, remote_credentials(tmp_path, token)), nth=3):
             pass
-        assert "certificate" not in await refusal(live.port, elsewhere(tmp_path / "other", token))
+        assert "certificate" not in await refusal(
+            live.port, remote_credentials(tmp_path / "other", token)
+        )
         credentials.rotate(everyone=True)
         assert not credentials.keys.names()
-        assert "revoked" in await refusal(live.port, elsewhere(tmp_path))
+        assert "revoked" in await refusal(live.port, remote_credentials(tmp_path))
 
 
 @on_uvloop
-async def test_a_key_that_is_no_good_is_not_the_end_while_there_is_a_token(tmp_path):
+async def test_invalid_key_falls_back_to_the_token(tmp_path):
     async with live_service(tmp_path, 1) as live:
         credentials = CoordinatorCredentials.open()
-        first = elsewhere(tmp_path, credentials.join_token().reveal())
+        first = remote_credentials(tmp_path, credentials.join_token().reveal())
         async with serving(live, client(live.port, first)):
             old = credentials.keys.get("w")
         credentials.revoke("w")
-        again = elsewhere(tmp_path, credentials.join_token().reveal())
-        async with serving(live, client(live.port, again), nth=2):
+        repeat = remote_credentials(tmp_path, credentials.join_token().reveal())
+        async with serving(live, client(live.port, repeat), nth=2):
             assert credentials.keys.get("w") not in (None, old)
 
 
 @on_uvloop
-async def test_keys_that_cannot_be_read_now_send_nobody_away_for_good(tmp_path):
+async def test_unreadable_keys_turn_nobody_away_for_good(tmp_path):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as member:
         keys = CoordinatorCredentials.open()
         assert keys.enrol("ann")
@@ -136,46 +139,50 @@ async def test_keys_that_cannot_be_read_now_send_nobody_away_for_good(tmp_path):
 
 
 @on_uvloop
-async def test_a_revoked_worker_is_dismissed_while_it_works_and_does_not_come_back(
-    tmp_path, monkeypatch
-):
+async def test_revoked_worker_is_dismissed_and_stays_away(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "HEARTBEAT_INTERVAL_MS", 30)
     async with live_service(tmp_path, 1) as live:
         credentials = CoordinatorCredentials.open()
         token = credentials.join_token().reveal()
-        async with serving(live, client(live.port, elsewhere(tmp_path / "b", token), "b"), "b"):
-            leaving = asyncio.create_task(refusal(live.port, elsewhere(tmp_path, token)))
+        async with serving(
+            live, client(live.port, remote_credentials(tmp_path / "b", token), "b"), "b"
+        ):
+            refusal_task = asyncio.create_task(
+                refusal(live.port, remote_credentials(tmp_path, token))
+            )
             await live.wait_for("worker_connected", worker="w")
             credentials.revoke("w")
-            assert await leaving == "the key of 'w' was revoked"
-            # It knows a key and a token, and both are taken.
-            assert "token show" in await refusal(live.port, elsewhere(tmp_path, token))
-            assert "revoked" in await refusal(live.port, elsewhere(tmp_path))
+            assert await refusal_task == "the key of 'w' was revoked"
+            # It knows a key and a token, and both are revoked.
+            assert "token show" in await refusal(live.port, remote_credentials(tmp_path, token))
+            assert "revoked" in await refusal(live.port, remote_credentials(tmp_path))
             assert list(live.service.sessions) == ["b"]
 
 
 @on_uvloop
-async def test_a_key_of_one_name_is_none_of_another(tmp_path):
-    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as hostile:
+async def test_key_is_bound_to_its_worker_name(tmp_path):
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as attacker:
         credentials = CoordinatorCredentials.open()
         assert credentials.enrol("ann")
         key = credentials.enrol("bob")
-        hostile.greet(name="ann", enrolled=True)
-        challenge = await hostile.until(Challenge)
-        exchange = Exchange(hostile.hello, challenge.nonce, credentials.fingerprint)
-        hostile.send(Proof(proof=exchange.prove("worker", key)))
-        goodbye = await hostile.farewell()
+        attacker.greet(name="ann", enrolled=True)
+        challenge = await attacker.until(Challenge)
+        exchange = Exchange(attacker.hello, challenge.nonce, credentials.fingerprint)
+        attacker.send(Proof(proof=exchange.prove("worker", key)))
+        goodbye = await attacker.farewell()
         assert goodbye is not None
         assert goodbye.exit_code == ExitCode.NOT_AUTHORIZED
 
 
 @on_uvloop
-async def test_the_journal_says_by_what_each_worker_was_admitted(tmp_path):
+async def test_journal_names_the_credential_of_each_worker(tmp_path):
     async with live_service(tmp_path, 1) as live:
         credentials = CoordinatorCredentials.open()
         token = credentials.join_token().reveal()
         for nth in (1, 2):
-            async with serving(live, client(live.port, elsewhere(tmp_path, token)), nth=nth):
+            async with serving(
+                live, client(live.port, remote_credentials(tmp_path, token)), nth=nth
+            ):
                 run_id = live.service.submit(scripted_spec())
                 await live.result(run_id)
             mark = credentials.keys.marks()["w"]
@@ -187,23 +194,23 @@ async def test_the_journal_says_by_what_each_worker_was_admitted(tmp_path):
             assert [member.admitted_by for member in views[0].members] == [expected]
 
 
-# Strangers.
+# Unauthenticated connections.
 
 
 @on_uvloop
-async def test_without_a_token_a_worker_says_how_to_get_one(tmp_path):
+async def test_worker_without_a_token_explains_how_to_get_one(tmp_path):
     async with live_service(tmp_path, 1) as live:
-        assert "coordinator token show" in await refusal(live.port, elsewhere(tmp_path))
+        assert "coordinator token show" in await refusal(live.port, remote_credentials(tmp_path))
         assert not live.service.sessions
 
 
 @on_uvloop
 async def test_the_right_certificate_and_a_wrong_secret(tmp_path):
     async with live_service(tmp_path, 1) as live:
-        wrong = JoinToken(CoordinatorCredentials.open().fingerprint, new_key()).reveal()
-        text = await refusal(live.port, elsewhere(tmp_path, wrong))
+        wrong_token = JoinToken(CoordinatorCredentials.open().fingerprint, new_key()).reveal()
+        text = await refusal(live.port, remote_credentials(tmp_path, wrong_token))
         assert "does not know this worker's join token or key: it is outdated" in text
-        assert wrong.partition(".")[2] not in text
+        assert wrong_token.partition(".")[2] not in text
 
 
 @pytest.mark.parametrize(
@@ -211,13 +218,13 @@ async def test_the_right_certificate_and_a_wrong_secret(tmp_path):
     ["another nonce of mine", "another nonce of theirs", "another certificate", "no TLS", "mirror"],
 )
 @on_uvloop
-async def test_proofs_that_are_not_of_this_connection(tmp_path, change):
-    """All by someone who has heard a good handshake, or sits between two ends of TLS."""
-    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as hostile:
+async def test_proofs_of_other_connections(tmp_path, change):
+    """Each by someone who recorded a valid handshake, or who sits between two ends of TLS."""
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as attacker:
         token = CoordinatorCredentials.open().join_token()
-        hostile.greet()
-        challenge = await hostile.until(Challenge)
-        hello, nonce, certificate = hostile.hello, challenge.nonce, token.fingerprint
+        attacker.greet()
+        challenge = await attacker.until(Challenge)
+        hello, nonce, certificate = attacker.hello, challenge.nonce, token.fingerprint
         if change == "another nonce of mine":
             hello = hello.model_copy(update={"nonce": new_nonce()})
         elif change == "another nonce of theirs":
@@ -228,15 +235,15 @@ async def test_proofs_that_are_not_of_this_connection(tmp_path, change):
             certificate = NO_CERTIFICATE
         role = "coordinator" if change == "mirror" else "worker"
         proof = Exchange(hello, nonce, certificate).prove(role, token.secret)  # type: ignore[arg-type]
-        hostile.send(Proof(proof=proof))
-        goodbye = await hostile.farewell()
+        attacker.send(Proof(proof=proof))
+        goodbye = await attacker.farewell()
         assert goodbye is not None
         assert goodbye.exit_code == ExitCode.NOT_AUTHORIZED
         assert not live.service.sessions
 
 
 @on_uvloop
-async def test_a_recorded_handshake_is_worth_nothing(tmp_path):
+async def test_recorded_handshake_is_useless(tmp_path):
     async with live_service(tmp_path, 1) as live:
         token = CoordinatorCredentials.open().join_token()
         async with HostileWorker(live.port) as member:
@@ -268,27 +275,27 @@ async def test_every_other_message_before_the_welcome_ends_the_connection(tmp_pa
 async def refused_before_the_welcome(
     directory: Path, kind: type[messages.Message], *, after_hello: bool
 ) -> None:
-    async with live_service(directory, 1) as live, HostileWorker(live.port) as stranger:
+    async with live_service(directory, 1) as live, HostileWorker(live.port) as newcomer:
         if after_hello:
-            stranger.greet()
-            await stranger.until(Challenge)
-        stranger.send_bytes(frame(EXAMPLES[kind]))
+            newcomer.greet()
+            await newcomer.until(Challenge)
+        newcomer.send_bytes(frame(EXAMPLES[kind]))
         async with asyncio.timeout(limits.HANDSHAKE_TIMEOUT_MS / 1000 - 1):
-            goodbye = await stranger.farewell()
+            goodbye = await newcomer.farewell()
         assert goodbye is not None, kind
         assert goodbye.exit_code in (ExitCode.FAILED, ExitCode.NOT_AUTHORIZED), kind
         assert not live.service.sessions, kind
 
 
-# Coordinators that are none: what a worker says to them.
+# Impostors: what a worker sends them.
 
 
 class Impostor:
-    """Listens like a coordinator; writes down what it is told.
+    """Listens like a coordinator; records what it receives.
 
     Args:
         context: Its end of TLS; None for plaintext.
-        reply: What it answers to a Hello: a message, or bytes.
+        reply: Its answer to a Hello: a message, or bytes.
     """
 
     def __init__(self, context: ssl.SSLContext | None, reply: object = None) -> None:
@@ -327,10 +334,10 @@ def another_context(tmp_path: Path) -> ssl.SSLContext:
 
 
 @on_uvloop
-async def test_a_relay_with_its_own_certificate_receives_nothing(tmp_path):
+async def test_relay_with_its_own_certificate_receives_nothing(tmp_path):
     token = CoordinatorCredentials.open().join_token().reveal()
     async with Impostor(another_context(tmp_path)) as relay:
-        text = await refusal(relay.port, elsewhere(tmp_path, token))
+        text = await refusal(relay.port, remote_credentials(tmp_path, token))
         assert "expected the certificate" in text
         assert token.partition(".")[2] not in text
         assert relay.heard == []
@@ -340,18 +347,18 @@ async def test_a_relay_with_its_own_certificate_receives_nothing(tmp_path):
 async def test_a_relay_receives_nothing_from_a_worker_with_a_key(tmp_path):
     async with live_service(tmp_path, 1) as live:
         token = CoordinatorCredentials.open().join_token().reveal()
-        async with serving(live, client(live.port, elsewhere(tmp_path, token))):
+        async with serving(live, client(live.port, remote_credentials(tmp_path, token))):
             pass
     async with Impostor(another_context(tmp_path)) as relay:
-        message = await refusal(relay.port, elsewhere(tmp_path))
+        message = await refusal(relay.port, remote_credentials(tmp_path))
         assert "no key for the name" in message
         assert "keys are stored by name" in message
         assert relay.heard == []
 
 
-@pytest.mark.parametrize("cheat", ["guess", "mirror", "replay", "other method"])
+@pytest.mark.parametrize("forgery", ["guess", "mirror", "replay", "other method"])
 @on_uvloop
-async def test_an_impostor_that_cannot_prove_itself_gets_no_proof(tmp_path, cheat):
+async def test_an_impostor_that_cannot_prove_itself_gets_no_proof(tmp_path, forgery):
     """It has even the coordinator's certificate and key, but not the secret."""
     credentials = CoordinatorCredentials.open()
     recorded = Exchange(EXAMPLES[Hello], bytes(32), credentials.fingerprint)  # type: ignore[arg-type]
@@ -362,31 +369,33 @@ async def test_an_impostor_that_cannot_prove_itself_gets_no_proof(tmp_path, chea
             "mirror": hello.nonce,
             "replay": recorded.prove("coordinator", credentials.join_token().secret),
             "other method": bytes(32),
-        }[cheat]
+        }[forgery]
         return Challenge(
-            method="none" if cheat == "other method" else METHOD, nonce=hello.nonce, proof=proof
+            method="none" if forgery == "other method" else METHOD, nonce=hello.nonce, proof=proof
         )
 
     async with Impostor(credentials.server_context(), reply) as impostor:
-        await refusal(impostor.port, elsewhere(tmp_path, credentials.join_token().reveal()))
+        await refusal(
+            impostor.port, remote_credentials(tmp_path, credentials.join_token().reveal())
+        )
         assert [type(message) for message in impostor.heard] in ([Hello], [Hello, messages.Goodbye])
 
 
 @pytest.mark.parametrize("first", ["nothing", "challenge"])
 @on_uvloop
-async def test_an_impostor_that_does_not_wait_for_the_proof_is_not_followed(tmp_path, first):
-    """It welcomes the worker and starts a run, in the very bytes of its wrong challenge."""
+async def test_impostor_that_skips_the_proof_is_rejected(tmp_path, first):
+    """It welcomes the worker and starts a run in the same bytes as its invalid challenge."""
     credentials = CoordinatorCredentials.open()
 
     def reply(hello: Hello) -> bytes:
         challenge = Challenge(method=METHOD, nonce=hello.nonce, proof=bytes(32))
         first_messages = [challenge] if first == "challenge" else []
         welcome = EXAMPLES[messages.Welcome].model_copy(update={"key": b"k" * 32})
-        sent = [*first_messages, welcome, EXAMPLES[messages.StartRun]]
-        return b"".join(frame(message) for message in sent)
+        messages_sent = [*first_messages, welcome, EXAMPLES[messages.StartRun]]
+        return b"".join(frame(message) for message in messages_sent)
 
     received: list[str] = []
-    secrets = elsewhere(tmp_path, credentials.join_token().reveal())
+    secrets = remote_credentials(tmp_path, credentials.join_token().reveal())
     async with Impostor(credentials.server_context(), reply) as impostor:
         target = Target("127.0.0.1", impostor.port, "w", "scripted", 0.5)
         with pytest.raises(Unreachable, match="Welcome is not expected"):
@@ -398,7 +407,7 @@ async def test_an_impostor_that_does_not_wait_for_the_proof_is_not_followed(tmp_
 
 
 @on_uvloop
-async def test_older_tls_is_not_spoken(tmp_path):
+async def test_older_tls_is_refused(tmp_path):
     async with live_service(tmp_path, 1) as live:
         context = tls.client_context()
         context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -1,4 +1,4 @@
-"""The addresses that a coordinator tells others are those at which it listens and they reach it."""
+"""A coordinator passes on the addresses on which it listens and others can reach it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def adapter(name: str, *addresses: str) -> Adapter:
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A machine with a LAN, a VPN and a bridge of containers that is down."""
+    """A machine with a LAN, a VPN, and a container bridge that is down."""
     adapters = [
         adapter("lo", "127.0.0.1", "::1"),
         adapter("eth0", "192.168.1.20", "fe80::20", "2001:db8::20"),
@@ -45,17 +45,17 @@ def lines(home, host: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("machine")
-def test_without_a_default_route_there_are_still_addresses():
+def test_addresses_without_a_default_route():
     assert reachable_addresses("0.0.0.0") == ["192.168.1.20", "10.8.0.2"]
 
 
-def test_the_one_by_the_default_route_comes_first(machine):
+def test_default_route_address_comes_first(machine):
     machine[1][4] = "10.8.0.2"
     assert reachable_addresses("0.0.0.0") == ["10.8.0.2", "192.168.1.20"]
 
 
 @pytest.mark.usefixtures("machine")
-def test_one_that_listens_on_ipv6_has_no_ipv4_address(tmp_path):
+def test_ipv6_listener_has_no_ipv4_address(tmp_path):
     assert reachable_addresses("::") == ["2001:db8::20"]
     first, *_, last = lines(tmp_path, "::")
     assert first == "listening for workers: worker --coordinator [::1]:9000"
@@ -63,35 +63,33 @@ def test_one_that_listens_on_ipv6_has_no_ipv4_address(tmp_path):
 
 
 @pytest.mark.usefixtures("machine")
-def test_what_is_bound_is_what_is_listed():
+def test_bound_address_is_listed():
     for host in ("192.0.2.7", "box.example", "fe80::20%eth0"):
         assert reachable_addresses(host) == [host]
 
 
-def test_a_cable_between_two_machines_has_addresses_too(machine):
+def test_direct_cable_has_addresses(machine):
     machine[0][:] = [adapter("eth0", "169.254.7.1", "fe80::20")]
     assert reachable_addresses("0.0.0.0") == ["169.254.7.1"]
     assert reachable_addresses("::") == []
 
 
-def test_all_are_in_the_lines_to_paste(machine, tmp_path):
+def test_all_addresses_are_in_the_lines_to_paste(machine, tmp_path):
     machine[1][4] = "10.8.0.2"
-    *_, paste, others = lines(tmp_path, "0.0.0.0")
+    *_, paste, other_addresses = lines(tmp_path, "0.0.0.0")
     assert paste.endswith(" worker --coordinator 10.8.0.2:9000")
-    assert others == "  or at 192.168.1.20:9000"
+    assert other_addresses == "  or at 192.168.1.20:9000"
 
 
 @pytest.mark.usefixtures("machine")
-def test_in_a_job_of_slurm_workers_on_other_nodes_read_the_token_from_the_shared_home(
-    tmp_path, monkeypatch
-):
+def test_slurm_workers_read_the_token_from_the_shared_home(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     _, where, line = lines(tmp_path, "0.0.0.0")
     assert where == "on another node of this cluster, in one line:"
     assert line == f"  SAMESTEP_HOME={tmp_path} worker --coordinator 192.168.1.20:9000"
 
 
-def test_a_machine_on_no_network_reports_it(machine, tmp_path):
+def test_machine_without_a_network_reports_it(machine, tmp_path):
     del machine[0][1:]
     assert lines(tmp_path, "0.0.0.0")[-1] == (
         "other machines cannot reach this one: it is on no network (ip addr)"

@@ -1,4 +1,4 @@
-"""The coordinator's side of one connection: handshake, time-out, names, and how it ends."""
+"""The coordinator's side of one connection: handshake, timeout, names, and its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WELCOME = EXAMPLES[Welcome]
 
 
 class Wire:
-    """Stands for the channel: writes down what the session does with it."""
+    """Replaces the channel: records what the session does with it."""
 
     peer = "127.0.0.1:1"
 
@@ -46,8 +46,8 @@ class Wire:
         self.aborted.set()
 
 
-class House:
-    """Stands for the service, and for its run."""
+class FakeService:
+    """Replaces the service and its run."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, Any]] = []
@@ -69,20 +69,20 @@ class House:
         self.heard.append(("left", reason))
 
 
-def begun() -> tuple[MemberSession, House, Any]:
-    house, wire = House(), Wire()
-    session = MemberSession(house, JoinCheck(CoordinatorCredentials.open(), encrypted=True))
+def started_session() -> tuple[MemberSession, FakeService, Any]:
+    service, wire = FakeService(), Wire()
+    session = MemberSession(service, JoinCheck(CoordinatorCredentials.open(), encrypted=True))
     session.start(wire)  # type: ignore[arg-type]
-    return session, house, wire
+    return session, service, wire
 
 
-def hear(session: MemberSession, kind: type[Message], **changes: Any) -> None:
+def receive_message(session: MemberSession, kind: type[Message], **changes: Any) -> None:
     message = EXAMPLES[kind].model_copy(update=changes)
     session.on_message(session.channel, Received(message, None))
 
 
 def prove(session: MemberSession, wire: Wire) -> None:
-    """The right answer to the challenge."""
+    """Send the right answer to the challenge."""
     token = CoordinatorCredentials.open().join_token()
     (challenge,) = wire.sent
     assert isinstance(challenge, Challenge)
@@ -92,29 +92,29 @@ def prove(session: MemberSession, wire: Wire) -> None:
 
 @on_uvloop
 async def test_hello_challenge_proof_welcome_and_then_a_member():
-    session, house, wire = begun()
-    hear(session, messages.Hello)
+    session, service, wire = started_session()
+    receive_message(session, messages.Hello)
     assert [type(message) for message in wire.sent] == [Challenge]
-    assert house.heard == []
+    assert service.heard == []
     prove(session, wire)
     assert wire.sent[1:] == [WELCOME]
-    # The owner may send as soon as it hears of the member: the welcome has gone before.
-    assert house.heard == [("admit", "w"), ("joined", "w")]
-    hear(session, messages.SubtreeLoss)  # of a run that is over: nobody hears it
-    session.run = house
-    hear(session, messages.Heartbeat)
-    hear(session, messages.SubtreeLoss)
-    assert house.heard[2:] == [("receive", "SubtreeLoss")]
+    # The service may send as soon as it learns of the member: the welcome was sent before.
+    assert service.heard == [("admit", "w"), ("joined", "w")]
+    receive_message(session, messages.SubtreeLoss)  # of an ended run: nobody receives it
+    session.run = service
+    receive_message(session, messages.Heartbeat)
+    receive_message(session, messages.SubtreeLoss)
+    assert service.heard[2:] == [("receive", "SubtreeLoss")]
     session.on_lost(session.channel, "gone", None)
-    assert house.heard[3:] == [("left", "gone")]
+    assert service.heard[3:] == [("left", "gone")]
 
 
 @on_uvloop
 async def test_a_wrong_proof_is_not_admitted():
-    session, house, wire = begun()
-    hear(session, messages.Hello)
-    hear(session, messages.Proof, proof=b"guess")
-    assert house.heard == []
+    session, service, wire = started_session()
+    receive_message(session, messages.Hello)
+    receive_message(session, messages.Proof, proof=b"guess")
+    assert service.heard == []
     ((reason, code),) = wire.goodbyes
     assert "the proof is wrong" in reason
     assert code == ExitCode.NOT_AUTHORIZED
@@ -124,44 +124,44 @@ async def test_a_wrong_proof_is_not_admitted():
 
 @on_uvloop
 async def test_a_member_without_a_run_may_leave():
-    session, house, wire = begun()
-    hear(session, messages.Hello)
+    session, service, wire = started_session()
+    receive_message(session, messages.Hello)
     prove(session, wire)
-    hear(session, messages.Drain)
+    receive_message(session, messages.Drain)
     assert wire.goodbyes == [("drained", ExitCode.OK)]
-    assert len(house.heard) == 2
+    assert len(service.heard) == 2
     session.on_lost(session.channel, "closed", None)
 
 
 @on_uvloop
 async def test_work_before_the_welcome_is_out_of_order():
-    session, house, _ = begun()
+    session, service, _ = started_session()
     with pytest.raises(OutOfOrder, match="SubtreeLoss before the handshake"):
-        hear(session, messages.SubtreeLoss)
-    assert house.heard == []
+        receive_message(session, messages.SubtreeLoss)
+    assert service.heard == []
     session.on_lost(session.channel, "closed", None)
 
 
 @on_uvloop
-async def test_the_handshake_has_its_time(monkeypatch):
+async def test_handshake_timeout(monkeypatch):
     monkeypatch.setattr(limits, "HANDSHAKE_TIMEOUT_MS", 30)
-    slow, _, wire = begun()
-    hear(slow, messages.Hello)
+    slow_session, _, wire = started_session()
+    receive_message(slow_session, messages.Hello)
     async with asyncio.timeout(PATIENCE_S):
         await wire.aborted.wait()
     assert wire.reason == "the handshake took longer than 0.03 s"
-    slow.on_lost(slow.channel, wire.reason, None)
+    slow_session.on_lost(slow_session.channel, wire.reason, None)
 
 
 @on_uvloop
-async def test_the_clock_stops_for_members_and_for_the_lost(monkeypatch):
+async def test_timeout_stops_for_members_and_lost_connections(monkeypatch):
     monkeypatch.setattr(limits, "HANDSHAKE_TIMEOUT_MS", 30)
-    member, _, member_wire = begun()
-    hear(member, messages.Hello)
+    member, _, member_wire = started_session()
+    receive_message(member, messages.Hello)
     prove(member, member_wire)
-    lost, _, lost_wire = begun()
+    lost, _, lost_wire = started_session()
     lost.on_lost(lost.channel, "closed", None)
-    _, _, late_wire = begun()
+    _, _, late_wire = started_session()
     async with asyncio.timeout(PATIENCE_S):
         await late_wire.aborted.wait()
     assert not member_wire.aborted.is_set()
@@ -173,38 +173,38 @@ async def test_the_clock_stops_for_members_and_for_the_lost(monkeypatch):
     ("last_message", "expected_reason"), [("the card is on fire", None), ("", "goodbye")]
 )
 @on_uvloop
-async def test_what_a_worker_said_last_is_the_reason(last_message, expected_reason):
-    session, house, wire = begun()
-    hear(session, messages.Goodbye, reason=last_message)
+async def test_last_message_of_a_worker_is_the_reason(last_message, expected_reason):
+    session, service, wire = started_session()
+    receive_message(session, messages.Goodbye, reason=last_message)
     assert wire.aborted.is_set()
     session.on_lost(session.channel, "the peer closed the connection", None)
-    assert house.heard == [("left", expected_reason or last_message)]
+    assert service.heard == [("left", expected_reason or last_message)]
 
 
-# Through the service: who is known by which name.
+# Through the service: which names workers have.
 
 
 @on_uvloop
 async def test_names_are_made_unique_and_stay_short(tmp_path):
     async with live_service(tmp_path, 1) as live:
-        for wanted in ("w", "x" * 64, ""):
+        for expected in ("w", "x" * 64, ""):
             async with (
                 HostileWorker(live.port) as first,
                 HostileWorker(live.port) as second,
                 HostileWorker(live.port) as third,
             ):
                 names = [
-                    (await each.join(name=wanted, instance=str(number) * 32)).worker
+                    (await each.join(name=expected, instance=str(number) * 32)).worker
                     for number, each in enumerate((first, second, third))
                 ]
-                assert names[0] == (wanted or "worker")
+                assert names[0] == (expected or "worker")
                 assert len(set(names)) == 3
                 assert all(len(name) <= 64 for name in names)
                 assert set(names) <= set(live.service.sessions)
 
 
 @on_uvloop
-async def test_a_worker_that_came_back_takes_the_place_of_its_old_connection(tmp_path):
+async def test_returning_worker_replaces_its_old_connection(tmp_path):
     async with (
         live_service(tmp_path, 1) as live,
         HostileWorker(live.port) as before,
@@ -213,25 +213,25 @@ async def test_a_worker_that_came_back_takes_the_place_of_its_old_connection(tmp
         assert (await before.join(name="w")).worker == "w"
         assert (await after.join(name="w")).worker == "w"
         assert await before.farewell() is None
-        left = await live.wait_for("worker_disconnected", worker="w")
-        assert left["reason"] == "the worker has connected again"
+        departure = await live.wait_for("worker_disconnected", worker="w")
+        assert departure["reason"] == "the worker has connected again"
         assert list(live.service.sessions) == ["w"]
 
 
 @on_uvloop
-async def test_who_was_let_go_left_for_that(tmp_path):
-    """Though it is the worker that closes."""
+async def test_dismissed_worker_leaves_with_that_reason(tmp_path):
+    """Although the worker closes the connection."""
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port, "w") as worker:
         await worker.join()
         worker.send(messages.Drain())
         await worker.until(messages.Goodbye)
         worker.vanish()
-        left = await live.wait_for("worker_disconnected", worker="w")
-        assert left["reason"] == "drained"
+        departure = await live.wait_for("worker_disconnected", worker="w")
+        assert departure["reason"] == "drained"
 
 
 @on_uvloop
-async def test_a_welcome_says_the_term_and_the_rhythm(tmp_path):
+async def test_welcome_has_term_and_heartbeat_interval(tmp_path):
     for term in (1, 2):
         async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
             welcome = await worker.join()
@@ -241,15 +241,15 @@ async def test_a_welcome_says_the_term_and_the_rhythm(tmp_path):
 
 
 @on_uvloop
-async def test_a_silent_member_is_lost_and_a_living_one_is_not(tmp_path, monkeypatch):
-    """Though its kernel answers: it may build its task, but not for ever."""
+async def test_silent_member_is_lost_and_live_member_stays(tmp_path, monkeypatch):
+    """Although its kernel answers: it may take time to build its task, but not forever."""
     monkeypatch.setattr(limits, "HEARTBEAT_INTERVAL_MS", 20)
     monkeypatch.setattr(limits, "LIVENESS_TIMEOUT_MS", 100_000)
     monkeypatch.setattr(limits, "STALL_TIMEOUT_MS", 1500)
     async with live_service(tmp_path, 1) as live:
         live.worker("living")
-        async with HostileWorker(live.port, "silent") as silent:
-            await silent.join()
+        async with HostileWorker(live.port, "silent") as silent_worker:
+            await silent_worker.join()
             lost = await live.wait_for("worker_disconnected", worker="silent")
             assert lost["reason"].startswith("silent for")
         assert list(live.service.sessions) == ["living"]

@@ -1,6 +1,6 @@
-"""Many hostile connections from one address beside a run: newcomers join, and little memory goes.
+"""Many hostile connections from one address beside a run: newcomers join, and memory stays bounded.
 
-How long all of it takes is for `benchmarks/hostile.py` to say.
+`benchmarks/hostile.py` measures how long all of it takes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tests.resident_memory import MIB, measured_growth
 
 CONNECTIONS: Final = 1_000
 BEGUN: Final = 1_500
-"""Before the test ends: some have been turned away and have come again."""
+"""Minimum number of attack connections, so that some have been refused and have returned."""
 MEMORY_BYTES: Final = 24 * MIB
 SPEC: Final = scripted_spec(steps=6)
 
 
 @on_uvloop
-async def test_a_run_and_newcomers_beside_a_thousand_hostile_connections(tmp_path):
+async def test_run_and_newcomers_under_a_thousand_hostile_connections(tmp_path):
     reference = await undisturbed(tmp_path / "calm", SPEC)
     loop = asyncio.get_running_loop()
     async with live_service(tmp_path / "attacked", 2) as live:
@@ -35,25 +35,26 @@ async def test_a_run_and_newcomers_beside_a_thousand_hostile_connections(tmp_pat
         try:
             with measured_growth() as growth:
                 await loop.run_in_executor(None, attacker.told, "attack")
-                most = await newcomers(live, attacker)
+                limit = await newcomers(live, attacker)
                 live.worker("w1")
                 result = await live.result(run_id)
         finally:
             attacker.close()
         assert growth.peak_bytes <= MEMORY_BYTES
-        assert 0 < most <= limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS
+        assert 0 < limit <= limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS
         assert all(attacker.begun[kind.__name__] for kind in KINDS)
         assert not live.first("worker_lost", worker="w0")
     assert result["weights_digest"] == reference["weights_digest"]
 
 
 async def newcomers(live, attacker):
-    """Let some join until the attack has begun enough; the most attackers that were inside."""
-    loop, most = asyncio.get_running_loop(), 0
+    """Let workers join until the attack has opened enough connections; return the largest number of
+    pending attackers."""
+    loop, limit = asyncio.get_running_loop(), 0
     while attacker.begun.total() < BEGUN:
         async with HostileWorker(live.port, "newcomer") as newcomer:
             await newcomer.join()
-            inside = [stranger.host for stranger in live.service._pending]
-            most = max(most, inside.count(FROM))
+            pending_hosts = [connection.host for connection in live.service._pending]
+            limit = max(limit, pending_hosts.count(FROM))
         await loop.run_in_executor(None, attacker.told, "count")
-    return most
+    return limit

@@ -1,4 +1,4 @@
-"""Where the coordinator's lines go: to a screen, or with their fields to systemd's journal."""
+"""Output of the coordinator: on a terminal, or with its fields in systemd's journal."""
 
 import io
 import math
@@ -19,11 +19,11 @@ from coordinator.service.events import RunAccepted, RunEnded, RunResumed, Worker
 from protocol.cli.systemd import Priority, SystemJournal
 from protocol.spec.run_spec import parse_run_spec_text
 from protocol.wire.messages import Commit
-from tests.coordinator.operator.test_status import staged
+from tests.coordinator.operator.test_status import stage_after
 
 
 class Entries(SystemJournal):
-    """A journal that keeps what is written."""
+    """A journal that records its entries."""
 
     def __init__(self):
         self.kept = []
@@ -60,19 +60,19 @@ def committed(step):
     return Committed.of(CommitRecord(commit=commit, optimizer_step=step))
 
 
-def test_an_entry_has_its_event_s_fields_and_its_weight():
+def test_entry_has_the_fields_and_priority_of_its_event():
     entries = Entries()
     console, screen = progress(entries)
     console.emit(HALTED)
     console.emit(WorkerConnected("bob", "cpu", "a key", 1))
-    halted, connected = entries.kept
-    assert halted == (
+    halted_entry, connected_entry = entries.kept
+    assert halted_entry == (
         "HALTED at step 3: a NaN",
         {"event": "halted", "run_id": "r-1", **HALTED.fields()},
         Priority.ERROR,
     )
-    assert connected[0] == "worker bob connected, backend cpu; 1 connected"
-    assert connected[2] is Priority.INFO
+    assert connected_entry[0] == "worker bob connected, backend cpu; 1 connected"
+    assert connected_entry[2] is Priority.INFO
     assert screen.getvalue() == ""
 
 
@@ -90,16 +90,16 @@ def test_a_worker_that_is_dismissed_is_reported():
 
 
 @pytest.mark.parametrize("once", [True, False])
-def test_a_service_tells_of_each_run_that_it_takes_and_ends(once):
+def test_service_reports_the_start_and_end_of_each_run(once):
     console, screen = progress(once=once)
     console.emit(RunAccepted("digits", 5), "r-1")
     console.emit(RunEnded("failed", "no data"), "r-1")
     console.emit(RunAccepted("teacher-logits", None), "r-2")
-    elsewhere = "coordinator --resume --out runs/r-1"
+    resume_command = "coordinator --resume --out runs/r-1"
     lines = [
         "run r-1 accepted: digits, 5 steps",
         "run r-1 failed: no data",
-        f"  to resume: coordinator resume r-1, or {elsewhere}",
+        f"  to resume: coordinator resume r-1, or {resume_command}",
         "run r-2 accepted: teacher-logits, all steps",
     ]
     assert screen.getvalue().splitlines() == ([] if once else lines)
@@ -123,7 +123,9 @@ DIGITS = "{task: digits, digits: {holdout: 0}, "
 NOTICE = "  evaluate_every 5 has no effect: no samples are held out for evaluation; "
 
 
-@pytest.mark.parametrize("began", [TrainingStarted(["ann"]), RunResumed("digits", 8, 3, notes=[])])
+@pytest.mark.parametrize(
+    "start_event", [TrainingStarted(["ann"]), RunResumed("digits", 8, 3, notes=[])]
+)
 @pytest.mark.parametrize(
     ("spec", "evaluate_every", "parts", "notices"),
     [
@@ -133,18 +135,18 @@ NOTICE = "  evaluate_every 5 has no effect: no samples are held out for evaluati
         (CLASSIFY, 0, 0, []),
     ],
 )
-def test_a_start_says_that_nothing_will_be_evaluated(began, spec, evaluate_every, parts, notices):
-    run = staged("invite ann", "ready ann", workers="1", parts=str(parts))
+def test_start_warns_that_nothing_will_be_evaluated(event, spec, evaluate_every, parts, notices):
+    run = stage_after("invite ann", "ready ann", workers="1", parts=str(parts))
     run.spec = parse_run_spec_text(f"{spec} steps: 8, evaluate_every: {evaluate_every}}}")
     console, screen = progress()
     console._service.current = SimpleNamespace(run=run)
-    console.emit(began, "r-1")
+    console.emit(event, "r-1")
     assert screen.getvalue().splitlines()[1:] == notices
 
 
-def test_a_step_that_was_skipped_has_no_loss():
+def test_skipped_step_has_no_loss():
     console, screen = progress()
-    run = staged("invite ann", "ready ann", "loaded", workers="1")
+    run = stage_after("invite ann", "ready ann", "loaded", workers="1")
     console._service.current = SimpleNamespace(run=run, started_s=0.0, started_step=0, outcome=None)
     run.losses.append(math.nan)
     console.emit(committed(0), "r-1")
@@ -152,7 +154,7 @@ def test_a_step_that_was_skipped_has_no_loss():
     assert "nan" not in screen.getvalue()
 
 
-def test_names_on_the_screen_are_no_markup(monkeypatch):
+def test_names_are_not_interpreted_as_markup(monkeypatch):
     worker = {"name": "[/x]", "device": "[red]a card", "state": "active"}
     document = {"workers": [worker], "waiting_for": "[/y]"}
     monkeypatch.setattr("coordinator.operator.console.status_document", lambda *_: document)
@@ -163,10 +165,10 @@ def test_names_on_the_screen_are_no_markup(monkeypatch):
     assert all(text in screen.getvalue() for text in ("[/x]", "[red]a card", "waiting for [/y]"))
 
 
-def test_progress_is_one_line_on_the_screen_however_narrow_the_table(monkeypatch):
+def test_progress_is_one_line_at_any_width(monkeypatch):
     document = {"workers": [{"name": "a", "device": "d", "state": "active"}]}
     monkeypatch.setattr("coordinator.operator.console.status_document", lambda *_: document)
-    run = staged("invite ann", "ready ann", "loaded", workers="1")
+    run = stage_after("invite ann", "ready ann", "loaded", workers="1")
     console, screen = progress()
     console._service.current = SimpleNamespace(
         run=run, started_s=time.monotonic() - 7200, started_step=-1, outcome=None
@@ -178,9 +180,9 @@ def test_progress_is_one_line_on_the_screen_however_narrow_the_table(monkeypatch
     )
 
 
-def test_who_cannot_take_part_is_named_once_while_the_run_waits():
+def test_refused_worker_is_named_once_while_the_run_waits():
     console, screen = progress()
-    run = staged("invite ann", "invite bob", "fails ann", workers="3")
+    run = stage_after("invite ann", "invite bob", "fails ann", workers="3")
     console._service.current.run = run
     console._service.sessions["bob"] = None
     console._service.trainers.append("bob")
@@ -196,7 +198,7 @@ def test_who_cannot_take_part_is_named_once_while_the_run_waits():
 
 def test_lines_about_waiting_come_once_a_minute_at_most(monkeypatch):
     reporter, screen = progress()
-    reporter._service.current.run = staged("invite ann", workers="2")
+    reporter._service.current.run = stage_after("invite ann", workers="2")
     now_s = reporter._waiting_since_s
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     for _ in range(300):
@@ -206,9 +208,9 @@ def test_lines_about_waiting_come_once_a_minute_at_most(monkeypatch):
     assert [int(each) + 1 for each in seconds] == [6, 11, 21, 41, 81, 141, 201, 261]
 
 
-def test_what_was_waited_for_in_another_phase_is_not_counted():
+def test_waiting_time_of_another_phase_does_not_count():
     console, screen = progress()
-    run = staged("invite ann", workers="1")
+    run = stage_after("invite ann", workers="1")
     console._service.current.run = run
     console.tick()
     run._finish("finished", "all steps are committed", 0)
@@ -226,7 +228,7 @@ def logger():
     structlog.reset_defaults()
 
 
-def test_warnings_go_to_the_journal_and_what_is_reported_anyway_does_not(logger, capsys):
+def test_journal_has_warnings_without_duplicates(logger, capsys):
     entries = Entries()
     set_up_logging(entries, as_json=False)
     logger.info("worker_connected", worker="ann")
@@ -241,7 +243,7 @@ def test_warnings_go_to_the_journal_and_what_is_reported_anyway_does_not(logger,
     assert capsys.readouterr().err == ""
 
 
-def test_json_lines_are_for_those_who_ask(logger, capsys):
+def test_json_lines_are_optional(logger, capsys):
     set_up_logging(None, as_json=True)
     logger.info("worker_connected", worker="ann")
     assert re.match(r'{"worker": "ann", "event": "worker_connected"', capsys.readouterr().err)

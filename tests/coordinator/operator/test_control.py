@@ -1,4 +1,4 @@
-"""The control port over real HTTP: routes, refusals, and an operator's life cycle of a run."""
+"""The control port over real HTTP: routes, refusals, and the life cycle of a run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LONG = {**SPEC, "steps": 100_000}
 
 @dataclass(frozen=True, slots=True)
 class Ticked(Event):
-    """Anything that is told."""
+    """An event of any kind."""
 
     event = "tick"
     number: int
@@ -50,7 +50,7 @@ class Ticked(Event):
 
 
 class Operator:
-    """Asks the control port."""
+    """A client of the control port."""
 
     def __init__(self, live: LiveService, control: ControlPort, http: aiohttp.ClientSession):
         self.live = live
@@ -58,9 +58,9 @@ class Operator:
         self.http = http
         self.address = f"127.0.0.1:{control.address[1]}"
 
-    async def ask(self, method: str, path: str, **more: Any) -> tuple[int, Any]:
-        """Status and document."""
-        async with self.http.request(method, f"http://{self.address}{path}", **more) as answer:
+    async def ask(self, method: str, path: str, **overrides: Any) -> tuple[int, Any]:
+        """Return status and document."""
+        async with self.http.request(method, f"http://{self.address}{path}", **overrides) as answer:
             return answer.status, await answer.json(content_type=None)
 
     async def post(self, path: str, document: object = None) -> tuple[int, Any]:
@@ -87,7 +87,7 @@ async def operating(directory: Path, expect_workers: int = 1) -> AsyncIterator[O
             await control.stop()
 
 
-# Routes; who may use which is in test_control_guard.
+# Routes; test_control_guard checks who may use which.
 
 
 @on_uvloop
@@ -105,8 +105,8 @@ async def test_health_readiness_and_the_page(tmp_path):
 
 
 @on_uvloop
-async def test_what_a_submission_cannot_be_is_said(tmp_path, monkeypatch):
-    """Aliases of aliases at once, others are served meanwhile; one run too many with 429."""
+async def test_invalid_submission_is_explained(tmp_path, monkeypatch):
+    """Nested aliases at once, while others are served; one run too many with 429."""
     lines = ["a0: &a0 [x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     async with operating(tmp_path) as operator:
@@ -133,14 +133,14 @@ async def test_commands_without_a_run_are_a_conflict(tmp_path):
         status = await operator.status()
         assert status["phase"] == "idle"
         assert status["workers"] == []
-        # A run that waits for workers has nothing to halt or to continue.
+        # A run that waits for workers cannot be halted or continued.
         assert (await operator.post("/submit", {"run": SPEC}))[0] == 200
         for path in ("/halt", "/continue"):
             assert (await operator.post(path))[0] == 409
         assert "1 more worker" in (await operator.status())["waiting_for"]
 
 
-# What is not taken.
+# Refusals.
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ async def test_commands_without_a_run_are_a_conflict(tmp_path):
     ],
 )
 @on_uvloop
-async def test_a_submission_that_is_not_taken(tmp_path, body, text):
+async def test_refused_submissions(tmp_path, body, text):
     async with operating(tmp_path) as operator:
         code, document = await operator.ask("POST", "/submit", data=body)
         assert code == 400
@@ -181,15 +181,15 @@ async def test_a_submission_that_is_not_taken(tmp_path, body, text):
 async def test_a_body_that_is_too_large_or_in_an_unknown_charset(tmp_path):
     async with operating(tmp_path) as operator:
         assert (await operator.ask("POST", "/submit", data=bytes(300_000)))[0] == 413
-        strange = {"Content-Type": "application/json; charset=klingon"}
-        code, document = await operator.ask("POST", "/submit", data=b"{}", headers=strange)
+        unknown_charset = {"Content-Type": "application/json; charset=klingon"}
+        code, document = await operator.ask("POST", "/submit", data=b"{}", headers=unknown_charset)
         assert code == 400
         assert "'run'" in document["error"]
 
 
 @pytest.mark.parametrize("body", [b"{", b'{"skip_step": 3}', b'{"skip": true}', b"[]"])
 @on_uvloop
-async def test_a_continuation_that_is_not_taken(tmp_path, body):
+async def test_refused_continuations(tmp_path, body):
     async with operating(tmp_path) as operator:
         code, document = await operator.ask("POST", "/continue", data=body)
         assert code == 400
@@ -199,9 +199,9 @@ async def test_a_continuation_that_is_not_taken(tmp_path, body):
 @on_uvloop
 async def test_the_command_line_gets_the_same_errors(tmp_path):
     async with operating(tmp_path) as operator:
-        wrong = {"run": {"task": "scripted", "steps": 3, "sead": 1}}
+        invalid_request = {"run": {"task": "scripted", "steps": 3, "sead": 1}}
         with pytest.raises(UsageError, match="did you mean 'seed'"):
-            await request(operator.address, "POST", "/submit", wrong)
+            await request(operator.address, "POST", "/submit", invalid_request)
         assert (await request(operator.address, "GET", "/status"))["phase"] == "idle"
         address = operator.address
     with pytest.raises(Unreachable, match="--control HOST:PORT"):
@@ -223,10 +223,10 @@ async def test_submit_halt_continue_skip_and_finish(tmp_path):
         await live.wait_for("committed", step=2)
 
         assert await operator.post("/halt") == (200, {"phase": "halted"})
-        halted = await operator.status()
-        assert halted["reason"] == "halted by the operator"
-        assert "operator" in halted["waiting_for"]
-        assert halted["run_id"] == run_id
+        halt = await operator.status()
+        assert halt["reason"] == "halted by the operator"
+        assert "operator" in halt["waiting_for"]
+        assert halt["run_id"] == run_id
         code, refusal = await operator.post("/halt")
         assert (code, refusal["error"]) == (
             409,
@@ -234,17 +234,18 @@ async def test_submit_halt_continue_skip_and_finish(tmp_path):
         )
 
         assert await operator.post("/continue") == (200, {"phase": "training"})
-        step = halted["step"]
+        step = halt["step"]
         await live.wait_for("committed", step=step, skipped=False)
         assert (await operator.post("/halt"))[0] == 200
-        # A step whose commit was on its way is over: the next one waits, and is skipped.
+        # A step whose commit was already being written completes: the next one waits, and is
+        # skipped.
         step = live.every("halted")[-1]["step"]
         assert (await operator.post("/continue", {"skip_step": True}))[0] == 200
         await live.wait_for("committed", step=step, skipped=True)
 
         assert await operator.post("/drain") == (200, {"draining": True})
-        ended = await live.wait_for("run_ended", run_id=run_id)
-        assert ended["outcome"] == "drained"
+        run_end = await live.wait_for("run_ended", run_id=run_id)
+        assert run_end["outcome"] == "drained"
         await asyncio.wait_for(live.service.over.wait(), 10)
         final = await operator.status()
         assert final["phase"] == "drained"
@@ -252,8 +253,8 @@ async def test_submit_halt_continue_skip_and_finish(tmp_path):
 
 
 @on_uvloop
-async def test_a_halted_run_is_abandoned_the_next_begins_and_it_continues_by_its_name(tmp_path):
-    """Nor does a coordinator that goes on with unfinished runs take it up by itself."""
+async def test_abandoned_run_continues_by_its_name(tmp_path):
+    """A coordinator that continues with unfinished runs does not resume it by itself."""
     reference = await undisturbed(tmp_path / "undisturbed", scripted_spec(steps=40))
     runs = tmp_path / "runs"
     async with operating(runs) as operator:
@@ -267,9 +268,9 @@ async def test_a_halted_run_is_abandoned_the_next_begins_and_it_continues_by_its
         code, answer = await operator.post("/give-up")
         assert code == 200
         assert answer["run_id"] == first["run_id"]
-        ended = await live.wait_for("run_ended", run_id=first["run_id"])
-        assert ended["outcome"] == "failed"
-        assert ended["reason"].startswith("given up by the operator, when halted: ")
+        run_end = await live.wait_for("run_ended", run_id=first["run_id"])
+        assert run_end["outcome"] == "failed"
+        assert run_end["reason"].startswith("given up by the operator, when halted: ")
         await live.result(second["run_id"])
         assert unfinished_runs(runs) == []
         assert given_up_runs(runs) == [first["run_id"]]
@@ -316,7 +317,7 @@ async def test_a_halt_does_not_change_a_bit(tmp_path):
 
 
 @on_uvloop
-async def test_runs_are_taken_in_sequence_and_status_names_those_that_wait(tmp_path):
+async def test_runs_start_in_sequence_and_status_names_waiting_ones(tmp_path):
     async with operating(tmp_path) as operator:
         ids = [(await operator.post("/submit", {"run": SPEC}))[1]["run_id"] for _ in range(3)]
         assert len(set(ids)) == 3
@@ -324,8 +325,8 @@ async def test_runs_are_taken_in_sequence_and_status_names_those_that_wait(tmp_p
         operator.live.worker("w0")
         digests = {(await operator.live.result(run_id))["weights_digest"] for run_id in ids}
         assert len(digests) == 1
-        started = [each["run_id"] for each in operator.live.every("run_accepted")]
-        assert started == ids
+        started_runs = [each["run_id"] for each in operator.live.every("run_accepted")]
+        assert started_runs == ids
         for run_id in ids:
             result = json.loads((tmp_path / run_id / "result.json").read_text())
             assert result["run_id"] == run_id
@@ -335,7 +336,7 @@ async def test_runs_are_taken_in_sequence_and_status_names_those_that_wait(tmp_p
 
 
 @on_uvloop
-async def test_status_answers_what_an_operator_asks(tmp_path):
+async def test_status_document(tmp_path):
     async with operating(tmp_path) as operator:
         await operator.post("/submit", {"run": LONG})
         operator.live.worker("w0")
@@ -354,11 +355,11 @@ async def test_status_answers_what_an_operator_asks(tmp_path):
         await operator.post("/halt")
 
 
-# Figures and events.
+# Metrics and events.
 
 
 @on_uvloop
-async def test_metrics_are_what_prometheus_reads(tmp_path):
+async def test_metrics_are_in_prometheus_format(tmp_path):
     async with operating(tmp_path) as operator:
 
         async def figures() -> dict[str, float]:
@@ -377,8 +378,9 @@ async def test_metrics_are_what_prometheus_reads(tmp_path):
         operator.live.worker("w0")
         await operator.live.wait_for("committed", step=2)
         await operator.post("/halt")
-        halted = await operator.live.wait_for("halted")
-        await operator.live.wait_for("committed", step=halted["step"] - 1)  # if it was on its way
+        halt = await operator.live.wait_for("halted")
+        # if it was being written
+        await operator.live.wait_for("committed", step=halt["step"] - 1)
         metrics, status = await figures(), await operator.status()
         assert metrics["samestep_workers"] == 1
         assert metrics["samestep_step"] == status["step"]
@@ -408,8 +410,8 @@ async def test_the_event_stream_reports_everything_in_order(tmp_path):
             each["event"] for each in operator.live.events[: len(events)]
         ]
         assert [each["step"] for each in events if each["event"] == "committed"] == [0, 1, 2, 3]
-        ended = events[-1]
-        assert (ended["run_id"], ended["outcome"]) == (document["run_id"], "finished")
+        run_end = events[-1]
+        assert (run_end["run_id"], run_end["outcome"]) == (document["run_id"], "finished")
 
 
 @on_uvloop
@@ -425,7 +427,7 @@ async def test_an_event_stream_ends_with_the_port(tmp_path):
 
 
 @on_uvloop
-async def test_a_reader_that_comes_back_gets_what_it_missed(tmp_path):
+async def test_returning_reader_gets_missed_events(tmp_path):
     async with operating(tmp_path) as operator:
         for number in range(3):
             operator.control.emit(Ticked(number))
@@ -448,7 +450,7 @@ async def test_the_last_event_must_be_a_number(tmp_path):
 
 
 async def read_events(operator, last_id, count):
-    """That many (number, event) of the stream."""
+    """Read this many (number, event) pairs of the stream."""
     events: list[tuple[str, dict[str, Any]]] = []
     url = f"http://{operator.address}/events"
     async with (
@@ -466,7 +468,7 @@ async def read_events(operator, last_id, count):
     return events
 
 
-# Where it listens.
+# Addresses.
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1"])
@@ -476,7 +478,7 @@ def test_loopback_is_accepted(host):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "example.org", "", "127.1"])
 @on_uvloop
-async def test_plain_http_is_not_for_other_machines(tmp_path, host):
+async def test_plain_http_is_refused_for_other_machines(tmp_path, host):
     service = Service(Settings(("127.0.0.1", 0), 1, tmp_path, once=False))
     with pytest.raises(UsageError, match="--control: expected a loopback address") as error_info:
         await ControlPort(service).start(host, 0)
@@ -484,7 +486,7 @@ async def test_plain_http_is_not_for_other_machines(tmp_path, host):
 
 
 @on_uvloop
-async def test_a_port_in_use_is_said_in_one_line(tmp_path):
+async def test_port_in_use_is_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         service = Service(Settings(("127.0.0.1", port), 1, tmp_path, once=False))
@@ -515,7 +517,7 @@ def test_the_command_reports_it_too(tmp_path, option):
     [b"GET / HTTP/9.9\r\n\r\n", b"GET /\0 HTTP/1.1\r\n\r\n", b"POST / HTTP/1.1\r\nA\r\n\r\n"],
 )
 @on_uvloop
-async def test_what_is_no_http_is_answered_and_not_logged(tmp_path, capfd, request_):
+async def test_non_http_request_is_answered_and_not_logged(tmp_path, capfd, request_):
     async with operating(tmp_path) as operator:
         reader, writer = await asyncio.open_connection("127.0.0.1", operator.control.address[1])
         writer.write(request_)
@@ -525,7 +527,7 @@ async def test_what_is_no_http_is_answered_and_not_logged(tmp_path, capfd, reque
 
 
 @on_uvloop
-async def test_why_no_coordinator_answers_is_reported_in_words():
+async def test_connection_error_is_explained():
     with pytest.raises(
         Unreachable,
         match=r"answers at 127.0.0.1:\d+ \(.* refused the connection\); start one",
@@ -534,7 +536,7 @@ async def test_why_no_coordinator_answers_is_reported_in_words():
     assert "Error" not in str(error_info.value)
 
 
-def test_a_dead_name_server_holds_no_command(monkeypatch):
+def test_dead_name_server_does_not_block_a_command(monkeypatch):
     """Neither the answer nor the end of the process waits for it."""
     monkeypatch.setattr("coordinator.operator.control_client._NAME_PATIENCE_S", 0.05)
     with dead_name_server("coordinator.example") as query_event:

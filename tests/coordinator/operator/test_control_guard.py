@@ -1,4 +1,4 @@
-"""Every route of the control port with every method, with and without what it asks for."""
+"""Every route of the control port with every method, with and without a token."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ANSWERS = {
     "/history": 400, "/report": 400, "/check": 400, "/revoke": 400,
     "/give-up": 409, "/resume": 400,
 }  # fmt: skip
-"""With nothing going on; all others: 200."""
+"""Status of each route without any run; all others: 200."""
 
 
 @asynccontextmanager
@@ -56,16 +56,19 @@ async def port(directory: Path) -> AsyncIterator[ControlPort]:
 
 
 async def ask(control: ControlPort, method: str, path: str, **headers: str) -> int:
-    """The status; of an answer without an end only that is read."""
-    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+    """Return the status; for an endless answer, without reading the body."""
+    request_headers = {name.replace("_", "-"): value for name, value in headers.items()}
     url = f"http://127.0.0.1:{control.address[1]}{path}"
-    async with aiohttp.ClientSession() as http, http.request(method, url, headers=sent) as answer:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.request(method, url, headers=request_headers) as answer,
+    ):
         assert "Access-Control-Allow-Origin" not in answer.headers
         assert "Set-Cookie" not in answer.headers
         return answer.status
 
 
-def bearing(control: ControlPort) -> dict[str, str]:
+def token_header(control: ControlPort) -> dict[str, str]:
     return {"Authorization": f"Bearer {control.guard.token}"}
 
 
@@ -107,7 +110,7 @@ async def test_every_method_with_the_token(tmp_path, path):
                 expected = 404
             else:
                 expected = ANSWERS.get(path, 200) if method == ROUTES[path] else 405
-            outcome = await ask(control, method, path, **bearing(control))
+            outcome = await ask(control, method, path, **token_header(control))
             assert (method, outcome) == (method, expected)
 
 
@@ -116,7 +119,7 @@ READS = {"/readyz", "/status", "/metrics", "/events", "/runs", "/history", "/rep
 
 @pytest.mark.parametrize("path", [*ROUTES, "/nothing"])
 @on_uvloop
-async def test_the_reader_token_opens_what_only_reads(tmp_path, path):
+async def test_reader_token_opens_read_only_routes(tmp_path, path):
     async with port(tmp_path) as control:
         reader = {"Authorization": f"Bearer {CoordinatorCredentials.open().reader_token}"}
         for method in METHODS:
@@ -133,32 +136,32 @@ async def test_the_reader_token_opens_what_only_reads(tmp_path, path):
 
 
 @on_uvloop
-async def test_the_reader_token_stays_until_a_new_one_is_made(tmp_path):
+async def test_reader_token_stays_until_it_is_replaced(tmp_path):
     credentials = CoordinatorCredentials.open()
     first = called("coordinator", "token", "reader").stdout.strip()
     assert first == credentials.reader_token
     async with port(tmp_path / "a") as control:
-        at = ("GET", "/metrics")
-        assert await ask(control, *at, Authorization=f"Bearer {first}") == 200
+        metrics_route = ("GET", "/metrics")
+        assert await ask(control, *metrics_route, Authorization=f"Bearer {first}") == 200
         assert control.guard.token != first
     async with port(tmp_path / "b") as control:
-        assert await ask(control, *at, Authorization=f"Bearer {first}") == 200
-        done = await asyncio.to_thread(called, "coordinator", "token", "reader", "--new")
+        assert await ask(control, *metrics_route, Authorization=f"Bearer {first}") == 200
+        completed = await asyncio.to_thread(called, "coordinator", "token", "reader", "--new")
         control._service._look_at_secrets()
-        second = done.stdout.strip()
-        assert await ask(control, *at, Authorization=f"Bearer {first}") == 401
-        assert await ask(control, *at, Authorization=f"Bearer {second}") == 200
+        second = completed.stdout.strip()
+        assert await ask(control, *metrics_route, Authorization=f"Bearer {first}") == 401
+        assert await ask(control, *metrics_route, Authorization=f"Bearer {second}") == 200
         path = credentials.token_file.with_name("reader.token")
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         for text in ("", "\n", "x"):
             path.write_text(text)
             control._service._look_at_secrets()
-            assert await ask(control, *at, Authorization="Bearer") == 401
-            assert await ask(control, *at, Authorization=f"Bearer {second}") == 200
+            assert await ask(control, *metrics_route, Authorization="Bearer") == 401
+            assert await ask(control, *metrics_route, Authorization=f"Bearer {second}") == 200
 
 
 @on_uvloop
-async def test_a_control_token_that_is_gone_is_written_again(tmp_path):
+async def test_deleted_control_token_is_written_again(tmp_path):
     async with port(tmp_path) as control:
         path = control.guard._file
         assert path is not None
@@ -169,27 +172,27 @@ async def test_a_control_token_that_is_gone_is_written_again(tmp_path):
 
 @pytest.mark.parametrize("method", ["BREW", "CONNECT"])
 @on_uvloop
-async def test_a_method_of_no_route_is_no_request_at_all(tmp_path, method):
+async def test_unknown_method_is_an_invalid_request(tmp_path, method):
     async with port(tmp_path) as control:
-        assert await ask(control, method, "/status", **bearing(control)) in (400, 405)
+        assert await ask(control, method, "/status", **token_header(control)) in (400, 405)
 
 
 @pytest.mark.parametrize("path", [path for path in ROUTES if path not in OPEN])
 @on_uvloop
-async def test_what_is_not_the_token_opens_nothing(tmp_path, path):
+async def test_wrong_token_opens_nothing(tmp_path, path):
     async with port(tmp_path) as control:
         token, method = control.guard.token, ROUTES[path]
         join = CoordinatorCredentials.open().join_token().reveal()
-        for wrong in (
+        for wrong_token in (
             "", "Bearer", "Bearer ", f"Bearer {token[:-1]}", f"Bearer {token}x", f"Basic {token}",
             token, f"Bearer {join}", f"Bearer {join.partition('.')[2]}", "Bearer \u00e9",
         ):  # fmt: skip
-            assert await ask(control, method, path, Authorization=wrong) == 401
+            assert await ask(control, method, path, Authorization=wrong_token) == 401
             assert await ask(control, method, f"{path}?token={token}") == 401
 
 
 @on_uvloop
-async def test_a_token_that_is_no_text_opens_nothing(tmp_path):
+async def test_binary_token_opens_nothing(tmp_path):
     async with port(tmp_path) as control:
         reader, writer = await asyncio.open_connection(*control.address)
         host = f"127.0.0.1:{control.address[1]}".encode()
@@ -214,10 +217,10 @@ async def test_a_token_that_is_no_text_opens_nothing(tmp_path):
 @on_uvloop
 async def test_own_hosts_and_sites_are_answered(tmp_path, header, value):
     async with port(tmp_path) as control:
-        sent = {**bearing(control), header: value.format(port=control.address[1])}
+        request_headers = {**token_header(control), header: value.format(port=control.address[1])}
         for path, method in ROUTES.items():
             expected = ANSWERS.get(path, 200)
-            assert (path, await ask(control, method, path, **sent)) == (path, expected)
+            assert (path, await ask(control, method, path, **request_headers)) == (path, expected)
 
 
 @pytest.mark.parametrize(
@@ -237,13 +240,13 @@ async def test_own_hosts_and_sites_are_answered(tmp_path, header, value):
 @on_uvloop
 async def test_other_hosts_and_sites_are_refused(tmp_path, header, value):
     async with port(tmp_path) as control:
-        sent = {**bearing(control), header: value.format(port=control.address[1])}
+        request_headers = {**token_header(control), header: value.format(port=control.address[1])}
         for path, method in ROUTES.items():
-            assert (path, await ask(control, method, path, **sent)) == (path, 403)
+            assert (path, await ask(control, method, path, **request_headers)) == (path, 403)
 
 
 @on_uvloop
-async def test_the_token_is_this_user_s_alone_new_each_time_and_gone_at_the_end(tmp_path):
+async def test_token_file_is_private_new_each_time_and_removed_at_the_end(tmp_path):
     tokens = set()
     for number in range(2):
         async with port(tmp_path / str(number)) as control:
@@ -259,7 +262,7 @@ async def test_the_token_is_this_user_s_alone_new_each_time_and_gone_at_the_end(
 
 
 @on_uvloop
-async def test_a_command_without_the_token_says_what_to_do(tmp_path, monkeypatch):
+async def test_command_without_a_token_names_the_remedy(tmp_path, monkeypatch):
     async with port(tmp_path) as control:
         address = f"127.0.0.1:{control.address[1]}"
         monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "another user's"))
@@ -275,7 +278,7 @@ async def test_a_command_without_the_token_says_what_to_do(tmp_path, monkeypatch
 
 @asynccontextmanager
 async def half_sent(control: ControlPort, count: int) -> AsyncIterator[list[asyncio.StreamReader]]:
-    """Requests that never end, by someone without the token."""
+    """Open requests that never end, without the token."""
     streams = [await asyncio.open_connection(*control.address) for _ in range(count)]
     for _, writer in streams:
         writer.write(b"POST /halt HTTP/1.1\r\nHost: 127.0.0.1\r\n")
@@ -284,21 +287,21 @@ async def half_sent(control: ControlPort, count: int) -> AsyncIterator[list[asyn
         writer.transport.abort()
 
 
-async def sent_away(reader: asyncio.StreamReader) -> bool:
+async def is_closed_by_server(reader: asyncio.StreamReader) -> bool:
     with contextlib.suppress(ConnectionResetError):
         return await reader.read() == b""
     return True
 
 
 @on_uvloop
-async def test_half_sent_requests_take_few_places_and_keep_nobody_out(tmp_path):
+async def test_unfinished_requests_are_limited_and_block_nobody(tmp_path):
     async with port(tmp_path) as control:
         bearer = {"Authorization": f"Bearer {control.guard.token}"}
         async with aiohttp.ClientSession(headers=bearer) as operator:
             url = f"http://127.0.0.1:{control.address[1]}"
             flood = half_sent(control, 3 * limits.CONTROL_CONNECTIONS)
             async with operator.get(f"{url}/events") as events, flood as readers:
-                assert await sent_away(readers[0])
+                assert await is_closed_by_server(readers[0])
                 assert len(control.visitors) <= limits.CONTROL_CONNECTIONS
                 assert await ask(control, "GET", "/status", **bearer) == 200
                 control.emit(Draining())
@@ -306,17 +309,17 @@ async def test_half_sent_requests_take_few_places_and_keep_nobody_out(tmp_path):
 
 
 @on_uvloop
-async def test_who_shows_no_token_in_time_is_dismissed(tmp_path, monkeypatch):
+async def test_client_without_a_token_is_dismissed_in_time(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "HANDSHAKE_TIMEOUT_MS", 20)
     async with port(tmp_path) as control:
         async with half_sent(control, 1) as (reader,):
-            assert await sent_away(reader)
+            assert await is_closed_by_server(reader)
         assert not len(control.visitors)
 
 
 @on_uvloop
 async def test_connections_leave_descriptors_for_the_log(tmp_path):
-    """Past the limit less the reserve a connection is closed, and a file can still be opened."""
+    """Past the limit minus the reserve, a connection is closed, and a file can still be opened."""
     usual = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with port(tmp_path) as control:
         next_one = os.dup(0)
@@ -325,20 +328,20 @@ async def test_connections_leave_descriptors_for_the_log(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (low, usual[1]))
         try:
             async with half_sent(control, 1) as (reader,):
-                assert await sent_away(reader)
+                assert await is_closed_by_server(reader)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, usual)
         assert await ask(control, "GET", "/healthz") == 200
 
 
 @pytest.mark.parametrize(("content", "text"), [(None, "does not exist"), ("\n", "is empty")])
-def test_a_control_token_file_that_holds_nothing_is_named(tmp_path, content, text):
+def test_empty_control_token_file_is_named(tmp_path, content, text):
     path = tmp_path / "control.token"
     if content is not None:
         write_secret(path, content)
     for command in (("status",), ("token", "control")):
-        ended = called(
+        completed = called(
             "coordinator", *command, environment={"SAMESTEP_CONTROL_TOKEN_FILE": str(path)}
         )
-        assert ended.returncode == 2
-        assert f"SAMESTEP_CONTROL_TOKEN_FILE: the token file '{path}' {text}" in ended.stderr
+        assert completed.returncode == 2
+        assert f"SAMESTEP_CONTROL_TOKEN_FILE: the token file '{path}' {text}" in completed.stderr

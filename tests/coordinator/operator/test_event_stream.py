@@ -1,4 +1,4 @@
-"""Readers get each event once and in order; one that lags too far is let go."""
+"""Readers get each event once and in order; one that lags too far is disconnected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from coordinator.operator.event_stream import KEPT_EVENTS, EventStream
 
 
 class Reader:
-    """Takes what is written, one event a line; stops taking while `open` is not set."""
+    """Takes one event per line; pauses while `open` is not set."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -20,7 +20,7 @@ class Reader:
         await self.open.wait()
 
 
-async def test_a_reader_gets_what_comes_and_no_more_after_the_end():
+async def test_reader_gets_events_until_the_end():
     stream, reader = EventStream(1), Reader()
     stream.publish("before", {})
     following = asyncio.create_task(stream.follow(stream.start_after(None), reader.write))
@@ -35,7 +35,7 @@ async def test_a_reader_gets_what_comes_and_no_more_after_the_end():
     ]
 
 
-async def test_a_reader_that_lags_by_more_than_is_kept_is_let_go():
+async def test_reader_that_lags_too_far_is_disconnected():
     stream, reader = EventStream(1), Reader()
     reader.open.clear()
     following = asyncio.create_task(stream.follow(stream.start_after(None), reader.write))
@@ -49,7 +49,7 @@ async def test_a_reader_that_lags_by_more_than_is_kept_is_let_go():
     assert len(reader.events) == 1
 
 
-async def test_one_that_comes_back_starts_after_what_it_has():
+async def test_returning_reader_starts_after_its_last_event():
     stream = EventStream(1000)
     for _ in range(3):
         stream.publish("tick", {})

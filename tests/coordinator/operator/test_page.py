@@ -1,7 +1,7 @@
-"""The page in a real browser: what it shows in each state, what its buttons do, what does no harm.
+"""The page in a real browser: its display of each state, its buttons, and its robustness.
 
-Needs Chromium and its driver (Debian: chromium, chromium-driver). With `SAMESTEP_SCREENSHOTS=DIR`
-each state is also saved as a picture, to be looked at.
+Needs Chromium and its driver (Debian: chromium, chromium-driver). With `SAMESTEP_SCREENSHOTS=DIR`,
+each state is also saved as a picture for review.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def browser() -> Iterator[Any]:
 
 
 class Page:
-    """The page in the browser; the service answers in this loop, so the browser has a thread."""
+    """The page in the browser; the service runs in this loop, so the browser gets a thread."""
 
     def __init__(self, driver: Any, operator: Operator) -> None:
         self.driver = driver
@@ -69,17 +69,17 @@ class Page:
         await asyncio.to_thread(self.driver.get, f"http://{self.operator.address}/{fragment}")
 
     async def until(self, script: str) -> Any:
-        """Wait until an expression holds in the page; the page itself is driven by events.
+        """Wait until an expression holds in the page, which is driven by events.
 
-        Looked at by a timer and not by animation frames: a page behind another tab has none.
+        Polled with a timer, not with animation frames: a page behind another tab has none.
         """
-        wait = (
+        poll_script = (
             "const done = arguments[0]; const look = () => { const found = (() => { try { return "
             f"{script}; }} catch {{ return null; }} }})(); if (found) return done(found); "
             "setTimeout(look, 15); }; look();"
         )
         self.driver.set_script_timeout(PATIENCE_S)
-        return await asyncio.to_thread(self.driver.execute_async_script, wait)
+        return await asyncio.to_thread(self.driver.execute_async_script, poll_script)
 
     async def says(self, element: str, text: str) -> None:
         content = f"document.getElementById({element!r}).textContent"
@@ -89,14 +89,14 @@ class Page:
         await self.run(f"document.querySelector({json.dumps(selector)}).click()")
 
     async def act(self, name: str) -> None:
-        """Press a button of the section "Act", and say yes."""
+        """Press a button of the section "Act", and confirm."""
         await self.until(f"!document.querySelector('[data-act={name}]').disabled")
         await self.click(f"[data-act={name}]")
         await self.until("document.getElementById('confirm').open")
         await self.click("#yes")
 
     async def picture(self, name: str) -> None:
-        """Light and dark, wide and as on a telephone; for eyes alone."""
+        """Take pictures, light and dark, wide and as on a phone; for review only."""
         if not PICTURES:
             return
         for theme, width in itertools.product(("light", "dark"), (1280, 390)):
@@ -115,34 +115,34 @@ class Page:
         await self.command("Emulation.clearDeviceMetricsOverride")
 
     async def command(self, name: str, **parameters: object) -> Any:
-        """One of the browser's own, of its DevTools protocol."""
+        """Send a command of the browser's DevTools protocol."""
         return await asyncio.to_thread(self.driver.execute_cdp_cmd, name, parameters)
 
     async def wide(self, width: int) -> None:
-        """As a window so wide, a telephone's if it is narrow."""
+        """Set the width of the window; a narrow one emulates a phone."""
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         await self.command("Emulation.setDeviceMetricsOverride", **metrics)
 
     async def thread_s(self) -> float:
-        """Processor time of the page's thread so far, in seconds."""
+        """Return the processor time of the page's thread so far, in seconds."""
         metrics = (await self.command("Performance.getMetrics"))["metrics"]
         return float({each["name"]: each["value"] for each in metrics}["ThreadTime"])
 
     async def findings(self) -> list[str]:
-        """What axe-core finds that is serious or worse."""
+        """Return axe-core findings that are serious or worse."""
         report = await asyncio.to_thread(axe.Axe().run, self.driver)
         grave = [each for each in report["violations"] if each["impact"] in {"serious", "critical"}]
         return [f"{each['id']}: {each['nodes'][0]['html']}" for each in grave]
 
     def complaints(self) -> list[str]:
-        """Errors in the browser's log since the last look, but for answers that refuse."""
+        """Return errors in the browser's log since the last call, except for refused requests."""
         entries = self.driver.get_log("browser")
         texts = [each["message"] for each in entries]
         return [each for each in texts if not re.search(r"status of 40[019] ", each)]
 
 
 @pytest.fixture
-def opened(browser: Any, tmp_path: Path) -> Callable[..., Any]:
+def open_pages(browser: Any, tmp_path: Path) -> Callable[..., Any]:
     @asynccontextmanager
     async def open_page(expect_workers: int = 1) -> AsyncIterator[Page]:
         browser.set_window_size(1280, 1700)
@@ -153,8 +153,7 @@ def opened(browser: Any, tmp_path: Path) -> Callable[..., Any]:
                 yield page
                 assert page.complaints() == []
             finally:
-                # What it asks of a service that is gone is not the next test's, nor a tab that a
-                # test which failed has left.
+                # Ignore requests to an ended service, and tabs that a failed test left open.
                 first, *others = browser.window_handles
                 for other in others:
                     await asyncio.to_thread(browser.switch_to.window, other)
@@ -167,8 +166,8 @@ def opened(browser: Any, tmp_path: Path) -> Callable[..., Any]:
 
 
 @on_uvloop
-async def test_without_a_token_it_asks_for_one_and_says_only_that(opened):
-    async with opened() as page:
+async def test_page_without_a_token_only_asks_for_one(open_pages):
+    async with open_pages() as page:
         await page.run("sessionStorage.clear()")
         await page.open(token="")
         await page.until("!document.getElementById('ask').hidden")
@@ -185,8 +184,8 @@ async def test_without_a_token_it_asks_for_one_and_says_only_that(opened):
         mixed = {
             "exact": False,
             "workers": [
-                {"name": name, "signature": which * 12, "signature_text": f"cpu of {which}"}
-                for name, which in (("mars", "a"), ("venus", "b"), ("earth", "a"))
+                {"name": name, "signature": choice * 12, "signature_text": f"cpu of {choice}"}
+                for name, choice in (("mars", "a"), ("venus", "b"), ("earth", "a"))
             ],
         }
         shown_text = await page.run("return differing(arguments[0], {workers: []})", mixed)
@@ -195,11 +194,11 @@ async def test_without_a_token_it_asks_for_one_and_says_only_that(opened):
 
 @pytest.mark.slow
 @on_uvloop
-async def test_waiting_training_worker_lost_halted_and_finished(opened):
-    async with opened(2) as page:
+async def test_waiting_training_worker_lost_halted_and_finished(open_pages):
+    async with open_pages(2) as page:
         operator = page.operator
         operator.live.worker("mars")
-        _, submitted = await operator.post("/submit", {"run": LONG})
+        _, submission = await operator.post("/submit", {"run": LONG})
         await page.says("lines", "1 more worker")
         await page.picture("waiting")
         operator.live.worker("venus")
@@ -234,15 +233,15 @@ async def test_waiting_training_worker_lost_halted_and_finished(opened):
         assert await page.run("return shown.charts['chart-loss'].data[0][0]") == steps
         await page.says("events", "skipped")
         await page.act("drain")
-        ended = await operator.live.wait_for("run_ended", run_id=submitted["run_id"])
-        assert ended["outcome"] == "drained"
+        run_end = await operator.live.wait_for("run_ended", run_id=submission["run_id"])
+        assert run_end["outcome"] == "drained"
         await page.says("phase", "drained")
 
 
 @pytest.mark.slow
 @on_uvloop
-async def test_a_run_is_submitted_seen_to_its_end_and_laid_beside_another(opened):
-    async with opened() as page:
+async def test_run_is_submitted_finished_and_compared(open_pages):
+    async with open_pages() as page:
         page.operator.live.worker("mars")
         text = json.dumps(SPEC)  # YAML, too
         await page.run(
@@ -283,8 +282,8 @@ async def test_a_run_is_submitted_seen_to_its_end_and_laid_beside_another(opened
 
 @pytest.mark.slow
 @on_uvloop
-async def test_a_run_that_is_abandoned_continues(opened):
-    async with opened() as page:
+async def test_a_run_that_is_abandoned_continues(open_pages):
+    async with open_pages() as page:
         page.operator.live.worker("mars")
         await page.operator.post("/submit", {"run": LONG})
         await page.says("phase", "training")
@@ -299,8 +298,8 @@ async def test_a_run_that_is_abandoned_continues(opened):
 
 @pytest.mark.slow
 @on_uvloop
-async def test_a_worker_that_is_revoked_is_gone(opened):
-    async with opened() as page:
+async def test_revoked_worker_disappears(open_pages):
+    async with open_pages() as page:
         page.operator.live.worker("mars")
         await page.until("document.querySelector('#workers button')")
         await page.click("#workers button")
@@ -313,18 +312,18 @@ async def test_a_worker_that_is_revoked_is_gone(opened):
 
 @pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.slow)])
 @on_uvloop
-async def test_a_hostile_name_does_no_harm_and_nothing_overflows(opened, width):
-    async with opened() as page:
+async def test_hostile_name_is_harmless_and_nothing_overflows(open_pages, width):
+    async with open_pages() as page:
         await page.wide(width)
         page.operator.live.worker("mars")
-        _, submitted = await page.operator.post("/submit", {"run": SPEC})
-        await page.operator.live.result(submitted["run_id"])
+        _, submission = await page.operator.post("/submit", {"run": SPEC})
+        await page.operator.live.result(submission["run_id"])
         journal = Journal(page.operator.live.service.finished.directory / "journal.jsonl")
         journal.write(view(4, "lost", HOSTILE, worker=HOSTILE, reason=HOSTILE))
         await page.open()
         await page.says("events", "onerror")
         assert await page.run("return document.querySelectorAll('#shown img').length") == 0
-        # A telephone's innerWidth grows with what overflows.
+        # A phone's innerWidth grows with overflowing content.
         assert await page.run("return document.documentElement.scrollWidth") <= width
         assert await page.findings() == []
         await page.command("Emulation.clearDeviceMetricsOverride")
@@ -332,18 +331,18 @@ async def test_a_hostile_name_does_no_harm_and_nothing_overflows(opened, width):
 
 @pytest.mark.slow
 @on_uvloop
-async def test_ten_thousand_steps_are_drawn_in_under_a_second_of_the_page_s_own_time(opened):
-    async with opened() as page:
+async def test_ten_thousand_steps_are_drawn_in_under_a_second(open_pages):
+    async with open_pages() as page:
         page.operator.live.worker("mars")
-        _, submitted = await page.operator.post("/submit", {"run": SPEC})
-        await page.operator.live.result(submitted["run_id"])
+        _, submission = await page.operator.post("/submit", {"run": SPEC})
+        await page.operator.live.result(submission["run_id"])
         journal = Journal(page.operator.live.service.finished.directory / "journal.jsonl")
         journal.write(*(commit(step, 1 / (step + 1)) for step in range(4, 10_000)))
         await page.open()
         await page.until("shown.charts['chart-loss'].data[0].at(-1) === 10000")
         steps = await page.run("return shown.charts['chart-loss'].data[0].length")
         assert 500 < steps <= 2_000
-        # The journal has no rate, as an older release's: still only what is new comes over.
+        # The journal has no rates, as in older releases: still only new data is transferred.
         news = await page.run(
             "const known = shown.histories[shown.present];"
             "known.rate = {...known.rate, step: [], full: 0};"
@@ -363,7 +362,7 @@ async def test_ten_thousand_steps_are_drawn_in_under_a_second_of_the_page_s_own_
         await page.run("shown.last = 0; zoom([200, 300])")
         script = "return document.getElementById('window').selectedOptions[0].textContent"
         assert await page.run(script) == "steps 200 to 300"
-        # What a redraw of everything costs the page's thread, whatever else the machine does.
+        # The cost of a full redraw in the page's thread, whatever else the machine does.
         await page.command("Performance.enable", timeDomain="threadTicks")
         before = await page.thread_s()
         await page.run("for (const each of Object.values(shown.charts)) each.destroy();"

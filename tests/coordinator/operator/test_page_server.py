@@ -1,4 +1,5 @@
-"""What the page asks for, over real HTTP: its files, histories, the report, a spec's check."""
+"""What the page requests over real HTTP: its files, histories, the report, and the check of a
+spec."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ scripted: {blocks: 3, block_bytes: 64, samples: 64}
 
 
 @on_uvloop
-async def test_the_page_s_files_load_nothing_from_elsewhere(tmp_path):
+async def test_page_files_load_nothing_external(tmp_path):
     async with operating(tmp_path) as operator:
         for path in PAGE_PATHS:
             async with operator.http.get(f"http://{operator.address}{path}") as answer:
@@ -35,7 +36,7 @@ async def test_the_page_s_files_load_nothing_from_elsewhere(tmp_path):
                 assert re.findall(r"https?://", text) == []
 
 
-def test_the_page_makes_text_of_what_comes_from_outside():
+def test_page_escapes_external_values():
     script = (FOLDER / "page.js").read_text()
     assert (
         re.findall(r"innerHTML|insertAdjacentHTML|outerHTML|document\.write|eval\(", script) == []
@@ -48,7 +49,7 @@ def test_the_chart_library_comes_with_its_licence():
 
 
 @on_uvloop
-async def test_a_run_s_history_is_there_during_and_after_it(tmp_path):
+async def test_history_is_available_during_and_after_a_run(tmp_path):
     async with operating(tmp_path) as operator:
         code, document = await operator.ask("GET", "/history")
         assert (code, document["exit_code"]) == (400, 2)
@@ -61,10 +62,10 @@ async def test_a_run_s_history_is_there_during_and_after_it(tmp_path):
         assert history["loss"]["step"] == [1, 2, 3, 4]
         assert history["outcome"] == "finished"
         assert [worker["name"] for worker in history["workers"]] == ["w0"]
-        _, later = await operator.ask("GET", f"/history?run={first['run_id']}&after=3")
-        assert later["loss"]["step"] == [4]
-        _, present = await operator.ask("GET", "/history")
-        assert present["run_id"] == second["run_id"]
+        _, later_history = await operator.ask("GET", f"/history?run={first['run_id']}&after=3")
+        assert later_history["loss"]["step"] == [4]
+        _, current_history = await operator.ask("GET", "/history")
+        assert current_history["run_id"] == second["run_id"]
         _, runs = await operator.ask("GET", "/runs")
         assert {run["run_id"]: run["outcome"] for run in runs["runs"]} == {
             first["run_id"]: "finished", second["run_id"]: "",
@@ -72,16 +73,16 @@ async def test_a_run_s_history_is_there_during_and_after_it(tmp_path):
 
 
 @on_uvloop
-async def test_a_run_that_cannot_be_read_is_left_out_and_hides_no_other(tmp_path):
+async def test_unreadable_run_is_omitted_alone(tmp_path):
     async with operating(tmp_path) as operator:
         operator.live.worker("w0")
-        _, whole = await operator.post("/submit", {"run": SPEC})
-        await operator.live.result(whole["run_id"])
+        _, submission = await operator.post("/submit", {"run": SPEC})
+        await operator.live.result(submission["run_id"])
         _, damaged = await operator.post("/submit", {"run": SPEC})
         await operator.live.result(damaged["run_id"])
         (tmp_path / damaged["run_id"] / "run.json").write_text('{"run_id":')
         code, runs = await operator.ask("GET", "/runs")
-        assert (code, [run["run_id"] for run in runs["runs"]]) == (200, [whole["run_id"]])
+        assert (code, [run["run_id"] for run in runs["runs"]]) == (200, [submission["run_id"]])
         [run] = runs["runs"]
         assert (run["task"], run["steps"], run["step"], run["exact"]) == ("scripted", 4, 4, True)
 
@@ -92,26 +93,26 @@ async def test_a_run_that_cannot_be_read_is_left_out_and_hides_no_other(tmp_path
      ("after=-1", "expected the number"), ("after=x", "expected the number")],
 )  # fmt: skip
 @on_uvloop
-async def test_what_is_asked_for_and_not_there_is_one_line(tmp_path, query, expected_text):
+async def test_missing_resource_is_one_line(tmp_path, query, expected_text):
     async with operating(tmp_path) as operator:
         operator.live.worker("w0")
-        _, submitted = await operator.post("/submit", {"run": SPEC})
-        await operator.live.result(submitted["run_id"])
+        _, submission = await operator.post("/submit", {"run": SPEC})
+        await operator.live.result(submission["run_id"])
         code, document = await operator.ask("GET", f"/history?{query}")
         assert code == 400
         assert expected_text in document["error"]
 
 
 @on_uvloop
-async def test_the_report_is_the_command_s(tmp_path):
+async def test_report_equals_the_command(tmp_path):
     async with operating(tmp_path) as operator:
         operator.live.worker("w0")
-        _, submitted = await operator.post("/submit", {"run": SPEC})
-        await operator.live.result(submitted["run_id"])
-        url = f"http://{operator.address}/report?run={submitted['run_id']}"
+        _, submission = await operator.post("/submit", {"run": SPEC})
+        await operator.live.result(submission["run_id"])
+        url = f"http://{operator.address}/report?run={submission['run_id']}"
         async with operator.http.get(url) as answer:
             assert answer.content_type == "text/html"
-            assert f"<h1>Run {submitted['run_id']}</h1>" in await answer.text()
+            assert f"<h1>Run {submission['run_id']}</h1>" in await answer.text()
 
 
 @on_uvloop
@@ -128,7 +129,7 @@ async def test_a_spec_is_checked_before_it_is_submitted(tmp_path):
 
 
 @on_uvloop
-async def test_the_line_to_join_by_and_a_worker_that_is_revoked(tmp_path):
+async def test_join_line_and_revoked_worker(tmp_path):
     async with operating(tmp_path) as operator:
         _, joining = await operator.ask("GET", "/join")
         assert joining["lines"][0].startswith("listening for workers: worker --coordinator")
@@ -142,7 +143,7 @@ async def test_the_line_to_join_by_and_a_worker_that_is_revoked(tmp_path):
 
 
 @on_uvloop
-async def test_a_check_of_bytes_that_are_no_text_is_one_clear_line(tmp_path):
+async def test_check_of_binary_data_is_one_line(tmp_path):
     async with operating(tmp_path) as operator:
         status, answer = await operator.ask("POST", "/check", data=b"task: caf\xe9")
     assert status == 400

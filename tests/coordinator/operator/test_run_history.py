@@ -1,4 +1,4 @@
-"""The page's picture of a run: from journals, in bounded memory, however they grow."""
+"""The page's history of a run: from journals, in bounded memory, however they grow."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from coordinator.operator.run_history import Curve, RunHistory
 TIME = "2026-01-01T00:00:{:06.3f}+00:00"
 
 
-def commit(step: int, loss: float | None = 1.0, **more: Any) -> dict[str, Any]:
-    return {"kind": "commit", "step": step, "loss": loss, "norm": None, "skipped": False, **more}
+def commit(step: int, loss: float | None = 1.0, **overrides: Any) -> dict[str, Any]:
+    return {
+        "kind": "commit",
+        "step": step,
+        "loss": loss,
+        "norm": None,
+        "skipped": False,
+        **overrides,
+    }
 
 
 def view(step: int, change: str, *names: str, worker: str = "", reason: str = "") -> dict[str, Any]:
@@ -43,7 +50,7 @@ def journal(tmp_path):
     return Journal(tmp_path / "journal.jsonl")
 
 
-def test_what_comes_later_is_added_to_what_was_read(journal):
+def test_new_lines_extend_the_history(journal):
     history = RunHistory(journal.path)
     history.read()
     assert history.document()["loss"]["step"] == []
@@ -69,7 +76,7 @@ def test_the_last_error_of_each_worker_is_kept(journal):
     assert (errors["mars"]["what"], errors["mars"]["text"]) == ("halted", "NaN")
 
 
-def test_norm_and_rate_are_drawn_where_the_journal_has_them(journal):
+def test_norm_and_rate_are_optional(journal):
     of_older = commit(0)
     del of_older["norm"]
     journal.write(of_older, commit(1, norm=2.0, rate=1e-3), commit(2, None, rate=None))
@@ -80,7 +87,7 @@ def test_norm_and_rate_are_drawn_where_the_journal_has_them(journal):
     assert (document["rate"]["step"], document["rate"]["mean"]) == ([2], [1e-3])
 
 
-def test_half_a_line_waits_for_its_other_half(journal):
+def test_incomplete_line_is_read_later(journal):
     history = RunHistory(journal.path)
     journal.write(commit(0), end="")
     history.read()
@@ -90,7 +97,7 @@ def test_half_a_line_waits_for_its_other_half(journal):
     assert history.document()["loss"]["step"] == [1]
 
 
-def test_a_restart_takes_back_the_steps_that_are_done_again(journal):
+def test_restart_removes_repeated_steps(journal):
     journal.write(*(commit(step, float(step)) for step in range(5)))
     journal.write(
         {"kind": "evaluation", "step": 2, "metrics": {"mse": 0.2}}, view(1, "started", "mars")
@@ -113,7 +120,7 @@ def test_a_step_without_a_loss_leaves_a_gap_not_a_zero(journal):
     assert [event["what"] for event in history.document()["events"]] == ["skipped"]
 
 
-def test_who_has_left_stays_with_the_reason(journal):
+def test_departed_workers_stay_with_the_reason(journal):
     journal.write(view(0, "started", "mars", "venus"))
     journal.write(view(4, "lost", "mars", worker="venus", reason="connection reset"))
     history = RunHistory(journal.path)
@@ -126,7 +133,7 @@ def test_who_has_left_stays_with_the_reason(journal):
     assert document["workers_at"] == [(0, 2), (4, 1)]
 
 
-def test_a_line_that_is_no_record_stops_nothing(journal):
+def test_invalid_line_is_skipped(journal):
     journal.write(commit(0))
     with journal.path.open("a") as file:
         file.write('{"number": 1}\nnot json\n{"time": "x", "record": {"kind": "commit"}}\n')
@@ -136,7 +143,7 @@ def test_a_line_that_is_no_record_stops_nothing(journal):
     assert history.document()["loss"]["step"] == [1, 2]
 
 
-def test_a_journal_that_was_cut_is_read_again(journal):
+def test_truncated_journal_is_reread(journal):
     journal.write(*(commit(step) for step in range(9)))
     history = RunHistory(journal.path)
     history.read()
@@ -162,22 +169,22 @@ def test_a_long_curve_is_thinned_and_keeps_its_extremes():
     assert sum(full) * document["stride"] == pytest.approx(document["full"] + 49, rel=1e-6)
 
 
-def test_points_up_to_full_are_as_they_stay_while_the_stride_is():
-    curve, whole = Curve(), Curve()
+def test_complete_points_are_final_until_the_stride_changes():
+    curve, full_curve = Curve(), Curve()
     for step in range(1, 5_001):
         curve.add(step, float(step % 97))
-        whole.add(step, float(step % 97))
+        full_curve.add(step, float(step % 97))
     before = curve.document(0)
     for step in range(5_001, 5_051):
         curve.add(step, float(step % 97))
-        whole.add(step, float(step % 97))
+        full_curve.add(step, float(step % 97))
     news = curve.document(before["full"])
     assert news["stride"] == before["stride"]
     final_steps = [step for step in before["step"] if step <= before["full"]]
-    assert [*final_steps, *news["step"]] == whole.document(0)["step"]
+    assert [*final_steps, *news["step"]] == full_curve.document(0)["step"]
 
 
-def test_epochs_are_steps_once_the_samples_are_counted(journal):
+def test_epochs_follow_once_samples_are_known(journal):
     history = RunHistory(journal.path)
     spec = {"steps": 10**12, "epochs": 3, "batch": {"samples": 16}}
     journal.write({"kind": "run", "run_id": "r", "spec": spec})

@@ -1,4 +1,4 @@
-"""The status document on real objects: in each phase it says what is waited for, and why."""
+"""The status document of real objects: in each phase it states what the run waits for, and why."""
 
 import json
 import math
@@ -33,13 +33,13 @@ class ExecutionSink:
         del execution, outcome
 
 
-def staged(*commands, **options):
-    """A stage after these commands, as `word argument ... key=value`."""
+def stage_after(*commands, **options):
+    """Build a stage after these commands, each `word argument ... key=value`."""
     stage = Stage(**options)
     for line in commands:
-        word, *rest = line.split()
-        plain = [part for part in rest if "=" not in part]
-        stage.command(word, plain, dict(part.split("=") for part in rest if "=" in part))
+        command, *rest = line.split()
+        arguments = [part for part in rest if "=" not in part]
+        stage.command(command, arguments, dict(part.split("=") for part in rest if "=" in part))
     return stage.run
 
 
@@ -48,7 +48,7 @@ COMMITTED = (*TWO_TRAIN, "subtree ann 0-2", "subtree bob 2-4")
 
 
 @pytest.mark.parametrize(
-    ("commands", "options", "connected", "expected"),
+    ("commands", "options", "worker_names", "expected"),
     [
         ((), {"workers": "3"}, ["ann"], "2 more workers: 1 of 3 are here"),
         (
@@ -95,30 +95,30 @@ COMMITTED = (*TWO_TRAIN, "subtree ann 0-2", "subtree bob 2-4")
             "ann, bob to apply the step"),
     ],
 )  # fmt: skip
-def test_it_says_what_is_waited_for(commands, options, connected, expected):
-    run = staged(*commands, **{"workers": "2", **options})
-    waiting = waiting_for(run, connected)
-    assert waiting.words == expected
-    assert [name for name in connected if name in waiting.workers] == [
-        name for name in connected if name in expected.partition("; ")[0]
+def test_status_names_what_the_run_waits_for(commands, options, worker_names, expected):
+    run = stage_after(*commands, **{"workers": "2", **options})
+    wait_text = waiting_for(run, worker_names)
+    assert wait_text.words == expected
+    assert [name for name in worker_names if name in wait_text.workers] == [
+        name for name in worker_names if name in expected.partition("; ")[0]
     ]
 
 
 def test_a_run_that_failed_waits_for_no_disk():
-    run = staged("invite ann", "fails ann", workers="1")
+    run = stage_after("invite ann", "fails ann", workers="1")
     run._finish("failed", "no such file", 2)
     assert waiting_for(run, []).words == ""
 
 
-def test_while_the_replica_alone_is_late_it_is_named():
-    run = staged(*COMMITTED, workers="2", steps="1")
+def test_late_coordinator_replica_is_named():
+    run = stage_after(*COMMITTED, workers="2", steps="1")
     assert run.progress is not None
     run.progress.agreement._missing.clear()
     assert waiting_for(run, ["ann"]).words == "the coordinator's replica to apply the step"
 
 
 def storage(run):
-    """Never used: nothing is asked of its disk."""
+    """Never used: the test asks nothing of its disk."""
     return RunStorage(
         RunDirectory(Path()), run.run_id, run.spec, term=1, guard=lambda: None, failed=print
     )
@@ -149,10 +149,10 @@ async def service_with(run, *names):
     return service
 
 
-async def test_how_far_the_preparation_of_a_task_is_stands_beside_who_is_waited_for():
-    run = staged("invite ann", "invite bob", "ready ann", workers="2")
+async def test_task_preparation_progress_is_shown_with_the_workers():
+    run = stage_after("invite ann", "invite bob", "ready ann", workers="2")
     service = await service_with(run, "ann", "bob")
-    service.sessions["ann"].preparing = "compiling"  # said before it was ready
+    service.sessions["ann"].preparing = "compiling"  # reported before it was ready
     assert status_document(service, NOW_S)["waiting_for"] == "bob to build the task"
     service.sessions["bob"].preparing = "read 1.00 GiB of 8.00 GiB, 9 s left"
     assert status_document(service, NOW_S)["waiting_for"] == (
@@ -171,7 +171,7 @@ async def test_an_idle_service_reports_it():
 
 
 async def test_a_run_in_training_on_one_screen():
-    run = staged(*COMMITTED, "applied ann 1", "applied bob 1", "replica 1", workers="2")
+    run = stage_after(*COMMITTED, "applied ann 1", "applied bob 1", "replica 1", workers="2")
     service = await service_with(run, "ann", "bob", "idle")
     assert service.current is not None
     service.current.applied = ReplicaState(1, "s" * 64)
@@ -182,12 +182,12 @@ async def test_a_run_in_training_on_one_screen():
         "exact": True, "view": 2, "waiting_for": "gradients of ann, bob", "balance": 1.0,
     }  # fmt: skip
     assert {key: document[key] for key in expected} == expected
-    ann, bob, idle = document["workers"]
+    ann, bob, idle_worker = document["workers"]
     assert (ann["state"], ann["microbatches_of_step"], ann["microbatches"]) == ("active", 2, 2)
     assert (bob["device"], bob["ms_per_microbatch"], bob["last_seen_s"]) == ("a device", 10.0, 2.0)
-    assert (idle["state"], idle["device"]) == ("idle", "")
+    assert (idle_worker["state"], idle_worker["device"]) == ("idle", "")
     assert not any("SILENT" in line for line in status_lines(document))
-    idle["last_seen_s"] = 8.5
+    idle_worker["last_seen_s"] = 8.5
     assert "  idle: idle, SILENT, seen 8.5 s ago" in list(status_lines(document))
     lines = list(status_lines(document))
     assert len(lines) <= 24
@@ -204,7 +204,7 @@ async def test_a_run_in_training_on_one_screen():
 
 
 async def test_a_halt_is_reported_with_its_reason():
-    run = staged(*TWO_TRAIN, "payload bob 2-4 value=nan", workers="2")
+    run = stage_after(*TWO_TRAIN, "payload bob 2-4 value=nan", workers="2")
     document = status_document(await service_with(run, "ann", "bob"), NOW_S)
     assert document["phase"] == "halted"
     assert "from worker 'bob'" in document["reason"]
@@ -212,15 +212,15 @@ async def test_a_halt_is_reported_with_its_reason():
 
 
 async def test_a_skipped_step_has_no_loss_in_json():
-    run = staged(*TWO_TRAIN, "halt", "continue skip=yes", workers="2")
+    run = stage_after(*TWO_TRAIN, "halt", "continue skip=yes", workers="2")
     assert math.isnan(run.losses[-1])
     document = status_document(await service_with(run), NOW_S)
     assert document["loss"] is None
     json.dumps(document, allow_nan=False)
 
 
-async def test_what_is_over_shows_its_outcome():
-    run = staged(*TWO_TRAIN, "give-up", workers="2")
+async def test_finished_run_shows_its_outcome():
+    run = stage_after(*TWO_TRAIN, "give-up", workers="2")
     service = await service_with(run)
     service.finished, service.current = service.current, None
     assert service.finished is not None
@@ -232,7 +232,7 @@ async def test_what_is_over_shows_its_outcome():
 
 
 async def test_unlike_workers_show_as_mixed():
-    run = staged(
+    run = stage_after(
         "invite ann", "invite bob", "ready ann", "ready bob signature=gpu", "loaded", workers="2"
     )
     document = status_document(await service_with(run, "ann", "bob"), NOW_S)
@@ -245,7 +245,7 @@ async def test_unlike_workers_show_as_mixed():
 
 
 @pytest.mark.parametrize(
-    ("commands", "options", "why"),
+    ("commands", "options", "reason"),
     [
         (("invite ann", "invite bob", "ready ann", "ready bob signature=gpu"),
             {"exactness": "require"},
@@ -255,30 +255,30 @@ async def test_unlike_workers_show_as_mixed():
     ],
     ids=["other bits", "too small"],
 )  # fmt: skip
-async def test_who_cannot_take_part_is_named_and_counted_nowhere(commands, options, why):
-    run = staged(*commands, workers="2", **options)
+async def test_refused_worker_is_named_and_not_counted(commands, options, reason):
+    run = stage_after(*commands, workers="2", **options)
     service = await service_with(run, "ann", "bob")
     document = json.loads(json.dumps(status_document(service, NOW_S), allow_nan=False))
-    waiting = document["waiting_for"]
-    assert waiting.startswith(f"1 more worker: 1 of 2 are here; bob cannot take part: {why}")
+    wait_text = document["waiting_for"]
+    assert wait_text.startswith(f"1 more worker: 1 of 2 are here; bob cannot take part: {reason}")
     _, bob = document["workers"]
-    assert (bob["state"], bob["cannot"].startswith(why)) == ("cannot take part", True)
+    assert (bob["state"], bob["cannot"].startswith(reason)) == ("cannot take part", True)
     lines = list(status_lines(document))
-    assert f"waiting  for {waiting}" in lines
+    assert f"waiting  for {wait_text}" in lines
     assert "workers  1 of 2 expected, view 0" in lines
     assert "  bob: cannot take part, seen 2 s ago" in lines
     assert ", 1 of 2 workers; waiting for 1 more worker: 1 of 2 are here" in summary(document)
 
 
-async def test_what_waits_and_a_loss_that_is_missing_are_reported_in_words():
-    run = staged(*COMMITTED, "applied ann 1", "applied bob 1", "replica 1", workers="2")
+async def test_waiting_run_and_missing_loss_are_described():
+    run = stage_after(*COMMITTED, "applied ann 1", "applied bob 1", "replica 1", workers="2")
     document = status_document(await service_with(run, "ann", "bob"), NOW_S)
     lines = list(status_lines(document | {"loss": None, "queued_runs": ["a-1", "b-2"]}))
     assert "step     1 of 2, no loss" in lines
     assert "queued   a-1, b-2" in lines
 
 
-async def test_steps_that_nobody_can_count_yet_are_not_reported(tmp_path):
+async def test_unknown_step_counts_are_not_reported(tmp_path):
     spec = parse_run_spec(
         {"task": "teacher-logits", "model": {"source": "teacher"}, "data": {"train": "text"}}
     )

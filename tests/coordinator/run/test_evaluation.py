@@ -1,4 +1,4 @@
-"""Whatever history of losses: the same figures, and no part forgotten."""
+"""Any history of losses gives the same metrics, and no part is forgotten."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,10 +27,10 @@ def expected(parts):
 def test_any_history_of_losses_gives_the_same_metrics(parts, data):
     evaluation = Evaluation(3, parts)
     workers: set[str] = {"w0"}
-    owed: dict[str, set[int]] = {"w0": set()}
+    owed_parts: dict[str, set[int]] = {"w0": set()}
     for life in range(1, 60):
         for worker, (lo, hi) in evaluation.assign(sorted(workers)).items():
-            owed[worker] |= set(range(lo, hi))
+            owed_parts[worker] |= set(range(lo, hi))
         if evaluation.is_complete:
             break
         worker = data.draw(st.sampled_from(sorted(workers)))
@@ -38,14 +38,14 @@ def test_any_history_of_losses_gives_the_same_metrics(parts, data):
             evaluation.lose(worker, is_proven=data.draw(st.booleans()))
             workers.discard(worker)
             workers.add(f"w{life}")
-            owed[f"w{life}"] = set()
-        elif owed[worker]:
-            evaluation.result(worker, answer(owed[worker].pop()))
+            owed_parts[f"w{life}"] = set()
+        elif owed_parts[worker]:
+            evaluation.result(worker, answer(owed_parts[worker].pop()))
         else:
             workers.add("helping")
-            owed.setdefault("helping", set())
+            owed_parts.setdefault("helping", set())
     for worker in sorted(workers):
-        for part in sorted(owed[worker]):
+        for part in sorted(owed_parts[worker]):
             evaluation.result(worker, answer(part))
     assert evaluation.is_complete
     assert evaluation.metrics([MEAN]) == expected(parts)
@@ -81,7 +81,7 @@ def test_the_first_answer_counts_and_foreign_ones_do_not():
     assert evaluation.metrics([MEAN]) == expected(1)
 
 
-def test_answers_of_unproven_weights_go_with_their_worker():
+def test_answers_of_unproven_weights_are_dropped_with_their_worker():
     evaluation = Evaluation(3, 2)
     evaluation.assign(["a", "b"])
     evaluation.result("a", answer(0, value=7.0))

@@ -1,4 +1,4 @@
-"""The planner against all divisions there are, for small cases."""
+"""The planner compared with all possible divisions, for small cases."""
 
 import itertools
 
@@ -15,7 +15,7 @@ speeds = st.dictionaries(
 
 
 def divisions(microbatches, names):
-    """Every way to divide so many microbatches among these."""
+    """Yield every way to divide this many microbatches among these workers."""
     if len(names) == 1:
         yield {names[0]: microbatches}
         return
@@ -25,7 +25,7 @@ def divisions(microbatches, names):
 
 
 @given(st.integers(1, 8), speeds)
-def test_no_division_is_done_earlier(microbatches, ms):
+def test_no_division_finishes_earlier(microbatches, ms):
     division = shares(microbatches, ms)
     assert division.keys() == ms.keys()
     assert sum(division.values()) == microbatches
@@ -42,7 +42,7 @@ def test_without_any_speed_all_get_the_same():
     assert divide(9, {"a": None, "b": None, "c": None}) == {"a": 3, "b": 3, "c": 3}
 
 
-def test_a_speed_of_zero_is_no_division_by_zero():
+def test_zero_speed_does_not_divide_by_zero():
     assert sum(divide(5, {"a": 0.0, "b": 1.0}).values()) == 5
 
 
@@ -59,20 +59,20 @@ def test_a_division_is_kept_while_it_is_good_enough(microbatches, ms, data):
         assert division == previous
 
 
-def test_noise_moves_nothing_about():
+def test_noise_does_not_change_the_division():
     first = divide(24, {"a": 10.0, "b": 10.0, "c": 10.0})
     assert divide(24, {"a": 10.4, "b": 9.7, "c": 10.1}, first) == first
     assert divide(24, {"a": 10.0, "b": 10.0, "c": 30.0}, first) != first
 
 
 @pytest.mark.parametrize("previous", [{"a": 4}, {"a": 2, "b": 3}, {"a": 4, "c": 0}])
-def test_a_division_of_others_or_of_another_step_is_not_kept(previous):
+def test_division_of_other_workers_or_steps_is_not_reused(previous):
     division = divide(4, {"a": 1.0, "b": 1.0}, previous)
     assert division == {"a": 2, "b": 2}
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))
-def test_the_subtrees_of_all_cover_every_microbatch_once(counts):
+def test_subtrees_cover_every_microbatch_once(counts):
     division = {f"w{index}": count for index, count in enumerate(counts)}
     microbatches = sum(counts)
     planned = subtrees_for(division)
@@ -92,14 +92,14 @@ def test_equal_shares_of_a_power_of_two_are_one_subtree_each():
 
 
 @given(st.integers(1, 64), speeds, st.data())
-def test_what_is_spread_is_what_was_lost(microbatches, ms, data):
-    lost = sorted(data.draw(st.sets(st.integers(0, microbatches - 1), min_size=1)))
-    planned = spread(cover(lost, microbatches), microbatches, ms)
+def test_spread_covers_the_lost_microbatches(microbatches, ms, data):
+    lost_microbatches = sorted(data.draw(st.sets(st.integers(0, microbatches - 1), min_size=1)))
+    planned = spread(cover(lost_microbatches, microbatches), microbatches, ms)
     assert planned.keys() <= ms.keys()
     leaves = [
         leaf for subtrees in planned.values() for subtree in subtrees for leaf in range(*subtree)
     ]
-    assert sorted(leaves) == lost
+    assert sorted(leaves) == lost_microbatches
     assert all(subtrees for subtrees in planned.values())
 
 

@@ -1,4 +1,4 @@
-"""The steps of a run, without its life: plans, what is present, commits."""
+"""The steps of a run without its life cycle: plans, contributions, commits."""
 
 import math
 
@@ -31,7 +31,7 @@ MANIFEST = Manifest(
 )
 
 
-def started(*names, samples=4):
+def started_progress(*names, samples=4):
     members = Membership()
     for name in names:
         members.activate(members.add(name))
@@ -43,19 +43,19 @@ def started(*names, samples=4):
 
 
 def payload(lo, hi, **where):
-    place = {"term": 5, "step": 0, "attempt": 0, **where}
-    return NonBlockGradientPayload(**place, block=0, chunk=0, lo=lo, hi=hi, weight=hi - lo)
+    step_id = {"term": 5, "step": 0, "attempt": 0, **where}
+    return NonBlockGradientPayload(**step_id, block=0, chunk=0, lo=lo, hi=hi, weight=hi - lo)
 
 
 def loss(lo, hi, **where):
-    place = {"term": 5, "step": 0, "attempt": 0, **where}
+    step_id = {"term": 5, "step": 0, "attempt": 0, **where}
     return SubtreeLoss(
-        **place, lo=lo, hi=hi, loss_sum=1.0, weight=hi - lo, sums=b"", elapsed_ms=6.0 * (hi - lo)
+        **step_id, lo=lo, hi=hi, loss_sum=1.0, weight=hi - lo, sums=b"", elapsed_ms=6.0 * (hi - lo)
     )
 
 
 def pay(progress, worker, message):
-    """What a payload of ones leads to in the round that it belongs to."""
+    """Deliver a payload of ones to the round it belongs to."""
     round_ = progress.present(message)
     assert round_ is not None
     return round_.payload(worker, message, np.full(2, 8, np.float32))
@@ -63,11 +63,11 @@ def pay(progress, worker, message):
 
 def skip(progress):
     progress.persist(progress.round, skip=True)
-    return shown(progress.durable(progress.step))
+    return visible_actions(progress.durable(progress.step))
 
 
-def shown(actions):
-    """Without the events that are for the journal alone."""
+def visible_actions(actions):
+    """Drop events that only the journal uses."""
     return [a for a in actions if not (isinstance(a, Report) and not a.event.name)]
 
 
@@ -76,19 +76,19 @@ def plans(actions):
 
 
 def test_every_active_worker_has_a_plan():
-    progress, members = started("ann", "bob")
+    progress, members = started_progress("ann", "bob")
     members.add("preparing")
-    sent = plans(progress.begin())
-    assert {name: type(message) for name, message in sent.items()} == {
+    plan_by_worker = plans(progress.begin())
+    assert {name: type(message) for name, message in plan_by_worker.items()} == {
         "ann": StepPlan,
         "bob": StepPlan,
     }
     assert progress.division == {"ann": 2, "bob": 2}
-    assert {m.view for m in sent.values()} == {2}
+    assert {m.view for m in plan_by_worker.values()} == {2}
 
 
 def test_a_worker_without_a_share_still_learns_of_the_step():
-    progress, members = started("ann", "bob")
+    progress, members = started_progress("ann", "bob")
     ann, bob = members.get("ann"), members.get("bob")
     assert ann is not None
     assert bob is not None
@@ -98,18 +98,18 @@ def test_a_worker_without_a_share_still_learns_of_the_step():
 
 
 def test_without_workers_the_round_waits():
-    progress, members = started()
+    progress, members = started_progress()
     assert progress.begin() == []
     assert progress.round is not None
     members.activate(members.add("ann"))
-    (plan,) = shown(progress.reassign())
+    (plan,) = visible_actions(progress.reassign())
     assert plan.message.subtrees == ((0, 4),)
     assert progress.reassign() == []
 
 
 def test_many_scattered_subtrees_go_in_several_messages():
-    """What a lost worker leaves may be single microbatches: 64 subtrees fit a message."""
-    progress, members = started("ann", samples=300)
+    """What a lost worker leaves may be single microbatches: a message holds 64 subtrees."""
+    progress, members = started_progress("ann", samples=300)
     progress.begin()
     assert progress.round is not None
     progress.round.shares.clear()
@@ -125,14 +125,14 @@ def test_many_scattered_subtrees_go_in_several_messages():
     ("where", "expected"),
     [({}, True), ({"attempt": 0, "step": 0}, True)],
 )
-def test_the_present_attempt_is_present(where, expected):
-    progress, _ = started("ann")
+def test_current_attempt_is_recognized(where, expected):
+    progress, _ = started_progress("ann")
     progress.begin()
     assert (progress.present(payload(0, 4, **where)) is progress.round) is expected
 
 
 def test_older_attempts_are_late_and_newer_ones_out_of_order():
-    progress, _ = started("ann")
+    progress, _ = started_progress("ann")
     progress.attempt = 1
     progress.begin()
     assert not progress.present(payload(0, 4))
@@ -144,7 +144,7 @@ def test_older_attempts_are_late_and_newer_ones_out_of_order():
 
 
 def test_a_step_from_plan_to_commit():
-    progress, members = started("ann")
+    progress, members = started_progress("ann")
     progress.begin()
     actions = pay(progress, "ann", payload(0, 4))
     assert isinstance(actions, Broadcast)
@@ -158,9 +158,9 @@ def test_a_step_from_plan_to_commit():
     (persist,) = progress.persist(progress.round, skip=False)
     assert progress.persisting
     commit, apply, report = progress.durable(0)
-    counted = ({"ann": ((0, 4),)},)
+    contributions = ({"ann": ((0, 4),)},)
     record = CommitRecord(
-        commit=commit.message, optimizer_step=1, norm=math.sqrt(8), counted=counted
+        commit=commit.message, optimizer_step=1, norm=math.sqrt(8), counted=contributions
     )
     assert persist == Persist(record)
     assert isinstance(commit, Broadcast)
@@ -174,7 +174,7 @@ def test_a_step_from_plan_to_commit():
 
 
 def test_a_skipped_step_updates_nothing():
-    progress, _ = started("ann")
+    progress, _ = started_progress("ann")
     progress.begin()
     commit, apply, _ = skip(progress)
     assert commit.message.scalars is None
@@ -183,15 +183,15 @@ def test_a_skipped_step_updates_nothing():
     assert math.isnan(progress.losses[0])
 
 
-def test_an_answer_to_a_step_that_was_never_committed_is_out_of_order():
-    progress, _ = started("ann")
+def test_answer_to_an_uncommitted_step_is_out_of_order():
+    progress, _ = started_progress("ann")
     for term, step in ((5, 1), (4, 0)):
         with pytest.raises(OutOfOrder, match="expected term 5 and at most 0 steps"):
             progress.applied("ann", StepApplied(term=term, step=step, state_digest="0" * 64))
 
 
-def test_a_draining_worker_goes_when_its_subtrees_are_there():
-    progress, members = started("ann", "bob")
+def test_draining_worker_leaves_after_delivering_its_subtrees():
+    progress, members = started_progress("ann", "bob")
     progress.begin()
     ann = members.get("ann")
     assert ann is not None
@@ -199,20 +199,20 @@ def test_a_draining_worker_goes_when_its_subtrees_are_there():
     assert progress.release() == []
     pay(progress, "ann", payload(0, 2))
     progress.subtree_loss(progress.round, ann, loss(0, 2))
-    (going,) = progress.release()
-    assert isinstance(going, Dismiss)
-    assert going.worker == "ann"
+    (leaving_worker,) = progress.release()
+    assert isinstance(leaving_worker, Dismiss)
+    assert leaving_worker.worker == "ann"
 
 
-def test_what_an_unproven_worker_delivered_starts_the_step_again():
-    progress, members = started("ann", "bob")
+def test_lost_unproven_worker_restarts_the_step():
+    progress, members = started_progress("ann", "bob")
     progress.begin()
     skip(progress)
     progress.begin()
     pay(progress, "bob", payload(2, 4, step=1))
     members.remove("bob")
     assert not progress.lose("bob")
-    report, plan = shown(progress.reassign())
+    report, plan = visible_actions(progress.reassign())
     assert report == Report(StepRestarted(5, 1, 1))
     assert plan.message.subtrees == ((0, 4),)
     members.remove("ann")
@@ -221,7 +221,7 @@ def test_what_an_unproven_worker_delivered_starts_the_step_again():
 
 
 def test_unlike_numerics_profiles_make_the_run_mixed():
-    progress, members = started("ann", "bob")
+    progress, members = started_progress("ann", "bob")
     progress.begin()
     assert not progress.mixed
     bob = members.get("bob")

@@ -1,4 +1,4 @@
-"""What the transcripts do not show of `Run`: settings, and that it never minds what comes after.
+"""Properties of `Run` beyond the transcripts: settings, and robustness against any later input.
 
 The scenarios themselves are in `tests/transcripts`, the disturbances in `tests/simulation`.
 """
@@ -56,8 +56,8 @@ AFTER = [
 
 def training():
     stage = Stage(workers="1")
-    for word in ("invite", "ready"):
-        stage.command(word, ["ann"], {})
+    for command in ("invite", "ready"):
+        stage.command(command, ["ann"], {})
     stage.command("loaded", [], {})
     return stage
 
@@ -70,33 +70,33 @@ def test_the_table_has_every_input_and_every_phase():
 
 
 @pytest.mark.parametrize("message", ["payload ann 0-4", "loss ann 0-4", "applied ann 0"])
-def test_what_belongs_to_a_step_is_out_of_order_before_the_first_one(message):
+def test_step_messages_are_out_of_order_before_the_first_step(message):
     stage = Stage(workers="2")
-    for word in ("invite", "ready"):
-        stage.command(word, ["ann"], {})
-    word, *plain = message.split()
-    (refused,) = stage.command(word, plain, {})
-    assert refused.startswith("OutOfOrder")
-    assert "before the first step" in refused
+    for command in ("invite", "ready"):
+        stage.command(command, ["ann"], {})
+    command, *arguments = message.split()
+    (refusal,) = stage.command(command, arguments, {})
+    assert refusal.startswith("OutOfOrder")
+    assert "before the first step" in refusal
 
 
 @pytest.mark.parametrize(
-    ("key", "given"),
+    ("key", "changes"),
     [
         ("stop.figure", {"stop": StopSpec(figure="nonsense")}),
         ("checkpoint.metric", {"checkpoint": CheckpointSpec(metric="nonsense")}),
     ],
 )
-def test_a_metric_that_the_task_does_not_measure_ends_the_run_before_it_starts(key, given):
+def test_unknown_metric_ends_the_run_before_it_starts(key, changes):
     stage = Stage(workers="1")
-    stage.run.spec = stage.run.spec.model_copy(update=given)
+    stage.run.spec = stage.run.spec.model_copy(update=changes)
     stage.command("invite", ["ann"], {})
     transcript = " ".join(stage.command("ready", ["ann"], {}))
     assert f"{key}: expected a metric of this task, got 'nonsense'; it has mean" in transcript
     assert stage.run.phase is RunPhase.OVER
 
 
-def test_a_group_that_matches_no_tensor_ends_the_run_before_it_starts():
+def test_unmatched_parameter_group_ends_the_run_before_it_starts():
     stage = Stage(workers="1")
     optimizer = Adamw(groups=(ParameterGroup(match=("no.such",)),))
     stage.run.spec = stage.run.spec.model_copy(update={"optimizer": optimizer})
@@ -112,34 +112,34 @@ def test_an_invitation_carries_the_run_spec():
     assert action == Send("ann", message, SPEC.to_bytes())
 
 
-def test_before_the_first_worker_there_is_nothing_to_tell():
+def test_status_is_empty_before_the_first_worker():
     run = Run("run", SPEC, 4, 1)
     assert (run.steps_committed, run.losses, run.phase) == (0, [], RunPhase.WAITING)
     assert run.step(HaltRun("x")) == run.step(ContinueRun()) == []
 
 
-@pytest.mark.parametrize(("word", "plain", "options"), AFTER)
-def test_a_run_that_is_over_does_nothing_more(word, plain, options):
+@pytest.mark.parametrize(("command", "arguments", "options"), AFTER)
+def test_ended_run_ignores_input(command, arguments, options):
     stage = training()
     assert any("finish failed" in line for line in stage.command("give-up", [], {}))
-    assert stage.command(word, plain, options) == []
+    assert stage.command(command, arguments, options) == []
     assert stage.run.phase is RunPhase.OVER
 
 
-def test_a_run_that_is_over_keeps_nobody_from_leaving():
+def test_workers_may_leave_an_ended_run():
     stage = training()
     stage.command("give-up", [], {})
     assert stage.command("drains", ["ann"], {}) == ["dismiss ann, 0: drained"]
 
 
-@pytest.mark.parametrize("word", ["halt", "drain"])
-def test_an_operator_s_word_is_taken_once(word):
+@pytest.mark.parametrize("command", ["halt", "drain"])
+def test_operator_command_is_applied_once(command):
     stage = training()
-    stage.command(word, [], {})
-    assert not any("report" in line for line in stage.command(word, [], {}))
+    stage.command(command, [], {})
+    assert not any("report" in line for line in stage.command(command, [], {}))
 
 
-def test_a_message_that_is_none_of_a_run_s_is_out_of_order():
+def test_message_of_another_kind_is_out_of_order():
     stage = training()
     with pytest.raises(OutOfOrder, match="Heartbeat"):
         stage.run.step(WorkerMessage("ann", Heartbeat()))
@@ -159,7 +159,7 @@ def test_a_drain_of_a_halted_run_fails_with_the_reason():
     assert stage.command("drain", [], {})[0] == "finish failed, 1: halted: halted by the operator"
 
 
-def test_who_has_no_part_in_the_run_may_leave_and_says_nothing_else():
+def test_worker_outside_the_run_may_only_leave():
     run = Run("run", SPEC, 4, 1)
     assert run.step(WorkerMessage("refused", Drain())) == [
         Dismiss("refused", "drained", ExitCode.OK)

@@ -1,4 +1,4 @@
-"""Early stopping: from figures alone, the same after a restart."""
+"""Early stopping: decided from metrics alone, and the same after a restart."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ LOSSES = [3.0, 2.0, 2.5, 1.9, 1.95, math.nan, 1.9, 1.0]
 
 
 def stops_at(spec: StopSpec, values: list[float], restart: int = 0) -> tuple[int, str]:
-    """After which step (each has an evaluation), and why."""
+    """Return the step after which it stops (each has an evaluation), and why."""
     metrics = {step: {"loss": value} for step, value in enumerate(values[:restart], start=1)}
     stopping = Stopping(spec, metrics)
     for step, value in enumerate(values, start=1):
-        if step >= max(1, restart) and (why := stopping.measured(step, {"loss": value})):
-            return step, why
+        if step >= max(1, restart) and (reason := stopping.measured(step, {"loss": value})):
+            return step, reason
     return 0, ""
 
 
 @pytest.mark.parametrize("restart", range(7))
 def test_it_stops_after_this_many_evaluations_without_a_better_metric(restart):
     spec = StopSpec(figure="loss", patience=3)
-    step, why = stops_at(spec, LOSSES, restart)
+    step, reason = stops_at(spec, LOSSES, restart)
     assert step == 7
-    assert why == (
+    assert reason == (
         "stopped early: loss was best after 4 steps (1.9), with no improvement in 3 evaluations "
         "since"
     )
 
 
-def test_a_better_metric_has_to_be_better_by_so_much():
+def test_improvement_must_exceed_the_threshold():
     assert stops_at(StopSpec(figure="loss", patience=2, min_delta=0.5), LOSSES)[0] == 4
     assert stops_at(StopSpec(figure="loss", patience=1), LOSSES)[0] == 3
     assert stops_at(StopSpec(figure="loss", patience=9), LOSSES) == (0, "")
@@ -43,12 +43,12 @@ def test_the_best_value_may_be_the_baseline_as_in_transformers():
     values = [3.0, 2.8, 2.6, 2.4, 1.0, 0.9, 0.8]
     spec = StopSpec(figure="loss", patience=3, min_delta=0.5)
     assert stops_at(spec, values) == (0, "")  # 2.4 is 0.6 better than 3.0
-    step, why = stops_at(spec.model_copy(update={"baseline": "best"}), values)
+    step, reason = stops_at(spec.model_copy(update={"baseline": "best"}), values)
     assert step == 4
-    assert why.endswith("best after 4 steps (2.4); no improvement above 0.5 in 3 evaluations")
+    assert reason.endswith("best after 4 steps (2.4); no improvement above 0.5 in 3 evaluations")
 
 
-def test_higher_may_be_better_and_the_best_is_known():
+def test_higher_is_better_option():
     stopping = Stopping(StopSpec(figure="f1", better="higher", patience=2), {})
     assert not stopping.measured(5, {"f1": 0.5})
     assert stopping.is_best(5)

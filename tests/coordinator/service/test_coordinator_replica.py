@@ -29,8 +29,8 @@ def keeper(monkeypatch):
 
 
 def chunk(number, **change):
-    place = {"kind": "parameters", "step": 0, "optimizer_step": 0, **change}
-    return StateChunk(run_id="r", block=0, chunk=number, last=number == 1, **place)
+    step_id = {"kind": "parameters", "step": 0, "optimizer_step": 0, **change}
+    return StateChunk(run_id="r", block=0, chunk=number, last=number == 1, **step_id)
 
 
 def naive(steps):
@@ -48,23 +48,23 @@ def fill(keeper):
 
 async def test_chunks_fill_state_0(keeper):
     fill(keeper)
-    initial_digest, applied = await keeper.state_0()
+    initial_digest, is_applied = await keeper.state_0()
     assert initial_digest == naive([]).initial_digest()
-    assert (applied.step, applied.state_digest) == (0, naive([]).state_digest())
+    assert (is_applied.step, is_applied.state_digest) == (0, naive([]).state_digest())
 
 
 async def test_steps_and_holds_keep_the_order_of_the_calls(keeper):
     async def held_digest() -> str:
-        with await keeper.lock() as held:
-            return held.replica.state_digest()
+        with await keeper.lock() as held_replica:
+            return held_replica.replica.state_digest()
 
     fill(keeper)
     ones = [np.ones(6, np.float32)]
-    first, held, skipped, last = await asyncio.gather(
+    first, held_replica, skipped, last = await asyncio.gather(
         keeper.apply(ones, SCALARS), held_digest(), keeper.apply(ones, None),
         keeper.apply(ones, SCALARS),
     )  # fmt: skip
-    assert first.state_digest == held == naive([True]).state_digest()
+    assert first.state_digest == held_replica == naive([True]).state_digest()
     assert (skipped.step, last.step) == (2, 3)
     assert last.state_digest == naive([True, False, True]).state_digest()
     assert ones[0].tolist() == [1.0] * 6
@@ -74,11 +74,11 @@ async def test_a_step_waits_until_the_replica_is_released(keeper):
     fill(keeper)
     with await keeper.lock() as locked:
         step = asyncio.create_task(keeper.apply([np.ones(6, np.float32)], SCALARS))
-        waiting = asyncio.create_task(asyncio.wait_for(asyncio.shield(step), 0.01))
+        waiter = asyncio.create_task(asyncio.wait_for(asyncio.shield(step), 0.01))
         with pytest.raises(TimeoutError):
-            await waiting
+            await waiter
         assert locked.replica.state_digest() == naive([]).state_digest()
         locked.release()
         assert (await step).state_digest == naive([True]).state_digest()
-    # Leaving the body lets go of nothing that another has by now.
+    # The end of the first context must not release what another caller holds now.
     assert (await keeper.state_0())[1].step == 1

@@ -1,5 +1,5 @@
-"""Every file of a run's directory, damaged in every way there is: the audit and a restart each name
-it and say what to do, or it is of no matter; and no restart has another state."""
+"""Every file of a run's directory, damaged in every way: audit and restart each name it with a
+remedy, or it does not matter; and no restart has another state."""
 
 import os
 import shutil
@@ -27,8 +27,8 @@ SAVED = 3
 
 
 def flipped(content: bytes) -> bytes:
-    at = len(content) // 2
-    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+    offset = len(content) // 2
+    return content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :]
 
 
 def directory_there(path: Path, _: Path) -> None:
@@ -63,9 +63,9 @@ WHERE = (
 )
 OF_NO_MATTER = {
     *(("lock", damage) for damage in DAMAGES),
-    # Figures come after a checkpoint, if they come.
+    # Metrics may follow a checkpoint.
     (f"checkpoints/step-{SAVED:010}/metrics.json", "missing"),
-    # What a crash may leave of the newest step.
+    # A crash may leave parts of the newest step.
     (f"log/term-000001-step-{SAVED:010}.log", "truncated"),
     ("journal.jsonl", "truncated"),
 }
@@ -79,8 +79,9 @@ REMEDIES = (
 )
 
 
-def made(path: Path, seed: int, *, ended: bool) -> Path:
-    """A run after five steps, its newest checkpoint after three; all files that there can be."""
+def make_run(path: Path, seed: int, *, is_ended: bool) -> Path:
+    """Make a run after five steps, with its newest checkpoint after three, and every file that can
+    exist."""
     spec = SPEC.model_copy(update={"seed": seed})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(durable_run, "RUN_ID", f"made-up-{seed}")
@@ -90,18 +91,18 @@ def made(path: Path, seed: int, *, ended: bool) -> Path:
         run.directory.write_admission_record(
             AdmissionRecord(signature=digest, initial_digest=digest)
         )
-        listed = f'{{"list": "{{\\"sources\\": []}}", "files": {{}}, "of": {seed}}}'
-        replace_file(run.directory.files_file, listed.encode())
-        run.tell_files()
+        file_list = f'{{"list": "{{\\"sources\\": []}}", "files": {{}}, "of": {seed}}}'
+        replace_file(run.directory.files_file, file_list.encode())
+        run.record_files()
         while run.replica.step < STEPS:
             run.step()
             if run.replica.step == SAVED:
                 run.checkpoint()
                 state, figures = run.replica.state_digest(), {"accuracy": 0.5}
-                evaluated = Evaluated(term=1, step=SAVED, metrics=figures, state_digest=state)
-                run.journal.append(evaluated)
+                evaluation = Evaluated(term=1, step=SAVED, metrics=figures, state_digest=state)
+                run.journal.append(evaluation)
                 write_metrics(run.directory.checkpoints, SAVED, state, figures)
-        if ended:
+        if is_ended:
             return run.finish()
         run.log.close()
         run.journal.sync()
@@ -111,22 +112,26 @@ def made(path: Path, seed: int, *, ended: bool) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """By how they were left: a run and another one, and the digest of the first's last state."""
+    """Return, by final state, a run, another run, and the digest of the first run's last state."""
 
     @cache
-    def of(left: str) -> tuple[Path, Path, str]:
+    def of(final_state: str) -> tuple[Path, Path, str]:
         top = tmp_path_factory.mktemp("runs")
-        ended = left == "ended"
-        this, other = made(top / "this", 3, ended=ended), made(top / "other", 4, ended=ended)
-        again = shutil.copytree(this, top / "again")
-        (again / "result.json").unlink(missing_ok=True)
-        return this, other, resumed(again)[0]
+        is_ended = final_state == "ended"
+        this, other = (
+            make_run(top / "this", 3, is_ended=is_ended),
+            make_run(top / "other", 4, is_ended=is_ended),
+        )
+        repeat = shutil.copytree(this, top / "again")
+        (repeat / "result.json").unlink(missing_ok=True)
+        return this, other, resumed(repeat)[0]
 
     return of
 
 
 def resumed(path: Path) -> tuple[str, str]:
-    """What a restart takes on: the digest of the state, and what it has to say; maybe neither."""
+    """Return what a restart starts from: the digest of its state, and its warnings; either may be
+    missing."""
     lock = lock_directory(path)
     try:
         instance = load_run(lock)
@@ -139,14 +144,14 @@ def resumed(path: Path) -> tuple[str, str]:
 
 
 def refused(path: Path) -> tuple[str, str, str]:
-    """Why a restart is refused, or else what it takes on."""
+    """Return why a restart is refused, or else what it starts from."""
     try:
         return ("", *resumed(path))
     except SamestepError as error:
         return str(error), "", ""
 
 
-def told_by_audit(path: Path) -> str:
+def audit_lines(path: Path) -> str:
     try:
         return "\n".join(str(finding) for finding in audit(path).findings if not finding.ok)
     except SamestepError as error:
@@ -154,8 +159,8 @@ def told_by_audit(path: Path) -> str:
 
 
 @pytest.fixture
-def place():
-    """A directory that others than root can get to."""
+def directory():
+    """A directory that an unprivileged user can reach."""
     with tempfile.TemporaryDirectory() as path:
         Path(path).chmod(0o755)
         yield Path(path)
@@ -163,7 +168,7 @@ def place():
 
 @contextmanager
 def without_privileges(run: Path) -> Iterator[None]:
-    """Root may read everything."""
+    """Drop privileges, because root may read everything."""
     if os.geteuid():
         yield
         return
@@ -177,55 +182,55 @@ def without_privileges(run: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize(("left", "name"), WHERE)
-def test_a_damaged_file_is_named_with_what_to_do_or_is_of_no_matter(
-    runs, place, left, name, damage
+@pytest.mark.parametrize(("final_state", "name"), WHERE)
+def test_damaged_file_is_named_with_a_remedy_or_is_irrelevant(
+    runs, directory, final_state, name, damage
 ):
-    whole, other, state = runs(left)
-    run = shutil.copytree(whole, place / "run")
-    same = (whole / name).read_bytes() == (other / name).read_bytes()
+    intact_run, other, state = runs(final_state)
+    run = shutil.copytree(intact_run, directory / "run")
+    is_unchanged = (intact_run / name).read_bytes() == (other / name).read_bytes()
     DAMAGES[damage](run / name, other / name)
-    harmless = (name, damage) in OF_NO_MATTER or (same and damage == "of another run")
+    is_harmless = (name, damage) in OF_NO_MATTER or (is_unchanged and damage == "of another run")
 
     with without_privileges(run) if damage == "unreadable" else nullcontext():
-        finding = told_by_audit(run)
-        ended = (run / "result.json").is_file()
-        refusal, digest, notes = ("", "", "") if ended else refused(run)
-    if finding or not harmless:
+        finding = audit_lines(run)
+        is_ended = (run / "result.json").is_file()
+        refusal, digest, notes = ("", "", "") if is_ended else refused(run)
+    if finding or not is_harmless:
         assert Path(name).name in finding or f"{Path(name).parent.name}'" in finding, finding
         assert any(remedy in finding for remedy in REMEDIES), finding
 
-    if ended:
-        return  # nobody goes on with a run that has finished
+    if is_ended:
+        return  # a finished run is not resumed
     if refusal:
         assert name.partition("/")[0] in refusal
         assert "\n" not in refusal
         assert any(remedy in refusal for remedy in REMEDIES), refusal
         return
-    if harmless and name.startswith("log"):
+    if is_harmless and name.startswith("log"):
         assert "cut" in notes
     else:
         assert digest == state
-    passed = name.startswith("checkpoints") and "metrics" not in name
-    assert not passed or same or "checkpoint skipped" in notes
+    may_pass = name.startswith("checkpoints") and "metrics" not in name
+    assert not may_pass or is_unchanged or "checkpoint skipped" in notes
 
 
-def test_without_any_whole_checkpoint_a_restart_says_what_follows_none(runs, tmp_path):
+def test_restart_without_a_valid_checkpoint_names_the_orphaned_log(runs, tmp_path):
     run = shutil.copytree(runs("interrupted")[0], tmp_path / "run")
     (run / "result.json").unlink(missing_ok=True)
     root = run / "checkpoints"
     for step in checkpoint_steps(root):
         (checkpoint_path(root, step) / "optimizer.safetensors").unlink()
-    with pytest.raises(StorageDamaged) as raised:
+    with pytest.raises(StorageDamaged) as error:
         resumed(run)
-    text = str(raised.value)
+    text = str(error.value)
     assert "expected an intact checkpoint, which the log's steps up to 4 follow, found none" in text
     assert "done again" not in text
     assert "restore it from a copy" in text
 
 
-def test_without_its_log_a_run_does_not_take_steps_again_unasked(tmp_path):
-    run = made(tmp_path / "run", 3, ended=False)
+def test_run_without_its_log_does_not_repeat_steps_by_itself(tmp_path):
+    run = make_run(tmp_path / "run", 3, is_ended=False)
     shutil.rmtree(run / "log")
     with pytest.raises(StorageDamaged, match=r"log' .*the 5 steps .*got 3;.*--from-step 3"):
         resumed(run)
@@ -237,8 +242,8 @@ def test_without_its_log_a_run_does_not_take_steps_again_unasked(tmp_path):
     assert instance.restart.recovery.step == 3
 
 
-def test_a_run_that_waits_is_bound_before_its_journal_begins(tmp_path):
-    """A queued run may wait for days; nothing but the file itself tells what it was to be."""
+def test_queued_run_is_bound_before_its_journal_begins(tmp_path):
+    """A queued run may wait for days; only this file records its spec."""
     run = WrittenRun(tmp_path / "run").directory
     shutil.rmtree(run.checkpoints)
     for path in (run.journal, run.manifest_file):

@@ -1,4 +1,5 @@
-"""A disk that is full, read-only or gone: the run halts with the reason and goes on when mended."""
+"""A disk that is full, read-only or missing: the run halts with the reason and continues when it is
+fixed."""
 
 import asyncio
 import contextlib
@@ -37,7 +38,7 @@ def directory_of(live, run_id):
 
 
 async def halt_or_end(live, halts):
-    """Wait for one more halt, or for the end; whether it halted."""
+    """Wait for one more halt or the end of the run; return whether it halted."""
     async with asyncio.timeout(PATIENCE_S):
         while len(live.every("halted")) <= halts and not live.every("run_ended"):
             live.changed.clear()
@@ -45,12 +46,12 @@ async def halt_or_end(live, halts):
     return len(live.every("halted")) > halts
 
 
-def go_on(live):
+def continue_run(live):
     live.service.current.command(ContinueRun())
 
 
 def fill(disk, free_bytes):
-    """Leave so much room, or a little less."""
+    """Leave this much space, or slightly less."""
     with (disk / "filler").open("wb", buffering=0) as filler:
         with contextlib.suppress(OSError):
             while True:
@@ -63,10 +64,10 @@ def fill(disk, free_bytes):
 
 @pytest.mark.parametrize("free_kib", [8, 24, 40, 56, 72, 88, 104, 120, 136, 152, 168])
 async def test_a_full_disk(tmp_path, reference, free_kib, monkeypatch):
-    """More and more room: it is another write each time that finds none."""
+    """With more and more space: each time another write fails."""
     monkeypatch.setattr(
         run_storage, "check_disk_space", lambda *_: None
-    )  # as if it filled up later
+    )  # as if the disk filled up later
     with small_disk(tmp_path / "disk", 4096) as disk:
         async with live_service(disk / "runs", 1) as live:
             run_id = live.service.submit(SPEC)
@@ -81,11 +82,11 @@ async def test_a_full_disk(tmp_path, reference, free_kib, monkeypatch):
                 assert "make room, then continue" in reason
                 assert str(directory_of(live, run_id)) in reason
                 fill(disk, 1 << 20)
-                go_on(live)
-            ended = live.every("run_ended")[-1]
-            if ended["outcome"] == "failed":
-                # There was no room even for the manifest or the first state: nothing was lost.
-                assert "No space left" in ended["reason"]
+                continue_run(live)
+            run_end = live.every("run_ended")[-1]
+            if run_end["outcome"] == "failed":
+                # There was no space even for the manifest or the first state: nothing was lost.
+                assert "No space left" in run_end["reason"]
                 assert not live.every("committed")
                 return
             assert live.service.finished is not None
@@ -114,20 +115,20 @@ async def test_a_result_that_cannot_be_written_waits_for_the_operator(tmp_path, 
         hindrance = directory / ("result.json" + TEMPORARY_SUFFIX)
         hindrance.mkdir()
         live.worker("w0")
-        for halts in range(2):  # not mended at first: it halts again
+        for halts in range(2):  # still unwritable: it halts again
             assert await halt_or_end(live, halts)
             reason = live.every("halted")[-1]["reason"]
             assert "all steps are committed, but the result could not be written" in reason
             if halts:
                 hindrance.rmdir()
-            go_on(live)
+            continue_run(live)
         result = await live.result(run_id)
     assert result["weights_digest"] == reference["weights_digest"]
     assert audit(directory).ok
 
 
 async def interrupted(live, run_id, hinder, mend, expected):
-    """Hinder the run after its second step, mend it, and let it finish."""
+    """Obstruct the run after its second step, fix the disk, and let the run finish."""
     live.worker("w0")
     await live.wait_for("committed", step=1)
     hinder()
@@ -135,20 +136,20 @@ async def interrupted(live, run_id, hinder, mend, expected):
     reason = live.every("halted")[-1]["reason"]
     assert expected in reason, reason
     assert live.service.current.run.phase is RunPhase.HALTED
-    # Not mended yet: it halts again, as often as one tries.
-    go_on(live)
+    # Not fixed yet: it halts again at each attempt.
+    continue_run(live)
     assert await halt_or_end(live, 1)
     mend()
-    return await mended(live, run_id)
+    return await finish_run(live, run_id)
 
 
-async def mended(live, run_id):
-    """Let the run go on to its end; what failed before is told once."""
+async def finish_run(live, run_id):
+    """Let the run finish; the earlier failure is reported once."""
     halts = len(live.every("halted"))
-    go_on(live)
+    continue_run(live)
     while await halt_or_end(live, halts):
         halts = len(live.every("halted"))
-        go_on(live)
+        continue_run(live)
     return await live.result(run_id)
 
 
@@ -165,8 +166,8 @@ def long_reference(tmp_path_factory):
 
 
 async def test_a_disk_that_turns_read_only(tmp_path, long_reference, monkeypatch):
-    """A kernel turns a disk read-only after an error; nobody can ask it to while files are open,
-    so here the writes themselves say what it would say."""
+    """A kernel remounts a disk read-only after an error, but not on request while files are open,
+    so the writes themselves fail here as they would."""
 
     def refuse(*_arguments):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -183,25 +184,25 @@ async def test_a_disk_that_turns_read_only(tmp_path, long_reference, monkeypatch
 
 
 async def test_a_directory_that_vanishes_and_comes_back(tmp_path, long_reference):
-    runs, away = tmp_path / "runs", tmp_path / "away"
+    runs, moved = tmp_path / "runs", tmp_path / "away"
     async with live_service(runs, 1) as live:
         run_id = live.service.submit(LONG)
         result = await interrupted(
-            live, run_id, lambda: runs.rename(away), lambda: away.rename(runs),
+            live, run_id, lambda: runs.rename(moved), lambda: moved.rename(runs),
             "restore what is missing",
         )  # fmt: skip
     assert result["weights_digest"] == long_reference["weights_digest"]
     assert audit(directory_of(live, run_id)).ok
 
 
-async def test_a_directory_that_vanishes_is_not_made_again(tmp_path, long_reference, monkeypatch):
-    """Not by a checkpoint that is about to be written either: it could not be moved back then."""
-    runs, away = tmp_path / "runs", tmp_path / "away"
+async def test_vanished_directory_is_not_recreated(tmp_path, long_reference, monkeypatch):
+    """Also not by a checkpoint about to be written: the directory could not be moved back then."""
+    runs, moved = tmp_path / "runs", tmp_path / "away"
     away_event = threading.Event()
 
     def away_at_first(root, manifest, replica, **options):
         if replica.step and not away_event.is_set():
-            runs.rename(away)
+            runs.rename(moved)
             away_event.set()
         return write_checkpoint(root, manifest, replica, **options)
 
@@ -213,39 +214,39 @@ async def test_a_directory_that_vanishes_is_not_made_again(tmp_path, long_refere
         assert away_event.is_set()
         assert "restore what is missing" in live.every("halted")[-1]["reason"]
         assert not runs.exists()
-        away.rename(runs)
-        result = await mended(live, run_id)
+        moved.rename(runs)
+        result = await finish_run(live, run_id)
     assert result["weights_digest"] == long_reference["weights_digest"]
     assert audit(directory_of(live, run_id)).ok
 
 
-async def test_checkpoints_that_vanish_are_not_started_over(tmp_path, long_reference):
-    """All by themselves: nothing else of the run misses them."""
+async def test_vanished_checkpoints_are_not_recreated(tmp_path, long_reference):
+    """Only the checkpoints vanish: the rest of the run does not need them."""
     async with live_service(tmp_path / "runs", 1) as live:
         run_id = live.service.submit(LONG)
-        checkpoints, away = directory_of(live, run_id) / "checkpoints", tmp_path / "away"
+        checkpoints, moved = directory_of(live, run_id) / "checkpoints", tmp_path / "away"
         live.worker("w0")
         await live.wait_for("checkpoint", step=0)
-        checkpoints.rename(away)
+        checkpoints.rename(moved)
         assert await halt_or_end(live, 0)
         reason = live.every("halted")[-1]["reason"]
         assert f"'{checkpoints}': No such file or directory; restore what is missing" in reason
         assert not checkpoints.exists()
-        away.rename(checkpoints)
-        result = await mended(live, run_id)
+        moved.rename(checkpoints)
+        result = await finish_run(live, run_id)
     assert result["weights_digest"] == long_reference["weights_digest"]
     assert audit(directory_of(live, run_id)).ok
 
 
 async def test_an_export_that_is_not_permitted_waits_for_the_operator(tmp_path, monkeypatch):
     mkdir = Path.mkdir
-    refused: list[Path] = []
+    refused_paths: list[Path] = []
 
-    def refuse(path, *arguments, **named):
+    def refuse(path, *arguments, **options):
         if path.name == "model" and path.parent.name == run_id:
-            refused.append(path)
+            refused_paths.append(path)
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        mkdir(path, *arguments, **named)
+        mkdir(path, *arguments, **options)
 
     async with live_service(tmp_path / "runs", 1) as live:
         run_id = live.service.submit(SPEC)
@@ -254,33 +255,33 @@ async def test_an_export_that_is_not_permitted_waits_for_the_operator(tmp_path, 
         assert await halt_or_end(live, 0)
         reason = live.every("halted")[-1]["reason"]
         assert (
-            f"'{refused[0]}': Permission denied; give this user read and write permission" in reason
+            f"'{refused_paths[0]}': Permission denied; give this user read and write permission"
+            in reason
         )
         monkeypatch.undo()
-        go_on(live)
+        continue_run(live)
         await live.result(run_id)
 
 
-async def test_a_coordinator_that_has_lost_its_directory_ends_and_commits_nothing_more(tmp_path):
-    """Another one has raised the term: what the old one commits counts for nobody."""
+async def test_coordinator_that_lost_its_directory_stops_committing(tmp_path):
+    """Another coordinator has raised the term: commits of the old one count for nobody."""
     async with live_service(tmp_path / "runs", 1) as live:
         run_id = live.service.submit(LONG)
         live.worker("w0")
         await live.wait_for("committed", step=1)
         (directory_of(live, run_id) / "term.json").write_text('{"term": 99}')
-        ended = await live.wait_for("run_ended")
-        assert ended["outcome"] == "failed"
-        assert "has another coordinator now, of term 99" in ended["reason"]
-        # Its workers are not sent home when it ends: the other one will want them.
+        run_end = await live.wait_for("run_ended")
+        assert run_end["outcome"] == "failed"
+        assert "has another coordinator now, of term 99" in run_end["reason"]
+        # It must not dismiss its workers when it ends: the other coordinator needs them.
         assert live.service.finished is not None
         assert live.service.finished.superseded
         assert not (directory_of(live, run_id) / "result.json").exists()
 
 
-async def test_a_joiner_whom_the_disk_has_failed_is_let_in_when_the_run_continues(
-    tmp_path, monkeypatch
-):
-    """While one joins, a log that keeps no averages begins to: here the disk refuses that."""
+async def test_joiner_is_admitted_after_a_disk_failure(tmp_path, monkeypatch):
+    """A log without averages must begin to store them while a worker joins; here the disk refuses
+    that."""
     spec = LONG.model_copy(update={"log": "checkpoint"})
     roll = GradientLog.roll
 
@@ -297,9 +298,9 @@ async def test_a_joiner_whom_the_disk_has_failed_is_let_in_when_the_run_continue
         assert "make room" in live.every("halted")[-1]["reason"]
         monkeypatch.setattr(GradientLog, "roll", roll)
         halts = 0
-        while await halt_or_end(live, halts):  # an attempt of before may be refused only now
+        while await halt_or_end(live, halts):  # an earlier attempt may be refused only now
             halts = len(live.every("halted"))
-            go_on(live)
+            continue_run(live)
         await live.wait_for("worker_joined", worker="w1")
         result = await live.result(run_id)
     assert result["steps"] == 100

@@ -1,4 +1,4 @@
-"""The directory of a run that ended for real: its audit is sound, and sees every changed file."""
+"""The directory of a finished run: its audit is sound, and detects every changed file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.event_loop import on_uvloop
 from tests.live_service import live_service, scripted_spec
 
 MAY_GO = {"metrics.json", ".log"}
-"""Figures stand in the journal too; of a log that was cut the audit says what it could not take."""
+"""The journal also holds the metrics; the audit cannot tell what a truncated log lacked."""
 
 
 def is_seen(path):
@@ -19,7 +19,7 @@ def is_seen(path):
 
 
 @on_uvloop
-async def test_every_file_of_a_finished_run_that_changes_or_goes_is_seen(tmp_path):
+async def test_changed_or_missing_files_of_a_finished_run_are_detected(tmp_path):
     async with live_service(tmp_path, 1) as live:
         live.worker("w0")
         run_id = live.service.submit(scripted_spec(steps=3, evaluate_every=1))
@@ -29,7 +29,7 @@ async def test_every_file_of_a_finished_run_that_changes_or_goes_is_seen(tmp_pat
     files = [
         each
         for each in sorted(path.rglob("*"))
-        # The card is for its owner to write in.
+        # The model card is for its owner to edit.
         if each.is_file() and each.name not in {"lock", "README.md"}
     ]
     assert {"terms.json", "result.json", "journal.jsonl"} <= {each.name for each in files}

@@ -1,4 +1,4 @@
-"""A worker that keeps reconnecting is reported, and in the end gives up by itself."""
+"""A worker that keeps reconnecting is reported, and finally gives up by itself."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from worker.join.credentials import WorkerCredentials
 from worker.shell.client import Client, Target
 
 
-def test_three_alike_in_a_row_and_then_twice_as_many():
-    ends = FlapDetector()
-    events = [ends.ended("w", "loading", "reset", is_explained=False) for _ in range(13)]
+def test_reports_after_three_equal_ends_and_then_twice_as_many():
+    detector = FlapDetector()
+    events = [detector.ended("w", "loading", "reset", is_explained=False) for _ in range(13)]
     assert [number for number, event in enumerate(events, 1) if event is not None] == [3, 6, 12]
     assert "lost 3 times in a row while loading: reset; likely: its process may" in str(events[2])
-    assert ends.reported.keys() == {"w"}
-    ends.reset("w")
-    assert not ends.reported
+    assert detector.reported.keys() == {"w"}
+    detector.reset("w")
+    assert not detector.reported
     for phase in ("loading", "loading", "training", "training", "loading", "loading"):
-        assert ends.ended("w", phase, "reset", is_explained=False) is None
+        assert detector.ended("w", phase, "reset", is_explained=False) is None
 
 
 @pytest.mark.parametrize(
@@ -44,21 +44,21 @@ def test_three_alike_in_a_row_and_then_twice_as_many():
     ],
 )
 def test_the_likely_cause(phase, reason, cause):
-    ends = FlapDetector()
+    detector = FlapDetector()
     for _ in range(3):
-        event = ends.ended("w", phase, reason, is_explained=False)
+        event = detector.ended("w", phase, reason, is_explained=False)
     assert event is not None
     assert cause in event.cause
 
 
-def test_what_is_kept_is_bounded():
-    ends = FlapDetector()
+def test_memory_is_bounded():
+    detector = FlapDetector()
     for number in range(5000):
-        ends.ended(f"host-{number}", "joining", "garbage", is_explained=False)
-    assert len(ends._ends) <= 1024
+        detector.ended(f"host-{number}", "joining", "garbage", is_explained=False)
+    assert len(detector._ends) <= 1024
 
 
-async def test_a_worker_that_is_lost_in_its_first_step_again_and_again(tmp_path):
+async def test_worker_repeatedly_lost_in_its_first_step(tmp_path):
     async with live_service(tmp_path, 1) as live:
         service = live.service
         run_id = service.submit(scripted_spec())
@@ -97,9 +97,11 @@ async def test_a_worker_that_is_lost_in_its_first_step_again_and_again(tmp_path)
     assert '"worker_flapping"' in journal
 
 
-def test_who_is_not_a_worker_is_reported_once_in_a_while():
-    others = StrayConnections()
-    events = [others.count("10.0.0.9", "plain HTTP?", float(now_s)) for now_s in range(1300)]
+def test_stray_connections_are_reported_occasionally():
+    stray_connections = StrayConnections()
+    events = [
+        stray_connections.count("10.0.0.9", "plain HTTP?", float(now_s)) for now_s in range(1300)
+    ]
     assert [now_s for now_s, event in enumerate(events) if event is not None] == [0, 600, 1200]
     assert "something at 10.0.0.9 that is not a worker connects" in str(events[600])
     assert "(600 so far)" in str(events[600])
@@ -138,7 +140,7 @@ async def test_a_peer_that_is_not_a_worker_is_not_reported_as_flapping(tmp_path,
             assert b"this is the workers' port: status, metrics" in answer
 
 
-async def test_a_command_at_the_workers_port_is_told_where_to_go(tmp_path):
+async def test_command_at_the_worker_port_gets_the_right_port(tmp_path):
     async with live_service(tmp_path, 1) as live:
         with pytest.raises(Unreachable, match="this is the workers' port: status, metrics"):
             await request(f"127.0.0.1:{live.port}", "GET", "/status")

@@ -1,4 +1,4 @@
-"""Each event that is worth a line has one, and no other: what the journal is made of."""
+"""Events of the journal: each has its line, and others have none."""
 
 import pytest
 
@@ -25,13 +25,13 @@ TRAINS = (
 
 
 def run_and_records(*commands):
-    """The run after these commands, and the records of all they led to."""
+    """Return the run after these commands, and the records of all resulting events."""
     stage = Stage(workers="2", steps="2", parts="2")
     records: list[Record] = []
     stage.hears = lambda actions: records.extend(records_of(actions, stage.run))
-    for word, *plain in commands:
-        options = dict(part.split("=") for part in plain if "=" in part)
-        stage.command(word, [part for part in plain if "=" not in part], options)
+    for command, *arguments in commands:
+        options = dict(part.split("=") for part in arguments if "=" in part)
+        stage.command(command, [part for part in arguments if "=" not in part], options)
     return stage.run, records
 
 
@@ -42,17 +42,17 @@ def kinds(records):
 def test_from_the_first_manifest_to_a_halt():
     run, records = run_and_records(*TRAINS, ("payload", "bob", "2-4", "value=nan"))
     assert kinds(records) == [ManifestSettled, ViewChanged, Planned, Halted]
-    _, view, planned, halted = records
+    _, view, planned, halt = records
     assert (view.change, view.view, [member.name for member in view.members]) == (
         "started", 2, ["ann", "bob"],
     )  # fmt: skip
     assert planned.nodes == {"ann": ((0, 2),), "bob": ((2, 4),)}
     assert (planned.cause, planned.view, planned.microbatches) == ("step", 2, 4)
-    assert (halted.worker, halted.block, halted.microbatches) == ("bob", "layer", (2, 4))
-    assert halted.reason == run.reason
+    assert (halt.worker, halt.block, halt.microbatches) == ("bob", "layer", (2, 4))
+    assert halt.reason == run.reason
 
 
-def test_what_a_lost_worker_leaves_is_planned_again_with_its_cause():
+def test_subtrees_of_a_lost_worker_are_replanned_with_the_cause():
     _, records = run_and_records(*TRAINS, ("lost", "bob"))
     fault, view, planned = records[3:]
     assert (fault.what, fault.worker, fault.reason) == (
@@ -64,7 +64,7 @@ def test_what_a_lost_worker_leaves_is_planned_again_with_its_cause():
     assert (planned.cause, planned.nodes) == ("reassigned", {"ann": ((2, 4),)})
 
 
-def test_a_worker_that_was_let_go_is_no_fault():
+def test_dismissed_worker_is_no_fault():
     _, records = run_and_records(
         *TRAINS, ("drains", "bob"), ("subtree", "bob", "2-4"), ("lost", "bob")
     )
@@ -77,12 +77,12 @@ def test_a_worker_that_was_let_go_is_no_fault():
     assert records[3].what == "worker_lost"
 
 
-def test_a_late_worker_is_noted_with_what_is_done_about_it():
+def test_late_worker_is_recorded_with_the_reaction():
     _, records = run_and_records(
         *TRAINS, ("tick", "100"), ("subtree", "bob", "2-4"), ("tick", "5100")
     )
-    late, planned, speculated = records[3:]
-    assert (late.what, late.worker, late.reason) == (
+    lateness, planned, speculated = records[3:]
+    assert (lateness.what, lateness.worker, lateness.reason) == (
         "straggler", "ann", "step 0: gradients overdue",
     )  # fmt: skip
     assert (planned.cause, planned.nodes) == ("speculative", {"bob": ((0, 2),)})
@@ -113,19 +113,19 @@ def test_a_worker_that_is_refused_is_a_fault():
         (service_events.Draining(), type(None)),
     ],
 )
-def test_what_else_is_noted_and_what_is_not(event, kind):
+def test_other_events_in_and_out_of_the_journal(event, kind):
     run, _ = run_and_records()
     assert isinstance(record_of(event, run), kind)
 
 
-def test_a_commit_says_whose_subtrees_make_it_up():
+def test_commit_names_the_workers_of_its_subtrees():
     _, records = run_and_records(*TRAINS, ("subtree", "ann", "0-2"), ("subtree", "bob", "2-4"))
     (commit,) = [record for record in records if isinstance(record, Committed)]
     assert commit.counted == ({"ann": ((0, 2),), "bob": ((2, 4),)},)
     assert (commit.step, commit.loss, commit.skipped) == (0, 0.5, False)
 
 
-def test_no_two_events_are_told_by_one_name():
+def test_event_names_are_unique():
     by_event = {(event.name, event.__qualname__) for event in _all(Event) if event.name}
     assert len(by_event) == len({event for event, _ in by_event}) >= 20
 

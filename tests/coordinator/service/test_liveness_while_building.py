@@ -1,4 +1,4 @@
-"""A worker whose threads all stand still while it builds its task is not taken for lost."""
+"""A worker whose threads are all blocked while it builds its task does not count as lost."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ main()
 
 
 @on_uvloop
-async def test_a_build_that_holds_the_interpreter_longer_than_silence_may_last(
-    tmp_path, monkeypatch
-):
+async def test_build_that_blocks_the_interpreter_beyond_the_silence_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "HEARTBEAT_INTERVAL_MS", 100)
     monkeypatch.setattr(limits, "LIVENESS_TIMEOUT_MS", STALL_S * 1000 // 2)
     async with live_service(tmp_path, 1) as live:

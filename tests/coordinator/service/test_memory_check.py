@@ -1,4 +1,4 @@
-"""The memory of a coordinator: no more than is told, and refused where there is not so much."""
+"""Memory of a coordinator: never more than announced, and refused if the machine has less."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ WORKERS: Final = 3
 JOINERS: Final = 1
 STEP_MS: Final = 100
 BASE_BYTES: Final = 48 * MIB
-"""Of the process itself: what it imports, and what its allocator keeps between arrays. Beside few
-parameters that is much; beside many it is within the sixth."""
+"""Memory of the process itself: its imports, and what its allocator keeps between arrays. That is
+much beside few parameters, and within the sixth part beside many."""
 
 
 def document(**changes: Any) -> dict[str, Any]:
@@ -50,46 +50,54 @@ def document(**changes: Any) -> dict[str, Any]:
     }
 
 
-def needed(spec: dict[str, Any], workers: int) -> MemoryBudget:
+def required_bytes(spec: dict[str, Any], workers: int) -> MemoryBudget:
     parsed = parse_run_spec(spec)
     return MemoryBudget.of(parsed, Scripted(parsed).manifest, workers)
 
 
-def test_with_adamw_it_is_at_most_six_times_the_parameters_whatever_the_number_of_workers():
-    large = document(scripted={"blocks": 40, "block_bytes": 256 * MIB, "samples": 64})
-    few, many = needed(large, 1), needed(large, 64)
-    assert few.parameters == many.parameters == 40 * 256 * MIB
-    assert few.replica + few.gradients == 5.5 * few.parameters
-    assert many.replica + many.gradients == 5.5 * few.parameters
-    assert many.workers == 64 * 24 * MIB
-    assert many.total < 6 * many.parameters
+def test_adamw_takes_at_most_six_times_the_parameters_for_any_number_of_workers():
+    large_run = document(scripted={"blocks": 40, "block_bytes": 256 * MIB, "samples": 64})
+    one_worker_bytes, many_workers_bytes = (
+        required_bytes(large_run, 1),
+        required_bytes(large_run, 64),
+    )
+    assert one_worker_bytes.parameters == many_workers_bytes.parameters == 40 * 256 * MIB
+    assert (
+        one_worker_bytes.replica + one_worker_bytes.gradients == 5.5 * one_worker_bytes.parameters
+    )
+    assert (
+        many_workers_bytes.replica + many_workers_bytes.gradients
+        == 5.5 * one_worker_bytes.parameters
+    )
+    assert many_workers_bytes.workers == 64 * 24 * MIB
+    assert many_workers_bytes.total < 6 * many_workers_bytes.parameters
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("blocks", "steps"), [(FEW_BLOCKS, 1), pytest.param(MANY_BLOCKS, 2, marks=pytest.mark.slow)]
 )
-def test_a_real_coordinator_takes_no_more_than_announced(tmp_path, monkeypatch, blocks, steps):
-    """Unequal workers, so that many sums wait; checkpoints; joiners; and no step's end in sight."""
-    large = document(scripted={"blocks": blocks, "block_bytes": BLOCK_BYTES, "samples": 64})
-    growth = grown(tmp_path, large, steps)
+def test_coordinator_memory_stays_within_the_announcement(tmp_path, monkeypatch, blocks, steps):
+    """Unequal workers so that many sums wait, with checkpoints, joiners, and long steps."""
+    large_run = document(scripted={"blocks": blocks, "block_bytes": BLOCK_BYTES, "samples": 64})
+    growth = memory_growth(tmp_path, large_run, steps)
     for name, value in CHANGED.items():
         monkeypatch.setattr(limits, name, value)
-    budget = needed(large, WORKERS + JOINERS)
+    budget = required_bytes(large_run, WORKERS + JOINERS)
     assert growth.peak_bytes <= budget.total + BASE_BYTES
     if blocks == MANY_BLOCKS:
         assert growth.peak_bytes <= 6 * budget.parameters
 
 
-def grown(tmp_path: Path, large: dict[str, Any], steps: int = 5) -> Growth:
-    """How much memory a coordinator takes for so many steps of such a run, twice."""
+def memory_growth(tmp_path: Path, large_run: dict[str, Any], steps: int = 5) -> Growth:
+    """Return the memory growth of a coordinator over this many steps of such a run, twice."""
     spec = tmp_path / "run.yaml"
-    spec.write_text(json.dumps(large))
+    spec.write_text(json.dumps(large_run))
     arguments = ["--run", str(spec), "--expect-workers", str(WORKERS)]
     hired: list[Worker] = []
 
     def hire(number: int) -> None:
-        # So slow that a joiner gains on them, however loaded the machine is.
+        # Slow enough that a joiner catches up, however loaded the machine is.
         name = f"scripted:{STEP_MS + STEP_MS * number // 4}"
         worker = Worker(
             coordinator.address, f"w{number}", name, tmp_path,
@@ -103,11 +111,11 @@ def grown(tmp_path: Path, large: dict[str, Any], steps: int = 5) -> Growth:
             with coordinator.memory() as growth:
                 for number in range(WORKERS):
                     hire(number)
-                committed(coordinator, steps)
+                wait_for_commit(coordinator, steps)
                 for number in range(WORKERS, WORKERS + JOINERS):
                     hire(number)
-                    joined(coordinator, f"w{number}")
-                committed(coordinator, coordinator.step + steps)
+                    wait_for_join(coordinator, f"w{number}")
+                wait_for_commit(coordinator, coordinator.step + steps)
         finally:
             for worker in hired:
                 worker.kill()
@@ -119,22 +127,22 @@ def grown(tmp_path: Path, large: dict[str, Any], steps: int = 5) -> Growth:
 @pytest.mark.parametrize(("inner_state", "blocks"), [("reset", 40), ("carry", 100)])
 def test_replicas_take_no_more_than_announced(tmp_path, monkeypatch, inner_state, blocks):
     replicas = {"count": 3, "inner_steps": 2, "inner_state": inner_state, "boundary_every": 1}
-    large = document(
+    large_run = document(
         scripted={"blocks": blocks, "block_bytes": BLOCK_BYTES, "samples": 64}, replicas=replicas
     )
-    growth = grown(tmp_path, large, 1)
+    growth = memory_growth(tmp_path, large_run, 1)
     for name, value in CHANGED.items():
         monkeypatch.setattr(limits, name, value)
-    budget = needed(large, WORKERS + JOINERS)
-    own = 0
+    budget = required_bytes(large_run, WORKERS + JOINERS)
+    state_bytes = 0
     if inner_state == "carry":  # moments, and the missed updates of each block's one tensor
-        own = 3 * (2 * blocks * MIB + 4 * blocks)
-    assert budget.replica + budget.gradients == (2 + 2 + 3) * blocks * MIB + own + 4 * MIB
+        state_bytes = 3 * (2 * blocks * MIB + 4 * blocks)
+    assert budget.replica + budget.gradients == (2 + 2 + 3) * blocks * MIB + state_bytes + 4 * MIB
     assert growth.peak_bytes <= budget.total + BASE_BYTES
 
 
-def committed(coordinator: Coordinator, step: int) -> None:
-    """Each step has its own patience: on a loaded machine one is long."""
+def wait_for_commit(coordinator: Coordinator, step: int) -> None:
+    """Wait with a timeout per step, because a step may be slow on a loaded machine."""
     for due in range(step + 1):
         coordinator.wait_for(f"step {due}", partial(_is_commit, step=due), patience_s=150)
 
@@ -143,7 +151,7 @@ def _is_commit(event: Event, step: int) -> bool:
     return event.name == "committed" and event.fields["step"] >= step
 
 
-def joined(coordinator: Coordinator, worker: str) -> None:
+def wait_for_join(coordinator: Coordinator, worker: str) -> None:
     coordinator.wait_for(
         f"{worker} joined",
         lambda event: event.name == "worker_joined" and event.fields["worker"] == worker,
@@ -162,44 +170,46 @@ def test_a_run_that_does_not_fit_is_refused_with_the_figure_and_what_to_set(monk
     monkeypatch.setattr(memory_check, "read_memory", lambda: small_machine(total))
     check_memory(spec, manifest, 2)
     monkeypatch.setattr(memory_check, "read_memory", lambda: small_machine(total - 2 * MIB))
-    with pytest.raises(RunFailed) as refused:
+    with pytest.raises(RunFailed) as error:
         check_memory(spec, manifest, 2)
-    text = str(refused.value)
+    text = str(error.value)
     assert "20.0 MiB of trained parameters take 212.0 MiB" in text
     assert "210.0 MiB are free" in text
     assert "optimizer.name=sgd" in text
     assert "with 2.0 MiB more" in text
-    with pytest.raises(RunFailed) as refused:
-        check_memory(spec, manifest, 2, is_resumed=True)  # with no other run spec
+    with pytest.raises(RunFailed) as error:
+        check_memory(spec, manifest, 2, is_resumed=True)  # not with another run spec
     expected_text = "210.0 MiB are free; run the coordinator on a machine with 2.0 MiB more"
-    assert str(refused.value).endswith(expected_text)
+    assert str(error.value).endswith(expected_text)
 
 
-def test_what_an_earlier_run_has_freed_counts_as_free(monkeypatch):
+def test_memory_freed_by_an_earlier_run_counts_as_free(monkeypatch):
     given_back: list[int] = []
     spec = parse_run_spec(document())
     manifest = Scripted(spec).manifest
     total = MemoryBudget.of(spec, manifest, 2).total
-    free = (total - MIB, total)
-    monkeypatch.setattr(memory_check, "read_memory", lambda: small_machine(free[len(given_back)]))
+    free_bytes = (total - MIB, total)
+    monkeypatch.setattr(
+        memory_check, "read_memory", lambda: small_machine(free_bytes[len(given_back)])
+    )
     monkeypatch.setattr(memory_check, "give_back_freed_memory", lambda: given_back.append(1))
     check_memory(spec, manifest, 2)
     assert given_back == [1]
 
 
 @on_uvloop
-async def test_it_is_refused_before_a_step_is_taken(tmp_path: Path, monkeypatch):
+async def test_oversized_run_is_refused_before_its_first_step(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(memory_check, "read_memory", lambda: small_machine(MIB))
     async with live_service(tmp_path, 1) as live:
         live.service.submit(scripted_spec())
         live.worker("w0")
-        ended = await live.wait_for("run_ended")
-        assert ended["outcome"] == "failed"
-        assert "the coordinator lacks memory for this run" in ended["reason"]
+        run_end = await live.wait_for("run_ended")
+        assert run_end["outcome"] == "failed"
+        assert "the coordinator lacks memory for this run" in run_end["reason"]
 
 
 @on_uvloop
-async def test_a_run_that_has_ended_leaves_its_memory_to_the_next(tmp_path: Path):
+async def test_ended_run_leaves_its_memory_to_the_next(tmp_path: Path):
     async with live_service(tmp_path, 1) as live:
         live.service.submit(scripted_spec())
         live.worker("w0")

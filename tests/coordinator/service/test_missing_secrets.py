@@ -1,4 +1,5 @@
-"""Files of keys that vanish beside a coordinator that works: nobody is sent away, all are told."""
+"""Key files that vanish while a coordinator runs: no worker is dismissed, and a warning is
+logged."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from tests.live_service import live_service
 
 @pytest.fixture
 def own_home(tmp_path, monkeypatch):
-    """Where this test's coordinator keeps its secrets."""
+    """The directory in which this test's coordinator keeps its secrets."""
     monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
 
-@pytest.mark.parametrize("gone", ["directory", "emptied"])
-async def test_members_stay_and_come_back_while_the_keys_are_away(tmp_path, own_home, gone):
+@pytest.mark.parametrize("missing", ["directory", "emptied"])
+async def test_members_stay_and_return_while_the_keys_are_missing(tmp_path, own_home, missing):
     async with live_service(tmp_path / "runs", 1) as live:
         service = live.service
         live.worker("w0")
@@ -28,7 +29,7 @@ async def test_members_stay_and_come_back_while_the_keys_are_away(tmp_path, own_
         directory = own_home / "coordinator"
         keys = directory / "workers.json"
         content = keys.read_text()
-        if gone == "directory":
+        if missing == "directory":
             directory.rename(tmp_path / "away")
         else:
             keys.write_text("")
@@ -40,7 +41,7 @@ async def test_members_stay_and_come_back_while_the_keys_are_away(tmp_path, own_
         live.events.clear()
         service.sessions["w0"].channel.abort("the test breaks the connection")
         await live.wait_for("worker_connected", worker="w0")
-        if gone == "directory":
+        if missing == "directory":
             (tmp_path / "away").rename(directory)
         else:
             keys.write_text(content)

@@ -1,4 +1,4 @@
-"""Data that has changed before a run goes on: the run ends with that, and waits for nobody."""
+"""Data that changed before a run resumes: the run ends with that reason instead of waiting."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.live_service import live_service, scripted_spec
 
 
 @pytest.mark.parametrize(
-    ("served", "exit_code", "expected_text"),
+    ("is_served", "exit_code", "expected_text"),
     [
         (True, ExitCode.USAGE, "has changed at the coordinator since the run was submitted"),
         (False, ExitCode.MISMATCH, "expected the data that the run started with"),
     ],
 )
 async def test_data_changed_before_a_resume_end_the_run(
-    tmp_path, monkeypatch, served, exit_code, expected_text
+    tmp_path, monkeypatch, is_served, exit_code, expected_text
 ):
     monkeypatch.setattr(eligibility, "OTHERS_COME_WITHIN_MS", 200)
     data = tmp_path / "input.bin"
@@ -27,7 +27,7 @@ async def test_data_changed_before_a_resume_end_the_run(
     spec = scripted_spec(task=reading_task.NAME, data={"train": str(data)}, steps=1000)
     next_spec = scripted_spec(steps=2)
     async with live_service(tmp_path / "runs", 1) as live:
-        run_id = live.service.submit(spec, blobs=index_blobs(spec) if served else None)
+        run_id = live.service.submit(spec, blobs=index_blobs(spec) if is_served else None)
         live.worker("w0", cache=tmp_path / "cache")
         await live.wait_for("committed")
     data.write_bytes(b"gone")
@@ -35,13 +35,13 @@ async def test_data_changed_before_a_resume_end_the_run(
         live.service.resume(tmp_path / "runs" / run_id)
         next_id = live.service.submit(next_spec)
         live.worker("w0", cache=tmp_path / "another cache")
-        ended = await live.wait_for("run_ended", run_id=run_id)
-        assert (ended["outcome"], expected_text in ended["reason"]) == ("failed", True), ended
-        assert "worker 'w0': " in ended["reason"]
-        finished = live.service.finished
-        assert finished is not None
-        assert finished.outcome is not None
-        assert finished.outcome.exit_code == exit_code
+        run_end = await live.wait_for("run_ended", run_id=run_id)
+        assert (run_end["outcome"], expected_text in run_end["reason"]) == ("failed", True), run_end
+        assert "worker 'w0': " in run_end["reason"]
+        finished_runs = live.service.finished
+        assert finished_runs is not None
+        assert finished_runs.outcome is not None
+        assert finished_runs.outcome.exit_code == exit_code
         if exit_code == ExitCode.MISMATCH:
             with pytest.raises(SamestepError) as error_info:
                 await live.workers["w0"]

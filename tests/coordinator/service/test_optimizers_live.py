@@ -43,12 +43,12 @@ async def with_workers(directory, spec, count):
 
 async def test_optimizers_have_one_digest_for_any_number_of_workers(tmp_path):
     name = "adamw-amsgrad-ema-groups"
-    alone = await undisturbed(tmp_path / "alone", spec_of(name))
-    together = await with_workers(tmp_path / "two", spec_of(name), 2)
-    assert together["weights_digest"] == alone["weights_digest"]
+    single_worker = await undisturbed(tmp_path / "alone", spec_of(name))
+    two_workers = await with_workers(tmp_path / "two", spec_of(name), 2)
+    assert two_workers["weights_digest"] == single_worker["weights_digest"]
     [run] = (tmp_path / "two").glob("scripted-*")
-    audited = audit(run)
-    assert audited.ok, audited.lines()
+    report = audit(run)
+    assert report.ok, report.lines()
     last = run / "checkpoints" / f"step-{max(checkpoint_steps(run / 'checkpoints')):010d}"
     kinds = {name.partition("/")[0] for name in load_tensors(last / "optimizer.safetensors")}
     assert kinds == {"first_moment", "second_moment", "third_moment", "average"}
@@ -69,10 +69,10 @@ COMBINATIONS = [
 @pytest.mark.parametrize(("name", "topology"), COMBINATIONS)
 async def test_joins_losses_and_restarts_leave_the_digest(tmp_path, name, topology):
     spec = spec_of(name, exchange={"topology": topology})
-    alone = await undisturbed(tmp_path / "alone", spec_of(name))
+    single_worker = await undisturbed(tmp_path / "alone", spec_of(name))
     for count in (2, 4):
         result = await with_workers(tmp_path / f"{count}", spec, count)
-        assert result["weights_digest"] == alone["weights_digest"]
+        assert result["weights_digest"] == single_worker["weights_digest"]
     runs = tmp_path / "disturbed"
     async with live_service(runs, 2) as live:
         run_id = live.service.submit(spec)
@@ -82,7 +82,7 @@ async def test_joins_losses_and_restarts_leave_the_digest(tmp_path, name, topolo
         await live.wait_for("committed", step=2)
         channel = live.clients[1]._channel
         assert channel is not None
-        channel.abort("pulled out")  # it comes back
+        channel.abort("pulled out")  # the worker returns
         live.worker("late", toolbox=toolbox)
         await live.wait_for("committed", step=7)
     assert not live.every("internal_error")
@@ -90,7 +90,7 @@ async def test_joins_losses_and_restarts_leave_the_digest(tmp_path, name, topolo
         live.service.resume(runs / run_id)
         live.worker("w0")
         result = await live.result(run_id)
-    assert result["weights_digest"] == alone["weights_digest"]
-    assert result["losses"] == alone["losses"]
-    audited = audit(runs / run_id)
-    assert audited.ok, audited.lines()
+    assert result["weights_digest"] == single_worker["weights_digest"]
+    assert result["losses"] == single_worker["losses"]
+    report = audit(runs / run_id)
+    assert report.ok, report.lines()

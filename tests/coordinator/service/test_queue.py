@@ -1,4 +1,4 @@
-"""Runs that wait: no open files of theirs, a bound, directories that stay their own."""
+"""Queued runs: no open files, a bounded number, and directories that stay theirs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ async def test_runs_that_wait_hold_no_open_files(tmp_path):
 
 
 @on_uvloop
-async def test_runs_that_waited_take_their_directories_again(tmp_path):
-    """One that another coordinator has had meanwhile is passed over, with the reason."""
+async def test_queued_runs_lock_their_directories_again(tmp_path):
+    """A directory that another coordinator has used meanwhile is skipped, with the reason."""
     async with live_service(tmp_path, 1) as live:
         first, middle_id, last = (live.service.submit(scripted_spec(steps=2)) for _ in range(3))
         other_lock = DirectoryLock.acquire(tmp_path / middle_id)
@@ -44,22 +44,22 @@ async def test_runs_that_waited_take_their_directories_again(tmp_path):
 
 
 @on_uvloop
-async def test_a_run_that_waits_begins_once_its_directory_is_back(tmp_path, monkeypatch):
-    """Where the directory is gone for a while, its run is neither lost nor failed."""
+async def test_queued_run_starts_once_its_directory_is_back(tmp_path, monkeypatch):
+    """A temporarily missing directory neither loses nor fails its run."""
     monkeypatch.setattr(limits, "HEARTBEAT_INTERVAL_MS", 50)
     async with live_service(tmp_path, 1) as live:
-        first, waiting = (live.service.submit(scripted_spec(steps=2)) for _ in range(2))
-        (tmp_path / waiting).rename(tmp_path / "elsewhere")
+        first, queued_run = (live.service.submit(scripted_spec(steps=2)) for _ in range(2))
+        (tmp_path / queued_run).rename(tmp_path / "elsewhere")
         live.worker("w0")
         assert await live.result(first)
-        event = await live.wait_for("run_waits_for_disk", run_id=waiting)
-        assert waiting in event["reason"]
-        (tmp_path / "elsewhere").rename(tmp_path / waiting)
-        assert await live.result(waiting)
+        event = await live.wait_for("run_waits_for_disk", run_id=queued_run)
+        assert queued_run in event["reason"]
+        (tmp_path / "elsewhere").rename(tmp_path / queued_run)
+        assert await live.result(queued_run)
 
 
 @on_uvloop
-async def test_no_more_runs_wait_than_may(tmp_path, monkeypatch):
+async def test_queue_length_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "QUEUED_RUNS", 2)
     async with live_service(tmp_path, 1) as live:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""What of a result workers hear at the end of a run."""
+"""Which part of a result workers receive at the end of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Back to a kept checkpoint: the same bits from there on, nothing destroyed, all of it told."""
+"""Rollback to a kept checkpoint: the same bits from there on, nothing destroyed, all of it
+recorded."""
 
 import json
 from pathlib import Path
@@ -24,54 +25,54 @@ from tests.live_service import live_service, scripted_spec
 SPEC = scripted_spec(steps=20, checkpoint={"every": 5, "keep_last": 3})
 
 
-async def finished(directory):
+async def finish_run(directory):
     async with live_service(directory, 1) as live:
         run_id = live.service.submit(SPEC)
         live.worker("w0")
         return run_id, await live.result(run_id)
 
 
-async def gone_on(directory, **how):
+async def resume_and_finish(directory, **options):
     async with live_service(directory.parent, 1) as live:
-        assert live.service.resume(directory, **how) == directory.name
+        assert live.service.resume(directory, **options) == directory.name
         live.worker("w0")
         return await live.result(directory.name)
 
 
-async def test_a_finished_run_goes_back_and_comes_to_the_same_end(tmp_path):
-    run_id, reference = await finished(tmp_path)
+async def test_finished_run_rolls_back_and_reaches_the_same_end(tmp_path):
+    run_id, reference = await finish_run(tmp_path)
     directory = RunDirectory(tmp_path / run_id)
-    result = await gone_on(directory.path, from_step=10)
+    result = await resume_and_finish(directory.path, from_step=10)
     assert result["weights_digest"] == reference["weights_digest"]
     assert result["losses"] == reference["losses"]
-    audited = audit(directory.path)
-    assert audited.ok, audited.lines()
+    report = audit(directory.path)
+    assert report.ok, report.lines()
     resumptions = [
         e.record for e in read_journal(directory.journal) if isinstance(e.record, Resumed)
     ]
     assert [record.step for record in resumptions] == [10]
     assert "--from-step" in resumptions[0].notes[-1]
-    [aside] = directory.set_aside.iterdir()
-    assert json.loads((aside / "result.json").read_text()) == reference
-    assert checkpoint_steps(aside / "checkpoints") == [15, 20]
-    assert "set-aside" in "\n".join(audited.lines())
+    [set_aside] = directory.set_aside.iterdir()
+    assert json.loads((set_aside / "result.json").read_text()) == reference
+    assert checkpoint_steps(set_aside / "checkpoints") == [15, 20]
+    assert "set-aside" in "\n".join(report.lines())
 
 
-async def test_a_run_whose_copies_can_lie_nowhere_is_refused(tmp_path):
+async def test_run_with_unusable_copies_is_refused(tmp_path):
     (tmp_path / "file").write_text("no directory")
     async with live_service(tmp_path / "runs", 1) as live:
-        for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
-            spec = scripted_spec(checkpoint={"copies": [str(place)]})
-            with pytest.raises(UsageError, match="expected a directory") as raised:
+        for copy_directory in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
+            spec = scripted_spec(checkpoint={"copies": [str(copy_directory)]})
+            with pytest.raises(UsageError, match="expected a directory") as error:
                 live.service.submit(spec)
-            assert "copy" not in str(raised.value)
+            assert "copy" not in str(error.value)
         spec = scripted_spec(checkpoint={"copies": ["tower"]})
         with pytest.raises(UsageError, match="with a / in it, got 'tower'; copies on workers"):
             live.service.submit(spec)
         assert not live.every("run_accepted")
 
 
-async def test_copies_of_what_was_taken_back_go_at_once(tmp_path):
+async def test_copies_of_rolled_back_steps_are_removed_at_once(tmp_path):
     copies, runs = tmp_path / "copies", tmp_path / "runs"
     run = {"every": 5, "keep_last": 3, "copies": [str(copies)]}
     async with live_service(runs, 1) as live:
@@ -85,52 +86,52 @@ async def test_copies_of_what_was_taken_back_go_at_once(tmp_path):
         assert execution is not None
         assert execution._copying is not None
         await execution._copying
-        aside = copies.rename(tmp_path / "aside")
+        moved_copies = copies.rename(tmp_path / "aside")
         copies.write_text("a file")
         for _ in range(2):
             await execution._copy(10, str(copies), None)
         copies.unlink()
-        aside.rename(copies)
+        moved_copies.rename(copies)
         for _ in range(2):
             await execution._copy(10, str(copies), None)
-        [failed] = live.every("copy_failed")  # once when it begins, once when it ends
-        assert failed["error"].startswith("checkpoint.copies: expected a directory at ")
+        [copy_failure] = live.every("copy_failed")  # once at the start, once at the end
+        assert copy_failure["error"].startswith("checkpoint.copies: expected a directory at ")
         assert len(live.every("copied_again")) == 1
-        await execution._copy(10, "tower", None)  # of a run that an earlier build has begun
+        await execution._copy(10, "tower", None)  # of a run that an earlier release began
         assert "copies on workers are no longer supported" in live.every("copy_failed")[-1]["error"]
     assert max(path.name for path in (copies / run_id).iterdir()) == "after-0000000010"
     restored_run = tmp_path / "elsewhere" / run_id
     assert restore_copy(copies, restored_run).step == 10
-    result = await gone_on(runs / run_id)
-    assert (await gone_on(restored_run))["weights_digest"] == result["weights_digest"]
+    result = await resume_and_finish(runs / run_id)
+    assert (await resume_and_finish(restored_run))["weights_digest"] == result["weights_digest"]
     assert audit(restored_run).ok
 
 
-async def test_a_step_that_is_not_kept_is_refused_with_those_that_are(tmp_path):
-    run_id, reference = await finished(tmp_path)
+async def test_missing_checkpoint_is_refused_with_a_list(tmp_path):
+    run_id, reference = await finish_run(tmp_path)
     directory = RunDirectory(tmp_path / run_id)
     async with live_service(tmp_path, 1) as live:
-        with pytest.raises(UsageError, match="': 10, 15, 20") as raised:
+        with pytest.raises(UsageError, match="': 10, 15, 20") as error:
             live.service.resume(directory.path, from_step=7)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(error.value)
     assert directory.read_result() == reference
     assert not directory.set_aside.exists()
 
 
 class KilledError(BaseException):
-    """Nobody expects it."""
+    """Unexpected by all code."""
 
 
 @pytest.mark.parametrize("moves", [0, 1, 2, 4])
-async def test_a_crash_on_the_way_back_leaves_a_run_that_continues(tmp_path, monkeypatch, moves):
-    run_id, reference = await finished(tmp_path)
+async def test_crash_during_a_rollback_leaves_a_resumable_run(tmp_path, monkeypatch, moves):
+    run_id, reference = await finish_run(tmp_path)
     directory = RunDirectory(tmp_path / run_id)
-    done, move = 0, rollback._move
+    move_count, move = 0, rollback._move
 
     def killed(*arguments):
-        nonlocal done
-        done += 1
-        if done > moves:
+        nonlocal move_count
+        move_count += 1
+        if move_count > moves:
             raise KilledError
         move(*arguments)
 
@@ -141,13 +142,13 @@ async def test_a_crash_on_the_way_back_leaves_a_run_that_continues(tmp_path, mon
             roll_back(directory, 10, lock.term)
     lock.release()
     if moves:
-        result = await gone_on(directory.path)
+        result = await resume_and_finish(directory.path)
         assert result["weights_digest"] == reference["weights_digest"]
-    again = await gone_on(directory.path, from_step=10)
-    assert again["weights_digest"] == reference["weights_digest"]
+    repeat = await resume_and_finish(directory.path, from_step=10)
+    assert repeat["weights_digest"] == reference["weights_digest"]
 
 
-def test_a_segment_that_continues_after_the_checkpoint_is_cut_and_kept_whole_aside(tmp_path):
+def test_segment_beyond_the_checkpoint_is_truncated_and_set_aside(tmp_path):
     run = WrittenRun(tmp_path / "run")
     for _ in range(3):
         run.step()
@@ -159,14 +160,14 @@ def test_a_segment_that_continues_after_the_checkpoint_is_cut_and_kept_whole_asi
         run.step()
     run.log.close()
     [segment] = segment_files(run.directory.log)
-    whole = segment.read_bytes()
+    content = segment.read_bytes()
     roll_back(run.directory, 3, 2)
-    assert (run.directory.set_aside / "term-000002" / "log" / segment.name).read_bytes() == whole
+    assert (run.directory.set_aside / "term-000002" / "log" / segment.name).read_bytes() == content
     recovery = recover(run.directory)
     assert recovery is not None
     assert (recovery.step, recovery.index.last, recovery.notes) == (3, 2, ())
     assert recovery.replica().state_digest() == state_digest
-    # The rest of it would count again if only the newer segment were set aside.
+    # Its remainder would count again if only the newer segment were set aside.
     run.term, run.replica = 2, recovery.replica()
     run.log = run.open_log()
     run.step()
@@ -178,12 +179,12 @@ def test_a_segment_that_continues_after_the_checkpoint_is_cut_and_kept_whole_asi
 
 
 @pytest.mark.parametrize(
-    ("resume", "out", "text"),
+    ("resume", "has_out", "text"),
     [(False, "here", "needs --resume"), (True, None, "--out"), (True, "here", "found no run.json")],
 )
-def test_the_command_needs_the_directory_of_a_run(tmp_path, resume, out, text):
-    words = ["--from-step", "3", "--expect-workers", "1", *(["--resume"] if resume else [])]
-    words += ["--out", str(tmp_path)] if out else []
-    refused = CliRunner().invoke(app, words).exception
+def test_the_command_needs_the_directory_of_a_run(tmp_path, resume, has_out, text):
+    arguments = ["--from-step", "3", "--expect-workers", "1", *(["--resume"] if resume else [])]
+    arguments += ["--out", str(tmp_path)] if has_out else []
+    refused = CliRunner().invoke(app, arguments).exception
     assert isinstance(refused, UsageError)
     assert text in str(refused)

@@ -1,6 +1,6 @@
-"""Bad input to a live service: a typed goodbye or a silent drop, and the run goes on unchanged.
+"""Bad input to a live service: a typed goodbye or a silent drop, and the run continues unchanged.
 
-Every story ends with the same digest as the run that nobody disturbed.
+Every scenario ends with the digest of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ def reference(tmp_path_factory) -> dict[str, Any]:
     return uvloop.run(undisturbed(tmp_path_factory.mktemp("undisturbed"), SPEC))
 
 
-def alike(result: dict[str, Any], reference: dict[str, Any]) -> bool:
+def equal_results(result: dict[str, Any], reference: dict[str, Any]) -> bool:
     return all(result[key] == reference[key] for key in ("weights_digest", "losses", "eval"))
 
 
 async def with_one_good_worker(live: LiveService) -> str:
-    """A run that waits for its second worker; the good one has uploaded state 0."""
+    """Start a run that waits for its second worker; the honest worker has uploaded state 0."""
     run_id = live.service.submit(SPEC)
     live.worker("w0")
     await live.wait_for("worker_ready", worker="w0")
     return run_id
 
 
-# Strangers: nothing they do touches the run.
+# Unauthenticated peers: nothing they do affects the run.
 
 
-async def says(live: LiveService, data: bytes) -> messages.Goodbye | None:
-    async with HostileWorker(live.port) as stranger:
-        stranger.send_bytes(data)
-        return await stranger.farewell()
+async def farewell_after(live: LiveService, data: bytes) -> messages.Goodbye | None:
+    async with HostileWorker(live.port) as peer:
+        peer.send_bytes(data)
+        return await peer.farewell()
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ async def says(live: LiveService, data: bytes) -> messages.Goodbye | None:
     ],
 )  # fmt: skip
 @on_uvloop
-async def test_a_stranger_is_told_what_was_wrong(tmp_path, data, reason, code):
+async def test_unauthenticated_peer_learns_its_error(tmp_path, data, reason, code):
     async with live_service(tmp_path, 1) as live:
-        goodbye = await says(live, data)
+        goodbye = await farewell_after(live, data)
         assert goodbye is not None
         assert reason in goodbye.reason
         assert goodbye.exit_code == code
@@ -90,11 +90,11 @@ async def test_a_stranger_is_told_what_was_wrong(tmp_path, data, reason, code):
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
 @on_uvloop
-async def test_another_version_is_told_which_side_to_upgrade(tmp_path, version):
+async def test_other_version_learns_which_side_to_upgrade(tmp_path, version):
     hello = bytearray(frame(EXAMPLES[messages.Hello]))
     hello[2] = version
     async with live_service(tmp_path, 1) as live:
-        goodbye = await says(live, bytes(hello))
+        goodbye = await farewell_after(live, bytes(hello))
     assert goodbye is not None
     assert goodbye.exit_code == ExitCode.MISMATCH
     side = "the coordinator" if version > PROTOCOL_VERSION else "this worker"
@@ -105,40 +105,40 @@ async def test_another_version_is_told_which_side_to_upgrade(tmp_path, version):
 
 
 @on_uvloop
-async def test_a_proof_that_proves_nothing_is_not_authorized(tmp_path):
-    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as stranger:
-        stranger.greet()
-        await stranger.until(messages.Challenge)
-        stranger.send(messages.Proof(proof=b"let me in"))
-        goodbye = await stranger.farewell()
+async def test_invalid_proof_is_not_authorized(tmp_path):
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as peer:
+        peer.greet()
+        await peer.until(messages.Challenge)
+        peer.send(messages.Proof(proof=b"let me in"))
+        goodbye = await peer.farewell()
         assert goodbye is not None
         assert goodbye.exit_code == ExitCode.NOT_AUTHORIZED
         assert not live.service.sessions
 
 
 @on_uvloop
-async def test_strangers_do_not_disturb_a_run(tmp_path, reference, monkeypatch):
-    """Silent, truncated, garbage and too many, all while a run goes on."""
+async def test_unauthenticated_peers_do_not_disturb_a_run(tmp_path, reference, monkeypatch):
+    """Silent, truncated, garbage and too many connections during a run."""
     monkeypatch.setattr(limits, "HANDSHAKE_TIMEOUT_MS", 2_000)
     async with live_service(tmp_path, 2) as live:
         run_id = await with_one_good_worker(live)
-        async with HostileWorker(live.port) as silent, HostileWorker(live.port) as half:
+        async with HostileWorker(live.port) as silent_peer, HostileWorker(live.port) as half:
             half.send_bytes(frame(EXAMPLES[messages.Hello])[:30])
-            async with HostileWorker(live.port) as cut:
-                cut.send_bytes(frame(EXAMPLES[messages.Hello])[:50])
-            assert await says(live, bytes(100)) is not None
+            async with HostileWorker(live.port) as truncating_peer:
+                truncating_peer.send_bytes(frame(EXAMPLES[messages.Hello])[:50])
+            assert await farewell_after(live, bytes(100)) is not None
             live.worker("w1")
-            # Both are closed for their silence, without a word: they may be no samestep at all.
-            assert await silent.farewell() is None
+            # Both are closed for silence, without a message: they may not be samestep at all.
+            assert await silent_peer.farewell() is None
             assert await half.farewell() is None
         result = await live.result(run_id)
-        assert alike(result, reference)
+        assert equal_results(result, reference)
         assert not live.every("worker_lost")
         assert set(live.service.sessions) == {"w0", "w1"}
         assert not live.service._pending
 
 
-# Members that break the rules: they are named, closed, and their work is done by others.
+# Members that violate the protocol: they are named and closed, and others do their work.
 
 
 def subtree_of_another(plan: StepPlan) -> dict[str, int]:
@@ -160,7 +160,7 @@ def loss(plan: StepPlan, **changes: Any) -> SubtreeLoss:
 
 
 def with_field(message: Message, body: Any, **changes: Any) -> bytes:
-    """A frame whose fields our own models would not let us write."""
+    """Return a frame with fields that the message models would not allow."""
     header = msgpack.packb({**message.model_dump(), **changes})
     raw = body.tobytes()
     return frames.encode_head(message.tag, header, raw) + raw
@@ -227,90 +227,90 @@ BREACHES: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("breach", BREACHES)
 @on_uvloop
-async def test_a_breach_ends_the_connection_and_not_the_run(tmp_path, reference, breach):
+async def test_protocol_violation_ends_only_the_connection(tmp_path, reference, breach):
     commit, reason = BREACHES[breach]
     async with live_service(tmp_path, 2) as live:
         run_id = await with_one_good_worker(live)
-        async with HostileWorker(live.port) as hostile:
-            plan = await hostile.plan()
+        async with HostileWorker(live.port) as attacker:
+            plan = await attacker.plan()
             message = commit(plan)
             if isinstance(message, bytes):
-                hostile.send_bytes(message)
+                attacker.send_bytes(message)
             else:
-                hostile.send(*message)
-            goodbye = await hostile.farewell()
+                attacker.send(*message)
+            goodbye = await attacker.farewell()
         assert goodbye is not None
         assert reason in goodbye.reason
         assert goodbye.exit_code == ExitCode.FAILED
-        lost = await live.wait_for("worker_lost", worker="hostile")
-        assert reason in lost["reason"]
+        loss_event = await live.wait_for("worker_lost", worker="hostile")
+        assert reason in loss_event["reason"]
         result = await live.result(run_id)
-        assert alike(result, reference)
+        assert equal_results(result, reference)
         assert set(live.service.sessions) == {"w0"}
         assert not live.every("halted")
 
 
 @on_uvloop
 async def test_a_ready_without_a_manifest(tmp_path, reference):
-    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as hostile:
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as attacker:
         run_id = live.service.submit(SPEC)
-        await hostile.join()
-        built = await hostile.prepare()
-        hostile.send(hostile.ready(built), b"{}")
-        goodbye = await hostile.farewell()
+        await attacker.join()
+        built = await attacker.prepare()
+        attacker.send(attacker.ready(built), b"{}")
+        goodbye = await attacker.farewell()
         assert goodbye is not None
         assert "manifest" in goodbye.reason
         live.worker("w0")
-        assert alike(await live.result(run_id), reference)
+        assert equal_results(await live.result(run_id), reference)
 
 
 @on_uvloop
-async def test_an_unlike_manifest_is_a_mismatch(tmp_path, reference):
+async def test_different_manifest_is_a_mismatch(tmp_path, reference):
     async with live_service(tmp_path, 2) as live:
         run_id = await with_one_good_worker(live)
-        async with HostileWorker(live.port) as hostile:
-            await hostile.join()
-            built = await hostile.prepare()
-            hostile.send(hostile.ready(built), built.manifest.to_bytes().replace(b":64", b":65"))
-            goodbye = await hostile.farewell()
+        async with HostileWorker(live.port) as attacker:
+            await attacker.join()
+            built = await attacker.prepare()
+            attacker.send(attacker.ready(built), built.manifest.to_bytes().replace(b":64", b":65"))
+            goodbye = await attacker.farewell()
             assert goodbye is not None
             assert goodbye.exit_code == ExitCode.MISMATCH
         live.worker("w1")
-        assert alike(await live.result(run_id), reference)
+        assert equal_results(await live.result(run_id), reference)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("bad_value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", ["gradient", "loss"])
 @on_uvloop
-async def test_a_non_finite_value_halts_and_names_its_worker(tmp_path, reference, bad, where):
+async def test_a_non_finite_value_halts_and_names_its_worker(tmp_path, reference, bad_value, where):
     async with live_service(tmp_path, 2) as live:
         run_id = await with_one_good_worker(live)
-        async with HostileWorker(live.port) as hostile:
-            plan = await hostile.plan()
+        async with HostileWorker(live.port) as attacker:
+            plan = await attacker.plan()
             if where == "gradient":
                 values = zeros()
-                values[5] = bad
-                hostile.send(payload(plan, block=1), values)
+                values[5] = bad_value
+                attacker.send(payload(plan, block=1), values)
             else:
-                hostile.send(loss(plan, loss_sum=bad))
-            halted = await live.wait_for("halted")
-            assert "worker 'hostile'" in halted["reason"]
-            assert "microbatches [" in halted["reason"]
-            assert "step 0" in halted["reason"]
-            assert ("block 'layer.1'" in halted["reason"]) == (where == "gradient")
-            assert (await hostile.until(messages.Halt)).reason == halted["reason"]
+                attacker.send(loss(plan, loss_sum=bad_value))
+            halt = await live.wait_for("halted")
+            assert "worker 'hostile'" in halt["reason"]
+            assert "microbatches [" in halt["reason"]
+            assert "step 0" in halt["reason"]
+            assert ("block 'layer.1'" in halt["reason"]) == (where == "gradient")
+            assert (await attacker.until(messages.Halt)).reason == halt["reason"]
         await live.wait_for("worker_lost", worker="hostile")
         assert not live.every("committed")
         assert live.service.current is not None
         live.service.current.command(ContinueRun())
-        assert alike(await live.result(run_id), reference)
+        assert equal_results(await live.result(run_id), reference)
 
 
-# What comes late or twice is dropped without a word.
+# Late or duplicate messages are dropped silently.
 
 
 class Repeating(Client):
-    """Sends every gradient and every loss twice, and last step's once more."""
+    """Sends every gradient and loss twice, and those of the last step once more."""
 
     repeated = 0
 
@@ -319,16 +319,17 @@ class Repeating(Client):
         if isinstance(action.message, BlockGradientPayload | SubtreeLoss):
             super()._transmit(action)
             self.repeated += 1
-            late = self.__dict__.setdefault("_late", [])
-            if late and late[0].message.step < action.message.step:
-                super()._transmit(late.pop(0))
-            late.append(action)
+            delayed = self.__dict__.setdefault("_late", [])
+            if delayed and delayed[0].message.step < action.message.step:
+                super()._transmit(delayed.pop(0))
+            delayed.append(action)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @on_uvloop
-async def test_what_comes_twice_or_late_counts_once(tmp_path, reference, workers):
-    """Of one worker every payload is a whole root: its second comes when the chunk is done."""
+async def test_duplicate_and_late_messages_count_once(tmp_path, reference, workers):
+    """Each payload of one worker is a whole root: its duplicate arrives after the chunk is
+    averaged."""
     async with live_service(tmp_path, workers) as live:
         run_id = live.service.submit(SPEC)
         if workers == 2:
@@ -337,7 +338,7 @@ async def test_what_comes_twice_or_late_counts_once(tmp_path, reference, workers
         result = await live.result(run_id)
         assert isinstance(repeating, Repeating)
         assert repeating.repeated >= 4, "what it sends in the first step"
-        assert alike(result, reference)
+        assert equal_results(result, reference)
         assert "w1" in live.service.sessions
         assert not live.every("worker_lost")
 
@@ -353,7 +354,7 @@ async def test_a_repeated_subtree_is_not_credited_twice(tmp_path, reference):
 
 
 class Vanishing(Client):
-    """Delivers one block of a subtree, then is gone: others compute the subtree anew."""
+    """Delivers one block of a subtree and disappears: others compute the subtree again."""
 
     delivered = 0
 
@@ -367,61 +368,61 @@ class Vanishing(Client):
 
 
 @on_uvloop
-async def test_a_frame_that_overlaps_what_is_held_already_is_dropped(tmp_path, reference):
+async def test_frame_that_overlaps_held_sums_is_dropped(tmp_path, reference):
     async with live_service(tmp_path, 2) as live:
         run_id = live.service.submit(SPEC)
         live.worker("w0")
         vanishing = live.worker("w1", Vanishing)
-        lost = await live.wait_for("worker_lost", worker="w1")
-        assert lost["reason"] == "I am off"
+        loss_event = await live.wait_for("worker_lost", worker="w1")
+        assert loss_event["reason"] == "I am off"
         result = await live.result(run_id)
         assert isinstance(vanishing, Vanishing)
         assert vanishing.delivered >= 1
         assert live.every("reassigned")
-        assert alike(result, reference)
+        assert equal_results(result, reference)
 
 
-async def farewell_of(hostile: HostileWorker) -> messages.Goodbye:
-    """A goodbye, not the mere end of a connection."""
-    goodbye = await hostile.farewell()
+async def farewell_of(attacker: HostileWorker) -> messages.Goodbye:
+    """Wait for a goodbye, not just the end of the connection."""
+    goodbye = await attacker.farewell()
     assert goodbye is not None
     return goodbye
 
 
 @on_uvloop
-async def test_state_from_a_worker_that_was_not_asked(tmp_path, reference):
+async def test_state_from_a_worker_without_request(tmp_path, reference):
     async with live_service(tmp_path, 2) as live:
         run_id = await with_one_good_worker(live)
-        async with HostileWorker(live.port) as hostile:
-            await hostile.plan()
-            hostile.send(hostile.state_chunk(0), zeros())
-            assert "was not requested" in (await farewell_of(hostile)).reason
-        assert alike(await live.result(run_id), reference)
+        async with HostileWorker(live.port) as attacker:
+            await attacker.plan()
+            attacker.send(attacker.state_chunk(0), zeros())
+            assert "was not requested" in (await farewell_of(attacker)).reason
+        assert equal_results(await live.result(run_id), reference)
 
 
 @on_uvloop
-async def test_a_state_that_is_not_the_one_announced(tmp_path, reference):
-    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as hostile:
+async def test_state_that_differs_from_its_announcement(tmp_path, reference):
+    async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as attacker:
         run_id = live.service.submit(SPEC)
-        await hostile.join()
-        built = await hostile.prepare()
-        hostile.send(hostile.ready(built), built.manifest.to_bytes())
-        await hostile.until(messages.StateRequest)
-        hostile.send(hostile.state_chunk(1, last=True), zeros())
-        await farewell_of(hostile)
+        await attacker.join()
+        built = await attacker.prepare()
+        attacker.send(attacker.ready(built), built.manifest.to_bytes())
+        await attacker.until(messages.StateRequest)
+        attacker.send(attacker.state_chunk(1, last=True), zeros())
+        await farewell_of(attacker)
         live.worker("w0")
-        assert alike(await live.result(run_id), reference)
+        assert equal_results(await live.result(run_id), reference)
 
 
 @on_uvloop
-async def test_an_answer_that_nobody_waits_for(tmp_path, reference):
+async def test_unexpected_answer(tmp_path, reference):
     async with live_service(tmp_path, 2) as live:
         run_id = await with_one_good_worker(live)
-        async with HostileWorker(live.port) as hostile:
-            await hostile.join()
-            hostile.send(StepApplied(term=hostile.term, step=0, state_digest=DIGEST))
+        async with HostileWorker(live.port) as attacker:
+            await attacker.join()
+            attacker.send(StepApplied(term=attacker.term, step=0, state_digest=DIGEST))
         live.worker("w1")
-        assert alike(await live.result(run_id), reference)
+        assert equal_results(await live.result(run_id), reference)
         assert not live.every("halted")
 
 
@@ -442,53 +443,53 @@ OF_ANOTHER_RUN = {
 
 @pytest.mark.parametrize("kind", OF_ANOTHER_RUN)
 @on_uvloop
-async def test_what_a_member_says_of_another_run_changes_nothing(tmp_path, reference, kind):
+async def test_messages_of_another_run_change_nothing(tmp_path, reference, kind):
     async with live_service(tmp_path, 2) as live:
         run_id = await with_one_good_worker(live)
-        async with HostileWorker(live.port) as hostile:
-            await hostile.join()
+        async with HostileWorker(live.port) as attacker:
+            await attacker.join()
             live.worker("w1")
             await live.wait_for("worker_connected", worker="w1")
-            hostile.send(*OF_ANOTHER_RUN[kind](hostile))
-            assert alike(await live.result(run_id), reference)
+            attacker.send(*OF_ANOTHER_RUN[kind](attacker))
+            assert equal_results(await live.result(run_id), reference)
 
 
 @on_uvloop
 async def test_a_manifest_of_petabytes(tmp_path, reference):
     async with live_service(tmp_path, 1) as live:
         run_id = live.service.submit(SPEC)
-        async with HostileWorker(live.port) as hostile:
-            await hostile.join()
-            built = await hostile.prepare()
+        async with HostileWorker(live.port) as attacker:
+            await attacker.join()
+            built = await attacker.prepare()
             huge = built.manifest.to_bytes().replace(b"[16]", b"[2147483648,1048576]")
-            hostile.send(hostile.ready(built), huge)
-            await farewell_of(hostile)
+            attacker.send(attacker.ready(built), huge)
+            await farewell_of(attacker)
         live.worker("w0")
-        assert alike(await live.result(run_id), reference)
+        assert equal_results(await live.result(run_id), reference)
 
 
 @on_uvloop
-async def test_weights_that_add_up_to_infinity(tmp_path):
+async def test_weights_with_infinite_sum(tmp_path):
     """Three of six microbatches are two subtrees; each weight alone is finite."""
     async with live_service(tmp_path, 2) as live:
         live.service.submit(scripted_spec(batch={"samples": 6, "microbatch": 1}))
         live.worker("w0")
         await live.wait_for("worker_ready", worker="w0")
-        async with HostileWorker(live.port) as hostile:
-            plan = await hostile.plan()
+        async with HostileWorker(live.port) as attacker:
+            plan = await attacker.plan()
             assert len(plan.subtrees) == 2
             for block in (2, 1, 0):
                 for lo, hi in plan.subtrees:
-                    hostile.send(payload(plan, block=block, lo=lo, hi=hi, weight=1.7e308), zeros())
-            halted = await live.wait_for("halted")
-            assert "non-finite" in halted["reason"]
+                    attacker.send(payload(plan, block=block, lo=lo, hi=hi, weight=1.7e308), zeros())
+            halt = await live.wait_for("halted")
+            assert "non-finite" in halt["reason"]
 
 
 # The daemons themselves.
 
 
 def test_real_daemons_continue(tmp_path, reference):
-    """A coordinator and a worker as processes; everything above in short, one after the other."""
+    """A coordinator and a worker as processes: all of the above in brief, one after the other."""
     spec = tmp_path / "scripted.yaml"
     spec.write_text(SPEC.model_dump_json())
     with Cluster(tmp_path, "--expect-workers", "2", "--run", str(spec)) as cluster:
@@ -498,18 +499,18 @@ def test_real_daemons_continue(tmp_path, reference):
 
         async def disturb() -> None:
             for data in (bytes(100), frame(EXAMPLES[messages.Hello])[:20]):
-                async with HostileWorker(port) as stranger:
-                    stranger.send_bytes(data)
-            async with HostileWorker(port) as hostile:
-                plan = await hostile.plan()
-                hostile.send(payload(plan, step=plan.step + 1), zeros())
-                goodbye = await hostile.farewell()
+                async with HostileWorker(port) as peer:
+                    peer.send_bytes(data)
+            async with HostileWorker(port) as attacker:
+                plan = await attacker.plan()
+                attacker.send(payload(plan, step=plan.step + 1), zeros())
+                goodbye = await attacker.farewell()
                 assert goodbye is not None
                 assert "expected (term, step, attempt)" in goodbye.reason
 
         uvloop.run(disturb())
         result = cluster.result()
-        lost = cluster.wait_for("worker_lost", worker="hostile")
-        assert "expected (term" in lost["reason"]
-    assert alike(result, reference)
+        loss_event = cluster.wait_for("worker_lost", worker="hostile")
+        assert "expected (term" in loss_event["reason"]
+    assert equal_results(result, reference)
     assert Path(tmp_path / "out" / "result.json").exists()

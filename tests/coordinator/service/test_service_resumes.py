@@ -1,4 +1,4 @@
-"""A service that starts where another has ended takes up the runs that are not finished."""
+"""A service that restarts continues the unfinished runs."""
 
 import json
 import os
@@ -28,12 +28,12 @@ SPEC = scripted_spec(steps=30, checkpoint={"every": 10})
 
 
 async def interrupted(directory, *specs):
-    """A service that is stopped while its first run goes on; the ids of its runs."""
+    """Start a service and stop it during its first run; return the ids of its runs."""
     async with live_service(directory, 1) as live:
         ids = [live.service.submit(spec) for spec in specs]
         live.worker("w0")
         await live.wait_for("committed", step=12)
-    assert not live.every("internal_error")  # what was under way is over before files are closed
+    assert not live.every("internal_error")  # pending work ends before files are closed
     return ids
 
 
@@ -61,7 +61,7 @@ async def test_a_run_with_state_digests_of_format_1_continues(tmp_path, monkeypa
     with monkeypatch.context() as older:
         older.setattr(Replica, "state_digest", Replica.initial_digest)
         older.setattr(checkpoint, "FORMAT", 1)
-        if drained:  # the newest state is a checkpoint's
+        if drained:  # the newest state is that of a checkpoint
             async with live_service(runs, 1) as live:
                 run_id = live.service.submit(SPEC)
                 live.worker("w0")
@@ -75,11 +75,11 @@ async def test_a_run_with_state_digests_of_format_1_continues(tmp_path, monkeypa
         live.worker("w0")
         result = await live.result(run_id)
     assert result["weights_digest"] == reference["weights_digest"]
-    audited = audit(runs / run_id)
-    assert audited.ok, audited.lines()
+    report = audit(runs / run_id)
+    assert report.ok, report.lines()
 
 
-async def test_workers_of_a_drained_run_stay_for_the_service_that_continues_with_it(tmp_path):
+async def test_workers_of_a_drained_run_stay_for_the_next_service(tmp_path):
     runs = tmp_path / "runs"
     async with live_service(runs, 1) as first:
         run_id = first.service.submit(SPEC)
@@ -99,11 +99,11 @@ async def test_workers_of_a_drained_run_stay_for_the_service_that_continues_with
             await second.wait_for("worker_connected", worker="w0")
         finally:
             await second.service.stop()
-        # Nothing is left to be done now.
+        # No work remains.
         assert await first.workers["w0"] == ExitCode.OK
 
 
-async def test_the_wait_for_workers_after_a_restart_is_no_part_of_the_pace(tmp_path):
+async def test_pace_excludes_the_wait_for_workers_after_a_restart(tmp_path):
     (run_id,) = await interrupted(tmp_path, SPEC)
     async with live_service(tmp_path, 1) as live:
         live.service.resume(tmp_path / run_id)
@@ -118,7 +118,7 @@ async def test_the_wait_for_workers_after_a_restart_is_no_part_of_the_pace(tmp_p
 
 
 def test_the_oldest_is_first_where_files_have_one_time(tmp_path):
-    """File systems may count in steps of milliseconds: both are accepted in one."""
+    """File systems may have millisecond timestamps: both runs are accepted within one."""
     names = [f"run-{number}" for number in range(9)]
     for name in names:
         directory = RunDirectory(tmp_path / name)
@@ -127,7 +127,7 @@ def test_the_oldest_is_first_where_files_have_one_time(tmp_path):
     assert [path.name for path in unfinished_runs(tmp_path)] == names
 
 
-def test_a_run_that_does_not_say_when_it_came_has_its_file_s_time(tmp_path):
+def test_run_without_a_submission_time_uses_its_file_s_time(tmp_path):
     for number, name in enumerate(("younger", "older")):
         directory = RunDirectory(tmp_path / name)
         directory.begin(name, SPEC)
@@ -142,7 +142,7 @@ def test_a_run_that_does_not_say_when_it_came_has_its_file_s_time(tmp_path):
     assert names == ["older", "younger", "damaged"]
 
 
-async def test_a_finished_run_is_not_taken_up(tmp_path):
+async def test_finished_run_is_not_resumed(tmp_path):
     async with live_service(tmp_path, 1) as live:
         run_id = live.service.submit(SPEC)
         live.worker("w0")
@@ -152,7 +152,7 @@ async def test_a_finished_run_is_not_taken_up(tmp_path):
             live.service.submit(SPEC, tmp_path / run_id)
 
 
-async def test_another_run_spec_is_refused_and_the_directory_let_go(tmp_path):
+async def test_other_run_spec_is_refused_and_the_lock_released(tmp_path):
     (run_id,) = await interrupted(tmp_path, SPEC)
     async with live_service(tmp_path, 1) as live:
         with pytest.raises(Mismatch, match="of another run spec"):
@@ -184,22 +184,22 @@ async def test_a_missing_manifest_is_no_new_run(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["run.json", "manifest.json", "terms.json"])
-async def test_a_flipped_bit_in_what_is_read_is_refused_by_name(tmp_path, name):
-    """As a spec with another learning rate: it would end well, with another digest."""
+async def test_flipped_bit_in_a_read_file_is_refused_by_name(tmp_path, name):
+    """For example, a spec with another learning rate would finish, with another digest."""
     (run_id,) = await interrupted(tmp_path, SPEC)
     path = tmp_path / run_id / name
-    whole = path.read_bytes()
-    at = whole.index(b"1")
-    path.write_bytes(whole[:at] + b"3" + whole[at + 1 :])
+    content = path.read_bytes()
+    offset = content.index(b"1")
+    path.write_bytes(content[:offset] + b"3" + content[offset + 1 :])
     async with live_service(tmp_path, 1) as live:
-        with pytest.raises(StorageDamaged, match="restore it from a copy") as raised:
+        with pytest.raises(StorageDamaged, match="restore it from a copy") as error:
             live.service.resume(tmp_path / run_id)
-        assert raised.value.path == str(path)
-        path.write_bytes(whole)
+        assert error.value.path == str(path)
+        path.write_bytes(content)
         assert live.service.resume(tmp_path / run_id) == run_id
 
 
-async def test_a_run_without_its_first_file_is_left_alone_by_name(tmp_path):
+async def test_run_without_its_spec_file_is_named_and_untouched(tmp_path):
     (run_id,) = await interrupted(tmp_path, SPEC)
     (tmp_path / "no-run" / "log").mkdir(parents=True)
     (tmp_path / run_id / "run.json").unlink()
@@ -209,16 +209,16 @@ async def test_a_run_without_its_first_file_is_left_alone_by_name(tmp_path):
             live.service.resume(tmp_path / run_id)
 
 
-def test_a_run_without_its_first_file_is_not_waited_for(tmp_path):
-    """As a directory of runs it would hold none."""
+def test_run_without_its_spec_file_is_not_waited_for(tmp_path):
+    """Read as a directory of runs, it would contain none."""
     WrittenRun(tmp_path / "run").directory.run_file.unlink()
-    words = ["--resume", "--out", str(tmp_path / "run"), "--bind", "127.0.0.1:0"]
-    refused = CliRunner().invoke(app, words).exception
+    arguments = ["--resume", "--out", str(tmp_path / "run"), "--bind", "127.0.0.1:0"]
+    refused = CliRunner().invoke(app, arguments).exception
     assert isinstance(refused, StorageDamaged)
     assert "it is missing" in str(refused)
 
 
-async def test_a_result_that_is_none_is_no_finished_run(tmp_path):
+async def test_invalid_result_does_not_finish_a_run(tmp_path):
     (run_id,) = await interrupted(tmp_path, SPEC)
     (tmp_path / run_id / "result.json").write_text('{"outcome": "drainee"}')
     async with live_service(tmp_path, 1) as live:
@@ -236,8 +236,8 @@ async def test_without_its_term_a_run_loses_no_step(tmp_path):
         live.worker("w0")
         result = await live.result(run_id)
     assert result["weights_digest"] == reference["weights_digest"]
-    audited = audit(tmp_path / "runs" / run_id)
-    assert audited.ok, audited.lines()
+    report = audit(tmp_path / "runs" / run_id)
+    assert report.ok, report.lines()
 
 
 async def test_a_run_of_an_older_release_continues_with_the_same_bits(tmp_path):
@@ -263,22 +263,22 @@ async def test_a_run_of_an_older_release_continues_with_the_same_bits(tmp_path):
     assert [segment_term(each) for each in segment_files(run / "log")] == [2]
 
 
-async def test_a_later_checkpoint_that_could_not_be_used_is_left_behind(tmp_path):
-    """Else it would be taken for this run's own, once it can be read again."""
+async def test_unusable_later_checkpoint_is_set_aside(tmp_path):
+    """Otherwise it would count as this run's checkpoint once it can be read again."""
     (run_id,) = await interrupted(tmp_path, SPEC)
     root = tmp_path / run_id / "checkpoints"
-    odd = checkpoint_path(root, 900)
-    shutil.copytree(checkpoint_path(root, checkpoint_steps(root)[-1]), odd)
+    unreadable = checkpoint_path(root, 900)
+    shutil.copytree(checkpoint_path(root, checkpoint_steps(root)[-1]), unreadable)
     async with live_service(tmp_path, 1) as live:
         live.service.resume(tmp_path / run_id)
-        assert not odd.exists()
+        assert not unreadable.exists()
         live.worker("w0")
         assert (await live.result(run_id))["steps"] == 30
     assert audit(tmp_path / run_id).ok
 
 
 @pytest.mark.parametrize("lines_left", [0.0, 0.3])
-async def test_a_journal_that_was_cut_is_no_history_to_continue_with(tmp_path, lines_left):
+async def test_truncated_journal_is_not_continued(tmp_path, lines_left):
     (run_id,) = await interrupted(tmp_path, SPEC)
     journal = tmp_path / run_id / "journal.jsonl"
     os.truncate(journal, round(journal.stat().st_size * lines_left))

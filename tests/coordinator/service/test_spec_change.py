@@ -1,4 +1,4 @@
-"""A run goes on with more: other steps, another rate, never silently, and nothing else."""
+"""A run continues with more steps or another rate, never silently, and with no other change."""
 
 import json
 
@@ -26,7 +26,7 @@ def spec_of(steps=10, **changes):
     return scripted_spec(steps=steps, optimizer=ADAM, checkpoint={"every": 4}, **changes)
 
 
-async def finished(directory, spec):
+async def finish_run(directory, spec):
     async with live_service(directory, 1) as live:
         run_id = live.service.submit(spec)
         live.worker("w0")
@@ -34,16 +34,16 @@ async def finished(directory, spec):
         return directory / run_id
 
 
-async def gone_on(directory, *changes, **how):
+async def resume_with(directory, *changes, **options):
     async with live_service(directory.parent, 1) as live:
-        assert live.service.resume(directory, changes=changes, **how) == directory.name
+        assert live.service.resume(directory, changes=changes, **options) == directory.name
         live.worker("w0")
         return await live.result(directory.name)
 
 
 async def test_ten_steps_and_ten_more_are_one_run_of_twenty(tmp_path):
     reference = await undisturbed(tmp_path / "twenty", spec_of(20))
-    run = await finished(tmp_path / "ten", spec_of(10))
+    run = await finish_run(tmp_path / "ten", spec_of(10))
     first = json.loads((run / "result.json").read_text())
     async with live_service(run.parent, 2) as live:  # as `coordinator resume RUN --set steps=20`
         assert await live.service.resume_by_name(run.name, None, ["steps=20"]) == run.name
@@ -56,42 +56,42 @@ async def test_ten_steps_and_ten_more_are_one_run_of_twenty(tmp_path):
     [change] = [record for record in journal if isinstance(record, SpecChanged)]
     assert (change.step, change.changes) == (10, ("steps: 10 -> 20",))
     assert change.before != change.spec_digest
-    [aside] = (run / "set-aside").iterdir()
-    assert json.loads((aside / "result.json").read_text()) == first
+    [set_aside] = (run / "set-aside").iterdir()
+    assert json.loads((set_aside / "result.json").read_text()) == first
     audited = audit(run)
     assert audited.ok, audited.lines()
     assert any("changed after 10 steps: steps: 10 -> 20" in line for line in audited.lines())
     assert "steps: 10 -&gt; 20" in report(run)
 
 
-async def test_another_rate_counts_from_its_step_and_the_audit_knows_both(tmp_path):
-    keep = {"checkpoint": {"every": 2, "keep_last": 9, "keep_log": True}}
-    run = await finished(tmp_path, scripted_spec(steps=6, optimizer=ADAM, **keep))
+async def test_new_rate_applies_from_its_step_and_the_audit_knows_both(tmp_path):
+    checkpoint_section = {"checkpoint": {"every": 2, "keep_last": 9, "keep_log": True}}
+    run = await finish_run(tmp_path, scripted_spec(steps=6, optimizer=ADAM, **checkpoint_section))
     changes = ("steps=12", "optimizer.lr=0.001", "optimizer.schedule=linear", "stop=null")
-    await gone_on(run, *changes)
+    await resume_with(run, *changes)
     assert audit(run).ok
-    await gone_on(run, from_step=4)
+    await resume_with(run, from_step=4)
     audited = audit(run)
-    assert audited.ok, audited.lines()  # steps 4 and 5 are now of the newest spec
-    stored = RunDirectory(run).read_run()
-    assert stored is not None
-    assert stored.spec.optimizer.lr == 0.001
+    assert audited.ok, audited.lines()  # steps 4 and 5 now follow the newest spec
+    stored_run = RunDirectory(run).read_run()
+    assert stored_run is not None
+    assert stored_run.spec.optimizer.lr == 0.001
     with pytest.raises(UsageError, match=r"the run has taken 12 steps.*has 12"):
-        await gone_on(run, "evaluate_every=3")
+        await resume_with(run, "evaluate_every=3")
 
 
-async def test_a_crash_between_the_file_and_the_journal_is_made_good(tmp_path):
-    run = await finished(tmp_path, spec_of(6))
+async def test_crash_between_the_file_and_the_journal_is_repaired(tmp_path):
+    run = await finish_run(tmp_path, spec_of(6))
     directory = RunDirectory(run)
-    stored = directory.read_run()
-    assert stored is not None
-    change = SpecChange.of(directory, stored, ["steps=9"], None)
+    stored_run = directory.read_run()
+    assert stored_run is not None
+    change = SpecChange.of(directory, stored_run, ["steps=9"], None)
     assert change is not None
     lock = lock_directory(run)
     change.write(lock)
     lock.release()
     assert audit(run).ok is False, "run.json is ahead of the journal"
-    result = await gone_on(run)
+    result = await resume_with(run)
     assert result["steps"] == 9
     assert audit(run).ok
 
@@ -108,7 +108,7 @@ async def test_a_crash_between_the_file_and_the_journal_is_made_good(tmp_path):
         ("scripted.blocks=2", "scripted.blocks cannot change .* computed with it"),
     ],
 )
-def test_what_the_state_rests_on_cannot_change(change, text):
+def test_keys_that_the_state_depends_on_cannot_change(change, text):
     with pytest.raises(UsageError, match=text):
         changed_spec(spec_of(), [change])
 
@@ -123,7 +123,7 @@ def test_every_sample_run_spec_may_change_its_length():
         assert changed_spec(spec, []) == (spec, ())
 
 
-def test_changes_of_a_schedule_and_of_nothing():
+def test_changed_schedule_and_empty_change():
     linear = scripted_spec(
         optimizer={"schedule": "linear", "min_lr_ratio": 0.1, "warmup_steps": 2}, evaluate_every=2
     )
@@ -133,28 +133,28 @@ def test_changes_of_a_schedule_and_of_nothing():
     assert changes == (
         "optimizer.min_lr_ratio: 0.1 -> not set", 'optimizer.schedule: "linear" -> "constant"',
     )  # fmt: skip
-    free = scripted_spec(optimizer={"name": "schedule-free"})
+    schedule_free = scripted_spec(optimizer={"name": "schedule-free"})
     with pytest.raises(UsageError, match="schedule-free weighs its average by the rates"):
-        changed_spec(free, ["optimizer.lr=0.5"])
+        changed_spec(schedule_free, ["optimizer.lr=0.5"])
     with pytest.raises(RunSpecError, match=r"optimizer[.]lr"):
         changed_spec(linear, ["optimizer.lr=-1"])
 
 
-async def test_fewer_steps_than_taken_and_other_runs_are_refused(tmp_path):
-    run = await finished(tmp_path, spec_of(6))
+async def test_fewer_steps_than_committed_and_other_runs_are_refused(tmp_path):
+    run = await finish_run(tmp_path, spec_of(6))
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and "lock" not in p.name}
     with pytest.raises(UsageError, match=r"has taken 6 steps, and the changed run spec has 5"):
-        await gone_on(run, "steps=5")
+        await resume_with(run, "steps=5")
     with pytest.raises(UsageError, match="seed cannot change"):
-        await gone_on(run, "seed=5", "steps=9")
-    changed = {p for p, content in before.items() if p.read_bytes() != content}
-    assert {p.name for p in changed} <= {"term.json"}
+        await resume_with(run, "seed=5", "steps=9")
+    changed_files = {p for p, content in before.items() if p.read_bytes() != content}
+    assert {p.name for p in changed_files} <= {"term.json"}
 
 
 def test_a_command_line_names_the_run_that_it_changes(tmp_path):
-    for words, text in (
+    for arguments, text in (
         (["--resume", "--set", "steps=9"], "needs --out"),
         (["--resume", "--out", str(tmp_path), "--set", "steps=9"], "the directory of one run"),
     ):
-        done = CliRunner().invoke(app, words)
-        assert text in str(done.exception) + done.output
+        completed = CliRunner().invoke(app, arguments)
+        assert text in str(completed.exception) + completed.output

@@ -1,4 +1,4 @@
-"""What a worker still sends of the run before, when its coordinator has begun another one."""
+"""Messages of the previous run that arrive after its coordinator has started another one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ async def test_a_payload_in_the_earlier_run_s_precision_is_skipped(tmp_path):
         run, session = live.service.current, live.service.sessions["w0"]
         assert run is not None
         connection = session.channel.connection
-        earlier = BlockGradientPayload(
+        earlier_payload = BlockGradientPayload(
             term=run.run.term, step=0, attempt=0, block=0, chunk=0, lo=0, hi=1, weight=1.0
         )
         blocks, connection.blocks = connection.blocks, None  # as before it was ready for this run
-        run.receive(session, Received(earlier, np.zeros(10, np.uint8)))  # no float32 values
+        run.receive(session, Received(earlier_payload, np.zeros(10, np.uint8)))  # no float32 values
         connection.blocks = blocks
         live.worker("w1")
         assert await live.result(run_id)

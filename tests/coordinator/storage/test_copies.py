@@ -1,4 +1,4 @@
-"""Copies of checkpoints: whole or not there, verified, the oldest removed first."""
+"""Copies of checkpoints: complete or absent, verified, the oldest removed first."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_copy_is_restored(directory, tmp_path):
         restore_copy(tmp_path / "copies", tmp_path / "again")
 
 
-def test_the_oldest_goes_first(directory, tmp_path):
+def test_oldest_copy_is_removed_first(directory, tmp_path):
     steps = sorted(int(p.name.removeprefix("step-")) for p in directory.checkpoints.iterdir())
     for step in steps:
         copy_checkpoint(directory, step, str(tmp_path), keep=1)
@@ -47,7 +47,7 @@ def test_the_oldest_goes_first(directory, tmp_path):
     assert [path.name for path in run.iterdir()] == [f"after-{steps[-1]:010}"]
 
 
-def test_what_a_crash_left_half_copied_is_no_copy(directory, tmp_path):
+def test_half_finished_copy_is_ignored(directory, tmp_path):
     copy_checkpoint(directory, newest(directory), str(tmp_path / "copies"), keep=1)
     (copy,) = (tmp_path / "copies").glob("*/*")
     copy.rename(copy.with_name(copy.name + ".part"))
@@ -70,7 +70,7 @@ def test_a_copy_that_was_changed_is_refused(directory, tmp_path, name):
 
 
 def steps_of(run: WrittenRun, count: int, copies: Path | None = None) -> None:
-    """So many steps, and a checkpoint, copied if told."""
+    """Commit this many steps, with a checkpoint that is copied on request."""
     for _ in range(count):
         run.step()
     run.checkpoint()
@@ -88,16 +88,16 @@ def names(copies: Path) -> list[str]:
     return sorted(path.name for path in copies.glob("*/*"))
 
 
-def restored(run: WrittenRun, copies: Path, to: Path) -> str:
-    """The state that the copies bring back; what is told."""
-    checkpoint = restore_copy(copies, to)
-    recovery = recover(RunDirectory(to))
+def restore(run: WrittenRun, copies: Path, target: Path) -> str:
+    """Return the state that the copies restore, and the report."""
+    checkpoint = restore_copy(copies, target)
+    recovery = recover(RunDirectory(target))
     assert recovery is not None
     assert recovery.replica().state_digest() == run.replica.state_digest()
     return checkpoint.summary
 
 
-def test_copies_of_steps_that_were_taken_back_are_skipped(tmp_path):
+def test_copies_of_rolled_back_steps_are_skipped(tmp_path):
     copies = tmp_path / "copies"
     run = WrittenRun(tmp_path / "run")
     for _ in range(3):
@@ -106,10 +106,10 @@ def test_copies_of_steps_that_were_taken_back_are_skipped(tmp_path):
     run.skip = (4,)
     steps_of(run, 3, copies)
     assert names(copies) == ["after-0000000003", "after-0000000006"]
-    restored(run, copies, tmp_path / "again")
+    restore(run, copies, tmp_path / "again")
 
 
-def test_a_restart_that_goes_back_takes_the_copies_along(tmp_path):
+def test_rollback_sets_copies_aside(tmp_path):
     copies = tmp_path / "copies"
     run = WrittenRun(tmp_path / "run")
     for _ in range(2):
@@ -117,10 +117,10 @@ def test_a_restart_that_goes_back_takes_the_copies_along(tmp_path):
     from_step(run, 3)
     assert not copy_checkpoint(run.directory, 3, str(copies), keep=3)
     assert names(copies) == ["after-0000000003"]
-    restored(run, copies, tmp_path / "again")
+    restore(run, copies, tmp_path / "again")
 
 
-def test_the_newer_term_is_newer_also_beside_copies_of_more_steps(tmp_path):
+def test_newer_term_wins_over_copies_with_more_steps(tmp_path):
     before, copies = tmp_path / "before", tmp_path / "copies"
     run = WrittenRun(tmp_path / "run")
     steps_of(run, 3)
@@ -129,13 +129,13 @@ def test_the_newer_term_is_newer_also_beside_copies_of_more_steps(tmp_path):
     copy_checkpoint(run.directory, 3, str(copies), keep=3)
     (void,) = before.glob("*/*")
     void.rename(next(copies.iterdir()) / void.name)
-    restored(run, copies, tmp_path / "again")
+    restore(run, copies, tmp_path / "again")
     summary = restore_copy(next(copies.glob("*/*6")), tmp_path / "void").summary
     assert "there is a newer copy" in summary
     assert "after-0000000003" in summary
 
 
-def test_a_copy_made_while_the_run_continues_is_enough(tmp_path):
+def test_copy_of_a_live_run_is_enough(tmp_path):
     run = WrittenRun(tmp_path / "run", skip=(4,))
     steps_of(run, 3)
     state = run.replica.state_digest()
@@ -154,25 +154,25 @@ def test_a_copy_made_while_the_run_continues_is_enough(tmp_path):
     lock.release()
 
 
-def test_what_failed_or_was_cut_short_is_cleared_away(tmp_path):
+def test_incomplete_copies_are_removed(tmp_path):
     copies = tmp_path / "copies"
     run = WrittenRun(tmp_path / "run")
     steps_of(run, 3, copies)
-    stale = next(copies.iterdir()) / "after-0000000001.part"
-    stale.mkdir()
+    partial_file = next(copies.iterdir()) / "after-0000000001.part"
+    partial_file.mkdir()
     remove_checkpoint(checkpoint_path(run.directory.checkpoints, 0))
     with pytest.raises(SamestepError):
         copy_checkpoint(run.directory, 0, str(copies), keep=3)
     assert names(copies) == ["after-0000000003"]
 
 
-def test_the_directory_above_names_those_that_hold_copies(directory, tmp_path):
+def test_parent_directory_names_the_copy_directories(directory, tmp_path):
     copy_checkpoint(directory, newest(directory), str(tmp_path / "above" / "copies"), keep=1)
     with pytest.raises(UsageError, match=f"--from {tmp_path / 'above' / 'copies'}/"):
         restore_copy(tmp_path / "above", tmp_path / "again")
 
 
-def test_of_several_runs_one_is_to_be_named(directory, tmp_path):
+def test_ambiguous_copies_require_a_run_name(directory, tmp_path):
     copy_checkpoint(directory, newest(directory), str(tmp_path / "copies"), keep=1)
     (run,) = (tmp_path / "copies").iterdir()
     other = run.with_name("other")
@@ -184,28 +184,28 @@ def test_of_several_runs_one_is_to_be_named(directory, tmp_path):
     choices = f"newest first: --from {run} (after step {step}), --from {other} (after step {step})"
     with pytest.raises(UsageError, match=re.escape(f"of 2 runs; name one, {choices}")):
         restore_copy(copies, tmp_path / "again")
-    for place in (copies / "nosuch", tmp_path):
+    for source in (copies / "nosuch", tmp_path):
         with pytest.raises(UsageError, match=re.escape(choices)):
-            restore_copy(place, tmp_path / "again")
+            restore_copy(source, tmp_path / "again")
     assert restore_copy(run, tmp_path / "again").step == newest(directory)
 
 
-def test_a_run_that_was_restored_while_the_first_lives_has_the_copies(tmp_path):
-    copies, elsewhere = tmp_path / "copies", RunDirectory(tmp_path / "elsewhere")
+def test_restored_run_takes_over_the_copies_of_a_live_run(tmp_path):
+    copies, restored_run = tmp_path / "copies", RunDirectory(tmp_path / "elsewhere")
     run = WrittenRun(tmp_path / "run")
     steps_of(run, 3, copies)
-    restore_copy(copies, elsewhere.path)
+    restore_copy(copies, restored_run.path)
     steps_of(run, 3, copies)  # nobody knows better yet
-    assert copy_checkpoint(elsewhere, 3, str(copies), keep=3)
+    assert copy_checkpoint(restored_run, 3, str(copies), keep=3)
     expected_text = "has after-0000000003 of the same run, restored elsewhere: end one of the two"
-    for again in (False, True):  # its restart is as new: no reason to take them back
-        if again:
+    for repeat in (False, True):  # its restart is as new: no reason to set them aside
+        if repeat:
             run.crash_and_resume()
             run.journal.sync()
         run.step()
         run.checkpoint()
         with pytest.raises(UsageError, match=expected_text):
             copy_checkpoint(run.directory, run.replica.step, str(copies), keep=3)
-    assert not copy_checkpoint(elsewhere, 3, str(copies), keep=3)
+    assert not copy_checkpoint(restored_run, 3, str(copies), keep=3)
     assert names(copies) == ["after-0000000003", "after-0000000006"]
     assert restore_copy(copies, tmp_path / "again").step == 3

@@ -1,4 +1,4 @@
-"""A run that cannot fit is refused before it begins, with the choice that fits."""
+"""A run that cannot fit on disk is refused before it begins, with the option that fits."""
 
 import asyncio
 import shutil
@@ -22,22 +22,22 @@ PARAMETER_BYTES = MANIFEST.elements * 4
 
 
 def spec_of(*, steps=100, log="full", **saving):
-    saved = CheckpointSpec.model_validate({"every": 10, "keep_last": 2, **saving})
-    return SPEC.model_copy(update={"steps": steps, "log": log, "checkpoint": saved})
+    checkpoint_spec = CheckpointSpec.model_validate({"every": 10, "keep_last": 2, **saving})
+    return SPEC.model_copy(update={"steps": steps, "log": log, "checkpoint": checkpoint_spec})
 
 
-def test_what_is_needed_follows_from_the_spec():
-    needed = DiskBudget.of(spec_of(), MANIFEST)
-    assert (needed.step_bytes, needed.steps) == (PARAMETER_BYTES, 10)
-    assert (needed.state_bytes, needed.states) == (3 * PARAMETER_BYTES, 3)
-    assert needed.total_bytes == (10 + 9 + 1) * PARAMETER_BYTES
+def test_required_space_follows_from_the_spec():
+    memory = DiskBudget.of(spec_of(), MANIFEST)
+    assert (memory.step_bytes, memory.steps) == (PARAMETER_BYTES, 10)
+    assert (memory.state_bytes, memory.states) == (3 * PARAMETER_BYTES, 3)
+    assert memory.total_bytes == (10 + 9 + 1) * PARAMETER_BYTES
     assert DiskBudget.of(spec_of(every=0), MANIFEST).steps == 100
     assert DiskBudget.of(spec_of(every=0), MANIFEST).states == 2
     assert DiskBudget.of(spec_of(keep_log=True), MANIFEST).steps == 100
     assert DiskBudget.of(spec_of(log="checkpoint"), MANIFEST).step_bytes == 0
 
 
-def test_no_less_is_needed_than_what_is_written(tmp_path):
+def test_required_space_covers_the_written_files(tmp_path):
     log = GradientLog(tmp_path / "log", RUN_ID, MANIFEST, term=1, next_step=0)
     for step in range(4):
         log_step(log, step)
@@ -45,12 +45,12 @@ def test_no_less_is_needed_than_what_is_written(tmp_path):
     directory = write_checkpoint(
         tmp_path, MANIFEST, state_zero(), run_id=RUN_ID, term=1, losses=[]
     ).path
-    written = sum(file.stat().st_size for file in directory.rglob("*.safetensors"))
-    assert written > DiskBudget.of(spec_of(), MANIFEST).state_bytes
+    written_bytes = sum(file.stat().st_size for file in directory.rglob("*.safetensors"))
+    assert written_bytes > DiskBudget.of(spec_of(), MANIFEST).state_bytes
 
 
 @pytest.mark.parametrize(
-    ("free", "spec", "remedy"),
+    ("free_share", "spec", "remedy"),
     [
         (19, spec_of(), "or set checkpoint.every=9 (--set)"),
         (10, spec_of(), "or set log=checkpoint (--set)"),
@@ -58,13 +58,13 @@ def test_no_less_is_needed_than_what_is_written(tmp_path):
         (60, spec_of(keep_log=True), "or set checkpoint.keep_log=false (--set)"),
     ],
 )
-def test_the_choice_that_fits_is_named(tmp_path, monkeypatch, free, spec, remedy):
-    usage = shutil.disk_usage(tmp_path)._replace(free=free * PARAMETER_BYTES)
+def test_fitting_option_is_named(tmp_path, monkeypatch, free_share, spec, remedy):
+    usage = shutil.disk_usage(tmp_path)._replace(free=free_share * PARAMETER_BYTES)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(StorageFailed, match="No space left") as raised:
+    with pytest.raises(StorageFailed, match="No space left") as error:
         check_disk_space(tmp_path, spec, MANIFEST)
-    assert remedy in str(raised.value)
-    assert "\n" not in str(raised.value)
+    assert remedy in str(error.value)
+    assert "\n" not in str(error.value)
     usage = usage._replace(free=10_000 * PARAMETER_BYTES)
     check_disk_space(tmp_path, spec, MANIFEST)
 
@@ -73,16 +73,16 @@ async def test_a_run_that_does_not_fit_never_begins(tmp_path, monkeypatch):
     state_there, digests = threading.Event(), CoordinatorReplica.state_0
 
     async def digest_then_signal(self):
-        applied = await digests(self)
+        is_applied = await digests(self)
         asyncio.get_running_loop().call_later(0.1, state_there.set)
-        return applied
+        return is_applied
 
-    def looked_late(*arguments):
+    def check_late(*arguments):
         assert state_there.wait(60)
         check_disk_space(*arguments)
 
     monkeypatch.setattr(CoordinatorReplica, "state_0", digest_then_signal)
-    monkeypatch.setattr(run_storage, "check_disk_space", looked_late)
+    monkeypatch.setattr(run_storage, "check_disk_space", check_late)
     spec = scripted_spec(
         steps=1000, scripted={"blocks": 3, "block_bytes": 8192, "samples": 64},
         checkpoint={"every": 500},
@@ -91,9 +91,9 @@ async def test_a_run_that_does_not_fit_never_begins(tmp_path, monkeypatch):
         async with live_service(disk / "runs", 1) as live:
             live.service.submit(spec)
             live.worker("w0")
-            ended = await live.wait_for("run_ended")
-            assert ended["outcome"] == "failed"
-            assert "or set checkpoint.every=" in ended["reason"]
+            run_end = await live.wait_for("run_ended")
+            assert run_end["outcome"] == "failed"
+            assert "or set checkpoint.every=" in run_end["reason"]
             assert live.every("committed") == []
 
 
@@ -112,7 +112,7 @@ def test_a_capture_that_does_not_fit_is_refused_before_it_begins(tmp_path, monke
         check_disk_space(tmp_path, spec, manifest)
     part = spec.model_copy(update={"steps": 10})
     check_disk_space(tmp_path, part, manifest)
-    # Steps that are not there take no room, whatever is kept of each.
-    few = manifest.model_copy(update={"train_samples": 100})
+    # Steps that do not exist take no space, whatever is kept of each.
+    short_manifest = manifest.model_copy(update={"train_samples": 100})
     for saving in (CheckpointSpec(every=0), CheckpointSpec(keep_log=True)):
-        check_disk_space(tmp_path, spec.model_copy(update={"checkpoint": saving}), few)
+        check_disk_space(tmp_path, spec.model_copy(update={"checkpoint": saving}), short_manifest)

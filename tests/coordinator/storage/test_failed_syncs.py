@@ -1,6 +1,6 @@
-"""A sync fails, the coordinator is killed, the next one goes on, and the power fails: all that it
-went on from is there. The disk is the simulation's, which keeps what was synced and nothing else,
-and loses what a failed sync was to write though it can be read."""
+"""A sync fails, the coordinator is killed, the next one continues, and the power fails: everything
+it continued from still exists. The simulated disk keeps only synced data; after a failed sync, the
+data can be read but is lost."""
 
 from random import Random
 
@@ -28,7 +28,7 @@ from tests.simulation.virtual_time import Clock
 
 
 class Worst(Random):
-    """Nothing that was not synced is left."""
+    """Loses all unsynced data."""
 
     def random(self):
         return 0.0
@@ -48,11 +48,11 @@ def disk(tmp_path):
         yield failing_disk
 
 
-def opened(directory, *, term=1, next_step=0, **how):
-    return GradientLog(directory, RUN_ID, MANIFEST, term=term, next_step=next_step, **how)
+def open_log(directory, *, term=1, next_step=0, **options):
+    return GradientLog(directory, RUN_ID, MANIFEST, term=term, next_step=next_step, **options)
 
 
-def refused(disk, where, work):
+def fail_work(disk, where, work):
     disk.sync_fails = where
     with pytest.raises(StorageFailed):
         work()
@@ -60,33 +60,35 @@ def refused(disk, where, work):
 
 
 def kept_steps(directory):
-    return [logged.step for logged in scan_log(directory, RUN_ID, MANIFEST).index.following(0)]
+    return [
+        logged_step.step for logged_step in scan_log(directory, RUN_ID, MANIFEST).index.following(0)
+    ]
 
 
-@pytest.mark.parametrize("earlier", [0, 2])
-def test_a_commit_that_a_restart_finds_outlasts_it(disk, tmp_path, earlier):
+@pytest.mark.parametrize("earlier_steps", [0, 2])
+def test_commit_found_by_a_restart_survives_a_power_failure(disk, tmp_path, earlier_steps):
     directory = tmp_path / "log"
-    log = opened(directory)
-    for step in range(earlier):
+    log = open_log(directory)
+    for step in range(earlier_steps):
         log_step(log, step)
-    append_step(log, earlier)
-    refused(disk, "*/log/*", lambda: log.commit(record_of(earlier, earlier + 1)))
+    append_step(log, earlier_steps)
+    fail_work(disk, "*/log/*", lambda: log.commit(record_of(earlier_steps, earlier_steps + 1)))
     log.close()
     scan_result = scan_log(directory, RUN_ID, MANIFEST, repair=True)
-    assert scan_result.index.last == earlier
-    opened(directory, term=2, next_step=earlier + 1, index=scan_result.index).close()
+    assert scan_result.index.last == earlier_steps
+    open_log(directory, term=2, next_step=earlier_steps + 1, index=scan_result.index).close()
     disk.lose_power(Worst())
-    assert kept_steps(directory) == list(range(earlier + 1))
+    assert kept_steps(directory) == list(range(earlier_steps + 1))
 
 
-def test_a_line_that_a_restart_finds_outlasts_it(disk, tmp_path):
+def test_line_found_by_a_restart_survives_a_power_failure(disk, tmp_path):
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
     journal.append(EXAMPLES[0])
     journal.sync()
     for record in EXAMPLES[1:3]:
         journal.append(record)
-    refused(disk, "*/journal.jsonl", journal.sync)
+    fail_work(disk, "*/journal.jsonl", journal.sync)
     journal.close()
     successor = Journal(path)
     successor.append(EXAMPLES[3])
@@ -96,7 +98,7 @@ def test_a_line_that_a_restart_finds_outlasts_it(disk, tmp_path):
     assert [entry.record for entry in read_journal(path)] == EXAMPLES[:4]
 
 
-def test_a_checkpoint_that_a_restart_finds_outlasts_it(disk, tmp_path):
+def test_checkpoint_found_by_a_restart_survives_a_power_failure(disk, tmp_path):
     root = tmp_path / "checkpoints"
     replica = state_zero()
     scalars = record_of(0, 1).commit.scalars
@@ -106,19 +108,19 @@ def test_a_checkpoint_that_a_restart_finds_outlasts_it(disk, tmp_path):
     def write():
         return write_checkpoint(root, MANIFEST, replica, run_id=RUN_ID, term=1, losses=[1.0])
 
-    refused(disk, "*/checkpoints", write)
+    fail_work(disk, "*/checkpoints", write)
     checkpoint = write()
     disk.lose_power(Worst())
     assert find_checkpoint(root, 1, RUN_ID, MANIFEST) == checkpoint
 
 
 @pytest.mark.parametrize("power", [False, True])
-def test_a_commit_after_a_segment_whose_name_was_not_synced_is_kept(disk, tmp_path, power):
+def test_commit_after_a_segment_with_unsynced_name_is_kept(disk, tmp_path, power):
     directory = tmp_path / "log"
-    log = opened(directory)
+    log = open_log(directory)
     log_step(log, 0)
     append_step(log, 1)
-    refused(disk, "*/log", log.roll)
+    fail_work(disk, "*/log", log.roll)
     log.commit(record_of(1, 2))
     log.close()
     if power:

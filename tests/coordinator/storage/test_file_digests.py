@@ -1,4 +1,4 @@
-"""A file that a restart reads and that was changed is refused by name; a term is never reused."""
+"""A changed file is refused by name at a restart, and a term is never reused."""
 
 import json
 
@@ -20,11 +20,11 @@ NAMES = ("run.json", "manifest.json", "terms.json", "files.json")
 
 @pytest.fixture
 def run(tmp_path):
-    """A run that was interrupted after two steps, with every small file there can be."""
+    """A run that was interrupted after two steps, with every small file that can exist."""
     run = WrittenRun(tmp_path / "run")
     run.directory.write_admission_record(TERMS)
     run.directory.files_file.write_text('{"list": "", "files": {}}')
-    run.tell_files()
+    run.record_files()
     run.step()
     run.step()
     run.log.close()
@@ -33,7 +33,7 @@ def run(tmp_path):
 
 
 def without_digests(directory):
-    """The journal as a release wrote it that knew no such lines."""
+    """Rewrite the journal as a release without digest lines wrote it."""
     records = [entry.record for entry in read_journal(directory.journal)]
     directory.journal.unlink()
     journal = Journal(directory.journal)
@@ -44,35 +44,35 @@ def without_digests(directory):
     journal.close()
 
 
-def test_files_that_are_what_was_written_pass(run):
+def test_unchanged_files_pass(run):
     check_files(run)
     without_digests(run)
     check_files(run)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_flipped_bit_in_any_of_them_is_refused_by_name(run, name):
+def test_flipped_bit_in_any_file_is_refused_by_name(run, name):
     path = run.path / name
-    whole = path.read_bytes()
-    for at in range(0, len(whole), 17):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(StorageDamaged, match="restore it from a copy") as raised:
+    content = path.read_bytes()
+    for offset in range(0, len(content), 17):
+        path.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
+        with pytest.raises(StorageDamaged, match="restore it from a copy") as error:
             check_files(run)
-        assert raised.value.path == str(path)
-        assert "\n" not in str(raised.value)
+        assert error.value.path == str(path)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_that_is_missing_is_refused_if_nothing_else_can_tell_what_it_held(run, name):
+def test_missing_file_is_refused_unless_it_can_be_rebuilt(run, name):
     (run.path / name).unlink()
     if name == "files.json":
-        check_files(run)  # the files are found and hashed anew
+        check_files(run)  # the files are located and hashed again
         return
     with pytest.raises(StorageDamaged, match="it is missing"):
         check_files(run)
 
 
-def test_a_directory_of_an_older_release_is_bound_by_what_its_journal_has(run):
+def test_directory_of_an_older_release_is_bound_by_its_journal(run):
     without_digests(run)
     document = json.loads(run.run_file.read_text())
     document["spec"]["optimizer"]["lr"] = 0.1
@@ -111,7 +111,7 @@ async def test_terms_are_reported_before_they_are_written_and_a_crash_may_leave_
         check_files(run)
 
 
-def test_only_those_that_are_there_are_reported(tmp_path):
+def test_only_existing_files_are_reported(tmp_path):
     run = WrittenRun(tmp_path / "run")
     assert sorted(present_digests(run.directory)) == ["manifest.json", "run.json"]
 
@@ -120,7 +120,7 @@ def test_only_those_that_are_there_are_reported(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, '{"term": 1}'])
-def test_a_term_is_above_all_that_journal_and_log_tell_of(run, content):
+def test_term_exceeds_journal_and_log(run, content):
     lock_directory(run.path).release()
     run.path.joinpath(TERM_FILE).unlink()
     if content is not None:
@@ -149,7 +149,7 @@ def test_the_term_of_an_older_release_counts_and_ends_its_coordinator(tmp_path):
     lock.release()
 
 
-def test_a_term_that_is_none_is_refused_with_what_to_do(run):
+def test_invalid_term_is_refused_with_a_remedy(run):
     run.path.joinpath(TERM_FILE).write_text('{"term": 1')
     with pytest.raises(StorageDamaged, match=r"term\.json.* remove it"):
         lock_directory(run.path)

@@ -1,4 +1,4 @@
-"""In which order a run's files become durable, also where the disk refuses."""
+"""The order in which a run's files become durable, also when the disk refuses."""
 
 import asyncio
 import errno
@@ -37,18 +37,16 @@ def begin(directory, spec=SPEC):
     return storage, failures
 
 
-async def test_the_journal_is_durable_before_a_checkpoint_takes_the_place_of_the_log(
-    directory, monkeypatch
-):
-    """Else a restart from the checkpoint would not know what the journal lacks."""
+async def test_journal_is_durable_before_a_checkpoint_replaces_the_log(directory, monkeypatch):
+    """Otherwise a restart from the checkpoint would not know what the journal lacks."""
     storage, failures = begin(directory)
     monkeypatch.setattr(storage, "_unsynced", True)  # its turn has not come yet
     storage.record([CommandReceived(term=1, step=0, command="halt")])
     journal_records: list[Record] = []
 
-    def spied(*arguments, **named):
+    def spied(*arguments, **options):
         journal_records.extend(entry.record for entry in read_journal(directory.journal))
-        return write_checkpoint(*arguments, **named)
+        return write_checkpoint(*arguments, **options)
 
     monkeypatch.setattr(run_storage, "write_checkpoint", spied)
     await storage.save(state_zero(), ())
@@ -58,7 +56,7 @@ async def test_the_journal_is_durable_before_a_checkpoint_takes_the_place_of_the
     assert Journal(directory.journal).lines == 1
 
 
-async def test_a_commit_whose_sync_failed_is_read_by_nobody(directory, monkeypatch):
+async def test_commit_with_failed_sync_is_not_read(directory, monkeypatch):
     storage, _ = begin(directory)
     for step in range(2):
         for block, values in enumerate(averages(step)):
@@ -68,10 +66,10 @@ async def test_a_commit_whose_sync_failed_is_read_by_nobody(directory, monkeypat
     monkeypatch.setattr(os, "fdatasync", _refuses)
     with pytest.raises(StorageFailed):
         await storage.commit(record_of(1, 2))
-    assert [logged.step for logged in await storage.logged(0)] == [0]
+    assert [logged_step.step for logged_step in await storage.logged(0)] == [0]
     monkeypatch.undo()
     await storage.commit(record_of(1, 2))
-    assert [logged.step for logged in await storage.logged(0)] == [0, 1]
+    assert [logged_step.step for logged_step in await storage.logged(0)] == [0, 1]
     await storage.close()
 
 
@@ -112,7 +110,7 @@ async def test_terms_that_the_disk_refused_are_written_before_the_next_commit(
     await storage.close()
 
 
-async def test_one_that_has_lost_the_directory_writes_no_terms(tmp_path):
+async def test_replaced_coordinator_writes_no_terms(tmp_path):
     def lost():
         raise RunFailed("another coordinator has it")
 
@@ -131,23 +129,29 @@ async def test_one_that_has_lost_the_directory_writes_no_terms(tmp_path):
 
 async def test_lines_wait_for_a_journal_that_cannot_be_opened(directory, monkeypatch):
     storage, failures = begin(directory)
-    first, later = (CommandReceived(term=1, step=0, command=word) for word in ("halt", "drain"))
+    first, later_command = (
+        CommandReceived(term=1, step=0, command=command) for command in ("halt", "drain")
+    )
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", _refuses)
         storage.begin_journal(lambda: [first])
-        storage.record([later])
+        storage.record([later_command])
         await storage._do("journal", lambda: None)
     assert [type(failure) for failure in failures] == [StorageFailed] * len(failures)
     assert failures
     end = CommandReceived(term=1, step=0, command="continue")
     await storage.end_journal(end)
-    storage.record([later])  # after the last line there is none
+    storage.record([later_command])  # no line follows the last one
     await storage.close()
     records = [entry.record for entry in read_journal(directory.journal)]
-    assert [each for each in records if not isinstance(each, FileDigests)] == [first, later, end]
+    assert [each for each in records if not isinstance(each, FileDigests)] == [
+        first,
+        later_command,
+        end,
+    ]
 
 
-async def test_metrics_are_kept_with_a_checkpoint_that_comes_after_them(directory):
+async def test_metrics_are_kept_with_a_later_checkpoint(directory):
     storage, _ = begin(directory)
     storage.keep_metrics(0, state_zero().state_digest(), {"accuracy": 0.5})
     storage.record([CommandReceived(term=1, step=0, command="checkpoint")])
@@ -158,10 +162,8 @@ async def test_metrics_are_kept_with_a_checkpoint_that_comes_after_them(director
     assert metrics.figures == {"accuracy": 0.5}
 
 
-async def test_who_comes_next_has_averages_kept_though_the_disk_refused_the_first(
-    directory, monkeypatch
-):
-    """Else nothing ever leads it from a checkpoint to the present state."""
+async def test_averages_are_kept_for_the_next_joiner_after_a_disk_failure(directory, monkeypatch):
+    """Otherwise no data would lead it from a checkpoint to the current state."""
     storage, _ = begin(directory, SPEC.model_copy(update={"log": "checkpoint"}))
     await storage.roll()
     refusals = iter([True])
@@ -172,7 +174,7 @@ async def test_who_comes_next_has_averages_kept_though_the_disk_refused_the_firs
 
     monkeypatch.setattr(os, "fsync", refuses_once)
     first = asyncio.ensure_future(storage.joining().__aenter__())
-    await asyncio.sleep(0)  # it has asked
+    await asyncio.sleep(0)  # its request was made
     async with storage.joining():
         with pytest.raises(StorageFailed):
             await first
@@ -180,31 +182,29 @@ async def test_who_comes_next_has_averages_kept_though_the_disk_refused_the_firs
     await storage.close()
 
 
-async def test_the_log_waits_for_a_joiner_through_checkpoints_but_not_for_ever(
-    directory, monkeypatch
-):
-    """A joiner that starts over whenever two checkpoints pass would never join a busy run."""
-    monkeypatch.setattr(limits, "REPLAY_BYTES", 0)  # a state: three steps' averages
+async def test_log_is_kept_for_a_joiner_for_a_limited_time(directory, monkeypatch):
+    """A joiner that restarts whenever two checkpoints pass would never join a busy run."""
+    monkeypatch.setattr(limits, "REPLAY_BYTES", 0)  # size of a state: the averages of three steps
     storage, failures = begin(directory)
     replica, losses = state_zero(), [float("nan")] * 9
-    async with storage.joining() as hold:
+    async with storage.joining() as joiner:
         await storage.save(replica, ())
-        hold.needs(0)
+        joiner.needs(0)
         for step in range(7):
             await storage.commit(record := record_of(step, 0, skip=True))
             apply_logged_step(replica, record, [])
             await storage.roll()
             await storage.save(replica, losses[: step + 1])
-            first = [logged.step for logged in await storage.logged(0)][:1]
-            assert (first, hold.is_dropped) == (([], True) if step == 6 else ([0], False))
-        hold.needs(6)
-        assert not hold.is_dropped
+            first = [logged_step.step for logged_step in await storage.logged(0)][:1]
+            assert (first, joiner.is_dropped) == (([], True) if step == 6 else ([0], False))
+        joiner.needs(6)
+        assert not joiner.is_dropped
     await storage.close()
     assert failures == []
 
 
-async def test_a_checkpoint_that_comes_after_later_metrics_has_its_own(directory):
-    """Else which state is the best would be decided by how fast the disk is."""
+async def test_checkpoint_written_after_later_metrics_has_its_own(directory):
+    """Otherwise the speed of the disk would decide which state is best."""
     storage, _ = begin(directory)
     storage.keep_metrics(0, state_zero().state_digest(), {"accuracy": 0.5})
     storage.keep_metrics(2, "d" * 64, {"accuracy": 0.25})

@@ -1,4 +1,4 @@
-"""A row for each step, whatever the journal went through."""
+"""One row per step, whatever happened to the journal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ended(step: int, outcome: str) -> Record:
     return Ended(term=1, step=step, outcome=outcome, reason="")
 
 
-class Written:
+class GrowingJournal:
     """A journal that is written line by line, and followed."""
 
     def __init__(self, directory: Path) -> None:
@@ -48,23 +48,23 @@ def step_and_values(row: Row) -> tuple[int, dict[str, float]]:
 
 def test_a_row_is_reported_once_it_is_complete(tmp_path):
     assert [*Rows(tmp_path / "none").read()] == []
-    written = Written(tmp_path)
-    assert written.read(measured(0, 0.5)) == []
-    assert written.read(commit(0, 2.0)) == [(0, {"held_out/accuracy": 0.5})]
-    assert written.read(measured(1, 0.6)) == []
-    both = (1, {"loss": 2.0, "held_out/accuracy": 0.6})
-    assert written.read(commit(1, None), commit(2, 1.0)) == [both]
-    assert written.rows.outcome == ""
-    assert written.read(ended(3, "drained")) == [(3, {"loss": 1.0})]
-    assert written.rows.outcome == "drained"
+    growing = GrowingJournal(tmp_path)
+    assert growing.read(measured(0, 0.5)) == []
+    assert growing.read(commit(0, 2.0)) == [(0, {"held_out/accuracy": 0.5})]
+    assert growing.read(measured(1, 0.6)) == []
+    complete_row = (1, {"loss": 2.0, "held_out/accuracy": 0.6})
+    assert growing.read(commit(1, None), commit(2, 1.0)) == [complete_row]
+    assert growing.rows.outcome == ""
+    assert growing.read(ended(3, "drained")) == [(3, {"loss": 1.0})]
+    assert growing.rows.outcome == "drained"
 
 
-def test_steps_that_are_done_again_are_reported_once(tmp_path):
-    written = Written(tmp_path)
-    before = written.read(commit(0, 3.0), commit(1, 2.0), commit(2, 1.0))
+def test_repeated_steps_are_reported_once(tmp_path):
+    growing = GrowingJournal(tmp_path)
+    before = growing.read(commit(0, 3.0), commit(1, 2.0), commit(2, 1.0))
     assert [step for step, _ in before] == [1, 2]
     resumed = Resumed(term=2, step=1, optimizer_step=1)
-    after = written.read(resumed, commit(1, 2.0), commit(2, 1.0), ended(3, "finished"))
+    after = growing.read(resumed, commit(1, 2.0), commit(2, 1.0), ended(3, "finished"))
     assert after == [(3, {"loss": 1.0})]
-    again = Rows(tmp_path / "journal.jsonl")
-    assert [step_and_values(row) for row in again.read()] == [*before, *after]
+    repeat = Rows(tmp_path / "journal.jsonl")
+    assert [step_and_values(row) for row in repeat.read()] == [*before, *after]

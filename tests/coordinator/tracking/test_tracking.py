@@ -1,4 +1,5 @@
-"""Trackers as processes: real ones where they are installed, broken ones that hold nothing up."""
+"""Trackers in processes of their own: real ones where installed, and broken ones that block
+nothing."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ scripted: {blocks: 2, block_bytes: 64, samples: 64}
 STEPS = [*range(1, 41)]
 
 
-def run_in(directory: Path, steps: int, *, ends: bool = False) -> Path:
-    """A run's directory with so many steps in its journal."""
+def run_in(directory: Path, steps: int, *, is_ended: bool = False) -> Path:
+    """Write a run's directory with this many steps in its journal."""
     run_directory = RunDirectory(directory)
     if not directory.exists():
         run_directory.begin("scripted-1", parse_run_spec({"task": "scripted", "steps": steps}))
@@ -51,20 +52,20 @@ def run_in(directory: Path, steps: int, *, ends: bool = False) -> Path:
                 averages_digest="0" * 64,
             )
         )
-    if ends:
+    if is_ended:
         journal.append(Ended(term=1, step=steps, outcome="finished", reason=""))
     journal.sync()
     journal.close()
     return directory
 
 
-def fed(name: str, run: Path) -> str:
-    """By a process of its own: these libraries leave much open."""
-    words = [*command_of("coordinator"), "track", str(run), "--to", name]
-    done = subprocess.run(
-        words, env=child_environment(), capture_output=True, text=True, check=True
+def feed_tracker(name: str, run: Path) -> str:
+    """Run the tracker in its own process, because these libraries leave threads and files open."""
+    arguments = [*command_of("coordinator"), "track", str(run), "--to", name]
+    completed = subprocess.run(
+        arguments, env=child_environment(), capture_output=True, text=True, check=True
     )
-    return done.stdout
+    return completed.stdout
 
 
 def logged_by_tensorboard(directory: Path) -> list[tuple[int, float]]:
@@ -82,14 +83,14 @@ def logged_by_tensorboard(directory: Path) -> list[tuple[int, float]]:
 
 
 def logged_by_mlflow(directory: Path) -> list[tuple[int, float]]:
-    place = (directory / "trackers" / "mlflow").as_uri()
-    client = importlib.import_module("mlflow").MlflowClient(tracking_uri=place)
+    tracking_uri = (directory / "trackers" / "mlflow").as_uri()
+    client = importlib.import_module("mlflow").MlflowClient(tracking_uri=tracking_uri)
     [run] = client.search_runs([client.get_experiment_by_name("samestep").experiment_id])
     return [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, "loss")]
 
 
 def logged_by_wandb(directory: Path) -> list[tuple[int, float]]:
-    """From its files for `wandb sync`: a log of LevelDB's form after a head of 7 bytes."""
+    """Read the files for `wandb sync`: a log in LevelDB's format after a header of 7 bytes."""
     pb2 = importlib.import_module("wandb.proto.wandb_internal_pb2")
     files = (directory / "trackers" / "wandb").glob("wandb/offline-run-*/*.wandb")
     losses = []
@@ -102,15 +103,17 @@ def logged_by_wandb(directory: Path) -> list[tuple[int, float]]:
     return sorted(losses)
 
 
-def leveldb_records(content: bytes, at: int) -> Iterator[bytes]:
-    """A record is whole (1), or its parts are the first (2), middle ones (3) and the last (4)."""
+def leveldb_records(content: bytes, position: int) -> Iterator[bytes]:
+    """A record is complete (1), or split into the first (2), middle (3) and last (4) part."""
     parts = b""
-    while len(content) - at > 7:
-        if 32_768 - at % 32_768 < 7:
-            at += 32_768 - at % 32_768  # too little is left of the block for a head
-        _, length, kind = struct.unpack_from("<IHB", content, at)
-        parts += content[at + 7 : at + 7 + length]
-        at += 7 + length
+    while len(content) - position > 7:
+        if 32_768 - position % 32_768 < 7:
+            position += (
+                32_768 - position % 32_768
+            )  # the rest of the block is too short for a header
+        _, length, kind = struct.unpack_from("<IHB", content, position)
+        parts += content[position + 7 : position + 7 + length]
+        position += 7 + length
         if kind in {1, 4}:
             yield parts
             parts = b""
@@ -124,7 +127,7 @@ HERE = [name for name in TRACKERS if importlib.util.find_spec(TRACKERS[name]) is
 
 @pytest.fixture
 def no_server(monkeypatch):
-    """What they hold lies in the run's directory."""
+    """Their data lies in the run's directory."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -132,20 +135,20 @@ def no_server(monkeypatch):
 
 @pytest.mark.usefixtures("no_server")
 @pytest.mark.parametrize("name", TRACKERS)
-def test_every_step_is_reported_once_over_two_processes(tmp_path, name):
+def test_every_step_is_reported_once_across_two_processes(tmp_path, name):
     if name not in HERE:
         pytest.skip(f"needs the extra {name}")
     run = run_in(tmp_path / "run", 3)
-    assert "sent 2 steps; it has the run up to step 2" in fed(name, run)
-    run_in(run, 6, ends=True)
-    assert "sent 4 steps; it has the run up to step 6" in fed(name, run)
-    assert "sent 0 steps; it has the run up to step 6" in fed(name, run)
+    assert "sent 2 steps; it has the run up to step 2" in feed_tracker(name, run)
+    run_in(run, 6, is_ended=True)
+    assert "sent 4 steps; it has the run up to step 6" in feed_tracker(name, run)
+    assert "sent 0 steps; it has the run up to step 6" in feed_tracker(name, run)
     assert LOGGED[name](run) == [(n, pytest.approx(1 / n)) for n in range(1, 7)]
 
 
 @pytest.mark.usefixtures("no_server")
 @pytest.mark.skipif(not HERE, reason="needs the extra tensorboard, wandb or mlflow")
-def test_a_coordinator_that_is_killed_continues_telling_all_of_them(tmp_path):
+def test_restarted_coordinator_continues_all_trackers(tmp_path):
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
     options = ["--expect-workers", "1", *(f"--track={name}" for name in HERE)]
@@ -172,18 +175,18 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(
-    ("how", "expected_text"),
+    ("fault", "expected_text"),
     [("fails", "AttributeError"), ("hangs", "in time"), ("dies", "it was ended")],
 )
-def test_a_tracker_that_breaks_is_reported_in_one_line(tmp_path, monkeypatch, how, expected_text):
-    (tmp_path / "wandb.py").write_text(BROKEN[how])
+def test_a_tracker_that_breaks_is_reported_in_one_line(tmp_path, monkeypatch, fault, expected_text):
+    (tmp_path / "wandb.py").write_text(BROKEN[fault])
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    run = run_in(tmp_path / "run", 3, ends=True)
+    run = run_in(tmp_path / "run", 3, is_ended=True)
     lines: list[str] = []
     tracking = Tracking(("wandb",), lambda: run, lines.append, grace_s=5)
     before = time.monotonic()
     tracking.emit(RunAccepted("scripted", 3), "scripted-1")
-    for _ in range(100_000):  # more than a pipe holds
+    for _ in range(100_000):  # more than a pipe buffers
         tracking.emit(TrainingStarted([]))
     tracking.emit(RunEnded("finished", ""), "scripted-1")
     assert time.monotonic() - before < 5
@@ -194,16 +197,16 @@ def test_a_tracker_that_breaks_is_reported_in_one_line(tmp_path, monkeypatch, ho
     assert f"coordinator track {run} --to wandb" in lines[0]
 
 
-def test_what_cannot_be_tracked_is_refused_at_once(tmp_path):
-    for words, expected_text in (
+def test_invalid_tracking_is_refused_at_once(tmp_path):
+    for arguments, expected_text in (
         (("--track", "tensorbord"), "expected one of tensorboard"),
         (("track", str(tmp_path), "--to", "trackio"), "expected one of tensorboard"),
     ):
-        done = called(
-            "coordinator", *words, *(["--expect-workers", "1"] if "-" in words[0] else [])
+        completed = called(
+            "coordinator", *arguments, *(["--expect-workers", "1"] if "-" in arguments[0] else [])
         )
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert expected_text in done.stderr
+        assert (completed.returncode, completed.stderr.count("\n")) == (2, 1)
+        assert expected_text in completed.stderr
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):
@@ -211,12 +214,12 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name)
     )
-    done = called("coordinator", "--expect-workers", "1", "--track", "wandb")
-    assert "pip install 'samestep[wandb]'" in done.stderr
+    completed = called("coordinator", "--expect-workers", "1", "--track", "wandb")
+    assert "pip install 'samestep[wandb]'" in completed.stderr
 
 
 def test_a_journal_that_is_not_a_run_s_is_refused(tmp_path):
     pytest.importorskip("tensorboard")
-    done = called("coordinator", "track", str(tmp_path), "--to", "tensorboard")
-    assert done.returncode == 2
-    assert "run.json" in done.stderr
+    completed = called("coordinator", "track", str(tmp_path), "--to", "tensorboard")
+    assert completed.returncode == 2
+    assert "run.json" in completed.stderr

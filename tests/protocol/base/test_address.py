@@ -25,7 +25,7 @@ def test_host_and_port(text, expected):
 @pytest.mark.parametrize(
     "text", ["", "9000", ":9000", "host", "host:", "host:x", "host:-1", "host:65536", "host:1.5"]
 )
-def test_what_is_no_address(text):
+def test_invalid_addresses(text):
     with pytest.raises(UsageError, match="--bind: expected HOST:PORT") as error_info:
         parse_address(text, "--bind")
     assert repr(text) in str(error_info.value)
@@ -43,17 +43,17 @@ def test_any_text_is_an_address_or_a_usage_error(text):
 
 
 @pytest.mark.parametrize("text", ["10.0.0.7", "10.0.0.7:9000", "localhost", "[fe80::1]", "host"])
-def test_a_host_alone_has_the_port_that_is_usual_there(text):
+def test_host_without_port_uses_the_default_port(text):
     assert parse_address(text, "--coordinator", 9000)[1] == 9000
 
 
 @pytest.mark.parametrize("host", ["2001:db8::7", "fe80::1%eth0", "::1"])
-def test_an_ipv6_address_alone_may_do_without_brackets(host):
+def test_lone_ipv6_address_needs_no_brackets(host):
     assert parse_address(f"[{host}]", "--coordinator", 9000) == (host, 9000)
     assert parse_address(host, "--coordinator", 9000) == (host, 9000)
     assert parse_address("::1:9001", "--coordinator", 9000) == ("::1", 9001)
 
 
 @pytest.mark.parametrize("address", [("::1", 9000), ("10.0.0.7", 1), ("fe80::1%eth0", 2)])
-def test_an_address_is_read_as_it_is_written(address):
+def test_address_round_trip(address):
     assert parse_address(format_address(*address), "--bind") == address

@@ -20,12 +20,12 @@ from protocol.base.errors import UsageError
         ("scripted:20", ("scripted:20", ())),
     ],
 )
-def test_a_number_is_taken_off_a_device_s_name(name, expected):
+def test_device_number_is_split_from_the_name(name, expected):
     assert parse_devices(name, "") == expected
 
 
 @pytest.mark.parametrize("name", ["abacus7", "cuda-1", "cuda0x", "vulcan", "auto1", ""])
-def test_what_is_no_backend(name):
+def test_unknown_backends(name):
     with pytest.raises(
         UsageError,
         match="expected a backend, one of auto, cuda, xpu, mps, accelerator, vulkan, cpu",
@@ -34,7 +34,7 @@ def test_what_is_no_backend(name):
 
 
 @pytest.mark.parametrize("kind", ["cuda", "vulkan"])
-def test_a_device_as_torch_writes_it_is_reported_as_we_do(kind):
+def test_torch_device_notation_gets_a_hint(kind):
     with pytest.raises(UsageError) as error_info:
         parse_devices(f"{kind}:1", "")
     hint = f"; write {kind}1 for device 1; see: worker devices"
@@ -58,7 +58,7 @@ def test_devices_by_number_and_by_name(text, expected):
 
 
 @pytest.mark.parametrize("text", [",", "0,0", "-1", "a,A", "1,,2", "--quiet"])
-def test_what_is_no_list_of_devices(text):
+def test_invalid_device_lists(text):
     with pytest.raises(UsageError, match="--gpus: expected distinct device numbers such as 0,1"):
         parse_devices("auto", text)
 
@@ -79,11 +79,11 @@ def test_a_device_is_named_once():
     ("name", "expected"),
     [("cpu", ("cpu", 0.0)), ("scripted", ("scripted", 0.0)), ("scripted:2.5", ("scripted", 2.5))],
 )
-def test_a_scripted_microbatch_takes_so_long(name, expected):
+def test_duration_of_a_scripted_microbatch(name, expected):
     assert parse_backend(name) == expected
 
 
 @pytest.mark.parametrize("name", ["scripted:", "scripted:soon", "scripted:-1", "scripted:nan"])
-def test_how_long_a_scripted_microbatch_cannot_take(name):
+def test_invalid_durations_of_a_scripted_microbatch(name):
     with pytest.raises(UsageError, match="expected scripted:MS with MS >= 0"):
         parse_backend(name)

@@ -1,4 +1,4 @@
-"""The tree of errors: exit codes, and that the picture in the module is the tree."""
+"""The tree of errors: exit codes, and the tree's picture in the module."""
 
 import re
 import struct
@@ -28,14 +28,14 @@ def every_error():
 
 
 def test_the_picture_is_the_tree():
-    """Depth in the picture is depth in the tree, and each stands below its parent."""
-    parents, above = {}, {}
+    """Depth in the picture is depth in the tree, and each error is below its parent."""
+    parents, class_by_depth = {}, {}
     for line in (errors.__doc__ or "").splitlines():
         match = re.match(r"((?:│   |    )*(?:[├└]── )?)([A-Z]\w+)(?:\s|$)", line)
         if match and hasattr(errors, match[2]):
             depth = len(match[1]) // 4
-            above[depth] = match[2]
-            parents[match[2]] = above[depth - 1] if depth else "Exception"
+            class_by_depth[depth] = match[2]
+            parents[match[2]] = class_by_depth[depth - 1] if depth else "Exception"
     assert parents == {kind.__name__: kind.__bases__[0].__name__ for kind in every_error()}
 
 
@@ -70,7 +70,7 @@ def test_an_error_of_another_process_keeps_its_exit_code(code):
     assert error.exit_code == (code or ExitCode.FAILED)
 
 
-def test_an_exit_code_that_is_not_ours_is_a_failure():
+def test_unknown_exit_code_is_a_failure():
     assert error_for(42, "?").exit_code == ExitCode.FAILED
 
 
@@ -105,14 +105,14 @@ def _raised_by(work):
         (lambda: int("x\ny"), "invalid literal for int()"),
     ],
 )
-def test_what_other_libraries_raise_is_reported_in_one_line(work, expected_text):
+def test_errors_of_libraries_are_one_line(work, expected_text):
     text = describe_error(_raised_by(work))
     assert expected_text in text
     assert "\n" not in text
     assert "http" not in text
 
 
-def test_of_several_sentences_the_first_is_reported():
+def test_only_the_first_sentence_is_reported():
     error = ValueError("Target modules {'x'} not found in the base model. Please check it. Again.")
     assert describe_error(error) == "Target modules {'x'} not found in the base model"
     alloc = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. You tried to allocate")

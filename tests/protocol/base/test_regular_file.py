@@ -1,6 +1,6 @@
-"""Files that are none: a pipe without a writer, a device without an end, brackets without a floor.
+"""Special files: a pipe without a writer, a device without an end, brackets without a floor.
 
-Each test is under a time limit of its own: what fails here would wait for ever.
+Each test has its own time limit: a failure would wait forever.
 """
 
 from __future__ import annotations
@@ -70,21 +70,23 @@ def test_no_secret_waits_for_the_writer_of_a_pipe(pipe, tmp_path):
         credentials = CoordinatorCredentials.open(home)
         credentials.enrol("w")
         path = home / "coordinator" / name
-        moved = path.rename(tmp_path / "kept")
+        moved_path = path.rename(tmp_path / "kept")
         os.mkfifo(path, 0o600)
         with pytest.raises(UsageError, match="expected a file, got a pipe"):
             CoordinatorCredentials.open(home).keys.get("w")
         path.unlink()
-        moved.rename(path)
+        moved_path.rename(path)
 
 
 def test_a_control_token_in_a_pipe_is_named(pipe):
-    ended = called("coordinator", "status", environment={"SAMESTEP_CONTROL_TOKEN_FILE": str(pipe)})
-    assert ended.returncode == 2
-    assert "expected a file, got a pipe" in ended.stderr
+    completed = called(
+        "coordinator", "status", environment={"SAMESTEP_CONTROL_TOKEN_FILE": str(pipe)}
+    )
+    assert completed.returncode == 2
+    assert "expected a file, got a pipe" in completed.stderr
 
 
-def test_a_secret_has_an_end(tmp_path, monkeypatch):
+def test_size_of_a_secret_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "SECRET_FILE_CHARACTERS", 100)
     (tmp_path / "token").write_text("x" * 101)
     (tmp_path / "token").chmod(0o600)
@@ -96,14 +98,14 @@ def test_a_secret_has_an_end(tmp_path, monkeypatch):
 def test_a_pipe_in_a_run_s_directory_is_named(tmp_path, name):
     directory = RunDirectory(tmp_path)
     os.mkfifo(tmp_path / name)
-    reads = {
+    readers = {
         "run.json": directory.read_run,
         "manifest.json": directory.read_manifest,
         "result.json": directory.read_result,
         "terms.json": directory.read_admission_record,
     }
     with pytest.raises(StorageFailed, match="expected a file, got a pipe"):
-        reads[name]()
+        readers[name]()
 
 
 def test_a_pipe_as_journal_is_named(tmp_path):
@@ -114,24 +116,24 @@ def test_a_pipe_as_journal_is_named(tmp_path):
 
 @pytest.mark.parametrize("command", [("audit",), ("report",), ("--resume", "--out")])
 @pytest.mark.parametrize("content", [None, "[" * 100_000, '{"spec":' * 500 + "1" + "}" * 500])
-def test_a_run_file_that_is_none_is_one_line(tmp_path, command, content):
+def test_invalid_run_file_is_one_line(tmp_path, command, content):
     path = tmp_path / "run.json"
     if content is None:
         os.mkfifo(path)
     else:
         path.write_text(content)
-    ended = called(
+    completed = called(
         "coordinator", *command, str(tmp_path), environment={"SAMESTEP_HOME": str(tmp_path / "h")}
     )
-    assert ended.returncode != 0
-    assert "run.json" in ended.stderr
-    assert ("a pipe" if content is None else "nested at most") in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert completed.returncode != 0
+    assert "run.json" in completed.stderr
+    assert ("a pipe" if content is None else "nested at most") in completed.stderr
+    assert "Traceback" not in completed.stderr
 
 
-def test_brackets_have_a_floor():
-    deep = "[" * 128 + "]" * 128
-    assert parse_json(deep) == json.loads(deep)
+def test_nesting_depth_is_limited():
+    nested = "[" * 128 + "]" * 128
+    assert parse_json(nested) == json.loads(nested)
     assert parse_json("1") == 1
     for levels in (129, 900, 100_000):
         with pytest.raises(ValueError, match="nested at most"):
@@ -144,13 +146,13 @@ def test_a_run_file_nested_too_deeply_is_damage(tmp_path):
         RunDirectory(tmp_path).read_run()
 
 
-def test_a_run_spec_without_an_end_is_refused():
+def test_endless_run_spec_is_refused():
     with pytest.raises(RunSpecError, match="expected at most 262144 bytes, got more"):
         load_run_spec(Path("/dev/zero"))
 
 
 def test_a_run_spec_is_read_from_a_pipe(pipe):
-    """As a shell's `<(...)` gives it, and as a named one."""
+    """From a shell's `<(...)`, and from a named pipe."""
     reading, writing = os.pipe()
     os.write(writing, REGRESS.encode())
     os.close(writing)
@@ -164,13 +166,13 @@ def test_a_run_spec_is_read_from_a_pipe(pipe):
     writer.join()
 
 
-def test_a_run_spec_is_not_waited_for_without_a_writer(pipe, monkeypatch):
+def test_run_spec_in_a_pipe_without_a_writer_is_refused(pipe, monkeypatch):
     monkeypatch.setattr(run_spec_file, "_WRITER_PATIENCE_S", 0.01)
     with pytest.raises(RunSpecError, match="got a pipe that nobody writes to"):
         load_run_spec(pipe)
 
 
-def test_what_a_user_names_as_a_file_of_another_kind_is_one_line(pipe, tmp_path):
+def test_file_of_another_kind_is_one_line(pipe, tmp_path):
     os.mkfifo(tmp_path / INDEX)
     with pytest.raises(DataError, match="expected a file, got a pipe"):
         read_index(tmp_path)

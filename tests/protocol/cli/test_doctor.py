@@ -1,4 +1,4 @@
-"""What both doctors look at, each made wrong for real where that can be done."""
+"""Checks that both doctors share; each fault is real where possible."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ for finding in (release(), *packages(sys.argv[1].split(), ("hf",))):
 
 
 def installed_as(folder: Path, *requires: str, version: str = __version__) -> Path:
-    """A folder in which samestep is installed with these requirements."""
+    """Make a folder in which samestep is installed with these requirements."""
     described = folder / f"samestep-{version}.dist-info"
     described.mkdir()
     lines = ["Metadata-Version: 2.1", "Name: samestep", f"Version: {version}"]
@@ -37,24 +37,28 @@ def installed_as(folder: Path, *requires: str, version: str = __version__) -> Pa
 
 
 def packages_found(folder: Path, extras: str = "") -> list[str]:
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", SHOW_PACKAGES, extras],
         cwd=ROOT, capture_output=True, text=True, check=True,
         env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"},
     )  # fmt: skip
-    return done.stdout.splitlines()
+    return completed.stdout.splitlines()
 
 
-def test_packages_that_fit(tmp_path):
+def test_matching_packages(tmp_path):
     base = ("numpy>=2.0", "no-such-package>=1; extra == 'hf'", "numpy>=99; extra == 'other'")
     release, packages = packages_found(installed_as(tmp_path, *base))
     assert release.startswith(f"ok       release: samestep {__version__}, protocol version ")
     assert packages == "ok       packages: all installed"
 
 
-def test_packages_that_do_not(tmp_path):
-    wrong = ("numpy>=99.0", "no-such-package>=1; extra == 'worker'", "blake3>=99; extra == 'hf'")
-    line = packages_found(installed_as(tmp_path, *wrong), "worker")[1]
+def test_mismatched_packages(tmp_path):
+    requirements = (
+        "numpy>=99.0",
+        "no-such-package>=1; extra == 'worker'",
+        "blake3>=99; extra == 'hf'",
+    )
+    line = packages_found(installed_as(tmp_path, *requirements), "worker")[1]
     assert line.startswith("failure  packages: numpy is ")
     for text in (
         "expected >=99.0",
@@ -75,7 +79,7 @@ def test_limit_of_open_files():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-        findings = [open_files(needed, 300) for needed in (100, 250)]
+        findings = [open_files(count, 300) for count in (100, 250)]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert [each.outcome for each in findings] == ["warning", "failure"]
@@ -110,7 +114,7 @@ def test_memory_of_a_control_group(tmp_path):
     assert "this machine" in memory(1, tmp_path, tmp_path / "groups").found
 
 
-def test_a_directory_that_is_not_there_yet_is_not_made(tmp_path):
+def test_missing_directory_is_not_created(tmp_path):
     (finding,) = directory("cache", tmp_path / "a" / "b", 1, "CACHE=DIR")
     assert finding.outcome == "ok"
     assert "(not created yet)" in finding.found

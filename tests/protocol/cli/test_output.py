@@ -1,4 +1,4 @@
-"""Reporting never ends work: readers that are gone, full disks, closed streams."""
+"""Output never ends work: vanished readers, full disks, closed streams."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from tests.processes import ROOT
 STREAMS = {"closed": "<&- >&- 2>&-", "full": ">/dev/full 2>/dev/full", "a dead pipe": "2>&1 | true"}
 
 
-def ended(command: str, streams: str, home: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """What a shell says of `python -m COMMAND` with these streams."""
+def shell_report(
+    command: str, streams: str, home: Path, **overrides: str
+) -> subprocess.CompletedProcess[str]:
+    """Return what a shell reports about `python -m COMMAND` with these streams."""
     line = f"{sys.executable} -m {command} {streams}; exit ${{PIPESTATUS[0]}}"
     environment = {"HOME": str(home), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
-        ["bash", "-c", line], cwd=ROOT, env=environment | more, timeout=120, check=False,
+        ["bash", "-c", line], cwd=ROOT, env=environment | overrides, timeout=120, check=False,
         capture_output=True, text=True,
     )  # fmt: skip
 
 
 def one_run(directory: Path, *, steps: int = 3) -> str:
-    """A whole run, coordinator and one worker; its options."""
+    """Return the options of a complete run with coordinator and one worker."""
     spec = {"name": "r", "task": "regress", "steps": steps, "seed": 1, "batch": {"samples": 8,
             "microbatch": 4}, "optimizer": {"name": "sgd", "lr": 0.01}}  # fmt: skip
     (directory / "run.yaml").write_text(json.dumps(spec))
@@ -39,8 +41,8 @@ def one_run(directory: Path, *, steps: int = 3) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
 def test_a_run_finishes_whatever_its_streams_are(tmp_path, streams):
-    """The coordinator and the worker that it starts have the same ones."""
-    result = ended(one_run(tmp_path), streams, tmp_path)
+    """The coordinator and its local worker share the streams."""
+    result = shell_report(one_run(tmp_path), streams, tmp_path)
     assert result.returncode == 0
     assert json.loads((tmp_path / "out" / "result.json").read_bytes())["outcome"] == "finished"
 
@@ -56,12 +58,12 @@ def test_a_run_finishes_whatever_its_streams_are(tmp_path, streams):
         ("coordinator check /nowhere.yaml", ExitCode.USAGE),
     ],
 )
-def test_a_command_ends_as_its_work_does(tmp_path, command, code, streams):
-    assert ended(command, streams, tmp_path).returncode == code
+def test_exit_code_does_not_depend_on_the_streams(tmp_path, command, code, streams):
+    assert shell_report(command, streams, tmp_path).returncode == code
 
 
 def test_a_daemon_does_not_wait_for_a_reader_that_stalls():
-    """What it writes meanwhile is lost, and counted for whoever reads on; a command waits."""
+    """Output in the meantime is lost, and counted for a later reader; a one-shot command waits."""
     code = (
         "import sys; from protocol.cli import output as o; o._PATIENCE_S = 0.01;"
         "o.keep_reporting('worker'); o.never_wait_for_readers();"
@@ -103,7 +105,7 @@ def test_a_full_disk_behind_the_output_is_reported_once():
     )
 
 
-def test_marks_that_an_encoding_lacks_are_written_otherwise():
+def test_unencodable_characters_are_replaced():
     code = "from protocol.cli.output import keep_reporting as k; k('worker'); print('\\u4f60')"
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True,
@@ -113,8 +115,8 @@ def test_marks_that_an_encoding_lacks_are_written_otherwise():
 
 
 @pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
-def test_standard_streams_that_cannot_be_used_cost_what_is_written_to_them(streams):
-    """And no socket gets the number of one that was closed."""
+def test_unusable_streams_only_lose_their_output(streams):
+    """No socket gets the descriptor of a closed stream."""
     code = (
         "from protocol.cli.output import keep_reporting as k; k('worker'); import sys, socket;"
         "print('x', flush=True); print('y', file=sys.stderr); sys.stdin.read();"

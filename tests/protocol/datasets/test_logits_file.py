@@ -1,4 +1,4 @@
-"""Files of captured logits: what was written is read, the same bytes each time, or one line."""
+"""Files of captured logits: round trip, the same bytes each time, or one error line."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from protocol.spec.manifest import CaptureLayout
 
 
 def iter_groups(records, size):
-    return (records[at : at + size] for at in range(0, len(records), size))
+    return (records[offset : offset + size] for offset in range(0, len(records), size))
 
 
-def made_up(layout: CaptureLayout, samples: int, seed: int = 0) -> Records:
-    """Records of random content, of random lengths."""
+def random_records(layout: CaptureLayout, samples: int, seed: int = 0) -> Records:
+    """Records of random content and lengths."""
     random = np.random.default_rng(seed)
     records = np.zeros(samples, record_dtype(layout))
     records["sample_id"] = random.permutation(samples)
@@ -57,8 +57,8 @@ def facts_of(layout: CaptureLayout) -> CaptureFacts:
     st.integers(0, 2**32),
 )
 @settings(max_examples=25, deadline=None)
-def test_what_was_written_is_read(tmp_path_factory, layout, samples, group, seed):
-    records = made_up(layout, samples, seed)
+def test_logits_file_round_trip(tmp_path_factory, layout, samples, group, seed):
+    records = random_records(layout, samples, seed)
     path = tmp_path_factory.mktemp("logits") / "x.parquet"
     write_logits(path, facts_of(layout), iter_groups(records, group))
     first = path.read_bytes()
@@ -71,34 +71,34 @@ def test_what_was_written_is_read(tmp_path_factory, layout, samples, group, seed
     assert read.tobytes() == records.tobytes()
 
 
-def test_bytes_of_a_token_are_what_the_design_says():
+def test_bytes_per_token_match_the_design():
     assert CaptureLayout(tokens=1, vocabulary=2**16, top_k=64).logits_bytes == 264
     assert CaptureLayout(tokens=1, vocabulary=2**16, top_k=128).logits_bytes == 520
     assert CaptureLayout(tokens=1, vocabulary=2**16 + 1, top_k=64).logits_bytes == 392
 
 
 @pytest.fixture
-def whole(tmp_path):
+def complete_file(tmp_path):
     layout = CaptureLayout(tokens=8, vocabulary=300, top_k=4)
     path = tmp_path / "x.parquet"
-    write_logits(path, facts_of(layout), iter_groups(made_up(layout, 40), 10))
+    write_logits(path, facts_of(layout), iter_groups(random_records(layout, 40), 10))
     return path
 
 
-@pytest.mark.parametrize("keep", [0, 3, 100, -1])
-def test_a_truncated_file_is_one_line(whole, keep):
-    content = whole.read_bytes()
-    whole.write_bytes(content[:keep])
+@pytest.mark.parametrize("kept_bytes", [0, 3, 100, -1])
+def test_a_truncated_file_is_one_line(complete_file, kept_bytes):
+    content = complete_file.read_bytes()
+    complete_file.write_bytes(content[:kept_bytes])
     with pytest.raises(DataError, match="expected logits as Parquet in") as error_info:
-        LogitsFile(whole)
+        LogitsFile(complete_file)
     assert "\n" not in str(error_info.value)
 
 
-def test_changed_bytes_are_one_line(whole):
-    content = bytearray(whole.read_bytes())
+def test_changed_bytes_are_one_line(complete_file):
+    content = bytearray(complete_file.read_bytes())
     content[40:400] = bytes(360)
-    whole.write_bytes(content)
-    file = LogitsFile(whole)
+    complete_file.write_bytes(content)
+    file = LogitsFile(complete_file)
     with pytest.raises(DataError, match=r"are damaged \(row group 0\)") as error_info:
         file.records(0)
     assert "\n" not in str(error_info.value)
@@ -112,11 +112,11 @@ def test_a_parquet_of_another_layout_is_one_line(tmp_path):
         LogitsFile(path)
 
 
-def test_a_file_of_a_later_format_is_one_line(whole):
+def test_a_file_of_a_later_format_is_one_line(complete_file):
     pa, pq = pyarrow_modules()
-    table = pq.read_table(whole)
+    table = pq.read_table(complete_file)
     metadata = table.schema.metadata[b"samestep"].replace(b'"format":1', b'"format":2')
-    pq.write_table(table.replace_schema_metadata({b"samestep": metadata}), whole)
+    pq.write_table(table.replace_schema_metadata({b"samestep": metadata}), complete_file)
     with pytest.raises(DataError, match="of this release"):
-        LogitsFile(whole)
+        LogitsFile(complete_file)
     assert pa

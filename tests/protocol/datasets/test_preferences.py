@@ -1,4 +1,4 @@
-"""Pairs of answers: every form that TRL has, and what is wrong with a row, with its line."""
+"""Preference pairs: every form of TRL, and errors with the line of the row."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ YES = {"role": "assistant", "content": "4"}
 NO = {"role": "assistant", "content": "5"}
 
 
-def spec_of(directory: Path, *rows: object, **more: Any) -> DataSpec:
+def spec_of(directory: Path, *rows: object, **overrides: Any) -> DataSpec:
     path = directory / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DataSpec(train=str(path), **more)
+    return DataSpec(train=str(path), **overrides)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,6 @@ def test_columns_may_have_other_names_and_pairs_come_once(tmp_path):
         ({"prompt": 3, "chosen": "b", "rejected": "c"}, "line 1 prompt: expected text"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_line(tmp_path, row, expected_text):
+def test_errors_name_their_line(tmp_path, row, expected_text):
     with pytest.raises(DataError, match=expected_text):
         read_preferences(spec_of(tmp_path, row))

@@ -1,4 +1,5 @@
-"""Each kind of file, plain and compressed, alone, in folders, by pattern; bad rows in a report."""
+"""Each kind of file, plain and compressed, alone, in folders, by pattern; bad rows in one
+report."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ ROWS = [{"text": f"text {n}, é", "label": "ab"[n % 2]} for n in range(5)]
 
 
 def content(kind: str, rows: list[dict[str, Any]]) -> bytes:
-    """A file of these rows."""
+    """Return the content of a file with these rows."""
     if kind in ("jsonl", "ndjson"):
         return "".join(json.dumps(row) + "\n" for row in rows).encode()
     if kind == "json":
@@ -43,10 +44,10 @@ def content(kind: str, rows: list[dict[str, Any]]) -> bytes:
     return bytes(sink.getvalue())
 
 
-def compressed(data: bytes, how: str) -> bytes:
-    if how == ".gz":
+def compressed(data: bytes, suffix: str) -> bytes:
+    if suffix == ".gz":
         return gzip.compress(data)
-    return pa.compress(data, codec="zstd", asbytes=True) if how else data
+    return pa.compress(data, codec="zstd", asbytes=True) if suffix else data
 
 
 def read(path: Path | str, **spec: Any) -> Any:
@@ -67,11 +68,11 @@ KINDS = ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "stream", "file"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", ["", ".gz", ".zst"])
-def test_each_kind_is_the_same_data(tmp_path, kind, how):
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+def test_each_kind_is_the_same_data(tmp_path, kind, compression):
     suffix = "arrow" if kind in ("stream", "file") else kind
-    path = tmp_path / f"a.{suffix}{how}"
-    path.write_bytes(compressed(content(kind, ROWS), how))
+    path = tmp_path / f"a.{suffix}{compression}"
+    path.write_bytes(compressed(content(kind, ROWS), compression))
     corpus = read(path)
     assert [*corpus.texts] == [row["text"] for row in ROWS]
     assert [corpus.names[label] for label in corpus.labels] == [row["label"] for row in ROWS]
@@ -87,7 +88,7 @@ def test_json_may_be_one_object_with_a_list_or_lines(tmp_path):
 def test_a_json_list_is_read_piece_by_piece(tmp_path):
     rows = [{"text": f"{n} " + 'x[{]},\\"' * 9_000, "label": "ab"[n % 2]} for n in range(40)]
     path = tmp_path / "a.json"
-    path.write_text(json.dumps(rows))  # 4 MiB, pieces of 1 MiB
+    path.write_text(json.dumps(rows))  # 4 MiB, in pieces of 1 MiB
     assert [*read(path).texts] == [row["text"] for row in rows]
 
 
@@ -101,11 +102,11 @@ def test_a_json_list_is_read_piece_by_piece(tmp_path):
         ("[1]", "row 1: expected a JSON object"),
     ],
 )
-def test_what_is_no_list_is_one_line(tmp_path, text, expected_text):
+def test_invalid_list_is_one_line(tmp_path, text, expected_text):
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(DataError, match=expected_text) as raised:
+    with pytest.raises(DataError, match=expected_text) as error:
         read(tmp_path / "a.json")
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(error.value)
 
 
 def test_folders_and_patterns_are_read_in_order(tmp_path):
@@ -144,7 +145,7 @@ def test_a_saved_data_set_is_read_by_its_list(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_classes_of_datasets_have_their_names(tmp_path, kind):
+def test_class_labels_of_datasets_keep_their_names(tmp_path, kind):
     """`datasets` writes a ClassLabel as a number, and its names into the file's metadata."""
     import pyarrow.parquet as pq
 
@@ -190,11 +191,11 @@ def test_class_folders_name_the_labels(tmp_path):
 def test_all_bad_rows_are_in_one_report_or_are_skipped(tmp_path):
     path = tmp_path / "a.jsonl"
     lines = [json.dumps(row) for row in ROWS]
-    bad = ["{", '{"text": 3, "label": "a"}', '{"text": "x"}']
-    path.write_text("\n".join([*lines, *bad]))
-    with pytest.raises(DataError) as raised:
+    bad_rows = ["{", '{"text": 3, "label": "a"}', '{"text": "x"}']
+    path.write_text("\n".join([*lines, *bad_rows]))
+    with pytest.raises(DataError) as error:
         read(path)
-    report_lines = str(raised.value).splitlines()
+    report_lines = str(error.value).splitlines()
     assert report_lines[0] == "3 bad rows:"
     assert [f"line {n}" in line for n, line in zip((6, 7, 8), report_lines[1:], strict=False)] == [
         True
@@ -202,7 +203,7 @@ def test_all_bad_rows_are_in_one_report_or_are_skipped(tmp_path):
     assert report_lines[-1].strip() == "fix them, or leave them out: --set data.skip_bad_rows=true"
     corpus = read(path, skip_bad_rows=True)
     assert (len(corpus.texts), corpus.bad_rows) == (5, 3)
-    path.write_text("\n".join(bad[1:2] * 300))
+    path.write_text("\n".join(bad_rows[1:2] * 300))
     with pytest.raises(DataError, match="line 1: expected text, got 3"):
         read(path, skip_bad_rows=True)
     path = tmp_path / "a.csv"
@@ -210,7 +211,7 @@ def test_all_bad_rows_are_in_one_report_or_are_skipped(tmp_path):
     assert [*read(path, skip_bad_rows=True).texts] == ["x", "z"]
 
 
-def test_nulls_that_arrow_adds_are_no_values(tmp_path):
+def test_nulls_added_by_arrow_are_ignored(tmp_path):
     path = tmp_path / "a.parquet"
     rows = [{"c": [{"a": 1}, {"b": {"c": 2, "d": None}}], "n": None}]
     path.write_bytes(content("parquet", rows))
@@ -218,24 +219,24 @@ def test_nulls_that_arrow_adds_are_no_values(tmp_path):
     assert parsed_rows == [(Location(path, 1), {"c": [{"a": 1}, {"b": {"c": 2}}], "n": None})]
 
 
-def test_a_lone_bad_row_says_what_to_set_as_well(tmp_path):
+def test_single_bad_row_also_names_the_option(tmp_path):
     path = tmp_path / "a.jsonl"
     lines = [json.dumps(row) for row in ROWS]
-    for bad, expected in (
+    for bad_row, expected in (
         ('{"text": 3, "label": "a"}', "got 3; correct it, or leave the row out: --set data.skip_b"),
         ('{"text": "x", "label": [1]}', "multi-label"),
         ('{"text": "x"}', "found 'text'; correct the row, or leave it out: --set data.skip_bad"),
     ):
-        path.write_text("\n".join([*lines, bad]))
-        with pytest.raises(DataError, match="line 6") as raised:
+        path.write_text("\n".join([*lines, bad_row]))
+        with pytest.raises(DataError, match="line 6") as error:
             read(path)
-        assert expected in str(raised.value)
+        assert expected in str(error.value)
     path.write_text('{"text": "x", "labels": "a"}\n' * 2)  # a missing column, not a bad row
     with pytest.raises(DataError, match=r"--set data.label=labels"):
         read(path)
 
 
-def test_a_column_that_is_read_anyway_is_not_offered_for_one_that_lacks(tmp_path):
+def test_used_column_is_not_suggested_for_a_missing_one(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "q", "chosen": "x"}\n')
     with pytest.raises(DataError, match=r"--set data.columns.rejected=COLUMN"):

@@ -29,7 +29,7 @@ def read(tmp_path):
     return read_it
 
 
-def test_a_directory_gives_a_document_for_each_matching_file_by_name(read):
+def test_directory_gives_a_document_per_matching_file(read):
     files = {"b.txt": "two", "a/x.txt": "one", "c.py": "three", "d.txt": " \n", "e.txt": "two"}
     corpus = read(files)
     assert [*corpus.documents] == ["one", "two"]
@@ -42,7 +42,7 @@ def test_jsonl_gives_a_document_for_each_line(read):
     assert [*read({"a.jsonl": lines}, "a.jsonl", text="body").documents] == ["x\ny", "z"]
 
 
-def test_a_text_file_named_alone_is_cut_at_line_ends(read):
+def test_single_text_file_is_split_at_line_ends(read):
     text = "".join(f"line {n} of a longer text\n" for n in range(1000))
     corpus = read({"a.txt": text}, "a.txt")
     assert "".join(corpus.documents) == text
@@ -52,14 +52,16 @@ def test_a_text_file_named_alone_is_cut_at_line_ends(read):
 
 
 @given(st.text(alphabet="a\n\r\u2028", max_size=40).map(lambda text: text * 500))
-def test_cutting_loses_nothing(text):
+def test_splitting_loses_nothing(text):
     pieces = list(_pieces([text]))
-    assert list(_pieces(text[at : at + 777] for at in range(0, len(text), 777))) == pieces
+    assert (
+        list(_pieces(text[offset : offset + 777] for offset in range(0, len(text), 777))) == pieces
+    )
     assert "".join(pieces) == text
     assert all(pieces)
 
 
-def test_pythons_own_modules_are_there():
+def test_python_modules_are_available():
     corpus = read_text_corpus(DataSpec(train="python-stdlib"))
     assert len(corpus.documents) > 100
     assert any("def dumps(" in document for document in corpus.documents)
@@ -111,11 +113,11 @@ BODIES = ["First, a comma.\nAnd a line.", "Second."]
         ("a.parquet", parquet),
     ],
 )
-@pytest.mark.parametrize("alone", [True, False])
-def test_of_rows_only_the_column_of_the_text_is_learned(read, name, content, alone):
+@pytest.mark.parametrize("is_single", [True, False])
+def test_only_the_text_column_is_learned(read, name, content, is_single):
     content = content if isinstance(content, str) else content(BODIES)
     files = {f"d/{name}": content, "d/z.txt": "Third."}
-    if alone:
+    if is_single:
         assert [*read(files, f"d/{name}", text="body").documents] == BODIES
     else:
         assert [*read(files, "d", text="body", pattern="*").documents] == [*BODIES, "Third."]
@@ -139,13 +141,13 @@ def test_of_rows_only_the_column_of_the_text_is_learned(read, name, content, alo
         ({"a.parquet": "no"}, "a.parquet", {}, "expected Parquet"),
     ],
 )
-def test_what_is_not_read_is_one_clear_line(read, files, name, spec, message):
+def test_unreadable_text_is_one_line(read, files, name, spec, message):
     with pytest.raises(DataError, match=message) as error_info:
         read(files, name, **spec)
     assert "\n" not in str(error_info.value)
 
 
-def test_a_lone_file_is_one_document_and_a_row_is_one_each(read):
+def test_file_is_one_document_and_each_row_is_one(read):
     text = "".join(f"line {n} of a longer text\n" for n in range(1000))
     lone = read({"a.txt": text + "\n \n"}, "a.txt")
     count = len(lone.documents)

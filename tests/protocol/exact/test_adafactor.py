@@ -1,4 +1,4 @@
-"""Adafactor: torch's and transformers' to 1e-5, in an order of sums that a naive loop has too."""
+"""Adafactor: equal to torch's and transformers' within 1e-5, with sums in a documented order."""
 
 import math
 from typing import Any
@@ -63,11 +63,11 @@ REFERENCES: dict[str, tuple[dict[str, Any], Any]] = {
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_within_a_hundred_thousandth_of_its_reference(name):
-    keys, make = REFERENCES[name]
+    keys, make_optimizer = REFERENCES[name]
     spec = Adafactor(name="adafactor", lr=1e-2, **keys)
     replica = replica_of(spec)
     parameters = {n: torch.nn.Parameter(torch.tensor(v)) for n, v in replica.tensors().items()}
-    optimizer = make(list(parameters.values()))
+    optimizer = make_optimizer(list(parameters.values()))
     for step in range(STEPS):
         for tensor, part in BLOCK.slices():
             gradient = torch.tensor(values(step)[part].reshape(tensor.shape))
@@ -80,7 +80,7 @@ def test_within_a_hundred_thousandth_of_its_reference(name):
 
 
 def summed_in_lanes(numbers):
-    """The order of the module's docstring, one number at a time."""
+    """Add in the order of the module's docstring, one number at a time."""
     total = 0.0
     for lo in range(0, len(numbers), 1024):
         lanes = [0.0] * 16
@@ -95,7 +95,7 @@ def summed_in_lanes(numbers):
 
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("shape", [(1, 13, 5), (3, 2, 16), (2, 3, 2070), (1, 70, 1024), (4, 1, 1)])
-def test_the_sums_have_the_order_that_is_stated(shape, native):
+def test_sums_have_the_documented_order(shape, native):
     spec = Adafactor(name="adafactor", eps=1e-3)
     scalars = step_scalars(spec, 1, 0, 10, 1.0)
     stack = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
@@ -115,12 +115,12 @@ def test_a_stack_has_the_bits_of_its_matrices_alone():
     spec = Adafactor(name="adafactor", scale_parameter=False, clip_threshold=1e3)
     scalars = step_scalars(spec, 1, 0, 10, 1.0)
     stack = np.random.default_rng(4).standard_normal((6, 3, 4)).astype(np.float32)
-    whole, factors = np.ones_like(stack), np.zeros(factor_elements(stack.shape), np.float32)
-    adafactor.apply_adafactor(spec, scalars, whole, stack, factors, decay=False)
-    for matrix, updated in zip(stack, whole, strict=True):
-        alone, own = np.ones_like(matrix), np.zeros(7, np.float32)
-        adafactor.apply_adafactor(spec, scalars, alone, matrix, own, decay=False)
-        assert alone.tobytes() == updated.tobytes()
+    stack_result, factors = np.ones_like(stack), np.zeros(factor_elements(stack.shape), np.float32)
+    adafactor.apply_adafactor(spec, scalars, stack_result, stack, factors, decay=False)
+    for matrix, updated in zip(stack, stack_result, strict=True):
+        matrix_result, matrix_factors = np.ones_like(matrix), np.zeros(7, np.float32)
+        adafactor.apply_adafactor(spec, scalars, matrix_result, matrix, matrix_factors, decay=False)
+        assert matrix_result.tobytes() == updated.tobytes()
 
 
 def test_groups_decay_averages_and_absent_gradients():
@@ -135,9 +135,9 @@ def test_groups_decay_averages_and_absent_gradients():
         before = replica.tensors()["a"].copy()
         replica.apply([gradient], step_scalars(spec, step + 1, step, 4, 1.0))
         assert (replica.tensors()["a"] != before).any() == (step < 3)
-        keep = average_keep(EmaSpec(decay=0.5), step + 1)
+        average_share = average_keep(EmaSpec(decay=0.5), step + 1)
         for name, weights in replica.tensors().items():
-            average[name] = weights + keep * (average[name] - weights)
+            average[name] = weights + average_share * (average[name] - weights)
     for name, weights in replica.trained_tensors().items():
         np.testing.assert_allclose(weights, average[name], rtol=2e-6, atol=1e-6)
     assert not replica.location_not_finite()
@@ -145,20 +145,25 @@ def test_groups_decay_averages_and_absent_gradients():
     assert replica.location_not_finite() == "block 'b', tensor 'bias' (factors)"
 
 
-def test_its_state_is_sent_in_pieces_of_a_chunk():
-    large = Block(name="b", kind="block", tensors=(
+def test_adafactor_state_is_sent_in_chunk_sized_pieces():
+    large_block = Block(name="b", kind="block", tensors=(
         TensorSpec(name="w", shape=(400_000, 3)), TensorSpec(name="v", shape=(300_000,))
     ))  # fmt: skip
-    pieces = part_slices("factors", large)
-    assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
+    pieces = part_slices("factors", large_block)
+    assert [part_range.start for part_range in pieces[1:]] == [
+        part_range.stop for part_range in pieces[:-1]
+    ]
     assert pieces[-1].stop == 400_000 + 3 + 300_000
-    assert max(piece.stop - piece.start for piece in pieces) <= large.chunk_elements
-    assert math.ceil(pieces[-1].stop / large.chunk_elements) == len(pieces)
+    assert (
+        max(part_range.stop - part_range.start for part_range in pieces)
+        <= large_block.chunk_elements
+    )
+    assert math.ceil(pieces[-1].stop / large_block.chunk_elements) == len(pieces)
     replica, other = replica_of(Adafactor(name="adafactor")), None
     replica.apply([values(1)], step_scalars(Adafactor(name="adafactor"), 1, 0, 4, 1.0))
     other = Replica((BLOCK,), Adafactor(name="adafactor"))
     for part in replica.parts():
-        for number, piece in enumerate(part_slices(part.kind, BLOCK)):
-            other.load_piece(part.kind, 0, number, part.values[piece])
+        for number, part_range in enumerate(part_slices(part.kind, BLOCK)):
+            other.load_piece(part.kind, 0, number, part.values[part_range])
     other.restore(1, 1)
     assert other.state_digest() == replica.state_digest()

@@ -1,4 +1,4 @@
-"""EMA and SWA of the weights: torch's and timm's averages, whatever else happens to a step."""
+"""EMA and SWA of the weights: the averages of torch and timm, whatever else happens in a step."""
 
 from copy import deepcopy
 from typing import Any
@@ -52,8 +52,8 @@ class EmaOfTimm:
         if self.spec.warmup:
             decay = min(decay, (1 + self.count) / (10 + self.count)) if self.count else 0.0
         self.count += 1
-        for mine, theirs in zip(self.module.parameters(), model.parameters(), strict=True):
-            mine.mul_(decay).add_(theirs, alpha=1 - decay)
+        for average, parameter in zip(self.module.parameters(), model.parameters(), strict=True):
+            average.mul_(decay).add_(parameter, alpha=1 - decay)
 
 
 AVERAGES: dict[str, tuple[EmaSpec | SwaSpec, Any]] = {
@@ -72,7 +72,7 @@ AVERAGES: dict[str, tuple[EmaSpec | SwaSpec, Any]] = {
 
 
 @pytest.mark.parametrize("name", AVERAGES)
-def test_averages_are_those_of_torch_and_timm(name):
+def test_averages_equal_torch_and_timm(name):
     average, averaged_model = AVERAGES[name]
     spec = Adamw(lr=1e-2, **{"ema" if isinstance(average, EmaSpec) else "swa": average})
     replica, model = replica_of(spec), torch.nn.Linear(5, 7)
@@ -99,23 +99,23 @@ def test_averages_are_those_of_torch_and_timm(name):
 
 
 def _digest_of_parameters(replica):
-    plain = Replica((BLOCK,), OptimizerSpec(name="sgd"))
-    plain.load_parameters(replica.parameters)
-    return plain.weights_digest()
+    without_average = Replica((BLOCK,), OptimizerSpec(name="sgd"))
+    without_average.load_parameters(replica.parameters)
+    return without_average.weights_digest()
 
 
 def test_an_average_continues_while_its_tensor_has_no_gradient():
     spec = OptimizerSpec(name="sgd", lr=0.1, ema=EmaSpec(decay=0.5))
-    whole, replica = replica_of(spec), replica_of(spec)
+    uninterrupted, replica = replica_of(spec), replica_of(spec)
     for step in range(3):
-        take(whole, spec, step)
+        take(uninterrupted, spec, step)
         take(replica, spec, step)
     still = gradient(9)
     still[35:] = 0.0
-    take(whole, spec, 9, still)
+    take(uninterrupted, spec, 9, still)
     still[35:] = absent(7)
     take(replica, spec, 9, still)
-    weights, expected = replica.trained_tensors(), whole.trained_tensors()
+    weights, expected = replica.trained_tensors(), uninterrupted.trained_tensors()
     assert all(weights[name].tobytes() == expected[name].tobytes() for name in weights)
 
 
@@ -140,7 +140,7 @@ def test_a_value_that_is_not_finite_is_found_in_an_average():
 
 
 def test_buffers_are_not_averaged():
-    """Torch copies them (`use_buffers=False`)."""
+    """torch copies them (`use_buffers=False`)."""
     buffers = Block(name="s", kind="buffers", tensors=(TensorSpec(name="mean", shape=(3,)),))
     spec = OptimizerSpec(name="sgd", ema=EmaSpec(decay=0.5))
     replica = Replica((BLOCK, buffers), spec)
@@ -152,8 +152,8 @@ def test_buffers_are_not_averaged():
 
 def test_shares_that_averages_keep():
     assert [average_keep(SwaSpec(every=2), t) for t in range(1, 7)] == [0, 0, 1, 1 / 2, 1, 2 / 3]
-    late = EmaSpec(decay=0.5, start_step=2)
-    assert [average_keep(late, t) for t in range(1, 6)] == [0, 0, 0, 0.5, 0.5]
+    late_average = EmaSpec(decay=0.5, start_step=2)
+    assert [average_keep(late_average, t) for t in range(1, 6)] == [0, 0, 0, 0.5, 0.5]
     assert average_keep(EmaSpec(decay=0.5, count_initial=True), 1) == 0.5
 
 
@@ -166,14 +166,14 @@ def test_shares_that_averages_keep():
         ({"ema": {"decay": 1.0}}, "optimizer.ema.decay"),
     ],
 )
-def test_what_cannot_be_is_refused(optimizer, text):
+def test_invalid_averages_are_refused(optimizer, text):
     with pytest.raises(RunSpecError, match=text):
         parse_run_spec({**REGRESS, "optimizer": optimizer})
 
 
-def test_a_run_spec_has_an_average_only_if_it_is_set():
-    plain = parse_run_spec(REGRESS)
-    assert b"ema" not in plain.to_bytes()
+def test_run_spec_has_an_average_only_if_set():
+    without_average = parse_run_spec(REGRESS)
+    assert b"ema" not in without_average.to_bytes()
     spec = parse_run_spec(REGRESS, ["optimizer.ema={decay: 0.9}"])
     assert spec.optimizer.ema == EmaSpec(decay=0.9)
     assert parse_run_spec_bytes(spec.to_bytes()) == spec

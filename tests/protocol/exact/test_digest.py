@@ -1,4 +1,4 @@
-"""Digests: frozen, and different whenever anything that counts is."""
+"""Digests: frozen, and different whenever any relevant value differs."""
 
 import struct
 
@@ -18,10 +18,10 @@ def tensor(*shape, fill=1.0):
     return np.full(shape, fill, np.float32)
 
 
-def naive_weights_digest(named):
-    """The documented encoding, built as one string of bytes."""
-    document = b"samestep tensors 1\n" + len(named).to_bytes(8, "little")
-    for name, array in sorted(named.items()):
+def naive_weights_digest(tensors):
+    """Hash the documented encoding, built as one byte string."""
+    document = b"samestep tensors 1\n" + len(tensors).to_bytes(8, "little")
+    for name, array in sorted(tensors.items()):
         document += len(name.encode()).to_bytes(4, "little") + name.encode()
         document += array.ndim.to_bytes(4, "little")
         document += b"".join(size.to_bytes(8, "little") for size in array.shape)
@@ -30,21 +30,22 @@ def naive_weights_digest(named):
 
 
 @given(st.dictionaries(st.text(max_size=5), st.sampled_from(SHAPES), max_size=4))
-def test_weights_digest_is_that_of_the_documented_bytes(shapes):
-    named = {
+def test_weights_digest_hashes_the_documented_bytes(shapes):
+    tensors = {
         name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
         for name, shape in shapes.items()
     }
-    assert weights_digest(named) == naive_weights_digest(named)
+    assert weights_digest(tensors) == naive_weights_digest(tensors)
 
 
 def test_frozen_digests():
-    named = {"b": tensor(2, 3), "a.weight": np.arange(4, dtype=np.float32)}
+    tensors = {"b": tensor(2, 3), "a.weight": np.arange(4, dtype=np.float32)}
     assert (
-        weights_digest(named) == "81e9caf73a6a1b51ec1cfe7edf1ee6a6266dff3a5b7c9c2598919aeca4e669e4"
+        weights_digest(tensors)
+        == "81e9caf73a6a1b51ec1cfe7edf1ee6a6266dff3a5b7c9c2598919aeca4e669e4"
     )
     assert (
-        state_digest_1(3, 2, {"parameters": named, "first_moment": named}.items())
+        state_digest_1(3, 2, {"parameters": tensors, "first_moment": tensors}.items())
         == "a943551bbb757572e746d6e5908f9f2cee8009f709e3701ebee372633e04d83c"
     )
     blocks = [tensor(6), np.arange(4, dtype=np.float32)]
@@ -54,7 +55,7 @@ def test_frozen_digests():
     )
 
 
-def test_state_digest_is_that_of_the_documented_bytes():
+def test_state_digest_hashes_the_documented_bytes():
     arrays = {
         "parameters": [tensor(3), tensor(65_600, fill=2.0)],
         "first_moment": [tensor(3), tensor(65_600)],

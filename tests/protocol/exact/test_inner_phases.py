@@ -15,7 +15,7 @@ def order(count, inner_steps, samples=20):
     return InnerPhaseOrder(spec, samples)
 
 
-def taken(sample_order, rounds):
+def take_rounds(sample_order, rounds):
     return [
         sample
         for round_ in range(rounds)
@@ -29,16 +29,16 @@ def taken(sample_order, rounds):
 def test_replicas_share_an_epoch_and_each_sample_comes_once():
     sample_order = order(3, 2, samples=36)  # a round: six batches of six
     for round_ in range(3):
-        samples = taken(sample_order, round_ + 1)[36 * round_ :]
+        samples = take_rounds(sample_order, round_ + 1)[36 * round_ :]
         assert sorted(samples) == list(range(36))
 
 
-def test_one_replica_has_the_order_of_a_run_without():
-    sample_order, plain = order(1, 3), SampleOrder(3, 20, BatchSpec(samples=6, microbatch=4))
+def test_one_replica_has_the_order_of_a_plain_run():
+    sample_order, plain_order = order(1, 3), SampleOrder(3, 20, BatchSpec(samples=6, microbatch=4))
     for step in range(12):
         round_, inner = divmod(step, 3)
-        assert sample_order.microbatches(round_, 0, inner) == plain.microbatches(step)
-        leaves = range(plain.microbatch_count(step))
+        assert sample_order.microbatches(round_, 0, inner) == plain_order.microbatches(step)
+        leaves = range(plain_order.microbatch_count(step))
         assert sample_order.seeds(round_, 0, inner) == [
             microbatch_seed(3, step, leaf) for leaf in leaves
         ]

@@ -1,4 +1,4 @@
-"""The scale of losses in float16 follows from commits alone."""
+"""The loss scale of float16 follows from commits alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def spec_of(**model: object) -> RunSpec:
     return parse_run_spec({**LANGUAGE, "model": {"source": "m", **model}})
 
 
-def test_it_is_doubled_after_this_many_steps_up_to_a_bound():
+def test_scale_doubles_after_this_many_steps_up_to_a_bound():
     spec = spec_of(precision="float16", loss_scale=1024, loss_scale_every=3)
     assert scales(spec)
     assert first_scale(spec) == 1024

@@ -1,4 +1,4 @@
-"""Parameter groups: rules by tensor name, as torch's groups; on replicas and in inner steps."""
+"""Parameter groups: rules by tensor name, like torch's groups; on replicas and in inner steps."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ NAMES = (
         ("model.norm.weight", False),
     ],
 )
-def test_decay_groups_go_by_parts_of_names_whatever_their_case(name, expected):
+def test_decay_groups_match_name_parts_in_any_case(name, expected):
     assert decays(name, Adamw(no_decay=("BIAS", "norm"))) is expected
     assert decays(name, Adamw(no_decay=()))
 
@@ -72,7 +72,7 @@ def gradient(block, step):
     return random.standard_normal(block.elements).astype(np.float32)
 
 
-def trained(spec, steps=20):
+def train(spec, steps=20):
     replica = Replica(BLOCKS, spec)
     replica.load_parameters([gradient(block, 99) for block in BLOCKS])
     for step in range(steps):
@@ -88,22 +88,22 @@ def test_the_first_group_that_matches_decides():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_group_is_its_own_optimizer(name):
-    """A tensor has the bits of an ungrouped run with its rate and decay, but for one rounding."""
-    weights = trained(spec_of(name))
+def test_each_group_is_a_separate_optimizer(name):
+    """A tensor has the bits of an ungrouped run with its rate and decay, up to one rounding."""
+    weights = train(spec_of(name))
     for tensor, (lr_scale, weight_decay) in RULES.items():
-        alone = OptimizerSpec(
+        ungrouped = OptimizerSpec(
             name=name, lr=1e-3 * lr_scale, weight_decay=weight_decay, no_decay=(),
             momentum=momentum_of(name),
         )  # fmt: skip
-        expected = trained(alone)[tensor]
+        expected = train(ungrouped)[tensor]
         assert np.allclose(weights[tensor], expected, rtol=2e-6, atol=1e-7)
         if lr_scale == 1.0 and weight_decay == 0.1:
             assert weights[tensor].tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "schedule-free"])
-def test_groups_are_those_of_torch(name):
+def test_groups_equal_torch(name):
     spec = spec_of(name, clip_norm=1.0)
     start = Replica(BLOCKS, spec)
     start.load_parameters([gradient(block, 99) for block in BLOCKS])
@@ -119,7 +119,7 @@ def test_groups_are_those_of_torch(name):
                 parameters[tensor.name].grad = torch.tensor(values[part])
         torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
         optimizer.step()
-    weights = trained(spec)
+    weights = train(spec)
     for name_of_tensor, parameter in parameters.items():
         assert np.allclose(
             weights[name_of_tensor], parameter.detach().numpy(), rtol=1e-5, atol=1e-6
@@ -146,8 +146,8 @@ def test_groups_are_clipped_by_their_own_norm():
         for block in BLOCKS:
             for tensor, part in block.slices():
                 p[tensor.name].grad = torch.tensor(gradient(block, step)[part])
-        for group, most in zip(optimizer.param_groups, (0.5, 2.0, 0.25), strict=True):
-            torch.nn.utils.clip_grad_norm_(group["params"], most)
+        for group, limit in zip(optimizer.param_groups, (0.5, 2.0, 0.25), strict=True):
+            torch.nn.utils.clip_grad_norm_(group["params"], limit)
         optimizer.step()
         gradients = [gradient(block, step) for block in BLOCKS]
         norms = ClippedGroups(spec).norms_of(BLOCKS, gradients)
@@ -157,19 +157,19 @@ def test_groups_are_clipped_by_their_own_norm():
         assert np.allclose(weights, p[name].detach().numpy(), rtol=1e-6, atol=1e-6)
 
 
-def test_ways_of_clipping_that_exclude_each_other():
-    own = {"groups": [{"match": "*", "clip_norm": 1.0}]}
-    many = {"groups": [{"match": f"t{n}", "clip_norm": 1.0} for n in range(17)]}
+def test_exclusive_clipping_options():
+    group_clipping = {"groups": [{"match": "*", "clip_norm": 1.0}]}
+    group_list = {"groups": [{"match": f"t{n}", "clip_norm": 1.0} for n in range(17)]}
     for keys, text in (
         ({"clip_value": 1.0, "clip_norm": 1.0}, "clip_norm or clip_value, got both"),
-        ({"clip_value": 1.0, **own}, "clip_norm or clip_value, got both"),
-        (many, "at most 16 groups with clip_norm, got 17"),
+        ({"clip_value": 1.0, **group_clipping}, "clip_norm or clip_value, got both"),
+        (group_list, "at most 16 groups with clip_norm, got 17"),
     ):
         with pytest.raises(RunSpecError, match=text):
             parse_run_spec({"task": "regress", "steps": 3, "optimizer": keys})
 
 
-def test_a_decay_below_float32_is_none():
+def test_decay_below_float32_is_zero():
     group = ParameterGroup(match=("w",), weight_decay=1e-50)
     spec = OptimizerSpec(name="sgd", lr=0.1, weight_decay=0.5, groups=(group,))
     block = Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(1,)),))
@@ -179,9 +179,9 @@ def test_a_decay_below_float32_is_none():
     assert replica.parameters[0].tolist() == [1.0]
 
 
-def test_a_rate_of_zero_leaves_tensors_as_they_are():
+def test_zero_rate_leaves_tensors_unchanged():
     spec = Adamw(weight_decay=0.1, groups=(ParameterGroup(match=("layers.*",), lr_scale=0.0),))
-    start, weights = trained(spec, steps=0), trained(spec)
+    start, weights = train(spec, steps=0), train(spec)
     for name in SIZES:
         assert (weights[name].tobytes() == start[name].tobytes()) is name.startswith("layers.")
 
@@ -196,7 +196,7 @@ def test_a_rate_of_zero_leaves_tensors_as_they_are():
         ([("layers.*",), ("*.bias",)], r"groups\[1\].*'\*.bias'; all that match are in earlier"),
     ],
 )
-def test_a_pattern_that_matches_nothing_is_named_with_the_names(patterns, fault):
+def test_unmatched_pattern_is_named_with_the_tensor_names(patterns, fault):
     spec = Adamw(groups=tuple(ParameterGroup(match=each) for each in patterns))
     message = unmatched_pattern(spec, BLOCKS)
     assert bool(message) is bool(fault)
@@ -207,12 +207,12 @@ def test_a_pattern_that_matches_nothing_is_named_with_the_names(patterns, fault)
 
 def test_groups_in_a_run_spec():
     document = {"task": "regress", "steps": 3, "optimizer": {"weight_decay": 0.1}}
-    plain = parse_run_spec(document)
-    assert "groups" not in plain.to_bytes().decode()
+    plain_spec = parse_run_spec(document)
+    assert "groups" not in plain_spec.to_bytes().decode()
     group = "optimizer.groups=[{match: b, lr_scale: 2}, {match: [w], weight_decay: 0}]"
     spec = parse_run_spec(document, [group])
     assert spec.optimizer.groups[0] == ParameterGroup(match=("b",), lr_scale=2.0)
-    assert spec.digest() != plain.digest()
+    assert spec.digest() != plain_spec.digest()
     assert parse_run_spec_bytes(spec.to_bytes()) == spec
     with pytest.raises(RunSpecError, match=r"optimizer.groups.*lr_sale"):
         parse_run_spec(document, ["optimizer.groups=[{match: w, lr_sale: 2}]"])

@@ -1,4 +1,4 @@
-"""The schedule plateau is torch's ReduceLROnPlateau, a function of the evaluations so far."""
+"""The plateau schedule is torch's ReduceLROnPlateau, as a function of all evaluations so far."""
 
 import math
 from typing import Any
@@ -48,12 +48,12 @@ def test_rates_are_those_of_torch(values, keys, floor):
         plateau.measured(10 * number, {"loss": value, "other": 1.0})
         rate = spec.lr * plateau.factor_at(10 * number + 9)
         assert rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
-    again = Plateau(spec, {10 * n: {"loss": value} for n, value in enumerate(values, 1)})
+    repeat = Plateau(spec, {10 * n: {"loss": value} for n, value in enumerate(values, 1)})
     for step in range(10 * len(values) + 20):
-        assert again.factor_at(step) == plateau.factor_at(step), "earlier steps keep their rates"
+        assert repeat.factor_at(step) == plateau.factor_at(step), "earlier steps keep their rates"
 
 
-def test_what_a_run_spec_must_have():
+def test_required_keys_of_plateau():
     document = {"task": "regress", "steps": 9, "evaluate_every": 3}
     plateau = ["optimizer.schedule=plateau", "optimizer.plateau={metric: loss}"]
     assert parse_run_spec(document, plateau).optimizer.plateau == PlateauSpec(metric="loss")

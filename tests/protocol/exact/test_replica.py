@@ -43,7 +43,7 @@ def scalars(replica, spec):
     return step_scalars(spec, replica.optimizer_step + 1, replica.step, 100, 3.0)
 
 
-def trained(spec, steps=3):
+def trained_replica(spec, steps=3):
     replica = Replica(BLOCKS, spec)
     replica.load_parameters(values(0))
     for step in range(steps):
@@ -51,21 +51,21 @@ def trained(spec, steps=3):
     return replica
 
 
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("bad_value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("kind", ["parameters", "second_moment"])
-def test_a_value_that_is_not_finite_is_found_and_named(bad, kind):
+def test_a_value_that_is_not_finite_is_found_and_named(bad_value, kind):
     replica = Replica(BLOCKS, Adamw(name="adamw", lr=0.1))
     assert replica.location_not_finite() == ""
     block, tensor = BLOCKS[-1], BLOCKS[-1].tensors[-1]
     part = next(p for p in replica.parts() if (p.kind, p.block) == (kind, len(BLOCKS) - 1))
-    part.values[-1] = bad
-    words = kind.replace("_", " ")
-    expected = f"block {block.name!r}, tensor {tensor.name!r} ({words})"
+    part.values[-1] = bad_value
+    kind_text = kind.replace("_", " ")
+    expected = f"block {block.name!r}, tensor {tensor.name!r} ({kind_text})"
     assert replica.location_not_finite() == expected
 
 
 def test_a_thread_that_flushes_subnormals_may_not_update():
-    """In a thread of its own, which takes its setting with it."""
+    """In a thread of its own, whose setting ends with it."""
     replica = Replica(BLOCKS, SPECS[0])
     before = replica.state_digest()
     gradients = [np.zeros(block.elements, np.float32) for block in BLOCKS]
@@ -85,8 +85,8 @@ def test_a_thread_that_flushes_subnormals_may_not_update():
 
 @each_spec
 def test_apply_updates_each_tensor_by_the_rule_with_its_own_decay(spec):
-    replica = trained(spec)
-    named = replica.tensors()
+    replica = trained_replica(spec)
+    tensors = replica.tensors()
     for index, block in enumerate(BLOCKS):
         for tensor, part in block.slices():
             expected = values(0)[index][part].copy()
@@ -100,16 +100,17 @@ def test_apply_updates_each_tensor_by_the_rule_with_its_own_decay(spec):
                     moments,
                     decay=decays(tensor.name, spec),
                 )
-            assert named[tensor.name].shape == tensor.shape
-            assert named[tensor.name].tobytes() == expected.tobytes()
+            assert tensors[tensor.name].shape == tensor.shape
+            assert tensors[tensor.name].tobytes() == expected.tobytes()
 
 
 def test_decay_makes_a_difference_where_it_applies_only():
-    with_decay, without = (
-        trained(Adamw(name="adamw", lr=0.01, weight_decay=decay)).tensors() for decay in (0.1, 0.0)
+    with_decay, without_decay = (
+        trained_replica(Adamw(name="adamw", lr=0.01, weight_decay=decay)).tensors()
+        for decay in (0.1, 0.0)
     )
-    changed = {name for name in with_decay if (with_decay[name] != without[name]).any()}
-    assert changed == {"layer.0.weight", "layer.0.out", "head"}
+    changed_names = {name for name in with_decay if (with_decay[name] != without_decay[name]).any()}
+    assert changed_names == {"layer.0.weight", "layer.0.out", "head"}
 
 
 @each_spec
@@ -132,7 +133,7 @@ def test_aligned_zeros(elements):
 
 def test_counters():
     spec = SPECS[2]
-    replica = trained(spec, steps=2)
+    replica = trained_replica(spec, steps=2)
     assert (replica.step, replica.optimizer_step) == (2, 2)
     replica.skip()
     assert (replica.step, replica.optimizer_step) == (3, 2)
@@ -141,7 +142,7 @@ def test_counters():
 
 
 def test_a_skip_changes_the_state_digest_and_no_weight():
-    replica = trained(SPECS[0])
+    replica = trained_replica(SPECS[0])
     state, weights = replica.state_digest(), replica.weights_digest()
     replica.skip()
     assert replica.weights_digest() == weights
@@ -156,7 +157,7 @@ def test_parameters_are_copied_in():
     assert replica.parameters[0].tobytes() == values(0)[0].tobytes()
 
 
-def test_apply_leaves_the_averages_as_they_are():
+def test_apply_leaves_the_gradients_unchanged():
     averages = values(1)
     replica = Replica(BLOCKS, SPECS[2])
     replica.apply(averages, scalars(replica, SPECS[2]))
@@ -170,14 +171,14 @@ def test_tensors_are_views():
     assert np.shares_memory(replica.tensors()["head"], replica.parameters[1])
 
 
-def test_the_weights_digest_is_that_of_the_tensors():
-    replica = trained(SPECS[2])
+def test_weights_digest_hashes_the_tensors():
+    replica = trained_replica(SPECS[2])
     assert replica.weights_digest() == weights_digest(replica.tensors())
 
 
 @each_spec
 def test_a_flipped_bit_anywhere_changes_the_state_digest(spec):
-    replica = trained(spec)
+    replica = trained_replica(spec)
     before = replica.state_digest()
     for part in replica.parts():
         part.values.view(np.uint32)[-1] ^= np.uint32(1)
@@ -187,8 +188,8 @@ def test_a_flipped_bit_anywhere_changes_the_state_digest(spec):
 
 
 @each_spec
-def test_a_digest_of_hashes_made_by_the_update_is_that_of_the_memory(spec):
-    replica = trained(spec)
+def test_digest_of_update_hashes_equals_the_memory(spec):
+    replica = trained_replica(spec)
     for hashing in (True, False):
         replica.apply(values(5), scalars(replica, spec), hashing=hashing)
         first = replica.state_digest()
@@ -201,13 +202,13 @@ def test_a_digest_of_hashes_made_by_the_update_is_that_of_the_memory(spec):
 
 
 @each_spec
-def test_a_state_moves_through_its_parts_and_both_continue_alike(spec):
-    first = trained(spec)
+def test_state_moves_by_parts_and_both_replicas_continue_equally(spec):
+    first = trained_replica(spec)
     first.skip()
     second = Replica(BLOCKS, spec)
     for part in first.parts():
-        for number, piece in enumerate(part_slices(part.kind, BLOCKS[part.block])):
-            second.load_piece(part.kind, part.block, number, part.values[piece])
+        for number, part_range in enumerate(part_slices(part.kind, BLOCKS[part.block])):
+            second.load_piece(part.kind, part.block, number, part.values[part_range])
     second.restore(first.step, first.optimizer_step)
     assert second.state_digest() == first.state_digest()
     for replica in (first, second):
@@ -215,8 +216,8 @@ def test_a_state_moves_through_its_parts_and_both_continue_alike(spec):
     assert second.state_digest() == first.state_digest()
 
 
-def test_a_copy_is_equal_and_apart():
-    replica = trained(SPECS[2])
+def test_copy_is_equal_and_independent():
+    replica = trained_replica(SPECS[2])
     snapshot = replica.copy()
     before = snapshot.state_digest()
     assert before == replica.state_digest()
@@ -226,7 +227,7 @@ def test_a_copy_is_equal_and_apart():
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "bad_arrays",
     [
         values(0)[:1],
         [values(0)[0], np.zeros(1, np.float32)],
@@ -234,11 +235,11 @@ def test_a_copy_is_equal_and_apart():
         [values(0)[0], np.zeros((2, 3), np.float32)],
     ],
 )
-def test_arrays_of_another_number_shape_or_type_are_a_bug_of_ours(wrong):
-    replica = trained(SPECS[0])
+def test_invalid_arrays_are_an_internal_error(bad_arrays):
+    replica = trained_replica(SPECS[0])
     before = replica.state_digest()
     with pytest.raises(AssertionError):
-        replica.load_parameters(wrong)
+        replica.load_parameters(bad_arrays)
     with pytest.raises(AssertionError):
-        replica.apply(wrong, scalars(replica, SPECS[0]))
+        replica.apply(bad_arrays, scalars(replica, SPECS[0]))
     assert replica.state_digest() == before

@@ -1,4 +1,4 @@
-"""Sample order: every epoch exactly once, and bits that never change."""
+"""Sample order: every epoch covers each sample exactly once, and its bits never change."""
 
 import hashlib
 
@@ -15,7 +15,7 @@ seeds = st.integers(0, 2**63 - 1)
 
 
 def naive_hash(*words):
-    """SplitMix64's finalizer chained over words, in Python's whole numbers."""
+    """SplitMix64's finalizer chained over words, in Python integers."""
     state = 0
     for word in words:
         z = ((word ^ state) + 0x9E3779B97F4A7C15) & MASK
@@ -85,12 +85,12 @@ def test_microbatch_seeds_differ():
     assert len(distinct_seeds) == 8 * 16 * 16
 
 
-def test_each_place_gets_each_sample_about_equally_often():
-    places = np.zeros((10, 10), int)
+def test_samples_are_uniform_over_positions():
+    counts = np.zeros((10, 10), int)
     for epoch in range(2000):
-        places[np.arange(10), permutation(1, epoch, 10)] += 1
-    chi_square = ((places - 200) ** 2 / 200).sum()
-    assert chi_square < 140  # 81 degrees of freedom: beyond this once in 20,000 such hashes
+        counts[np.arange(10), permutation(1, epoch, 10)] += 1
+    chi_square = ((counts - 200) ** 2 / 200).sum()
+    assert chi_square < 140  # 81 degrees of freedom: exceeded once in 20,000 such hashes
 
 
 @pytest.mark.parametrize(
@@ -118,14 +118,14 @@ def test_frozen_bits():
 
 @given(seeds, st.integers(1, 90), batches(), st.integers(0, 3))
 def test_grouping_covers_every_sample_once_with_as_many_microbatches(seed, samples, batch, epoch):
-    plain, grouped = (
+    ungrouped, grouped = (
         SampleOrder(seed, samples, batch),
         SampleOrder(seed, samples, batch, grouped=True),
     )
-    steps = range(epoch * plain.steps_per_epoch, (epoch + 1) * plain.steps_per_epoch)
+    steps = range(epoch * ungrouped.steps_per_epoch, (epoch + 1) * ungrouped.steps_per_epoch)
     parts = [grouped.microbatches(step) for step in steps]
     assert [len(p) for step in parts for p in step] == [
-        len(p) for step in steps for p in plain.microbatches(step)
+        len(p) for step in steps for p in ungrouped.microbatches(step)
     ]
     assert sorted(s for step in parts for p in step for s in p) == list(range(samples))
 
@@ -133,11 +133,13 @@ def test_grouping_covers_every_sample_once_with_as_many_microbatches(seed, sampl
 def test_grouped_microbatches_are_of_neighbors_and_steps_are_mixed():
     order = SampleOrder(3, 6400, BatchSpec(samples=64, microbatch=8), grouped=True)
     parts = [part for step in range(100) for part in order.microbatches(step)]
-    spread = [max(part) - min(part) for part in parts]
-    assert np.median(spread) < 6400 / 20
-    means = [np.mean([s for part in order.microbatches(step) for s in part]) for step in range(100)]
+    ranges = [max(part) - min(part) for part in parts]
+    assert np.median(ranges) < 6400 / 20
+    step_means = [
+        np.mean([s for part in order.microbatches(step) for s in part]) for step in range(100)
+    ]
     assert np.std([np.mean(part) for part in parts]) > 1000
-    assert np.std(means) < 1000
+    assert np.std(step_means) < 1000
     assert [order.microbatches(step) for step in (100, 3, 100)] == [
         SampleOrder(3, 6400, BatchSpec(samples=64, microbatch=8), grouped=True).microbatches(step)
         for step in (100, 3, 100)

@@ -21,7 +21,7 @@ some_weights = st.lists(st.floats(0, 1e6), min_size=1, max_size=12).filter(any)
 
 
 def naive_draw(seed, epoch, weights, position):
-    """The sample in whose part of the summed weights the hash falls, in Python's integers."""
+    """Return the sample in whose part of the summed weights the hash falls, in Python integers."""
     target = naive_hash(7, seed, epoch, position) * sum(weights) >> 64
     for sample, weight in enumerate(weights):
         if target < weight:
@@ -30,8 +30,8 @@ def naive_draw(seed, epoch, weights, position):
     raise AssertionError
 
 
-def whole(weights):
-    """The whole numbers that stand for weights, by exact arithmetic."""
+def integer_weights(weights):
+    """Return the integers that represent the weights, by exact arithmetic."""
     largest = Fraction(max(weights))
     return [max(1, round(Fraction(w) / largest * WEIGHT_STEPS)) if w else 0 for w in weights]
 
@@ -41,7 +41,7 @@ def test_draws_with_replacement_are_the_naive_ones(seed, epoch, weights, draws):
     sampling = Sampling.by_weight(weights, draws)
     assert sampling.weights is not None
     given_weights = [int(w) for w in sampling.weights]
-    assert given_weights == pytest.approx(whole(weights), abs=1)
+    assert given_weights == pytest.approx(integer_weights(weights), abs=1)
     expected = [naive_draw(seed, epoch, given_weights, n) for n in range(draws)]
     assert draw(seed, epoch, len(weights), sampling).tolist() == expected
 
@@ -131,11 +131,13 @@ def test_damaged_weights_are_refused():
 
 def test_a_manifest_without_draws_is_that_of_earlier_releases():
     block = Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(2,)),))
-    plain = Manifest(blocks=(block,), train_samples=3)
-    assert b"sampling" not in plain.to_bytes()
-    manifest_with_draws = plain.model_copy(update={"sampling": Sampling.by_weight([1, 2, 3])})
+    without_draws = Manifest(blocks=(block,), train_samples=3)
+    assert b"sampling" not in without_draws.to_bytes()
+    manifest_with_draws = without_draws.model_copy(
+        update={"sampling": Sampling.by_weight([1, 2, 3])}
+    )
     assert Manifest.from_bytes(manifest_with_draws.to_bytes()) == manifest_with_draws
-    assert manifest_with_draws.digest() != plain.digest()
-    wrong = manifest_with_draws.model_copy(update={"train_samples": 4})
+    assert manifest_with_draws.digest() != without_draws.digest()
+    other_manifest = manifest_with_draws.model_copy(update={"train_samples": 4})
     with pytest.raises(MessageError, match="expected weights of 4 samples"):
-        Manifest.from_bytes(wrong.to_bytes())
+        Manifest.from_bytes(other_manifest.to_bytes())

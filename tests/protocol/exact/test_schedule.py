@@ -1,4 +1,4 @@
-"""Learning rate schedules: values by hand, bounds, and torch's own curves."""
+"""Learning rate schedules: values computed by hand, bounds, and torch's own curves."""
 
 import math
 
@@ -36,7 +36,7 @@ def test_warm_up_rises_from_one_part_to_the_full_rate(schedule):
     assert lrs[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_after_warm_up_the_curve_spans_what_is_left():
+def test_curve_spans_the_steps_after_warm_up():
     assert rates(8, lr=1.0, schedule="linear", warmup_steps=4)[4:] == [1.0, 0.75, 0.5, 0.25]
 
 
@@ -51,7 +51,7 @@ def test_a_schedule_ends_at_its_floor():
     assert learning_rate(spec, 9, 9) == pytest.approx(0.2, abs=1e-15)
 
 
-def test_wsd_stays_and_then_falls():
+def test_wsd_is_stable_and_then_decays():
     lrs = rates(10, lr=1.0, schedule="wsd", warmup_steps=2, decay_ratio=0.4)
     assert lrs == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
     assert rates(4, lr=1.0, schedule="wsd", warmup_steps=2, decay_ratio=1.0) == [0.5, 1, 1, 0.5]
@@ -59,7 +59,7 @@ def test_wsd_stays_and_then_falls():
 
 @pytest.mark.parametrize("decay", ["linear", "cosine", "1-sqrt"])
 @pytest.mark.parametrize("floor", [0.0, 0.1])
-def test_wsd_and_floors_are_those_of_transformers(decay, floor):
+def test_wsd_and_floors_equal_transformers(decay, floor):
     torch = pytest.importorskip("torch")
     optimization = pytest.importorskip("transformers.optimization")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
@@ -95,7 +95,7 @@ def test_positive_at_most_lr_and_never_rising_after_warm_up(schedule, lr, warmup
     assert lrs[warmup:] == sorted(lrs[warmup:], reverse=True)
 
 
-def test_cosine_is_torchs():
+def test_cosine_equals_torch():
     torch = pytest.importorskip("torch")
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.3)
@@ -108,11 +108,11 @@ def test_cosine_is_torchs():
     assert rates(20, lr=0.3, schedule="cosine") == pytest.approx(expected, rel=1e-12)
 
 
-def rates_of(make, steps, lr=0.3):
-    """The rates of a scheduler that `make` puts on an optimizer."""
+def rates_of(make_scheduler, steps, lr=0.3):
+    """Return the rates of a scheduler that `make` creates for an optimizer."""
     torch = pytest.importorskip("torch")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    scheduler, expected = make(optimizer), []
+    scheduler, expected = make_scheduler(optimizer), []
     for _ in range(steps):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -137,35 +137,40 @@ def rates_of(make, steps, lr=0.3):
         ({"schedule": "inverse-sqrt"}, "get_inverse_sqrt_schedule", {}),
     ],
 )
-def test_schedules_are_those_of_transformers(settings, function, options, warmup):
+def test_schedules_equal_transformers(settings, function, options, warmup):
     optimization = pytest.importorskip("transformers.optimization")
-    make = getattr(optimization, function)
-    expected = rates_of(lambda it: make(it, num_warmup_steps=warmup, **options), 20)
+    make_scheduler = getattr(optimization, function)
+    expected = rates_of(
+        lambda optimizer: make_scheduler(optimizer, num_warmup_steps=warmup, **options), 20
+    )
     lrs = rates(20, lr=0.3, warmup_steps=warmup, warmup_from_zero=warmup > 0, **settings)
     assert lrs == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize("steps", [1, 7, 20])
-def test_one_cycle_is_torch_s(steps):
+def test_one_cycle_equals_torch(steps):
     torch = pytest.importorskip("torch")
-    make = torch.optim.lr_scheduler.OneCycleLR
+    make_scheduler = torch.optim.lr_scheduler.OneCycleLR
     settings = {"pct_start": 0.3, "div_factor": 25.0, "final_div_factor": 100.0}
     expected = rates_of(
-        lambda it: make(it, 0.3, total_steps=steps + 1, cycle_momentum=False, **settings), steps + 1
+        lambda optimizer: make_scheduler(
+            optimizer, 0.3, total_steps=steps + 1, cycle_momentum=False, **settings
+        ),
+        steps + 1,
     )
     lrs = rates(steps + 1, lr=0.3, schedule="onecycle", min_lr_ratio=1 / 2500)
     assert lrs == pytest.approx(expected, rel=1e-9)
 
 
-def test_piecewise_is_torch_s():
+def test_piecewise_equals_torch():
     torch = pytest.importorskip("torch")
-    make = torch.optim.lr_scheduler.MultiStepLR
-    expected = rates_of(lambda it: make(it, [3, 11], gamma=0.5), 20)
+    make_scheduler = torch.optim.lr_scheduler.MultiStepLR
+    expected = rates_of(lambda optimizer: make_scheduler(optimizer, [3, 11], gamma=0.5), 20)
     lrs = rates(20, lr=0.3, schedule="piecewise", milestones=[3, 11], gamma=0.5)
     assert lrs == pytest.approx(expected, rel=1e-12)
 
 
-def test_listed_rates_hold_from_their_last_one_on():
+def test_last_listed_rate_holds():
     assert rates(4, lr=2.0, schedule="rates", rates=[0.5, 1.0, 0.25]) == [1.0, 2.0, 0.5, 0.5]
 
 

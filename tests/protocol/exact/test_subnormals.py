@@ -1,4 +1,4 @@
-"""A thread that flushes subnormals is found, also if it was so before it knew of them."""
+"""A thread that flushes subnormals is found, even if it did so before the check was imported."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from protocol.base.errors import SubnormalsFlushed
 from protocol.exact import subnormals
 
 
-def test_a_thread_that_keeps_them_passes():
+def test_thread_that_keeps_subnormals_passes():
     assert subnormals.subnormals_are_kept()
     subnormals.check_subnormals("this test")
 
 
 @pytest.mark.parametrize("loaded_before", [True, False])
-def test_a_thread_that_flushes_them_is_refused_in_one_line(loaded_before):
+def test_thread_that_flushes_subnormals_is_refused_in_one_line(loaded_before):
     def flushing() -> str:
         assert torch.set_flush_denormal(True)
         module = {} if loaded_before else runpy.run_path(subnormals.__file__)

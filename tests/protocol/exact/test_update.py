@@ -1,7 +1,7 @@
 """The exact update: each operation correctly rounded, each rule as defined, and close to torch's.
 
-The references round after every operation: in exact fractions, or in float64 and then float32.
-For + - * / sqrt of float32 values the second gives the first (Figueroa, "When is double rounding
+The references round after every operation: in exact fractions, or in float64 and then float32. For
++ - * / sqrt of float32 values the second gives the first (Figueroa, "When is double rounding
 innocuous?", 1995), since 53 >= 2 * 24 + 2; subnormal results included.
 """
 
@@ -119,7 +119,8 @@ def nearest_float32(value: Fraction) -> float:
 
 
 def bit_patterns(random, count):
-    """Any float32 at all, a fifth of them subnormal; no NaN (its payload is the hardware's)."""
+    """Draw float32 values of any bits, a fifth of them subnormal; no NaN (its payload depends on
+    the hardware)."""
     bits = random.integers(0, 2**32, count, np.uint64).astype(np.uint32)
     subnormal = random.random(count) < 0.2
     bits[subnormal] &= np.uint32(0x807FFFFF)
@@ -138,7 +139,7 @@ def test_operations_on_random_bit_patterns_are_correctly_rounded(name):
     random = np.random.default_rng(11)
     operation, _ = BINARY[name]
     a, b = bit_patterns(random, 400_000), bit_patterns(random, 400_000)
-    # Half of the pairs near each other, where sums cancel and quotients are near one.
+    # Half of the pairs are close to each other, where sums cancel and quotients are near one.
     b[::2] = (a[::2].view(np.uint32) ^ random.integers(0, 2**20, 200_000, np.uint32)).view(
         np.float32
     )
@@ -150,8 +151,8 @@ def test_operations_on_random_bit_patterns_are_correctly_rounded(name):
         assert same_bits(out, expected)
         for scalar in b[:32]:
             operation(a[:5000], scalar, out=out[:5000])
-            wide = rounded(operation(a[:5000].astype(np.float64), np.float64(scalar)))
-            assert same_bits(out[:5000], wide)
+            float64_result = rounded(operation(a[:5000].astype(np.float64), np.float64(scalar)))
+            assert same_bits(out[:5000], float64_result)
 
 
 @pytest.mark.parametrize("name", BINARY)
@@ -195,7 +196,7 @@ def test_sqrt_lies_within_half_a_unit_of_the_exact_root(value):
 
 
 class RoundedFloat:
-    """Arrays whose every operation is taken in float64 and rounded to float32."""
+    """Arrays whose every operation is computed in float64 and rounded to float32."""
 
     def __init__(self, values):
         self.values = rounded(values)
@@ -203,8 +204,8 @@ class RoundedFloat:
     def _apply(self, operation, other):
         operand = other.values if isinstance(other, RoundedFloat) else rounded(other)
         with np.errstate(all="ignore"):
-            wide = operation(self.values.astype(np.float64), operand.astype(np.float64))
-        return RoundedFloat(wide)
+            float64_result = operation(self.values.astype(np.float64), operand.astype(np.float64))
+        return RoundedFloat(float64_result)
 
     def __add__(self, other):
         return self._apply(np.add, other)
@@ -223,7 +224,7 @@ class RoundedFloat:
 
 
 def naive_update(spec, scalars, p, gradient, moments, *, decay):
-    """The rules as the docstring has them; arrays of any size, nothing in place."""
+    """The rules as in the docstring, for arrays of any size, without in-place operations."""
     c = scalars
     g = gradient * c.clip
     if c.clip_value is not None:
@@ -272,18 +273,18 @@ def naive_update(spec, scalars, p, gradient, moments, *, decay):
 
 
 def naive_rmsprop(spec, c, p, g, moments):
-    v, *others = moments
+    v, *other_moments = moments
     v = v * c.beta2 + g * c.one_minus_beta2 * g
     variance, after = v, [v]
     if spec.centered:
-        a = others.pop()
+        a = other_moments.pop()
         near_a, near_g = a + (g - a) * c.one_minus_beta2, g - (g - a) * c.beta2
         a = near_a if c.one_minus_beta2 < 0.5 else near_g
         variance = v - a * a
         variance = RoundedFloat(np.where(variance.values < 0, np.float32(0), variance.values))
     step = g / (variance.sqrt() + c.epsilon)
     if spec.momentum:
-        step = others[0] * c.momentum + step
+        step = other_moments[0] * c.momentum + step
         after.append(step)
     if spec.centered:
         after.append(a)
@@ -291,7 +292,7 @@ def naive_rmsprop(spec, c, p, g, moments):
 
 
 def run(spec, start, gradients, *, decay=True, chunk_elements=update.UPDATE_CHUNK_ELEMENTS):
-    """Parameters and moments after one step for each gradient."""
+    """Return parameters and moments after one step for each gradient."""
     parameters = start.copy()
     moments = tuple(np.zeros_like(start) for _ in range(moment_count(spec)))
     for step, gradient in enumerate(gradients):
@@ -354,37 +355,37 @@ def test_a_step_on_any_bit_patterns_is_the_naive_step(spec):
 @each_spec
 def test_chunk_size_does_not_change_a_bit(spec):
     start, gradients = problem(elements=1003, steps=3)
-    whole, moments = run(spec, start, gradients)
+    unchunked, moments = run(spec, start, gradients)
     for size in (1, 7, 64, 1002, 1003):
         weights, found_moments = run(spec, start, gradients, chunk_elements=size)
-        assert same_bits(weights, whole)
+        assert same_bits(weights, unchunked)
         assert all(same_bits(a, b) for a, b in zip(found_moments, moments, strict=True))
 
 
 @each_spec
-def test_where_an_array_lies_in_memory_does_not_change_a_bit(spec):
+def test_array_address_does_not_change_a_bit(spec):
     start, gradients = problem(elements=333, steps=1)
     expected, _ = run(spec, start, gradients)
     for shift in range(5):
-        moved = np.empty(333 + shift, np.float32)[shift:]
-        moved[:] = start
+        shifted_array = np.empty(333 + shift, np.float32)[shift:]
+        shifted_array[:] = start
         moments = tuple(
             np.zeros(333 + shift, np.float32)[shift:] for _ in range(moment_count(spec))
         )
         scalars = step_scalars(spec, 1, 0, 1, global_norm([square_sum(gradients[0])]))
-        apply_update(spec, scalars, moved, gradients[0], moments, decay=True)
-        assert same_bits(moved, expected)
+        apply_update(spec, scalars, shifted_array, gradients[0], moments, decay=True)
+        assert same_bits(shifted_array, expected)
 
 
 @each_spec
-def test_the_gradient_is_left_as_it_is(spec):
+def test_gradient_is_unchanged(spec):
     start, gradients = problem(elements=50, steps=1)
     before = gradients.copy()
     run(spec, start, gradients)
     assert same_bits(gradients, before)
 
 
-def test_nothing_happens_to_an_empty_inner_phase():
+def test_empty_inner_phase_changes_nothing():
     empty = np.empty(0, np.float32)
     spec = Sgd(name="sgd")
     apply_update(spec, step_scalars(spec, 1, 0, 1, 0.0), empty, empty, (), decay=True)
@@ -419,13 +420,13 @@ print(hashlib.sha256(p.tobytes() + m.tobytes() + v.tobytes()).hexdigest())
 
 
 def dispatched_features():
-    """Instruction sets that numpy would use here beyond its baseline."""
+    """Return the instruction sets that numpy would use here beyond its baseline."""
     core = importlib.import_module("numpy._core._multiarray_umath")
     return [name for name in core.__cpu_dispatch__ if core.__cpu_features__.get(name)]
 
 
 def digest_in_process(**variables):
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", DIGEST_PROGRAM],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables,
         capture_output=True,
@@ -433,15 +434,15 @@ def digest_in_process(**variables):
         check=True,
         timeout=60,
     )
-    return done.stdout.strip()
+    return completed.stdout.strip()
 
 
 def test_bits_are_frozen_and_do_not_depend_on_the_instruction_set():
     features = dispatched_features()
-    plain = digest_in_process()
-    without = digest_in_process(NPY_DISABLE_CPU_FEATURES=" ".join(features))
-    assert plain == without
-    assert plain == "6acfd2823fea963474716736be91fbfcf9a1c92bb12e75b025c166af512498f3"
+    baseline_digest = digest_in_process()
+    reduced_digest = digest_in_process(NPY_DISABLE_CPU_FEATURES=" ".join(features))
+    assert baseline_digest == reduced_digest
+    assert baseline_digest == "6acfd2823fea963474716736be91fbfcf9a1c92bb12e75b025c166af512498f3"
 
 
 class ReferenceScheduleFree:
@@ -480,12 +481,12 @@ def test_within_a_millionth_of_its_reference_over_100_steps(spec, schedule):
     torch = pytest.importorskip("torch")
     from tests.torch_optimizers import torch_optimizer
 
-    free = spec.name == "schedule-free"
-    spec = spec.model_copy(update={"schedule": "constant" if free else schedule})
+    is_schedule_free = spec.name == "schedule-free"
+    spec = spec.model_copy(update={"schedule": "constant" if is_schedule_free else schedule})
     start, gradients = problem(elements=2000, steps=100, seed=4)
     weights, moments = run(spec, start, gradients)
     parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
-    if free:
+    if is_schedule_free:
         optimizer: Any = ReferenceScheduleFree(parameter, spec)
     else:
         groups = [{"params": [parameter], "weight_decay": spec.weight_decay}]
@@ -499,11 +500,15 @@ def test_within_a_millionth_of_its_reference_over_100_steps(spec, schedule):
             torch.nn.utils.clip_grad_value_([parameter], spec.clip_value)
         optimizer.step()
     weights = averaged(spec, weights, moments)
-    expected = (optimizer.averaged() if free else parameter.detach()).numpy().astype(np.float64)
+    expected = (
+        (optimizer.averaged() if is_schedule_free else parameter.detach())
+        .numpy()
+        .astype(np.float64)
+    )
     error = np.sqrt(((weights - expected) ** 2).sum() / (expected**2).sum())
-    moved = np.sqrt(((start - expected) ** 2).sum() / (expected**2).sum())
+    relative_error = np.sqrt(((start - expected) ** 2).sum() / (expected**2).sum())
     assert error <= 1e-6
-    assert moved > 1e-3
+    assert relative_error > 1e-3
 
 
 @given(st.sampled_from(list(SPECS.values())), st.integers(1, 10**7), st.floats(0, 1e30))
@@ -529,7 +534,7 @@ def test_the_average_of_the_first_step_is_that_step():
     assert same_bits(averaged(spec, weights, moments), weights)
 
 
-def test_the_commit_of_an_optimizer_without_average_is_what_it_was():
+def test_commit_without_average_is_unchanged():
     assert "averaging" not in step_scalars(SPECS["adamw"], 3, 2, 10, 1.0).model_dump_json()
     assert "averaging" in step_scalars(SPECS["schedule-free"], 3, 2, 10, 1.0).model_dump_json()
 
@@ -551,7 +556,7 @@ def test_scalars_are_rounded_once_from_exact_values():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.1, 1e-60])
-def test_scalars_refuse_what_float32_does_not_hold(value):
+def test_scalars_beyond_float32_are_refused(value):
     document = step_scalars(Adamw(), 1, 0, 1, 0.0).model_dump()
     with pytest.raises(ValidationError):
         StepScalars(**document | {"learning_rate": value})

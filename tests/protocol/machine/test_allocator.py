@@ -1,4 +1,4 @@
-"""What glibc keeps of freed arrays, in a process of its own."""
+"""Which freed arrays glibc keeps, measured in a process of its own."""
 
 import json
 import platform
@@ -35,7 +35,7 @@ print(json.dumps([kept, given_back, kept_again, mib() - before, after_use() - be
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator alone is told")
-def test_large_arrays_are_kept_until_they_are_given_back():
+def test_freed_arrays_are_kept_until_returned():
     output = subprocess.run(
         [sys.executable, "-c", LOOKED_AT], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout

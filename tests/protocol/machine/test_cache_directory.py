@@ -1,4 +1,4 @@
-"""Where the caches are."""
+"""The location of the caches."""
 
 import os
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 from protocol.machine.cache_directory import cache_directory
 
 
-def test_where_the_cache_is():
-    every = {"SAMESTEP_CACHE": "/a", "CACHE_DIRECTORY": "/b:/c", "XDG_CACHE_HOME": "/d"}
-    assert cache_directory(every) == Path("/a")
-    assert cache_directory({**every, "SAMESTEP_CACHE": ""}) == Path("/b")
+def test_cache_location():
+    variables = {"SAMESTEP_CACHE": "/a", "CACHE_DIRECTORY": "/b:/c", "XDG_CACHE_HOME": "/d"}
+    assert cache_directory(variables) == Path("/a")
+    assert cache_directory({**variables, "SAMESTEP_CACHE": ""}) == Path("/b")
     assert cache_directory({"XDG_CACHE_HOME": "/d"}) == Path("/d/samestep")
     assert cache_directory({"XDG_CACHE_HOME": "d"}) == Path("~/.cache/samestep").expanduser()
     assert cache_directory({"SAMESTEP_CACHE": "here"}) == Path(os.getcwd()) / "here"  # noqa: PTH109

@@ -1,4 +1,4 @@
-"""The way between two processes of one user on one machine."""
+"""The connection between two processes of one user on one machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def listening(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def answered(listener, fingerprint=FINGERPRINT):
+async def answer_dial(listener, fingerprint=FINGERPRINT):
     endpoint, _ = await asyncio.get_running_loop().sock_accept(listener)
     local_socket.welcome(endpoint, fingerprint)
     return endpoint
@@ -36,31 +36,31 @@ async def answered(listener, fingerprint=FINGERPRINT):
         ("127.0.0.1", "a.name", False),
     ],
 )
-async def test_only_who_listens_at_that_address_of_this_machine_is_found(host, dialled, found):
+async def test_only_a_local_listener_at_that_address_is_found(host, dialled, found):
     port = os.getpid()
     with listening(host, port) as listener:
         dial_task = asyncio.create_task(local_socket.dial(dialled, port))
-        accepting = asyncio.create_task(answered(listener))
-        here = await dial_task
-        assert (here is not None) == found
-        if here is None:
+        accepting = asyncio.create_task(answer_dial(listener))
+        connection = await dial_task
+        assert (connection is not None) == found
+        if connection is None:
             accepting.cancel()
             return
-        endpoint, fingerprint, memory = here
+        endpoint, fingerprint, memory = connection
         assert memory is None, "none was given"
         assert fingerprint == FINGERPRINT
         endpoint.close()
         (await accepting).close()
 
 
-async def test_nobody_is_nobody():
+async def test_missing_listener_is_none():
     assert await local_socket.dial("127.0.0.1", os.getpid()) is None
 
 
-async def test_another_user_is_not_spoken_to(monkeypatch):
-    """Whoever has taken the name, or has found it."""
+async def test_socket_of_another_user_is_refused(monkeypatch):
+    """Whether another user took the name first, or found it."""
     with listening("127.0.0.1", os.getpid()) as listener:
-        accepting = asyncio.create_task(answered(listener))
+        accepting = asyncio.create_task(answer_dial(listener))
         monkeypatch.setattr(local_socket, "is_same_user", lambda _: False)
         assert await local_socket.dial("127.0.0.1", os.getpid()) is None
         endpoint = await accepting
@@ -68,8 +68,8 @@ async def test_another_user_is_not_spoken_to(monkeypatch):
         endpoint.close()
 
 
-async def test_one_that_hangs_up_early_is_nobody():
+async def test_early_hangup_is_none():
     with listening("127.0.0.1", os.getpid()) as listener:
         dial_task = asyncio.create_task(local_socket.dial("127.0.0.1", os.getpid()))
-        (await answered(listener, b"short")).close()
+        (await answer_dial(listener, b"short")).close()
         assert await dial_task is None

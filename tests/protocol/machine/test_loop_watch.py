@@ -1,4 +1,4 @@
-"""What holds an event loop is found, and what only delays it is not blamed."""
+"""Work that blocks an event loop is found, and mere delays are not blamed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HELD_S = 2 * limits.LOOP_HOLD_MS / 1000
 
 
 def work() -> None:
-    """On the processor all the time."""
+    """Keeps the processor busy."""
     until_s = time.thread_time() + HELD_S
     while time.thread_time() < until_s:
         pass
@@ -23,8 +23,8 @@ def work() -> None:
 
 @pytest.mark.parametrize(("block", "busy_ms"), [(work, True), (lambda: time.sleep(HELD_S), False)])
 def test_processor_time_of_a_callback_counts_and_a_wait_does_not(block, busy_ms):
-    reported: list[float] = []
-    watch = LoopWatch(reported.append)
+    reports: list[float] = []
+    watch = LoopWatch(reports.append)
 
     @on_uvloop
     async def story() -> None:
@@ -37,4 +37,4 @@ def test_processor_time_of_a_callback_counts_and_a_wait_does_not(block, busy_ms)
 
     story()
     assert (watch.longest_hold_ms > limits.LOOP_HOLD_MS) == busy_ms
-    assert bool(reported) == busy_ms
+    assert bool(reports) == busy_ms

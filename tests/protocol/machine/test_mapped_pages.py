@@ -1,4 +1,4 @@
-"""Pages of mapped files leave memory when they are told to; what is no file's stays as it is."""
+"""Pages of mapped files leave memory on request; other memory is untouched."""
 
 import mmap
 
@@ -11,14 +11,14 @@ from tests.resident_memory import MIB, measured_growth
 
 @pytest.fixture
 def mapped(tmp_path):
-    """A private mapping of a file of 16 MiB, as an array, none of it read."""
+    """A private mapping of a 16 MiB file, as an array, with no page read."""
     path = tmp_path / "weights"
     np.arange(2 * MIB, dtype=np.uint64).tofile(path)
     with path.open("rb") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint64)
 
 
-def test_pages_that_were_read_leave_memory_and_are_read_again(mapped):
+def test_read_pages_leave_memory_and_can_be_read_again(mapped):
     expected = 2 * MIB * (2 * MIB - 1) // 2
     with measured_growth() as growth:
         assert int(mapped.sum()) == expected
@@ -28,13 +28,13 @@ def test_pages_that_were_read_leave_memory_and_are_read_again(mapped):
     assert int(mapped.sum()) == expected
 
 
-def test_changed_pages_and_memory_that_is_no_file_s_stay(mapped):
+def test_changed_and_anonymous_pages_stay(mapped):
     mapped.sum()
     mapped[:: mmap.PAGESIZE // 4] += 1  # every other page
-    own = np.ones(MIB, np.uint64)
+    anonymous = np.ones(MIB, np.uint64)
     assert release_mapped_pages(mapped.ctypes.data, mapped.nbytes) == 8 * MIB
-    assert release_mapped_pages(own.ctypes.data, own.nbytes) == 0
-    assert int(own.sum()) == MIB
+    assert release_mapped_pages(anonymous.ctypes.data, anonymous.nbytes) == 0
+    assert int(anonymous.sum()) == MIB
     assert (mapped[:: mmap.PAGESIZE // 4] % (mmap.PAGESIZE // 4) == 1).all()
 
 

@@ -1,4 +1,4 @@
-"""What is said where there is no memory."""
+"""Error texts when memory runs out."""
 
 import resource
 
@@ -8,7 +8,7 @@ from protocol.cli.doctor import killed
 from protocol.machine.memory import figures_of, killed_for_memory
 
 
-def test_a_limit_of_addresses_is_named_instead_of_what_the_machine_has(monkeypatch):
+def test_address_limit_is_named_instead_of_machine_memory(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (3 << 30, 3 << 30))
     assert figures_of(MemoryError()) == (
         "; this process may map 3.00 GiB: run ulimit -v unlimited, or train a smaller model"
@@ -21,7 +21,7 @@ BOTH = V1 + "0::/\n"
 
 
 @pytest.mark.parametrize(
-    ("own", "file", "text"),
+    ("own_cgroup", "file", "text"),
     [
         (V2, "system.slice/w.service/memory.events", "oom 3\noom_kill 2\noom_group_kill 0\n"),
         (V1, "memory/docker/a/memory.oom_control", "under_oom 0\noom_kill 2\n"),
@@ -30,10 +30,10 @@ BOTH = V1 + "0::/\n"
         (V2, "elsewhere", ""),
     ],
 )
-def test_whom_the_kernel_has_killed(tmp_path, own, file, text):
+def test_memory_kills_of_the_kernel(tmp_path, own_cgroup, file, text):
     proc, groups = tmp_path / "proc", tmp_path / "groups"
     (proc / "self").mkdir(parents=True)
-    (proc / "self" / "cgroup").write_text(own)
+    (proc / "self" / "cgroup").write_text(own_cgroup)
     (proc / "vmstat").write_text("nr_free_pages 7\noom_kill 9\n")
     (groups / file).parent.mkdir(parents=True)
     (groups / file).write_text(text)

@@ -1,4 +1,4 @@
-"""Whether the worker that ran here before was killed by the kernel for memory."""
+"""Whether the kernel killed the previous worker of this machine for lack of memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from protocol.machine.presence import Presence
 
 @pytest.fixture
 def system(tmp_path):
-    """Made-up procfs; a function that sets the kernel's count and the boot."""
+    """A made-up procfs; a function that sets the kernel's kill count and boot id."""
     proc = tmp_path / "proc"
     (proc / "self").mkdir(parents=True)
     (proc / "sys/kernel/random").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text("0::/\n")
 
-    def counts(killed: int, boot: str = "a") -> None:
-        (proc / "vmstat").write_text(f"oom_kill {killed}\n")
+    def set_counts(kill_count: int, boot: str = "a") -> None:
+        (proc / "vmstat").write_text(f"oom_kill {kill_count}\n")
         (proc / "sys/kernel/random/boot_id").write_text(f"{boot}\n")
 
-    counts(1)
-    return proc, counts
+    set_counts(1)
+    return proc, set_counts
 
 
 def presence(tmp_path: Path, proc: Path, name: str = "w") -> Presence:
@@ -38,17 +38,17 @@ def dead_pid() -> int:
     return process.pid
 
 
-def left_by(pid: int, monkeypatch, note: Presence) -> None:
-    """A worker of that process has begun, and not ended."""
+def leave_note(pid: int, monkeypatch, note: Presence) -> None:
+    """Leave the note of a worker process that started and did not end properly."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: pid)
         note.begin()
 
 
-def test_one_that_was_killed_for_memory_is_reported_once(tmp_path, system, monkeypatch):
-    proc, counts = system
-    left_by(dead_pid(), monkeypatch, presence(tmp_path, proc))
-    counts(2)
+def test_worker_killed_for_memory_is_reported_once(tmp_path, system, monkeypatch):
+    proc, set_counts = system
+    leave_note(dead_pid(), monkeypatch, presence(tmp_path, proc))
+    set_counts(2)
     assert presence(tmp_path, proc, "other").begin() == ""
     note = presence(tmp_path, proc)
     message = note.begin()
@@ -58,11 +58,11 @@ def test_one_that_was_killed_for_memory_is_reported_once(tmp_path, system, monke
 
 
 @pytest.mark.parametrize("case", ["otherwise", "rebooted", "ended", "alive", "damaged"])
-def test_what_reports_nothing_of_memory(tmp_path, system, monkeypatch, case):
-    proc, counts = system
+def test_other_ends_are_not_reported(tmp_path, system, monkeypatch, case):
+    proc, set_counts = system
     note = presence(tmp_path, proc)
-    left_by(os.getppid() if case == "alive" else dead_pid(), monkeypatch, note)
-    counts(1 if case == "otherwise" else 2, "b" if case == "rebooted" else "a")
+    leave_note(os.getppid() if case == "alive" else dead_pid(), monkeypatch, note)
+    set_counts(1 if case == "otherwise" else 2, "b" if case == "rebooted" else "a")
     (path,) = (tmp_path / "home" / "worker").glob("*.running")
     if case == "ended":
         path.unlink()

@@ -1,4 +1,4 @@
-"""Directories for as long as a process lives."""
+"""Directories that live as long as a process."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def _below(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def test_what_a_killed_process_left_goes_with_the_next_and_of_the_living_nothing(tmp_path):
+def test_leftovers_of_dead_processes_are_removed_and_live_ones_stay(tmp_path):
     environment = {**child_environment(), "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
         [sys.executable, "-P", "-c", MADE], env=environment, text=True,
@@ -36,22 +36,22 @@ def test_what_a_killed_process_left_goes_with_the_next_and_of_the_living_nothing
         assert process.stdout is not None
         directory = Path(process.stdout.readline().strip())
         os.utime(directory, (LONG_AGO, LONG_AGO))
-        with ScratchDirectory() as ours:
-            assert directory.parent == Path(ours).parent
+        with ScratchDirectory() as scratch:
+            assert directory.parent == Path(scratch).parent
             assert directory.is_dir(), "its process lives"
         process.kill()
-    young = tmp_path / "samestep-held-young"
-    young.mkdir()
-    with ScratchDirectory() as ours:
-        assert sorted(tmp_path.iterdir()) == sorted([Path(ours), young])
-    assert [*tmp_path.iterdir()] == [young], "it may not be locked yet"
+    young_directory = tmp_path / "samestep-held-young"
+    young_directory.mkdir()
+    with ScratchDirectory() as scratch:
+        assert sorted(tmp_path.iterdir()) == sorted([Path(scratch), young_directory])
+    assert [*tmp_path.iterdir()] == [young_directory], "it may not be locked yet"
 
 
-def test_what_is_no_directory_of_ours_stays(tmp_path):
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
+def test_foreign_directories_stay(tmp_path):
+    other_directory = tmp_path / "elsewhere"
+    other_directory.mkdir()
     link, file = tmp_path / "samestep-held-link", tmp_path / "samestep-held-file"
-    link.symlink_to(elsewhere)
+    link.symlink_to(other_directory)
     file.touch()
     for each in (link, file):
         os.utime(each, (LONG_AGO, LONG_AGO), follow_symlinks=False)

@@ -16,22 +16,22 @@ from protocol.machine.memory import Memory
 from protocol.machine.shared_memory import SharedMemory
 
 
-def test_what_one_process_puts_there_another_reads():
+def test_shared_memory_is_read_by_another_process():
     memory = SharedMemory()
-    place = memory.put(np.arange(5000, dtype=np.float32))
+    offset = memory.put(np.arange(5000, dtype=np.float32))
     read = (
         "import sys; from protocol.machine.shared_memory import Extent, SharedMemory\n"
         "fd, *place = map(int, sys.argv[1:])\n"
         "print(SharedMemory(fd, writable=False).array(Extent(*place)).sum())"
     )
-    ran = subprocess.run(
-        [sys.executable, "-P", "-c", read, str(memory.fd), *map(str, place)],
+    completed = subprocess.run(
+        [sys.executable, "-P", "-c", read, str(memory.fd), *map(str, offset)],
         pass_fds=[memory.fd], env=child_environment(), capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert float(ran.stdout) == np.arange(5000).sum()
+    assert float(completed.stdout) == np.arange(5000).sum()
 
 
-def test_a_part_is_given_out_again_only_when_no_view_of_it_is_left():
+def test_part_is_reused_only_without_remaining_views():
     memory = SharedMemory()
     values = memory.new_array(1000)
     first = memory.extent_of(values)
@@ -44,7 +44,7 @@ def test_a_part_is_given_out_again_only_when_no_view_of_it_is_left():
     assert first in [memory.extent_of(memory.new_array(1000)) for _ in range(2)]
 
 
-def test_what_is_needed_once_is_the_system_s_again():
+def test_single_use_memory_returns_to_the_system():
     memory = SharedMemory()
     values = memory.new_array(limits.MIB, once=True)
     values[:] = 1
@@ -54,18 +54,18 @@ def test_what_is_needed_once_is_the_system_s_again():
     assert os.fstat(memory.fd).st_blocks < blocks
 
 
-def test_arrays_lie_as_a_matrix_product_wants_them():
+def test_arrays_are_aligned_for_matrix_products():
     memory = SharedMemory()
     assert all(memory.new_array(size).ctypes.data % 64 == 0 for size in (1, 7, 4097))
 
 
-def test_what_is_elsewhere_has_no_place_in_it():
+def test_foreign_array_has_no_offset():
     memory = SharedMemory()
     assert memory.extent_of(np.zeros(3, np.float32)) is None
 
 
 @pytest.mark.parametrize("refuse", ["too little is free", "the kernel says so"])
-def test_too_little_memory_is_one_line_that_says_what_to_free(monkeypatch, refuse):
+def test_out_of_memory_is_one_line_with_a_remedy(monkeypatch, refuse):
     if refuse == "too little is free":
         little = Memory(limits.MIB, 0, None, None, None)
         monkeypatch.setattr(shared_memory, "read_memory", lambda: little)

@@ -17,12 +17,12 @@ from protocol.cli.command_line import child_environment
 from protocol.machine.shared_segment import SegmentOwner, SharedSegment, borrowed
 
 HALF_BYTES = 2 << 20
-"""Of what may be copied there by the side that listens."""
+"""Bytes that the listening side may copy there."""
 
 
 @pytest.fixture
 def sides():
-    """Both sides of a way in one process: who listens, who dials."""
+    """Return both sides of a connection in one process: listener and dialer."""
     lender = SegmentOwner()
     listens, descriptors = lender.to_one()
     dials = borrowed([fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 0) for each in descriptors])
@@ -35,31 +35,31 @@ def raw(*values):
     return np.array(values, np.float32).data.cast("B")
 
 
-def lent(memory: SharedSegment, values) -> int:
-    copied = memory.copy(values)
-    assert copied is not None
-    offset = memory.lend(copied)
+def lend_copy(memory: SharedSegment, values) -> int:
+    copy = memory.copy(values)
+    assert copy is not None
+    offset = memory.lend(copy)
     assert offset is not None
     return offset
 
 
-def test_what_one_side_lends_the_other_reads_until_it_returns_it(sides):
+def test_lent_memory_is_readable_until_returned(sides):
     _, listens, dials = sides
     for one, other in ((listens, dials), (dials, listens)):
-        offset = lent(one, raw(1, 2, 3))
+        offset = lend_copy(one, raw(1, 2, 3))
         gc.collect()
-        again = lent(one, raw(4, 5, 6))
-        assert again != offset, "it is in use"
+        repeat = lend_copy(one, raw(4, 5, 6))
+        assert repeat != offset, "it is in use"
         body = other.borrow(offset, 12)
         assert body.view(np.float32).tolist() == [1, 2, 3]
         assert other.unneeded() == ()
         del body
         assert other.unneeded(at_least=2) == ()
         one.returned(other.unneeded())
-        assert lent(one, raw(7, 8, 9)) == offset, "nobody uses it any more"
+        assert lend_copy(one, raw(7, 8, 9)) == offset, "nobody uses it any more"
 
 
-def test_averages_are_lent_where_they_were_made_and_to_many(sides):
+def test_averages_are_lent_in_place_to_many(sides):
     lender, listens, dials = sides
     averages = lender.allocate(1000)
     averages[:] = 7
@@ -70,41 +70,41 @@ def test_averages_are_lent_where_they_were_made_and_to_many(sides):
     assert first.view(np.float32).tolist() == [7.0] * 100
     with pytest.raises(ValueError, match="read-only"):
         first[0] = 1  # nothing that a worker does changes what others read
-    place = averages.ctypes.data
+    address = averages.ctypes.data
     del averages, part, first, second
     gc.collect()
     listens.returned(dials.unneeded()[:1])
-    assert lender.allocate(1000).ctypes.data != place, "it was lent twice"
+    assert lender.allocate(1000).ctypes.data != address, "it was lent twice"
     listens.returned((offset,))
-    assert lender.allocate(1000).ctypes.data == place
+    assert lender.allocate(1000).ctypes.data == address
 
 
-def test_what_was_not_lent_is_not_taken_back_and_what_lies_outside_is_not_read(sides):
+def test_invalid_returns_and_offsets_are_refused(sides):
     _, listens, dials = sides
-    offset = lent(dials, raw(1))
+    offset = lend_copy(dials, raw(1))
     with pytest.raises(OutOfOrder, match="was not lent"):
         dials.returned((offset + 4096,))
     dials.returned((offset,))
     with pytest.raises(OutOfOrder, match="was not lent"):
         dials.returned((offset,))
-    for place in ((1 << 40, 4), ((1 << 40) - 4, 8), (2, 4)):
+    for loan in ((1 << 40, 4), ((1 << 40) - 4, 8), (2, 4)):
         with pytest.raises(OutOfOrder, match="expected an extent of shared memory"):
-            listens.borrow(*place)
+            listens.borrow(*loan)
 
 
-def test_where_there_are_no_addresses_for_it_there_is_none():
+def test_without_address_space_there_is_no_segment():
     limited = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 36, 1 << 36))\n"
         "from protocol.machine.shared_segment import new_segment_owner; print(new_segment_owner())"
     )
-    ran = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-P", "-c", limited],
         env=child_environment(), capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert ran.stdout.strip() == "None"
+    assert completed.stdout.strip() == "None"
 
 
-def test_nobody_can_cut_off_what_another_reads():
+def test_segment_cannot_be_truncated():
     lender = SegmentOwner()
     _, descriptors = lender.to_one()
     for descriptor in descriptors:
@@ -114,11 +114,11 @@ def test_nobody_can_cut_off_what_another_reads():
     lender.close()
 
 
-def test_of_one_that_is_killed_while_it_writes_what_it_has_told_stays(sides):
-    """It writes on and on into what it has not told of; only what it has told of is read."""
+def test_lent_data_survives_a_killed_writer(sides):
+    """The writer keeps writing to memory it has not lent; only lent memory is read."""
     lender, _, _ = sides
     listens, descriptors = lender.to_one()
-    written = (
+    source = (
         "import sys, numpy as np; from protocol.machine.shared_segment import borrowed\n"
         "memory = borrowed([int(each) for each in sys.argv[1:]])\n"
         "whole = memory.copy(memoryview(np.arange(50_000, dtype=np.float32)).cast('B'))\n"
@@ -126,7 +126,7 @@ def test_of_one_that_is_killed_while_it_writes_what_it_has_told_stays(sides):
         "while True: memory.copy(memoryview(np.ones(50_000, np.float32)).cast('B'))\n"
     )
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", written, *map(str, descriptors)],
+        [sys.executable, "-P", "-c", source, *map(str, descriptors)],
         pass_fds=descriptors, env=child_environment(), stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         os.close(descriptors[1])
@@ -137,7 +137,7 @@ def test_of_one_that_is_killed_while_it_writes_what_it_has_told_stays(sides):
     assert body.tobytes() == np.arange(50_000, dtype=np.float32).tobytes()
 
 
-def test_only_this_many_averages_are_made_there(sides):
+def test_only_this_many_averages_are_allocated_there(sides):
     lender, _, _ = sides
     averages = [lender.allocate(1 << 21) for _ in range(5)]
     assert [each is None for each in averages] == [False] * 4 + [True]
@@ -146,16 +146,16 @@ def test_only_this_many_averages_are_made_there(sides):
     assert lender.allocate(1 << 23) is not None
 
 
-def test_only_so_much_waits_there_at_once(sides):
-    """More of a worker's sums than of what the coordinator copies."""
+def test_waiting_bytes_are_limited(sides):
+    """The limit is larger for a worker's sums than for copies of the coordinator."""
     _, listens, dials = sides
     raw = memoryview(bytes(HALF_BYTES))
-    copies = [lent(listens, raw) for _ in range(2)]
+    copies = [lend_copy(listens, raw) for _ in range(2)]
     assert listens.copy(raw) is None
     assert len(copies) == 2
-    places = [lent(dials, raw) for _ in range(8)]
+    loans = [lend_copy(dials, raw) for _ in range(8)]
     assert dials.copy(raw) is None
-    body = listens.borrow(places[0], HALF_BYTES)
+    body = listens.borrow(loans[0], HALF_BYTES)
     assert not body.any()
     del body
     gc.collect()
@@ -164,37 +164,37 @@ def test_only_so_much_waits_there_at_once(sides):
 
 
 def mapped_bytes(fd: int) -> list[int]:
-    """What is in memory of each mapping of a file of memory in this process."""
+    """Return the resident bytes of each mapping of a memory file in this process."""
     inode = str(os.fstat(fd).st_ino)
     sizes: list[int] = []
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        key, *words = line.split()
+        key, *fields = line.split()
         if "-" in key:
-            ours = len(words) >= 5 and words[3] == inode
-        elif ours and key == "Rss:":
-            sizes.append(int(words[0]) << 10)
+            is_segment = len(fields) >= 5 and fields[3] == inode
+        elif is_segment and key == "Rss:":
+            sizes.append(int(fields[0]) << 10)
     return sizes
 
 
-def test_only_so_much_of_what_was_read_stays_mapped(sides, monkeypatch):
+def test_mapped_bytes_after_reading_are_limited(sides, monkeypatch):
     monkeypatch.setattr(limits, "SEGMENT_MAPPED_BYTES", HALF_BYTES)
     lender, listens, dials = sides
-    places = [listens.lend(listens.copy(memoryview(bytes(HALF_BYTES)))) for _ in range(2)]
+    loans = [listens.lend(listens.copy(memoryview(bytes(HALF_BYTES)))) for _ in range(2)]
     before = sum(mapped_bytes(lender._own.fd))
     for _ in range(2):
-        for place in places:
-            dials.borrow(place, HALF_BYTES).max()
+        for loan in loans:
+            dials.borrow(loan, HALF_BYTES).max()
             gc.collect()
     assert sum(mapped_bytes(lender._own.fd)) - before == HALF_BYTES
 
 
-def test_memory_that_nobody_uses_goes_back_to_the_system(sides):
+def test_unused_memory_returns_to_the_system(sides):
     lender, _, _ = sides
-    used, unused = lender.allocate(300_000), lender.allocate(300_000)
-    used[:], unused[:] = 1, 1
+    used_part, unused = lender.allocate(300_000), lender.allocate(300_000)
+    used_part[:], unused[:] = 1, 1
     del unused
     gc.collect()
     bytes_before = os.fstat(lender._own.fd).st_blocks * 512
     lender.trim()
     assert os.fstat(lender._own.fd).st_blocks * 512 <= bytes_before - 1_200_000
-    assert used.tobytes() == np.ones(300_000, np.float32).tobytes()
+    assert used_part.tobytes() == np.ones(300_000, np.float32).tobytes()

@@ -46,11 +46,11 @@ def test_many_threads_write_whole_lines(tmp_path):
             thread.join()
     ticks = [event for event in events_of(path) if event["name"] == "tick"]
     for track in range(4):
-        mine = [event["args"]["number"] for event in ticks if event["tid"] == f"t{track}"]
-        assert mine == list(range(200))
+        own_numbers = [event["args"]["number"] for event in ticks if event["tid"] == f"t{track}"]
+        assert own_numbers == list(range(200))
 
 
-def test_what_comes_after_closing_is_dropped(tmp_path):
+def test_events_after_closing_are_dropped(tmp_path):
     path = tmp_path / "trace.json"
     tracer = Tracer(path, "p")
     tracer.close()
@@ -59,7 +59,7 @@ def test_what_comes_after_closing_is_dropped(tmp_path):
     assert [event["name"] for event in events_of(path)] == ["process_name"]
 
 
-def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path):
+def test_unread_pipe_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match=r"--trace .* cannot be written"):
         Tracer.to_file(tmp_path / "pipe", "worker w0")

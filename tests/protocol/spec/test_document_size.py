@@ -1,4 +1,4 @@
-"""YAML and JSON of strangers: a few bytes cannot stand for more than a run spec can be."""
+"""Untrusted YAML and JSON: a few bytes cannot expand beyond the size of a run spec."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worker.results.saved_model import find
 
 
 def doubling(levels: int, merge: str = "") -> str:
-    """Each line stands for nine of the line before."""
+    """Each line expands to nine of the line before."""
     lines = ["a0: &a0 {x: 1}" if merge else "a0: &a0 [x]"]
     for n in range(levels):
         nine = f"[{', '.join([f'*a{n}'] * 9)}]"
@@ -25,7 +25,7 @@ def doubling(levels: int, merge: str = "") -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (doubling(12), "values with aliases expanded"),
         (doubling(12, "<<"), "values with aliases expanded"),
@@ -34,11 +34,11 @@ def doubling(levels: int, merge: str = "") -> str:
         ("{a: " * 40 + "1" + "}" * 40, f"at most {limits.DOCUMENT_LEVELS} levels"),
     ],
 )
-def test_a_document_that_stands_for_more_is_refused_at_once(text, told):
+def test_expanding_document_is_refused_at_once(text, message):
     start_s = time.process_time()
-    with pytest.raises(RunSpecError, match=told):
+    with pytest.raises(RunSpecError, match=message):
         parse_run_spec_text(text, origin="run.yaml")
-    with pytest.raises(RunSpecError, match=f"--set.*{told}"):
+    with pytest.raises(RunSpecError, match=f"--set.*{message}"):
         parse_run_spec({"task": "regress"}, [f"data={text}"])
     assert time.process_time() - start_s < 1
 
@@ -48,15 +48,15 @@ def test_aliases_of_a_usual_run_spec_are_read():
     assert parse_run_spec_text(text + "optimizer: {name: sgd, lr: 0.1}").batch.samples == 8
 
 
-def test_json_that_is_nested_deeply_is_no_document(tmp_path):
-    """In a model's directory and an adapter's, which may be another's."""
-    deep = "[" * 100_000
+def test_deeply_nested_json_is_refused(tmp_path):
+    """In the directory of a model or an adapter, which may come from a stranger."""
+    nested = "[" * 100_000
     for name in ("adapter_config.json", "config.json", "tokenizer.json"):
-        (tmp_path / name).write_text(deep)
+        (tmp_path / name).write_text(nested)
     with pytest.raises(DataError, match="cannot read"):
         find(tmp_path)
     assert tokens_of_file(tmp_path / "tokenizer.json") is None
     with pytest.raises(UsageError, match="cannot read the adapter"):
         apply_init_from({"task": "causal-lm", "init_from": str(tmp_path)})
-    (tmp_path / "README.md").write_text(f"---\nsamestep: {deep}\n---\n")
+    (tmp_path / "README.md").write_text(f"---\nsamestep: {nested}\n---\n")
     assert read_card(tmp_path) is None

@@ -1,4 +1,4 @@
-"""A key that another one makes idle is refused, even where it says the default."""
+"""A key that another key makes idle is refused, even with its default value."""
 
 import copy
 import json
@@ -75,7 +75,7 @@ IDLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "checkpoint.better": (REGRESS, {}),
 }  # fmt: skip
-"""Where the keys of the table do nothing."""
+"""Documents in which the keys of the table do nothing."""
 
 
 NO_DEFAULT = {
@@ -84,7 +84,7 @@ NO_DEFAULT = {
     "model.config": {"model_type": "llama"},
     "optimizer.clip_norm": 1.0, "optimizer.clip_value": 1.0, "data.columns": {"messages": "m"},
 }  # fmt: skip
-"""What a key can say that is null where it is left out, if that is no text."""
+"""Values of keys whose default is null, other than text."""
 
 
 def every_key(model: Any = RunSpec, before: str = "") -> list[str]:
@@ -123,10 +123,10 @@ def with_keys(document: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = json.loads(json.dumps(document))
     for key, value in keys.items():
         *parents, name = key.split(".")
-        at = result
+        section = result
         for parent in parents:
-            at = at.setdefault(parent, {})
-        at[name] = copy.deepcopy(value)
+            section = section.setdefault(parent, {})
+        section[name] = copy.deepcopy(value)
     return result
 
 
@@ -145,13 +145,13 @@ def test_every_condition_is_tried():
 
 @pytest.mark.parametrize("key", IDLE)
 def test_a_key_that_another_makes_idle_is_refused_even_with_its_default(key):
-    base, beside = IDLE[key]
+    base, idle_keys = IDLE[key]
     section = key.removesuffix("*")
     for each in every_key() if key.endswith("*") else [key]:
         if each.startswith(section):
-            message = refusal(with_keys(base, {**beside, each: usual(each)}))
+            message = refusal(with_keys(base, {**idle_keys, each: usual(each)}))
             assert each in message or f"{each.partition('.')[0]}: " in message
-    assert parse_run_spec(with_keys(base, beside)).steps
+    assert parse_run_spec(with_keys(base, idle_keys)).steps
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_an_optimizer_has_its_own_keys(optimizer, text):
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov", "adamw", "lion", "schedule-free"])
-def test_what_an_optimizer_reads_it_may_be_told(name):
+def test_every_key_of_an_optimizer_is_accepted(name):
     keys = {"lr": 0.1, "weight_decay": 0.1, "no_decay": ["bias"], "clip_norm": 1.0}
     keys |= {"momentum": 0.5} if name in ("momentum", "nesterov") else {}
     keys |= {"betas": [0.9, 0.99]} if name in ("adamw", "lion", "schedule-free") else {}
@@ -205,13 +205,13 @@ def _lacked_data(variant: Any) -> set[str]:
     return {*data.lacked}  # type: ignore[union-attr]
 
 
-def test_what_was_set_is_named_and_null_says_nothing():
+def test_set_keys_are_named_and_null_is_ignored():
     message = refusal({**REGRESS, "optimizer": {"name": "sgd"}}, "optimizer.momentum=0.5")
     assert message.endswith("nesterov or rmsprop (from --set optimizer.momentum=0.5)")
     assert parse_run_spec({**REGRESS, "lora": None, "checkpoint": {"metric": None}}).lora is None
 
 
-def test_a_canonical_document_says_no_key_that_does_nothing():
+def test_canonical_document_has_no_idle_key():
     for document in (REGRESS, TEXT, TEACHER, {**REGRESS, "optimizer": {"name": "sgd"}}):
         spec = parse_run_spec(document)
         canonical_keys = json.loads(spec.to_bytes())
@@ -220,21 +220,21 @@ def test_a_canonical_document_says_no_key_that_does_nothing():
     assert "momentum" not in canonical_keys["optimizer"]
 
 
-def test_a_canonical_document_of_an_earlier_release_says_every_default():
+def test_canonical_document_of_an_earlier_release_has_all_defaults():
     for document in (REGRESS, TEXT, TEACHER, {**REGRESS, "optimizer": {"name": "sgd"}}):
         spec = parse_run_spec(document)
-        earlier = earlier_document(spec)
-        assert earlier["optimizer"]["momentum"] == 0.9
-        assert parse_run_spec_bytes(json.dumps(earlier).encode()) == spec
-        assert parse_run_spec(earlier) == spec
-        assert parse_run_spec(earlier, ["seed=5"]).seed == 5
-    assert "has no 'momentum'" in refusal(earlier, "optimizer.momentum=0.9")
+        earlier_text = earlier_document(spec)
+        assert earlier_text["optimizer"]["momentum"] == 0.9
+        assert parse_run_spec_bytes(json.dumps(earlier_text).encode()) == spec
+        assert parse_run_spec(earlier_text) == spec
+        assert parse_run_spec(earlier_text, ["seed=5"]).seed == 5
+    assert "has no 'momentum'" in refusal(earlier_text, "optimizer.momentum=0.9")
 
 
 def earlier_document(spec: RunSpec) -> dict[str, Any]:
-    """As releases before the variants wrote it: every section with every key."""
+    """Write it as earlier releases did: every section with every key."""
 
-    def whole(model: Any, document: Any) -> Any:
+    def full_document(model: Any, document: Any) -> Any:
         section = {}
         for name, field in model.model_fields.items():
             value = document.get(name, PydanticUndefined)
@@ -243,9 +243,9 @@ def earlier_document(spec: RunSpec) -> dict[str, Any]:
                 value = json.loads(value.model_dump_json()) if hasattr(value, "lacked") else value
             inner = model_at(model, name)
             nested = isinstance(value, dict)  # not a list of sections
-            section[name] = whole(flat(inner), value) if inner and nested else value
+            section[name] = full_document(flat(inner), value) if inner and nested else value
         return section
 
-    document: dict[str, Any] = whole(RunSpec, spec.model_dump(mode="json"))
+    document: dict[str, Any] = full_document(RunSpec, spec.model_dump(mode="json"))
     document["exchange"]["way"] = document["exchange"].pop("topology")
     return document

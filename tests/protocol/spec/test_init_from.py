@@ -1,4 +1,4 @@
-"""What an earlier run's sections become in the next one, field by field."""
+"""What an earlier run's sections become in the next run, field by field."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ LORA = {"r": 3, "alpha": 5.0, "dropout": 0.25, "targets": ["v_proj"],
 }  # fmt: skip
 
 
-def left(run: Path, *, adapter: bool = True, own: bool = False, **changes: Any) -> Path:
-    """A finished run's directory, with what it left but the weights."""
+def leave_run(
+    run: Path, *, adapter: bool = True, has_tokenizer: bool = False, **changes: Any
+) -> Path:
+    """Write a finished run's directory, with all its files except the weights."""
     base = run / "base"
     result = run / ("adapter" if adapter else "model")
     for each in base, result:
@@ -50,7 +52,7 @@ def left(run: Path, *, adapter: bool = True, own: bool = False, **changes: Any) 
         "task": "causal-lm", "model": model, "lora": LORA if adapter else None,
         "data": {"train": "x", "format": "messages", "chat_template": "{{ messages }}"}, **changes,
     }  # fmt: skip
-    if own:
+    if has_tokenizer:
         record = {**spec, "labels": ["no", "yes"], "model": {**model, "source": "a/base"}}
         (result / "samestep.json").write_text(json.dumps(record))
     (run / "run.json").write_text(json.dumps({"spec": spec}))
@@ -66,7 +68,7 @@ def next_run(source: Path, **changes: Any) -> RunSpec:
     return parse_run_spec({**document, **changes})
 
 
-def test_every_field_of_the_model_is_taken_over_or_said_not_to_be():
+def test_every_model_field_is_inherited_or_listed_as_not():
     replaced = ("source", "name", "adapter", "config")
     of_machines = ("gradient_checkpointing",)  # they change no bit
     groups = [*replaced, *INHERITED_WITH_ADAPTER, *INHERITED, *INHERITED_IN_FLOAT16, *of_machines]
@@ -85,9 +87,11 @@ def test_every_field_of_the_model_is_taken_over_or_said_not_to_be():
     assert inherited_keys | of_training == {*RunSpec.model_fields}
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_an_adapter_begins_with_all_that_it_computed_with(tmp_path, own):
-    adapter = left(tmp_path / "run", tokenizer={"source": "t", "vocab_size": 300}, own=own)
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_adapter_inherits_all_its_settings(tmp_path, has_tokenizer):
+    adapter = leave_run(
+        tmp_path / "run", tokenizer={"source": "t", "vocab_size": 300}, has_tokenizer=has_tokenizer
+    )
     spec = next_run(adapter.parent)
     assert spec.model is not None
     assert spec.lora is not None
@@ -103,8 +107,8 @@ def test_an_adapter_begins_with_all_that_it_computed_with(tmp_path, own):
     check_adapter(spec)
 
 
-def test_what_the_next_run_says_itself_stays_but_another_base_is_refused(tmp_path):
-    adapter = left(tmp_path / "run")
+def test_explicit_keys_win_but_another_base_is_refused(tmp_path):
+    adapter = leave_run(tmp_path / "run")
     spec = next_run(
         adapter, lora={"dropout": 0.5}, model={"precision": "float32", "attention": "eager"}
     )
@@ -116,13 +120,17 @@ def test_what_the_next_run_says_itself_stays_but_another_base_is_refused(tmp_pat
     text = "has model.base_dtype int4, the run spec nf4: --set model.base_dtype=int4"
     with pytest.raises(DataError, match=re.escape(text)):
         check_adapter(next_run(adapter, model={"base_dtype": "nf4"}))
-    named = {"source": str(tmp_path / "run" / "base"), "name": "a/base", "adapter": str(adapter)}
+    model_section = {
+        "source": str(tmp_path / "run" / "base"),
+        "name": "a/base",
+        "adapter": str(adapter),
+    }
     with pytest.raises(DataError, match=r"base_dtype int4, the run spec float32: --set"):
-        check_adapter(next_run(adapter, init_from=None, model=named, lora=LORA))
+        check_adapter(next_run(adapter, init_from=None, model=model_section, lora=LORA))
 
 
-def test_another_tokenizer_than_the_base_s_is_given_or_refused(tmp_path):
-    adapter = left(tmp_path / "run", tokenizer={"source": "t", "vocab_size": 300})
+def test_separate_tokenizer_must_be_given(tmp_path):
+    adapter = leave_run(tmp_path / "run", tokenizer={"source": "t", "vocab_size": 300})
     with pytest.raises(DataError, match=r"with its own tokenizer .*: --set tokenizer\.source=/"):
         check_adapter(next_run(adapter, tokenizer=None))
     preferences = next_run(adapter, task="dpo", data={"train": "x"})
@@ -132,23 +140,23 @@ def test_another_tokenizer_than_the_base_s_is_given_or_refused(tmp_path):
         check_adapter(preferences)
 
 
-def test_an_adapter_in_a_checkpoint_and_a_whole_model_begin_likewise(tmp_path):
-    adapter = left(tmp_path / "run")
+def test_checkpoint_adapter_and_full_model_are_inherited_equally(tmp_path):
+    adapter = leave_run(tmp_path / "run")
     step = tmp_path / "run" / "checkpoints" / "step-1"
     step.mkdir(parents=True)
     adapter_of_step = adapter.rename(step / "adapter")
     spec = next_run(adapter_of_step)
     assert spec.model is not None
     assert spec.model.base_dtype == "int4"
-    whole = next_run(left(tmp_path / "whole", adapter=False))
-    assert whole.model == ModelSpec.model_validate({
+    next_spec = next_run(leave_run(tmp_path / "whole", adapter=False))
+    assert next_spec.model == ModelSpec.model_validate({
         **COMPUTED, "source": str(tmp_path / "whole" / "model"),
     })  # fmt: skip
-    assert whole.lora is None
+    assert next_spec.lora is None
 
 
-def test_many_labels_are_shown_from_where_they_differ_and_a_damaged_record_is_one_line(tmp_path):
-    adapter = left(tmp_path / "run", own=True)
+def test_many_labels_are_shown_from_their_first_difference(tmp_path):
+    adapter = leave_run(tmp_path / "run", has_tokenizer=True)
     (record,) = adapter.glob("samestep.json")
     labels = [f"l{number:02}" for number in range(30)]
     document = json.loads(record.read_text())

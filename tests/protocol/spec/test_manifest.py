@@ -1,4 +1,4 @@
-"""The manifest: layout of blocks, metrics, and what is refused."""
+"""The manifest: layout of blocks, metrics, and refusals."""
 
 import json
 import math
@@ -36,28 +36,28 @@ def flat_block(elements):
     return Block(name="b", kind="block", tensors=(TensorSpec(name="t", shape=(elements,)),))
 
 
-def changed(**parts):
+def changed_manifest(**parts):
     return json.dumps(json.loads(MANIFEST.to_bytes()) | parts).encode()
 
 
-def test_tensors_lie_in_sequence():
+def test_tensors_are_contiguous():
     assert BLOCK.elements == 10
-    places = [(tensor.name, part.start, part.stop) for tensor, part in BLOCK.slices()]
-    assert places == [("w", 0, 6), ("scale", 6, 7), ("none", 7, 7), ("b", 7, 10)]
+    tensor_ranges = [(tensor.name, part.start, part.stop) for tensor, part in BLOCK.slices()]
+    assert tensor_ranges == [("w", 0, 6), ("scale", 6, 7), ("none", 7, 7), ("b", 7, 10)]
     assert MANIFEST.elements == 10
 
 
 @given(st.integers(0, 5 * limits.CHUNK_ELEMENTS))
 def test_chunks_cover_a_block_exactly_and_none_is_too_large(elements):
     block = flat_block(elements)
-    at = 0
+    offset = 0
     for chunk in range(block.chunks):
         part = block.chunk_slice(chunk)
-        assert part.start == at
+        assert part.start == offset
         assert part.stop - part.start <= limits.CHUNK_ELEMENTS
-        assert part.stop > at or elements == 0
-        at = part.stop
-    assert at == elements
+        assert part.stop > offset or elements == 0
+        offset = part.stop
+    assert offset == elements
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,11 @@ def test_without_a_denominator_it_is_a_count():
 
 def test_the_mean_of_ratios():
     half = Ratio(numerator={"a": 1}, denominator={"b": 1})
-    whole = Ratio(numerator={"b": 1}, denominator={"b": 1})
-    assert Metric(name="mean", mean_of=(half, whole)).value({"a": 1, "b": 2}) == 0.75
-    for large in (math.inf, 1e308):
+    ratio = Ratio(numerator={"b": 1}, denominator={"b": 1})
+    assert Metric(name="mean", mean_of=(half, ratio)).value({"a": 1, "b": 2}) == 0.75
+    for large_value in (math.inf, 1e308):
         figure = Metric(name="mean", mean_of=(half, half, half))
-        assert figure.value({"a": large, "b": 0.5}) == math.inf
+        assert figure.value({"a": large_value, "b": 0.5}) == math.inf
     opposite = Ratio(numerator={"a": -1}, denominator={"b": 1})
     assert math.isnan(Metric(name="m", mean_of=(half, opposite)).value({"a": math.inf, "b": 1}))
     for rule in ({}, {"numerator": {"a": 1}, "mean_of": (half,)}):
@@ -118,18 +118,18 @@ def test_perplexity_does_not_overflow():
 
 
 def test_round_trip_and_digest():
-    again = Manifest.from_bytes(memoryview(MANIFEST.to_bytes()))
-    assert again == MANIFEST
-    assert again.to_bytes() == MANIFEST.to_bytes()
-    assert again.digest() == MANIFEST.digest()
+    repeat = Manifest.from_bytes(memoryview(MANIFEST.to_bytes()))
+    assert repeat == MANIFEST
+    assert repeat.to_bytes() == MANIFEST.to_bytes()
+    assert repeat.digest() == MANIFEST.digest()
 
 
 def test_reading_a_property_changes_neither_document_nor_equality():
-    fresh = Manifest.from_bytes(MANIFEST.to_bytes())
-    before = fresh.to_bytes()
-    assert fresh.blocks[0].elements == 10
-    assert fresh.to_bytes() == before
-    assert fresh == Manifest.from_bytes(before)
+    fresh_manifest = Manifest.from_bytes(MANIFEST.to_bytes())
+    before = fresh_manifest.to_bytes()
+    assert fresh_manifest.blocks[0].elements == 10
+    assert fresh_manifest.to_bytes() == before
+    assert fresh_manifest == Manifest.from_bytes(before)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_reading_a_property_changes_neither_document_nor_equality():
     ],
 )
 def test_everything_counts_in_the_digest(parts):
-    assert Manifest.from_bytes(changed(**parts)).digest() != MANIFEST.digest()
+    assert Manifest.from_bytes(changed_manifest(**parts)).digest() != MANIFEST.digest()
 
 
 @pytest.mark.parametrize(
@@ -155,26 +155,30 @@ def test_everything_counts_in_the_digest(parts):
         b"[]",
         b"{}",
         MANIFEST.to_bytes()[:-1],
-        changed(surprise=1),
-        changed(train_samples=0),
-        changed(train_samples="ten"),
-        changed(blocks=[]),
-        changed(blocks=[{"name": "b", "kind": "block", "tensors": []}]),
-        changed(blocks=[{"name": "b", "kind": "layer", "tensors": [{"name": "t", "shape": []}]}]),
-        changed(blocks=[{"name": "b", "kind": "block", "tensors": [{"name": "t", "shape": [-1]}]}]),
-        changed(blocks=[flat_block(1).model_dump()] * 2),
-        changed(export={"directory": "../up"}),
+        changed_manifest(surprise=1),
+        changed_manifest(train_samples=0),
+        changed_manifest(train_samples="ten"),
+        changed_manifest(blocks=[]),
+        changed_manifest(blocks=[{"name": "b", "kind": "block", "tensors": []}]),
+        changed_manifest(
+            blocks=[{"name": "b", "kind": "layer", "tensors": [{"name": "t", "shape": []}]}]
+        ),
+        changed_manifest(
+            blocks=[{"name": "b", "kind": "block", "tensors": [{"name": "t", "shape": [-1]}]}]
+        ),
+        changed_manifest(blocks=[flat_block(1).model_dump()] * 2),
+        changed_manifest(export={"directory": "../up"}),
     ],
 )
-def test_what_is_no_manifest_is_a_message_error(document):
+def test_invalid_manifest_is_a_message_error(document):
     with pytest.raises(MessageError, match="expected a manifest") as error_info:
         Manifest.from_bytes(document)
     assert "\n" not in str(error_info.value)
 
 
-def test_the_place_is_named():
+def test_error_names_the_location():
     with pytest.raises(MessageError, match="'train_samples'"):
-        Manifest.from_bytes(changed(train_samples=0))
+        Manifest.from_bytes(changed_manifest(train_samples=0))
 
 
 @pytest.mark.parametrize(

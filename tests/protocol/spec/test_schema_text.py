@@ -13,7 +13,7 @@ NO_KEYS = {
     "tokenizer.json", "tokenizer.model", "tokenizer.ggml",
     "digits.csv", "exchange.way",
 }  # fmt: skip
-"""Files, keys of GGUF, and the former name of a key."""
+"""Files, GGUF keys, and the former name of a key."""
 
 
 def test_every_key_has_its_line_with_default_and_meaning():
@@ -23,16 +23,16 @@ def test_every_key_has_its_line_with_default_and_meaning():
     assert "0.001" in by_key["optimizer.lr"]
     assert "learning rate" in by_key["optimizer.lr"]
     assert "required" in by_key["steps"]
-    bare = [line for line in lines if len(line.split()) < 3]
-    assert not bare, bare
+    lines_without_meaning = [line for line in lines if len(line.split()) < 3]
+    assert not lines_without_meaning, lines_without_meaning
 
 
-def test_keys_are_found_by_what_one_types():
+def test_keys_are_found_by_search_text():
     assert schema_lines("learning_rate")[0].split()[0] == "optimizer.lr"
     assert {line.split()[0] for line in schema_lines("microbatch")} == {"batch.microbatch"}
 
 
-def test_a_key_that_does_not_exist_is_an_error_with_those_like_it():
+def test_unknown_key_is_an_error_with_similar_keys():
     with pytest.raises(
         UsageError, match=r"expected a key of a run spec, got 'chekpoint'.* checkpoint"
     ):
@@ -79,7 +79,7 @@ def test_a_key_that_a_text_names_exists():
 
 
 def texts_of(tree: ast.Module) -> list[str]:
-    """The strings of a module but for its docstrings."""
+    """Yield the strings of a module except its docstrings."""
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     return [
         node.value

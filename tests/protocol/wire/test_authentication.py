@@ -1,4 +1,4 @@
-"""Proofs: what fits, and every way in which one does not."""
+"""Proofs: valid ones, and every way in which one is invalid."""
 
 import dataclasses
 
@@ -37,7 +37,8 @@ def test_each_side_accepts_the_other():
 
 
 def test_a_proof_has_these_bits():
-    """Another implementation must come to the same; a change is one of the protocol's version."""
+    """Another implementation must produce the same bits; a change requires a new protocol
+    version."""
     assert PROTOCOL_VERSION == 13
     assert EXCHANGE.prove("worker", KEY).hex().startswith("d6b33427a41cf1ca")
 
@@ -74,9 +75,9 @@ def test_a_proof_of_another_connection_is_refused_by_both(other):
 
 
 def test_a_reflected_proof_is_refused_by_both():
-    own = EXCHANGE.challenge(KEY).proof
+    own_proof = EXCHANGE.challenge(KEY).proof
     with pytest.raises(NotAuthorized):
-        EXCHANGE.check_worker(KEY, Proof(proof=own))
+        EXCHANGE.check_worker(KEY, Proof(proof=own_proof))
     mirrored = Challenge(
         method=METHOD, nonce=EXCHANGE.coordinator_nonce, proof=EXCHANGE.prove("worker", KEY)
     )
@@ -85,7 +86,7 @@ def test_a_reflected_proof_is_refused_by_both():
 
 
 @pytest.mark.parametrize("proof", [b"", b"guess", bytes(32), bytes(64)])
-def test_what_is_no_proof(proof):
+def test_invalid_proofs(proof):
     with pytest.raises(NotAuthorized) as error_info:
         EXCHANGE.check_worker(KEY, Proof(proof=proof))
     assert error_info.value.exit_code == ExitCode.NOT_AUTHORIZED == 77

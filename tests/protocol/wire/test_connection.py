@@ -1,4 +1,5 @@
-"""The connection without I/O: every reader gives the same events, and each side keeps its place."""
+"""The connection without I/O: every reader gives the same events, and each side enforces the
+order."""
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from protocol.wire.connection import (
     encode,
 )
 from protocol.wire.messages import MESSAGES, Goodbye, Heartbeat
-from tests.message_samples import BLOCKS, EXAMPLES, PAYLOAD, body_for, flat, frame, in_place
+from tests.message_samples import BLOCKS, EXAMPLES, PAYLOAD, body_for, flat, frame, messages_of
 
 KINDS = sorted(MESSAGES.values(), key=lambda kind: kind.tag)
 OTHER = {
@@ -74,29 +75,29 @@ def connection(role, phase=Phase.OPEN):
     return endpoint
 
 
-def seen(received):
-    """Events in a form that compares bit for bit."""
+def comparable(received):
+    """Return events in a form that compares bit for bit."""
     return [
         (type(message), message.to_header(), None if body is None else body.tobytes())
         for message, body in received
     ]
 
 
-def whole(reader, data):
-    return seen(reader.receive_data(data))
+def read_at_once(reader, data):
+    return comparable(reader.receive_data(data))
 
 
 def in_pieces(reader, data, sizes):
-    """Through `get_buffer` and `buffer_updated`, as a transport does it."""
-    events, at, turn = [], 0, 0
-    while at < len(data):
+    """Read through `get_buffer` and `buffer_updated`, as a transport does."""
+    events, offset, size_index = [], 0, 0
+    while offset < len(data):
         buffer = reader.get_buffer()
         assert len(buffer) > 0
-        count = min(sizes[turn % len(sizes)], len(buffer), len(data) - at)
-        buffer[:count] = data[at : at + count]
+        count = min(sizes[size_index % len(sizes)], len(buffer), len(data) - offset)
+        buffer[:count] = data[offset : offset + count]
         events += reader.buffer_updated(count)
-        at, turn = at + count, turn + 1
-    return seen(events)
+        offset, size_index = offset + count, size_index + 1
+    return comparable(events)
 
 
 def legal(role, name, phase):
@@ -107,8 +108,8 @@ def legal(role, name, phase):
     if role in {"dialler", "listener"}:
         return name in BETWEEN_WORKERS
     handshake = {"Hello", "Challenge", "Proof", "Welcome", "PeerHello", "PeerWelcome", "PeerProbe"}
-    mine = (name in ONLY_WORKER) == (role == "worker")
-    return name not in handshake and (name in BOTH or mine)
+    is_own_message = (name in ONLY_WORKER) == (role == "worker")
+    return name not in handshake and (name in BOTH or is_own_message)
 
 
 # The readers.
@@ -116,31 +117,31 @@ def legal(role, name, phase):
 
 @st.composite
 def streams(draw):
-    """Who reads, and the messages and bytes that it reads once the handshake is done."""
+    """Draw a reader, and the messages and bytes that it reads after the handshake."""
     reader = draw(st.sampled_from(["coordinator", "worker"]))
     kinds = TABLE[OTHER[reader]][Phase.OPEN] - {Goodbye}
-    sent = draw(st.lists(in_place(kinds), max_size=6))
-    # After it sizes are unknown until the owner has seen the manifest.
-    sent.sort(key=lambda message: isinstance(message, messages.Ready))
-    ends = draw(st.booleans())
-    if ends:
-        sent.append(EXAMPLES[Goodbye])
-    return reader, sent, b"".join(frame(message) for message in sent)
+    messages_sent = draw(st.lists(messages_of(kinds), max_size=6))
+    # After a Ready, sizes are unknown until the owner has seen the manifest.
+    messages_sent.sort(key=lambda message: isinstance(message, messages.Ready))
+    is_ended = draw(st.booleans())
+    if is_ended:
+        messages_sent.append(EXAMPLES[Goodbye])
+    return reader, messages_sent, b"".join(frame(message) for message in messages_sent)
 
 
 @settings(deadline=None, max_examples=40)
 @given(streams(), st.lists(st.integers(1, 200), min_size=1, max_size=8))
 def test_every_reader_gives_the_same_events(stream, sizes):
-    role, sent, data = stream
+    role, messages_sent, data = stream
     expected = [
         (
             type(message),
             message.to_header(),
             None if (body := body_for(message)) is None else bytes(memoryview(body).cast("B")),
         )
-        for message in sent
+        for message in messages_sent
     ]
-    assert whole(connection(role), data) == expected
+    assert read_at_once(connection(role), data) == expected
     assert in_pieces(connection(role), data, [1]) == expected
     assert in_pieces(connection(role), data, sizes) == expected
     assert in_pieces(connection(role), data, [2**20]) == expected
@@ -149,20 +150,20 @@ def test_every_reader_gives_the_same_events(stream, sizes):
 @settings(deadline=None)
 @given(streams(), st.data())
 def test_trailing_bytes_wait_for_their_rest(stream, data):
-    role, sent, whole_stream = stream
-    if sent and isinstance(sent[-1], Goodbye):
+    role, messages_sent, whole_stream = stream
+    if messages_sent and isinstance(messages_sent[-1], Goodbye):
         return
     tail = frame(EXAMPLES[Heartbeat])
-    cut = data.draw(st.integers(1, len(tail) - 1))
+    split = data.draw(st.integers(1, len(tail) - 1))
     reader = connection(role)
-    assert len(reader.receive_data(whole_stream + tail[:cut])) == len(sent)
-    assert whole(reader, tail[cut:]) == [(Heartbeat, b"\x80", None)]
+    assert len(reader.receive_data(whole_stream + tail[:split])) == len(messages_sent)
+    assert read_at_once(reader, tail[split:]) == [(Heartbeat, b"\x80", None)]
     reader.receive_eof()
 
 
-def test_the_welcome_and_what_follows_it_may_come_in_one_piece():
-    sent = [EXAMPLES[kind] for kind in (messages.Welcome, messages.StartRun)]
-    data = b"".join(frame(message) for message in sent)
+def test_welcome_and_later_messages_may_arrive_together():
+    messages_sent = [EXAMPLES[kind] for kind in (messages.Welcome, messages.StartRun)]
+    data = b"".join(frame(message) for message in messages_sent)
     for sizes in ([len(data)], [1], [7, 60]):
         reader = connection("worker", Phase.ADMITTING)
         kinds = [kind for kind, _, _ in in_pieces(reader, data, sizes)]
@@ -179,8 +180,8 @@ def test_the_welcome_and_what_follows_it_may_come_in_one_piece():
         ("coordinator", Phase.PROVING, (messages.Proof, messages.Ready)),
     ],
 )
-def test_nothing_comes_before_what_it_answers(role, phase, kinds):
-    """All in one piece: nobody has had the time to look at the first."""
+def test_answer_before_its_request_is_refused(role, phase, kinds):
+    """All in one piece: nobody has had time to look at the first."""
     data = b"".join(frame(EXAMPLES[kind]) for kind in kinds)
     with pytest.raises((OutOfOrder, FrameError)):
         connection(role, phase).receive_data(data)
@@ -191,7 +192,7 @@ def test_large_chunks_come_out_whole_in_every_way():
     body = np.random.default_rng(0).integers(0, 256, limits.BODY_BYTES, np.uint8)
     data = flat(encode(chunk, body)) * 2
     expected = [(type(chunk), chunk.to_header(), body.tobytes())] * 2
-    assert whole(connection("coordinator"), data) == expected
+    assert read_at_once(connection("coordinator"), data) == expected
     assert in_pieces(connection("coordinator"), data, [65_537]) == expected
     assert in_pieces(connection("coordinator"), data, [3, 2**22 + 1]) == expected
 
@@ -212,10 +213,10 @@ def test_a_nan_in_a_body_keeps_its_bits():
 def test_an_end_in_the_middle_of_a_frame(kind):
     data = frame(EXAMPLES[Heartbeat]) + frame(EXAMPLES[kind])
     boundaries = {0, len(frame(EXAMPLES[Heartbeat])), len(data)}
-    for cut in range(len(data) + 1):
+    for split in range(len(data) + 1):
         reader = connection("coordinator")
-        assert len(reader.receive_data(data[:cut])) == sum(0 < at <= cut for at in boundaries)
-        if cut in boundaries:
+        assert len(reader.receive_data(data[:split])) == sum(0 < at <= split for at in boundaries)
+        if split in boundaries:
             reader.receive_eof()
         else:
             with pytest.raises(FrameError, match="rest of a frame"):
@@ -229,9 +230,9 @@ def test_an_end_in_the_middle_of_a_frame(kind):
 @pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
 def test_a_flip_anywhere_is_noticed(kind, mask):
     data = frame(EXAMPLES[kind])
-    for at in range(len(data)):
+    for offset in range(len(data)):
         flipped_frame = bytearray(data)
-        flipped_frame[at] ^= mask
+        flipped_frame[offset] ^= mask
         reader = connection("coordinator")
         with pytest.raises(RemoteProtocolError):  # noqa: PT012 -- a longer frame fails at its end
             assert reader.receive_data(flipped_frame) == []
@@ -252,7 +253,7 @@ def test_nothing_is_read_after_goodbye_or_an_error():
     assert reader.receive_data(frame(EXAMPLES[Heartbeat]) + trailing) == []
 
 
-# Who may say what, and when.
+# Which side may send what, and when.
 
 
 @each_role
@@ -263,19 +264,19 @@ def test_both_sides_agree_on_what_may_be_sent(role, phase):
 
 
 def agree(role, kind, phase):
-    """As sender and reader of one message."""
+    """Return whether sender and receiver agree on one message."""
     sender, reader = connection(role, phase), connection(OTHER[role], phase)
     message = EXAMPLES[kind]
     encoded = encode(message, body_for(message))
     if legal(role, kind.__name__, phase):
         sender.send(encoded)
-        assert [event[0] for event in whole(reader, flat(encoded))] == [kind]
+        assert [event[0] for event in read_at_once(reader, flat(encoded))] == [kind]
         assert sender.phase is reader.phase
         return
     with pytest.raises(LocalProtocolError, match=f"{role} sends {kind.__name__}"):
         sender.send(encoded)
     assert sender.phase is phase
-    # To a stranger's body or large header the size alone is reason enough.
+    # For an unauthenticated body or large header, the size alone is a reason to refuse.
     with pytest.raises(OutOfOrder if phase is Phase.OPEN else (OutOfOrder, FrameError)):
         reader.receive_data(flat(encoded))
     assert reader.phase is Phase.CLOSED
@@ -285,11 +286,11 @@ def agree(role, kind, phase):
 def test_nothing_but_the_greeting_comes_before_the_handshake(role):
     for kind in KINDS:
         if not legal(OTHER[role], kind.__name__, Phase.GREETING):
-            refuse_for_its_place(role, kind)
+            refuse_out_of_order(role, kind)
 
 
-def refuse_for_its_place(role, kind):
-    """The header alone, as if it had no body."""
+def refuse_out_of_order(role, kind):
+    """Feed the header alone, as if it had no body."""
     header = EXAMPLES[kind].to_header()
     if len(header) > limits.UNAUTHENTICATED_HEADER_BYTES:
         header = header[: limits.UNAUTHENTICATED_HEADER_BYTES]
@@ -319,16 +320,16 @@ def test_our_own_mistakes_with_bodies():
         connection("worker").send(EXAMPLES[messages.BlockGradientPayload])
 
 
-# What is refused at the header.
+# Refused after the header.
 
 
 def head_of(message, body_bytes):
-    """The frame without a byte of its body."""
+    """Return the frame without its body."""
     return frames.encode_head(message.tag, message.to_header(), bytes(body_bytes))
 
 
 def missed(**changes):
-    """Missed updates of a block of one tensor."""
+    """Missed updates of a block with one tensor."""
     example = EXAMPLES[messages.StateChunk]
     return example.model_copy(update={"kind": "missed_updates", "block": 1, **changes})
 
@@ -393,7 +394,7 @@ def test_gradients_before_the_manifest_is_known():
         reader.receive_data(head_of(payload(), 32))
 
 
-def test_what_comes_with_a_ready_is_not_measured_by_an_earlier_run_s_manifest():
+def test_data_after_ready_ignores_an_earlier_manifest():
     reader = connection("coordinator")
     one, other = frame(EXAMPLES[messages.Ready]), frame(EXAMPLES[messages.StateChunk])
     with pytest.raises(OutOfOrder, match="before the manifest is known"):
@@ -411,7 +412,7 @@ def test_a_block_without_elements_has_an_empty_body():
 
 @pytest.mark.parametrize("phase", [phase for phase in OPEN_AND_BEFORE if phase is not Phase.OPEN])
 @each_role
-def test_strangers_may_send_neither_bodies_nor_large_headers(role, phase):
+def test_unauthenticated_peers_may_not_send_bodies_or_large_headers(role, phase):
     reader = connection(role, phase)
     with pytest.raises(FrameError, match="a body of <= 0 bytes, got 1"):
         reader.receive_data(frames.encode_head(1, b"\x80", b"x")[: frames.PREFIX_BYTES])
@@ -429,15 +430,15 @@ def test_a_body_is_read_into_the_very_array_that_is_handed_over():
     head, raw = encode(message, np.arange(8, dtype="<f4")).buffers
     reader = connection("coordinator")
     assert reader.receive_data(head) == []
-    place = np.frombuffer(reader.get_buffer(), np.uint8)
-    assert place.nbytes == 32
-    place[:] = np.frombuffer(raw, np.uint8)
+    buffer = np.frombuffer(reader.get_buffer(), np.uint8)
+    assert buffer.nbytes == 32
+    buffer[:] = np.frombuffer(raw, np.uint8)
     (received,) = reader.buffer_updated(32)
     assert received.body is not None
-    assert np.shares_memory(received.body, place)
+    assert np.shares_memory(received.body, buffer)
     assert received.body.view("<f4").tolist() == list(range(8))
-    # What comes next is read elsewhere: the receiver owns what it was given.
-    assert not np.shares_memory(np.frombuffer(reader.get_buffer(), np.uint8), place)
+    # The next message goes to another buffer: the receiver owns this one.
+    assert not np.shares_memory(np.frombuffer(reader.get_buffer(), np.uint8), buffer)
 
 
 def test_a_body_is_sent_from_the_very_array_that_was_given():
@@ -445,5 +446,5 @@ def test_a_body_is_sent_from_the_very_array_that_was_given():
     encoded = encode(payload(), values)
     assert np.shares_memory(np.frombuffer(encoded.buffers[1], np.uint8), values)
     assert encoded.nbytes == len(flat(encoded))
-    sent = connection("worker").send(encoded)
-    assert sent is encoded
+    messages_sent = connection("worker").send(encoded)
+    assert messages_sent is encoded

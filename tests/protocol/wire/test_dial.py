@@ -1,4 +1,4 @@
-"""Connections take a bounded time, at whichever address answers, or one line says why not."""
+"""Connections take bounded time, at whichever address answers, or one line explains the failure."""
 
 import asyncio
 import errno
@@ -14,7 +14,7 @@ from protocol.wire.dial import Address, DialError
 from tests.silent_address import refusing_port, silent_address
 
 PATIENCE_S = 20.0
-"""Far above what any of these takes, and far below what the kernel or a name server would."""
+"""Far above what any of these takes, and far below the limits of the kernel or a name server."""
 
 
 def run(work):
@@ -34,18 +34,18 @@ def listener():
         yield server
 
 
-def named(monkeypatch, *addresses: tuple[str, int]) -> None:
-    """Have the name `somewhere` mean these."""
+def resolve_to(monkeypatch, *addresses: tuple[str, int]) -> None:
+    """Resolve the name `somewhere` to these addresses."""
     real = socket.getaddrinfo
 
-    def found(host, port, *arguments, **options):
+    def getaddrinfo(host, port, *arguments, **options):
         if host != "somewhere":
             return real(host, port, *arguments, **options)
         if options.get("flags", 0) & socket.AI_NUMERICHOST:
             raise socket.gaierror(socket.EAI_NONAME, "not a number")
-        return [each for at in addresses for each in real(*at, type=socket.SOCK_STREAM)]
+        return [each for address in addresses for each in real(*address, type=socket.SOCK_STREAM)]
 
-    monkeypatch.setattr(socket, "getaddrinfo", found)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
 
 def test_a_connection_is_made(listener):
@@ -57,7 +57,7 @@ def test_a_connection_is_made(listener):
         assert endpoint.gettimeout() == PATIENCE_S
 
 
-def test_an_address_that_drops_packets_takes_no_longer_than_is_said():
+def test_unresponsive_address_respects_the_timeout():
     with silent_address() as (host, port):
         error = failure(host, port, 0.1)
     assert error.cause == "no answer"
@@ -66,39 +66,39 @@ def test_an_address_that_drops_packets_takes_no_longer_than_is_said():
 
 def test_the_next_address_is_tried_while_the_first_is_silent(listener, monkeypatch):
     monkeypatch.setattr(dial, "STAGGER_S", 0.01)
-    with silent_address() as silent:
-        named(monkeypatch, silent, listener.getsockname())
+    with silent_address() as silent_host:
+        resolve_to(monkeypatch, silent_host, listener.getsockname())
         with run(dial.connect("somewhere", 1, PATIENCE_S)) as endpoint:
             assert endpoint.getpeername() == listener.getsockname()
 
 
-def test_one_that_refuses_gives_way_at_once(listener, monkeypatch):
+def test_refusing_address_is_skipped_at_once(listener, monkeypatch):
     monkeypatch.setattr(dial, "STAGGER_S", 3600.0)
-    named(monkeypatch, ("127.0.0.1", refusing_port()), listener.getsockname())
+    resolve_to(monkeypatch, ("127.0.0.1", refusing_port()), listener.getsockname())
     run(dial.connect("somewhere", 1, PATIENCE_S)).close()
 
 
-def test_addresses_of_both_families_take_turns():
+def test_address_families_alternate():
     six = [Address(socket.AF_INET6, (f"2001:db8::{n}", 1, 0, 0)) for n in (1, 2, 3)]
     four = [Address(socket.AF_INET, ("192.0.2.1", 1))]
     assert dial._interleaved([*six, *four]) == [six[0], four[0], six[1], six[2]]
 
 
-def test_nothing_stays_open_once_one_has_answered(listener, monkeypatch):
+def test_other_connections_are_closed_after_the_first_answer(listener, monkeypatch):
     endpoints = []
     real = dial._connect_one
 
-    async def noted(address):
+    async def recorded_connect(address):
         endpoints.append(await real(address))
         return endpoints[-1]
 
-    monkeypatch.setattr(dial, "_connect_one", noted)
+    monkeypatch.setattr(dial, "_connect_one", recorded_connect)
     monkeypatch.setattr(dial, "STAGGER_S", 0.0)
-    named(monkeypatch, *[listener.getsockname()] * 3)
+    resolve_to(monkeypatch, *[listener.getsockname()] * 3)
 
     async def connect():
-        at = Address(socket.AF_INET, listener.getsockname())
-        endpoint, _ = await dial.connect_first([at, at, at], PATIENCE_S)
+        address = Address(socket.AF_INET, listener.getsockname())
+        endpoint, _ = await dial.connect_first([address] * 3, PATIENCE_S)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         return endpoint
@@ -107,7 +107,7 @@ def test_nothing_stays_open_once_one_has_answered(listener, monkeypatch):
         assert [each for each in endpoints if each.fileno() >= 0] == [endpoint]
 
 
-def test_what_is_refused():
+def test_refused_connection():
     port = refusing_port()
     error = failure("127.0.0.1", port)
     assert error.cause == "refused"
@@ -116,40 +116,40 @@ def test_what_is_refused():
 
 
 @pytest.mark.parametrize("number", [errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EINVAL])
-def test_what_has_no_route(number):
+def test_unreachable_address(number):
     error = dial.as_dial_error(OSError(number, "No such way"), "192.0.2.1:9000")
     assert error.cause == "no route"
     assert str(error).startswith("no route to 192.0.2.1:9000 (No such way); check the address")
 
 
-def test_a_link_local_address_without_its_zone_is_told_what_it_lacks():
+def test_link_local_address_without_zone_gets_a_hint():
     error = dial.as_dial_error(OSError(errno.EINVAL, "Invalid argument"), "[fe80::7]:9000")
     assert error.advice == "give the interface of a link-local address: [fe80::1%eth0]:PORT"
 
 
 @pytest.mark.parametrize(
-    ("number", "cause", "found"),
+    ("number", "cause", "observation"),
     [
         (socket.EAI_NONAME, "unknown name", "no address is known for 'nowhere.invalid'"),
         (socket.EAI_AGAIN, "no name server", "the name servers have no answer for "),
     ],
 )
-def test_a_name_without_address(monkeypatch, number, cause, found):
+def test_a_name_without_address(monkeypatch, number, cause, observation):
     def refuse(*_arguments, **_options):
         raise socket.gaierror(number, "so it is")
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     error = failure("nowhere.invalid", 9000)
     assert error.cause == cause
-    assert error.observation.startswith(found)
+    assert error.observation.startswith(observation)
     assert "IP address" in error.advice
 
 
-def test_what_can_be_no_name():
+def test_impossible_host_names():
     assert failure("a" * 70 + ".example", 9000).cause == "unknown name"
 
 
-def test_a_dead_name_server_holds_nobody(monkeypatch):
+def test_dead_name_server_blocks_nothing(monkeypatch):
     """Neither the connection nor the end of the process waits for getaddrinfo."""
     over = threading.Event()
 
@@ -176,5 +176,5 @@ def test_the_zone_of_a_link_local_address_is_kept():
     assert dial.host_of(("fe80::7", 9000, 0, 0)) == "fe80::7"
     assert dial.host_of(("::1", 9000, 0, index)) == "::1"
     assert dial.host_of(("192.0.2.1", 9000)) == "192.0.2.1"
-    (at,) = run(dial.resolve("fe80::7%lo", 9000, PATIENCE_S))
-    assert str(at) == "[fe80::7%lo]:9000"
+    (address,) = run(dial.resolve("fe80::7%lo", 9000, PATIENCE_S))
+    assert str(address) == "[fe80::7%lo]:9000"

@@ -1,4 +1,4 @@
-"""Frames: the layout byte by byte, and what no reader may take for a frame."""
+"""Frames: the layout byte by byte, and data that no reader may accept as a frame."""
 
 import struct
 
@@ -19,7 +19,7 @@ def prefix(magic=b"ss", version=PROTOCOL_VERSION, tag=1, header_bytes=0, body_by
     return struct.pack(">2sBBHIQ", magic, version, tag, header_bytes, body_bytes, 0)
 
 
-def test_the_layout_is_the_one_that_is_documented():
+def test_layout_is_as_documented():
     head = frames.encode_head(7, b"\x81\xa1a\x01", b"body")
     assert head[0:2] == b"ss"
     assert head[2] == PROTOCOL_VERSION
@@ -41,7 +41,7 @@ def test_without_a_body_there_is_no_marker(body):
 @given(
     st.integers(0, 255), st.binary(max_size=200), st.none() | st.binary(min_size=1, max_size=200)
 )
-def test_a_prefix_says_what_was_encoded(tag, header, body):
+def test_prefix_round_trip(tag, header, body):
     head = frames.encode_head(tag, header, body)
     decoded_prefix = frames.decode_prefix(head, *WIDE)
     assert decoded_prefix.tag == tag
@@ -60,25 +60,26 @@ def test_wrong_magic(magic):
 
 
 @pytest.mark.parametrize(
-    ("theirs", "who"), [(PROTOCOL_VERSION + 1, "this side"), (PROTOCOL_VERSION - 1, "other side")]
+    ("peer_version", "side"),
+    [(PROTOCOL_VERSION + 1, "this side"), (PROTOCOL_VERSION - 1, "other side")],
 )
-def test_another_version_says_which_side_to_upgrade(theirs, who):
-    with pytest.raises(VersionMismatch, match=f"upgrade (the )?{who}") as error_info:
-        frames.decode_prefix(prefix(version=theirs), *WIDE)
-    assert (error_info.value.ours, error_info.value.theirs) == (PROTOCOL_VERSION, theirs)
+def test_another_version_says_which_side_to_upgrade(peer_version, side):
+    with pytest.raises(VersionMismatch, match=f"upgrade (the )?{side}") as error_info:
+        frames.decode_prefix(prefix(version=peer_version), *WIDE)
+    assert (error_info.value.ours, error_info.value.theirs) == (PROTOCOL_VERSION, peer_version)
     assert error_info.value.exit_code == ExitCode.MISMATCH == 78
 
 
 def test_lengths_at_the_limit_pass_and_above_it_do_not():
-    at = frames.decode_prefix(prefix(header_bytes=256, body_bytes=16), 256, 16)
-    assert (at.header_bytes, at.body_bytes) == (256, 16)
+    decoded = frames.decode_prefix(prefix(header_bytes=256, body_bytes=16), 256, 16)
+    assert (decoded.header_bytes, decoded.body_bytes) == (256, 16)
     with pytest.raises(FrameError, match="a header of <= 256 bytes, got 257"):
         frames.decode_prefix(prefix(header_bytes=257), 256, 16)
     with pytest.raises(FrameError, match="a body of <= 16 bytes, got 17"):
         frames.decode_prefix(prefix(body_bytes=17), 256, 16)
 
 
-def test_we_do_not_send_over_the_limits_ourselves():
+def test_encoding_respects_the_limits():
     frames.encode_head(1, bytes(limits.HEADER_BYTES), bytes(limits.BODY_BYTES))
     with pytest.raises(LocalProtocolError, match="over the limits"):
         frames.encode_head(1, bytes(limits.HEADER_BYTES + 1), None)
@@ -98,9 +99,9 @@ def test_a_marker_of_another_kind_or_length(marker):
     st.data(),
 )
 def test_any_flipped_bit_changes_the_checksum(header, body, data):
-    whole = header + (body or b"")
-    bit = data.draw(st.integers(0, 8 * len(whole) - 1))
-    flipped_bytes = bytearray(whole)
+    content = header + (body or b"")
+    bit = data.draw(st.integers(0, 8 * len(content) - 1))
+    flipped_bytes = bytearray(content)
     flipped_bytes[bit // 8] ^= 1 << bit % 8
     parts = (
         bytes(flipped_bytes[: len(header)]),

@@ -19,7 +19,7 @@ def fields_of(kind):
     return msgpack.unpackb(EXAMPLES[kind].to_header())
 
 
-def refused(kind, fields):
+def assert_refused(kind, fields):
     with pytest.raises(MessageError) as error_info:
         decode_message(kind.tag, msgpack.packb(fields))
     text = str(error_info.value)
@@ -28,8 +28,8 @@ def refused(kind, fields):
     return text
 
 
-def test_tags_are_what_they_were():
-    """A tag is never given to another message: older peers would misread it."""
+def test_tags_are_frozen():
+    """A tag is never reassigned to another message: older peers would misread it."""
     names = enumerate(
         [
             "Hello",
@@ -100,21 +100,21 @@ def test_tags_are_what_they_were():
 
 
 @given(st.sampled_from(KINDS).flatmap(lambda kind: STRATEGIES[kind]))
-def test_decoding_gives_back_what_was_encoded(message):
-    """NaN is unequal to itself, so the bits of the header are compared, not the values."""
+def test_message_round_trip(message):
+    """NaN is unequal to itself, so the test compares the bits of the header, not the values."""
     header = message.to_header()
-    again = decode_message(message.tag, header)
-    assert type(again) is type(message)
-    assert again.to_header() == header
+    repeat = decode_message(message.tag, header)
+    assert type(repeat) is type(message)
+    assert repeat.to_header() == header
 
 
 @pytest.mark.parametrize("bits", [0x7FF8000000000001, 0xFFF8DEADBEEF0001, 0x7FF0000000000000])
-def test_the_bits_of_a_nan_are_kept(bits):
+def test_nan_keeps_its_bits(bits):
     loss = bits.to_bytes(8, "big")
     header = EXAMPLES[messages.SubtreeLoss].to_header()
-    plain = msgpack.packb(2.5)
-    assert header.count(plain) == 1
-    nan_header = header.replace(plain, b"\xcb" + loss)
+    encoded_float = msgpack.packb(2.5)
+    assert header.count(encoded_float) == 1
+    nan_header = header.replace(encoded_float, b"\xcb" + loss)
     assert decode_message(messages.SubtreeLoss.tag, nan_header).to_header() == nan_header
 
 
@@ -124,9 +124,9 @@ def test_an_unknown_tag(tag):
         decode_message(tag, b"\x80")
 
 
-def test_a_field_that_is_not_ours():
+def test_unknown_field():
     for kind in KINDS:
-        assert "colour" in refused(kind, {**fields_of(kind), "colour": 3}), kind
+        assert "colour" in assert_refused(kind, {**fields_of(kind), "colour": 3}), kind
 
 
 def test_a_field_that_is_missing():
@@ -134,13 +134,13 @@ def test_a_field_that_is_missing():
         for field in kind.model_fields:
             fields = fields_of(kind)
             del fields[field]
-            assert field in refused(kind, fields), kind
+            assert field in assert_refused(kind, fields), kind
 
 
 def test_a_field_of_another_type():
     for kind in KINDS:
         for field in kind.model_fields:
-            assert field in refused(kind, {**fields_of(kind), field: [[{}]]}), kind
+            assert field in assert_refused(kind, {**fields_of(kind), field: [[{}]]}), kind
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_a_field_of_another_type():
         (messages.SubtreeLoss, "weight", "1.5"),
     ],
 )
-def test_what_is_merely_like_the_type_is_not_taken(kind, field, value):
-    assert field in refused(kind, {**fields_of(kind), field: value})
+def test_similar_types_are_refused(kind, field, value):
+    assert field in assert_refused(kind, {**fields_of(kind), field: value})
 
 
 @pytest.mark.parametrize(
@@ -189,14 +189,14 @@ def test_what_is_merely_like_the_type_is_not_taken(kind, field, value):
     ],
 )
 def test_a_value_out_of_range(kind, field, value):
-    assert field in refused(kind, {**fields_of(kind), field: value})
+    assert field in assert_refused(kind, {**fields_of(kind), field: value})
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "epsilon", "root_correction"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.1, 1e300])
-def test_a_scalar_of_the_update_that_is_no_finite_float32(name, value):
+def test_update_scalar_beyond_finite_float32(name, value):
     fields = fields_of(messages.Commit)
-    assert name in refused(
+    assert name in assert_refused(
         messages.Commit, {**fields, "scalars": {**fields["scalars"], name: value}}
     )
 
@@ -232,11 +232,11 @@ def test_random_bytes_give_a_message_or_its_error(kind, header):
     assert type(message) is kind
 
 
-def test_a_text_is_made_fit_to_be_sent():
-    cut = fields.cut_text("no such file\n\x1b[31m'\u00fcber'\u2028", 30)
-    assert cut == "no such file  [31m'\u00fcber' "
+def test_text_is_sanitized_for_sending():
+    sanitized = fields.cut_text("no such file\n\x1b[31m'\u00fcber'\u2028", 30)
+    assert sanitized == "no such file  [31m'\u00fcber' "
     assert fields.cut_text("\u00fc" * 10, 5) == "\u00fc" * 2
-    messages.Halt(term=1, step=0, attempt=0, reason=cut)
+    messages.Halt(term=1, step=0, attempt=0, reason=sanitized)
 
 
 def test_messages_cannot_be_changed():

@@ -1,4 +1,4 @@
-"""Bodies that lie in memory which both ends of a connection map."""
+"""Bodies in memory that both ends of a connection map."""
 
 import asyncio
 import os
@@ -23,32 +23,32 @@ SENT = BlockGradientPayload(**PAYLOAD, block=1)
 
 
 def sharing() -> tuple[Connection, Connection]:
-    """A coordinator's connection and a worker's, open, of which all bodies are shared."""
+    """Return open connections of a coordinator and a worker that share all bodies."""
     lender = SegmentOwner()
     listens, descriptors = lender.to_one()
     dials = borrowed([os.dup(each) for each in descriptors])
     os.close(descriptors[1])
     assert dials is not None
-    return opened("coordinator", listens), opened("worker", dials)
+    return open_connection("coordinator", listens), open_connection("worker", dials)
 
 
-def opened(role: str, memory: SharedSegment) -> Connection:
+def open_connection(role: str, memory: SharedSegment) -> Connection:
     connection = Connection(role)  # type: ignore[arg-type]
     connection.phase, connection.blocks, connection.memory = Phase.OPEN, BLOCKS, memory
     memory.least_bytes = 0
     return connection
 
 
-def shared(connection: Connection, message, values=VALUES) -> bytes:
+def send_shared(connection: Connection, message, values=VALUES) -> bytes:
     assert connection.memory is not None
     frame = encode(message, values).shared(connection.memory)
     assert frame is not None
     return frame
 
 
-def test_a_body_is_not_in_the_frame_and_comes_unchanged():
+def test_shared_body_is_outside_the_frame_and_unchanged():
     coordinator, worker = sharing()
-    frame = shared(worker, SENT)
+    frame = send_shared(worker, SENT)
     assert len(frame) < 200
     ((message, body),) = coordinator.receive_data(frame)
     assert message == SENT
@@ -57,7 +57,7 @@ def test_a_body_is_not_in_the_frame_and_comes_unchanged():
     assert coordinator.shared_bytes == VALUES.nbytes
 
 
-def test_what_all_are_sent_is_put_there_once():
+def test_broadcast_is_stored_once():
     coordinator, worker = sharing()
     assert coordinator.memory is not None
     encoded = encode(AveragedBlockGradient(**PLACE, block=1, chunk=0), VALUES)
@@ -65,47 +65,47 @@ def test_what_all_are_sent_is_put_there_once():
     del worker
 
 
-def test_a_flipped_bit_of_header_or_place_is_seen():
+def test_flipped_bit_of_header_or_offset_is_detected():
     coordinator, worker = sharing()
-    frame = shared(worker, SENT)
-    for at in (len(frame) - 1, len(frame) - 9):
+    frame = send_shared(worker, SENT)
+    for offset in (len(frame) - 1, len(frame) - 9):
         flipped = bytearray(frame)
-        flipped[at] ^= 1
+        flipped[offset] ^= 1
         with pytest.raises(RemoteProtocolError):
-            opened("coordinator", coordinator.memory).receive_data(flipped)  # type: ignore[arg-type]
+            open_connection("coordinator", coordinator.memory).receive_data(flipped)  # type: ignore[arg-type]
 
 
-def test_who_shares_no_memory_is_told_of_none():
+def test_peer_without_shared_memory_gets_the_body():
     _, worker = sharing()
-    frame = shared(worker, SENT)
+    frame = send_shared(worker, SENT)
     coordinator = Connection("coordinator")
     coordinator.phase, coordinator.blocks = Phase.OPEN, BLOCKS
     with pytest.raises(FrameError, match="memory that is not shared"):
         coordinator.receive_data(frame)
 
 
-def test_only_what_a_step_needs_no_longer_than_itself_may_lie_there():
+def test_only_bodies_of_one_step_may_be_shared():
     coordinator, worker = sharing()
     returned = MemoryReturned(places=())
     frame = frames.encode_shared(returned.tag, returned.to_header(), 4, 0)
     with pytest.raises((FrameError, OutOfOrder)):
         coordinator.receive_data(frame)
-    coordinator = opened("coordinator", coordinator.memory)  # type: ignore[arg-type]
-    wrong = encode(SENT, VALUES[:-1])
+    coordinator = open_connection("coordinator", coordinator.memory)  # type: ignore[arg-type]
+    short_body = encode(SENT, VALUES[:-1])
     assert worker.memory is not None
     with pytest.raises(OutOfOrder, match="expected a body of"):
-        coordinator.receive_data(wrong.shared(worker.memory))  # type: ignore[arg-type]
+        coordinator.receive_data(short_body.shared(worker.memory))  # type: ignore[arg-type]
 
 
 async def channels() -> tuple[Channel, Channel, Recorder, Recorder]:
-    """A coordinator's and a worker's over a Unix socket, and what both hear."""
+    """Return channels of a coordinator and a worker over a Unix socket, and their recorders."""
     loop, recorders = asyncio.get_running_loop(), (Recorder(), Recorder())
-    ends = []
-    for connection, end, hears in zip(sharing(), socket.socketpair(), recorders, strict=True):
-        channel = Channel(connection, hears, time.monotonic)
+    channel_ends = []
+    for connection, end, recorder in zip(sharing(), socket.socketpair(), recorders, strict=True):
+        channel = Channel(connection, recorder, time.monotonic)
         await loop.connect_accepted_socket(partial(_same, channel), end)
-        ends.append(channel)
-    coordinator, worker = ends
+        channel_ends.append(channel)
+    coordinator, worker = channel_ends
     return coordinator, worker, *recorders
 
 
@@ -113,7 +113,7 @@ def _same(channel: Channel) -> Channel:
     return channel
 
 
-async def test_memory_comes_back_with_what_is_sent_next():
+async def test_memory_is_returned_with_the_next_message():
     coordinator, worker, owner, receiver = await channels()
     memory = worker.connection.memory
     assert isinstance(memory, SharedSegment)
@@ -129,14 +129,14 @@ async def test_memory_comes_back_with_what_is_sent_next():
     worker.abort("the test is over")
 
 
-async def test_without_room_the_connection_ends_with_what_to_do(monkeypatch):
-    coordinator, worker, _, hears = await channels()
+async def test_without_space_the_connection_ends_with_a_remedy(monkeypatch):
+    coordinator, worker, _, recorder = await channels()
 
     def full(raw):
         raise SharedMemoryFull(len(raw), 0)
 
     monkeypatch.setattr(worker.connection.memory, "copy", full)
     worker.send(encode(SENT, VALUES))
-    reason, _ = await hears.until_lost()
+    reason, _ = await recorder.until_lost()
     assert "close other programs" in reason
     coordinator.abort("the test is over")

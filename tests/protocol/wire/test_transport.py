@@ -38,7 +38,7 @@ VALUES = np.arange(limits.CHUNK_ELEMENTS, dtype="<f4")
 
 
 class Recorder:
-    """An owner that writes down what it hears."""
+    """An owner that records its messages."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -76,12 +76,12 @@ class Recorder:
 
     async def until_lost(self) -> tuple[str, ProtocolError | None]:
         await self.until(lambda: self.lost)
-        (lost,) = self.lost
-        return lost
+        (loss,) = self.lost
+        return loss
 
 
 class Served:
-    """A listening coordinator side; every connection is open for members' messages."""
+    """The coordinator's side as a listener; every connection accepts members' messages."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -101,7 +101,7 @@ def open_channel(role: str, owner: Recorder) -> Channel:
 
 @pytest.fixture(autouse=True)
 def closes_sockets():
-    """Those of connections that a test has left when its event loop is over."""
+    """Close sockets that a test leaves open when its event loop ends."""
     yield
     for channel in _opened:
         if isinstance(channel._transport, tls_transport.TlsTransport):
@@ -113,7 +113,7 @@ def closes_sockets():
 
 @dataclass(frozen=True)
 class Ends:
-    """The contexts of both; None: there is no TLS."""
+    """TLS contexts of both ends; None without TLS."""
 
     server: ssl.SSLContext | None = None
     client: ssl.SSLContext | None = None
@@ -133,15 +133,15 @@ def certificate(tmp_path_factory):
 
 @pytest.fixture(autouse=True, params=["asyncio's transport", "TLS"])
 def _transport(request, certificate, monkeypatch):
-    """Every test is about both."""
+    """Run every test with and without TLS."""
     if request.param == "TLS":
-        ends = Ends(tls.server_context(*certificate), tls.client_context())
-        monkeypatch.setattr(sys.modules[__name__], "_ends", ends)
+        tls_contexts = Ends(tls.server_context(*certificate), tls.client_context())
+        monkeypatch.setattr(sys.modules[__name__], "_ends", tls_contexts)
 
 
 @contextlib.asynccontextmanager
 async def accepting(accept: Callable[[], Channel]) -> AsyncIterator[int]:
-    """The port of a server."""
+    """Return the port of a server."""
     loop = asyncio.get_running_loop()
     if _ends.server is None:
         server = await loop.create_server(accept, "127.0.0.1", 0)
@@ -172,17 +172,17 @@ async def _accept_all(listener: socket.socket, accept: Callable[[], Channel]) ->
 
 @contextlib.asynccontextmanager
 async def serving() -> AsyncIterator[Served]:
-    served = Served(0)
+    server = Served(0)
 
     def accept() -> Channel:
-        served.channels.append(open_channel("coordinator", served.owner))
-        return served.channels[-1]
+        server.channels.append(open_channel("coordinator", server.owner))
+        return server.channels[-1]
 
-    async with accepting(accept) as served.port:
+    async with accepting(accept) as server.port:
         try:
-            yield served
+            yield server
         finally:
-            for channel in served.channels:
+            for channel in server.channels:
                 channel.abort("the test is over")
 
 
@@ -202,8 +202,8 @@ async def raw(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection("127.0.0.1", port, ssl=_ends.client)
 
 
-async def said(reader: asyncio.StreamReader) -> list[Message]:
-    """Everything the coordinator's side said until it closed."""
+async def received_text(reader: asyncio.StreamReader) -> list[Message]:
+    """Return everything that the coordinator's side sent until it closed."""
     async with asyncio.timeout(PATIENCE_S):
         data = await reader.read()
     peer = Connection("worker")
@@ -211,86 +211,88 @@ async def said(reader: asyncio.StreamReader) -> list[Message]:
     return [received.message for received in peer.receive_data(data)]
 
 
-def paused(channel: Channel) -> asyncio.Transport:
-    """The peer stops reading."""
+def pause_reading(channel: Channel) -> asyncio.Transport:
+    """Make the peer stop reading."""
     assert channel._transport is not None
     channel._transport.pause_reading()
     return channel._transport
 
 
 @on_uvloop
-async def test_what_came_with_a_message_that_ended_the_connection_is_not_heard():
-    async with serving() as served:
+async def test_messages_after_the_end_are_not_delivered():
+    async with serving() as server:
         handled: list[Message] = []
 
         def end_at_the_first(channel: Channel, received: Received) -> None:
             handled.append(received.message)
             channel.abort("enough")
 
-        served.owner.on_message = end_at_the_first  # type: ignore[method-assign]
-        _, writer = await raw(served.port)
+        server.owner.on_message = end_at_the_first  # type: ignore[method-assign]
+        _, writer = await raw(server.port)
         writer.write(flat(encode(Heartbeat())) * 2)
-        await served.owner.until_lost()
+        await server.owner.until_lost()
         assert handled == [Heartbeat()]
         writer.close()
 
 
 @on_uvloop
-async def test_urgent_messages_overtake_gradients_and_order_within_a_queue_holds():
-    async with serving() as served:
-        channel, _ = await connected(served.port)
+async def test_urgent_messages_overtake_gradients_in_order():
+    async with serving() as server:
+        channel, _ = await connected(server.port)
         channel.send(Heartbeat())
-        await served.owner.until_messages(1)
-        reading = paused(served.channels[0])
+        await server.owner.until_messages(1)
+        reading = pause_reading(server.channels[0])
         for step in range(24):
             channel.send(encode(LARGE.model_copy(update={"step": step}), VALUES))
         channel.send(Heartbeat())
         channel.send(Heartbeat())
         channel.send(EXAMPLES[messages.SubtreeLoss])
         reading.resume_reading()
-        await served.owner.until_messages(28)
-        arrivals = served.owner.messages[1:]
+        await server.owner.until_messages(28)
+        arrivals = server.owner.messages[1:]
         assert [m.step for m in arrivals if isinstance(m, type(LARGE))] == list(range(24))
-        urgent = [at for at, message in enumerate(arrivals) if isinstance(message, Heartbeat)]
+        urgent = [
+            offset for offset, message in enumerate(arrivals) if isinstance(message, Heartbeat)
+        ]
         assert urgent[1] == urgent[0] + 1
         assert urgent[1] < 23
         assert isinstance(arrivals[-1], messages.SubtreeLoss)
         channel.abort("done")
-        await served.owner.until_lost()
+        await server.owner.until_lost()
 
 
 @pytest.mark.parametrize("kind", [Halt, Cancel, Heartbeat], ids=lambda kind: kind.__name__)
 @on_uvloop
-async def test_what_is_urgent_from_a_coordinator(kind):
-    async with serving() as served:
-        channel, owner = await connected(served.port)
+async def test_urgent_message_kinds_of_a_coordinator(kind):
+    async with serving() as server:
+        channel, owner = await connected(server.port)
         channel.send(Heartbeat())
-        await served.owner.until_messages(1)
-        reading = paused(channel)
+        await server.owner.until_messages(1)
+        reading = pause_reading(channel)
         average = messages.AveragedBlockGradient(term=1, step=2, attempt=0, block=2, chunk=0)
         for _ in range(16):
-            served.channels[0].send(encode(average, VALUES))
-        served.channels[0].send(EXAMPLES[kind])
+            server.channels[0].send(encode(average, VALUES))
+        server.channels[0].send(EXAMPLES[kind])
         reading.resume_reading()
         await owner.until_messages(17)
         assert [type(message) for message in owner.messages].index(kind) < 16
         channel.abort("done")
-        await served.owner.until_lost()
+        await server.owner.until_lost()
 
 
 @on_uvloop
-async def test_a_broadcast_is_one_buffer_for_all_and_stays_as_it_is():
-    async with serving() as served:
-        peers = [await connected(served.port) for _ in range(3)]
+async def test_broadcast_shares_one_unchanged_buffer():
+    async with serving() as server:
+        peers = [await connected(server.port) for _ in range(3)]
         for channel, _ in peers:
             channel.send(Heartbeat())
-        await served.owner.until_messages(3)
+        await server.owner.until_messages(3)
         values = VALUES.copy()
         average = messages.AveragedBlockGradient(term=1, step=2, attempt=0, block=2, chunk=0)
         encoded = encode(average, values)
         assert np.shares_memory(np.frombuffer(encoded.buffers[1], np.uint8), values)
         before = flat(encoded)
-        for channel in served.channels:
+        for channel in server.channels:
             channel.send(encoded)
             channel.send(encoded)
         for _, owner in peers:
@@ -302,43 +304,43 @@ async def test_a_broadcast_is_one_buffer_for_all_and_stays_as_it_is():
         assert np.array_equal(values, VALUES)
         for channel, _ in peers:
             channel.abort("done")
-        await served.owner.until(lambda: len(served.owner.lost) == 3)
+        await server.owner.until(lambda: len(server.owner.lost) == 3)
 
 
 @on_uvloop
 async def test_bytes_are_counted_on_both_sides():
-    async with serving() as served:
-        channel, _ = await connected(served.port)
+    async with serving() as server:
+        channel, _ = await connected(server.port)
         channel.send(encode(LARGE, VALUES))
         channel.send(Heartbeat())
-        await served.owner.until_messages(2)
+        await server.owner.until_messages(2)
         expected = len(flat(encode(LARGE, VALUES))) + len(frame(Heartbeat()))
-        assert channel.bytes_sent == served.channels[0].bytes_received == expected
+        assert channel.bytes_sent == server.channels[0].bytes_received == expected
         channel.abort("done")
-        await served.owner.until_lost()
+        await server.owner.until_lost()
 
 
 def average(step: int) -> Encoded:
-    """A broadcast."""
-    place = {"term": 1, "step": step, "attempt": 0, "block": 2, "chunk": 0}
-    return encode(messages.AveragedBlockGradient(**place), VALUES)
+    """A broadcast message."""
+    step_id = {"term": 1, "step": step, "attempt": 0, "block": 2, "chunk": 0}
+    return encode(messages.AveragedBlockGradient(**step_id), VALUES)
 
 
 @on_uvloop
 async def test_a_reader_that_is_too_slow_is_dropped(monkeypatch):
     monkeypatch.setattr(limits, "SEND_QUEUE_BYTES", 8 * MIB)
     monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
-    async with serving() as served:
-        channel, owner = await connected(served.port)
+    async with serving() as server:
+        channel, owner = await connected(server.port)
         channel.send(Heartbeat())
-        await served.owner.until_messages(1)
-        paused(channel)
+        await server.owner.until_messages(1)
+        pause_reading(channel)
         chunk = messages.BlobChunk(run_id="r", digest="0" * 64, offset=0)
-        encoded, slow = encode(chunk, bytes(4 * MIB)), served.channels[0]
+        encoded, slow_channel = encode(chunk, bytes(4 * MIB)), server.channels[0]
         for _ in range(64):
-            slow.send(encoded)
-        assert slow.closed
-        reason, error = await served.owner.until_lost()
+            slow_channel.send(encoded)
+        assert slow_channel.closed
+        reason, error = await server.owner.until_lost()
         assert reason.startswith("too slow")
         assert error is None
         assert not owner.messages
@@ -346,116 +348,116 @@ async def test_a_reader_that_is_too_slow_is_dropped(monkeypatch):
 
 
 @on_uvloop
-async def test_gradients_that_wait_for_a_slow_reader_drop_nobody_and_can_be_withdrawn(monkeypatch):
+async def test_queued_gradients_drop_no_reader_and_can_be_withdrawn(monkeypatch):
     monkeypatch.setattr(limits, "SEND_QUEUE_BYTES", MIB)
     monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
-    async with serving() as served:
-        channel, owner = await connected(served.port)
+    async with serving() as server:
+        channel, owner = await connected(server.port)
         channel.send(Heartbeat())
-        await served.owner.until_messages(1)
-        reading, slow = paused(channel), served.channels[0]
+        await server.owner.until_messages(1)
+        reading, slow_channel = pause_reading(channel), server.channels[0]
         for step in range(32):
-            slow.send(average(step))
-        waits = list(slow.waiting)
-        assert waits[-1] == average(31).message
-        assert slow.waiting_bytes == len(waits) * average(0).nbytes
-        awaiting = asyncio.create_task(slow.room())
+            slow_channel.send(average(step))
+        queue_before = list(slow_channel.waiting)
+        assert queue_before[-1] == average(31).message
+        assert slow_channel.waiting_bytes == len(queue_before) * average(0).nbytes
+        awaiting = asyncio.create_task(slow_channel.room())
         await asyncio.sleep(0)
         assert not awaiting.done()
-        slow.withdraw((messages.AveragedBlockGradient,))
+        slow_channel.withdraw((messages.AveragedBlockGradient,))
         await awaiting
-        assert (slow.waiting_bytes, list(slow.waiting)) == (0, [])
-        slow.send(Heartbeat())
+        assert (slow_channel.waiting_bytes, list(slow_channel.waiting)) == (0, [])
+        slow_channel.send(Heartbeat())
         reading.resume_reading()
-        await owner.until_messages(32 - len(waits) + 1)
+        await owner.until_messages(32 - len(queue_before) + 1)
         channel.abort("done")
-        await served.owner.until_lost()
+        await server.owner.until_lost()
 
 
 @on_uvloop
-async def test_a_state_in_pieces_that_is_sent_at_once_drops_nobody(monkeypatch):
+async def test_state_sent_in_chunks_drops_no_reader(monkeypatch):
     monkeypatch.setattr(limits, "SEND_QUEUE_BYTES", MIB)
     monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
-    place = {"term": 1, "step": 0, "attempt": 0}
-    pieces = (
-        messages.InnerCheckpointChunk(**place, replica=0, inner=1, chunk=0, last=False),
-        messages.CapturedRows(**place, lo=0, hi=1, microbatch=0, chunk=0),
+    step_id = {"term": 1, "step": 0, "attempt": 0}
+    state_chunks = (
+        messages.InnerCheckpointChunk(**step_id, replica=0, inner=1, chunk=0, last=False),
+        messages.CapturedRows(**step_id, lo=0, hi=1, microbatch=0, chunk=0),
     )
-    async with serving() as served:
-        channel, _ = await connected(served.port)
+    async with serving() as server:
+        channel, _ = await connected(server.port)
         channel.send(Heartbeat())
-        await served.owner.until_messages(1)
-        paused(served.channels[0])
-        for piece in pieces:
+        await server.owner.until_messages(1)
+        pause_reading(server.channels[0])
+        for chunk_message in state_chunks:
             for _ in range(8):
-                channel.send(encode(piece, bytes(MIB)))
+                channel.send(encode(chunk_message, bytes(MIB)))
         assert not channel.closed
         assert channel.waiting_bytes > channel.queued_bytes == 0
-        served.channels[0].abort("done")
+        server.channels[0].abort("done")
         channel.abort("done")
-        await served.owner.until_lost()
+        await server.owner.until_lost()
 
 
 @on_uvloop
-async def test_nobody_waits_for_room_in_a_connection_that_is_over(monkeypatch):
+async def test_closed_connection_releases_waiting_senders(monkeypatch):
     monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
-    async with serving() as served:
-        channel, _ = await connected(served.port)
+    async with serving() as server:
+        channel, _ = await connected(server.port)
         channel.send(Heartbeat())
-        await served.owner.until_messages(1)
-        paused(channel)
-        slow = served.channels[0]
+        await server.owner.until_messages(1)
+        pause_reading(channel)
+        slow_channel = server.channels[0]
         for step in range(32):
-            slow.send(average(step))
-        awaiting = asyncio.create_task(slow.room())
+            slow_channel.send(average(step))
+        awaiting = asyncio.create_task(slow_channel.room())
         await asyncio.sleep(0)
         channel.abort("done")
         await awaiting
-        await served.owner.until_lost()
+        await server.owner.until_lost()
 
 
 @on_uvloop
-async def test_goodbye_reaches_the_peer_and_says_why():
-    async with serving() as served:
-        channel, owner = await connected(served.port)
+async def test_goodbye_reaches_the_peer_with_its_reason():
+    async with serving() as server:
+        channel, owner = await connected(server.port)
         channel.send(Heartbeat())
-        await served.owner.until_messages(1)
-        served.channels[0].goodbye("the house is closing", retry=True, exit_code=3)
-        served.channels[0].send(Heartbeat())
-        served.channels[0].goodbye("again", retry=False)
+        await server.owner.until_messages(1)
+        server.channels[0].goodbye("the house is closing", retry=True, exit_code=3)
+        server.channels[0].send(Heartbeat())
+        server.channels[0].goodbye("again", retry=False)
         await owner.until_lost()
         assert owner.messages == [Goodbye(reason="the house is closing", retry=True, exit_code=3)]
-        await served.owner.until_lost()
+        await server.owner.until_lost()
 
 
 @on_uvloop
-async def test_goodbye_drops_the_gradients_that_wait_and_still_arrives(monkeypatch):
+async def test_goodbye_overtakes_queued_gradients(monkeypatch):
     monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
-    async with serving() as served:
-        channel, owner = await connected(served.port)
+    async with serving() as server:
+        channel, owner = await connected(server.port)
         channel.send(Heartbeat())
-        await served.owner.until_messages(1)
-        reading = paused(channel)
+        await server.owner.until_messages(1)
+        reading = pause_reading(channel)
         average = messages.AveragedBlockGradient(term=1, step=2, attempt=0, block=2, chunk=0)
         for _ in range(32):
-            served.channels[0].send(encode(average, VALUES))
-        served.channels[0].goodbye("enough", retry=False)
+            server.channels[0].send(encode(average, VALUES))
+        server.channels[0].goodbye("enough", retry=False)
         reading.resume_reading()
         await owner.until_lost()
         assert isinstance(owner.messages[-1], Goodbye)
         assert len(owner.messages) < 33
-        await served.owner.until_lost()
+        await server.owner.until_lost()
 
 
 @on_uvloop
-async def test_a_long_reason_is_cut_and_still_arrives():
-    """Counted in bytes it is longer than in characters."""
+async def test_long_reason_is_truncated_and_arrives():
+    """It is longer in bytes than in characters."""
     for reason in ("x" * 5000, "\N{SNOWMAN}" * 5000, "\N{GRINNING FACE}" * 5000):
-        async with serving() as served:
-            channel, owner = await connected(served.port)
+        async with serving() as server:
+            channel, owner = await connected(server.port)
             channel.send(Heartbeat())
-            await served.owner.until_messages(1)
-            served.channels[0].goodbye(reason, retry=False)
+            await server.owner.until_messages(1)
+            server.channels[0].goodbye(reason, retry=False)
             await owner.until_lost()
             (goodbye,) = owner.messages
             assert isinstance(goodbye, Goodbye)
@@ -463,18 +465,18 @@ async def test_a_long_reason_is_cut_and_still_arrives():
             assert 390 < len(goodbye.reason.encode()) <= 400
 
 
-# How connections end.
+# The end of connections.
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """Close as a killed process's kernel may: with RST."""
+    """Close with RST, as the kernel may for a killed process."""
     endpoint = writer.get_extra_info("socket")
     endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
 
 
 @pytest.mark.parametrize(
-    ("sent", "close", "reason"),
+    ("partial_frame", "close_peer", "reason"),
     [
         (b"", asyncio.StreamWriter.close, "closed"),
         (frame(Heartbeat()), asyncio.StreamWriter.close, "closed"),
@@ -485,27 +487,27 @@ def reset(writer: asyncio.StreamWriter) -> None:
     ids=["at once", "after a frame", "in a prefix", "in a body", "with a reset"],
 )
 @on_uvloop
-async def test_a_peer_that_vanishes_is_reported_once(sent, close, reason):
-    async with serving() as served:
-        reader, writer = await raw(served.port)
-        writer.write(frame(Heartbeat()) + sent)
+async def test_a_peer_that_vanishes_is_reported_once(partial_frame, close_peer, reason):
+    async with serving() as server:
+        reader, writer = await raw(server.port)
+        writer.write(frame(Heartbeat()) + partial_frame)
         await writer.drain()
-        await served.owner.until_messages(1)
-        close(writer)
-        reason_text, error = await served.owner.until_lost()
+        await server.owner.until_messages(1)
+        close_peer(writer)
+        reason_text, error = await server.owner.until_lost()
         assert any(each in reason_text for each in reason.split("|"))
         assert isinstance(error, FrameError) == ("frame" in reason)
-        assert served.channels[0].closed
-        served.channels[0].send(Heartbeat())
-        served.channels[0].abort("late")
+        assert server.channels[0].closed
+        server.channels[0].send(Heartbeat())
+        server.channels[0].abort("late")
         del reader
-        # Nothing more is to come: the loop has gone round with all that was in it.
+        # Nothing more can arrive: the loop has processed all pending events.
         await asyncio.sleep(0)
-        assert len(served.owner.lost) == 1
+        assert len(server.owner.lost) == 1
 
 
 @pytest.mark.parametrize(
-    ("broken", "kind", "text"),
+    ("bad_frame", "kind", "text"),
     [
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", FrameError, "start with b'GE'"),
         (b"ss\x63" + bytes(15), VersionMismatch, "upgrade the coordinator"),
@@ -516,14 +518,14 @@ async def test_a_peer_that_vanishes_is_reported_once(sent, close, reason):
     ids=["http", "version", "no map", "role", "digest"],
 )
 @on_uvloop
-async def test_who_breaks_the_protocol_is_told_why(broken, kind, text):
-    async with serving() as served:
-        reader, writer = await raw(served.port)
-        writer.write(frame(Heartbeat()) + broken + frame(Heartbeat()))
-        (goodbye,) = await said(reader)
+async def test_protocol_violation_gets_a_reason(bad_frame, kind, text):
+    async with serving() as server:
+        reader, writer = await raw(server.port)
+        writer.write(frame(Heartbeat()) + bad_frame + frame(Heartbeat()))
+        (goodbye,) = await received_text(reader)
         assert isinstance(goodbye, Goodbye)
         assert not goodbye.retry
-        reason_text, error = await served.owner.until_lost()
+        reason_text, error = await server.owner.until_lost()
         assert isinstance(error, kind)
         assert goodbye.reason == reason_text == str(error)
         assert goodbye.exit_code == error.exit_code
@@ -533,50 +535,50 @@ async def test_who_breaks_the_protocol_is_told_why(broken, kind, text):
 
 @on_uvloop
 async def test_a_protocol_error_of_the_owner_ends_the_connection():
-    async with serving() as served:
-        served.owner.refuse = "expected step 3, got 5"
-        reader, writer = await raw(served.port)
+    async with serving() as server:
+        server.owner.refuse = "expected step 3, got 5"
+        reader, writer = await raw(server.port)
         writer.write(frame(Heartbeat()) * 2)
-        (goodbye,) = await said(reader)
+        (goodbye,) = await received_text(reader)
         assert isinstance(goodbye, Goodbye)
         assert goodbye.reason == "expected step 3, got 5"
-        _, error = await served.owner.until_lost()
+        _, error = await server.owner.until_lost()
         assert isinstance(error, OutOfOrder)
         writer.close()
 
 
 @on_uvloop
-async def test_a_refusal_that_quotes_the_peer_is_cut_to_what_may_be_sent():
+async def test_refusal_that_quotes_the_peer_is_truncated():
     """The name of an unknown field is the peer's own text, in characters of three bytes."""
     header = b"\x81\xda\x03\xf9" + ("\N{SNOWMAN}" * 339).encode() + b"\x00"
     assert len(header) <= limits.HEADER_BYTES
-    async with serving() as served:
-        reader, writer = await raw(served.port)
+    async with serving() as server:
+        reader, writer = await raw(server.port)
         writer.write(frames.encode_head(Heartbeat.tag, header, None))
-        (goodbye,) = await said(reader)
+        (goodbye,) = await received_text(reader)
         assert isinstance(goodbye, Goodbye)
         assert "Heartbeat" in goodbye.reason
-        await served.owner.until_lost()
+        await server.owner.until_lost()
         writer.close()
 
 
 @on_uvloop
-async def test_our_own_mistake_is_raised_where_it_is_made():
-    async with serving() as served:
-        channel, _ = await connected(served.port)
+async def test_invalid_send_is_raised_at_the_caller():
+    async with serving() as server:
+        channel, _ = await connected(server.port)
         with pytest.raises(LocalProtocolError):
             channel.send(EXAMPLES[messages.Welcome])
         with pytest.raises(LocalProtocolError):
             channel.send(LARGE)
         assert not channel.closed
         channel.send(Heartbeat())
-        await served.owner.until_messages(1)
+        await server.owner.until_messages(1)
         channel.abort("done")
-        await served.owner.until_lost()
+        await server.owner.until_lost()
 
 
 @on_uvloop
-async def test_a_channel_that_is_aborted_before_it_is_connected_closes_at_once():
+async def test_channel_aborted_before_connecting_closes_at_once():
     owner = Recorder()
 
     def refused() -> Channel:
@@ -593,41 +595,41 @@ async def test_a_channel_that_is_aborted_before_it_is_connected_closes_at_once()
 
 
 @on_uvloop
-async def test_an_answer_to_what_came_with_a_goodbye_is_dropped():
-    """Both came in one read; the owner answers the first before it hears of the second."""
-    async with serving() as served:
-        reader, writer = await raw(served.port)
+async def test_answer_to_a_message_before_goodbye_is_dropped():
+    """Both arrived in one read; the owner answers the first before it receives the second."""
+    async with serving() as server:
+        reader, writer = await raw(server.port)
 
         def answer(channel: Channel, received: Received) -> None:
-            served.owner.messages.append(received.message)
+            server.owner.messages.append(received.message)
             channel.send(Heartbeat())
 
-        served.owner.on_message = answer  # type: ignore[method-assign]
+        server.owner.on_message = answer  # type: ignore[method-assign]
         writer.write(frame(EXAMPLES[messages.SubtreeLoss]) + frame(EXAMPLES[Goodbye]))
         if writer.can_write_eof():
             writer.write_eof()
-            assert await said(reader) == []
+            assert await received_text(reader) == []
         else:  # TLS ends in both directions at once
             writer.close()
-        assert await served.owner.until_lost() == ("the peer closed the connection", None)
-        assert [type(m) for m in served.owner.messages] == [messages.SubtreeLoss, Goodbye]
+        assert await server.owner.until_lost() == ("the peer closed the connection", None)
+        assert [type(m) for m in server.owner.messages] == [messages.SubtreeLoss, Goodbye]
         writer.close()
 
 
 @on_uvloop
 async def test_small_messages_do_not_wait_and_dead_links_are_noticed():
-    async with serving() as served:
-        channel, _ = await connected(served.port)
+    async with serving() as server:
+        channel, _ = await connected(server.port)
         channel.send(Heartbeat())
-        await served.owner.until_messages(1)
-        for end in (channel, served.channels[0]):
+        await server.owner.until_messages(1)
+        for end in (channel, server.channels[0]):
             assert end._transport is not None
             endpoint = end._transport.get_extra_info("socket")
             assert endpoint.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert end.peer.startswith("127.0.0.1:")
         channel.abort("done")
-        await served.owner.until_lost()
+        await server.owner.until_lost()
 
 
 @pytest.mark.parametrize(
@@ -638,5 +640,5 @@ async def test_small_messages_do_not_wait_and_dead_links_are_noticed():
         (ConnectionResetError(), "the connection was reset"),
     ],
 )
-def test_why_a_connection_ended_is_reported_in_words(error, expected_text):
+def test_end_of_a_connection_is_described(error, expected_text):
     assert reason_of(error) == expected_text

@@ -38,11 +38,11 @@ class Byol(nn.Module):
                 old.lerp_(new, 0.05)
             goals = self.target(second), self.target(first)
         views = self.predictor(self.online(first)), self.predictor(self.online(second))
-        likeness = [
+        similarities = [
             functional.cosine_similarity(view, goal).mean()
             for view, goal in zip(views, goals, strict=True)
         ]
-        return 4 - 2 * torch.stack(likeness).sum()
+        return 4 - 2 * torch.stack(similarities).sum()
 
 
 class Views(Dataset[tuple[torch.Tensor, torch.Tensor]]):

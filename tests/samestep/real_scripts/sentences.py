@@ -30,11 +30,11 @@ FIT: dict[str, Any] = {
 
 
 def groups(module):
-    plain = [p for n, p in module.named_parameters() if "bias" in n or "LayerNorm" in n]
+    undecayed = [p for n, p in module.named_parameters() if "bias" in n or "LayerNorm" in n]
     decayed = [p for n, p in module.named_parameters() if not ("bias" in n or "LayerNorm" in n)]
     return [
         {"params": decayed, "weight_decay": 0.01},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": undecayed, "weight_decay": 0.0},
     ]
 
 
@@ -61,14 +61,14 @@ def collate(items):
     return columns
 
 
-def embedded(module, ids):
+def embed_tokens(module, ids):
     mask = (ids != 0).float()
     states = module(input_ids=ids, attention_mask=mask).last_hidden_state
     return functional.normalize((states * mask[..., None]).sum(1) / mask.sum(1)[:, None], dim=1)
 
 
 def loss(module, batch):
-    anchors, positives = (embedded(module, ids) for ids in batch)
+    anchors, positives = (embed_tokens(module, ids) for ids in batch)
     return functional.cross_entropy(anchors @ positives.T / 0.05, torch.arange(len(anchors)))
 
 

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation count, against what is reckoned by hand and by transformers."""
+"""Which tokens of a conversation count, against a computation by hand and transformers."""
 
 from __future__ import annotations
 
@@ -26,29 +26,31 @@ def tokenizer(tmp_path_factory) -> Any:
     return save_chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def of(messages: Any) -> Conversation:
+def with_turns(messages: Any) -> Conversation:
     return Conversation(tuple(messages), "'chat.jsonl' line 3")
 
 
 def dialogue(number: int) -> Conversation:
-    return of(ChatMessage(each["role"], each["content"]) for each in conversation(number))
+    return with_turns(ChatMessage(each["role"], each["content"]) for each in conversation(number))
 
 
-def read(tokenizer: Any, messages: Any, template: str, **how: Any) -> tuple[list[int], list[bool]]:
-    chat_template = ChatTemplate(tokenizer, template, loss=how.get("loss", "assistant"))
-    [(tokens, counted)] = chat_template.encode([chat_template.render(of(messages))])
-    return tokens.tolist(), counted.tolist()
+def read(
+    tokenizer: Any, messages: Any, template: str, **options: Any
+) -> tuple[list[int], list[bool]]:
+    chat_template = ChatTemplate(tokenizer, template, loss=options.get("loss", "assistant"))
+    [(tokens, count_mask)] = chat_template.encode([chat_template.render(with_turns(messages))])
+    return tokens.tolist(), count_mask.tolist()
 
 
 def by_hand(tokenizer: Any, *, end_of_line: bool) -> tuple[list[int], list[bool]]:
-    """ChatML's pieces one by one; its marks are tokens of their own, so nothing grows together."""
+    """Encode ChatML's pieces one by one; its marks are separate tokens, so no pieces merge."""
     ids: list[int] = []
-    counted: list[bool] = []
+    count_mask: list[bool] = []
 
     def add(text: str, *, counts: bool) -> None:
         new = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids.extend(new)
-        counted.extend([counts] * len(new))
+        count_mask.extend([counts] * len(new))
 
     for message in WEATHER:
         answers = message.role == "assistant"
@@ -57,10 +59,10 @@ def by_hand(tokenizer: Any, *, end_of_line: bool) -> tuple[list[int], list[bool]
         add(message.content, counts=answers)
         add("<|im_end|>", counts=answers)
         add("\n", counts=answers and end_of_line)
-    return ids, counted
+    return ids, count_mask
 
 
-def test_the_mask_is_that_of_the_pieces_one_by_one(tokenizer):
+def test_mask_equals_the_pieces_one_by_one(tokenizer):
     text = "".join(f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in WEATHER)
     assert (
         tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -71,64 +73,75 @@ def test_the_mask_is_that_of_the_pieces_one_by_one(tokenizer):
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_marks_say_what_transformers_says_of_them(tokenizer, number):
+def test_generation_marks_equal_transformers(tokenizer, number):
     messages = conversation(number)
     expected = tokenizer.apply_chat_template(
         messages, chat_template=MARKED, tokenize=True, return_dict=True,
         return_assistant_tokens_mask=True,
     )  # fmt: skip
     chat_template = ChatTemplate(tokenizer, MARKED, loss="assistant")
-    [(tokens, counted)] = chat_template.encode([chat_template.render(dialogue(number))])
+    [(tokens, count_mask)] = chat_template.encode([chat_template.render(dialogue(number))])
     assert tokens.tolist() == expected["input_ids"]
-    assert counted.astype(int).tolist() == expected["assistant_masks"]
+    assert count_mask.astype(int).tolist() == expected["assistant_masks"]
 
 
-def test_all_of_a_batch_are_as_each_alone(tokenizer):
+def test_batch_equals_separate_conversations(tokenizer):
     chat_template = ChatTemplate(tokenizer, CHATML, loss="assistant")
     rendered = [chat_template.render(dialogue(number % 9)) for number in range(300)]
-    for one, (tokens, counted) in zip(rendered, chat_template.encode(rendered), strict=True):
-        [(alone, marks)] = chat_template.encode([one])
-        assert alone.tolist() == tokens.tolist()
-        assert marks.tolist() == counted.tolist()
+    for one, (tokens, count_mask) in zip(rendered, chat_template.encode(rendered), strict=True):
+        [(tokens_alone, marks)] = chat_template.encode([one])
+        assert tokens_alone.tolist() == tokens.tolist()
+        assert marks.tolist() == count_mask.tolist()
 
 
-def test_everything_counts_if_that_is_asked_for(tokenizer):
-    ids, counted = read(tokenizer, WEATHER, CHATML, loss="all")
-    assert all(counted)
-    assert len(ids) == len(counted)
+def test_all_tokens_count_on_request(tokenizer):
+    ids, count_mask = read(tokenizer, WEATHER, CHATML, loss="all")
+    assert all(count_mask)
+    assert len(ids) == len(count_mask)
 
 
-def test_a_token_over_the_beginning_of_an_answer_counts(tokenizer):
-    """`:` and a space end the prompt; with the answer the space is a part of its first token."""
+def test_token_across_the_start_of_an_answer_counts(tokenizer):
+    """`:` and a space end the prompt; with the answer, the space is part of its first token."""
     template = (
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     question = (ChatMessage("user", "Eh?"), ChatMessage("assistant", "is"))
-    ids, counted = read(tokenizer, question, template)
-    assert [tokenizer.decode([i]) for i, c in zip(ids, counted, strict=True) if c] == [" is"]
+    ids, count_mask = read(tokenizer, question, template)
+    assert [tokenizer.decode([i]) for i, c in zip(ids, count_mask, strict=True) if c] == [" is"]
 
 
-def test_a_tokenizer_whose_tokens_depend_on_what_follows_counts_by_characters():
-    """Alone "ab" is a token; before "c" it is "a" and the beginning of "bc"."""
+def test_context_dependent_tokenizer_counts_by_characters():
+    """Alone, "ab" is a token; before "c" it is "a" and the beginning of "bc"."""
     import tokenizers
     import transformers
 
-    pieces = [("<unk>", -9.0), ("ab", -2.0), ("a", -1.0), ("bc", -1.0), ("c", -3.0), ("b", -3.0)]
-    bare = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, 0, byte_fallback=False))
-    unigram = transformers.PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="<unk>")
+    vocabulary = [
+        ("<unk>", -9.0),
+        ("ab", -2.0),
+        ("a", -1.0),
+        ("bc", -1.0),
+        ("c", -3.0),
+        ("b", -3.0),
+    ]
+    plain_tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.Unigram(vocabulary, 0, byte_fallback=False)
+    )
+    unigram = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain_tokenizer, unk_token="<unk>"
+    )
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    ids, counted = read(
+    ids, count_mask = read(
         unigram, (ChatMessage("user", "ab"), ChatMessage("assistant", "ca")), template
     )
     assert unigram.convert_ids_to_tokens(ids) == ["a", "bc", "a"]
-    assert counted == [False, True, True]
+    assert count_mask == [False, True, True]
 
 
-def test_no_template_sees_a_clock(tokenizer):
+def test_templates_have_no_clock(tokenizer):
     template = "{{ strftime_now('%d %b %Y, %Y-%m-%d') }}\n" + CHATML
     chat_template = ChatTemplate(tokenizer, template, loss="assistant")
-    assert chat_template.render(of(WEATHER)).text.startswith(
+    assert chat_template.render(with_turns(WEATHER)).text.startswith(
         "26 Jul 2024, 2024-07-26\n<|im_start|>"
     )
 
@@ -161,13 +174,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("template", "told"), REFUSED.values(), ids=list(REFUSED))
-def test_what_a_template_does_not_say_is_not_guessed(tokenizer, template, told):
-    with pytest.raises(DataError) as raised:
+@pytest.mark.parametrize(("template", "message"), REFUSED.values(), ids=list(REFUSED))
+def test_mask_is_not_guessed_without_evidence(tokenizer, template, message):
+    with pytest.raises(DataError) as error:
         read(tokenizer, WEATHER, template)
-    assert told in str(raised.value)
-    assert "line 3" in str(raised.value)
-    assert "\n" not in str(raised.value)
+    assert message in str(error.value)
+    assert "line 3" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 BODY = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -191,19 +204,19 @@ LEAVING_OUT = {
 
 
 @pytest.mark.parametrize("loss", ["assistant", "all"])
-@pytest.mark.parametrize(("template", "told"), LEAVING_OUT.values(), ids=list(LEAVING_OUT))
-def test_a_template_that_leaves_words_out_is_refused(tokenizer, template, told, loss):
+@pytest.mark.parametrize(("template", "message"), LEAVING_OUT.values(), ids=list(LEAVING_OUT))
+def test_template_that_drops_words_is_refused(tokenizer, template, message, loss):
     template += (
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     with pytest.raises(
         DataError,
-        match=f"line 3 {told}'s message in the chat template's text, got a text without it",
+        match=f"line 3 {message}'s message in the chat template's text, got a text without it",
     ):
         read(tokenizer, WEATHER, template, loss=loss)
 
 
-def test_short_words_that_stand_elsewhere_are_no_excuse(tokenizer):
+def test_dropped_short_words_are_refused_despite_other_occurrences(tokenizer):
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
         "{% if m['role'] != 'user' %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}"
@@ -213,10 +226,12 @@ def test_short_words_that_stand_elsewhere_are_no_excuse(tokenizer):
         read(tokenizer, (ChatMessage("user", "s"), ChatMessage("assistant", "ok")), template)
 
 
-def test_words_may_be_stripped_moved_or_written_as_json(tokenizer):
+def test_words_may_be_stripped_moved_or_encoded_as_json(tokenizer):
     last = "{% if loop.index == messages | length - 1 %}{{ messages[0]['content'] }}{% endif %}"
-    moved = "{% for m in messages if m['role'] != 'system' %}" + last + BODY + "{% endfor %}"
+    moving_template = (
+        "{% for m in messages if m['role'] != 'system' %}" + last + BODY + "{% endfor %}"
+    )
     as_json = "{% for m in messages %}" + BODY.replace("m['content']", "(m['content'] | tojson)")
     stripped = "{% for m in messages %}" + BODY.replace("m['content']", "m['content'].strip()")
-    for template in (moved, as_json + "{% endfor %}", stripped + "{% endfor %}"):
+    for template in (moving_template, as_json + "{% endfor %}", stripped + "{% endfor %}"):
         read(tokenizer, WEATHER, template, loss="all")

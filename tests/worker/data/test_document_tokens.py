@@ -1,4 +1,4 @@
-"""Documents become the tokens that one call makes of their text, in windows and files alike."""
+"""Documents have the tokens of one call on their text, in windows and files alike."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 
 def text_of(kind: str, characters: int, seed: int = 3) -> str:
     draw = random.Random(seed)
-    ends = {
+    endings = {
         "paragraphs": [" "] * 7 + ["\n\n", "\n", "\n\n\n"],
         "crlf": [" "] * 7 + ["\r\n", "\r\n\r\n"],
         "long lines": [" "] * 300 + ["\n"],
@@ -46,7 +46,7 @@ def text_of(kind: str, characters: int, seed: int = 3) -> str:
     }[kind]
     text = ""
     while len(text) < characters:
-        text += draw.choice(WORDS) + draw.choice(ends)
+        text += draw.choice(WORDS) + draw.choice(endings)
     return text[:characters]
 
 
@@ -56,7 +56,7 @@ KINDS = [
 
 
 def tokenizer_of(name: str) -> Any:
-    """A tiny one as the models of that name have them."""
+    """Return a tiny tokenizer of the type of these models."""
     unigram = trainers.UnigramTrainer(
         vocab_size=250, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
     )
@@ -86,9 +86,9 @@ def tokenizer_of(name: str) -> Any:
         case "llama 2":
             bracketed = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
             new_tokenizer.normalizer = normalizers.Sequence(bracketed)
-            words = [text.replace(" ", "▁") for text in "".join(corpus()).split("\n")]
-            new_tokenizer.train_from_iterator(words, trainer)
-            return fast(new_tokenizer)
+            texts = [text.replace(" ", "▁") for text in "".join(corpus()).split("\n")]
+            new_tokenizer.train_from_iterator(texts, trainer)
+            return fast_tokenizer(new_tokenizer)
         case "bert":
             new_tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
             new_tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -97,14 +97,14 @@ def tokenizer_of(name: str) -> Any:
                 vocab_size=300, special_tokens=SPECIAL, show_progress=False
             )
     new_tokenizer.train_from_iterator(corpus(), trainer)
-    return fast(new_tokenizer)
+    return fast_tokenizer(new_tokenizer)
 
 
 def corpus() -> list[str]:
     return [text_of(kind, 2_000, seed=1) for kind in ("paragraphs", "crlf", "code")]
 
 
-def fast(new_tokenizer: Tokenizer) -> Any:
+def fast_tokenizer(new_tokenizer: Tokenizer) -> Any:
     new_tokenizer.decoder = decoders.ByteLevel()
     new_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(
@@ -122,13 +122,13 @@ def tokenizer(request) -> Any:
 
 
 @pytest.fixture(scope="module")
-def saved(tokenizer, tmp_path_factory) -> Path:
+def saved_tokenizer(tokenizer, tmp_path_factory) -> Path:
     directory: Path = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save_pretrained(directory)
     return directory
 
 
-def whole(tokenizer: Any, text: str) -> list[int]:
+def tokens_at_once(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
@@ -143,19 +143,19 @@ def in_windows(tokenizer: Any, text: str, window: int) -> list[int]:
 def test_windows_give_the_tokens_of_the_whole_text(tokenizer, kind):
     for length in (900, 4_001):
         text = text_of(kind, length, seed=length)
-        expected = whole(tokenizer, text)
+        expected = tokens_at_once(tokenizer, text)
         for window in (300, 777, 2_000):
             assert in_windows(tokenizer, text, window) == expected
 
 
 @pytest.mark.parametrize("unit", ["a", "1", "\n", " ", "ab", "12 ", "🙂", "x\n\n", "\r\n"])
-def test_windows_of_what_repeats_itself(tokenizer, unit):
+def test_windows_of_repetitive_text(tokenizer, unit):
     text = "the cat " + unit * (1_500 // len(unit)) + " sat."
-    assert in_windows(tokenizer, text, 400) == whole(tokenizer, text)
+    assert in_windows(tokenizer, text, 400) == tokens_at_once(tokenizer, text)
 
 
 class Counting:
-    """The tokenizer, and how long the texts were."""
+    """A tokenizer that records the length of its texts."""
 
     is_fast = True
 
@@ -163,9 +163,9 @@ class Counting:
         self.backend_tokenizer = tokenizer.backend_tokenizer
         self.tokenizer, self.longest = tokenizer, 0
 
-    def __call__(self, texts: list[str], **how: Any) -> Any:
+    def __call__(self, texts: list[str], **options: Any) -> Any:
         self.longest = max(self.longest, *map(len, texts))
-        return self.tokenizer(texts, **how)
+        return self.tokenizer(texts, **options)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "unigram of one word"])
@@ -173,15 +173,19 @@ class Counting:
 def test_memory_is_bounded_where_texts_have_words(name, kind):
     counting = Counting(tokenizer_of(name))
     text = text_of(kind, 20_000)
-    assert in_windows(counting, text, 2_000) == whole(counting.tokenizer, text)
+    assert in_windows(counting, text, 2_000) == tokens_at_once(counting.tokenizer, text)
     assert counting.longest <= 4_000
 
 
-def test_a_tokenizer_that_changes_its_mind_is_refused():
+def test_inconsistent_tokenizer_is_refused():
     class Fickle(Counting):
-        def __call__(self, texts: list[str], **how: Any) -> Any:
-            encoding = super().__call__(texts, **how)
-            return encoding if len(texts[0]) <= 400 else super().__call__([texts[0].upper()], **how)
+        def __call__(self, texts: list[str], **options: Any) -> Any:
+            encoding = super().__call__(texts, **options)
+            return (
+                encoding
+                if len(texts[0]) <= 400
+                else super().__call__([texts[0].upper()], **options)
+            )
 
     text = text_of("paragraphs", 800) + "a" * 700
     with pytest.raises(DataError, match="split the document into several of at most 400"):
@@ -198,33 +202,37 @@ def spec_of(tokenizer: Path, train: Path, **data: Any) -> RunSpec:
 
 
 def stream(samples: Any) -> list[int]:
-    """All tokens; a sample's last one is the next one's first."""
+    """Return all tokens; a sample's last token is the first of the next one."""
     rows = [samples.sample(number)[0].tolist() for number in range(len(samples))]
     return [each for tokens in rows for each in tokens[:-1]] + rows[-1][-1:]
 
 
-def written(path: Path, text: str) -> Path:
+def write_text(path: Path, text: str) -> Path:
     jsonl = json.dumps({"text": text}) + "\n" if path.suffix == ".jsonl" else text
     path.write_bytes(jsonl.encode())
     return path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lone_file_has_the_tokens_of_its_text(tokenizer, saved, tmp_path, kind):
+def test_single_file_has_the_tokens_of_its_text(tokenizer, saved_tokenizer, tmp_path, kind):
     text = text_of(kind, 9_500)
-    expected = [1, *whole(tokenizer, text), 2]
+    expected = [1, *tokens_at_once(tokenizer, text), 2]
     for name in ("a.txt", "a.jsonl"):
-        spec = spec_of(saved, written(tmp_path / name, text))
+        spec = spec_of(saved_tokenizer, write_text(tmp_path / name, text))
         assert stream(read_language_data(spec, 0.0).train) == expected
 
 
-def test_a_cut_of_a_lone_file_changes_no_token(tokenizer, saved, tmp_path):
-    """Cut between the line ends of an empty line, of which some tokenizers have one token."""
+def test_splitting_a_single_file_changes_no_token(tokenizer, saved_tokenizer, tmp_path):
+    """Split between the line ends of an empty line, which some tokenizers encode as one token."""
     text = ("the cat sat on a mat. " * 200)[: LONE_FILE_CHARACTERS - 1] + "a\n\nthe cat " * 3
     assert text[LONE_FILE_CHARACTERS : LONE_FILE_CHARACTERS + 2] == "\n\n"
     for content in (text, text * 3):
-        spec = spec_of(saved, written(tmp_path / "a.txt", content))
-        assert stream(read_language_data(spec, 0.0).train) == [1, *whole(tokenizer, content), 2]
+        spec = spec_of(saved_tokenizer, write_text(tmp_path / "a.txt", content))
+        assert stream(read_language_data(spec, 0.0).train) == [
+            1,
+            *tokens_at_once(tokenizer, content),
+            2,
+        ]
 
 
 @pytest.mark.parametrize(
@@ -232,24 +240,24 @@ def test_a_cut_of_a_lone_file_changes_no_token(tokenizer, saved, tmp_path):
     ["\n" * 9_000 + "the cat\n" + " \n" * 9_000, "the cat sat on a mat.\n" * 900],
     ids=["spaces", "the same again"],
 )
-def test_nothing_of_a_lone_file_is_left_out(tokenizer, saved, tmp_path, text):
-    spec = spec_of(saved, written(tmp_path / "a.txt", text))
+def test_no_text_of_a_single_file_is_dropped(tokenizer, saved_tokenizer, tmp_path, text):
+    spec = spec_of(saved_tokenizer, write_text(tmp_path / "a.txt", text))
     language_data = read_language_data(spec, 0.0)
-    assert stream(language_data.train) == [1, *whole(tokenizer, text), 2]
+    assert stream(language_data.train) == [1, *tokens_at_once(tokenizer, text), 2]
     assert language_data.notes["duplicates_removed"] == 0
 
 
-def test_what_is_held_out_of_a_lone_file_and_what_is_not_are_its_tokens(tokenizer, tmp_path):
+def test_split_of_a_single_file_keeps_all_its_tokens(tokenizer, tmp_path):
     text = text_of("paragraphs", 40_000)
-    read = read_text_corpus(DataSpec(train=str(written(tmp_path / "a.txt", text))))
+    read = read_text_corpus(DataSpec(train=str(write_text(tmp_path / "a.txt", text))))
     count = len(read.documents)
     assert count > 5
     divided = TextStream.of(tokenizer, read, [*range(0, count, 3)], [1, 2, 4, 5])
-    (together,) = TextStream.of(tokenizer, read, range(count))
+    (all_tokens,) = TextStream.of(tokenizer, read, range(count))
     each_alone = TextStream.of(tokenizer, read, *([number] for number in range(count)))
-    expected = [1, *whole(tokenizer, text), 2]
-    assert together.tokens.read(0, together.tokens.elements).tolist() == expected
-    assert len(together.tokens) == 1
+    expected = [1, *tokens_at_once(tokenizer, text), 2]
+    assert all_tokens.tokens.read(0, all_tokens.tokens.elements).tolist() == expected
+    assert len(all_tokens.tokens) == 1
     parts = [each.tokens.read(0, each.tokens.elements).tolist() for each in each_alone]
     assert [token for part in parts for token in part] == expected
     token_lists = [each.tokens.read(0, each.tokens.elements).tolist() for each in divided]
@@ -258,33 +266,33 @@ def test_what_is_held_out_of_a_lone_file_and_what_is_not_are_its_tokens(tokenize
     assert [len(each.tokens) for each in divided] == [len(parts[::3]), 2]
 
 
-def test_packing_cuts_a_lone_file_as_it_cuts_a_row(tokenizer, tmp_path):
+def test_packing_splits_a_single_file_like_a_row(tokenizer, tmp_path):
     text = text_of("paragraphs", 9_500)
     piece_lists = []
     for name in ("a.txt", "a.jsonl"):
-        path = str(written(tmp_path / name, text))
+        path = str(write_text(tmp_path / name, text))
         read = read_text_corpus(DataSpec(train=path))
         (one,) = TextStream.of(tokenizer, read, range(len(read.documents)))
-        cut = CutDocuments.of(one, 64)
-        piece_lists.append([cut.piece(n)[1].tolist() for n in range(len(cut.lengths))])
+        documents = CutDocuments.of(one, 64)
+        piece_lists.append([documents.piece(n)[1].tolist() for n in range(len(documents.lengths))])
     assert piece_lists[0] == piece_lists[1]
-    labels = [label for piece in piece_lists[0] for label in piece]
+    labels = [label for document in piece_lists[0] for label in document]
     assert NOTHING not in labels
-    assert labels == [*whole(tokenizer, text), 2]
+    assert labels == [*tokens_at_once(tokenizer, text), 2]
 
 
-def test_a_tokenizer_that_reports_no_places_still_reads_the_whole_text(tokenizer, tmp_path):
+def test_tokenizer_without_offsets_reads_the_whole_text(tokenizer, tmp_path):
     class Slow(Counting):
         is_fast = False
 
-        def __call__(self, texts: Any, **how: Any) -> Any:
-            return {"input_ids": self.tokenizer(texts, **how).input_ids}
+        def __call__(self, texts: Any, **options: Any) -> Any:
+            return {"input_ids": self.tokenizer(texts, **options).input_ids}
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.tokenizer, name)
 
     text = text_of("paragraphs", 9_500)
-    read = read_text_corpus(DataSpec(train=str(written(tmp_path / "a.txt", text))))
+    read = read_text_corpus(DataSpec(train=str(write_text(tmp_path / "a.txt", text))))
     (text_stream,) = TextStream.of(Slow(tokenizer), read, range(len(read.documents)))
-    expected = [1, *whole(tokenizer, text), 2]
+    expected = [1, *tokens_at_once(tokenizer, text), 2]
     assert text_stream.tokens.read(0, text_stream.tokens.elements).tolist() == expected

@@ -10,13 +10,15 @@ def test_each_class_gives_its_share():
     assert len(holdout.split_by_class(texts[:2], "ab", 7, 0.9)[0]) == 2
 
 
-def test_the_split_is_by_text_and_seed_and_not_by_place():
+def test_split_depends_on_text_and_seed_but_not_on_position():
     texts = [f"text {n}" for n in range(100)]
-    turned = texts[::-1]
+    reversed_texts = texts[::-1]
     train, held_out = holdout.split(texts, 7, 0.2)
     assert sorted(train + held_out) == list(range(100))
     assert len(held_out) == 20
-    assert {texts[n] for n in held_out} == {turned[n] for n in holdout.split(turned, 7, 0.2)[1]}
+    assert {texts[n] for n in held_out} == {
+        reversed_texts[n] for n in holdout.split(reversed_texts, 7, 0.2)[1]
+    }
     assert holdout.split(texts, 8, 0.2)[1] != held_out
     assert holdout.split(texts, 7, 0.0)[1] == []
     assert len(holdout.split(texts, 7, 0.999)[0]) == 1

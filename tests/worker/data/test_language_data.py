@@ -1,4 +1,4 @@
-"""Conversations as a run reads them, and the line for each mistake that people make with them."""
+"""Conversations as a run reads them, and the error line of each common mistake."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ASKED = {"role": "user", "content": "Is it?"}
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory) -> Path:
-    """With a template, and without."""
+    """Tokenizers with and without a template."""
     directory: Path = tmp_path_factory.mktemp("tokenizers")
     save_chat_tokenizer(directory / "chat")
     save_chat_tokenizer(directory / "bare", template=None)
@@ -56,8 +56,8 @@ def read(tokenizers: Path, data: dict[str, Any], fraction: float = 0.0) -> Langu
 
 def turns(data: LanguageData) -> list[tuple[list[int], list[bool]]]:
     return [
-        (tokens.tolist(), counted.tolist())
-        for tokens, counted in map(data.train.sample, range(len(data.train)))
+        (tokens.tolist(), count_mask.tolist())
+        for tokens, count_mask in map(data.train.sample, range(len(data.train)))
     ]
 
 
@@ -114,62 +114,67 @@ def test_columns_of_other_names_and_alpaca_s_input(tokenizers, tmp_path):
     language_data = read(tokenizers, data)
     texts = language_data.tokenizer.batch_decode([tokens for tokens, _ in turns(language_data)])
     assert texts[1].startswith("<|im_start|>user\nWhat is 1?\n\n1!<|im_end|>\n")
-    without = [{"instruction": a, "output": b} for a, b in PAIRS]
-    alone = {"train": str(jsonl(tmp_path / "b.jsonl", without)), "format": "alpaca"}
-    assert len(read(tokenizers, alone).train) == len(PAIRS)
+    rows_without_input = [{"instruction": a, "output": b} for a, b in PAIRS]
+    data_section = {
+        "train": str(jsonl(tmp_path / "b.jsonl", rows_without_input)),
+        "format": "alpaca",
+    }
+    assert len(read(tokenizers, data_section).train) == len(PAIRS)
 
 
-def test_a_batch_holds_each_counted_token_behind_what_comes_before(tokenizers, tmp_path):
+def test_batch_predicts_each_counted_token_from_its_prefix(tokenizers, tmp_path):
     language_data = read(tokenizers, {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))})
-    everything = turns(language_data)
+    all_turns = turns(language_data)
     batch = language_data.train.batch(np.array([4, 1, 8]))
     inputs, labels = batch.arrays["input_ids"], batch.arrays["labels"]
     assert inputs.shape == labels.shape
     assert inputs.shape[1] % 16 == 0
     for row, number in enumerate((4, 1, 8)):
-        tokens, counted = everything[number]
+        tokens, count_mask = all_turns[number]
         length = len(tokens) - 1
         assert inputs[row, :length].tolist() == tokens[:-1]
-        expected = [t if c else NOTHING for t, c in zip(tokens, counted, strict=True)][1:]
+        expected = [t if c else NOTHING for t, c in zip(tokens, count_mask, strict=True)][1:]
         assert labels[row, :length].tolist() == expected
         assert not inputs[row, length:].any()
         assert (labels[row, length:] == NOTHING).all()
-    assert batch.weight == sum(sum(everything[n][1]) for n in (4, 1, 8))
+    assert batch.weight == sum(sum(all_turns[n][1]) for n in (4, 1, 8))
 
 
-def test_what_is_cut_is_counted_and_what_keeps_no_answer_is_left_out(tokenizers, tmp_path):
+def test_truncation_is_counted_and_rows_without_answer_are_dropped(tokenizers, tmp_path):
     path = str(jsonl(tmp_path / "a.jsonl", ROWS))
-    whole = turns(read(tokenizers, {"train": path}))
-    length = sorted(len(tokens) for tokens, _ in whole)[6]
-    cut = read(tokenizers, {"train": path, "max_tokens": length})
-    expected = [(tokens[:length], counted[:length]) for tokens, counted in whole]
-    assert turns(cut) == [one for one in expected if any(one[1])]
-    assert cut.notes["left_out_as_no_answer_fits"] == sum(not any(c) for _, c in expected)
-    longer = sum(len(t) > length and any(c[:length]) for t, c in whole)
-    assert cut.notes["conversations_truncated"] == longer > 0
+    full_turns = turns(read(tokenizers, {"train": path}))
+    length = sorted(len(tokens) for tokens, _ in full_turns)[6]
+    truncated_data = read(tokenizers, {"train": path, "max_tokens": length})
+    expected = [(tokens[:length], count_mask[:length]) for tokens, count_mask in full_turns]
+    assert turns(truncated_data) == [one for one in expected if any(one[1])]
+    assert truncated_data.notes["left_out_as_no_answer_fits"] == sum(
+        not any(c) for _, c in expected
+    )
+    longer = sum(len(t) > length and any(c[:length]) for t, c in full_turns)
+    assert truncated_data.notes["conversations_truncated"] == longer > 0
     short = read(tokenizers, {"train": path, "max_tokens": 24})
     assert short.notes["left_out_as_no_answer_fits"] > 0
-    assert all(any(counted) for _, counted in turns(short))
+    assert all(any(count_mask) for _, count_mask in turns(short))
 
 
-def test_what_counts_is_bound_by_the_digests(tokenizers, tmp_path):
+def test_digests_cover_the_mask(tokenizers, tmp_path):
     path = str(jsonl(tmp_path / "a.jsonl", ROWS))
-    one, bracketed, everything = (
+    one, bracketed, all_turns = (
         read(tokenizers, {"train": path, **keys}).digests
         for keys in ({}, {"chat_template": MARKED}, {"loss": "all"})
     )
-    assert one["data"] == bracketed["data"] == everything["data"]
-    assert one["tokenizer"] == bracketed["tokenizer"] == everything["tokenizer"]
-    assert len({each["counted_tokens"] for each in (one, bracketed, everything)}) == 3
+    assert one["data"] == bracketed["data"] == all_turns["data"]
+    assert one["tokenizer"] == bracketed["tokenizer"] == all_turns["tokenizer"]
+    assert len({each["counted_tokens"] for each in (one, bracketed, all_turns)}) == 3
 
 
-def test_the_held_out_part_is_apart_and_the_same_again(tokenizers, tmp_path):
+def test_evaluation_split_is_disjoint_and_repeatable(tokenizers, tmp_path):
     data = {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))}
-    first, again = (read(tokenizers, data, 0.25) for _ in range(2))
+    first, repeat = (read(tokenizers, data, 0.25) for _ in range(2))
     assert (len(first.train), len(first.held_out)) == (9, 3)
     assert isinstance(first.held_out, Turns)
-    assert first.digests == again.digests
-    assert turns(first) == turns(again)
+    assert first.digests == repeat.digests
+    assert turns(first) == turns(repeat)
     held_out_tokens = {tuple(tokens.tolist()) for tokens in first.held_out.tokens}
     assert not held_out_tokens & {tuple(tokens) for tokens, _ in turns(first)}
 
@@ -183,7 +188,7 @@ def test_a_template_that_is_given_is_saved_with_the_model(tokenizers, tmp_path):
     assert digests.keys() == {"base_weights", "tokenizer", "counted_tokens", "data"}
 
 
-def test_a_teacher_s_rows_say_which_count(tokenizers, tmp_path):
+def test_rows_of_a_teacher_have_its_mask(tokenizers, tmp_path):
     from protocol.datasets.logits_file import records_of
 
     document = document_of(tokenizers, {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))})
@@ -207,8 +212,8 @@ def test_a_teacher_s_rows_say_which_count(tokenizers, tmp_path):
         assert (record["lse_1"][:last] != 0).all()
 
 
-def test_a_student_learns_what_counted_for_its_teacher(tokenizers, tmp_path):
-    """Through the coordinator's files: its labels are those of the conversations themselves."""
+def test_student_uses_the_mask_of_its_teacher(tokenizers, tmp_path):
+    """From the coordinator's files: its labels are those of the conversations themselves."""
     from backends.eager.eager import EagerBackend
     from coordinator.capture.captured_files import CapturedFiles
 
@@ -239,7 +244,7 @@ def test_a_student_learns_what_counted_for_its_teacher(tokenizers, tmp_path):
         assert batch.weight == np.count_nonzero(labels != NOTHING)
 
 
-def test_worker_data_shows_what_counts_and_how_much(tokenizers, tmp_path):
+def test_worker_data_shows_the_mask_and_its_counts(tokenizers, tmp_path):
     path = tmp_path / "run.yaml"
     data = {"train": str(jsonl(tmp_path / "a.jsonl", [*ROWS, ROWS[1]])), "holdout": 0.25}
     path.write_text(json.dumps(document_of(tokenizers, data)))
@@ -249,9 +254,9 @@ def test_worker_data_shows_what_counts_and_how_much(tokenizers, tmp_path):
     assert "<|im_start|>assistant\n⟦It is " in process.stdout
     assert "training samples: 9; tokens of each: min " in process.stdout
     assert "duplicates removed: 1" in process.stdout
-    few = called("worker", "data", str(path), "--samples", "1", "--set", "data.loss=all")
-    assert few.stdout.count("sample ") == 1
-    assert "(9" in few.stdout or "(100" in few.stdout
+    completed = called("worker", "data", str(path), "--samples", "1", "--set", "data.loss=all")
+    assert completed.stdout.count("sample ") == 1
+    assert "(9" in completed.stdout or "(100" in completed.stdout
 
 
 def line(*messages: Any, **others: Any) -> bytes:
@@ -317,7 +322,7 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=list(MISTAKES))
-def test_a_mistake_is_one_line_that_says_where(tokenizers, tmp_path, mistake):
+def test_mistake_is_one_line_with_its_location(tokenizers, tmp_path, mistake):
     name, content, data, message = mistake
     if name:
         (tmp_path / name).write_bytes(content)
@@ -326,28 +331,28 @@ def test_a_mistake_is_one_line_that_says_where(tokenizers, tmp_path, mistake):
     document = document_of(tokenizers, {"train": str(tmp_path / name), **data})
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(document))
-    ended = called("worker", "data", str(path))
-    assert ended.returncode == 2, ended
-    assert ended.stdout == ""
-    assert len(ended.stderr.splitlines()) == 1
-    assert message in ended.stderr
+    completed = called("worker", "data", str(path))
+    assert completed.returncode == 2, completed
+    assert completed.stdout == ""
+    assert len(completed.stderr.splitlines()) == 1
+    assert message in completed.stderr
 
 
 def test_rows_that_only_the_template_refuses_are_bad_rows(tokenizers, tmp_path):
-    """As Gemma's refuses system messages."""
+    """As Gemma refuses system messages."""
     choosy = "{% if messages[0].content == 'Be kind.' %}{{ raise_exception('No.') }}{% endif %}"
     kind = {"role": "system", "content": "Be kind."}
     steered = [{"messages": [kind, ASKED | {"content": f"Is it {n}?"}, SAID]} for n in range(2)]
     path = jsonl(tmp_path / "a.jsonl", [*ROWS[:3], steered[0], *ROWS[3:], steered[1]])
     data = {"train": str(path), "chat_template": choosy + CHATML}
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as error:
         read(tokenizers, data)
     for message in (
         "2 bad rows:",
         "line 4: the chat template fails: TemplateError: No.",
         "line 14",
     ):
-        assert message in str(refused.value)
+        assert message in str(error.value)
     skipped = read(tokenizers, {**data, "skip_bad_rows": True}, 0.25)
     assert skipped.notes["bad_rows_skipped"] == 2
     assert skipped.notes["left_out_as_no_answer_fits"] == 0
@@ -368,9 +373,9 @@ def test_a_tokenizer_without_a_template_is_named(tokenizers, tmp_path):
     data = {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))}
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(document_of(tokenizers, data, "bare")))
-    ended = called("worker", "data", str(path))
-    assert ended.returncode == 2
-    assert "expected a tokenizer with a chat template" in ended.stderr
+    completed = called("worker", "data", str(path))
+    assert completed.returncode == 2
+    assert "expected a tokenizer with a chat template" in completed.stderr
 
 
 def test_the_coordinator_sees_mistakes_before_a_worker_does(tokenizers, tmp_path):
@@ -380,8 +385,9 @@ def test_the_coordinator_sees_mistakes_before_a_worker_does(tokenizers, tmp_path
         check_data(spec)
 
 
-def test_padding_and_company_change_no_loss(tokenizers, tmp_path):
-    """Against torch, each conversation by itself and unpadded, its labels by transformers' rule."""
+def test_padding_and_batch_neighbors_do_not_change_the_loss(tokenizers, tmp_path):
+    """Against torch, with each conversation separate and unpadded, and labels by transformers'
+    rule."""
     import torch
 
     from backends.eager.eager import EagerBackend
@@ -395,13 +401,13 @@ def test_padding_and_company_change_no_loss(tokenizers, tmp_path):
     program.close()
     total = 0.0
     assert task.trainable.module is not None
-    for tokens, counted in turns(language_data):
-        labels = [t if c else NOTHING for t, c in zip(tokens, counted, strict=True)]
+    for tokens, count_mask in turns(language_data):
+        labels = [t if c else NOTHING for t, c in zip(tokens, count_mask, strict=True)]
         with torch.no_grad():
             ids = torch.tensor([tokens])
             mean = task.trainable.module(ids, labels=torch.tensor([labels])).loss
-        total += float(mean) * sum(counted)
-    assert sums["tokens"] == sum(sum(counted) for _, counted in turns(language_data))
+        total += float(mean) * sum(count_mask)
+    assert sums["tokens"] == sum(sum(count_mask) for _, count_mask in turns(language_data))
     assert sums["loss_sum"] == pytest.approx(total, rel=1e-5)
 
 
@@ -435,7 +441,7 @@ OTHER_MISTAKES: dict[str, tuple[bytes, dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", OTHER_MISTAKES.values(), ids=list(OTHER_MISTAKES))
-def test_a_mistake_in_what_goes_together_is_one_line(tokenizers, tmp_path, mistake):
+def test_conflicting_options_are_one_line(tokenizers, tmp_path, mistake):
     content, data, others, message = mistake
     (tmp_path / "a.jsonl").write_bytes(LONG)
     (tmp_path / "v.jsonl").write_bytes(content)
@@ -446,10 +452,10 @@ def test_a_mistake_in_what_goes_together_is_one_line(tokenizers, tmp_path, mista
         document[key] = {**document[key], **value} if key == "model" else value
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(document))
-    ended = called("worker", "data", str(path))
-    assert (ended.returncode, ended.stdout) == (2, ""), ended
-    assert len(ended.stderr.splitlines()) == 1
-    assert message in ended.stderr
+    completed = called("worker", "data", str(path))
+    assert (completed.returncode, completed.stdout) == (2, ""), completed
+    assert len(completed.stderr.splitlines()) == 1
+    assert message in completed.stderr
 
 
 def test_more_than_forty_mistakes_are_named():

@@ -1,4 +1,4 @@
-"""Data larger than the memory that they take: each task's, in each kind of file that it reads."""
+"""Data larger than its memory limit: for each task, in each kind of file that it reads."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from worker.models.tokens import Tokens
 
 SIZE: Final = 24 * MIB
 MOST: Final = 5 * SIZE // 6
-"""Of memory, with what tests before may have left an allocator to give: held, the data would take
-more than their size."""
+"""Allowed growth of memory, including what earlier tests left in the allocator: loading all data
+would take more than its size."""
 ROWS: Final = SIZE // 4096
 WORDS: Final = "word " * 800
 
 
 class Bytes:
-    """A tokenizer of every eighth byte."""
+    """A tokenizer with one token per eight bytes."""
 
     eos_token_id = 0
     is_fast = True
@@ -48,7 +48,7 @@ class Bytes:
 
 
 class Encoding:
-    """Of ASCII."""
+    """The encoding of ASCII text."""
 
     overflowing = ()
 
@@ -71,7 +71,7 @@ class Encoded(dict[str, Any]):
 
 
 class Plain(ChatTemplate):
-    """A template that says what is said, and tokens of every eighth byte; the last half counts."""
+    """A template that renders the plain text, and tokens of eight bytes; the last half counts."""
 
     def __init__(self) -> None:
         pass
@@ -85,11 +85,11 @@ class Plain(ChatTemplate):
             yield ids, np.arange(len(ids)) >= len(ids) // 2
 
 
-def written(path: Path, rows: Iterable[Mapping[str, str]]) -> Path:
-    """The rows in the form that the file's name says, one after the other."""
+def write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> Path:
+    """Write the rows in the form of the file's suffix, one after the other."""
     if path.suffix == ".parquet":
         pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        # One group, as whoever writes a table at once has it.
+        # One group, as a writer of whole tables makes.
         pq.write_table(pa.Table.from_pylist([*rows]), path, row_group_size=ROWS, compression="none")
         return path
     with path.open("w", newline="") as file:
@@ -122,13 +122,13 @@ def test_running_text(tmp_path, form):
 
 @pytest.fixture(autouse=True, scope="module")
 def _libraries_are_loaded(tmp_path_factory):
-    """Their code counts as memory as soon as it has run, and Arrow's allocator keeps what was
-    freed: neither is the data's."""
+    """Load libraries first. Their code counts as memory once it has run, and Arrow's allocator
+    keeps freed memory: neither belongs to the data."""
     pa = pytest.importorskip("pyarrow")
     before = pa.default_memory_pool()
     pa.set_memory_pool(pa.system_memory_pool())
     rows = ({"prompt": f"{n}?", "completion": WORDS} for n in range(200))
-    path = written(tmp_path_factory.mktemp("small") / "t.parquet", rows)
+    path = write_rows(tmp_path_factory.mktemp("small") / "t.parquet", rows)
     conversations = read_conversations(DataSpec(train=str(path), format="prompt-completion"))
     Turns.encode(
         Plain(),
@@ -144,13 +144,13 @@ def _libraries_are_loaded(tmp_path_factory):
 @pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
 def test_conversations(tmp_path, form):
     rows = ({"prompt": f"{n}?", "completion": f"{n} {WORDS}"} for n in range(ROWS))
-    path = written(tmp_path / f"t.{form}", rows)
+    path = write_rows(tmp_path / f"t.{form}", rows)
     data = DataSpec.model_validate({"train": str(path), "format": "prompt-completion"})
     with measured_growth() as growth:
         conversations = read_conversations(data)
         rows_read = (conversations[n] for n in range(len(conversations)))
-        turns = Turns.encode(Plain(), rows_read, 4096, 16, bad_rows=BadRows(skip=False))
-    assert len(turns) == len(conversations) == ROWS
+        encoded_turns = Turns.encode(Plain(), rows_read, 4096, 16, bad_rows=BadRows(skip=False))
+    assert len(encoded_turns) == len(conversations) == ROWS
     assert conversations[7].messages[1].content == f"7 {WORDS}"
     assert growth.peak_bytes < MOST
 
@@ -159,19 +159,19 @@ def test_conversations(tmp_path, form):
 @pytest.mark.parametrize("form", ["jsonl", "csv", pytest.param("tsv", marks=pytest.mark.slow)])
 def test_labeled_text(tmp_path, form):
     rows = ({"text": f"{n} {WORDS}".strip(), "label": "ab"[n % 2]} for n in range(ROWS))
-    path = written(tmp_path / f"t.{form}", rows)
+    path = write_rows(tmp_path / f"t.{form}", rows)
     with measured_growth() as growth:
         labeled_text = read_labeled_text(DataSpec(train=str(path)))
         train, _ = holdout.split(labeled_text.texts, 0, 0.2)
-        tokens, cut = encode_texts(Bytes(), labeled_text.texts, 4096, str)
+        tokens, is_truncated = encode_texts(Bytes(), labeled_text.texts, 4096, str)
         data_digest(labeled_text)
-    assert (len(tokens), cut, len(train)) == (ROWS, 0, ROWS - round(ROWS * 0.2))
+    assert (len(tokens), is_truncated, len(train)) == (ROWS, 0, ROWS - round(ROWS * 0.2))
     assert labeled_text.texts[7] == f"7 {WORDS}".strip()
     assert labeled_text.labels[7] == 1
     assert growth.peak_bytes < MOST
 
 
-# Read as conversations are, which are tried in tables too.
+# Read like conversations, which the test above also reads from tables.
 @pytest.mark.parametrize("form", ["jsonl", pytest.param("csv", marks=pytest.mark.slow), "parquet"])
 def test_pairs(tmp_path, form):
     half = WORDS[: len(WORDS) // 2]
@@ -179,7 +179,7 @@ def test_pairs(tmp_path, form):
         {"prompt": f"{n}?", "chosen": f"{n} {half}", "rejected": f"-{n} {half}"}
         for n in range(ROWS)
     )
-    data = DataSpec(train=str(written(tmp_path / f"t.{form}", rows)), max_tokens=4096)
+    data = DataSpec(train=str(write_rows(tmp_path / f"t.{form}", rows)), max_tokens=4096)
     pairs = EncodedPairs(data.max_tokens)
     with measured_growth() as growth:
         preferences = read_preferences(data)

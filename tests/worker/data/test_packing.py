@@ -1,4 +1,4 @@
-"""Packing and grouping: every piece once, the same sums as alone, and less padding."""
+"""Packing and grouping: every piece once, the same sums as unpacked, and less padding."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def chat(tmp_path_factory) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def changed(document: dict[str, Any], **data: Any) -> dict[str, Any]:
+def changed_spec(document: dict[str, Any], **data: Any) -> dict[str, Any]:
     other = copy.deepcopy(document)
     other["data"].update(data)
     return other
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(0, 9))
-def test_every_piece_is_in_one_sample_that_holds_it(lengths, seed):
+def test_every_piece_is_in_one_sample(lengths, seed):
     packs = pack_pieces(np.array(lengths), 20, seed)
     assert sorted(number for pack in packs for number in pack) == list(range(len(lengths)))
     sums = [sum(lengths[number] for number in pack) for pack in packs]
@@ -82,7 +82,7 @@ def test_every_token_of_a_document_but_its_first_is_predicted_once(documents, le
 
 
 def losses(task: Any) -> tuple[float, float, dict[str, np.ndarray]]:
-    """Loss, weight and gradients summed over all samples."""
+    """Return loss, weight and gradients summed over all samples."""
     from backends.registry import choose
 
     program = choose("cpu").backend.compile(task.trainable, task.batch([0]))
@@ -95,28 +95,28 @@ def losses(task: Any) -> tuple[float, float, dict[str, np.ndarray]]:
     return total.loss_sum, total.weight, gradients
 
 
-def test_packed_sums_are_the_unpacked_ones(chat):
-    alone = losses(build(parse_run_spec(chat)))
-    task = build(parse_run_spec(changed(chat, packing=True)))
+def test_packed_sums_equal_unpacked_sums(chat):
+    unpacked_sums = losses(build(parse_run_spec(chat)))
+    task = build(parse_run_spec(changed_spec(chat, packing=True)))
     assert task.manifest.train_samples < len(ROWS) // 2
     assert task.manifest.notes["packed_samples"] == task.manifest.train_samples
-    together = losses(task)
-    assert together[1] == alone[1]
-    assert together[0] == pytest.approx(alone[0], rel=1e-5)
-    for block, values in alone[2].items():
+    packed_sums = losses(task)
+    assert packed_sums[1] == unpacked_sums[1]
+    assert packed_sums[0] == pytest.approx(unpacked_sums[0], rel=1e-5)
+    for block, values in unpacked_sums[2].items():
         scale = np.abs(values).max()
-        np.testing.assert_allclose(together[2][block] / scale, values / scale, atol=1e-5)
+        np.testing.assert_allclose(packed_sums[2][block] / scale, values / scale, atol=1e-5)
 
 
 def test_running_text_is_packed_by_document(chat, tmp_path):
     rows = [{"text": f"{n} is one number. " * (n % 7 + 1)} for n in range(20)]
     text = {"train": str(jsonl(tmp_path / "t.jsonl", rows)), "format": "text", "max_tokens": 64}
-    data = read_language_data(parse_run_spec(changed(chat, **text, packing=True)), 0.2)
+    data = read_language_data(parse_run_spec(changed_spec(chat, **text, packing=True)), 0.2)
     assert isinstance(data.train, PackedSamples)
     assert isinstance(data.held_out, PackedSamples)
     batch = data.train.batch(slice(None))
     starts = (batch.arrays["position_ids"] == 0) & (batch.arrays["labels"] != NOTHING)
-    assert starts.sum() >= 16  # a document each, some cut
+    assert starts.sum() >= 16  # one document each, some split
     tokens = [data.tokenizer(row["text"], add_special_tokens=False)["input_ids"] for row in rows]
     held_out = data.held_out.batch(slice(None)).weight
     assert batch.weight + held_out == sum(map(len, tokens))  # the end token is predicted, too
@@ -150,17 +150,17 @@ def padding(spec: Any, samples: Any) -> int:
 
 def test_grouping_leaves_less_than_half_of_the_padding(chat, tmp_path):
     random = np.random.default_rng(0)
-    words = np.minimum(np.exp(random.normal(2.0, 1.2, 400)).astype(int) + 1, 200)
+    word_counts = np.minimum(np.exp(random.normal(2.0, 1.2, 400)).astype(int) + 1, 200)
     rows = [
         {"messages": [
             {"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "yes " * count},
         ]}
-        for n, count in enumerate(words.tolist())
+        for n, count in enumerate(word_counts.tolist())
     ]  # fmt: skip
     data = {"train": str(jsonl(tmp_path / "s.jsonl", rows)), "max_tokens": 4096}
     padding_of = {}
     for grouped in (False, True):
-        document = changed(chat, **data, group_by_length=grouped)
+        document = changed_spec(chat, **data, group_by_length=grouped)
         spec = parse_run_spec({**document, "batch": {"samples": 32, "microbatch": 8}})
         padding_of[grouped] = padding(spec, read_language_data(spec, 0.0).train)
     assert padding_of[True] <= 0.5 * padding_of[False]
@@ -168,7 +168,7 @@ def test_grouping_leaves_less_than_half_of_the_padding(chat, tmp_path):
 
 def test_a_validation_file_is_evaluated(chat, tmp_path):
     valid = jsonl(tmp_path / "v.jsonl", [ROWS[3], {"messages": conversation(40)}])
-    document = changed(chat, validation=str(valid))
+    document = changed_spec(chat, validation=str(valid))
     document["data"].pop("holdout")
     data = read_language_data(parse_run_spec(document), 0.2)
     assert (len(data.train), len(data.held_out)) == (12, 2)

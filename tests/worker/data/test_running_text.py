@@ -1,4 +1,4 @@
-"""Running text as tokens: each document begins and ends as the tokenizer has it, and once."""
+"""Running text as tokens: each document begins and ends with the tokenizer's marks, once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LLAMA = {
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory) -> Path:
-    """One that begins texts with a mark, and one that does not."""
+    """A tokenizer that begins texts with a mark, and one that does not."""
     directory: Path = tmp_path_factory.mktemp("tokenizers")
     save_chat_tokenizer(directory / "plain", template=None)
     tokenizer = save_chat_tokenizer(directory / "bracketed", template=None)
@@ -50,8 +50,8 @@ def documents(directory: Path) -> Path:
     return path
 
 
-def predicted(spec: RunSpec) -> list[tuple[list[int], list[int]]]:
-    """What is read, and the labels, of every sample."""
+def inputs_and_labels(spec: RunSpec) -> list[tuple[list[int], list[int]]]:
+    """Return the inputs and labels of every sample."""
     samples = read_language_data(spec, 0.0).train
     batch = samples.batch(np.arange(len(samples)))
     assert batch.weight == (batch.arrays["labels"] != NOTHING).sum()
@@ -66,16 +66,16 @@ def test_marks_are_those_of_the_tokenizer(tokenizers):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_document_is_read_from_its_mark_on_which_nobody_predicts(tokenizers, tmp_path, packing):
+def test_document_starts_with_its_unpredicted_mark(tokenizers, tmp_path, packing):
     train = documents(tmp_path)
-    samples = predicted(spec_of(tokenizers / "bracketed", train, packing=packing))
-    plain = predicted(spec_of(tokenizers / "plain", train, packing=packing))
+    samples = inputs_and_labels(spec_of(tokenizers / "bracketed", train, packing=packing))
+    without_marks = inputs_and_labels(spec_of(tokenizers / "plain", train, packing=packing))
     assert sum(read.count(BEGIN) for read, _ in samples) == 8
     assert not any(BEGIN in labels for _, labels in samples)
-    ends = [sum(labels.count(END) for _, labels in each) for each in (samples, plain)]
-    assert ends == [8, 8]
+    end_counts = [sum(labels.count(END) for _, labels in each) for each in (samples, without_marks)]
+    assert end_counts == [8, 8]
     # The first token of each text is predicted from the mark.
-    counts = [sum(len(x) - x.count(NOTHING) for _, x in each) for each in (samples, plain)]
+    counts = [sum(len(x) - x.count(NOTHING) for _, x in each) for each in (samples, without_marks)]
     assert counts[0] == counts[1] + (8 if packing else 1)
 
 
@@ -83,7 +83,7 @@ def test_a_prompt_begins_as_a_document_does(tokenizers, tmp_path):
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps({"text": "What is 1 plus 2?"}) + "\n")
     for name in ("bracketed", "plain"):
-        read, _ = predicted(spec_of(tokenizers / name, path))[0]
+        read, _ = inputs_and_labels(spec_of(tokenizers / name, path))[0]
         prompt = prompt_tokens(load_tokenizer(str(tokenizers / name)), "What is 1 plus 2?", None)
         assert read[: len(prompt)] == prompt
         assert (prompt[0] == BEGIN) == (name == "bracketed")
@@ -93,7 +93,7 @@ def test_a_prompt_begins_as_a_document_does(tokenizers, tmp_path):
 def test_a_lone_file_ends_where_it_ends(tokenizers, tmp_path, packing):
     path = tmp_path / "book.txt"
     path.write_text("".join(f"What is {n} plus {n}?\n" for n in range(900)))
-    samples = predicted(spec_of(tokenizers / "bracketed", path, packing=packing))
+    samples = inputs_and_labels(spec_of(tokenizers / "bracketed", path, packing=packing))
     assert sum(labels.count(END) for _, labels in samples) == 1
     assert sum(read.count(BEGIN) for read, _ in samples) == 1
     assert samples[0][0][0] == BEGIN or packing

@@ -1,4 +1,4 @@
-"""Tool calls, reasoning and weights: the tokens and the mask are those of transformers."""
+"""Tool calls, reasoning and weights: the tokens and the mask of transformers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ def read(directory: Any, row: dict[str, Any], **spec: Any) -> Conversation:
     return one
 
 
-def learned(tokenizer: Any, conversation: Conversation, template: str, loss: Any = "assistant"):
+def learned_tokens(
+    tokenizer: Any, conversation: Conversation, template: str, loss: Any = "assistant"
+):
     chat_template = ChatTemplate(tokenizer, template, loss=loss)
     rendered = chat_template.render(conversation)
-    [(tokens, counted)] = chat_template.encode([rendered])
-    return tokens.tolist(), counted.tolist(), [rendered.text[a:b] for a, b in rendered.spans]
+    [(tokens, count_mask)] = chat_template.encode([rendered])
+    return tokens.tolist(), count_mask.tolist(), [rendered.text[a:b] for a, b in rendered.spans]
 
 
 def transformers_mask(tokenizer: Any, messages: Any, tools: Any) -> tuple[list[int], list[bool]]:
@@ -47,13 +49,13 @@ def transformers_mask(tokenizer: Any, messages: Any, tools: Any) -> tuple[list[i
 def test_tool_calls_have_the_tokens_and_mask_of_transformers(tokenizer, tmp_path, template):
     chat = tool_chat()
     one = read(tmp_path, {"messages": chat, "tools": [WEATHER_TOOL]})
-    for message in chat:  # as transformers wants the arguments
+    for message in chat:  # transformers requires this form of the arguments
         for call in message.get("tool_calls", []):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         message["content"] = message["content"] or ""
     expected = transformers_mask(tokenizer, chat, [WEATHER_TOOL])
-    tokens, counted, spans = learned(tokenizer, one, template)
-    assert (tokens, counted) == expected
+    tokens, count_mask, spans = learned_tokens(tokenizer, one, template)
+    assert (tokens, count_mask) == expected
     call = '{"name": "weather", "arguments": {"city": "Oslo"}}'
     assert spans == [
         "Hello!<|im_end|>\n",
@@ -85,7 +87,7 @@ def test_each_shape_of_a_call_is_the_same(tokenizer, tmp_path, call, tools):
     one = read(tmp_path, {**row, "tools": tools})
     assert one.messages[1].tool_calls[0].arguments == {"city": "Oslo"}
     assert one.tools == (WEATHER_TOOL,)
-    assert '"arguments": {"city": "Oslo"}' in learned(tokenizer, one, TOOL_TEMPLATE)[2][0]
+    assert '"arguments": {"city": "Oslo"}' in learned_tokens(tokenizer, one, TOOL_TEMPLATE)[2][0]
 
 
 def test_sharegpt_with_tools_is_the_same(tmp_path):
@@ -119,28 +121,28 @@ def test_a_template_that_wants_arguments_as_text_gets_them(tokenizer, tmp_path):
         "(call.function.arguments | tojson) + '}", "call.function.arguments + '}"
     )
     one = read(tmp_path, {"messages": tool_chat(), "tools": [WEATHER_TOOL]})
-    assert '{"city": "Oslo"}' in learned(tokenizer, one, as_text)[2][1]
+    assert '{"city": "Oslo"}' in learned_tokens(tokenizer, one, as_text)[2][1]
 
 
 def test_a_template_without_tools_is_refused(tokenizer, tmp_path):
     row = {"messages": [ASK, SAID], "tools": [WEATHER_TOOL]}
     with pytest.raises(DataError, match="line 1: expected the tools in the chat template"):
-        learned(tokenizer, read(tmp_path, row), CHATML)
+        learned_tokens(tokenizer, read(tmp_path, row), CHATML)
     call = {"role": "assistant", "content": "Let me look.", **CALLS["one call"]}
     row = {"messages": [ASK, call, TOLD, SAID]}
     with pytest.raises(
         DataError, match=r"message 2: expected the assistant.s message in the chat template"
     ):
-        learned(tokenizer, read(tmp_path, row), CHATML)
+        learned_tokens(tokenizer, read(tmp_path, row), CHATML)
 
 
 def test_which_answers_are_learned(tokenizer, tmp_path):
     def spans(loss: str = "assistant", **first: Any) -> list[str]:
         chat = [ASK, {**SAID, "content": "One.", **first}, ASK, SAID]
-        return learned(tokenizer, read(tmp_path, {"messages": chat}), CHATML, loss)[2]
+        return learned_tokens(tokenizer, read(tmp_path, {"messages": chat}), CHATML, loss)[2]
 
-    both, last = ["One.<|im_end|>\n", "No rain.<|im_end|>\n"], ["No rain.<|im_end|>\n"]
-    assert spans() == spans(weight=1) == spans(train=True) == both
+    both_answers, last = ["One.<|im_end|>\n", "No rain.<|im_end|>\n"], ["No rain.<|im_end|>\n"]
+    assert spans() == spans(weight=1) == spans(train=True) == both_answers
     assert spans(loss="last") == spans(weight=0) == spans(train=False) == last
     with pytest.raises(DataError, match=r"every message to have loss with data\.loss=all"):
         spans(loss="all", weight=0)
@@ -149,11 +151,11 @@ def test_which_answers_are_learned(tokenizer, tmp_path):
 def test_a_prompt_of_messages_is_not_learned(tokenizer, tmp_path):
     row = {"prompt": [ASK, {**SAID, "content": "One."}, ASK], "completion": [SAID]}
     one = read(tmp_path, row, format="prompt-completion")
-    assert learned(tokenizer, one, CHATML)[2] == ["No rain.<|im_end|>\n"]
+    assert learned_tokens(tokenizer, one, CHATML)[2] == ["No rain.<|im_end|>\n"]
 
 
 @pytest.mark.parametrize(
-    ("messages", "told"),
+    ("messages", "message"),
     [
         ([ASK, TOLD, SAID], "message 2: expected a tool to answer a call, got no call before it"),
         (
@@ -171,11 +173,11 @@ def test_a_prompt_of_messages_is_not_learned(tokenizer, tmp_path):
         ([ASK, {**SAID, "train": "no"}], "expected true or false as train"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path, messages, told):
-    with pytest.raises(DataError, match=told) as raised:
+def test_a_mistake_is_one_line(tmp_path, messages, message):
+    with pytest.raises(DataError, match=message) as error:
         read(tmp_path, {"messages": messages})
-    assert "line 1" in str(raised.value)
-    assert "\n" not in str(raised.value)
+    assert "line 1" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_call_of_a_function_that_is_not_listed_is_refused(tmp_path):

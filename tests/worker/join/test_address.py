@@ -1,4 +1,4 @@
-"""The address file: what a coordinator writes is what its workers find, and what else they say."""
+"""The address file: workers find what a coordinator writes, and error lines otherwise."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from protocol.wire.address_file import PublishedAddress
 from worker.join.address import find_in_file
 
 
-def silent(_: str) -> None:
-    """Nobody reads this."""
+def discard(_: str) -> None:
+    """Discard the text."""
 
 
-def find(path, retry_for_s=0.0, tell=silent):
+def find(path, retry_for_s=0.0, tell=discard):
     return asyncio.run(find_in_file(path, retry_for_s, tell))
 
 
-def test_a_worker_takes_an_address_that_others_reach(tmp_path):
+def test_worker_chooses_a_reachable_address(tmp_path):
     path = tmp_path / "address.json"
     published = PublishedAddress(
         data="0.0.0.0:9000",
@@ -32,7 +32,7 @@ def test_a_worker_takes_an_address_that_others_reach(tmp_path):
     assert find(path) == ("127.0.0.2", 9000)
 
 
-def test_without_other_addresses_it_is_the_one_that_is_listened_at(tmp_path):
+def test_listening_address_is_the_fallback(tmp_path):
     path = tmp_path / "address.json"
     path.write_text(PublishedAddress(data="[::1]:9000", control="127.0.0.1:1").to_json())
     assert find(path) == ("::1", 9000)
@@ -41,7 +41,7 @@ def test_without_other_addresses_it_is_the_one_that_is_listened_at(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "there is no such file"),
         ("", "expected the addresses of a coordinator"),
@@ -51,25 +51,25 @@ def test_without_other_addresses_it_is_the_one_that_is_listened_at(tmp_path):
         ("x" * 20_000, "expected at most"),
     ],
 )
-def test_what_cannot_be_used_is_named(tmp_path, content, said):
+def test_unusable_file_is_named(tmp_path, content, message):
     path = tmp_path / "address.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(Unreachable, match="on a file system that both machines share") as raised:
+    with pytest.raises(Unreachable, match="on a file system that both machines share") as error:
         find(path)
-    assert said in str(raised.value)
+    assert message in str(error.value)
 
 
 def test_a_worker_waits_for_the_file_and_reports_it(tmp_path):
     path = tmp_path / "address.json"
-    waiting, lines = threading.Event(), []
+    is_waiting, lines = threading.Event(), []
 
     def tell(text):
         lines.append(text)
-        waiting.set()
+        is_waiting.set()
 
     def write():
-        waiting.wait()
+        is_waiting.wait()
         path.write_text(PublishedAddress(data="127.0.0.1:7", control="127.0.0.1:8").to_json())
 
     writer = threading.Thread(target=write)

@@ -1,4 +1,4 @@
-"""Where a worker's token comes from, which one counts, and what is not taken for one."""
+"""Where a worker's token comes from, which one has precedence, and what is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def token(fingerprint: bytes = HERE) -> JoinToken:
     return JoinToken(fingerprint, new_key())
 
 
-def kept(path, token: JoinToken):
+def write_token(path, token: JoinToken):
     write_secret(path, token.reveal() + "\n")
     return path
 
@@ -28,44 +28,44 @@ def environment(tmp_path) -> dict[str, str]:
     return {"SAMESTEP_HOME": str(tmp_path / "home")}
 
 
-def test_file_before_variable_before_systemd_before_the_own_coordinator_s(tmp_path, environment):
+def test_precedence_of_token_sources(tmp_path, environment):
     in_file, in_variable, by_systemd, by_coordinator = (token() for _ in range(4))
-    kept(join_token_file(tmp_path / "home"), by_coordinator)
+    write_token(join_token_file(tmp_path / "home"), by_coordinator)
     assert WorkerCredentials(environment=environment).secret(HERE, "w") == (
         by_coordinator.secret,
         False,
     )
     environment["CREDENTIALS_DIRECTORY"] = str(tmp_path / "systemd")
     assert WorkerCredentials(environment=environment).secret(HERE, "w")[0] == by_coordinator.secret
-    credential = kept(tmp_path / "systemd" / "join.token", by_systemd)
-    credential.chmod(0o440)  # as systemd's are, under access lists
+    credential = write_token(tmp_path / "systemd" / "join.token", by_systemd)
+    credential.chmod(0o440)  # like systemd's files, under access lists
     assert WorkerCredentials(environment=environment).secret(HERE, "w")[0] == by_systemd.secret
     environment["SAMESTEP_TOKEN"] = in_variable.reveal()
     assert (
         WorkerCredentials(environment=dict(environment)).secret(HERE, "w")[0] == in_variable.secret
     )
-    path = kept(tmp_path / "file", in_file)
+    path = write_token(tmp_path / "file", in_file)
     assert WorkerCredentials(path, environment=environment).secret(HERE, "w")[0] == in_file.secret
 
 
-def test_the_variable_is_taken_out_of_the_environment(environment):
+def test_variable_is_removed_from_the_environment(environment):
     environment["SAMESTEP_TOKEN"] = token().reveal()
     WorkerCredentials(environment=environment)
     assert "SAMESTEP_TOKEN" not in environment
 
 
 def test_a_file_is_read_again_each_time(tmp_path, environment):
-    path = kept(tmp_path / "file", token())
+    path = write_token(tmp_path / "file", token())
     credentials = WorkerCredentials(path, environment=environment)
-    changed = token()
-    kept(path, changed)
-    assert credentials.secret(HERE, "w") == (changed.secret, False)
+    new_token = token()
+    write_token(path, new_token)
+    assert credentials.secret(HERE, "w") == (new_token.secret, False)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o666, 0o644, 0o610])
 def test_a_file_that_others_may_read_is_refused(tmp_path, environment, mode):
     join_token = token()
-    path = kept(tmp_path / "file", join_token)
+    path = write_token(tmp_path / "file", join_token)
     path.chmod(mode)
     with pytest.raises(UsageError, match=f"mode 0{mode:o}.*chmod 600") as error_info:
         WorkerCredentials(path, environment=environment)
@@ -76,7 +76,7 @@ def test_a_file_that_others_may_read_is_refused(tmp_path, environment, mode):
 @pytest.mark.parametrize(
     "text", ["", "x", "a" * 64, "a" * 64 + "." + "b" * 42, "A" * 64 + "." + "b" * 43, "\x00" * 108]
 )
-def test_what_is_not_a_token_is_not_shown(tmp_path, environment, text):
+def test_invalid_token_is_not_shown(tmp_path, environment, text):
     path = tmp_path / "file"
     write_secret(path, text)
     with pytest.raises(UsageError, match="expected a join token") as error_info:
@@ -102,9 +102,9 @@ def test_a_token_given_for_one_coordinator_is_not_shown_to_another(environment):
         credentials.secret(THERE, "w")
 
 
-def test_a_token_that_was_only_found_gives_way_to_a_key(tmp_path, environment):
-    """This machine once had a coordinator of its own; its worker now serves another."""
-    kept(join_token_file(tmp_path / "home"), token(HERE))
+def test_discovered_token_yields_to_a_key(tmp_path, environment):
+    """This machine once ran a coordinator; its worker now serves another one."""
+    write_token(join_token_file(tmp_path / "home"), token(HERE))
     credentials = WorkerCredentials(environment=environment)
     with pytest.raises(NotAuthorized, match="expected the certificate"):
         credentials.secret(THERE, "w")
@@ -129,7 +129,7 @@ def test_a_refused_key_is_followed_by_the_token_once(environment):
     assert credentials.secret(HERE, "w") == (key, True)
 
 
-def test_without_tls_only_a_token_will_do(environment):
+def test_plaintext_requires_a_token(environment):
     with pytest.raises(NotAuthorized, match="no join token"):
         WorkerCredentials(plaintext=True, environment=environment).secret(None, "w")
     join_token = token()
@@ -139,7 +139,7 @@ def test_without_tls_only_a_token_will_do(environment):
     assert credentials.secret(None, "w") == (join_token.secret, False)
 
 
-def test_a_home_that_cannot_be_written_is_said_and_no_more(tmp_path, environment):
+def test_unwritable_home_is_only_reported(tmp_path, environment):
     (tmp_path / "home").write_text("a file")
     credentials = WorkerCredentials(environment=environment)
     assert "could not be stored" in credentials.remember(HERE, "w", new_key())
@@ -152,9 +152,9 @@ def test_no_secret_in_any_text_of_a_token():
     assert JoinToken.parse(f" {join_token.reveal()}\n", "a test") == join_token
 
 
-def test_files_that_are_gone_or_damaged_leave_what_was_read_last(tmp_path, environment):
+def test_missing_or_damaged_files_keep_the_last_values(tmp_path, environment):
     join_token, key = token(), new_key()
-    path = kept(tmp_path / "file", join_token)
+    path = write_token(tmp_path / "file", join_token)
     credentials = WorkerCredentials(path, environment=environment)
     assert credentials.remember(HERE, "w", key) == ""
     home = tmp_path / "home"
@@ -175,6 +175,6 @@ def test_a_damaged_key_is_no_key(tmp_path, environment, text):
     path.write_text(text)
     with pytest.raises(NotAuthorized, match=f"{path.name}.*damaged.*join with a token"):
         WorkerCredentials(environment=environment).secret(HERE, "w")
-    token_path = kept(tmp_path / "file", token())
-    again = WorkerCredentials(token_path, environment=environment)
-    assert again.secret(HERE, "w")[1] is False
+    token_path = write_token(tmp_path / "file", token())
+    repeat = WorkerCredentials(token_path, environment=environment)
+    assert repeat.secret(HERE, "w")[1] is False

@@ -1,4 +1,4 @@
-"""Which of the coordinators that were found is taken, and what is made of what anyone announces."""
+"""Which discovered coordinator is chosen, and how announcements of anyone are treated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MINE, OTHERS = "a" * 64, "b" * 64
 GOOD = {"protocol": "2", "certificate": MINE}
 
 
-def announced(name: str, certificate: str = OTHERS, *addresses: str) -> Announced:
+def announcement_of(name: str, certificate: str = OTHERS, *addresses: str) -> Announced:
     properties = {"protocol": "2", "certificate": certificate}
     return Announced.read(f"{name}.{SERVICE}", [*addresses] or ["192.0.2.1"], 9000, properties)
 
@@ -25,27 +25,27 @@ def has_credentials(certificate: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("found", "name", "chosen"),
+    ("announced", "name", "expected_name"),
     [
         ([], "", None),
-        ([announced("den")], "", "den"),
-        ([announced("den"), announced("lab")], "", None),
-        ([announced("den"), announced("lab", MINE)], "", "lab"),
-        ([announced("den", MINE), announced("lab", MINE)], "", None),
-        ([announced("den"), announced("lab", MINE)], "den", "den"),
-        ([announced("den", MINE)], "lab", None),
+        ([announcement_of("den")], "", "den"),
+        ([announcement_of("den"), announcement_of("lab")], "", None),
+        ([announcement_of("den"), announcement_of("lab", MINE)], "", "lab"),
+        ([announcement_of("den", MINE), announcement_of("lab", MINE)], "", None),
+        ([announcement_of("den"), announcement_of("lab", MINE)], "den", "den"),
+        ([announcement_of("den", MINE)], "lab", None),
     ],
 )
-def test_which_one_is_meant(found, name, chosen):
-    coordinator = choose(found, name, has_credentials)
-    assert (coordinator.name if coordinator is not None else None) == chosen
+def test_choice_among_coordinators(announced, name, expected_name):
+    coordinator = choose(announced, name, has_credentials)
+    assert (coordinator.name if coordinator is not None else None) == expected_name
 
 
-def test_it_is_read_as_it_was_announced():
-    announcement = announced("den", MINE, "192.0.2.1", "2001:db8::1")
+def test_announcement_round_trip():
+    announcement = announcement_of("den", MINE, "192.0.2.1", "2001:db8::1")
     assert announcement.properties() == GOOD
     assert [str(address) for address in announcement.addresses] == ["192.0.2.1", "2001:db8::1"]
-    assert announced("den", "").certificate == ""
+    assert announcement_of("den", "").certificate == ""
 
 
 @pytest.mark.parametrize(
@@ -65,26 +65,26 @@ def test_it_is_read_as_it_was_announced():
         ("den", ["192.0.2.1"], 9000, GOOD | {"certificate": "../x"}),
     ],
 )
-def test_what_is_not_a_coordinator_is_skipped(name, addresses, port, properties):
+def test_other_services_are_skipped(name, addresses, port, properties):
     with pytest.raises(MessageError):
         Announced.read(f"{name}.{SERVICE}", addresses, port, properties)
 
 
 @pytest.mark.parametrize("name", ["", "-x", "den.lab", "d" * 41, "den lab"])
-def test_a_user_s_name_that_is_none(name):
+def test_invalid_user_name(name):
     assert check_name("den-1_x", "--name") == "den-1_x"
     with pytest.raises(UsageError, match="--name"):
         check_name(name, "--name")
 
 
-def test_the_nearest_address_is_one_that_this_machine_has_a_way_to():
-    # One's own address is another network's that has the same; 127.0.0.2 shares all but two bits.
+def test_nearest_address_is_routable():
+    # An address equal to our own is on another network; 127.0.0.2 shares all but two bits.
     assert nearest(["127.0.0.1", "127.0.0.2"]) == "127.0.0.2"
     assert nearest(["127.0.0.1"]) == "127.0.0.1"
     assert nearest(["node7.cluster", "127.0.0.2"]) == "127.0.0.2"
 
 
-def test_whether_someone_listens_is_seen_without_a_connection():
+def test_listener_is_detected_without_a_connection():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         address = server.getsockname()

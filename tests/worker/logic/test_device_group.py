@@ -1,5 +1,5 @@
-"""Decisions of a multi-device worker: which device computes what, when the replica changes, who is
-lost."""
+"""Decisions of a multi-device worker: which device computes what, when the replica changes, and
+losses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def unlike_manifest(**changes: Any) -> Manifest:
 
 
 def group(*names: str) -> DeviceGroup:
-    """One whose devices have all built the run's task."""
+    """Return a group whose devices have all built the run's task."""
     devices = DeviceGroup(names)
     devices.begin()
     devices.do(act.Build("r", SPEC, keep_state=False))
@@ -61,7 +61,7 @@ def group(*names: str) -> DeviceGroup:
 
 
 def settle(devices: DeviceGroup, *names: str, reads_on: bool = False) -> list[Output]:
-    """All devices build the task, and have the initial parameters."""
+    """Let all devices build the task and load the initial parameters."""
     outputs = [x for name in names for x in devices.report(name, BUILT)]
     outputs += devices.report(names[0], events.InitialParameters(PARAMETERS))
     for name in names:
@@ -70,7 +70,7 @@ def settle(devices: DeviceGroup, *names: str, reads_on: bool = False) -> list[Ou
 
 
 def leaf(number: int, block: int) -> np.ndarray:
-    """A microbatch's gradient; of such values the order of sums shows in the bits."""
+    """Return a microbatch's gradient; with these values the order of sums shows in the bits."""
     return (np.arange(3, dtype=np.float32) + 1) * np.float32(0.1 + number * 1.7**number + block)
 
 
@@ -94,15 +94,15 @@ def computes(outputs: list[Output]) -> list[tuple[str, Subtree]]:
     ]
 
 
-def given(outputs: list[Output]) -> list[events.Event]:
+def session_events(outputs: list[Output]) -> list[events.Event]:
     return [output.event for output in outputs if isinstance(output, Emit)]
 
 
-def told(outputs: list[Output]) -> str:
+def coordinator_messages(outputs: list[Output]) -> str:
     return "\n".join(output.text for output in outputs if isinstance(output, LogLine))
 
 
-def lost(devices: DeviceGroup, name: str) -> list[Output]:
+def lose(devices: DeviceGroup, name: str) -> list[Output]:
     return devices.lost(name, "was ended by SIGKILL")
 
 
@@ -111,7 +111,7 @@ def fails(devices: DeviceGroup, name: str) -> list[Output]:
 
 
 def do_part(devices: DeviceGroup, name: str, subtree: Subtree, ms: float = 10.0) -> list[Output]:
-    """A device computes a part, and says all of it."""
+    """Let a device compute a part, and report all of it."""
     outputs: list[Output] = []
     for block in (1, 0):
         values = subtree_sum(subtree, block)
@@ -124,57 +124,63 @@ def do_part(devices: DeviceGroup, name: str, subtree: Subtree, ms: float = 10.0)
     )
 
 
-def test_nobody_can_tell_how_many_devices_there_were():
+def test_bits_do_not_depend_on_how_many_devices_compute():
     expected = {block: subtree_sum(Subtree(0, M), block) for block in (0, 1)}
     for names in (("a",), ("a", "b"), ("a", "b", "c"), tuple("abcdefgh")):
         devices = group(*names)
         parts = computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, M))))
         assert sorted(n for _, part in parts for n in range(*part)) == list(range(M))
         outputs = [x for name, part in reversed(parts) for x in do_part(devices, name, part)]
-        sums = [event for event in given(outputs) if isinstance(event, events.BlockSum)]
+        sums = [event for event in session_events(outputs) if isinstance(event, events.BlockSum)]
         assert {event.block for event in sums} == {0, 1}
         for event in sums:
             assert (event.subtree, event.weight) == (Subtree(0, M), M)
             assert event.values.tobytes() == expected[event.block].tobytes()
-        (done,) = [event for event in given(outputs) if isinstance(event, events.SubtreeDone)]
-        assert done.loss == Loss(M, M)
+        (subtree_done,) = [
+            event for event in session_events(outputs) if isinstance(event, events.SubtreeDone)
+        ]
+        assert subtree_done.loss == Loss(M, M)
 
 
-def test_work_goes_by_measured_speed():
+def test_work_is_divided_by_measured_speed():
     devices = group("slow", "quick")
     for name, subtree in computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4)))):
         do_part(devices, name, subtree, ms=30.0 if name == "slow" else 10.0)
     parts = computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
-    leaves = {name: sum(n.leaves for who, n in parts if who == name) for name, _ in parts}
+    leaves = {name: sum(n.leaves for device, n in parts if device == name) for name, _ in parts}
     assert leaves == {"slow": 1, "quick": 3}
 
 
-def test_the_worker_s_speed_is_that_of_all_its_devices():
+def test_worker_speed_is_that_of_all_its_devices():
     devices = group("a", "b")
     parts = computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
     outputs = [x for name, part in parts for x in do_part(devices, name, part, ms=10.0)]
-    (done,) = [event for event in given(outputs) if isinstance(event, events.SubtreeDone)]
-    assert done.elapsed_ms == pytest.approx(20.0)
+    (subtree_done,) = [
+        event for event in session_events(outputs) if isinstance(event, events.SubtreeDone)
+    ]
+    assert subtree_done.elapsed_ms == pytest.approx(20.0)
 
 
-def test_what_a_lost_device_owes_is_computed_by_its_siblings():
+def test_siblings_compute_what_a_lost_device_owes():
     devices = group("a", "b")
     parts = dict(computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4)))))
     do_part(devices, "a", parts["a"])
     devices.report("b", events.BlockSum(STEP_ID, parts["b"], 1, subtree_sum(parts["b"], 1), 2.0))
     outputs = devices.lost("b", "was ended by SIGKILL")
     assert Start("b") in outputs
-    assert "'b' was ended by SIGKILL; restarted, 1 of at most 3 times" in told(outputs)
-    again = computes(outputs)
-    assert {name for name, _ in again} == {"a"}
-    finished = [x for name, part in again for x in do_part(devices, name, part)]
-    sums = {e.block: e.values for e in given(finished) if isinstance(e, events.BlockSum)}
-    # Of block 1 all had come before the loss.
+    assert "'b' was ended by SIGKILL; restarted, 1 of at most 3 times" in coordinator_messages(
+        outputs
+    )
+    repeat = computes(outputs)
+    assert {name for name, _ in repeat} == {"a"}
+    reports = [x for name, part in repeat for x in do_part(devices, name, part)]
+    sums = {e.block: e.values for e in session_events(reports) if isinstance(e, events.BlockSum)}
+    # Block 1 had arrived completely before the loss.
     assert sums[0].tobytes() == subtree_sum(Subtree(0, 4), 0).tobytes()
     assert sums.keys() == {0}
 
 
-def test_the_replica_begins_with_the_parameters_of_one_device_and_all_read_it():
+def test_replica_starts_from_one_device_and_all_read_it():
     devices = DeviceGroup(("a", "b"))
     devices.do(act.Build("r", SPEC, keep_state=False))
     devices.report("a", BUILT)
@@ -188,19 +194,19 @@ def test_the_replica_begins_with_the_parameters_of_one_device_and_all_read_it():
     assert isinstance(built, Emit)
 
 
-@pytest.mark.parametrize("stops", [lost, fails])
-def test_one_that_is_lost_with_the_initial_parameters_is_not_waited_for(stops):
+@pytest.mark.parametrize("stops", [lose, fails])
+def test_device_lost_with_the_initial_parameters_is_replaced(stops):
     devices = DeviceGroup(("a", "b"))
     devices.do(act.Build("r", SPEC, keep_state=False))
     devices.report("a", BUILT)
     devices.report("b", BUILT)
     outputs = stops(devices, "a")
-    if stops is lost:
+    if stops is lose:
         outputs += devices.report("a", BUILT)
-    assert ToDevice("a" if stops is lost else "b", act.ReadInitial()) in outputs
+    assert ToDevice("a" if stops is lose else "b", act.ReadInitial()) in outputs
 
 
-def test_a_step_is_taken_once_and_then_read_by_all():
+def test_step_is_applied_once_and_read_by_all():
     devices = group("a", "b")
     assert devices.do(SKIP) == [
         ChangeReplica(SKIP),
@@ -208,12 +214,12 @@ def test_a_step_is_taken_once_and_then_read_by_all():
     ]
     assert not devices.report("b", events.WeightsTaken(1, reads_on=False))
     assert not devices.replica_digest(1, "1" * 64)
-    assert given(devices.report("a", events.WeightsTaken(1, reads_on=False))) == [
+    assert session_events(devices.report("a", events.WeightsTaken(1, reads_on=False))) == [
         events.Applied(1, "1" * 64)
     ]
 
 
-def test_the_replica_stays_as_it_is_while_a_device_takes_its_parameters():
+def test_replica_is_unchanged_while_a_device_reads_it():
     devices = group("a", "b")
     devices.do(SKIP)
     devices.report("a", events.WeightsTaken(1, reads_on=False))
@@ -234,22 +240,22 @@ def test_devices_that_read_on_release_the_replica_before_it_changes():
     assert devices.report("b", events.ReplicaReleased())[0] == ChangeReplica(SKIP)
 
 
-@pytest.mark.parametrize("stops", [lost, fails])
+@pytest.mark.parametrize("stops", [lose, fails])
 @pytest.mark.parametrize("reads_on", [False, True])
-def test_nobody_waits_for_a_device_that_is_lost_while_it_reads(stops, reads_on):
+def test_device_lost_while_reading_blocks_nothing(stops, reads_on):
     devices = group("a", "b")
     devices.do(SKIP)
     devices.replica_digest(1, "1" * 64)
     devices.report("a", events.WeightsTaken(1, reads_on))
     devices.do(SKIP)
     outputs = stops(devices, "b")
-    assert events.Applied(1, "1" * 64) in given(outputs)
+    assert events.Applied(1, "1" * 64) in session_events(outputs)
     if reads_on:
         outputs = devices.report("a", events.ReplicaReleased())
     assert ChangeReplica(SKIP) in outputs
 
 
-def test_what_is_cancelled_before_its_turn_reaches_no_device():
+def test_canceled_pending_work_reaches_no_device():
     devices = group("a", "b")
     devices.do(SKIP)
     devices.do(SKIP)
@@ -277,12 +283,12 @@ def test_a_device_that_is_restarted_reads_the_replica():
     assert names == {"a"}
     outputs = devices.report("b", BUILT)
     assert Attach("b", was_reset=False) in outputs
-    assert "'b' takes part from step 0 on" in told(outputs)
+    assert "'b' takes part from step 0 on" in coordinator_messages(outputs)
     names = {name for name, _ in computes(devices.do(act.Compute(STEP_ID, M, Subtree(1, 2))))}
     assert names == {"b"}
 
 
-def test_a_device_that_is_restarted_while_a_state_is_loaded_reads_it_when_it_is_whole():
+def test_device_restarted_during_loading_reads_the_complete_state():
     devices = group("a", "b")
     chunks = [act.LoadChunk("parameters", n, 0, np.ones(3, np.float32)) for n in (0, 1)]
     assert devices.do(chunks[0]) == [ChangeReplica(chunks[0])]
@@ -297,7 +303,7 @@ def test_a_device_that_is_restarted_while_a_state_is_loaded_reads_it_when_it_is_
 
 
 @pytest.mark.parametrize("loading", [False, True])
-def test_a_connection_that_comes_back_finds_the_replica_unless_it_is_half_loaded(loading):
+def test_reconnecting_keeps_the_replica_unless_half_loaded(loading):
     devices = group("a", "b")
     devices.do(SKIP)
     if loading:
@@ -316,14 +322,14 @@ def test_a_connection_that_comes_back_finds_the_replica_unless_it_is_half_loaded
         assert devices.do(SKIP) == [], "all are taking its parameters"
 
 
-def test_a_device_of_another_numerics_profile_is_left_out_and_the_rest_continues():
+def test_device_of_another_numerics_profile_is_excluded():
     devices = DeviceGroup(("a", "b", "odd"))
     devices.do(act.Build("r", SPEC, keep_state=False))
     devices.report("odd", replace(BUILT, numerics_profile="6" * 64))
     outputs = settle(devices, "a", "b")
-    assert "device 'odd' is left out of the run" in told(outputs)
-    assert "start a separate worker" in told(outputs)
-    (built,) = given(outputs)
+    assert "device 'odd' is left out of the run" in coordinator_messages(outputs)
+    assert "start a separate worker" in coordinator_messages(outputs)
+    (built,) = session_events(outputs)
     assert isinstance(built, events.Built)
     assert (built.devices, built.device) == (2, "2 x CPU")
     assert {name for name, _ in computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, M))))} == {
@@ -332,34 +338,34 @@ def test_a_device_of_another_numerics_profile_is_left_out_and_the_rest_continues
     }
 
 
-def test_the_coordinator_is_told_why_a_device_is_left_out():
+def test_coordinator_learns_why_a_device_is_excluded():
     devices = DeviceGroup(("a", "odd"))
     devices.do(act.Build("r", SPEC, keep_state=False))
     devices.report("a", BUILT)
     devices.report("odd", replace(BUILT, numerics_profile="6" * 64))
-    (built,) = given(devices.report("a", events.InitialParameters(PARAMETERS)))
+    (built,) = session_events(devices.report("a", events.InitialParameters(PARAMETERS)))
     assert isinstance(built, events.Built)
     assert built.devices == 1
     assert built.left_out.startswith("device 'odd' is left out: expected the numerics profile")
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "difference"),
     [
         ({"initial_digest": "1" * 64}, "initial weights"),
         ({"manifest": unlike_manifest(digests={"data": "1" * 64})}, "data"),
         ({"manifest": unlike_manifest(train_samples=65)}, "model shape, sample counts"),
     ],
 )
-def test_a_task_that_is_another_on_each_device_is_refused(change, named):
+def test_a_task_that_is_another_on_each_device_is_refused(change, difference):
     devices = DeviceGroup(("a", "b"))
     devices.do(act.Build("r", SPEC, keep_state=False))
     devices.report("a", BUILT)
-    (failed,) = given(devices.report("b", replace(BUILT, **change)))
-    assert isinstance(failed, events.BuildFailed)
-    assert not failed.is_local, "no other machine would do better"
-    assert str(failed.error).startswith(f"expected the task to build the same {named}")
-    assert "seeded with the run spec's seed" in str(failed.error)
+    (failure,) = session_events(devices.report("b", replace(BUILT, **change)))
+    assert isinstance(failure, events.BuildFailed)
+    assert not failure.is_local, "no other machine would do better"
+    assert str(failure.error).startswith(f"expected the task to build the same {difference}")
+    assert "seeded with the run spec's seed" in str(failure.error)
 
 
 def non_finite(subtree, block, device):
@@ -370,69 +376,71 @@ def test_values_that_are_not_finite_are_reported_with_their_device():
     values = np.array([1, np.inf, 2], np.float32)
     devices = group("a", "b")
     parts = dict(computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 2)))))
-    reported = without_infinite_sums(events.BlockSum(STEP_ID, parts["b"], 1, values, 1.0))
-    assert given(devices.report("b", reported)) == [non_finite(parts["b"], 1, "b")]
+    report = without_infinite_sums(events.BlockSum(STEP_ID, parts["b"], 1, values, 1.0))
+    assert session_events(devices.report("b", report)) == [non_finite(parts["b"], 1, "b")]
     nan = events.SubtreeDone(STEP_ID, parts["a"], Loss(float("nan"), 1.0), 1.0)
-    assert given(devices.report("a", nan)) == [non_finite(parts["a"], None, "a")]
+    assert session_events(devices.report("a", nan)) == [non_finite(parts["a"], None, "a")]
 
 
-def test_without_any_device_that_has_the_state_the_worker_joins_again():
+def test_worker_rejoins_if_no_device_has_the_state():
     devices = group("a", "b")
     devices.lost("a", "was ended by SIGKILL")
-    (lost,) = given(devices.lost("b", "was ended by SIGKILL"))
-    assert isinstance(lost, events.DevicesLost)
+    (loss,) = session_events(devices.lost("b", "was ended by SIGKILL"))
+    assert isinstance(loss, events.DevicesLost)
 
 
-def test_a_process_that_ends_again_and_again_is_left_out():
+def test_repeatedly_ending_process_is_excluded():
     devices = group("a", "b")
     for _ in range(MOST_RESTARTS):
         assert Start("b") in devices.lost("b", "was ended by SIGKILL")
     outputs = devices.lost("b", "was ended by SIGKILL")
     assert Start("b") not in outputs
-    assert "it is left out" in told(outputs)
-    assert not given(outputs)
+    assert "it is left out" in coordinator_messages(outputs)
+    assert not session_events(outputs)
 
 
-def test_a_device_that_fails_is_left_out_and_the_last_one_is_the_worker_s_end():
+def test_failing_device_is_excluded_and_the_last_one_ends_the_worker():
     devices = group("a", "b")
     error = DeviceError("card", "out of memory")
     outputs = devices.report("a", events.DeviceFailed(error))
     assert Stop("a") in outputs
-    assert "'a' is left out" in told(outputs)
-    assert given(devices.report("b", events.DeviceFailed(error))) == [events.DeviceFailed(error)]
-
-
-def test_a_device_that_is_missing_is_the_end_of_the_worker():
-    devices = DeviceGroup(("a", "b"))
-    event = events.DeviceFailed(BackendUnavailable("cuda", "no driver"))
-    assert given(devices.report("a", event)) == [event]
-
-
-def test_a_task_that_nobody_can_build_is_reported_once():
-    devices = DeviceGroup(("a", "b"))
-    devices.do(act.Build("r", SPEC, keep_state=False))
-    failed = events.BuildFailed("r", RunFailed("no memory"), is_local=True)
-    assert not given(devices.report("a", failed))
-    assert given(devices.report("b", replace(failed, is_local=False))) == [
-        replace(failed, is_local=False)
+    assert "'a' is left out" in coordinator_messages(outputs)
+    assert session_events(devices.report("b", events.DeviceFailed(error))) == [
+        events.DeviceFailed(error)
     ]
 
 
-def test_a_part_that_waits_for_files_continues_with_its_subtree():
+def test_missing_device_ends_the_worker():
+    devices = DeviceGroup(("a", "b"))
+    event = events.DeviceFailed(BackendUnavailable("cuda", "no driver"))
+    assert session_events(devices.report("a", event)) == [event]
+
+
+def test_unbuildable_task_is_reported_once():
+    devices = DeviceGroup(("a", "b"))
+    devices.do(act.Build("r", SPEC, keep_state=False))
+    failure = events.BuildFailed("r", RunFailed("no memory"), is_local=True)
+    assert not session_events(devices.report("a", failure))
+    assert session_events(devices.report("b", replace(failure, is_local=False))) == [
+        replace(failure, is_local=False)
+    ]
+
+
+def test_part_that_waits_for_files_continues_with_its_subtree():
     devices = group("a", "b")
     compute = act.Compute(STEP_ID, M, Subtree(0, 2))
     parts = dict(computes(devices.do(compute)))
-    wanted = events.FilesNeeded(("x",), (STEP_ID, M, parts["b"]))
-    assert given(devices.report("b", wanted)) == [
-        replace(wanted, for_subtree=(STEP_ID, M, Subtree(0, 2)))
+    expected = events.FilesNeeded(("x",), (STEP_ID, M, parts["b"]))
+    assert session_events(devices.report("b", expected)) == [
+        replace(expected, for_subtree=(STEP_ID, M, Subtree(0, 2)))
     ]
     assert computes(devices.do(compute)) == [("b", parts["b"])]
 
 
-def test_what_is_cancelled_is_nobody_s():
+def test_canceled_work_has_no_owner():
     devices = group("a", "b")
     parts = computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
     cancelled = devices.do(act.CancelSubtree(STEP_ID, Subtree(0, 4)))
     expected = [act.CancelSubtree(STEP_ID, part) for _, part in parts]
     assert [*orders(cancelled, "a"), *orders(cancelled, "b")] == expected
-    assert not given([x for name, part in parts for x in do_part(devices, name, part)])
+    assert not session_events([x for name, part in parts for x in do_part(devices, name, part)])

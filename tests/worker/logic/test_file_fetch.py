@@ -1,4 +1,4 @@
-"""What is fetched and in which order, against a coordinator and a disk that answer at random."""
+"""Which files are fetched in which order, with a coordinator and a disk that answer at random."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def body(count: int) -> np.ndarray:
     return np.broadcast_to(np.zeros(1, np.uint8), (count,))
 
 
-def begun(listing: BlobList) -> FileFetch:
+def started_fetch(listing: BlobList) -> FileFetch:
     document = listing.to_bytes()
     digest = blake3(document).hexdigest()
     fetch = FileFetch("run", SPEC, digest)
@@ -49,13 +49,13 @@ def begun(listing: BlobList) -> FileFetch:
     return fetch
 
 
-def told(actions: list[act.Action]) -> list[str]:
+def progress_lines(actions: list[act.Action]) -> list[str]:
     return [action.text for action in actions if isinstance(action, act.Tell)]
 
 
 def requests(actions: list[act.Action]) -> list[tuple[str, int]]:
-    sent = (action.message for action in actions if isinstance(action, act.Transmit))
-    return [(one.digest, one.offset) for one in sent if isinstance(one, msg.BlobRequest)]
+    messages_sent = (action.message for action in actions if isinstance(action, act.Transmit))
+    return [(one.digest, one.offset) for one in messages_sent if isinstance(one, msg.BlobRequest)]
 
 
 def answer(digest: str, offset: int) -> msg.BlobChunk:
@@ -67,7 +67,7 @@ class World:
 
     Attributes:
         stored: Bytes written of each file.
-        finished: What came after the last file.
+        finished: Actions after the last file.
     """
 
     def __init__(self, files: list[BlobFile], rng: random.Random) -> None:
@@ -77,7 +77,7 @@ class World:
             each.digest: rng.randrange(each.size) if each.size > CHUNK and rng.random() < 0.5 else 0
             for each in files
         }
-        self.spoilt = {d for d, have in self.before.items() if have and rng.random() < 0.5}
+        self.spoilt = {d for d, size in self.before.items() if size and rng.random() < 0.5}
         self.network: deque[tuple[str, int]] = deque()
         self.disk: deque[fet.FileEvent] = deque()
         self.finished: list[act.Action] = []
@@ -106,14 +106,14 @@ class World:
         assert len(nbytes) <= limits.UNANSWERED_BLOB_CHUNKS
         assert sum(nbytes) <= limits.UNANSWERED_BLOB_BYTES
 
-    def _open(self, opened: BlobFile) -> None:
+    def _open(self, blob: BlobFile) -> None:
         if self._rng.random() < 0.2:
-            self.stored[opened.digest] = opened.size
-            self.disk.append(fet.BlobPresent(opened.digest))
+            self.stored[blob.digest] = blob.size
+            self.disk.append(fet.BlobPresent(blob.digest))
             return
-        self.stored[opened.digest] = self.before[opened.digest]
-        self._opened = opened.digest
-        self.disk.append(fet.PartOpened(opened.digest, self.stored[opened.digest]))
+        self.stored[blob.digest] = self.before[blob.digest]
+        self._opened = blob.digest
+        self.disk.append(fet.PartOpened(blob.digest, self.stored[blob.digest]))
 
     def _store(self, action: act.StoreChunk) -> None:
         digest = action.file.digest
@@ -142,7 +142,7 @@ class World:
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))
-def test_every_file_comes_whole_whatever_is_slow(first):
+def test_every_file_arrives_completely_despite_delays(first):
     for seed in range(first, first + 50):
         fetch_all(seed)
 
@@ -152,7 +152,7 @@ def fetch_all(seed):
     sizes = [rng.choice([0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 7 * CHUNK + 5])
              for _ in range(rng.choice([1, 2, 8, 150]))]  # fmt: skip
     files = [file(f"{number}.txt", size) for number, size in enumerate(sizes)]
-    fetch, world = begun(listing_of(*files)), World(files, rng)
+    fetch, world = started_fetch(listing_of(*files)), World(files, rng)
     world.do(fetch.event(fet.Located(tuple(files))))
     while not world.finished:
         world.turn(fetch)
@@ -163,30 +163,32 @@ def fetch_all(seed):
 
 def test_nothing_is_fetched_where_nothing_is_missing():
     listing = listing_of(file("a", 1))
-    fetch = begun(listing)
+    fetch = started_fetch(listing)
     (action,) = fetch.event(fet.Located(()))
     assert isinstance(action, act.Assemble)
-    placed = SPEC.model_copy(update={"name": "placed"})
-    actions = fetch.event(fet.Assembled(placed, {"/inputs/data": "texts"}))
-    assert told(actions) == ["run run: building the task 'causal-lm'"]
-    assert actions[-1] == act.Build("run", placed, keep_state=False, inputs=action.list_digest)
+    renamed_spec = SPEC.model_copy(update={"name": "placed"})
+    actions = fetch.event(fet.Assembled(renamed_spec, {"/inputs/data": "texts"}))
+    assert progress_lines(actions) == ["run run: building the task 'causal-lm'"]
+    assert actions[-1] == act.Build(
+        "run", renamed_spec, keep_state=False, inputs=action.list_digest
+    )
     assert fetch.with_source_names("cannot read '/inputs/data/a'") == "cannot read 'texts/a'"
 
 
-def test_a_person_is_told_what_is_fetched_and_how_far_it_is():
-    large = file("large", 10 * CHUNK)
-    fetch = begun(listing_of(large))
-    actions = fetch.event(fet.Located((large,)))
-    assert told(actions) == ["run run: fetching 42 MB of data from the coordinator"]
-    pending = requests(fetch.event(fet.PartOpened(large.digest, 0)))
+def test_progress_of_fetching_is_reported():
+    large_file = file("large", 10 * CHUNK)
+    fetch = started_fetch(listing_of(large_file))
+    actions = fetch.event(fet.Located((large_file,)))
+    assert progress_lines(actions) == ["run run: fetching 42 MB of data from the coordinator"]
+    pending = requests(fetch.event(fet.PartOpened(large_file.digest, 0)))
     lines = []
     while pending:
         actions = fetch.chunk(answer(*pending.pop(0)), body(CHUNK))
-        lines += told(actions)
+        lines += progress_lines(actions)
         pending += requests(actions)
-        stored = next(a for a in actions if isinstance(a, act.StoreChunk))
-        complete = stored.offset + CHUNK == large.size
-        pending += requests(fetch.event(fet.ChunkStored(large.digest, complete)))
+        store_action = next(a for a in actions if isinstance(a, act.StoreChunk))
+        complete = store_action.offset + CHUNK == large_file.size
+        pending += requests(fetch.event(fet.ChunkStored(large_file.digest, complete)))
     assert lines == [
         "fetched 13 MB of 42 MB", "fetched 21 MB of 42 MB", "fetched 34 MB of 42 MB",
         "fetched 42 MB of 42 MB",
@@ -195,7 +197,7 @@ def test_a_person_is_told_what_is_fetched_and_how_far_it_is():
 
 def fetching_one(size: int = 10) -> tuple[FileFetch, BlobFile]:
     one = file("a.txt", size)
-    fetch = begun(listing_of(one))
+    fetch = started_fetch(listing_of(one))
     assert requests(fetch.event(fet.Located((one,)))) == [(one.digest, 0)]
     return fetch, one
 
@@ -208,35 +210,35 @@ def unready(actions: list[act.Action]) -> msg.Unready:
 
 
 @pytest.mark.parametrize("count", [9, 11, 0])
-def test_a_chunk_of_another_length_is_a_file_that_has_changed(count):
+def test_chunk_of_another_length_means_a_changed_file(count):
     fetch, one = fetching_one()
-    answered = unready(fetch.chunk(answer(one.digest, 0), body(count)))
-    assert answered.exit_code == 2
-    assert answered.reason == (
+    refusal = unready(fetch.chunk(answer(one.digest, 0), body(count)))
+    assert refusal.exit_code == 2
+    assert refusal.reason == (
         "the data file 'a.txt' of 'texts' has changed at the coordinator since the run was "
         "submitted; restore it, or submit a new run"
     )
-    # What is on its way still is nobody's.
+    # Data in transit belongs to nobody.
     assert fetch.chunk(answer(one.digest, 0), body(10)) == []
     assert fetch.event(fet.ChunkStored(one.digest, is_complete=True)) == []
 
 
-def test_another_digest_is_a_file_that_has_changed():
+def test_other_digest_means_a_changed_file():
     fetch, one = fetching_one()
     fetch.chunk(answer(one.digest, 0), body(10))
-    answered = unready(fetch.event(fet.BlobDamaged(one.digest, was_resumed=False)))
-    assert "has changed at the coordinator" in answered.reason
+    refusal = unready(fetch.event(fet.BlobDamaged(one.digest, was_resumed=False)))
+    assert "has changed at the coordinator" in refusal.reason
 
 
 def test_a_disk_that_refuses_is_reported_in_one_line():
     fetch, one = fetching_one()
     fetch.chunk(answer(one.digest, 0), body(10))
     full = StorageFailed("write", "/cache", "no space left")
-    answered = unready(fetch.event(fet.FilesFailed(full)))
-    assert (answered.reason, answered.exit_code) == ("cannot write '/cache': no space left", 1)
+    refusal = unready(fetch.event(fet.FilesFailed(full)))
+    assert (refusal.reason, refusal.exit_code) == ("cannot write '/cache': no space left", 1)
 
 
-def test_chunks_that_were_not_asked_for_end_the_connection():
+def test_unrequested_chunks_end_the_connection():
     fetch, one = fetching_one()
     for digest, offset in ((one.digest, 1), ("f" * 64, 0)):
         with pytest.raises(OutOfOrder, match="in the order"):
@@ -247,20 +249,20 @@ def test_chunks_that_were_not_asked_for_end_the_connection():
 
 
 def list_answered(document: bytes, digest: str | None = None) -> None:
-    named = digest or blake3(document).hexdigest()
-    fetch = FileFetch("run", SPEC, named)
-    fetch.chunk(answer(named, 0), np.frombuffer(document, np.uint8))
+    list_digest = digest or blake3(document).hexdigest()
+    fetch = FileFetch("run", SPEC, list_digest)
+    fetch.chunk(answer(list_digest, 0), np.frombuffer(document, np.uint8))
 
 
-def test_a_list_that_is_not_the_one_that_was_named_ends_the_connection():
-    good = listing_of(file("a", 1)).to_bytes()
-    list_answered(good)
+def test_list_with_another_digest_ends_the_connection():
+    valid_list = listing_of(file("a", 1)).to_bytes()
+    list_answered(valid_list)
     with pytest.raises(MessageError, match="got another"):
-        list_answered(good, "0" * 64)
+        list_answered(valid_list, "0" * 64)
     with pytest.raises(MessageError, match="invalid file name"):
-        list_answered(good.replace(b'"a"', b'"../../a"'))
+        list_answered(valid_list.replace(b'"a"', b'"../../a"'))
     with pytest.raises(MessageError, match="got one with a tokenizer"):
-        list_answered(good.replace(b'"data"', b'"tokenizer"'))
+        list_answered(valid_list.replace(b'"data"', b'"tokenizer"'))
 
 
 STUDENT = parse_run_spec({
@@ -269,59 +271,61 @@ STUDENT = parse_run_spec({
 })  # fmt: skip
 
 
-def begun_later(*files: BlobFile) -> tuple[FileFetch, BlobList, str]:
-    """A student's files, of which those of logits are for later; its task is being built."""
+def started_deferred_fetch(*files: BlobFile) -> tuple[FileFetch, BlobList, str]:
+    """Return a fetch of a student's files while its task is built; files of logits are deferred."""
     listing = listing_of(*files)
     document = listing.to_bytes()
     digest = blake3(document).hexdigest()
     fetch = FileFetch("run", STUDENT, digest)
     fetch.start()
-    later = frozenset(each.digest for each in files if each.name.endswith(".parquet"))
+    deferred = frozenset(each.digest for each in files if each.name.endswith(".parquet"))
     assert fetch.chunk(answer(digest, 0), np.frombuffer(document, np.uint8)) == [
-        act.Locate(digest, STUDENT, listing, later)
+        act.Locate(digest, STUDENT, listing, deferred)
     ]
-    assert fetch.event(fet.Located(())) == [act.Assemble(digest, STUDENT, listing, later)]
+    assert fetch.event(fet.Located(())) == [act.Assemble(digest, STUDENT, listing, deferred)]
     built = fetch.event(fet.Assembled(STUDENT, {}))
     assert isinstance(built[-1], act.Build)
     return fetch, listing, digest
 
 
-def test_a_file_for_later_is_fetched_when_something_waits_for_it():
+def test_deferred_file_is_fetched_when_needed():
     files = [file("capture.json", 10), *(file(f"{n}.parquet", 20) for n in range(3))]
-    fetch, listing, digest = begun_later(*files)
-    waiting = act.Evaluate(0, 1)
-    left = frozenset(each.digest for each in files[1:] if each.name != "1.parquet")
-    located = act.Locate(digest, STUDENT, listing, left)
-    assert fetch.request(("1.parquet",), waiting) == [located]
+    fetch, listing, digest = started_deferred_fetch(*files)
+    pending_action = act.Evaluate(0, 1)
+    remaining = frozenset(each.digest for each in files[1:] if each.name != "1.parquet")
+    located = act.Locate(digest, STUDENT, listing, remaining)
+    assert fetch.request(("1.parquet",), pending_action) == [located]
     assert fetch.request(("0.parquet",), None) == []  # one after the other
     actions = fetch.event(fet.Located((files[2],)))
     assert requests(actions) == [(files[2].digest, 0)]
     fetch.chunk(answer(files[2].digest, 0), body(20))
     assert fetch.event(fet.ChunkStored(files[2].digest, is_complete=True)) == [
-        act.Assemble(digest, STUDENT, listing, left)
+        act.Assemble(digest, STUDENT, listing, remaining)
     ]
     after = fetch.event(fet.Assembled(STUDENT, {}))
     last = frozenset({files[3].digest})
-    assert after == [waiting, act.Locate(digest, STUDENT, listing, last)]
-    fetch.event(fet.Located(()))  # it was here
+    assert after == [pending_action, act.Locate(digest, STUDENT, listing, last)]
+    fetch.event(fet.Located(()))  # it existed locally
     assert fetch.event(fet.Assembled(STUDENT, {})) == []
-    assert fetch.request(("0.parquet", "1.parquet"), waiting) == [waiting]
+    assert fetch.request(("0.parquet", "1.parquet"), pending_action) == [pending_action]
 
 
-def test_what_is_waited_for_comes_before_what_will_be_needed():
+def test_awaited_files_come_before_prefetched_ones():
     files = [file(f"{n}.parquet", 20) for n in range(3)]
-    fetch, listing, digest = begun_later(file("capture.json", 10), *files)
+    fetch, listing, digest = started_deferred_fetch(file("capture.json", 10), *files)
     fetch.request(("0.parquet",), None)
     fetch.request(("1.parquet",), None)
     fetch.request(("2.parquet",), act.Evaluate(0, 0))
     fetch.event(fet.Located(()))
-    left = frozenset({files[1].digest})
-    assert fetch.event(fet.Assembled(STUDENT, {})) == [act.Locate(digest, STUDENT, listing, left)]
+    remaining = frozenset({files[1].digest})
+    assert fetch.event(fet.Assembled(STUDENT, {})) == [
+        act.Locate(digest, STUDENT, listing, remaining)
+    ]
 
 
-def test_a_file_that_changed_at_the_coordinator_in_the_middle_of_a_run_ends_this_worker():
+def test_file_changed_at_the_coordinator_ends_this_worker():
     files = [file("capture.json", 10), file("0.parquet", 20)]
-    fetch, _, _ = begun_later(*files)
+    fetch, _, _ = started_deferred_fetch(*files)
     fetch.request(("0.parquet",), act.Evaluate(0, 0))
     fetch.event(fet.Located((files[1],)))
     actions = fetch.chunk(answer(files[1].digest, 0), body(3))
@@ -331,39 +335,43 @@ def test_a_file_that_changed_at_the_coordinator_in_the_middle_of_a_run_ends_this
     assert fetch.request(("0.parquet",), None) == []
 
 
-def test_files_of_another_role_may_have_the_names_of_those_for_later():
+def test_deferred_files_may_share_names_with_other_roles():
     """Every capture begins with 00000.parquet."""
     document = STUDENT.model_dump(mode="json") | {
         "data": {"train": "logits", "validation": "others"}
     }
     student = parse_run_spec(document)
-    later, other = file("0.parquet", 20), file("0.parquet", 30)
+    deferred_file, other = file("0.parquet", 20), file("0.parquet", 30)
     listing = BlobList(
         sources=(
-            BlobSource(role="data", form="directory", files=(later,)),
+            BlobSource(role="data", form="directory", files=(deferred_file,)),
             BlobSource(role="validation", form="directory", files=(other,)),
         )
     )
-    whole = listing.to_bytes()
-    digest = blake3(whole).hexdigest()
+    list_bytes = listing.to_bytes()
+    digest = blake3(list_bytes).hexdigest()
     fetch = FileFetch("run", student, digest)
     fetch.start()
-    fetch.chunk(answer(digest, 0), np.frombuffer(whole, np.uint8))
+    fetch.chunk(answer(digest, 0), np.frombuffer(list_bytes, np.uint8))
     fetch.event(fet.Located(()))
     fetch.event(fet.Assembled(student, {}))
     located = act.Locate(digest, student, listing, frozenset())
     assert fetch.request(("0.parquet",), act.Evaluate(0, 0)) == [located]
 
 
-def test_a_file_that_has_come_and_is_wanted_again_ends_this_worker():
-    """Rather than be fetched for ever."""
-    fetch, _, _ = begun_later(file("capture.json", 10), file("0.parquet", 20))
-    waiting = act.Evaluate(0, 0)
-    fetch.request(("0.parquet",), waiting)
+def test_fetched_file_requested_again_ends_this_worker():
+    """Otherwise it would be fetched forever."""
+    fetch, _, _ = started_deferred_fetch(file("capture.json", 10), file("0.parquet", 20))
+    pending_action = act.Evaluate(0, 0)
+    fetch.request(("0.parquet",), pending_action)
     fetch.event(fet.Located(()))
-    assert fetch.event(fet.Assembled(STUDENT, {})) == [waiting]
-    assert fetch.request(("0.parquet",), waiting) == [waiting]  # it was asked for meanwhile
+    assert fetch.event(fet.Assembled(STUDENT, {})) == [pending_action]
+    assert fetch.request(("0.parquet",), pending_action) == [
+        pending_action
+    ]  # it was requested meanwhile
     (leave,) = [
-        each for each in fetch.request(("0.parquet",), waiting) if isinstance(each, act.Leave)
+        each
+        for each in fetch.request(("0.parquet",), pending_action)
+        if isinstance(each, act.Leave)
     ]
     assert "'0.parquet' was fetched, but the task does not find it" in leave.reason

@@ -1,13 +1,13 @@
-"""Joining again and again without a step: the time to try is begun anew twice, and then no more."""
+"""Repeated joining without a step: the time limit restarts twice, and then no more."""
 
 import pytest
 
-from tests.worker.logic.test_session import built, start_run, welcomed
+from tests.worker.logic.test_session import built, start_run, welcomed_session
 from worker.logic.join_failures import JoinFailures
 
 
-def given_a_run(*, prepared: bool = False, step: int = 0):
-    session = welcomed()
+def session_with_run(*, prepared: bool = False, step: int = 0):
+    session = welcomed_session()
     session.receive(*start_run(step=step))
     if prepared:
         session.result(built(step=step))
@@ -18,8 +18,8 @@ def test_the_third_loss_without_a_step_counts_and_is_reported():
     joins = JoinFailures()
     lines, begun_anew = [], []
     for _ in range(6):
-        begun_anew.append(joins.connection_lost(given_a_run(), asked_to_return=False))
-        lines.append(joins.warning(given_a_run(), "silent for 8 s"))
+        begun_anew.append(joins.connection_lost(session_with_run(), asked_to_return=False))
+        lines.append(joins.warning(session_with_run(), "silent for 8 s"))
     assert begun_anew == [True, True, False, False, False, False]
     assert [bool(line) for line in lines] == [False, False, True, False, False, True]
     assert "lost the connection 3 times in a row while the run's files were fetched" in lines[2]
@@ -28,17 +28,17 @@ def test_the_third_loss_without_a_step_counts_and_is_reported():
 
 
 @pytest.mark.parametrize(
-    ("session", "told"),
+    ("session", "is_asked"),
     [
-        (welcomed(), False),  # no run: nothing was expected
-        (given_a_run(), True),  # the coordinator said so
-        (given_a_run(prepared=True), False),  # it waits for others
-        (given_a_run(prepared=True, step=5), False),  # it has taken steps
+        (welcomed_session(), False),  # no run: nothing was expected
+        (session_with_run(), True),  # the coordinator asked for it
+        (session_with_run(prepared=True), False),  # it waits for others
+        (session_with_run(prepared=True, step=5), False),  # it has applied steps
     ],
 )
-def test_what_begins_the_time_again(session, told):
+def test_events_that_restart_the_time_limit(session, is_asked):
     joins = JoinFailures()
     for _ in range(5):
-        joins.connection_lost(given_a_run(), asked_to_return=False)
-    assert joins.connection_lost(session, asked_to_return=told)
+        joins.connection_lost(session_with_run(), asked_to_return=False)
+    assert joins.connection_lost(session, asked_to_return=is_asked)
     assert joins.count == 0

@@ -78,14 +78,14 @@ WELCOME = msg.Welcome(
 )
 
 
-def welcomed(terms=None):
+def welcomed_session(terms=None):
     session = ExchangingSession(terms)
     session.welcome(WELCOME)
     return session
 
 
 def ready():
-    session = welcomed()
+    session = welcomed_session()
     session.receive(*start_run())
     session.result(built())
     return session
@@ -96,7 +96,7 @@ def plan(*subtrees, **change):
     return msg.StepPlan(**fields, view=1, microbatches=4, subtrees=subtrees)
 
 
-def working():
+def working_session():
     session = ready()
     session.receive(plan((0, 2)), None)
     return session
@@ -115,7 +115,7 @@ def commit(**change):
     return msg.Commit(**{**WHERE, **change}, scalars=scalars, loss=0.5, averages_digest=DIGEST)
 
 
-def sent(actions):
+def messages_sent(actions):
     return [action.message for action in actions if isinstance(action, act.Transmit)]
 
 
@@ -127,7 +127,7 @@ def kinds(actions):
 
 
 def coupled():
-    session = welcomed()
+    session = welcomed_session()
     session.receive(*start_run())
     layout = EmbeddingLayout(fields=(EmbeddingField(name="e", dtype="float32"),))
     session.result(replace(built(), manifest=MANIFEST.model_copy(update={"embeddings": layout})))
@@ -152,8 +152,8 @@ def test_embeddings_go_to_the_engine_with_the_plan_for_gradients():
     assert loaded.rows.view(np.float32).tolist() == [1, 2, 3]
 
 
-def test_embeddings_of_another_attempt_or_step_are_not_taken():
-    def after(*messages):
+def test_embeddings_of_another_attempt_or_step_are_dropped():
+    def session_after(*messages):
         session = coupled()
         for message in messages:
             session.receive(message, body([1]) if message.body == "bytes" else None)
@@ -169,7 +169,7 @@ def test_embeddings_of_another_attempt_or_step_are_not_taken():
         (rows(last=False), rows(1, attempt=attempt)),
     ):
         with pytest.raises(OutOfOrder, match=r"StepPlan|StepEmbeddings"):
-            after(*messages)
+            session_after(*messages)
     with pytest.raises(OutOfOrder, match="expected none"):
         ready().receive(rows(), body([1]))
     with pytest.raises(OutOfOrder, match="a plan for gradients, got one for embeddings"):
@@ -179,12 +179,12 @@ def test_embeddings_of_another_attempt_or_step_are_not_taken():
 # Handshake and start.
 
 
-def test_what_a_task_needs_of_the_devices_memory_is_told_where_it_is_known():
+def test_known_device_memory_of_a_task_is_reported():
     for memory_text, expected_text in (
         ("", "a processor"),
         ("1.00 GiB of 2.00 GiB", "; memory: 1.00 GiB of 2.00"),
     ):
-        session = welcomed()
+        session = welcomed_session()
         session.receive(*start_run())
         actions = session.result(replace(built(), memory=memory_text))
         (line,) = [action.text for action in actions if isinstance(action, act.Tell)]
@@ -192,16 +192,16 @@ def test_what_a_task_needs_of_the_devices_memory_is_told_where_it_is_known():
         assert ("memory" in line) == bool(memory_text)
 
 
-def test_how_far_a_device_is_from_torch_is_told_where_it_was_compared():
-    session = welcomed()
+def test_measured_distance_from_torch_is_reported():
+    session = welcomed_session()
     session.receive(*start_run())
     actions = session.result(replace(built(), parity="gradients within 1e-06 of torch's"))
     (line,) = [action.text for action in actions if isinstance(action, act.Tell)]
     assert line.endswith("; gradients within 1e-06 of torch's")
 
 
-def test_what_it_is_doing_is_one_line():
-    session = welcomed()
+def test_current_activity_is_one_line():
+    session = welcomed_session()
     assert session.status() == "ann: waiting for a run"
     session.receive(*start_run())
     assert session.status() == "ann: run run: not ready yet"
@@ -216,24 +216,24 @@ def test_what_it_is_doing_is_one_line():
 def test_a_coordinator_of_an_earlier_term_is_refused():
     terms = {"run": 8}
     with pytest.raises(OutOfOrder, match="term 8 or later for run run, got 7"):
-        welcomed(terms).receive(*start_run())
-    session = welcomed(terms)
+        welcomed_session(terms).receive(*start_run())
+    session = welcomed_session(terms)
     session.receive(*start_run(term=9))
     session.receive(*start_run("another", term=1))
     assert terms == {"run": 9, "another": 1}
 
 
-def test_a_worker_that_was_away_keeps_its_state_and_reports_it():
-    session = welcomed()
+def test_returning_worker_keeps_its_state_and_reports_it():
+    session = welcomed_session()
     actions = session.receive(*start_run(step=5))
     assert act.Build("run", SPEC, keep_state=True) in actions
-    (message,) = sent(session.result(built(step=4)))
+    (message,) = messages_sent(session.result(built(step=4)))
     assert message.step == 4
     assert session.step == 4
 
 
 def test_a_run_is_built_and_answered_with_the_manifest():
-    session = welcomed()
+    session = welcomed_session()
     actions = session.receive(*start_run())
     assert kinds(actions) == ["CancelWork", "Build"]
     assert act.Build("run", SPEC, keep_state=False) in actions
@@ -245,24 +245,26 @@ def test_a_run_is_built_and_answered_with_the_manifest():
     assert transmit.body == MANIFEST.to_bytes()
 
 
-def test_a_spec_that_is_none_ends_the_connection():
+def test_invalid_spec_ends_the_connection():
     with pytest.raises(MessageError):
-        welcomed().receive(start_run()[0], np.frombuffer(b"{}", np.uint8))
+        welcomed_session().receive(start_run()[0], np.frombuffer(b"{}", np.uint8))
 
 
-def test_a_task_that_can_not_be_built_is_reported_with_its_exit_code():
-    session = welcomed()
+def test_unbuildable_task_is_reported_with_its_exit_code():
+    session = welcomed_session()
     session.receive(*start_run())
-    (message,) = sent(session.result(events.BuildFailed("run", DataError("no such file"))))
+    (message,) = messages_sent(session.result(events.BuildFailed("run", DataError("no such file"))))
     assert message == msg.Unready(run_id="run", reason="no such file", own=False, exit_code=2)
-    refused = events.BuildFailed("run", DataError("too large"), is_local=True)
-    (message,) = sent(session.result(refused))
+    build_failure = events.BuildFailed("run", DataError("too large"), is_local=True)
+    (message,) = messages_sent(session.result(build_failure))
     assert message == msg.Unready(run_id="run", reason="too large", own=True, exit_code=2)
 
 
-def test_a_task_that_training_moved_is_reported_with_its_exit_code():
+def test_task_with_changed_state_is_reported_with_its_exit_code():
     session = ready()
-    (message,) = sent(session.result(events.TaskRefused("run", DataError("the teacher changed"))))
+    (message,) = messages_sent(
+        session.result(events.TaskRefused("run", DataError("the teacher changed")))
+    )
     assert message == msg.Unready(
         run_id="run", reason="the teacher changed", own=False, exit_code=2
     )
@@ -272,8 +274,8 @@ def test_a_task_that_training_moved_is_reported_with_its_exit_code():
 @pytest.mark.parametrize(
     "error", [BackendUnavailable("vulkan", "no driver"), DeviceError("card", "out of memory")]
 )
-def test_a_device_that_cannot_be_used_ends_the_worker_and_not_the_run(error):
-    session = welcomed()
+def test_unusable_device_ends_the_worker_but_not_the_run(error):
+    session = welcomed_session()
     session.receive(*start_run())
     goodbye, leave = session.result(events.BuildFailed("run", error))
     assert isinstance(goodbye.message, msg.Goodbye)
@@ -281,7 +283,7 @@ def test_a_device_that_cannot_be_used_ends_the_worker_and_not_the_run(error):
 
 
 @pytest.mark.parametrize(
-    ("error", "words", "exit_code"),
+    ("error", "reason", "exit_code"),
     [
         (BackendUnavailable("vulkan", "no\ndriver"),
             "backend 'vulkan' is not usable here: no driver", 69),
@@ -289,36 +291,36 @@ def test_a_device_that_cannot_be_used_ends_the_worker_and_not_the_run(error):
         (OSError("no such library"), "the device failed: no such library", 1),
     ],
 )  # fmt: skip
-def test_the_device_is_opened_without_a_run_and_one_of_no_use_is_no_member(error, words, exit_code):
+def test_device_is_opened_without_a_run_and_an_unusable_one_leaves(error, reason, exit_code):
     session = ExchangingSession()
     assert act.OpenDevice() in session.welcome(WELCOME)
     assert session.result(events.DeviceFailed(error)) == [
-        act.Transmit(msg.Goodbye(reason=words, retry=False, exit_code=exit_code)),
-        act.Leave(words, False, exit_code, is_failure=True),
+        act.Transmit(msg.Goodbye(reason=reason, retry=False, exit_code=exit_code)),
+        act.Leave(reason, False, exit_code, is_failure=True),
     ]
 
 
-def test_results_of_another_run_or_connection_are_nobody_s():
-    session = welcomed()
-    late = [
+def test_results_of_another_run_or_connection_are_dropped():
+    session = welcomed_session()
+    late_results = [
         built("old"), events.BuildFailed("old", DataError("x")), events.Applied(3, DIGEST),
         events.PartEvaluated(3, 0, {}), events.StateCopied([], 0, 0),
         events.SubtreeDone(StepId(0, 0), Subtree(0, 1), Loss(1, 1), 1.0),
     ]  # fmt: skip
-    for event in late:
+    for event in late_results:
         assert session.result(event) == []
     session.receive(*start_run())
-    for event in late:
+    for event in late_results:
         assert session.result(event) == []
 
 
-def test_a_task_that_two_connections_asked_for_is_answered_once():
+def test_task_requested_by_two_connections_is_answered_once():
     session = ready()
     assert session.result(built()) == []
 
 
 def test_a_new_run_forgets_the_one_before():
-    session = working()
+    session = working_session()
     give_averages(session)
     session.receive(*start_run("next"))
     assert session.result(events.SubtreeDone(StepId(0, 0), Subtree(0, 2), Loss(1, 1), 1.0)) == []
@@ -358,7 +360,7 @@ def test_every_message_and_result_has_an_answer_in_every_phase():
 )
 def test_another_term_is_out_of_order(message, values):
     with pytest.raises(OutOfOrder, match="expected term 7"):
-        working().receive(message, values)
+        working_session().receive(message, values)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +387,7 @@ def test_another_term_is_out_of_order(message, values):
         msg.EvalPlan(term=TERM, step=0, lo=0, hi=2**62),
     ],
 )
-def test_what_does_not_fit_ends_the_connection(message):
+def test_mismatched_message_ends_the_connection(message):
     with pytest.raises(OutOfOrder):
         ready().receive(message, None)
 
@@ -395,7 +397,7 @@ def test_what_does_not_fit_ends_the_connection(message):
     [plan((0, 1)), msg.StateRequest(run_id="run"), msg.EvalPlan(term=7, step=0, lo=0, hi=1)],
 )
 def test_work_before_the_task_is_built_is_out_of_order(message):
-    session = welcomed()
+    session = welcomed_session()
     session.receive(*start_run())
     with pytest.raises(OutOfOrder):
         session.receive(message, None)
@@ -408,15 +410,15 @@ def test_work_before_the_task_is_built_is_out_of_order(message):
         msg.Assign(**{**WHERE, "attempt": 1}, view=1, subtrees=((2, 4),)),
     ],
 )  # fmt: skip
-def test_what_asks_for_nothing_does_nothing(message):
-    assert working().receive(message, None) == []
+def test_messages_without_a_request_do_nothing(message):
+    assert working_session().receive(message, None) == []
 
 
 # Steps.
 
 
 def test_a_plan_abandons_older_work_and_starts_its_subtrees():
-    actions = working().receive(plan((0, 1), (2, 4), attempt=1), None)
+    actions = working_session().receive(plan((0, 1), (2, 4), attempt=1), None)
     assert actions == [
         act.CancelWork(),
         act.Compute(StepId(0, 1), 4, Subtree(0, 1)),
@@ -424,8 +426,8 @@ def test_a_plan_abandons_older_work_and_starts_its_subtrees():
     ]
 
 
-def test_more_subtrees_are_taken_once_and_abandon_nothing():
-    session = working()
+def test_additional_subtrees_are_accepted_once():
+    session = working_session()
     assign = msg.Assign(**WHERE, view=2, subtrees=((0, 2), (2, 3)))
     assert session.receive(assign, None) == [act.Compute(StepId(0, 0), 4, Subtree(2, 3))]
     assert session.receive(assign, None) == []
@@ -433,9 +435,9 @@ def test_more_subtrees_are_taken_once_and_abandon_nothing():
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("averages", ["float32", "bfloat16"])
-def test_gradients_travel_as_the_run_says(precision, averages):
+def test_gradients_are_encoded_as_in_the_spec(precision, averages):
     exchange = ExchangeSpec(precision=precision, averages=averages)
-    session = welcomed()
+    session = welcomed_session()
     session.receive(*start_run(spec=SPEC.model_copy(update={"exchange": exchange})))
     expect, *_ = session.result(built())
     assert expect == act.Expect(MANIFEST.blocks, exchange.codecs)
@@ -452,25 +454,29 @@ def test_gradients_travel_as_the_run_says(precision, averages):
     assert [a.tolist() for a in apply.averages] == [[1, -2.5], [1, -2.5, 3]]
 
 
-def test_sums_and_losses_are_sent_for_the_present_subtrees_alone():
-    session = working()
+def test_sums_and_losses_are_sent_only_for_current_subtrees():
+    session = working_session()
     step_id, subtree = StepId(0, 0), Subtree(0, 2)
     (payload,) = session.result(events.BlockSum(step_id, subtree, 1, np.ones(3, "f4"), 2.0))
     assert isinstance(payload, act.Transmit)
     assert isinstance(payload.message, msg.BlockGradientPayload)
     assert (payload.message.subtree, payload.message.weight) == (subtree, 2.0)
-    (other,) = sent(session.result(events.BlockSum(step_id, subtree, 0, np.ones(2, "f4"), 2.0)))
+    (other,) = messages_sent(
+        session.result(events.BlockSum(step_id, subtree, 0, np.ones(2, "f4"), 2.0))
+    )
     assert isinstance(other, msg.NonBlockGradientPayload)
-    (loss,) = sent(session.result(events.SubtreeDone(step_id, subtree, Loss(3.0, 2.0), 5.0)))
+    (loss,) = messages_sent(
+        session.result(events.SubtreeDone(step_id, subtree, Loss(3.0, 2.0), 5.0))
+    )
     assert isinstance(loss, msg.SubtreeLoss)
     assert (loss.loss_sum, loss.elapsed_ms) == (3.0, 5.0)
-    for stale in (StepId(0, 1), StepId(1, 0)):
-        assert session.result(events.SubtreeDone(stale, subtree, Loss(1, 1), 1.0)) == []
+    for stale_step in (StepId(0, 1), StepId(1, 0)):
+        assert session.result(events.SubtreeDone(stale_step, subtree, Loss(1, 1), 1.0)) == []
     assert session.result(events.SubtreeDone(step_id, Subtree(2, 4), Loss(1, 1), 1.0)) == []
 
 
 def test_a_commit_cancels_then_applies_the_averages():
-    session = working()
+    session = working_session()
     give_averages(session)
     cancel, apply = session.receive(commit(), None)
     assert isinstance(cancel, act.CancelWork)
@@ -480,23 +486,26 @@ def test_a_commit_cancels_then_applies_the_averages():
     assert session.step == 1
     assert session.result(events.SubtreeDone(StepId(0, 0), Subtree(0, 2), Loss(1, 1), 1.0)) == []
     assert session.receive(commit(), None) == []
-    (applied,) = sent(session.result(events.Applied(1, DIGEST)))
-    assert applied == msg.StepApplied(term=TERM, step=1, state_digest=DIGEST)
+    (step_applied,) = messages_sent(session.result(events.Applied(1, DIGEST)))
+    assert step_applied == msg.StepApplied(term=TERM, step=1, state_digest=DIGEST)
 
 
 def test_a_commit_takes_the_averages_of_its_own_attempt():
-    session = working()
+    session = working_session()
     give_averages(session)
     with pytest.raises(OutOfOrder, match="expected all of its averages first"):
         session.receive(commit(attempt=1), None)
 
 
 def test_a_skipped_step_needs_no_averages():
-    assert working().receive(commit(scalars=None), None) == [act.CancelWork(), act.Apply([], None)]
+    assert working_session().receive(commit(scalars=None), None) == [
+        act.CancelWork(),
+        act.Apply([], None),
+    ]
 
 
 def test_averages_of_the_past_are_dropped_and_of_the_future_kept():
-    session = working()
+    session = working_session()
     session.receive(commit(scalars=None), None)
     give_averages(session)
     assert session._exchanging._averages == {}
@@ -523,10 +532,10 @@ def test_a_state_is_loaded_and_the_steps_continue_from_it():
     assert kinds(session.receive(plan((0, 4), step=2), None)) == ["CancelWork", "Compute"]
 
 
-@pytest.mark.parametrize("wrong", [chunk(run_id="other"), chunk(optimizer_step=3)])
-def test_a_state_that_does_not_fit_is_out_of_order(wrong):
+@pytest.mark.parametrize("bad_message", [chunk(run_id="other"), chunk(optimizer_step=3)])
+def test_a_state_that_does_not_fit_is_out_of_order(bad_message):
     with pytest.raises(OutOfOrder):
-        ready().receive(wrong, body([1, 2]))
+        ready().receive(bad_message, body([1, 2]))
 
 
 @pytest.mark.parametrize("counts", [[2], [-1], [0.5], [float("nan")]])
@@ -545,7 +554,7 @@ def test_state_0_is_sent_as_parameters_alone():
         StatePart("parameters", 0, np.zeros(2, "f4")), StatePart("parameters", 1, np.ones(3, "f4")),
         StatePart("first_moment", 0, np.zeros(2, "f4")),
     ]  # fmt: skip
-    messages = sent(session.result(events.StateCopied(parts, 0, 0)))
+    messages = messages_sent(session.result(events.StateCopied(parts, 0, 0)))
     assert [(m.kind, m.block, m.last) for m in messages] == [
         ("parameters", 0, False), ("parameters", 1, True),
     ]  # fmt: skip
@@ -555,22 +564,22 @@ def test_state_0_is_sent_as_parameters_alone():
 # Evaluation, halts and the end.
 
 
-def test_held_out_parts_are_evaluated_and_answered():
+def test_evaluation_parts_are_computed_and_answered():
     session = ready()
     actions = session.receive(msg.EvalPlan(term=TERM, step=0, lo=2, hi=4), None)
     assert actions == [act.Evaluate(0, 2), act.Evaluate(0, 3)]
-    (result,) = sent(session.result(events.PartEvaluated(0, 2, {"correct": 3.0})))
+    (result,) = messages_sent(session.result(events.PartEvaluated(0, 2, {"correct": 3.0})))
     assert result == msg.EvalResult(term=TERM, step=0, part=2, sums={"correct": 3.0})
 
 
 def test_a_halt_abandons_everything():
-    session = working()
+    session = working_session()
     assert kinds(session.receive(msg.Halt(**WHERE, reason="a NaN"), None)) == ["CancelWork"]
     assert session.result(events.SubtreeDone(StepId(0, 0), Subtree(0, 2), Loss(1, 1), 1.0)) == []
 
 
 def test_after_a_run_the_worker_waits_for_the_next():
-    session = working()
+    session = working_session()
     actions = session.receive(end_run("done"), None)
     assert kinds(actions) == ["CancelWork"]
     assert session.result(events.Applied(1, DIGEST)) == []
@@ -579,37 +588,40 @@ def test_after_a_run_the_worker_waits_for_the_next():
     assert kinds(session.receive(*start_run("next"))) == ["CancelWork", "Build"]
 
 
-def test_a_goodbye_ends_it():
+def test_goodbye_ends_the_session():
     goodbye = msg.Goodbye(reason="done", retry=False, exit_code=0)
-    assert working().receive(goodbye, None) == [act.CancelWork(), act.Leave("done", False, 0)]
+    assert working_session().receive(goodbye, None) == [
+        act.CancelWork(),
+        act.Leave("done", False, 0),
+    ]
 
 
-def test_a_drain_is_said_once():
-    session = working()
-    assert sent(session.drain()) == [msg.Drain()]
+def test_drain_is_announced_once():
+    session = working_session()
+    assert messages_sent(session.drain()) == [msg.Drain()]
     assert session.drain() == []
 
 
-def test_a_lost_device_is_reported_in_its_own_words():
-    lost = DeviceError("card", "the device was lost")
-    assert working().result(events.DeviceFailed(lost))[-1] == act.Leave(
+def test_lost_device_is_reported_with_its_error_text():
+    device_error = DeviceError("card", "the device was lost")
+    assert working_session().result(events.DeviceFailed(device_error))[-1] == act.Leave(
         "device 'card' failed: the device was lost", False, 1, is_failure=True
     )
 
 
 def test_a_broken_device_is_reported_and_ends_the_worker():
-    actions = working().result(events.DeviceFailed(RuntimeError("out of\n memory")))
-    (goodbye,) = sent(actions)
+    actions = working_session().result(events.DeviceFailed(RuntimeError("out of\n memory")))
+    (goodbye,) = messages_sent(actions)
     assert isinstance(goodbye, msg.Goodbye)
     assert "out of memory" in goodbye.reason
     assert actions[-1] == act.Leave("the device failed: out of memory", False, 1, is_failure=True)
 
 
 def payloads(actions):
-    return [(m.lo, m.block) for m in sent(actions) if hasattr(m, "block")]
+    return [(m.lo, m.block) for m in messages_sent(actions) if hasattr(m, "block")]
 
 
-def test_gradients_are_sent_as_far_as_there_is_credit_and_the_rest_when_there_is():
+def test_gradients_are_sent_within_the_credit():
     session = ready()
     session.receive(plan((0, 2), (2, 4), uploads=1), None)
     step_id, sums = StepId(0, 0), {1: np.ones(3, "f4"), 0: np.ones(2, "f4")}
@@ -626,7 +638,7 @@ def test_gradients_are_sent_as_far_as_there_is_credit_and_the_rest_when_there_is
     assert session.receive(msg.Credit(**WHERE, uploads=2), None) == []
 
 
-def test_what_is_held_of_a_step_that_is_over_is_never_sent():
+def test_held_gradients_of_a_finished_step_are_never_sent():
     session = ready()
     session.receive(plan((0, 2), uploads=0), None)
     step_id = StepId(0, 0)
@@ -635,7 +647,7 @@ def test_what_is_held_of_a_step_that_is_over_is_never_sent():
     assert session.receive(msg.Credit(**{**WHERE, "attempt": 1}, uploads=2), None) == []
 
 
-# Stretches of replicas.
+# Inner phases of replicas.
 
 STEP_ID, LEAF = StepId(0, 0), Subtree(1, 2)
 
@@ -645,7 +657,7 @@ def inner_state(*, inner=4, last=True, **change):
     return msg.InnerStateChunk(**fields, inner=inner, last=last)
 
 
-def waiting():
+def waiting_session():
     session = ready()
     session.receive(plan((1, 2)), None)
     (request,) = session.result(events.InnerStateNeeded(STEP_ID, 4, LEAF, with_carried=True))
@@ -657,8 +669,8 @@ def raw(*values):
     return np.array(values, np.uint8)
 
 
-def test_an_inner_phase_continues_once_all_of_its_state_is_there():
-    session = waiting()
+def test_inner_phase_continues_once_its_state_is_complete():
+    session = waiting_session()
     assert session.receive(inner_state(last=False), raw(1, 2)) == []
     give, compute = session.receive(inner_state(), raw(3))
     assert (give.step_id, give.replica, give.inner, give.with_carried) == (STEP_ID, 1, 4, True)
@@ -667,9 +679,9 @@ def test_an_inner_phase_continues_once_all_of_its_state_is_there():
     assert session.receive(inner_state(), raw(3)) == []
 
 
-def test_a_state_is_not_asked_for_twice():
-    """Given away and given back while the answer is on its way: its pieces stay together."""
-    session = waiting()
+def test_state_is_requested_once():
+    """Reassigned away and back while the answer is in transit: its chunks stay together."""
+    session = waiting_session()
     session.receive(inner_state(last=False), raw(1))
     session.receive(msg.Cancel(**WHERE, subtrees=((1, 2),)), None)
     session.receive(msg.Assign(**WHERE, view=2, subtrees=((1, 2),)), None)
@@ -678,32 +690,32 @@ def test_a_state_is_not_asked_for_twice():
     assert give.content.tolist() == [1, 2]
 
 
-def test_a_state_that_nobody_waits_for_any_more_is_dropped():
-    session = waiting()
+def test_state_that_nobody_awaits_is_dropped():
+    session = waiting_session()
     session.receive(msg.Cancel(**WHERE, subtrees=((1, 2),)), None)
     assert session.receive(inner_state(), raw(1)) == []
-    session = waiting()
+    session = waiting_session()
     session.receive(plan((1, 2), attempt=1), None)
     assert session.receive(inner_state(), raw(1)) == []
 
 
-def test_how_far_an_inner_phase_is_and_where_it_can_continue_are_reported(monkeypatch):
+def test_progress_and_checkpoints_of_an_inner_phase_are_reported(monkeypatch):
     monkeypatch.setattr(limits, "BODY_BYTES", 4)
     session = ready()
     session.receive(plan((1, 2)), None)
     (report,) = session.result(events.InnerPhaseStep(STEP_ID, LEAF, 7))
     assert report.message == msg.InnerPhaseProgress(**WHERE, replica=1, inner=7)
-    pieces = session.result(events.InnerCheckpoint(STEP_ID, LEAF, 7, np.arange(9, dtype=np.uint8)))
-    places = [(p.message.chunk, p.message.last) for p in pieces]
-    assert places == [(0, False), (1, False), (2, True)]
-    assert np.concatenate([p.body for p in pieces]).tolist() == list(range(9))
+    actions = session.result(events.InnerCheckpoint(STEP_ID, LEAF, 7, np.arange(9, dtype=np.uint8)))
+    chunk_ids = [(p.message.chunk, p.message.last) for p in actions]
+    assert chunk_ids == [(0, False), (1, False), (2, True)]
+    assert np.concatenate([p.body for p in actions]).tolist() == list(range(9))
     session.receive(msg.Cancel(**WHERE, subtrees=((1, 2),)), None)
     assert session.result(events.InnerPhaseStep(STEP_ID, LEAF, 8)) == []
     assert session.result(events.InnerCheckpoint(STEP_ID, LEAF, 8, raw(1))) == []
 
 
-@pytest.mark.parametrize("spoilt", [0, 1, None])
-def test_sums_that_went_to_owners_are_compared_but_for_those_that_are_not_finite(spoilt):
+@pytest.mark.parametrize("bad_block", [0, 1, None])
+def test_finite_sums_sent_to_owners_are_compared(bad_block):
     session = ready()
     table = OwnerTable(members=("ann", "bob"), owners=(0, 1), scribe=None)
     session.receive(
@@ -712,7 +724,9 @@ def test_sums_that_went_to_owners_are_compared_but_for_those_that_are_not_finite
     session.receive(plan((0, 2), owners=1), None)
     step_id, subtree = StepId(0, 0), Subtree(0, 2)
     for block, elements in ((1, 3), (0, 2)):
-        values = np.full(elements, np.nan if block == spoilt else 1.0, "f4")
+        values = np.full(elements, np.nan if block == bad_block else 1.0, "f4")
         session.result(events.BlockSum(step_id, subtree, block, values, 2.0))
-    (loss,) = sent(session.result(events.SubtreeDone(step_id, subtree, Loss(1.0, 2.0), 1.0)))
-    assert bool(loss.sums) == (spoilt is None)
+    (loss,) = messages_sent(
+        session.result(events.SubtreeDone(step_id, subtree, Loss(1.0, 2.0), 1.0))
+    )
+    assert bool(loss.sums) == (bad_block is None)

@@ -1,4 +1,4 @@
-"""Going on with an adapter, and with what a run has left."""
+"""Continuing with an adapter, and with the result of an earlier run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from worker.tasks.registry import build
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
-    """A run's directory with an adapter of other values than its first ones, and its run spec."""
+def finished_run(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    """Return a run's directory whose adapter differs from its initial values, and the run spec."""
     directory: Path = tmp_path_factory.mktemp("finished")
     document = json.loads(chat_run(directory).read_text())
     spec = parse_run_spec(document)
@@ -36,15 +36,15 @@ def finished(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     return directory, document
 
 
-def going_on(finished: tuple[Path, dict[str, Any]], **changes: Any) -> RunSpec:
-    directory, document = finished
+def spec_with_adapter(finished_run: tuple[Path, dict[str, Any]], **changes: Any) -> RunSpec:
+    directory, document = finished_run
     adapter = str(directory / "out" / "adapter")
     model = {**document["model"], "adapter": adapter}
     return parse_run_spec({**document, "model": model, **changes})
 
 
-def test_a_run_begins_with_the_adapter_s_values(finished):
-    first, spec = build(parse_run_spec(finished[1])), going_on(finished)
+def test_run_starts_from_the_adapter_s_values(finished_run):
+    first, spec = build(parse_run_spec(finished_run[1])), spec_with_adapter(finished_run)
     check_adapter(spec)
     task = build(spec)
     for before, now in zip(first.initial_parameters(), task.initial_parameters(), strict=True):
@@ -66,29 +66,29 @@ def test_a_run_begins_with_the_adapter_s_values(finished):
         ({"r": 4, "targets": ["k_proj"]}, "has lora.targets ['q_proj', 'v_proj'], the run spec"),
     ],
 )
-def test_an_adapter_of_another_shape_is_one_line(finished, lora, text):
+def test_an_adapter_of_another_shape_is_one_line(finished_run, lora, text):
     with pytest.raises(DataError, match=re.escape(text)) as error_info:
-        check_adapter(going_on(finished, lora=lora))
+        check_adapter(spec_with_adapter(finished_run, lora=lora))
     assert "\n" not in str(error_info.value)
 
 
-def test_an_adapter_of_another_base_is_one_line(finished, tmp_path):
-    spec = going_on(finished)
+def test_an_adapter_of_another_base_is_one_line(finished_run, tmp_path):
+    spec = spec_with_adapter(finished_run)
     assert spec.model is not None
     other = spec.model_copy(update={"model": spec.model.model_copy(update={"source": "an/other"})})
     with pytest.raises(DataError, match=r"was trained on .*model', the run's model is 'an/other'"):
         check_adapter(other)
-    named = other.model_copy(
+    renamed = other.model_copy(
         update={"model": spec.model.model_copy(update={"source": "an/other", "name": "a/model"})}
     )
-    check_adapter(named)
-    nowhere = spec.model.model_copy(update={"adapter": str(tmp_path)})
+    check_adapter(renamed)
+    without_adapter = spec.model.model_copy(update={"adapter": str(tmp_path)})
     with pytest.raises(DataError, match=r"found no adapter_config\.json"):
-        check_adapter(spec.model_copy(update={"model": nowhere}))
+        check_adapter(spec.model_copy(update={"model": without_adapter}))
 
 
-def test_init_from_stands_for_base_adapter_and_lora(finished):
-    directory, document = finished
+def test_init_from_sets_base_adapter_and_lora(finished_run):
+    directory, document = finished_run
     shorter = {key: value for key, value in document.items() if key not in {"model", "lora"}}
     spec = parse_run_spec({**shorter, "init_from": str(directory / "out")})
     assert spec.model is not None
@@ -97,9 +97,9 @@ def test_init_from_stands_for_base_adapter_and_lora(finished):
     assert spec.lora is not None
     assert (spec.lora.r, spec.lora.targets) == (4, ("q_proj", "v_proj"))
     check_adapter(spec)
-    whole = parse_run_spec({**shorter, "init_from": str(directory / "model")})
-    assert whole.model is not None
-    assert (whole.model.source, whole.lora) == (str(directory / "model"), None)
+    next_spec = parse_run_spec({**shorter, "init_from": str(directory / "model")})
+    assert next_spec.model is not None
+    assert (next_spec.model.source, next_spec.lora) == (str(directory / "model"), None)
     with pytest.raises(RunSpecError, match="found neither a model nor an adapter"):
         parse_run_spec({**shorter, "init_from": str(directory) + "/none"})
     (directory / "out" / "result.json").rename(directory / "kept")

@@ -1,4 +1,4 @@
-"""Added tokens: rows as transformers begins them, results that PEFT, merge and GGUF read."""
+"""Added tokens: rows initialized as in transformers, and results for PEFT, merge and GGUF."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from protocol.spec.run_spec import parse_run_spec
 from tests.commands import called
 from tests.small_chat import conversation, jsonl, save_chat_model
 from tests.small_sequences import PAIRS, save_encoder_decoders
-from tests.worker.tasks.test_classify import export, moved
+from tests.worker.tasks.test_classify import export, moved_values
 from worker.results.merge import merge
 from worker.results.saved_model import find
 from worker.tasks.registry import build
@@ -28,7 +28,7 @@ TEXT = " <tool>call</tool> Zylophyte"
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory) -> Path:
-    """Models with tied and untied heads, of decoders, encoder-decoders and an encoder."""
+    """Models with tied and untied heads: decoders, encoder-decoders and an encoder."""
     import torch
     import transformers
 
@@ -40,7 +40,7 @@ def bases(tmp_path_factory) -> Path:
     config.tie_word_embeddings = True
     transformers.LlamaForCausalLM(config).save_pretrained(path / "tied")
     tokenizer.save_pretrained(path / "tied")
-    # More rows than tokens, as Qwen has: the first marks take rows that no token had.
+    # More rows than tokens, as in Qwen: the first marks use rows without a token.
     config.vocab_size = len(tokenizer) + 2
     transformers.LlamaForCausalLM(config).save_pretrained(path / "padded")
     tokenizer.save_pretrained(path / "padded")
@@ -72,18 +72,18 @@ BASES = {
 }  # fmt: skip
 
 
-def spec_of(bases: Path, base: str, lora: Any, added: Any = MARKS, **more: Any) -> Any:
+def spec_of(bases: Path, base: str, lora: Any, added_tokens: Any = MARKS, **overrides: Any) -> Any:
     data = TASKS[BASES[base]]
     return parse_run_spec({
         "task": BASES[base], "seed": 7, "steps": 1, "lora": lora,
-        "model": {"source": str(bases / base), "added_tokens": added, **more},
+        "model": {"source": str(bases / base), "added_tokens": added_tokens, **overrides},
         "batch": {"samples": 4, "microbatch": 2},
         "data": {**data, "train": str(bases / data["train"])},
     })  # fmt: skip
 
 
-def transformers_model(saved: Path, base: str, of: Path) -> Any:
-    """As transformers and PEFT load a result: the vocabulary resized to the tokenizer's."""
+def transformers_model(result_directory: Path, base: str, of: Path) -> Any:
+    """Load a result as transformers and PEFT do: the vocabulary resized to the tokenizer's."""
     import peft
     import transformers
 
@@ -93,13 +93,13 @@ def transformers_model(saved: Path, base: str, of: Path) -> Any:
         "classify": transformers.AutoModelForSequenceClassification,
     }
     kind: Any = kinds[BASES[base]]
-    if not (saved / "adapter_config.json").is_file():
-        return kind.from_pretrained(saved).eval()
+    if not (result_directory / "adapter_config.json").is_file():
+        return kind.from_pretrained(result_directory).eval()
     model = kind.from_pretrained(of)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(saved)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(result_directory)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
-    return peft.PeftModel.from_pretrained(model, saved).eval()
+    return peft.PeftModel.from_pretrained(model, result_directory).eval()
 
 
 @pytest.mark.parametrize("lora", [{"r": 2}, None], ids=["lora", "whole"])
@@ -116,42 +116,42 @@ def test_results_compute_in_transformers_what_the_run_computed(bases, tmp_path, 
     batch = task.batch([0, 1, 2, 3])
     read = batch.arrays["labels" if base in {"t5", "bart"} else "input_ids"]
     assert set(ids) <= {*read.reshape(-1).tolist()}
-    named = dict(task.trainable.module.named_parameters())
+    parameters = dict(task.trainable.module.named_parameters())
     tensors = {name: torch.tensor(array) for name, array in batch.arrays.items()}
-    values = moved(task)
+    values = moved_values(task)
     with torch.no_grad():
         for block, array in zip(task.manifest.blocks, values, strict=True):
-            for tensor, place in block.slices():
-                named[tensor.name].copy_(torch.tensor(array[place].reshape(tensor.shape)))
+            for tensor, elements in block.slices():
+                parameters[tensor.name].copy_(torch.tensor(array[elements].reshape(tensor.shape)))
         assert task.trainable.loss is not None
-        ours = float(task.trainable.loss(task.trainable.module.eval(), tensors)) / batch.weight
-    saved = export(task, values, tmp_path)
-    model = transformers_model(saved, base, bases / base)
+        run_loss = float(task.trainable.loss(task.trainable.module.eval(), tensors)) / batch.weight
+    result_directory = export(task, values, tmp_path)
+    model = transformers_model(result_directory, base, bases / base)
     with torch.no_grad():
-        if BASES[base] == "causal-lm":  # whose labels are shifted already
+        if BASES[base] == "causal-lm":  # whose labels are already shifted
             logits = model(input_ids=tensors["input_ids"]).logits
             expected = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1), tensors["labels"].flatten()
             )
         else:
             expected = model(**tensors).loss
-    assert ours == pytest.approx(float(expected), rel=1e-5)
+    assert run_loss == pytest.approx(float(expected), rel=1e-5)
     if lora is not None:
-        merge(find(saved), None, tmp_path / "merged")  # which compares logits
-        again = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
-        assert again.convert_tokens_to_ids(MARKS) == ids
+        merge(find(result_directory), None, tmp_path / "merged")  # which compares logits
+        repeat = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
+        assert repeat.convert_tokens_to_ids(MARKS) == ids
 
 
 @pytest.mark.parametrize("base", ["untied", "padded", "t5"])
-def test_new_rows_begin_where_transformers_begins_them(bases, base):
+def test_new_rows_are_initialized_as_in_transformers(bases, base):
     import torch
     import transformers
 
     task = build(spec_of(bases, base, {"r": 2}))
     rows = {
-        tensor.name: values[place].reshape(tensor.shape)
+        tensor.name: values[elements].reshape(tensor.shape)
         for block, values in zip(task.manifest.blocks, task.initial_parameters(), strict=True)
-        for tensor, place in block.slices()
+        for tensor, elements in block.slices()
         if "trainable_tokens_delta" in tensor.name
     }
     assert len(rows) == (2 if base == "untied" else 1)
@@ -168,18 +168,18 @@ def test_new_rows_begin_where_transformers_begins_them(bases, base):
     for name, each in rows.items():
         table = model.get_output_embeddings() if "lm_head" in name else model.get_input_embeddings()
         np.testing.assert_allclose(each, table.weight.detach()[count:].numpy(), atol=1e-3)
-    again = build(spec_of(bases, base, {"r": 2}))
-    for one, other in zip(task.initial_parameters(), again.initial_parameters(), strict=True):
+    repeat = build(spec_of(bases, base, {"r": 2}))
+    for one, other in zip(task.initial_parameters(), repeat.initial_parameters(), strict=True):
         assert (one == other).all()
 
 
 @pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
-def test_rows_are_trained_beside_a_base_in_fewer_bits(bases, base_dtype):
+def test_rows_are_trained_beside_a_quantized_base(bases, base_dtype):
     assert (np.abs(row_gradients(bases, "cpu", base_dtype=base_dtype)).max(axis=1) > 0).all()
 
 
 def row_gradients(bases: Path, backend: str, **model: Any) -> Any:
-    """The gradients of the added rows, (rows, width), of a microbatch that has them all."""
+    """Return the gradients of the added rows, (rows, width), for a microbatch with all of them."""
     task = build(spec_of(bases, "tied", {"r": 2}, **model))
     [rows] = [
         gradient
@@ -193,7 +193,7 @@ def gradients(task: Any, backend: Any) -> dict[str, Any]:
     """Of a microbatch, by tensor, and the loss."""
     batch = task.batch([0, 1])
     program = backend.compile(task.trainable, batch)
-    program.load(moved(task))
+    program.load(moved_values(task))
     items = [*program.gradients([(batch, 0)])]
     program.close()
     flat = {each.block: each.values for each in items if isinstance(each, BlockGradient)}
@@ -223,11 +223,13 @@ def test_on_vulkan_rows_have_the_gradients_of_torch(bases, base):
 def test_a_result_is_used_by_every_command(bases, tmp_path):
     pytest.importorskip("gguf")
     task = build(spec_of(bases, "tied", {"r": 2}))
-    saved = export(task, moved(task), tmp_path)
-    process = called("worker", "generate", str(saved), f"What is{TEXT}?", "--max-tokens", "4")
+    result_directory = export(task, moved_values(task), tmp_path)
+    process = called(
+        "worker", "generate", str(result_directory), f"What is{TEXT}?", "--max-tokens", "4"
+    )
     assert process.returncode == 0, process.stderr
     export_process = called(
-        "worker", "export", str(saved), "--gguf", "f32", "--out", str(tmp_path / "gguf")
+        "worker", "export", str(result_directory), "--gguf", "f32", "--out", str(tmp_path / "gguf")
     )
     assert export_process.returncode == 0, export_process.stderr
     import gguf
@@ -238,26 +240,26 @@ def test_a_result_is_used_by_every_command(bases, tmp_path):
     assert tokens.contents()[-3:] == MARKS
     task = build(spec_of(bases, "bert", {"r": 2}))
     (tmp_path / "bert").mkdir()
-    saved = export(task, moved(task), tmp_path / "bert")
-    process = called("worker", "classify", str(saved), f"1 plus 1{TEXT}", "--json")
+    result_directory = export(task, moved_values(task), tmp_path / "bert")
+    process = called("worker", "classify", str(result_directory), f"1 plus 1{TEXT}", "--json")
     assert process.returncode == 0, process.stderr
-    merged = called("worker", "merge", str(saved), "--out", str(tmp_path / "merged"))
+    merged = called("worker", "merge", str(result_directory), "--out", str(tmp_path / "merged"))
     assert merged.returncode == 0, merged.stderr
-    again = called("worker", "classify", str(tmp_path / "merged"), f"1 plus 1{TEXT}", "--json")
-    one, other = (json.loads(each.stdout) for each in (process, again))
+    repeat = called("worker", "classify", str(tmp_path / "merged"), f"1 plus 1{TEXT}", "--json")
+    one, other = (json.loads(each.stdout) for each in (process, repeat))
     assert one["label"] == other["label"]
     assert one["probability"] == pytest.approx(other["probability"], abs=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("added", "lora", "expected"),
+    ("added_tokens", "lora", "expected"),
     [
         (["plus"], {"r": 2}, "'plus', which the tokenizer has as an ordinary token"),
         (MARKS, {"targets": ["embed_tokens"]}, "lora.targets names 'embed_tokens'"),
     ],
 )
-def test_a_mistake_is_one_line(bases, added, lora, expected):
-    with pytest.raises(DataError) as raised:
-        build(spec_of(bases, "tied", lora, added))
-    assert expected in str(raised.value)
-    assert "\n" not in str(raised.value)
+def test_a_mistake_is_one_line(bases, added_tokens, lora, expected):
+    with pytest.raises(DataError) as error:
+        build(spec_of(bases, "tied", lora, added_tokens))
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)

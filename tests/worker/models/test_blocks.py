@@ -45,8 +45,8 @@ def test_an_encoder_has_embeddings_layers_in_order_and_a_head():
 
 def test_every_trainable_tensor_comes_once_with_its_shape():
     module = Model(3)
-    cut = {t.name: t.shape for block in cut_into_blocks(module) for t in block.tensors}
-    assert cut == {name: tuple(p.shape) for name, p in module.named_parameters()}
+    shape_by_name = {t.name: t.shape for block in cut_into_blocks(module) for t in block.tensors}
+    assert shape_by_name == {name: tuple(p.shape) for name, p in module.named_parameters()}
 
 
 def test_a_single_layer_is_a_block_too():
@@ -61,7 +61,7 @@ def test_frozen_tensors_and_empty_groups_are_left_out_and_layers_keep_their_numb
     assert shape(module) == [("layer.1", "block", 1), ("head", "non_block", 1)]
 
 
-def test_a_tied_tensor_stands_in_the_earliest_place():
+def test_tied_tensor_is_in_its_first_block():
     class Decoder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -79,7 +79,7 @@ def test_a_tied_tensor_stands_in_the_earliest_place():
     ]
 
 
-def test_an_encoder_decoder_has_both_stacks_and_what_lies_between():
+def test_encoder_decoder_has_both_stacks_and_the_layers_between():
     module = nn.Sequential(
         OrderedDict(
             embed=nn.Embedding(3, 2),
@@ -103,15 +103,15 @@ def test_a_model_without_layers_is_one_block():
     assert shape(nn.Linear(3, 1)) == [("model", "block", 2)]
 
 
-def test_a_model_without_layers_is_cut_by_size_where_that_is_asked_for():
-    unlike = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4), nn.Linear(4, 1))
-    assert len(cut_into_blocks(unlike)) == 1
-    cut = cut_by_size(unlike, 18)
-    assert [(block.name, block.elements) for block in cut] == [
+def test_model_without_layers_is_split_by_size_on_request():
+    uneven_stack = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4), nn.Linear(4, 1))
+    assert len(cut_into_blocks(uneven_stack)) == 1
+    blocks = cut_by_size(uneven_stack, 18)
+    assert [(block.name, block.elements) for block in blocks] == [
         ("part.0", 20), ("part.1", 20), ("part.2", 5),
     ]  # fmt: skip
-    named = [tensor.name for block in cut for tensor in block.tensors]
-    assert named == [name for name, _ in unlike.named_parameters()]
+    tensor_names = [tensor.name for block in blocks for tensor in block.tensors]
+    assert tensor_names == [name for name, _ in uneven_stack.named_parameters()]
     assert cut_by_size(Model(), 1) == cut_into_blocks(Model())
 
 

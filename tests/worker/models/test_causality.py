@@ -1,4 +1,4 @@
-"""A model that sees later tokens is no language model, whatever transformers calls it."""
+"""A model that attends to later tokens is no language model, whatever transformers calls it."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def test_a_new_encoder_is_refused_and_a_decoder_is_not(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_probe_tells_them_apart_in_whatever_they_are_stored(dtype):
+def test_probe_distinguishes_encoders_in_any_dtype(dtype):
     for is_decoder in (False, True):
         torch.manual_seed(0)
-        config = bert(is_decoder=is_decoder, initializer_range=0.3)  # as of a trained one
+        config = bert(is_decoder=is_decoder, initializer_range=0.3)  # like those of a trained model
         model = transformers.AutoModelForCausalLM.from_config(config).train()
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2 and "embed" not in name:

@@ -1,4 +1,4 @@
-"""What a run takes of a card is known before its model is loaded; refusals say what to set.
+"""A run's memory on a card is known before its model is loaded; refusals name the keys to set.
 
 The stand-in's suite compares the estimate with a device's counters.
 """
@@ -26,10 +26,10 @@ def run_of(path: Path, *changes: str) -> ModelRun:
     return run
 
 
-def estimated(run: ModelRun) -> DeviceMemory:
-    needed = estimate(run)
-    assert needed is not None
-    return needed
+def estimate_bytes(run: ModelRun) -> DeviceMemory:
+    memory = estimate(run)
+    assert memory is not None
+    return memory
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def test_weights_are_counted_as_they_are_stored(path):
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
     parameters = sum(each.numel() for each in model.parameters())
     adapter = 2 * 4 * ((64 + 64) + (64 + 32))  # layers, rank, q_proj and v_proj
-    wide = run_of(path, "model.base_dtype=float32")
-    assert estimated(wide).weights == 4 * (parameters + adapter)
-    assert estimated(run).weights < estimated(wide).weights * 0.6
+    float32_run = run_of(path, "model.base_dtype=float32")
+    assert estimate_bytes(float32_run).weights == 4 * (parameters + adapter)
+    assert estimate_bytes(run).weights < estimate_bytes(float32_run).weights * 0.6
 
 
 def test_lora_of_experts_is_counted_and_what_does_not_fit_is_refused(tmp_path):
@@ -62,16 +62,16 @@ def test_lora_of_experts_is_counted_and_what_does_not_fit_is_refused(tmp_path):
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     run = run_of(path, "model.base_dtype=float32")
-    without = estimated(run_of(path, "model.base_dtype=float32", "lora.target_parameters=[]"))
+    without = estimate_bytes(run_of(path, "model.base_dtype=float32", "lora.target_parameters=[]"))
     of_one_expert = 4 * ((64 + 64) + (32 + 64))  # rank, gate_up_proj and down_proj
-    needed = estimated(run)
-    assert needed.weights - without.weights == 4 * 2 * 8 * of_one_expert
+    memory = estimate_bytes(run)
+    assert memory.weights - without.weights == 4 * 2 * 8 * of_one_expert
     stacks = 2 * 8 * (64 * 64 + 64 * 32)  # which peft adds up in full
-    assert needed.activations - without.activations > 4 * stacks
-    narrow = estimated(run_of(path, "model.base_dtype=int4"))
-    assert needed.activations - narrow.activations == 4 * stacks
+    assert memory.activations - without.activations > 4 * stacks
+    narrow = estimate_bytes(run_of(path, "model.base_dtype=int4"))
+    assert memory.activations - narrow.activations == 4 * stacks
     with pytest.raises(DeviceOutOfMemory, match=r"got one that takes .*; --set .* takes"):
-        check_device_memory(run, "cuda 0", needed.certain - 1)
+        check_device_memory(run, "cuda 0", memory.certain - 1)
 
 
 @pytest.mark.parametrize(
@@ -83,21 +83,21 @@ def test_lora_of_experts_is_counted_and_what_does_not_fit_is_refused(tmp_path):
         ([], 1000, "use a larger device, or shard the base in bfloat16"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_with_what_to_set(path, changes, memory_bytes, remedy):
+def test_oversized_run_is_refused_with_a_remedy(path, changes, memory_bytes, remedy):
     run = run_of(path, *changes)
     with pytest.raises(DeviceOutOfMemory, match=r"weights .*, gradients .*") as error_info:
         check_device_memory(run, "cuda 0", memory_bytes)
     assert remedy in str(error_info.value)
 
 
-def test_samples_that_may_be_too_long_are_a_line_and_no_refusal(path):
+def test_samples_that_may_be_too_long_are_a_warning(path):
     run = run_of(path, "data.max_tokens=64", "batch.microbatch=4")
-    needed = estimated(run)
-    line = check_device_memory(run, "cuda 0", (needed.certain + needed.total) // 2)
+    memory = estimate_bytes(run)
+    line = check_device_memory(run, "cuda 0", (memory.certain + memory.total) // 2)
     assert "if samples are as long as data.max_tokens, --set" in line
 
 
-def test_a_worker_says_at_the_start_what_its_card_takes_and_what_is_slow_there(path):
+def test_worker_prints_memory_and_slow_features_of_its_card(path):
     lines: list[str] = []
     device = LocalDevice("cuda", None, lines.append)
     info = DeviceInfo("cuda", "Card", True, "", 0, 1 << 30)

@@ -31,7 +31,7 @@ BODY: dict[str, Any] = {
 
 
 def save_masked_lm(directory: Path) -> Path:
-    """A masked language model, whose checkpoint has neither pooler nor classification head."""
+    """Save a masked language model whose checkpoint has neither pooler nor classification head."""
     save_chat_tokenizer(directory)
     torch.manual_seed(0)
     config = transformers.BertConfig(**BODY, num_attention_heads=2, max_position_embeddings=128)
@@ -40,7 +40,7 @@ def save_masked_lm(directory: Path) -> Path:
 
 
 def save_body(directory: Path) -> Path:
-    """A Llama without its head."""
+    """Save a Llama without its head."""
     save_chat_tokenizer(directory)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -65,7 +65,7 @@ def spec_of(task: str, source: Path, directory: Path, **changes: Any) -> RunSpec
     })  # fmt: skip
 
 
-def moved(task: Task) -> list[Array]:
+def moved_values(task: Task) -> list[Array]:
     rng = np.random.default_rng(0)
     return [
         values + 0.05 * rng.standard_normal(len(values)).astype(np.float32)
@@ -74,15 +74,15 @@ def moved(task: Task) -> list[Array]:
 
 
 def export(task: Task, values: list[Array], directory: Path) -> Path:
-    """Save as the coordinator does, and put the values into the task's own module."""
+    """Save as the coordinator does, and load the values into the task's own module."""
     plan = task.manifest.export
     assert task.trainable.module is not None
-    own, tensors = dict(task.trainable.module.named_parameters()), {}
+    parameters, tensors = dict(task.trainable.module.named_parameters()), {}
     for block, array in zip(task.manifest.blocks, values, strict=True):
-        for tensor, place in block.slices():
-            value = array[place].reshape(tensor.shape)
+        for tensor, elements in block.slices():
+            value = array[elements].reshape(tensor.shape)
             tensors[plan.names.get(tensor.name, tensor.name)] = value
-            own[tensor.name].data = torch.from_numpy(value)
+            parameters[tensor.name].data = torch.from_numpy(value)
     directory.mkdir()
     safetensors.numpy.save_file(tensors, directory / plan.weights_file, {"format": "pt"})
     for name, text in plan.files.items():
@@ -102,7 +102,7 @@ def logits_of(module: Any) -> torch.Tensor:
 def loaded_by_peft(kind: Any, source: Path, adapter: Path, **keywords: Any) -> torch.Tensor:
     import peft
 
-    torch.manual_seed(99)  # what it draws for what the checkpoint lacks must not matter
+    torch.manual_seed(99)  # random values for missing weights must not matter
     base = kind.from_pretrained(source, attn_implementation="eager", **keywords)
     return logits_of(peft.PeftModel.from_pretrained(base, str(adapter)))
 
@@ -111,7 +111,7 @@ def test_a_drawn_pooler_is_saved_with_the_adapter(tmp_path):
     source = save_masked_lm(tmp_path / "model")
     task = build(spec_of("classify", source, tmp_path))
     assert "drawn_as_the_checkpoint_lacks[bert.pooler.dense]" in task.manifest.notes
-    adapter = export(task, moved(task), tmp_path / "adapter")
+    adapter = export(task, moved_values(task), tmp_path / "adapter")
     peft_logits = loaded_by_peft(
         transformers.AutoModelForSequenceClassification, source, adapter, num_labels=2
     )
@@ -125,18 +125,20 @@ def test_a_drawn_head_is_saved_with_the_adapter_whatever_the_seed(tmp_path, base
     model = {"source": str(source), "base_dtype": base_dtype}
     task = build(spec_of("causal-lm", source, tmp_path, model=model))
     assert "drawn_as_the_checkpoint_lacks[lm_head]" in task.manifest.notes
-    adapter = export(task, moved(task), tmp_path / "adapter")
-    ours = load(find(adapter), None)
-    assert ours.base == task.manifest.digests["base_weights"]
+    adapter = export(task, moved_values(task), tmp_path / "adapter")
+    loaded_result = load(find(adapter), None)
+    assert loaded_result.base == task.manifest.digests["base_weights"]
     if base_dtype == "float32":
         peft_logits = loaded_by_peft(transformers.AutoModelForCausalLM, source, adapter)
         assert torch.allclose(logits_of(task.trainable.module), peft_logits, atol=1e-5)
-        whole = merge(find(adapter), None, tmp_path / "whole")
-        assert whole.difference < 1e-5
-        assert torch.allclose(logits_of(task.trainable.module), logits_of(ours.model), atol=1e-5)
+        merged = merge(find(adapter), None, tmp_path / "whole")
+        assert merged.difference < 1e-5
+        assert torch.allclose(
+            logits_of(task.trainable.module), logits_of(loaded_result.model), atol=1e-5
+        )
 
 
-def test_without_the_head_nothing_is_said_or_taught(tmp_path):
+def test_nothing_is_drawn_without_a_head(tmp_path):
     source = save_body(tmp_path / "model")
     with pytest.raises(DataError, match=r"lacks lm_head\.weight"):
         load(find(source), None)
@@ -148,7 +150,7 @@ def test_without_the_head_nothing_is_said_or_taught(tmp_path):
         build(spec_of("dpo", source, tmp_path, data={"train": str(pairs)}))
 
 
-def test_an_adapter_of_before_whose_pooler_was_not_saved_is_read(tmp_path):
+def test_older_adapter_without_its_pooler_is_read(tmp_path):
     """`worker classify` draws it as the run did."""
     from backends.registry import choose
     from worker.tasks.labels.prediction import classify

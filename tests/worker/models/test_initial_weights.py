@@ -1,4 +1,4 @@
-"""A new model begins as its library makes it, with the same draws everywhere."""
+"""A new model starts as its library initializes it, with the same draws everywhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LLAMA = {**SIZES, **ATTENTION, "num_key_value_heads": 1, "tie_word_embeddings": 
 MAMBA = {**SIZES, "state_size": 8, "expand": 2}
 
 
-def started(model_type: str, seed: int = 7, **config: Any) -> Any:
+def started_model(model_type: str, seed: int = 7, **config: Any) -> Any:
     spec = parse_run_spec({
         "task": "causal-lm", "steps": 1, "seed": seed, "data": {"train": "python-stdlib"},
         "model": {"config": {"model_type": model_type, **config}},
@@ -31,7 +31,7 @@ def started(model_type: str, seed: int = 7, **config: Any) -> Any:
     return start_causal_lm(spec, 300, 2).model
 
 
-def library_made(model_type: str, seed: int, **config: Any) -> Any:
+def library_model(model_type: str, seed: int, **config: Any) -> Any:
     torch.manual_seed(seed)
     model_config = transformers.AutoConfig.for_model(
         model_type, vocab_size=300, bos_token_id=2, eos_token_id=2, **config
@@ -71,32 +71,32 @@ QUICK = ("llama", "gpt2", "mamba")
     "family",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
-def test_what_the_library_sets_is_kept_and_what_it_draws_is_alike(family):
-    ours = parameters(started(family, **FAMILIES[family]))
-    one, other = (parameters(library_made(family, n, **FAMILIES[family])) for n in (1, 2))
+def test_library_constants_are_kept_and_draws_have_its_distribution(family):
+    model_values = parameters(started_model(family, **FAMILIES[family]))
+    one, other = (parameters(library_model(family, n, **FAMILIES[family])) for n in (1, 2))
     for name, value in one.items():
-        mine = ours[name]
+        value_drawn = model_values[name]
         if (value == other[name]).all():
-            np.testing.assert_allclose(mine, value, rtol=1e-6, err_msg=name)
+            np.testing.assert_allclose(value_drawn, value, rtol=1e-6, err_msg=name)
             continue
-        assert mine.std() > 0, name
+        assert value_drawn.std() > 0, name
         if value.size >= 256:
-            assert mine.mean() == pytest.approx(float(value.mean()), abs=float(value.std()) / 4), (
-                name
-            )
-            assert mine.std() == pytest.approx(float(value.std()), rel=0.2), name
-        else:  # as step biases: within what the library draws from
-            spread = max(value.max() - value.min(), 4.0)
-            assert value.min() - spread < mine.min(), name
-            assert mine.max() < value.max() + spread, name
+            assert value_drawn.mean() == pytest.approx(
+                float(value.mean()), abs=float(value.std()) / 4
+            ), name
+            assert value_drawn.std() == pytest.approx(float(value.std()), rel=0.2), name
+        else:  # step biases, within the range of the library
+            value_range = max(value.max() - value.min(), 4.0)
+            assert value.min() - value_range < value_drawn.min(), name
+            assert value_drawn.max() < value.max() + value_range, name
 
 
 def parameters(model: Any) -> dict[str, Any]:
     return {name: value.detach().numpy() for name, value in model.named_parameters()}
 
 
-def test_a_llama_has_the_draws_that_it_always_had():
-    for name, value in started("llama", **LLAMA).named_parameters():
+def test_llama_draws_are_frozen():
+    for name, value in started_model("llama", **LLAMA).named_parameters():
         if value.dim() == 1:
             assert (value == 1).all()
         else:
@@ -106,7 +106,7 @@ def test_a_llama_has_the_draws_that_it_always_had():
 
 
 @pytest.mark.slow
-def test_neither_torchs_generator_nor_its_instruction_set_shows():
+def test_draws_ignore_torch_generator_and_instruction_set():
     """torch's own logarithm has other bits on other instruction sets."""
     program = (
         "import hashlib, sys, torch\n"
@@ -128,21 +128,21 @@ def test_neither_torchs_generator_nor_its_instruction_set_shows():
     assert len(outputs) == 1
 
 
-def test_functions_are_those_of_float64_rounded():
-    state = dict(started("mamba", **MAMBA).named_parameters())
+def test_functions_equal_rounded_float64():
+    state = dict(started_model("mamba", **MAMBA).named_parameters())
     expected = np.log(np.arange(1, 9, dtype=np.float64)).astype(np.float32)
     assert (state["backbone.layers.0.mixer.A_log"].detach().numpy() == expected).all()
 
 
 def test_two_seeds_give_two_models():
-    one, other = started("mamba", 1, **MAMBA), started("mamba", 2, **MAMBA)
+    one, other = started_model("mamba", 1, **MAMBA), started_model("mamba", 2, **MAMBA)
     pairs = zip(one.named_parameters(), other.parameters(), strict=True)
     assert {name.rpartition("mixer.")[2] for (name, a), b in pairs if not torch.equal(a, b)} >= {
         "dt_proj.bias", "in_proj.weight",
     }  # fmt: skip
 
 
-def test_what_is_drawn_otherwise_is_refused(monkeypatch):
+def test_other_initializations_are_refused(monkeypatch):
     def permuted(_, module):
         if hasattr(module, "A_log"):
             module.D.data.copy_(torch.randperm(len(module.D)))
@@ -150,4 +150,4 @@ def test_what_is_drawn_otherwise_is_refused(monkeypatch):
     monkeypatch.setattr(transformers.MambaForCausalLM, "_init_weights", permuted)
     monkeypatch.setattr(transformers.MambaModel, "_init_weights", permuted)
     with pytest.raises(DataError, match="randperm"):
-        started("mamba", **MAMBA)
+        started_model("mamba", **MAMBA)

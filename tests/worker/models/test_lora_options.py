@@ -1,4 +1,4 @@
-"""Every option of LoRA: the adapter that a run leaves computes in PEFT what the run computed."""
+"""Every option of LoRA: the saved adapter computes in PEFT what the run computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protocol.spec.files.adapter import adapter_config, check_lora
 from protocol.spec.run_spec import parse_run_spec
 from protocol.spec.sections.model import BaseDtype
 from tests.small_chat import conversation, jsonl, save_chat_model
-from tests.worker.tasks.test_classify import export, moved
+from tests.worker.tasks.test_classify import export, moved_values
 from worker.results.merge import merge
 from worker.results.saved_model import find
 from worker.tasks.registry import build
@@ -50,21 +50,21 @@ def spec_of(directory: Path, model: str = "model", base: str = "float32", **lora
     })  # fmt: skip
 
 
-def same_in_peft(task: Any, base: Path, saved: Path, batch: Any) -> None:
+def same_in_peft(task: Any, base: Path, result_directory: Path, batch: Any) -> None:
     """Compare the loss of trained values in the run with that of the saved adapter in PEFT."""
     import peft
     import torch
     import transformers
 
-    named = dict(task.trainable.module.named_parameters())
+    parameters = dict(task.trainable.module.named_parameters())
     arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
     with torch.no_grad():
-        for block, values in zip(task.manifest.blocks, moved(task), strict=True):
-            for tensor, place in block.slices():
-                named[tensor.name].copy_(torch.tensor(values[place].reshape(tensor.shape)))
-        ours = float(task.trainable.loss(task.trainable.module.eval(), arrays))
+        for block, values in zip(task.manifest.blocks, moved_values(task), strict=True):
+            for tensor, elements in block.slices():
+                parameters[tensor.name].copy_(torch.tensor(values[elements].reshape(tensor.shape)))
+        run_loss = float(task.trainable.loss(task.trainable.module.eval(), arrays))
         model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
-        peft_model = peft.PeftModel.from_pretrained(model, saved).eval()
+        peft_model = peft.PeftModel.from_pretrained(model, result_directory).eval()
         logits = peft_model(input_ids=arrays["input_ids"]).logits
         expected = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), arrays["labels"].flatten(), reduction="sum"
@@ -72,7 +72,7 @@ def same_in_peft(task: Any, base: Path, saved: Path, batch: Any) -> None:
         start = transformers.AutoModelForCausalLM.from_pretrained(base)(
             input_ids=arrays["input_ids"]
         ).logits
-    assert ours == pytest.approx(float(expected), rel=1e-5)
+    assert run_loss == pytest.approx(float(expected), rel=1e-5)
     assert not torch.allclose(start, logits, atol=1e-3)
 
 
@@ -80,17 +80,17 @@ def same_in_peft(task: Any, base: Path, saved: Path, batch: Any) -> None:
 def test_the_adapter_computes_in_peft_what_the_run_computed(directory, tmp_path, options):
     spec = spec_of(directory, **options)
     task = build(spec)
-    saved = export(task, moved(task), tmp_path)
-    same_in_peft(task, directory / "model", saved, task.batch([0, 1]))
-    merge(find(saved), None, tmp_path / "merged")  # which compares logits
-    check_lora(saved, adapter_config(saved), spec.lora)
+    result_directory = export(task, moved_values(task), tmp_path)
+    same_in_peft(task, directory / "model", result_directory, task.batch([0, 1]))
+    merge(find(result_directory), None, tmp_path / "merged")  # which compares logits
+    check_lora(result_directory, adapter_config(result_directory), spec.lora)
     other = spec_of(directory, **{**options, "rslora": not options.get("rslora", False)})
     with pytest.raises(DataError, match=r"--set lora\.rslora="):
-        check_lora(saved, adapter_config(saved), other.lora)
+        check_lora(result_directory, adapter_config(result_directory), other.lora)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"targets": ["q_proj", "v_porj"]}, "lora.targets, got 'v_porj'; it has down_proj"),
         ({"rank_pattern": {"v_porj": 2}}, "lora.rank_pattern, got 'v_porj'; adapted are q_proj"),
@@ -98,20 +98,22 @@ def test_the_adapter_computes_in_peft_what_the_run_computed(directory, tmp_path,
         ({"target_parameters": ["mlp.experts.up"]}, "lora.target_parameters, got 'mlp.experts.up'"),
     ],
 )
-def test_a_name_that_peft_would_pass_over_is_refused(directory, options, told):
-    with pytest.raises(DataError) as raised:
+def test_target_that_peft_would_ignore_is_refused(directory, options, message):
+    with pytest.raises(DataError) as error:
         build(spec_of(directory, **options))
-    assert told in str(raised.value)
+    assert message in str(error.value)
 
 
-def trained_in_peft(task: Any, model: Any, saved: Path, batch: Any) -> tuple[float, dict[str, Any]]:
-    """Return the loss and the gradients in PEFT, of a model whose base holds the stored values."""
+def trained_in_peft(
+    task: Any, model: Any, result_directory: Path, batch: Any
+) -> tuple[float, dict[str, Any]]:
+    """Return loss and gradients in PEFT, for a model whose base holds the dequantized values."""
     import peft
     import torch
 
     from worker.models.lora import adapter_name
 
-    peft_model = peft.PeftModel.from_pretrained(model, saved, is_trainable=True).train()
+    peft_model = peft.PeftModel.from_pretrained(model, result_directory, is_trainable=True).train()
     arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
     loss = task.trainable.loss(peft_model, arrays)
     loss.backward()
@@ -134,7 +136,7 @@ NARROW: dict[str, tuple[str, BaseDtype, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", NARROW)
-def test_what_trains_beside_a_narrow_base_is_as_in_peft_on_the_values_it_stands_for(
+def test_training_beside_a_quantized_base_equals_peft_on_its_values(
     directory, mixture, tmp_path, case
 ):
     import torch
@@ -148,39 +150,39 @@ def test_what_trains_beside_a_narrow_base_is_as_in_peft_on_the_values_it_stands_
     name, base, options = NARROW[case]
     of = directory if name == "model" else mixture
     task = build(spec_of(of, name, base=base, **options))
-    values, batch = moved(task), task.batch([0, 1])
-    saved = export(task, values, tmp_path)
+    values, batch = moved_values(task), task.batch([0, 1])
+    result_directory = export(task, values, tmp_path)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         of / name, attn_implementation="eager", dtype=torch.float32
     )
     model.requires_grad_(requires_grad=False)
     round_frozen_base(model, base)
-    # Begun with: what the adapter adds at first is nothing, with DoRA's magnitudes too.
+    # At the start the adapter adds zero, also with DoRA's magnitudes.
     program = EagerBackend("cpu").compile(task.trainable, batch)
     program.load(task.initial_parameters())
     *_, start = program.gradients([(batch, 0)])
     ids, labels = (torch.tensor(batch.arrays[name]) for name in ("input_ids", "labels"))
     with torch.no_grad():
         logits = model(input_ids=ids).logits
-    plain = torch.nn.functional.cross_entropy(
+    torch_loss = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), reduction="sum"
     )
     assert isinstance(start, Loss)
-    assert start.loss_sum == pytest.approx(float(plain), rel=1e-5)
+    assert start.loss_sum == pytest.approx(float(torch_loss), rel=1e-5)
     program.load(values)
     items = [*program.gradients([(batch, 0)])]
     module: Any = task.trainable.module
     assert not [n for n, p in module.named_parameters() if "mlp.experts." in n and p.dim() == 3]
     program.close()
-    expected_loss, expected = trained_in_peft(task, model, saved, batch)
+    expected_loss, expected = trained_in_peft(task, model, result_directory, batch)
     assert items[-1].loss_sum == pytest.approx(expected_loss, rel=1e-5)
     for item in items:
         if isinstance(item, BlockGradient):
-            for tensor, place in task.manifest.blocks[item.block].slices():
-                wanted = expected[adapter_name(tensor.name)].numpy().reshape(-1)
-                distance = np.linalg.norm(item.values[place] - wanted)
-                assert distance <= 1e-5 * np.linalg.norm(wanted), tensor.name
-    merge(find(saved), None, tmp_path / "merged")  # which compares logits
+            for tensor, elements in task.manifest.blocks[item.block].slices():
+                reference = expected[adapter_name(tensor.name)].numpy().reshape(-1)
+                distance = np.linalg.norm(item.values[elements] - reference)
+                assert distance <= 1e-5 * np.linalg.norm(reference), tensor.name
+    merge(find(result_directory), None, tmp_path / "merged")  # which compares logits
 
 
 def test_dora_with_dropout_keeps_no_wide_weight_for_backward(directory, monkeypatch):
@@ -209,10 +211,10 @@ def test_dora_with_dropout_keeps_no_wide_weight_for_backward(directory, monkeypa
         (first, *_) = (p.grad for n, p in module.named_parameters() if "lora_A" in n)
         return wide_counts[0], first
 
-    narrow, gradient = step()
+    narrow_peak, gradient = step()
     monkeypatch.setattr(lora, "_keep_dora_narrow", lambda _: None)
-    wide, expected = step()
-    assert wide == narrow + 1, "the first layer's input has no gradient"
+    wide_peak, expected = step()
+    assert wide_peak == narrow_peak + 1, "the first layer's input has no gradient"
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
@@ -230,7 +232,7 @@ def test_all_linear_layers_are_those_of_peft(directory):
     assert {t.name for block in task.manifest.blocks for t in block.tensors} == peft_names
 
 
-def test_dora_begins_with_the_norms_of_the_rows(directory):
+def test_dora_starts_with_the_norms_of_the_rows(directory):
     import safetensors.numpy
 
     task = build(spec_of(directory, dora=True))
@@ -269,9 +271,9 @@ def mixture(directory, tmp_path_factory) -> Path:
 def test_experts_are_adapted_as_parameters(mixture, tmp_path):
     task = build(spec_of(mixture, "experts", target_parameters=EXPERTS))
     assert any("experts" in t.name for block in task.manifest.blocks for t in block.tensors)
-    saved = export(task, moved(task), tmp_path)
-    same_in_peft(task, mixture / "experts", saved, task.batch([0, 1]))
-    merge(find(saved), None, tmp_path / "merged")
+    result_directory = export(task, moved_values(task), tmp_path)
+    same_in_peft(task, mixture / "experts", result_directory, task.batch([0, 1]))
+    merge(find(result_directory), None, tmp_path / "merged")
 
 
 def test_a_mistake_is_one_line(directory):

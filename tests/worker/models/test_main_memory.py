@@ -1,4 +1,4 @@
-"""A model that main memory has no room for is refused before it is read, by how much."""
+"""A model too large for host memory is refused before it is read, with the missing amount."""
 
 import json
 import subprocess
@@ -32,18 +32,19 @@ def machine(directory, available_kib, *, swap_kib=0, bound=None):
 
 
 def model(directory):
-    """Of 3,000 numbers, most of them of two bytes, over two files, and one that is not read."""
-    half, whole = np.zeros((20, 100), np.float16), np.zeros(1000, np.float32)
+    """Write a model of 3,000 numbers, mostly two bytes each, in two files, beside a file that is
+    not read."""
+    half, single_file = np.zeros((20, 100), np.float16), np.zeros(1000, np.float32)
     save_file({"a": half}, directory / "model-1.safetensors")
-    save_file({"b": whole}, directory / "model-2.safetensors")
-    save_file({"a": half, "b": whole}, directory / "consolidated.safetensors")
+    save_file({"b": single_file}, directory / "model-2.safetensors")
+    save_file({"a": half, "b": single_file}, directory / "consolidated.safetensors")
     names = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     index = json.dumps({"weight_map": names})
     (directory / "model.safetensors.index.json").write_text(index)
     return str(directory)
 
 
-def test_what_a_model_takes_to_convert(tmp_path):
+def test_memory_to_convert_a_model(tmp_path):
     assert converted_bytes(tmp_path) == 0
     assert converted_bytes(tmp_path / "org" / "name") == 0
     save_file({"a": np.zeros((4, 5), np.float16)}, tmp_path / "model.safetensors")
@@ -53,7 +54,7 @@ def test_what_a_model_takes_to_convert(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("free", "fits"),
+    ("memory_kib", "is_accepted"),
     [
         ({"available_kib": 8}, True),
         ({"available_kib": 7}, False),
@@ -63,14 +64,14 @@ def test_what_a_model_takes_to_convert(tmp_path):
         ({"available_kib": 99, "bound": "max"}, True),
     ],
 )
-def test_it_is_refused_only_where_it_cannot_fit(tmp_path, free, fits):
-    proc = machine(tmp_path / "proc", **free)
-    place = model(tmp_path)
-    if fits:
-        check_model_fits(place, proc, proc)
+def test_model_is_refused_only_if_it_cannot_fit(tmp_path, memory_kib, is_accepted):
+    proc = machine(tmp_path / "proc", **memory_kib)
+    directory = model(tmp_path)
+    if is_accepted:
+        check_model_fits(directory, proc, proc)
         return
     with pytest.raises(MainMemoryTooSmall):
-        check_model_fits(place, proc, proc)
+        check_model_fits(directory, proc, proc)
 
 
 def test_a_new_model_that_is_too_large_is_refused_before_it_is_made():
@@ -81,18 +82,18 @@ def test_a_new_model_that_is_too_large_is_refused_before_it_is_made():
     run = parse_run_spec({
         "task": "causal-lm", "steps": 1, "data": {"train": "text"}, "model": {"config": config},
     })  # fmt: skip
-    with pytest.raises(MainMemoryTooSmall) as raised:
+    with pytest.raises(MainMemoryTooSmall) as error:
         start_causal_lm(run, 1000, 0)
     layer = 4 * 65_536**2 + 3 * 65_536 * 262_144 + 2 * 65_536
     elements = 100 * layer + 2 * 1000 * 65_536 + 65_536
-    assert raised.value.needed_bytes == 5 * 4 * elements
+    assert error.value.needed_bytes == 5 * 4 * elements
 
 
-def test_a_machine_that_reports_nothing_is_tried(tmp_path):
+def test_machine_without_memory_information_is_tried(tmp_path):
     check_model_fits(model(tmp_path), tmp_path / "none", tmp_path / "none")
 
 
-def test_a_broken_file_is_the_readers_to_tell(tmp_path):
+def test_broken_file_is_left_to_the_reader(tmp_path):
     proc = machine(tmp_path / "proc", 0)
     (tmp_path / "model.safetensors").write_bytes(b"none")
     check_model_fits(str(tmp_path), proc, proc)
@@ -100,15 +101,15 @@ def test_a_broken_file_is_the_readers_to_tell(tmp_path):
     check_model_fits(str(tmp_path), proc, proc)
 
 
-def test_how_it_is_said():
+def test_refusal_text():
     message = str(MainMemoryTooSmall(16 * GIB, 7 * GIB))
     assert message.startswith(
         "reading the model takes 16.00 GiB of main memory, only 7.00 GiB is av"
     )
 
 
-def test_what_an_earlier_model_has_freed_counts_as_free(tmp_path):
-    """The worker keeps freed memory for the next step; a new model takes the place of the last."""
+def test_memory_freed_by_an_earlier_model_counts_as_free(tmp_path):
+    """The worker keeps freed memory for the next step; a new model replaces the previous one."""
     code = (
         "import numpy as np\n"
         "from pathlib import Path\n"
@@ -125,5 +126,5 @@ def test_what_an_earlier_model_has_freed_counts_as_free(tmp_path):
         "print(there - resident())\n"
     )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    assert int(done.stdout) > 0.9 * 16 * 2**14, "KiB of 16 arrays"
+    completed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    assert int(completed.stdout) > 0.9 * 16 * 2**14, "KiB of 16 arrays"

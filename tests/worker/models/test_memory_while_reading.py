@@ -1,4 +1,4 @@
-"""A base in few bits is narrowed while it is read: memory holds it, one weight and little more.
+"""A base in few bits is quantized while it is read: memory holds it, one weight and little more.
 
 `python -m benchmarks.narrow_base` measures it at the size of real models, on Vulkan too.
 """
@@ -25,7 +25,7 @@ from worker.models.base_tensors import base_tensors
 from worker.models.pretrained import load_causal_lm
 
 ROOM_BYTES = 12 * MIB
-"""For what Python, torch and four parts of a weight take."""
+"""Memory of Python, torch and four parts of a weight."""
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32", "mixed"])
@@ -49,36 +49,37 @@ def source(request, tmp_path_factory) -> Path:
     return directory
 
 
-def narrowed(source: Path) -> Any:
-    """Read and narrowed, as a worker with LoRA does."""
+def read_narrow(source: Path) -> Any:
+    """Read and quantize it as a worker with LoRA does."""
     model: Any = load_causal_lm(ModelSpec(source=str(source), base_dtype="int4"), 0).model
     model.requires_grad_(requires_grad=False)
     narrow_frozen_base(model, "int4", torch.device("cpu"))
     return model
 
 
-def test_the_peak_is_the_narrow_base_and_one_weight(source):
+def test_peak_is_the_narrow_base_and_one_weight(source):
     tensors = base_tensors(source).values()
-    narrow = sum(each.bytes_in("int4") for each in tensors)
+    narrow_bytes = sum(each.bytes_in("int4") for each in tensors)
     largest = 4 * max(each.matrix_elements for each in tensors)
     peak_bytes = peak_in_a_fresh_process(source)
-    assert peak_bytes < narrow + largest + ROOM_BYTES
+    assert peak_bytes < narrow_bytes + largest + ROOM_BYTES
     assert peak_bytes < (source / "model.safetensors").stat().st_size
 
 
 def peak_in_a_fresh_process(source: Path) -> int:
-    """What reading takes at most; here, earlier tests have set the allocator."""
+    """Measure the peak of reading in a fresh process; in this one, earlier tests have set the
+    allocator."""
     process = ended(__name__, str(source))
     assert process.returncode == 0, process.stderr
     return int(process.stdout)
 
 
 def main(source: Path) -> None:
-    """Print the peak of reading and narrowing a model, in bytes."""
+    """Print the peak of reading and quantizing a model, in bytes."""
     vars(disk_weights)["_RELEASED_AT_ONCE_BYTES"] = MIB
-    narrowed(source)  # what is imported and allocated once
+    read_narrow(source)  # imports and allocations that happen once
     with measured_growth() as growth:
-        model = narrowed(source)
+        model = read_narrow(source)
     assert not frozen_base(model)
     sys.stdout.write(str(growth.peak_bytes))
 
@@ -87,8 +88,8 @@ def test_files_of_several_dtypes_keep_their_values(source, tmp_path):
     index = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(index))
     values = safetensors.torch.load_file(source / "model.safetensors")
-    wide = {name: value.float() for name, value in values.items()}
-    safetensors.torch.save_file(wide, tmp_path / "model.safetensors", {"format": "pt"})
+    float32_values = {name: value.float() for name, value in values.items()}
+    safetensors.torch.save_file(float32_values, tmp_path / "model.safetensors", {"format": "pt"})
     spec = ModelSpec(source=str(source), base_dtype="int4")
     digest = load_causal_lm(spec, 0).weights_digest
     as_float32 = ModelSpec(source=str(tmp_path), base_dtype="float32")

@@ -1,4 +1,4 @@
-"""A base in 16 bits that is to be narrow is not widened first, and is the same base."""
+"""A 16-bit base that will be quantized is not widened first, and gives the same base."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def models(tmp_path_factory) -> Path:
     return directory
 
 
-def test_the_body_s_matrices_stay_as_they_are_in_the_file(models):
+def test_body_matrices_keep_the_dtype_of_the_file(models):
     loaded = load_causal_lm(ModelSpec(source=str(models / "half"), base_dtype="int4"), 0)
     halves = {n for n, p in loaded.model.named_parameters() if p.dtype == torch.bfloat16}
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in halves} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     }  # fmt: skip
-    others = {p.dtype for n, p in loaded.model.named_parameters() if n not in halves}
-    assert others == {torch.float32}
+    other_dtypes = {p.dtype for n, p in loaded.model.named_parameters() if n not in halves}
+    assert other_dtypes == {torch.float32}
     assert all(parameter.requires_grad for parameter in loaded.model.parameters())
 
 
 @pytest.mark.parametrize("base_dtype", ["float32", "int4"])
 def test_the_digest_is_that_of_the_values(models, base_dtype):
-    half, wide = (
+    half, float32_digest = (
         load_causal_lm(ModelSpec(source=str(models / name), base_dtype=base_dtype), 0)
         for name in ("half", "wide")
     )
-    assert half.weights_digest == wide.weights_digest
+    assert half.weights_digest == float32_digest.weights_digest
 
 
 def test_only_files_of_one_type_of_16_bits_count(models, tmp_path):
@@ -56,7 +56,7 @@ def test_only_files_of_one_type_of_16_bits_count(models, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq"])
-def test_another_library_s_narrow_form_says_what_to_take(models, tmp_path, method):
+def test_foreign_quantization_names_an_alternative(models, tmp_path, method):
     config = json.loads((models / "first" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": method, "load_in_4bit": True, "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Blocks put together from chunks, in any order."""
+"""Blocks assembled from chunks, in any order."""
 
 import numpy as np
 import pytest
@@ -25,20 +25,20 @@ def _several_chunks():
 
 
 def value(block, chunk):
-    piece = BLOCKS[block].chunk_slice(chunk)
-    return np.arange(piece.start, piece.stop, dtype=np.float32) + 100 * block
+    chunk_part = BLOCKS[block].chunk_slice(chunk)
+    return np.arange(chunk_part.start, chunk_part.stop, dtype=np.float32) + 100 * block
 
 
 @given(st.data())
 def test_any_order_and_duplicates_give_whole_blocks(data):
-    places = [(b, c) for b, block in enumerate(BLOCKS) for c in range(block.chunks)]
+    chunk_ids = [(b, c) for b, block in enumerate(BLOCKS) for c in range(block.chunks)]
     grid = ChunkGrid(BLOCKS)
     averages = Averages(grid)
     arrivals: set[tuple[int, int]] = set()
-    for block, chunk in data.draw(st.permutations(places + places[:3])):
-        assert averages.is_complete is (len(arrivals) == len(places))
-        wrong = (block, chunk) in arrivals
-        values = value(block, chunk) - (999 if wrong else 0)
+    for block, chunk in data.draw(st.permutations(chunk_ids + chunk_ids[:3])):
+        assert averages.is_complete is (len(arrivals) == len(chunk_ids))
+        is_duplicate = (block, chunk) in arrivals
+        values = value(block, chunk) - (999 if is_duplicate else 0)
         averages.put(grid.number(block, chunk), "", values)
         arrivals.add((block, chunk))
     assert averages.is_complete

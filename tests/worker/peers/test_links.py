@@ -1,4 +1,4 @@
-"""Links between workers on real sockets: who gets through, and who does not."""
+"""Links between workers on real sockets: which connections are accepted."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ SECRET = bytes(range(32))
 
 
 class Member:
-    """One worker's links, and what they report."""
+    """The links of one worker, and their reports."""
 
     def __init__(self, name, *, encrypted=True, listens=True):
         self.name = name
@@ -59,12 +59,12 @@ class Member:
     def on_unlinked(self, peer, reason):
         self.reports.put_nowait(("unlinked", peer, reason))
 
-    async def next(self, what):
+    async def next(self, kind):
         """Return the next report of this kind."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 report = await self.reports.get()
-                if report[0] == what:
+                if report[0] == kind:
                     return report[1:]
 
 
@@ -87,10 +87,10 @@ def values():
     return np.arange(BLOCKS[1].elements, dtype=np.float32)
 
 
-async def send_gradient(sender, to):
-    """Send a slice, and check that it arrives as it was."""
-    sender.links.send(to.name, encode(payload(sender.name), values()))
-    name, received = await to.next("gradient")
+async def send_gradient(sender, receiver):
+    """Send a slice, and check that it arrives unchanged."""
+    sender.links.send(receiver.name, encode(payload(sender.name), values()))
+    name, received = await receiver.next("gradient")
     assert name == sender.name
     assert received.body.view(np.float32).tobytes() == values().tobytes()
 
@@ -105,8 +105,8 @@ async def test_both_reach_each_other_and_a_body_arrives_unchanged(encrypted):
         assert (await other.next("linked"))[0] == "one"
         await send_gradient(one, other)
         await send_gradient(other, one)
-        sent, received = one.links.traffic()["other"]
-        assert min(sent, received) > limits.PEER_PROBE_BYTES
+        sent_bytes, received = one.links.traffic()["other"]
+        assert min(sent_bytes, received) > limits.PEER_PROBE_BYTES
 
 
 @pytest.mark.parametrize("name", ["a", "z"])
@@ -123,11 +123,11 @@ async def test_one_that_only_dials_sends_and_receives(name):
 
 @pytest.mark.parametrize("unreachable", ["one", "other"])
 @on_uvloop
-async def test_one_port_that_can_be_reached_is_enough(unreachable, monkeypatch):
-    """Behind a firewall a port is open and cannot be reached: then the other side dials."""
+async def test_one_reachable_port_is_enough(unreachable, monkeypatch):
+    """Behind a firewall a port is open but unreachable: then the other side dials."""
     monkeypatch.setattr(links, "_SECOND_DIALER_S", 0.2)
-    with members("one", "other") as both:
-        one, other = both
+    with members("one", "other") as pair:
+        one, other = pair
         closed = one if unreachable == "one" else other
         open_ = other if closed is one else one
         peer = closed.as_peer(open_.name).model_copy(update={"port": refusing_port()})
@@ -141,7 +141,7 @@ async def test_one_port_that_can_be_reached_is_enough(unreachable, monkeypatch):
 
 @pytest.mark.parametrize("encrypted", [True, False])
 @on_uvloop
-async def test_two_that_dial_each_other_at_once_keep_one_link(encrypted, monkeypatch):
+async def test_simultaneous_dials_keep_one_link(encrypted, monkeypatch):
     monkeypatch.setattr(links, "_SECOND_DIALER_S", 0.0)
     names = [f"{letter}-{number}" for number in range(6) for letter in "ab"]
     with members(*names, encrypted=encrypted) as group:
@@ -162,15 +162,15 @@ async def test_two_that_dial_each_other_at_once_keep_one_link(encrypted, monkeyp
             assert member.reports.empty()
 
 
-@pytest.mark.parametrize("broken", ["one", "other"])
+@pytest.mark.parametrize("broken_end", ["one", "other"])
 @on_uvloop
-async def test_a_link_that_breaks_is_reported_and_made_again(broken):
+async def test_broken_link_is_reported_and_restored(broken_end):
     with members("one", "other") as (one, other):
         one.set_peers(other)
         other.set_peers(one)
         await one.next("linked")
         await other.next("linked")
-        at, name = (one, "other") if broken == "one" else (other, "one")
+        at, name = (one, "other") if broken_end == "one" else (other, "one")
         at.links._links[name].connection.channel.abort("a test")
         for member in (one, other):
             await member.next("unlinked")
@@ -179,7 +179,7 @@ async def test_a_link_that_breaks_is_reported_and_made_again(broken):
 
 
 @on_uvloop
-async def test_a_peer_that_is_listed_no_more_is_left():
+async def test_removed_peer_is_disconnected():
     with members("one", "other") as (one, other):
         one.set_peers(other)
         other.set_peers(one)
@@ -190,7 +190,7 @@ async def test_a_peer_that_is_listed_no_more_is_left():
 
 
 @on_uvloop
-async def test_a_peer_that_is_listed_no_more_during_the_handshake_is_left_too(monkeypatch):
+async def test_peer_removed_during_the_handshake_is_disconnected(monkeypatch):
     with members("one", "other") as (one, other):
         linked = PeerLinks.use
 
@@ -246,12 +246,12 @@ async def dial(member, hello, key):
     return last
 
 
-def hello(name, to):
-    return PeerHello(name=name, to=to, nonce=new_nonce())
+def hello(name, receiver):
+    return PeerHello(name=name, to=receiver, nonce=new_nonce())
 
 
 @on_uvloop
-async def test_a_process_that_is_not_listed_gets_no_proof():
+async def test_unlisted_process_gets_no_proof():
     with members("owner") as (owner,):
         owner.set_peers()
         reply = await dial(owner, hello("unknown", "owner"), bytes(32))
@@ -260,10 +260,10 @@ async def test_a_process_that_is_not_listed_gets_no_proof():
 
 
 @on_uvloop
-async def test_a_member_that_poses_as_another_is_refused():
-    """It knows its own key with each of them, and not the key of those two."""
-    with members("owner", "true", "poser") as (owner, true, poser):
-        owner.set_peers(true, poser)
+async def test_member_that_impersonates_another_is_refused():
+    """It knows its own key with each of them, but not the key of those two."""
+    with members("owner", "true", "poser") as (owner, true, impostor):
+        owner.set_peers(true, impostor)
         own_key = pair_key(SECRET, "poser", "owner")
         reply = await dial(owner, hello("true", "owner"), own_key)
         assert isinstance(reply, SamestepError)
@@ -288,7 +288,7 @@ async def test_a_peer_with_another_certificate_gets_no_hello():
 
 
 @on_uvloop
-async def test_the_reason_why_a_peer_is_not_reached_is_reported():
+async def test_reason_for_an_unreachable_peer_is_reported():
     with members("one", "other") as (one, other):
         port = refusing_port()
         peer = other.as_peer("one").model_copy(update={"port": port})
@@ -297,40 +297,42 @@ async def test_the_reason_why_a_peer_is_not_reached_is_reported():
 
 
 @on_uvloop
-async def test_while_the_port_is_full_a_member_waits_and_gets_in(monkeypatch):
-    """All members of a run connect at one time: a full port is no broken link."""
+async def test_member_waits_while_the_port_is_full(monkeypatch):
+    """All members of a run connect at once: a full port is not a broken link."""
     monkeypatch.setattr(limits, "UNAUTHENTICATED_SLOT_MS", 100)
     with members("owner") as (owner,), members("other", listens=False) as (other,):
         owner.set_peers(other)
         address = ("127.0.0.1", owner.port)
-        silent = [socket.create_connection(address) for _ in range(limits.PENDING_PEER_CONNECTIONS)]
+        silent_connections = [
+            socket.create_connection(address) for _ in range(limits.PENDING_PEER_CONNECTIONS)
+        ]
         while len(owner.links._pending_connections) < limits.PENDING_PEER_CONNECTIONS:  # noqa: ASYNC110 -- nothing is reported
             await asyncio.sleep(0.01)
         key = pair_key(SECRET, "other", "owner")
-        waits = asyncio.create_task(dial(owner, hello("other", "owner"), key))
+        dial_task = asyncio.create_task(dial(owner, hello("other", "owner"), key))
         await asyncio.sleep(0.1)
-        assert not waits.done()
-        for each in silent:
+        assert not dial_task.done()
+        for each in silent_connections:
             each.close()
-        assert isinstance(await waits, PeerWelcome)
+        assert isinstance(await dial_task, PeerWelcome)
 
 
 @on_uvloop
-async def test_a_peer_that_was_refused_is_dialed_as_soon_as_it_is_listed(monkeypatch):
-    """On a busy machine some get the list of members seconds after others."""
+async def test_refused_peer_is_dialed_as_soon_as_it_is_listed(monkeypatch):
+    """On a busy machine some workers get the list of members seconds after others."""
     monkeypatch.setattr(links, "_RETRY_S", (10 * PATIENCE_S,))
     monkeypatch.setattr(links, "_SECOND_DIALER_S", 10 * PATIENCE_S)
-    with members("early", "late") as (early, late):
-        late.set_peers()
-        early.set_peers(late)
-        assert "is not a peer of 'late'" in (await early.next("unlinked"))[1]
-        late.set_peers(early)
-        await early.next("linked")
-        await late.next("linked")
+    with members("early", "late") as (early_member, late_member):
+        late_member.set_peers()
+        early_member.set_peers(late_member)
+        assert "is not a peer of 'late'" in (await early_member.next("unlinked"))[1]
+        late_member.set_peers(early_member)
+        await early_member.next("linked")
+        await late_member.next("linked")
 
 
 @on_uvloop
-async def test_no_older_tls():
+async def test_older_tls_is_refused():
     with members("owner") as (owner,):
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -1,4 +1,4 @@
-"""A worker's side of the exchange: what goes where, and what is refused."""
+"""A worker's side of the exchange: the destination of its sums, and refusals."""
 
 import numpy as np
 import pytest
@@ -44,9 +44,9 @@ def table(*members, owners=None, scribe=None):
     return OwnerTable(members=members, owners=tuple(owners), scribe=scribe)
 
 
-def share(me="a", given=None, microbatches=2):
-    exchange = GradientExchange(me, BLOCKS, Codecs())
-    exchange.set_owners(1, given or table("a", "b"))
+def share(name="a", owner_table=None, microbatches=2):
+    exchange = GradientExchange(name, BLOCKS, Codecs())
+    exchange.set_owners(1, owner_table or table("a", "b"))
     exchange.begin(plan(microbatches))
     return exchange
 
@@ -56,15 +56,15 @@ def plan(microbatches, uploads=100, **change):
     return StepPlan(**fields, microbatches=microbatches, subtrees=())
 
 
-def committed(exchange, wanted):
-    """Its step is durable, with averages of these digests."""
-    exchange.set_digests(AverageDigests(**PLACE), wanted)
+def mark_committed(exchange, reference):
+    """Mark its step as durable, with averages of these digests."""
+    exchange.set_digests(AverageDigests(**PLACE), reference)
     return exchange.commit(Commit(**PLACE, scalars=SCALARS, loss=0.0, averages_digest="0" * 64))
 
 
-def at(number, **more):
+def chunk_fields(number, **overrides):
     block, chunk = GRID.chunk(number)
-    return {**PLACE, "owners": 1, "block": block, "chunk": chunk, **more}
+    return {**PLACE, "owners": 1, "block": block, "chunk": chunk, **overrides}
 
 
 def part(arrays, number):
@@ -72,16 +72,16 @@ def part(arrays, number):
     return arrays[block][BLOCKS[block].chunk_slice(chunk)]
 
 
-def payload(number, lo, **more):
+def payload(number, lo, **overrides):
     block, _ = GRID.chunk(number)
     kind = BlockGradientPayload if BLOCKS[block].kind == "block" else NonBlockGradientPayload
-    return kind(**at(number, lo=lo, hi=lo + 1, weight=1.0, **more))
+    return kind(**chunk_fields(number, lo=lo, hi=lo + 1, weight=1.0, **overrides))
 
 
 def average(number):
     block, _ = GRID.chunk(number)
     kind = AveragedBlockGradient if BLOCKS[block].kind == "block" else AveragedNonBlockGradient
-    return kind(**at(number))
+    return kind(**chunk_fields(number))
 
 
 def sums(seed):
@@ -94,21 +94,21 @@ def raw(values):
 
 
 def play(shares, actions_of):
-    """Carry messages until none is left; gives what was for the coordinator, by member."""
+    """Deliver messages until none is left; return the messages to the coordinator, by member."""
     reports: dict[str, list[object]] = {name: [] for name in shares}
-    waiting = [(name, action) for name, actions in actions_of for action in actions]
-    while waiting:
-        name, action = waiting.pop(0)
+    pending = [(name, action) for name, actions in actions_of for action in actions]
+    while pending:
+        name, action = pending.pop(0)
         match action:
             case ToPeer(peer, message, body):
                 answers = shares[peer].receive(name, message, raw(body))
-                waiting += [(peer, each) for each in answers]
+                pending += [(peer, each) for each in answers]
             case _:
                 reports[name].append(action)
     return reports
 
 
-def contributed(shares, subtree_of):
+def contribute_all(shares, subtree_of):
     return [
         (name, shares[name].contribute(subtree, block, 1.0, values))
         for name, subtree in subtree_of.items()
@@ -117,145 +117,157 @@ def contributed(shares, subtree_of):
 
 
 def expected():
-    both = zip(sums(0), sums(1), strict=True)
-    return [(one + other) * np.float32(0.5) for one, other in both]
+    pair_sums = zip(sums(0), sums(1), strict=True)
+    return [(one + other) * np.float32(0.5) for one, other in pair_sums]
 
 
 def digests():
-    means = expected()
-    chunk_digests = [chunk_digest(part(means, number)) for number in range(GRID.count)]
+    mean_values = expected()
+    chunk_digests = [chunk_digest(part(mean_values, number)) for number in range(GRID.count)]
     return np.frombuffer(b"".join(chunk_digests), np.uint8)
 
 
-def taken(actions):
+def accepted_averages(actions):
     return [action.averages for action in actions if isinstance(action, AveragesReady)]
 
 
-def test_all_have_the_mean_and_the_coordinator_the_digests():
+def test_members_have_the_mean_and_the_coordinator_the_digests():
     shares = {"a": share("a"), "b": share("b")}
-    reports = play(shares, contributed(shares, {"a": ONE, "b": OTHER}))
+    reports = play(shares, contribute_all(shares, {"a": ONE, "b": OTHER}))
     for name, each in shares.items():
-        (averages,) = taken(committed(each, digests()))
+        (averages,) = accepted_averages(mark_committed(each, digests()))
         assert [x.tobytes() for x in averages] == [x.tobytes() for x in expected()]
-        to = [action.message for action in reports[name] if isinstance(action, Transmit)]
-        own = [GRID.number(m.block, m.chunk) for m in to if isinstance(m, AveragedGradient)]
-        assert own == [n for n in own if table("a", "b").owner(n) == name]
+        messages_sent = [action.message for action in reports[name] if isinstance(action, Transmit)]
+        own_chunks = [
+            GRID.number(m.block, m.chunk) for m in messages_sent if isinstance(m, AveragedGradient)
+        ]
+        assert own_chunks == [n for n in own_chunks if table("a", "b").owner(n) == name]
 
 
-def test_a_lost_owner_s_chunks_are_averaged_by_another_from_sums_sent_again():
-    alone = share("a")
-    sent = [action for _, actions in contributed({"a": alone}, {"a": ONE}) for action in actions]
-    assert {action.peer for action in sent if isinstance(action, ToPeer)} == {"b"}
-    again = alone.set_owners(2, table("a", owners=[0] * GRID.count))
-    again += [  # the subtree of the lost one is computed once more, here
+def test_chunks_of_a_lost_owner_are_averaged_from_resent_sums():
+    share_a = share("a")
+    actions_sent = [
+        action for _, actions in contribute_all({"a": share_a}, {"a": ONE}) for action in actions
+    ]
+    assert {action.peer for action in actions_sent if isinstance(action, ToPeer)} == {"b"}
+    repeat = share_a.set_owners(2, table("a", owners=[0] * GRID.count))
+    repeat += [  # the lost worker's subtree is computed again here
         action
         for block, values in enumerate(sums(1))
-        for action in alone.contribute(OTHER, block, 1.0, values)
+        for action in share_a.contribute(OTHER, block, 1.0, values)
     ]
-    assert not [action for action in again if isinstance(action, ToPeer)]
-    (averages,) = taken(committed(alone, digests()))
+    assert not [action for action in repeat if isinstance(action, ToPeer)]
+    (averages,) = accepted_averages(mark_committed(share_a, digests()))
     assert [x.tobytes() for x in averages] == [x.tobytes() for x in expected()]
 
 
-def test_a_chunk_that_is_given_back_needs_its_sums_again():
-    """Of a chunk that it did not own meanwhile a worker has no sums: it says that none arrived."""
-    owned = share(given=table("a", "b", owners=[0] * GRID.count))
+def test_returned_chunk_needs_its_sums_again():
+    """A worker has no sums of a chunk that it did not own meanwhile, and reports that none
+    arrived."""
+    owner_share = share(owner_table=table("a", "b", owners=[0] * GRID.count))
 
     def give(number):
         actions = []
         for each in range(GRID.count):
             message = payload(each, 1).model_copy(update={"owners": number})
-            actions += owned.receive("b", message, raw(part(sums(2), each)))
+            actions += owner_share.receive("b", message, raw(part(sums(2), each)))
         return [a.message for a in actions if isinstance(a, Transmit)]
 
     assert [type(each) for each in give(1)] == [SumsArrived]
-    owned.set_owners(2, table("a", "b", owners=[1] * GRID.count))
-    assert owned.set_owners(3, table("a", "b", owners=[0] * GRID.count)) == []
+    owner_share.set_owners(2, table("a", "b", owners=[1] * GRID.count))
+    assert owner_share.set_owners(3, table("a", "b", owners=[0] * GRID.count)) == []
     assert [type(each) for each in give(3)] == [SumsArrived]
 
 
-def carried(shares, waiting, most=None):
-    """Carry messages, at most so many; gives those that are still on their way."""
-    while waiting and most != 0:
-        name, action = waiting.pop(0)
+def carry_messages(shares, pending, limit=None):
+    """Deliver at most this many messages; return those still in transit."""
+    while pending and limit != 0:
+        name, action = pending.pop(0)
         if isinstance(action, ToPeer) and name in shares and action.peer in shares:
             answers = shares[action.peer].receive(name, action.message, raw(action.body.copy()))
-            waiting += [(action.peer, each) for each in answers]
-        most = None if most is None else most - 1
-    return waiting
+            pending += [(action.peer, each) for each in answers]
+        limit = None if limit is None else limit - 1
+    return pending
 
 
-@pytest.mark.parametrize("lost", ["c", "bc"], ids=["one", "two at once"])
-def test_owners_that_die_at_any_stage_of_a_chunk_leave_the_bits(lost):
-    """After each message in turn; what they had sent and what was sent to them is gone."""
+@pytest.mark.parametrize("dead_owners", ["c", "bc"], ids=["one", "two at once"])
+def test_dying_owners_at_any_stage_keep_the_bits(dead_owners):
+    """After each message in turn; messages to and from the dead owners are lost."""
     subtrees = {"a": Subtree(0, 1), "b": Subtree(1, 2), "c": Subtree(2, 3)}
-    both = [(one + other) + third for one, other, third in zip(*map(sums, range(3)), strict=True)]
-    means = [total * np.float32(1 / 3) for total in both]
-    digest_bytes = b"".join(chunk_digest(part(means, number)) for number in range(GRID.count))
-    stage, waiting = 0, [("", None)]
-    while waiting:
+    pair_sums = [
+        (one + other) + third for one, other, third in zip(*map(sums, range(3)), strict=True)
+    ]
+    mean_values = [total * np.float32(1 / 3) for total in pair_sums]
+    digest_bytes = b"".join(chunk_digest(part(mean_values, number)) for number in range(GRID.count))
+    stage, pending = 0, [("", None)]
+    while pending:
         shares = {name: share(name, table(*"abc"), microbatches=3) for name in "abc"}
-        contributions = contributed(shares, subtrees)
-        waiting = [(name, action) for name, actions in contributions for action in actions]
-        waiting = carried(shares, waiting, stage)
-        on_their_way = [(name, action) for name, action in waiting if name not in lost]
-        for name in lost:
+        contributions = contribute_all(shares, subtrees)
+        pending = [(name, action) for name, actions in contributions for action in actions]
+        pending = carry_messages(shares, pending, stage)
+        on_their_way = [(name, action) for name, action in pending if name not in dead_owners]
+        for name in dead_owners:
             del shares[name]
-        left, before = list(shares), table(*"abc")
+        live_members, before = list(shares), table(*"abc")
         owners = [
-            left.index(owner) if (owner := before.owner(n)) in left else n % len(left)
+            live_members.index(owner)
+            if (owner := before.owner(n)) in live_members
+            else n % len(live_members)
             for n in range(GRID.count)
         ]
         for name, each in shares.items():
-            after = each.set_owners(2, table(*left, owners=owners))
+            after = each.set_owners(2, table(*live_members, owners=owners))
             on_their_way += [(name, action) for action in after]
-        again = contributed({"a": shares["a"]}, {"a": Subtree(0, 1)})  # known: it changes nothing
-        for name in lost:
+        # a duplicate: it changes nothing
+        repeat = contribute_all({"a": shares["a"]}, {"a": Subtree(0, 1)})
+        for name in dead_owners:
             for block, values in enumerate(sums(subtrees[name].lo)):
-                again.append(("a", shares["a"].contribute(subtrees[name], block, 1.0, values)))
-        on_their_way += [(name, action) for name, actions in again for action in actions]
-        assert carried(shares, on_their_way) == []
+                repeat.append(("a", shares["a"].contribute(subtrees[name], block, 1.0, values)))
+        on_their_way += [(name, action) for name, actions in repeat for action in actions]
+        assert carry_messages(shares, on_their_way) == []
         for each in shares.values():
-            (averages,) = taken(committed(each, np.frombuffer(digest_bytes, np.uint8)))
-            assert [x.tobytes() for x in averages] == [x.tobytes() for x in means]
+            (averages,) = accepted_averages(
+                mark_committed(each, np.frombuffer(digest_bytes, np.uint8))
+            )
+            assert [x.tobytes() for x in averages] == [x.tobytes() for x in mean_values]
         stage += 1
     assert stage > 2 * GRID.count
 
 
-def test_an_average_that_is_not_what_the_coordinator_has_names_its_owner_and_is_not_taken():
+def test_average_with_another_digest_is_refused_and_names_its_owner():
     shares = {"a": share("a"), "b": share("b")}
-    play(shares, contributed(shares, {"a": ONE, "b": OTHER}))
-    wrong = digests().copy()
+    play(shares, contribute_all(shares, {"a": ONE, "b": OTHER}))
+    wrong_digests = digests().copy()
     number = next(n for n in range(GRID.count) if table("a", "b").owner(n) == "b")
-    wrong[16 * number] ^= 1
-    actions = committed(shares["a"], wrong)
-    assert not taken(actions)
+    wrong_digests[16 * number] ^= 1
+    actions = mark_committed(shares["a"], wrong_digests)
+    assert not accepted_averages(actions)
     messages = [action.message for action in actions]
     assert messages == [
-        AverageMismatch(**at(number), owner="b"), AveragesRequest(**PLACE),
+        AverageMismatch(**chunk_fields(number), owner="b"), AveragesRequest(**PLACE),
     ]  # fmt: skip
 
 
-def test_averages_of_a_committed_step_that_do_not_come_are_asked_for_once():
+def test_missing_averages_of_a_committed_step_are_requested_once():
     exchange = share("a")
     exchange.contribute(ONE, 0, 1.0, sums(0)[0])
-    assert committed(exchange, digests()) == []  # their owners may be sending them
+    assert mark_committed(exchange, digests()) == []  # their owners may be sending them
     requests = exchange.request_overdue()
     assert [action.message for action in requests] == [AveragesRequest(**PLACE)]
     assert exchange.request_overdue() == []
-    means = expected()
+    mean_values = expected()
     actions = []
     for block, each in enumerate(BLOCKS):
         kind = AveragedBlockGradient if each.kind == "block" else AveragedNonBlockGradient
         for chunk in range(each.chunks):
-            values = raw(means[block][each.chunk_slice(chunk)])
+            values = raw(mean_values[block][each.chunk_slice(chunk)])
             actions += exchange.receive("", kind(**PLACE, block=block, chunk=chunk), values)
-    (averages,) = taken(actions)
-    assert [x.tobytes() for x in averages] == [x.tobytes() for x in means]
+    (averages,) = accepted_averages(actions)
+    assert [x.tobytes() for x in averages] == [x.tobytes() for x in mean_values]
 
 
 @pytest.mark.parametrize("sender", ["b", "c"])
-def test_who_does_not_own_a_chunk_sends_no_average_of_it(sender):
+def test_average_from_a_non_owner_is_refused(sender):
     number = next(n for n in range(GRID.count) if table("a", "b").owner(n) == "a")
     message = average(number)
     body = raw(np.zeros(GRID.elements(number), np.float32))
@@ -269,7 +281,7 @@ def test_a_sum_in_another_s_name_is_refused():
         share("a").receive("c", message, raw(np.zeros(GRID.elements(0), np.float32)))
 
 
-def test_what_is_not_finite_is_reported_with_its_worker():
+def test_non_finite_sum_is_reported_with_its_worker():
     message = payload(0, 0)
     body = raw(np.full(GRID.elements(0), np.inf, np.float32))
     (report,) = share("a").receive("b", message, body)
@@ -278,12 +290,12 @@ def test_what_is_not_finite_is_reported_with_its_worker():
 
 def test_early_sums_wait_late_ones_are_dropped():
     exchange = share("a")
-    later = payload(0, 0).model_copy(update={"step": 1})
+    next_step_payload = payload(0, 0).model_copy(update={"step": 1})
     body = raw(np.ones(GRID.elements(0), np.float32))
-    assert exchange.receive("b", later, body) == []
+    assert exchange.receive("b", next_step_payload, body) == []
     arrived = exchange.begin(plan(1, step=1))
     assert arrived, "the average of a step with one microbatch"
-    assert exchange.receive("b", later.model_copy(update={"step": 0}), body) == []
+    assert exchange.receive("b", next_step_payload.model_copy(update={"step": 0}), body) == []
 
 
 def test_a_table_of_another_shape_is_refused():
@@ -291,7 +303,7 @@ def test_a_table_of_another_shape_is_refused():
         share("a").set_owners(2, table("a", owners=[0]))
 
 
-def test_who_has_no_links_sends_through_the_coordinator():
+def test_worker_without_links_sends_through_the_coordinator():
     exchange = share("c", table("a", "b"))
     actions = exchange.contribute(ONE, 0, 1.0, sums(0)[0])
     assert {type(action) for action in actions} == {Transmit}
@@ -307,20 +319,20 @@ def to_coordinator(actions):
     return [GRID.number(a.message.block, a.message.chunk) for a in actions]
 
 
-def test_the_coordinator_is_sent_as_many_chunks_as_it_allows():
+def test_coordinator_gets_as_many_chunks_as_it_allows():
     exchange = star(2)
-    sent = exchange.contribute(ONE, 0, 1.0, sums(0)[0])
-    assert {type(action) for action in sent} == {Transmit}
+    actions_sent = exchange.contribute(ONE, 0, 1.0, sums(0)[0])
+    assert {type(action) for action in actions_sent} == {Transmit}
     assert to_coordinator(exchange.contribute(ONE, 1, 1.0, sums(0)[1])) == [0]
-    assert to_coordinator(sent) == [1]
+    assert to_coordinator(actions_sent) == [1]
     assert to_coordinator(exchange.extend_credit(Credit(**PLACE, uploads=3))) == [2]
     exchange.cancel(Cancel(**PLACE, subtrees=((0, 1),)))
     assert exchange.extend_credit(Credit(**PLACE, uploads=100)) == []
 
 
-def test_where_every_other_owner_is_lost_the_coordinator_is_sent_all_that_they_had():
-    alone = share("a")
+def test_coordinator_gets_all_chunks_if_every_other_owner_is_lost():
+    share_a = share("a")
     for block, values in enumerate(sums(0)):
-        alone.contribute(ONE, block, 1.0, values)
+        share_a.contribute(ONE, block, 1.0, values)
     owner_table = OwnerTable.star(GRID.count)
-    assert sorted(to_coordinator(alone.set_owners(2, owner_table))) == [*range(GRID.count)]
+    assert sorted(to_coordinator(share_a.set_owners(2, owner_table))) == [*range(GRID.count)]

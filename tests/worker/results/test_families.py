@@ -1,4 +1,4 @@
-"""Results of other families than Llama, and of adapters beside embeddings and heads, used."""
+"""Results of families other than Llama, and of adapters beside embeddings and heads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ T5 = {
 
 
 def spec_of(directory: Path, task: str, family: str, sizes: dict[str, Any], **changes: Any) -> Path:
-    """Write a small model of a family, its tokenizer and its data; the run spec that trains it."""
+    """Write a small model of a family, its tokenizer and its data; return the run spec that trains
+    it."""
     import tokenizers
     import transformers
 
@@ -90,28 +91,28 @@ def spec_of(directory: Path, task: str, family: str, sizes: dict[str, Any], **ch
         pytest.param("mistral", None, marks=pytest.mark.slow),
     ],
 )
-def test_what_carries_state_otherwise_generates_what_the_whole_text_gives(
-    tmp_path, family, targets
-):
-    """Bamba and RecurrentGemma, whose state is wrong when passed on by hand, too."""
-    more: dict[str, dict[str, Any]]
-    more = {"mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2}, "mistral": {
+def test_generation_with_carried_state_equals_the_whole_text(tmp_path, family, targets):
+    """Includes Bamba and RecurrentGemma, whose state is wrong when passed on manually."""
+    family_settings: dict[str, dict[str, Any]]
+    family_settings = {"mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2}, "mistral": {
         "sliding_window": 8}, "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8,
         "mamba_d_head": 8, "mamba_n_groups": 2}, "recurrent_gemma": {"num_hidden_layers": 3,
         "lru_width": 32, "num_key_value_heads": 1}}  # fmt: skip
-    more |= {name: {"n_embd": 32, "n_layer": 1, "n_head": 4} for name in ("openai-gpt", "gpt2")}
-    sizes = STATES | more.get(family, {})
+    family_settings |= {
+        name: {"n_embd": 32, "n_layer": 1, "n_head": 4} for name in ("openai-gpt", "gpt2")
+    }
+    sizes = STATES | family_settings.get(family, {})
     spec = spec_of(tmp_path, "causal-lm", family, sizes, lora={"r": 4, "targets": targets})
     loaded = load(find(finished_run(spec, tmp_path / "run", "r")), None)
     ids = [5, 9, 30, 41]
-    ours = "".join(generate(loaded.model, loaded.tokenizer, ids, Sampling(0, 1, 0, 10)))
+    actual = "".join(generate(loaded.model, loaded.tokenizer, ids, Sampling(0, 1, 0, 10)))
     text = torch.tensor([ids])
     options = {} if family == "openai-gpt" else {"use_cache": False}
     with torch.no_grad():
         while len(text[0]) < 14 and text[0, -1] != 2:
             likeliest = loaded.model(input_ids=text, **options).logits[:, -1:].argmax(2)
             text = torch.cat([text, likeliest], 1)
-    assert ours == loaded.tokenizer.decode(text[0, 4:], skip_special_tokens=True)
+    assert actual == loaded.tokenizer.decode(text[0, 4:], skip_special_tokens=True)
 
 
 @pytest.mark.parametrize(
@@ -125,14 +126,14 @@ def test_what_carries_state_otherwise_generates_what_the_whole_text_gives(
         pytest.param("bert", SIZES, ["position_embeddings"], marks=pytest.mark.slow),
     ],
 )
-def test_a_merged_classifier_says_what_base_and_adapter_say(tmp_path, family, sizes, targets):
-    """Encoder-decoders, and models that number positions from behind their padding token."""
+def test_merged_classifier_equals_base_and_adapter(tmp_path, family, sizes, targets):
+    """Encoder-decoders, and models whose positions start after their padding token."""
     spec = spec_of(tmp_path, "classify", family, sizes, lora={"r": 4, "targets": targets})
     run = finished_run(spec, tmp_path / "run", "r")
     assert merge(find(run), None, tmp_path / "whole").difference < 1e-5
     answers = [
-        json.loads(called("worker", "classify", str(place), "3 and 4", "--json").stdout)
-        for place in (run, tmp_path / "whole")
+        json.loads(called("worker", "classify", str(directory), "3 and 4", "--json").stdout)
+        for directory in (run, tmp_path / "whole")
     ]
     assert answers[0]["label"] == answers[1]["label"]
     assert answers[0]["probability"] == pytest.approx(answers[1]["probability"], abs=1e-5)
@@ -148,8 +149,8 @@ def test_a_merged_classifier_says_what_base_and_adapter_say(tmp_path, family, si
         pytest.param("qwen2", True, ["lm_head"], marks=pytest.mark.slow),
     ],
 )
-def test_an_adapter_beside_embeddings_and_head_is_peft_s(tmp_path, family, tied, targets):
-    """As trained, as PEFT loads it, as `generate` loads it, and merged: the same logits."""
+def test_adapter_beside_embeddings_and_head_equals_peft(tmp_path, family, tied, targets):
+    """As trained, as loaded by PEFT and by `generate`, and merged: the same logits."""
     import peft
     import transformers
     from safetensors.torch import load_file
@@ -158,30 +159,32 @@ def test_an_adapter_beside_embeddings_and_head_is_peft_s(tmp_path, family, tied,
     lora = {"r": 4, "targets": targets}
     spec = spec_of(tmp_path, "causal-lm", family, SIZES | small, lora=lora)
     run = finished_run(spec, tmp_path / "run", "r")
-    ours = load(find(run), None)
+    actual = load(find(run), None)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # (tied layers: what they warn of is tried here)
+        warnings.simplefilter("ignore")  # (tied layers: their warnings are tested here)
         peft_model = peft.PeftModel.from_pretrained(base, str(run / "adapter")).eval()
     merge(find(run), None, tmp_path / "whole")
-    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
     task = build(load_run_spec(spec))
     assert task.trainable.module is not None
     trained = task.trainable.module.eval()
-    stored = load_file(run / "adapter" / "adapter_model.safetensors")
+    saved_tensors = load_file(run / "adapter" / "adapter_model.safetensors")
     parameters = dict(trained.named_parameters())
     with torch.no_grad():
         for name, their_name in task.manifest.export.names.items():
-            parameters[name].copy_(stored[their_name])
+            parameters[name].copy_(saved_tensors[their_name])
     expected = probe(trained, 2000)
-    assert (probe(base, 2000) - probe(ours.model, 2000)).abs().max() < 1e-6
-    for model in (ours.model, peft_model, whole):
+    assert (probe(base, 2000) - probe(actual.model, 2000)).abs().max() < 1e-6
+    for model in (actual.model, peft_model, merged):
         assert (probe(model, 2000) - expected).abs().max() < 1e-5
-    assert "".join(generate(ours.model, ours.tokenizer, [5, 9], Sampling(0, 1, 0, 3))) is not None
+    assert (
+        "".join(generate(actual.model, actual.tokenizer, [5, 9], Sampling(0, 1, 0, 3))) is not None
+    )
 
 
-def test_an_adapter_of_an_earlier_release_beside_embeddings_is_read(tmp_path):
-    """Its names of these ended in `.default`."""
+def test_earlier_adapter_beside_embeddings_is_read(tmp_path):
+    """There these names ended in `.default`."""
     from safetensors.torch import load_file, save_file
 
     lora = {"r": 4, "targets": ["embed_tokens"]}
@@ -191,29 +194,27 @@ def test_an_adapter_of_an_earlier_release_beside_embeddings_is_read(tmp_path):
     path = run / "adapter" / "adapter_model.safetensors"
     save_file({f"{name}.default": value for name, value in load_file(path).items()}, path)
     assert torch.equal(probe(load(find(run), None).model, 2000), now)
-    again = json.loads(spec.read_text())
-    again["model"]["adapter"] = str(run / "adapter")
-    spec.write_text(json.dumps(again))
+    repeat = json.loads(spec.read_text())
+    repeat["model"]["adapter"] = str(run / "adapter")
+    spec.write_text(json.dumps(repeat))
     assert any(values.any() for values in build(load_run_spec(spec)).initial_parameters())
 
 
 @pytest.mark.parametrize(
-    ("task", "model", "target", "told"),
+    ("task", "model", "target", "message"),
     [
         ("causal-lm", ("opt", OPT), "embed_positions", "leave it out"),
         ("classify", ("t5", T5), "shared", "name embed_tokens"),
     ],
 )
-def test_tables_that_an_adapter_cannot_stand_beside_are_refused(
-    tmp_path, task, model, target, told
-):
+def test_unsupported_tables_beside_an_adapter_are_refused(tmp_path, task, model, target, message):
     spec = spec_of(tmp_path, task, *model, lora={"r": 4, "targets": [target]})
-    with pytest.raises(DataError, match=f"{target}.*{told}"):
+    with pytest.raises(DataError, match=f"{target}.*{message}"):
         build(load_run_spec(spec))
 
 
 @pytest.mark.parametrize(
-    ("family", "padding", "most"),
+    ("family", "padding", "limit"),
     [
         ("roberta", 1, 62),
         ("bert", 1, 64),
@@ -223,20 +224,20 @@ def test_tables_that_an_adapter_cannot_stand_beside_are_refused(
         pytest.param("longformer", 1, 62, marks=pytest.mark.slow),
     ],
 )
-def test_positions_that_begin_behind_padding_count_less(tmp_path, family, padding, most):
+def test_positions_after_padding_reduce_the_context(tmp_path, family, padding, limit):
     sizes = SIZES | {"pad_token_id": padding}
     spec = spec_of(tmp_path, "classify", family, sizes)
-    changed = json.loads(spec.read_text())
-    changed["data"]["max_tokens"] = most + 1
-    spec.write_text(json.dumps(changed))
-    with pytest.raises(DataError, match=rf"at most {most}, .*got {most + 1}; .*={most}$"):
+    document = json.loads(spec.read_text())
+    document["data"]["max_tokens"] = limit + 1
+    spec.write_text(json.dumps(document))
+    with pytest.raises(DataError, match=rf"at most {limit}, .*got {limit + 1}; .*={limit}$"):
         build(load_run_spec(spec))
-    changed["data"]["max_tokens"] = most
-    spec.write_text(json.dumps(changed))
+    document["data"]["max_tokens"] = limit
+    spec.write_text(json.dumps(document))
     module = build(load_run_spec(spec)).trainable.module
     assert module is not None
-    assert positions(module.eval()) == most
-    text = torch.full((1, most), 7)
+    assert positions(module.eval()) == limit
+    text = torch.full((1, limit), 7)
     module(input_ids=text, attention_mask=torch.ones_like(text))
 
 

@@ -1,8 +1,8 @@
 """GGUF files: every setting that changes logits is in the file, or refused by its name.
 
-What is read back is read by transformers, with what it passes over; families that it does not read
-are read by the names and the arithmetic of llama.cpp's own source. llama.cpp itself was asked by
-hand (its logits of 100 tokens of a Llama are these, to the float16 of its cache).
+transformers reads the files back, except for settings that it ignores; families that it cannot read
+are read by the names and the arithmetic of llama.cpp's own source. llama.cpp itself was run
+manually (its logits for 100 tokens of a Llama are equal, up to the float16 of its cache).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def model_of(family: str, **settings: Any) -> Any:
 
 
 def logits(model: Any) -> torch.Tensor:
-    """Of texts as long as the model has positions: beyond any window."""
+    """Compute logits of texts as long as the model's positions: beyond any window."""
     with torch.no_grad():
         values: torch.Tensor = model(input_ids=torch.arange(5, 69)[None] % 300).logits
     return values
@@ -97,15 +97,15 @@ def logits(model: Any) -> torch.Tensor:
         pytest.param("qwen2", {"tie_word_embeddings": True}, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_what_changes_logits_is_in_the_file(tmp_path, tokenizer, family, settings):
+def test_settings_that_change_logits_are_in_the_file(tmp_path, tokenizer, family, settings):
     model = model_of(family, **settings)
     write_gguf(model, tokenizer, tmp_path / "m.gguf", "f32", "mistral")
-    again = load_causal_lm(ModelSpec(source=str(tmp_path / "m.gguf")), 0).model.eval()
-    assert (logits(again) - logits(model)).abs().max() < 1e-4
+    repeat = load_causal_lm(ModelSpec(source=str(tmp_path / "m.gguf")), 0).model.eval()
+    assert (logits(repeat) - logits(model)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(
-    ("family", "settings", "told"),
+    ("family", "settings", "message"),
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("qwen2", {"head_dim": 16}, "head_dim 16"),
@@ -133,10 +133,10 @@ def test_what_changes_logits_is_in_the_file(tmp_path, tokenizer, family, setting
         ("stablelm", {}, "type llama, mistral, .*'stablelm'"),
     ],
 )  # fmt: skip
-def test_what_llama_cpp_would_compute_otherwise_is_refused(
-    tmp_path, tokenizer, family, settings, told
+def test_models_that_llama_cpp_computes_differently_are_refused(
+    tmp_path, tokenizer, family, settings, message
 ):
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         write_gguf(model_of(family, **settings), tokenizer, tmp_path / "m.gguf", "f32", "m")
     assert not (tmp_path / "m.gguf").exists()
 
@@ -149,18 +149,16 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
         ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     ],
 )  # fmt: skip
-def test_where_llama_cpp_ignores_a_window_the_context_ends_with_it(
-    tmp_path, tokenizer, family, settings
-):
-    """Up to there every token attends to all before it, as without a window."""
+def test_context_ends_with_a_window_that_llama_cpp_ignores(tmp_path, tokenizer, family, settings):
+    """Within it every token attends to all earlier ones, as without a window."""
     model = model_of(family, **settings)
-    written = write_gguf(model, tokenizer, tmp_path / "m.gguf", "f32", "m")
-    again: Any = load_causal_lm(ModelSpec(source=str(tmp_path / "m.gguf")), 0).model.eval()
-    assert written.window == again.config.max_position_embeddings == 16
-    assert not getattr(again.config, "sliding_window", None)
+    skipped_tokens = write_gguf(model, tokenizer, tmp_path / "m.gguf", "f32", "m")
+    repeat: Any = load_causal_lm(ModelSpec(source=str(tmp_path / "m.gguf")), 0).model.eval()
+    assert skipped_tokens.window == repeat.config.max_position_embeddings == 16
+    assert not getattr(repeat.config, "sliding_window", None)
     ids = torch.arange(5, 21)[None]
     with torch.no_grad():
-        assert (again(input_ids=ids).logits - model(input_ids=ids).logits).abs().max() < 1e-4
+        assert (repeat(input_ids=ids).logits - model(input_ids=ids).logits).abs().max() < 1e-4
 
 
 NAMES = {
@@ -171,20 +169,20 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
 }  # fmt: skip
-"""What src/llama-arch.cpp calls the modules of transformers."""
+"""Names in src/llama-arch.cpp of transformers modules."""
 
 
 def read_by_hand(path: Path, config: Any) -> Any:
     """Read a file into a model as llama.cpp reads it; every tensor is read once."""
     import transformers
 
-    stored = {t.name: torch.tensor(np.array(t.data)) for t in gguf.GGUFReader(path).tensors}
+    file_tensors = {t.name: torch.tensor(np.array(t.data)) for t in gguf.GGUFReader(path).tensors}
     names = dict(NAMES)
     if config.model_type == "olmo2":
         names["post_attention_layernorm"] = "post_attention_norm"
         names["post_feedforward_layernorm"] = "post_ffw_norm"
     model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
-    used = set()
+    used_names = set()
     for name, parameter in model.named_parameters():
         match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)", name)
         assert match is not None
@@ -198,9 +196,9 @@ def read_by_hand(path: Path, config: Any) -> Any:
             module, _, kind = part.rpartition(".")
             stored_names = [f"{prefix}{names[module]}.{kind}"]
         value = torch.cat(
-            [stored[each] for each in stored_names], 1 if len(stored_names) > 1 else 0
+            [file_tensors[each] for each in stored_names], 1 if len(stored_names) > 1 else 0
         )
-        used |= {*stored_names}
+        used_names |= {*stored_names}
         if names_pairs(config) and stored_names[0].split(".")[-2] in ("attn_q", "attn_k"):
             pairs = value.unflatten(0, (-1, config.hidden_size // config.num_attention_heads))
             value = torch.cat([pairs[:, ::2], pairs[:, 1::2]], 1).flatten(0, 1)
@@ -208,12 +206,13 @@ def read_by_hand(path: Path, config: Any) -> Any:
             value = value - 1
         with torch.no_grad():
             parameter.copy_(value)
-    assert used == stored.keys()
+    assert used_names == file_tensors.keys()
     return model
 
 
 def names_pairs(config: Any) -> bool:
-    """Whether llama_model_rope_type of src/llama-model.cpp is NORM: pairs are turned."""
+    """Return whether llama_model_rope_type of src/llama-model.cpp is NORM, which rotates adjacent
+    pairs."""
     return config.model_type in ("mixtral", "granite", "smollm3")
 
 
@@ -231,7 +230,7 @@ def names_pairs(config: Any) -> bool:
         ("smollm3", {"num_hidden_layers": 4}, {"rope.freq_base": 2e6}),
     ],
 )  # fmt: skip
-def test_a_family_that_transformers_does_not_read_is_as_llama_cpp_reads_it(
+def test_family_unknown_to_transformers_is_read_like_llama_cpp(
     tmp_path, tokenizer, family, settings, keys
 ):
     model = model_of(family, **settings)
@@ -241,8 +240,8 @@ def test_a_family_that_transformers_does_not_read_is_as_llama_cpp_reads_it(
     assert name == {"mixtral": "llama"}.get(family, family)
     for key, value in keys.items():
         assert reader.get_field(f"{name}.{key}").contents() == pytest.approx(value)
-    again = read_by_hand(tmp_path / "m.gguf", model.config)
-    assert (logits(again) - logits(model)).abs().max() < 1e-5
+    repeat = read_by_hand(tmp_path / "m.gguf", model.config)
+    assert (logits(repeat) - logits(model)).abs().max() < 1e-5
 
 
 def test_experts_of_llama_s_architecture_are_refused_as_a_base(tmp_path, tokenizer):
@@ -254,24 +253,40 @@ def test_experts_of_llama_s_architecture_are_refused_as_a_base(tmp_path, tokeniz
 
 
 def sentencepiece(directory: Path, *, space_before: bool) -> Any:
-    """A SentencePiece model in tokenizer.json's terms: every pair that makes a token is listed."""
+    """Write a SentencePiece model as tokenizer.json, which lists every pair that makes a token."""
     import tokenizers
     import transformers
     from tokenizers import decoders, models, normalizers
 
-    words = ["the", "them", "then", "there", "here", "hen", "that", "chat", "cat", "hat", "an"]
+    vocabulary_words = [
+        "the",
+        "them",
+        "then",
+        "there",
+        "here",
+        "hen",
+        "that",
+        "chat",
+        "cat",
+        "hat",
+        "an",
+    ]
     space = "\u2581"
-    pieces = ["<pad>", "</s>", "<s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    parts = {word[:n] for word in [*words, *(space + word for word in words)] for n in range(2, 6)}
-    pieces += sorted(parts, key=lambda each: (len(each), each))
-    pieces += sorted({*"".join(words), space})
-    vocab = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    tokens = ["<pad>", "</s>", "<s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    parts = {
+        word[:n]
+        for word in [*vocabulary_words, *(space + word for word in vocabulary_words)]
+        for n in range(2, 6)
+    }
+    tokens += sorted(parts, key=lambda each: (len(each), each))
+    tokens += sorted({*"".join(vocabulary_words), space})
+    vocab = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
     merges = [
-        (piece[:at], piece[at:])
-        for piece in vocab
-        if not piece.startswith("<")
-        for at in range(1, len(piece))
-        if piece[:at] in vocab and piece[at:] in vocab
+        (token[:offset], token[offset:])
+        for token in vocab
+        if not token.startswith("<")
+        for offset in range(1, len(token))
+        if token[:offset] in vocab and token[offset:] in vocab
     ]
     bpe = tokenizers.Tokenizer(
         models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
@@ -289,19 +304,21 @@ def sentencepiece(directory: Path, *, space_before: bool) -> Any:
 
 
 def as_llama_cpp_does(reader: Any, text: str) -> list[int]:
-    """llm_tokenizer_spm of src/llama-vocab.cpp: the best-scored pair of neighbors, the leftmost."""
+    """llm_tokenizer_spm of src/llama-vocab.cpp: merges the best-scored pair of neighbors, the
+    leftmost among equals."""
     fields = {name: f.contents() for name, f in reader.fields.items() if "ggml" in name}
     tokens, scores = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.scores"]
     number = {token: n for n, token in enumerate(tokens)}
     before = " " * fields["tokenizer.ggml.add_space_prefix"]
     symbols = [*(before + text).replace(" ", "\u2581")]
     while True:
-        pairs = [(scores[number[a + b]], -at) for at, (a, b) in enumerate(pairwise(symbols))
+        pairs = [(scores[number[a + b]], -position)
+                 for position, (a, b) in enumerate(pairwise(symbols))
                  if a + b in number]  # fmt: skip
         if not pairs:
             break
-        at = -max(pairs)[1]
-        symbols[at : at + 2] = ["".join(symbols[at : at + 2])]
+        position = -max(pairs)[1]
+        symbols[position : position + 2] = ["".join(symbols[position : position + 2])]
     return [
         each
         for symbol in symbols
@@ -324,7 +341,7 @@ def test_sentencepiece_makes_the_same_tokens_in_llama_cpp(tmp_path, space_before
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda t: setattr(t.backend_tokenizer, "pre_tokenizer",
                            tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")),
@@ -334,18 +351,16 @@ def test_sentencepiece_makes_the_same_tokens_in_llama_cpp(tmp_path, space_before
             tokenizers.AddedToken("<|end|>", rstrip=True, special=True)]}), r"'<\|end\|>'"),
     ],
 )  # fmt: skip
-def test_a_sentencepiece_tokenizer_that_llama_cpp_would_not_follow_is_refused(
-    tmp_path, change, told
-):
+def test_sentencepiece_tokenizer_unsupported_by_llama_cpp_is_refused(tmp_path, change, message):
     new_tokenizer = sentencepiece(tmp_path, space_before=False)
     change(new_tokenizer)
     model = model_of("gemma", head_dim=8, vocab_size=len(new_tokenizer))
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         write_gguf(model, new_tokenizer, tmp_path / "m.gguf", "f32", "m")
 
 
 @pytest.mark.parametrize(
-    ("add", "told"),
+    ("add", "message"),
     [
         (lambda writer: writer.add_sliding_window(8), "attention.sliding_window 8"),
         (lambda writer: writer.add_logit_scale(0.5), "logit_scale 0.5"),
@@ -357,7 +372,7 @@ def test_a_sentencepiece_tokenizer_that_llama_cpp_would_not_follow_is_refused(
     ],
 )  # fmt: skip
 def test_a_file_that_transformers_would_read_as_another_model_is_refused(
-    tmp_path, tokenizer, monkeypatch, add, told
+    tmp_path, tokenizer, monkeypatch, add, message
 ):
     describe = gguf_file._describe
 
@@ -368,7 +383,7 @@ def test_a_file_that_transformers_would_read_as_another_model_is_refused(
     monkeypatch.setattr(gguf_file, "_describe", more)
     monkeypatch.setattr(gguf_file, "_compare", lambda *_: None)
     write_gguf(model_of("llama"), tokenizer, tmp_path / "m.gguf", "f32", "m")
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         load_causal_lm(ModelSpec(source=str(tmp_path / "m.gguf")), 0)
 
 
@@ -385,7 +400,7 @@ def changed_tokenizer(directory: Path, change: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda t: setattr(t.backend_tokenizer, "normalizer", tokenizers.normalizers.Lowercase()),
          "normalizer Lowercase"),
@@ -394,18 +409,18 @@ def changed_tokenizer(directory: Path, change: Any) -> Any:
         (lambda t: setattr(t.backend_tokenizer.model, "ignore_merges", True), "ignore_merges True"),
     ],
 )  # fmt: skip
-def test_a_tokenizer_that_does_more_is_refused(tmp_path, change, told):
-    changed = changed_tokenizer(tmp_path, change)
-    with pytest.raises(DataError, match=told):
-        write_gguf(model_of("llama"), changed, tmp_path / "m.gguf", "f32", "m")
+def test_tokenizer_with_additional_steps_is_refused(tmp_path, change, message):
+    changed_path = changed_tokenizer(tmp_path, change)
+    with pytest.raises(DataError, match=message):
+        write_gguf(model_of("llama"), changed_path, tmp_path / "m.gguf", "f32", "m")
 
 
-def test_a_tokenizer_larger_than_the_table_loses_the_marks_beyond(tmp_path):
-    """It makes the same of text; a vocabulary beyond the table is refused."""
+def test_tokens_beyond_the_table_are_dropped(tmp_path):
+    """The tokenization is equal; a vocabulary beyond the table is refused."""
     larger = changed_tokenizer(tmp_path, lambda t: t.add_tokens(["<a>", "<b>"]))
     model = model_of("llama", vocab_size=len(larger) - 1)
-    written = write_gguf(model, larger, tmp_path / "m.gguf", "f32", "m")
-    assert written.left_out == 1
+    skipped_tokens = write_gguf(model, larger, tmp_path / "m.gguf", "f32", "m")
+    assert skipped_tokens.left_out == 1
     tokens = gguf.GGUFReader(tmp_path / "m.gguf").get_field("tokenizer.ggml.tokens").contents()
     assert tokens[-1] == "<a>"
     model = model_of("llama", vocab_size=280)

@@ -41,7 +41,7 @@ def test_a_template_of_text_around_messages_is_written(tokenizer):
     assert "SYSTEM" not in text
 
 
-def test_a_default_system_message_is_said(tokenizer):
+def test_default_system_message_is_written(tokenizer):
     tokenizer.chat_template = DEFAULT
     assert 'SYSTEM """Be kind."""' in modelfile(tokenizer, "m.gguf", 128)
     around = framing_of(tokenizer)
@@ -53,7 +53,7 @@ def test_a_default_system_message_is_said(tokenizer):
 
 
 @pytest.mark.parametrize("template", [MOVED, "{{ raise_exception('no') }}", TOOL_TEMPLATE])
-def test_a_template_that_does_more_is_left_out(tokenizer, template):
+def test_complex_template_is_omitted(tokenizer, template):
     tokenizer.chat_template = template
     text = modelfile(tokenizer, "m.gguf", 128)
     assert "TEMPLATE" not in text

@@ -1,4 +1,4 @@
-"""What a run has left, used: merged, written as GGUF, asked; of a real LoRA run's own files."""
+"""Use of a run's result: merged, written as GGUF, queried; with the files of a real LoRA run."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from worker.results.saved_model import find
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A run's directory as a coordinator leaves it, LoRA trained by some drawn numbers."""
+    """A run's directory as a coordinator leaves it, with LoRA values that are drawn."""
     directory = tmp_path_factory.mktemp("chat")
     changes = {"source": str(directory / "model"), "base_dtype": "int8"}
     return finished_run(chat_run(directory, model=changes), directory / "run", "chat-1")
 
 
-def test_a_card_says_what_the_run_recorded(run):
+def test_card_has_the_record_of_the_run(run):
     card = read_card(run / "adapter")
     assert card is not None
     assert (card.run_id, card.steps, card.adapter, card.base_dtype) == ("chat-1", 4, True, "int8")
@@ -56,8 +56,8 @@ def test_a_hub_reads_the_front_matter_of_a_card(run):
 
     card = read_card(run / "adapter")
     assert card is not None
-    measured = Measured(step=4, figures={"perplexity": 3.5, "loss_per_token": 1.25, "f1": None})
-    change = {"base": "org/base", "data_name": "org/set", "evaluations": (measured,)}
+    record = Measured(step=4, figures={"perplexity": 3.5, "loss_per_token": 1.25, "f1": None})
+    change = {"base": "org/base", "data_name": "org/set", "evaluations": (record,)}
     read = ModelCard(card_text(card.model_copy(update=change))).data.to_dict()
     expected = {
         "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["samestep", "lora"],
@@ -69,22 +69,22 @@ def test_a_hub_reads_the_front_matter_of_a_card(run):
     assert result["dataset"]["type"] == "org/set"
     assert [(each["name"], each["value"]) for each in result["metrics"]] == [("perplexity", 3.5)]
     # A hub has no model of a path, and refuses a card that names one.
-    here = ModelCard((run / "adapter" / "README.md").read_text()).data.to_dict()
-    assert not {"base_model", "datasets"} & here.keys()
+    metadata = ModelCard((run / "adapter" / "README.md").read_text()).data.to_dict()
+    assert not {"base_model", "datasets"} & metadata.keys()
 
 
 def test_a_merged_model_computes_what_base_and_adapter_do(run, tmp_path):
-    done = called("worker", "merge", str(run), "--out", str(tmp_path / "whole"))
-    assert done.returncode == 0, done.stderr
-    beside = load(find(run), None)
-    whole = load(find(tmp_path / "whole"), None)
-    assert (probe(beside.model, 300) - probe(whole.model, 300)).abs().max() < 1e-5
-    assert not hasattr(whole.model, "merge_and_unload")
-    assert whole.tokenizer.chat_template == CHATML
-    assert whole.base in done.stdout
+    completed = called("worker", "merge", str(run), "--out", str(tmp_path / "whole"))
+    assert completed.returncode == 0, completed.stderr
+    adapted = load(find(run), None)
+    merged = load(find(tmp_path / "whole"), None)
+    assert (probe(adapted.model, 300) - probe(merged.model, 300)).abs().max() < 1e-5
+    assert not hasattr(merged.model, "merge_and_unload")
+    assert merged.tokenizer.chat_template == CHATML
+    assert merged.base in completed.stdout
     card = read_card(tmp_path / "whole")
     assert card is not None
-    assert whole.base in card.made[0]
+    assert merged.base in card.made[0]
     with pytest.raises(DataError, match="new or empty"):
         merge(find(run), None, tmp_path / "whole")
     with pytest.raises(DataError, match="complete model already"):
@@ -93,12 +93,12 @@ def test_a_merged_model_computes_what_base_and_adapter_do(run, tmp_path):
 
 
 def test_a_merged_model_may_be_stored_in_bfloat16(run, tmp_path):
-    done = called(
+    completed = called(
         "worker", "merge", str(run), "--out", str(tmp_path / "whole"), "--dtype", "bfloat16"
     )
-    assert done.returncode == 0, done.stderr
-    stored = safetensors.torch.load_file(tmp_path / "whole" / "model.safetensors")
-    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert completed.returncode == 0, completed.stderr
+    saved_tensors = safetensors.torch.load_file(tmp_path / "whole" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved_tensors.values()} == {torch.bfloat16}
     whole = load(find(tmp_path / "whole"), None).model
     exact = merge_weights(load(find(run), None)).state_dict()
     for name, tensor in whole.state_dict().items():
@@ -107,14 +107,14 @@ def test_a_merged_model_may_be_stored_in_bfloat16(run, tmp_path):
     assert "--dtype: expected one of float32, bfloat16" in refused.stderr
 
 
-def test_the_base_is_rounded_as_the_run_had_it(run, tmp_path):
-    """Without its card and run nothing says so: another model, which the logits show."""
-    alone = tmp_path / "adapter"
-    shutil.copytree(run / "adapter", alone)
-    ours = probe(load(find(alone), None).model, 300)
-    assert torch.equal(ours, probe(load(find(run), None).model, 300))
-    (alone / "README.md").unlink()
-    assert not torch.equal(ours, probe(load(find(alone), None).model, 300))
+def test_base_is_rounded_as_in_the_run(run, tmp_path):
+    """Without its card and run, the precision is unknown: the logits show another model."""
+    adapter_only = tmp_path / "adapter"
+    shutil.copytree(run / "adapter", adapter_only)
+    actual = probe(load(find(adapter_only), None).model, 300)
+    assert torch.equal(actual, probe(load(find(run), None).model, 300))
+    (adapter_only / "README.md").unlink()
+    assert not torch.equal(actual, probe(load(find(adapter_only), None).model, 300))
 
 
 def test_a_difference_is_noticed():
@@ -144,7 +144,7 @@ def test_another_base_or_adapter_is_refused(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make_directory", "message"),
     [
         (lambda d: d / "nothing", "found none"),
         (lambda d: d, "expected a run"),
@@ -152,16 +152,18 @@ def test_another_base_or_adapter_is_refused(run, tmp_path):
         (lambda d: (d / "adapter_config.json").write_text("{}") and d, "LoRA adapter"),
     ],
 )
-def test_what_is_no_result_is_refused(tmp_path, make, told):
-    with pytest.raises(DataError, match=told):
-        find(make(tmp_path))
+def test_directories_without_a_result_are_refused(tmp_path, make_directory, message):
+    with pytest.raises(DataError, match=message):
+        find(make_directory(tmp_path))
 
 
-def test_an_answer_is_the_same_again(run):
+def test_answer_is_repeatable(run):
     def answer(*more: str) -> str:
-        done = called("worker", "generate", str(run), "What is 3?", "--max-tokens", "12", *more)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        completed = called(
+            "worker", "generate", str(run), "What is 3?", "--max-tokens", "12", *more
+        )
+        assert completed.returncode == 0, completed.stderr
+        return completed.stdout
 
     options = ("--temperature", "1.0", "--top-p", "0.9", "--seed")
     assert answer() == answer()
@@ -169,17 +171,17 @@ def test_an_answer_is_the_same_again(run):
     assert answer(*options, "1") != answer(*options, "2")
 
 
-def test_greedy_is_what_transformers_generates(run):
+def test_greedy_decoding_equals_transformers(run):
     from worker.results.generate import generate, prompt_tokens
 
     loaded = load(find(run), None)
     ids = prompt_tokens(loaded.tokenizer, "What is 3?", "Add.")
     assert loaded.tokenizer.decode(ids).endswith("<|im_start|>assistant\n")
-    ours = "".join(generate(loaded.model, loaded.tokenizer, ids, Sampling(0, 1, 0, 12)))
+    actual = "".join(generate(loaded.model, loaded.tokenizer, ids, Sampling(0, 1, 0, 12)))
     expected_ids = loaded.model.generate(
         input_ids=torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0
     )[0, len(ids) :]
-    assert ours == loaded.tokenizer.decode(expected_ids, skip_special_tokens=True)
+    assert actual == loaded.tokenizer.decode(expected_ids, skip_special_tokens=True)
     assert end_tokens(loaded.model, loaded.tokenizer) == {2}
     with pytest.raises(DataError, match="positions"):
         generate(loaded.model, loaded.tokenizer, ids, Sampling(0, 1, 0, 128))
@@ -187,29 +189,29 @@ def test_greedy_is_what_transformers_generates(run):
 
 def test_draws_follow_the_probabilities():
     logits = torch.tensor([0.1, 0.6, 0.3]).log()
-    everything = Sampling(1.0, 1.0, 0, 1)
-    draws = [choose(logits, everything, (n + 0.5) / 1000) for n in range(1000)]
+    full_sampling = Sampling(1.0, 1.0, 0, 1)
+    draws = [choose(logits, full_sampling, (n + 0.5) / 1000) for n in range(1000)]
     assert [draws.count(token) for token in range(3)] == [100, 600, 300]
-    most = Sampling(1.0, 0.85, 0, 1)
-    assert {choose(logits, most, n / 100) for n in range(100)} == {1, 2}
+    limit = Sampling(1.0, 0.85, 0, 1)
+    assert {choose(logits, limit, n / 100) for n in range(100)} == {1, 2}
     assert choose(logits, Sampling(0, 1, 0, 1), 0.99) == 1
-    assert choose(logits, everything, 0.99999997) == 0
+    assert choose(logits, full_sampling, 0.99999997) == 0
 
 
 def test_gguf_is_read_by_transformers_as_the_same_model(run, tmp_path):
     pytest.importorskip("gguf")
-    done = called("worker", "export", str(run), "--gguf", "f32", "--out", str(tmp_path / "g"))
-    assert done.returncode == 0, done.stderr
-    assert "21 tensors" in done.stdout
-    beside = load(find(run), None)
-    again = load(find(tmp_path / "g" / "chat-f32.gguf"), None)
-    assert (probe(beside.model, 300) - probe(again.model, 300)).abs().max() < 1e-5
-    words = "What is 3 plus 4? <|im_end|>"
-    assert again.tokenizer(words)["input_ids"] == beside.tokenizer(words)["input_ids"]
+    completed = called("worker", "export", str(run), "--gguf", "f32", "--out", str(tmp_path / "g"))
+    assert completed.returncode == 0, completed.stderr
+    assert "21 tensors" in completed.stdout
+    adapted = load(find(run), None)
+    repeat = load(find(tmp_path / "g" / "chat-f32.gguf"), None)
+    assert (probe(adapted.model, 300) - probe(repeat.model, 300)).abs().max() < 1e-5
+    prompt = "What is 3 plus 4? <|im_end|>"
+    assert repeat.tokenizer(prompt)["input_ids"] == adapted.tokenizer(prompt)["input_ids"]
     assert read_card(tmp_path / "g")
 
 
-def test_a_base_from_gguf_is_held_narrow_in_the_file_s_own_form(run, tmp_path):
+def test_gguf_base_keeps_the_storage_form_of_the_file(run, tmp_path):
     """Every frozen matrix has the file's values, bit for bit."""
     pytest.importorskip("gguf")
     loaded = load(find(run.parent / "model"), None)
@@ -227,8 +229,8 @@ def test_a_base_from_gguf_is_held_narrow_in_the_file_s_own_form(run, tmp_path):
     assert len(as_it_was) == 15  # seven in each layer, and the head
 
 
-def test_a_base_from_gguf_is_never_wide_in_memory(run, tmp_path, capfd):
-    """Each matrix that is to be narrow is mapped from a file without a name once it is wide."""
+def test_gguf_base_is_never_wide_in_memory(run, tmp_path, capfd):
+    """Each matrix to be quantized is mapped from an unnamed file while it is wide."""
     pytest.importorskip("gguf")
     loaded = load(find(run.parent / "model"), None)
     write_gguf(loaded.model, loaded.tokenizer, tmp_path / "m.gguf", "f16", "m")
@@ -236,18 +238,20 @@ def test_a_base_from_gguf_is_never_wide_in_memory(run, tmp_path, capfd):
     spec = ModelSpec(source=str(tmp_path / "m.gguf"), base_dtype="int4")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk_weights, "_SMALL_BYTES", 0)
-        aside = load_causal_lm(spec, 0)
-    beside = load_causal_lm(spec, 0)
-    assert aside.weights_digest == beside.weights_digest
+        wide_model = load_causal_lm(spec, 0)
+    adapted = load_causal_lm(spec, 0)
+    assert wide_model.weights_digest == adapted.weights_digest
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    files = [[int(at, 16) for at in m[0].split("-")] for m in maps if m[-1] == "(deleted)"]
-    aside.model.requires_grad_(requires_grad=False)
-    for parameter in frozen_base(aside.model).values():
+    files = [
+        [int(address, 16) for address in m[0].split("-")] for m in maps if m[-1] == "(deleted)"
+    ]
+    wide_model.model.requires_grad_(requires_grad=False)
+    for parameter in frozen_base(wide_model.model).values():
         assert any(lo <= parameter.data_ptr() < hi for lo, hi in files)
     assert "GGUF" not in capfd.readouterr().err
 
 
-def test_gguf_in_fewer_bits_holds_what_the_library_makes_of_it(run, tmp_path):
+def test_quantized_gguf_equals_the_gguf_library(run, tmp_path):
     pytest.importorskip("gguf")
     loaded = load(find(run.parent / "model"), None)
     sizes = []
@@ -258,7 +262,7 @@ def test_gguf_in_fewer_bits_holds_what_the_library_makes_of_it(run, tmp_path):
     assert sizes[3] < sizes[2] == sizes[1] < sizes[0]
 
 
-def test_what_llama_cpp_does_not_know_is_refused(run, tmp_path):
+def test_models_unknown_to_llama_cpp_are_refused(run, tmp_path):
     pytest.importorskip("gguf")
     loaded = load(find(run.parent / "model"), None)
     loaded.model.config.model_type = "gpt_bigcode"
@@ -276,7 +280,7 @@ def test_what_llama_cpp_does_not_know_is_refused(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (("generate", "DIR", "x", "--top-p", "0"), "--top-p"),
         (("generate", "DIR", "x", "--top-p", "0.5"), "--temperature"),
@@ -284,8 +288,10 @@ def test_what_llama_cpp_does_not_know_is_refused(run, tmp_path):
         (("generate", "DIR", "x", "--system", "a", "--max-tokens", "9999"), "positions"),
     ],
 )
-def test_mistakes_are_one_line(run, words, told):
-    done = called("worker", *(str(run) if word == "DIR" else word for word in words))
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert told in done.stderr
+def test_mistakes_are_one_line(run, arguments, message):
+    completed = called(
+        "worker", *(str(run) if argument == "DIR" else argument for argument in arguments)
+    )
+    assert completed.returncode == 2
+    assert len(completed.stderr.splitlines()) == 1
+    assert message in completed.stderr

@@ -1,4 +1,4 @@
-"""Texts to classify, out of files."""
+"""Texts to classify, from files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_kind_of_file_gives_its_texts(tmp_path, name, content):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("a.csv", "id,body\n1,one\n", "--column"),
         ("a.jsonl", '{"body": "one"}\n', "--column"),
@@ -32,9 +32,9 @@ def test_every_kind_of_file_gives_its_texts(tmp_path, name, content):
         ("a.txt", "\n", "found none"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_line(tmp_path, name, content, told):
+def test_errors_name_their_line(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         read_texts(tmp_path / name, ["text"])
 
 

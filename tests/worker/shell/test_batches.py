@@ -1,4 +1,4 @@
-"""One batch of each shape; a batch that cannot be computed is told by its step and samples."""
+"""One batch of each shape; an error in a batch names its step and samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWO = [Batch({"x": np.zeros((3, 2)), "t": np.array(1.0)}, 3.0) for _ in range(2)
 
 
 class Texts:
-    """Sample n has 16 or 32 tokens, as has held-out part n; the last one is short."""
+    """Sample n has 16 or 32 tokens, as has evaluation part n; the last one is short."""
 
     manifest = SimpleNamespace(evaluation_parts=21)
 
@@ -33,7 +33,7 @@ class Texts:
         return self.batch([part] * (1 if part == 20 else 3))
 
 
-def test_each_shape_comes_once_and_the_first_microbatch_first():
+def test_each_shape_occurs_once_with_the_first_microbatch_first():
     order = SampleOrder(3, 21, BatchSpec(samples=5, microbatch=2))
     task = Texts()
     microbatches = microbatch_per_shape(task, order)  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ def test_each_shape_comes_once_and_the_first_microbatch_first():
     assert {*shapes} == {task.batch(samples).arrays["ids"].shape for samples in every}
 
 
-def test_each_shape_of_a_held_out_part_comes_once():
+def test_each_shape_of_an_evaluation_part_occurs_once():
     evaluation_batches = evaluation_per_shape(Texts())  # type: ignore[arg-type]
     assert {batch.arrays["ids"].shape for batch in evaluation_batches} == {
         (3, 16),
@@ -62,7 +62,7 @@ PACKED = [Batch({"x": np.zeros((2, 4))}, 3.0)]
 
 
 @pytest.mark.parametrize(
-    ("batches", "which", "row", "told"),
+    ("batches", "batch_index", "row", "message"),
     [
         (TWO, TWO[1], None, "it raised, step 7, samples 3, 9, 4"),
         (TWO, TWO[0], 2, "it raised, step 7, sample 5"),
@@ -71,14 +71,14 @@ PACKED = [Batch({"x": np.zeros((2, 4))}, 3.0)]
     ],
     ids=["samples", "one", "rows that are no samples", "another batch"],
 )
-def test_the_samples_that_are_known_are_named(batches, which, row, told):
+def test_known_samples_are_named(batches, batch_index, row, message):
     samples = SAMPLES[: len(batches)]
-    with pytest.raises(DataError) as named, report_samples(7, batches, samples):
-        raise LossRaised("it raised", which, row)
-    assert str(named.value) == told
+    with pytest.raises(DataError) as error, report_samples(7, batches, samples):
+        raise LossRaised("it raised", batch_index, row)
+    assert str(error.value) == message
 
 
-def test_other_errors_stay_as_they_are():
+def test_other_errors_are_unchanged():
     error = ValueError("x")
     with pytest.raises(ValueError, match="x") as same, report_samples(7, TWO, SAMPLES):
         raise error

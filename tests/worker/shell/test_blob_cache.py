@@ -26,7 +26,7 @@ def cache(tmp_path) -> BlobCache:
     return BlobCache(tmp_path / "cache", FileDigests())
 
 
-def opened(cache: BlobCache) -> Part:
+def open_part(cache: BlobCache) -> Part:
     part = cache.open_part(DIGEST, SIZE)
     assert part is not None
     return part
@@ -52,36 +52,40 @@ def test_a_small_file_of_another_digest_is_not_kept(cache):
     assert files(cache) == []
 
 
-@pytest.mark.parametrize("have", [0, 1, 2_999_999])
-def test_a_part_continues_where_it_ended(cache, have):
-    part = opened(cache)
-    part.append(CONTENT[:have])
+@pytest.mark.parametrize("held_bytes", [0, 1, 2_999_999])
+def test_a_part_continues_where_it_ended(cache, held_bytes):
+    part = open_part(cache)
+    part.append(CONTENT[:held_bytes])
     part.close()
     assert files(cache) == [DIGEST + ".part"]
-    assert cache.part_bytes(DIGEST) == have
-    again = opened(cache)
-    assert (again.size, again.was_resumed, again.is_complete) == (have, have > 0, False)
-    again.append(CONTENT[have:])
-    assert again.is_complete
+    assert cache.part_bytes(DIGEST) == held_bytes
+    repeat = open_part(cache)
+    assert (repeat.size, repeat.was_resumed, repeat.is_complete) == (
+        held_bytes,
+        held_bytes > 0,
+        False,
+    )
+    repeat.append(CONTENT[held_bytes:])
+    assert repeat.is_complete
     assert cache.find(DIGEST, SIZE) is None
-    assert again.finish()
+    assert repeat.finish()
     assert cache.find(DIGEST, SIZE) is not None
     assert files(cache) == [DIGEST]
 
 
-def test_a_part_with_wrong_bytes_is_thrown_away(cache):
-    part = opened(cache)
+def test_part_with_wrong_bytes_is_discarded(cache):
+    part = open_part(cache)
     part.append(CONTENT[::-1].copy())
     assert not part.finish()
     assert files(cache) == []
 
 
 def test_a_part_longer_than_the_file_starts_over(cache):
-    part = opened(cache)
+    part = open_part(cache)
     part.append(CONTENT)
     part.append(CONTENT)
     part.close()
-    assert opened(cache).size == 0
+    assert open_part(cache).size == 0
 
 
 def test_a_damaged_file_is_not_found_and_is_written_again(cache):
@@ -89,9 +93,9 @@ def test_a_damaged_file_is_not_found_and_is_written_again(cache):
     path = cache.find(DIGEST, SIZE)
     assert path is not None
     path.chmod(0o644)
-    spoilt = CONTENT.copy()
-    spoilt[7] ^= 1
-    path.write_bytes(spoilt.tobytes())
+    damaged = CONTENT.copy()
+    damaged[7] ^= 1
+    path.write_bytes(damaged.tobytes())
     assert cache.find(DIGEST, SIZE) is None
     assert cache.put(DIGEST, CONTENT)
     assert cache.find(DIGEST, SIZE) == path
@@ -109,12 +113,14 @@ sys.stdin.read()
 
 
 def test_two_processes_never_write_one_part(cache):
-    ours = opened(cache)
+    part = open_part(cache)
     command = [sys.executable, "-c", HOLDER, str(cache.directory), DIGEST, str(SIZE)]
-    done = subprocess.run(command, cwd=ROOT, input="", capture_output=True, text=True, check=True)
-    assert done.stdout == "busy\n"
-    ours.append(CONTENT[:10])
-    ours.close()
+    completed = subprocess.run(
+        command, cwd=ROOT, input="", capture_output=True, text=True, check=True
+    )
+    assert completed.stdout == "busy\n"
+    part.append(CONTENT[:10])
+    part.close()
     other = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -122,27 +128,27 @@ def test_two_processes_never_write_one_part(cache):
         assert other.stdout is not None
         assert other.stdout.readline() == "mine\n"
         assert cache.open_part(DIGEST, SIZE) is None
-        own = cache.open_part(DIGEST, SIZE, exclusive=True)
-        assert own is not None
-        assert own.size == 0
-        own.append(CONTENT)
-        assert own.finish()
+        own_part = cache.open_part(DIGEST, SIZE, exclusive=True)
+        assert own_part is not None
+        assert own_part.size == 0
+        own_part.append(CONTENT)
+        assert own_part.finish()
         other.kill()
-    # The lock ended with its process; the part is as the killed one left it.
-    assert opened(cache).size == 10
+    # The lock ended with its process; the part is as the killed process left it.
+    assert open_part(cache).size == 10
     assert cache.find(DIGEST, SIZE) is not None
 
 
-def test_a_lock_that_comes_after_the_renaming_is_no_licence_to_write(cache, monkeypatch):
+def test_lock_acquired_after_the_rename_does_not_permit_writing(cache, monkeypatch):
     """Another worker finishes between our opening of the part and our lock on it."""
-    part = opened(cache)
+    part = open_part(cache)
     part.append(CONTENT)
     really = fcntl.flock
 
-    def finished_just_now(fd: int, how: int) -> None:
+    def finished_just_now(fd: int, operation: int) -> None:
         monkeypatch.setattr(fcntl, "flock", really)
         assert part.finish()
-        really(fd, how)
+        really(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", finished_just_now)
     assert cache.open_part(DIGEST, SIZE) is None
@@ -158,20 +164,20 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path):
         with pytest.raises(StorageFailed, match="No space left on device; free some space there"):
             cache.put(DIGEST, CONTENT)
         assert files(cache) == []
-        part = opened(cache)
+        part = open_part(cache)
         with pytest.raises(StorageFailed, match="No space left"):
             part.append(CONTENT)
         part.close()
-        # What fitted is used once there is room.
+        # The part that fit is reused once there is space.
         assert 500_000 < cache.part_bytes(DIGEST) < SIZE
         subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
-        again = opened(cache)
-        assert again.was_resumed
-        again.append(CONTENT[again.size :])
-        assert again.finish()
+        repeat = open_part(cache)
+        assert repeat.was_resumed
+        repeat.append(CONTENT[repeat.size :])
+        assert repeat.finish()
 
 
-def test_a_place_that_cannot_be_a_cache_is_one_line(tmp_path):
+def test_unusable_cache_directory_is_one_line(tmp_path):
     blocking = tmp_path / "file"
     blocking.touch()
     cache = BlobCache(blocking, FileDigests())

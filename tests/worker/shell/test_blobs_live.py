@@ -1,4 +1,4 @@
-"""Files on their way from a live service to real workers: lost connections, changes, full disks."""
+"""File transfers from a live service to real workers: lost connections, changes, full disks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ SPEC = scripted_spec(task=reading_task.NAME, data={"train": "input.bin"})
 LARGE = 5 * limits.BODY_BYTES + 17
 
 
-class Place:
-    """Two machines as two directories: the process stands in the worker's."""
+class Machines:
+    """Two machines as two directories: the process runs in the worker's."""
 
     def __init__(self, top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.file = top / "coordinator/input.bin"
@@ -43,7 +43,7 @@ class Place:
         self._monkeypatch = monkeypatch
 
     def index(self, content: bytes) -> BlobIndex:
-        """What the coordinator finds, started in its own directory."""
+        """Return the coordinator's file index, built in its own directory."""
         self.file.write_bytes(content)
         self._monkeypatch.chdir(self.file.parent)
         index = index_blobs(SPEC)
@@ -56,8 +56,8 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch) -> Place:
-    return Place(tmp_path, monkeypatch)
+def machines(tmp_path, monkeypatch) -> Machines:
+    return Machines(tmp_path, monkeypatch)
 
 
 def content(size: int = LARGE) -> bytes:
@@ -65,11 +65,11 @@ def content(size: int = LARGE) -> bytes:
 
 
 class Recording(Client):
-    """A worker that notes which chunks it asks for, and drops the connection where it is told to.
+    """A worker that records its chunk requests, and drops the connection at a given chunk.
 
     Attributes:
-        offsets: Of every request for a file, in order.
-        drop_at: The connection is cut when the chunk at this offset has come.
+        offsets: Offsets of all file requests, in order.
+        drop_at: The connection is cut when the chunk at this offset has arrived.
     """
 
     offsets: list[int]
@@ -94,7 +94,7 @@ def enlarge(disk: Path) -> None:
 
 
 async def read_by_workers(live: LiveService, run_id: str) -> str:
-    """The digest of what the workers read; the run went to its end."""
+    """Return the digest of what the workers read, after the run has finished."""
     await live.result(run_id)
     assert live.service.finished is not None
     manifest = live.service.finished.run.manifest
@@ -102,8 +102,10 @@ async def read_by_workers(live: LiveService, run_id: str) -> str:
     return manifest.digests["data"]
 
 
-def recorded(live: LiveService, place: Place, name: str = "w0", **changes: Any) -> Recording:
-    client = live.worker(name, Recording, cache=place.cache)
+def recording_worker(
+    live: LiveService, machines: Machines, name: str = "w0", **changes: Any
+) -> Recording:
+    client = live.worker(name, Recording, cache=machines.cache)
     assert isinstance(client, Recording)
     vars(client).update(offsets=[], **changes)
     return client
@@ -111,226 +113,228 @@ def recorded(live: LiveService, place: Place, name: str = "w0", **changes: Any) 
 
 @pytest.mark.parametrize("size", [0, 1, limits.BODY_BYTES, limits.BODY_BYTES + 1, LARGE])
 @on_uvloop
-async def test_a_worker_without_the_file_fetches_it_once(tmp_path, place, size):
-    index = place.index(content(size))
+async def test_a_worker_without_the_file_fetches_it_once(tmp_path, machines, size):
+    index = machines.index(content(size))
     async with live_service(tmp_path / "out", 1) as live:
-        worker = recorded(live, place)
+        worker = recording_worker(live, machines)
         for _ in range(2):
             run_id = live.service.submit(SPEC, blobs=index)
-            assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+            assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
         # Each run's list, and each chunk once.
         chunks = range(0, max(size, 1), limits.BODY_BYTES)
         assert worker.offsets == [0, *chunks, 0]
-    assert place.cached() == [file_digest(place.file)[1]]
+    assert machines.cached() == [file_digest(machines.file)[1]]
 
 
 @on_uvloop
-async def test_a_local_copy_with_the_right_digest_is_used_and_nothing_else_fetched(tmp_path, place):
-    index = place.index(content())
-    place.local.write_bytes(content())
+async def test_a_local_copy_with_the_right_digest_is_used_and_nothing_else_fetched(
+    tmp_path, machines
+):
+    index = machines.index(content())
+    machines.local.write_bytes(content())
     async with live_service(tmp_path / "out", 1) as live:
-        worker = recorded(live, place)
+        worker = recording_worker(live, machines)
         run_id = live.service.submit(SPEC, blobs=index)
-        assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+        assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
         assert worker.offsets == [0]
-    assert place.cached() == []
+    assert machines.cached() == []
 
 
 @on_uvloop
-async def test_a_local_copy_with_another_digest_is_left_alone(tmp_path, place):
-    index = place.index(content())
+async def test_a_local_copy_with_another_digest_is_left_alone(tmp_path, machines):
+    index = machines.index(content())
     other = bytearray(content())
     other[-1] ^= 1
-    place.local.write_bytes(other)
+    machines.local.write_bytes(other)
     async with live_service(tmp_path / "out", 1) as live:
-        live.worker("w0", cache=place.cache)
+        live.worker("w0", cache=machines.cache)
         run_id = live.service.submit(SPEC, blobs=index)
-        assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
-    assert place.local.read_bytes() == other
+        assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
+    assert machines.local.read_bytes() == other
 
 
 @on_uvloop
-async def test_data_edited_in_place_is_read_again_by_the_next_run(tmp_path, place):
+async def test_data_edited_in_place_is_read_again_by_the_next_run(tmp_path, machines):
     async with live_service(tmp_path / "out", 1) as live:
-        live.worker("w0", cache=place.cache)
+        live.worker("w0", cache=machines.cache)
         for edition in (b"first", b"other"):
-            index = place.index(edition)
-            place.local.write_bytes(edition)
+            index = machines.index(edition)
+            machines.local.write_bytes(edition)
             run_id = live.service.submit(SPEC, blobs=index)
-            assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+            assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
 
 
 @on_uvloop
-async def test_a_lost_connection_continues_where_it_was_cut(tmp_path, place):
-    index = place.index(content())
-    cut = 2 * limits.BODY_BYTES
+async def test_a_lost_connection_continues_where_it_was_cut(tmp_path, machines):
+    index = machines.index(content())
+    drop_offset = 2 * limits.BODY_BYTES
     async with live_service(tmp_path / "out", 1) as live:
-        worker = recorded(live, place, drop_at=cut)
+        worker = recording_worker(live, machines, drop_at=drop_offset)
         run_id = live.service.submit(SPEC, blobs=index)
-        assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+        assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
         assert len(live.every("worker_disconnected")) == 1
         offsets = worker.offsets
-    # Two lists were asked for; what was written before the cut was not fetched again.
+    # The list was requested twice; data written before the cut was not fetched again.
     second = offsets.index(0, 2)
-    assert offsets[second + 1] == cut
-    assert offsets[second + 1 :] == list(range(cut, LARGE, limits.BODY_BYTES))
+    assert offsets[second + 1] == drop_offset
+    assert offsets[second + 1 :] == list(range(drop_offset, LARGE, limits.BODY_BYTES))
 
 
 @on_uvloop
-async def test_a_part_spoilt_on_disk_is_fetched_again(tmp_path, place):
-    index = place.index(content())
-    digest = file_digest(place.file)[1]
-    part = place.cache / "blobs" / digest[:2] / (digest + ".part")
+async def test_a_part_spoilt_on_disk_is_fetched_again(tmp_path, machines):
+    index = machines.index(content())
+    digest = file_digest(machines.file)[1]
+    part = machines.cache / "blobs" / digest[:2] / (digest + ".part")
     part.parent.mkdir(parents=True)
     part.write_bytes(bytes(limits.BODY_BYTES))
     async with live_service(tmp_path / "out", 1) as live:
-        worker = recorded(live, place)
+        worker = recording_worker(live, machines)
         run_id = live.service.submit(SPEC, blobs=index)
         assert await read_by_workers(live, run_id) == digest
         assert worker.offsets.count(limits.BODY_BYTES) == 2
-    assert place.cached() == [digest]
+    assert machines.cached() == [digest]
 
 
 @on_uvloop
-async def test_workers_that_share_a_cache_fetch_a_large_file_once(tmp_path, place, monkeypatch):
-    """Both are in this process: flock keeps them apart like two processes."""
+async def test_workers_that_share_a_cache_fetch_a_large_file_once(tmp_path, machines, monkeypatch):
+    """Both are in this process: flock separates them like two processes."""
     monkeypatch.setattr(
         file_fetcher, "_BUSY_PATIENCE_S", PATIENCE_S
-    )  # a busy machine is no dead one
-    index = place.index(content())
+    )  # a busy machine must not count as dead
+    index = machines.index(content())
     async with live_service(tmp_path / "out", 2) as live:
-        workers = [recorded(live, place, name) for name in ("w0", "w1")]
+        workers = [recording_worker(live, machines, name) for name in ("w0", "w1")]
         await live.wait_for("worker_connected", worker="w1")
         run_id = live.service.submit(SPEC, blobs=index)
-        assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+        assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
         chunks = [offset for worker in workers for offset in worker.offsets if offset]
         assert sorted(chunks) == list(range(limits.BODY_BYTES, LARGE, limits.BODY_BYTES))
-    assert place.cached() == [file_digest(place.file)[1]]
+    assert machines.cached() == [file_digest(machines.file)[1]]
 
 
 @pytest.mark.parametrize("size", [100, LARGE])
 @pytest.mark.parametrize("change", ["other bytes", "truncated", "gone"])
 @on_uvloop
-async def test_a_file_that_changes_after_it_was_submitted_is_noticed(tmp_path, place, change, size):
-    index = place.index(content(size))
+async def test_a_file_that_changes_after_it_was_submitted_is_noticed(
+    tmp_path, machines, change, size
+):
+    index = machines.index(content(size))
     if change == "gone":
-        place.file.unlink()
+        machines.file.unlink()
     else:
-        place.file.write_bytes(bytes(size if change == "other bytes" else size - 1))
+        machines.file.write_bytes(bytes(size if change == "other bytes" else size - 1))
     async with live_service(tmp_path / "out", 1) as live:
-        live.worker("w0", cache=place.cache)
+        live.worker("w0", cache=machines.cache)
         run_id = live.service.submit(SPEC, blobs=index)
-        ended = await live.wait_for("run_ended", run_id=run_id)
-        assert ended["outcome"] == "failed"
-        assert ended["reason"] == (
+        run_end = await live.wait_for("run_ended", run_id=run_id)
+        assert run_end["outcome"] == "failed"
+        assert run_end["reason"] == (
             "worker 'w0': the data file 'input.bin' of 'input.bin' has changed at the coordinator "
             "since the run was submitted; restore it, or submit a new run"
         )
-        # Nothing wrong is kept, and the same worker takes the next run.
-        index = place.index(content(size))
+        # Nothing wrong is kept, and the same worker serves the next run.
+        index = machines.index(content(size))
         run_id = live.service.submit(SPEC, blobs=index)
-        assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+        assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
 
 
 @on_uvloop
-async def test_a_full_cache_is_one_line_and_the_worker_stays(tmp_path, place):
-    index = place.index(content())
-    with small_disk(place.cache, 4096) as disk:
+async def test_a_full_cache_is_one_line_and_the_worker_stays(tmp_path, machines):
+    index = machines.index(content())
+    with small_disk(machines.cache, 4096) as disk:
         async with live_service(tmp_path / "out", 1) as live:
             live.worker("w0", cache=disk)
-            ended = await live.wait_for("run_ended", run_id=live.service.submit(SPEC, blobs=index))
-            assert "cannot use the cache" in ended["reason"]
-            assert "SAMESTEP_CACHE" in ended["reason"]
+            run_end = await live.wait_for(
+                "run_ended", run_id=live.service.submit(SPEC, blobs=index)
+            )
+            assert "cannot use the cache" in run_end["reason"]
+            assert "SAMESTEP_CACHE" in run_end["reason"]
             enlarge(disk)
             run_id = live.service.submit(SPEC, blobs=index)
-            assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+            assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
 
 
 @on_uvloop
-async def test_a_cache_that_nothing_can_be_written_to_does_not_matter_where_files_are_local(
-    tmp_path, place
-):
-    index = place.index(content(100))
-    place.local.write_bytes(content(100))
-    place.cache.touch()
+async def test_unwritable_cache_is_harmless_if_files_are_local(tmp_path, machines):
+    index = machines.index(content(100))
+    machines.local.write_bytes(content(100))
+    machines.cache.touch()
     async with live_service(tmp_path / "out", 1) as live:
-        live.worker("w0", cache=place.cache)
+        live.worker("w0", cache=machines.cache)
         run_id = live.service.submit(SPEC, blobs=index)
-        assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+        assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
 
 
 @on_uvloop
-async def test_a_run_that_ends_while_its_files_are_fetched_leaves_a_part(tmp_path, place):
-    index = place.index(content())
+async def test_a_run_that_ends_while_its_files_are_fetched_leaves_a_part(tmp_path, machines):
+    index = machines.index(content())
     async with live_service(tmp_path / "out", 2) as live:
-        worker = recorded(live, place)
-        ended = live.service.submit(SPEC, blobs=index)
+        worker = recording_worker(live, machines)
+        run_end = live.service.submit(SPEC, blobs=index)
         await live.wait_for("worker_connected", worker="w0")
         live.service.give_up("enough")
-        await live.wait_for("run_ended", run_id=ended)
-        live.worker("w1", cache=place.cache)
+        await live.wait_for("run_ended", run_id=run_end)
+        live.worker("w1", cache=machines.cache)
         run_id = live.service.submit(SPEC, blobs=index)
-        assert await read_by_workers(live, run_id) == file_digest(place.file)[1]
+        assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
         assert not live.every("worker_disconnected")
     assert len(worker.offsets) >= 2
 
 
 @on_uvloop
-async def test_an_error_in_the_data_names_what_the_run_spec_names(tmp_path, place):
-    index = place.index(b"bad")
+async def test_data_error_names_the_path_of_the_run_spec(tmp_path, machines):
+    index = machines.index(b"bad")
     async with live_service(tmp_path / "out", 1) as live:
-        live.worker("w0", cache=place.cache)
-        ended = await live.wait_for("run_ended", run_id=live.service.submit(SPEC, blobs=index))
-        assert ended["reason"] == "worker 'w0': 'input.bin' line 1: expected something good"
+        live.worker("w0", cache=machines.cache)
+        run_end = await live.wait_for("run_ended", run_id=live.service.submit(SPEC, blobs=index))
+        assert run_end["reason"] == "worker 'w0': 'input.bin' line 1: expected something good"
 
 
 @on_uvloop
-async def test_a_part_that_another_worker_holds_and_does_not_write_is_not_waited_for(
-    tmp_path, place, monkeypatch
-):
+async def test_idle_part_of_another_worker_is_not_waited_for(tmp_path, machines, monkeypatch):
     monkeypatch.setattr(file_fetcher, "_BUSY_PATIENCE_S", 0.6)
-    index = place.index(content())
-    digest = file_digest(place.file)[1]
-    stalled = BlobCache(place.cache, FileDigests()).open_part(digest, LARGE)
+    index = machines.index(content())
+    digest = file_digest(machines.file)[1]
+    stalled = BlobCache(machines.cache, FileDigests()).open_part(digest, LARGE)
     assert stalled is not None
     async with live_service(tmp_path / "out", 1) as live:
-        live.worker("w0", cache=place.cache)
+        live.worker("w0", cache=machines.cache)
         run_id = live.service.submit(SPEC, blobs=index)
         assert await read_by_workers(live, run_id) == digest
-    assert place.cached() == [digest, digest + ".part"]
+    assert machines.cached() == [digest, digest + ".part"]
     stalled.append(np.frombuffer(content(), np.uint8))
     assert stalled.finish()
-    assert place.cached() == [digest]
+    assert machines.cached() == [digest]
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/evil", "a/../../../evil", "..\\\\evil"])
 @on_uvloop
-async def test_a_coordinator_that_names_a_place_outside_is_left(tmp_path, place, name):
-    honest = place.index(b"evil content")
-    document = honest.listing.to_bytes().replace(b'"input.bin"', f'"{name}"'.encode())
-    assert document != honest.listing.to_bytes()
+async def test_worker_leaves_a_coordinator_that_names_an_outside_path(tmp_path, machines, name):
+    honest_index = machines.index(b"evil content")
+    document = honest_index.listing.to_bytes().replace(b'"input.bin"', f'"{name}"'.encode())
+    assert document != honest_index.listing.to_bytes()
     digest = document_digest(document)
-    hostile = BlobIndex(
-        digest, honest.listing, {**honest.blobs, digest: Blob(len(document), document)}
+    hostile_index = BlobIndex(
+        digest, honest_index.listing, {**honest_index.blobs, digest: Blob(len(document), document)}
     )
     before = sorted(tmp_path.rglob("*"))
-    async with live_service(place.file.parent / "out", 1) as live:
-        worker = recorded(live, place)
-        live.service.submit(SPEC, blobs=hostile)
-        lost = await live.wait_for("worker_lost", worker="w0")
-        assert "invalid file name" in lost["reason"]
+    async with live_service(machines.file.parent / "out", 1) as live:
+        worker = recording_worker(live, machines)
+        live.service.submit(SPEC, blobs=hostile_index)
+        loss_event = await live.wait_for("worker_lost", worker="w0")
+        assert "invalid file name" in loss_event["reason"]
         assert worker.offsets == [0]
-    here = [path for path in tmp_path.rglob("*") if "out" not in path.parts]
-    assert sorted(here) == before
+    files_left = [path for path in tmp_path.rglob("*") if "out" not in path.parts]
+    assert sorted(files_left) == before
 
 
 @on_uvloop
-async def test_the_links_go_with_the_worker(tmp_path, place, monkeypatch):
+async def test_links_are_removed_with_the_worker(tmp_path, machines, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     os.mkdir(tmp_path / "temporary")  # noqa: PTH102
-    index = place.index(content(100))
+    index = machines.index(content(100))
     async with live_service(tmp_path / "out", 1) as live:
-        live.worker("w0", cache=place.cache)
+        live.worker("w0", cache=machines.cache)
         await live.result(live.service.submit(SPEC, blobs=index))
         assert len(list((tmp_path / "temporary").glob("samestep-*/*/data/input.bin"))) == 1
     assert list((tmp_path / "temporary").iterdir()) == []

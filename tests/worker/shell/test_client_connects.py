@@ -1,4 +1,4 @@
-"""A worker waits for no connection longer than it is told to, and leaves at once when it is to."""
+"""A worker waits for connections only as long as configured, and leaves at once when asked."""
 
 from __future__ import annotations
 
@@ -27,60 +27,63 @@ def own_home(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def silent() -> Iterator[tuple[str, int]]:
-    with silent_address() as at:
-        yield at
+def silent_host() -> Iterator[tuple[str, int]]:
+    with silent_address() as address:
+        yield address
 
 
 @pytest.fixture
-def unanswered() -> Iterator[threading.Event]:
+def unanswered_name() -> Iterator[threading.Event]:
     with dead_name_server("coordinator.example") as question_event:
         yield question_event
 
 
 def client(
-    at: tuple[str, int], retry_for_s: float, lines: list[str], find_again: FindAgain | None = None
+    address: tuple[str, int],
+    retry_for_s: float,
+    lines: list[str],
+    find_again: FindAgain | None = None,
 ) -> Client:
-    target = Target(*at, "w", "scripted", retry_for_s)
+    target = Target(*address, "w", "scripted", retry_for_s)
     return Client(target, Scripted(), WorkerCredentials(), lines.append, find_again=find_again)
 
 
-async def given_up(at: tuple[str, int]) -> str:
+async def final_error(address: tuple[str, int]) -> str:
     with pytest.raises(Unreachable) as error_info:
         async with asyncio.timeout(PATIENCE_S):
-            await client(at, 0.1, []).serve()
+            await client(address, 0.1, []).serve()
     return str(error_info.value)
 
 
 @on_uvloop
-async def test_it_gives_up_on_a_path_that_drops(silent, monkeypatch):
+async def test_worker_gives_up_on_a_dropping_path(silent_host, monkeypatch):
     monkeypatch.setattr(shell, "_LEAST_ATTEMPT_S", 0.05)
-    host, port = silent
-    reason = await given_up(silent)
+    host, port = silent_host
+    reason = await final_error(silent_host)
     assert reason.startswith(
         f"no coordinator at {host}:{port} for 0.1 s: no answer from {host}:{port} "
     )
     assert "a firewall drops packets to it" in reason
 
 
-@pytest.mark.usefixtures("unanswered")
+@pytest.mark.usefixtures("unanswered_name")
 @on_uvloop
-async def test_it_gives_up_on_a_dead_name_server(monkeypatch):
+async def test_worker_gives_up_on_a_dead_name_server(monkeypatch):
     monkeypatch.setattr(shell, "_LEAST_ATTEMPT_S", 0.05)
-    reason = await given_up(("coordinator.example", 9000))
+    reason = await final_error(("coordinator.example", 9000))
     assert "no coordinator at coordinator.example:9000 for 0.1 s: no name server" in reason
 
 
 @on_uvloop
-async def test_it_says_what_is_wrong_with_the_address():
+async def test_address_error_is_explained():
     port = refusing_port()
-    reason = await given_up(("127.0.0.1", port))
+    reason = await final_error(("127.0.0.1", port))
     assert f"127.0.0.1:{port} refused the connection; start it there" in reason
 
 
 @on_uvloop
-async def test_it_leaves_at_once_while_it_connects(silent):
-    worker = client(silent, FOR_EVER_S, [])
+async def test_worker_leaves_at_once_while_connecting(silent_host):
+    worker = client(silent_host, FOR_EVER_S, [])
     serving = asyncio.create_task(worker.serve())
     await asyncio.sleep(0)
     worker.drain()
@@ -89,25 +92,25 @@ async def test_it_leaves_at_once_while_it_connects(silent):
 
 
 @on_uvloop
-async def test_it_leaves_at_once_while_a_name_is_resolved(unanswered):
+async def test_worker_leaves_at_once_while_resolving_a_name(unanswered_name):
     worker = client(("coordinator.example", 9000), FOR_EVER_S, [])
     serving = asyncio.create_task(worker.serve())
-    assert await asyncio.to_thread(unanswered.wait, PATIENCE_S)
+    assert await asyncio.to_thread(unanswered_name.wait, PATIENCE_S)
     worker.drain()
     async with asyncio.timeout(PATIENCE_S):
         assert await serving == ExitCode.OK
 
 
 @on_uvloop
-async def test_one_that_was_found_on_the_network_is_looked_for_again(tmp_path, monkeypatch):
-    """The address at which it was found is dead; meanwhile it is announced at another."""
+async def test_discovered_coordinator_is_searched_again(tmp_path, monkeypatch):
+    """Its discovered address is dead; meanwhile it is announced at another one."""
     monkeypatch.setattr(shell, "_FIND_AGAIN_AFTER_S", 0.0)
     lines: list[str] = []
     async with live_service(tmp_path, 1) as live:
-        looks = iter([0, live.port])
+        ports = iter([0, live.port])
 
         async def find_again() -> tuple[str, int]:
-            if not (port := next(looks)):
+            if not (port := next(ports)):
                 raise Unreachable("none announces itself")
             return "127.0.0.1", port
 

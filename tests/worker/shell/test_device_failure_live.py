@@ -18,7 +18,7 @@ async def test_the_first_failure_is_reported_and_others_finish_the_run(tmp_path)
         failing_worker = live.worker("broken")
         run_id = live.service.submit(spec)
         await live.wait_for("worker_ready", worker="broken")
-        # Jobs that had been asked for before fail after the first.
+        # Jobs submitted earlier fail after the first failure.
         for reason in ("out of memory", "the device was lost"):
             failing_worker._result(DeviceFailed(DeviceError("card", reason)))
         with pytest.raises(RunFailed, match=r"^device 'card' failed: out of memory$") as error_info:
@@ -27,16 +27,16 @@ async def test_the_first_failure_is_reported_and_others_finish_the_run(tmp_path)
         await live.wait_for("worker_lost", worker="broken")
         for name in ("w0", "w1"):
             live.worker(name)
-        disturbed = await live.result(run_id)
-    alone = await undisturbed(tmp_path / "alone", spec)
-    assert disturbed["weights_digest"] == alone["weights_digest"]
+        result = await live.result(run_id)
+    reference = await undisturbed(tmp_path / "alone", spec)
+    assert result["weights_digest"] == reference["weights_digest"]
 
 
 class FailsBehindAnUpload(Client):
     """Its device fails when a subtree's sums have been handed to the network, all at once."""
 
-    def __init__(self, *args, **named):
-        super().__init__(*args, **named)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
         self._held: list[BlockSum] = []
 
     def _result(self, event):
@@ -51,27 +51,27 @@ class FailsBehindAnUpload(Client):
 
 
 @on_uvloop
-async def test_the_reason_arrives_behind_an_upload_that_is_on_its_way(tmp_path):
+async def test_failure_reason_arrives_after_a_pending_upload(tmp_path):
     # 32 MiB: more than the sockets of both sides hold.
-    large = {"blocks": 8, "block_bytes": 4 * 2**20, "samples": 8}
+    large_blocks = {"blocks": 8, "block_bytes": 4 * 2**20, "samples": 8}
     async with live_service(tmp_path, 1) as live:
         live.worker("broken", FailsBehindAnUpload)
-        live.service.submit(scripted_spec(scripted=large))
+        live.service.submit(scripted_spec(scripted=large_blocks))
         with pytest.raises(RunFailed, match="out of memory"):
             await live.workers["broken"]
-        lost = await live.wait_for("worker_disconnected", worker="broken")
-        assert lost["reason"] == "device 'card' failed: out of memory"
+        disconnection = await live.wait_for("worker_disconnected", worker="broken")
+        assert disconnection["reason"] == "device 'card' failed: out of memory"
 
 
 class Missing(Scripted):
-    """A device that was asked for by name and is not there."""
+    """A device that was requested by name and is missing."""
 
     def backend(self):
         raise BackendUnavailable("vulkan", "there is no device 7")
 
 
 @on_uvloop
-async def test_a_device_that_is_missing_leaves_at_once_also_without_a_run(tmp_path):
+async def test_missing_device_leaves_at_once_without_a_run(tmp_path):
     async with live_service(tmp_path, 2) as live:
         live.worker("seven", toolbox=Missing())
         reason = "backend 'vulkan' is not usable here: there is no device 7"
@@ -83,7 +83,7 @@ async def test_a_device_that_is_missing_leaves_at_once_also_without_a_run(tmp_pa
 
 
 @on_uvloop
-async def test_a_run_waits_for_others_than_those_whose_device_is_missing(tmp_path):
+async def test_run_does_not_wait_for_workers_without_a_device(tmp_path):
     async with live_service(tmp_path, 1) as live:
         run_id = live.service.submit(scripted_spec())
         for name in ("seven", "eight"):

@@ -1,5 +1,5 @@
-"""Orders and reports between a host and the processes of its devices; what of one that is killed
-while it writes is read."""
+"""Orders and reports between a worker and its device processes; and which reports of a killed
+process are read."""
 
 from __future__ import annotations
 
@@ -70,24 +70,26 @@ REPORTS = (
 )  # fmt: skip
 
 
-def test_every_order_arrives_as_it_was_given():
+def test_order_round_trip():
     memory = SharedMemory()
     codec = order_codec(memory)
     for order in ORDERS:
-        assert told_apart(codec.unpack(sent(codec.pack(order)))) == told_apart(order)
+        assert comparable(codec.unpack(sent(codec.pack(order)))) == comparable(order)
     assert {type(order) for order in ORDERS} == set(get_args(act.GroupOrder))
-    lent = memory.new_array(6)
-    lent[:] = VALUES
-    arrived = codec.unpack(sent(codec.pack(act.AttachReplica({"parameters": [lent]}, 0, 0, True))))
-    lent[0] = 7
+    lent_array = memory.new_array(6)
+    lent_array[:] = VALUES
+    arrived = codec.unpack(
+        sent(codec.pack(act.AttachReplica({"parameters": [lent_array]}, 0, 0, True)))
+    )
+    lent_array[0] = 7
     assert arrived.arrays["parameters"][0][0] == 7, "what lies in shared memory is not copied"
 
 
-def test_every_report_arrives_as_it_was_told_and_its_memory_is_given_back():
+def test_report_round_trip_returns_its_memory():
     memory, unneeded = SharedMemory(), deque[Extent]()
     codec = report_codec(memory, unneeded)
     for report in REPORTS:
-        assert told_apart(codec.unpack(sent(codec.pack(report)))) == told_apart(report)
+        assert comparable(codec.unpack(sent(codec.pack(report)))) == comparable(report)
     assert len(unneeded) == 5
 
 
@@ -95,16 +97,16 @@ def sent(packed):
     return msgpack.unpackb(msgpack.packb(packed), strict_map_key=False)
 
 
-def told_apart(value):
-    """All of a message, with what is no part of equality, and arrays by their content."""
+def comparable(value):
+    """Return all fields of a message that equality ignores, and arrays by content."""
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, value.tobytes()
     if is_dataclass(value):
-        return type(value), [told_apart(getattr(value, each.name)) for each in fields(value)]
+        return type(value), [comparable(getattr(value, each.name)) for each in fields(value)]
     if isinstance(value, dict):
-        return {key: told_apart(each) for key, each in value.items()}
+        return {key: comparable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value), [told_apart(each) for each in value]
+        return type(value), [comparable(each) for each in value]
     return value
 
 
@@ -115,7 +117,7 @@ def told_apart(value):
         SubnormalsFlushed("a thread"), DeviceError("card", "lost"), MainMemoryTooSmall(2, 1),
     ],
 )  # fmt: skip
-def test_an_error_arrives_with_its_class_and_words(error):
+def test_error_keeps_its_class_and_text(error):
     codec = report_codec(SharedMemory())
     for event in (events.DeviceFailed(error), events.BuildFailed("r", error, is_local=True)):
         arrived = codec.unpack(sent(codec.pack(event)))
@@ -123,19 +125,20 @@ def test_an_error_arrives_with_its_class_and_words(error):
         assert vars(arrived.error) == vars(error)
 
 
-def test_an_error_of_a_library_arrives_in_words():
+def test_library_error_arrives_as_text():
     codec = report_codec(SharedMemory())
     arrived = codec.unpack(sent(codec.pack(events.DeviceFailed(MemoryError("too large")))))
     assert (type(arrived.error), str(arrived.error)) == (SamestepError, "too large")
-    raised = LossRaised("the loss raises", Batch({}, 1.0))
-    arrived = codec.unpack(sent(codec.pack(events.TaskRefused("r", raised))))
+    loss_error = LossRaised("the loss raises", Batch({}, 1.0))
+    arrived = codec.unpack(sent(codec.pack(events.TaskRefused("r", loss_error))))
     assert (type(arrived.error), str(arrived.error)) == (DataError, "the loss raises")
 
 
-def test_a_run_spec_whose_sources_are_local_files_arrives_as_it_is():
-    """A directory of captured logits is read whole: that is no key of the user's document."""
-    listed = BlobFile(name="capture.json", size=1, digest="0" * 64)
-    listing = BlobList(sources=(BlobSource(role="data", form="directory", files=(listed,)),))
+def test_run_spec_with_local_files_arrives_unchanged():
+    """A directory of captured logits is read whole, although the user's document has no such
+    key."""
+    blob = BlobFile(name="capture.json", size=1, digest="0" * 64)
+    listing = BlobList(sources=(BlobSource(role="data", form="directory", files=(blob,)),))
     spec, _ = local_spec(
         parse_run_spec({
             "task": "distil", "steps": 1, "model": {"source": "m"}, "data": {"train": "logits"},
@@ -147,7 +150,7 @@ def test_a_run_spec_whose_sources_are_local_files_arrives_as_it_is():
     assert codec.unpack(sent(codec.pack(act.Build("r", spec, keep_state=False)))).spec == spec
 
 
-def framed(packed):
+def frame_of(packed):
     document = msgpack.packb(packed)
     return len(document).to_bytes(4, "little") + document
 
@@ -156,16 +159,16 @@ def block_sum(block):
     return events.BlockSum(STEP_ID, SUBTREE, block, np.full(1000, block, np.float32), 2.0)
 
 
-def test_of_a_device_that_is_killed_while_it_writes_only_whole_reports_are_read():
-    """At every byte of its last word."""
-    own = SharedMemory()
-    codec = report_codec(own)
-    whole, last = framed(codec.pack(block_sum(1))), framed(codec.pack(block_sum(2)))
-    for written in range(len(last)):
-        ours, its = socket.socketpair()
-        its.sendall(whole + last[:written])
+def test_only_complete_reports_of_a_killed_device_are_read():
+    """Killed at every byte of its last report."""
+    device_memory = SharedMemory()
+    codec = report_codec(device_memory)
+    first_frame, last = frame_of(codec.pack(block_sum(1))), frame_of(codec.pack(block_sum(2)))
+    for byte_count in range(len(last)):
+        own_end, its = socket.socketpair()
+        its.sendall(first_frame + last[:byte_count])
         its.close()  # as the system does
-        (event,) = [codec.unpack(packed) for packed in Pipe(ours).receive()]
+        (event,) = [codec.unpack(packed) for packed in Pipe(own_end).receive()]
         assert isinstance(event, events.BlockSum)
         assert (event.step_id, event.subtree, event.block, event.weight) == (
             STEP_ID,
@@ -174,14 +177,14 @@ def test_of_a_device_that_is_killed_while_it_writes_only_whole_reports_are_read(
             2.0,
         )
         assert event.values.tolist() == [1.0] * 1000
-        ours.close()
+        own_end.close()
 
 
-def test_what_has_no_room_in_shared_memory_is_one_line_and_nothing_is_reported(monkeypatch):
-    own = SharedMemory()
+def test_full_shared_memory_is_one_line_without_a_report(monkeypatch):
+    device_memory = SharedMemory()
     monkeypatch.setattr(shared_memory, "_reserve", _no_room)
     with pytest.raises(SharedMemoryFull, match="close other programs") as error_info:
-        report_codec(own).pack(block_sum(1))
+        report_codec(device_memory).pack(block_sum(1))
     assert "\n" not in str(error_info.value)
 
 
@@ -189,13 +192,13 @@ def _no_room(_, offset, size):
     raise SharedMemoryFull(offset + size, 0)
 
 
-@pytest.mark.parametrize("refused", ["ftruncate", "mmap"])
-def test_a_limit_of_what_a_host_s_devices_share_is_one_line(monkeypatch, refused):
-    """Those of ulimit -f and ulimit -v."""
+@pytest.mark.parametrize("system_call", ["ftruncate", "mmap"])
+def test_limit_on_shared_memory_is_one_line(monkeypatch, system_call):
+    """The limits of ulimit -f and ulimit -v."""
 
     def no(*_):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(mmap if refused == "mmap" else os, refused, no)
+    monkeypatch.setattr(mmap if system_call == "mmap" else os, system_call, no)
     with pytest.raises(UsageError, match="got 'Cannot allocate memory'; run ulimit -v unlimited"):
         DeviceProcesses({"a": None, "b": None}, "cpu", print)

@@ -1,4 +1,4 @@
-"""A device that does not answer is reported once; one that is slow as ever is not."""
+"""A device that does not answer is reported once; a device that is always slow is not."""
 
 import queue
 
@@ -16,8 +16,8 @@ def _impatient(monkeypatch):
 
 
 @pytest.fixture
-def watched():
-    """A watch, and the queue of what it reports."""
+def watch_and_reports():
+    """Return a watch, and the queue of its reports."""
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
     watch = DeviceWatch(reasons.put)
     watch.start()
@@ -25,8 +25,8 @@ def watched():
     watch.close()
 
 
-def test_an_answer_that_does_not_come_is_reported_once(watched):
-    watch, reasons = watched
+def test_missing_answer_is_reported_once(watch_and_reports):
+    watch, reasons = watch_and_reports
     with watch.awaiting():
         reason = reasons.get(timeout=60)
         with pytest.raises(queue.Empty):
@@ -35,8 +35,8 @@ def test_an_answer_that_does_not_come_is_reported_once(watched):
     assert reason.startswith("expected an answer within 0 s (there was none before), got none")
 
 
-def test_while_nothing_is_awaited_nothing_is_late(watched):
-    watch, reasons = watched
+def test_nothing_is_late_without_a_request(watch_and_reports):
+    watch, reasons = watch_and_reports
     assert list(watch.await_each([1, 2])) == [1, 2]
     with pytest.raises(queue.Empty):
         reasons.get(timeout=0.2)
@@ -55,7 +55,7 @@ def test_the_limit_follows_from_the_slowest_answer(monkeypatch, slowest_s, waite
         assert bool(watch.overdue(waited_s)) == is_over
 
 
-def test_where_the_task_reads_samples_meanwhile_it_has_ten_minutes(monkeypatch):
+def test_limit_is_ten_minutes_while_the_task_reads_samples(monkeypatch):
     monkeypatch.undo()
     watch = DeviceWatch(print)
     with watch.awaiting(with_data=True):
@@ -64,8 +64,8 @@ def test_where_the_task_reads_samples_meanwhile_it_has_ten_minutes(monkeypatch):
         assert watch.overdue(601)
 
 
-def test_a_preparation_without_progress_is_reported(watched):
-    watch, reasons = watched
+def test_a_preparation_without_progress_is_reported(watch_and_reports):
+    watch, reasons = watch_and_reports
     with watch.preparing("it is opened"):
         reason = reasons.get(timeout=60)
     assert reason.startswith("expected an answer within 0 s (or a progress line, while it is op")

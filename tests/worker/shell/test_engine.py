@@ -40,11 +40,11 @@ ONES = [np.ones(16, np.float32), np.ones(16, np.float32)]
 
 
 class GatedProgram(ScriptedProgram):
-    """Stops before each block of a microbatch while the gate is closed."""
+    """Pauses before each block of a microbatch while the gate is closed."""
 
-    def __init__(self, trainable, gate, reached):
+    def __init__(self, trainable, gate, reached_queue):
         super().__init__(trainable, 0.0)
-        self._gate, self._reached = gate, reached
+        self._gate, self._reached = gate, reached_queue
 
     def gradients(self, leaves):
         stream = super().gradients(leaves)
@@ -64,9 +64,9 @@ class GatedProgram(ScriptedProgram):
 
 
 class Backend(ScriptedBackend):
-    def __init__(self, gate, reached):
+    def __init__(self, gate, reached_queue):
         super().__init__()
-        self._gate, self._reached = gate, reached
+        self._gate, self._reached = gate, reached_queue
         self.refusal: Exception | None = None
 
     def compile(self, trainable, example, others=(), evaluations=()):
@@ -77,7 +77,8 @@ class Backend(ScriptedBackend):
 
 
 class BackendFactory:
-    """Counts the tasks that are built; `failure` is raised instead, and `missing` of the device."""
+    """Counts built tasks; it raises `failure` instead of a task, and `missing` instead of the
+    device."""
 
     def __init__(self):
         self.gate, self.reached = threading.Event(), threading.Event()
@@ -100,7 +101,7 @@ class BackendFactory:
 
 
 class Device:
-    """An engine and what it says."""
+    """An engine and its reports."""
 
     def __init__(self):
         self.toolbox = BackendFactory()
@@ -140,25 +141,25 @@ def test_a_device_is_opened_without_a_task_and_only_trouble_is_reported(device):
     assert isinstance(device.next(), events.Built)
 
 
-def test_a_thread_that_flushes_subnormals_applies_nothing_and_its_task_is_not_built(device):
+def test_thread_that_flushes_subnormals_applies_and_builds_nothing(device):
     device.build()
     device.engine._thread.submit(lambda: map(torch.set_flush_denormal, [True]))
     device.engine.do(act.Apply(ONES, SCALARS))
-    failed, _ = device.until(events.DeviceFailed)
-    assert isinstance(failed.error, SubnormalsFlushed)
+    failure, _ = device.until(events.DeviceFailed)
+    assert isinstance(failure.error, SubnormalsFlushed)
     device.engine.do(act.Build("next", SPEC.model_copy(update={"seed": 5}), keep_state=False))
-    refused, _ = device.until(events.BuildFailed)
-    assert isinstance(refused.error, SubnormalsFlushed)
-    assert "the worker's thread that applies updates flushes subnormal" in str(refused.error)
+    build_failure, _ = device.until(events.BuildFailed)
+    assert isinstance(build_failure.error, SubnormalsFlushed)
+    assert "the worker's thread that applies updates flushes subnormal" in str(build_failure.error)
 
 
-def test_the_numerics_profile_says_what_threads_that_compute_do_to_subnormals(device, monkeypatch):
+def test_numerics_profile_includes_subnormal_handling(device, monkeypatch):
     subnormal_build = device.build()
     assert "subnormals kept" in subnormal_build.numerics_text
     monkeypatch.setattr(GatedProgram, "keeps_subnormals", lambda _: False)
     device.engine.do(act.Apply(ONES, SCALARS))
-    failed, _ = device.until(events.DeviceFailed)
-    assert "since the run began, a thread that computes gradients flushes" in str(failed.error)
+    failure, _ = device.until(events.DeviceFailed)
+    assert "since the run began, a thread that computes gradients flushes" in str(failure.error)
     flushed = device.build(SPEC.model_copy(update={"seed": 5}))
     assert "subnormals flushed" in flushed.numerics_text
     monkeypatch.undo()
@@ -190,10 +191,10 @@ def test_a_built_task_starts_at_state_0(device):
 def test_a_subtree_gives_its_blocks_in_reverse_order_then_its_loss(device):
     device.build()
     device.engine.do(act.Compute(StepId(0, 0), 4, Subtree(0, 4)))
-    done, sums = device.until(events.SubtreeDone)
+    subtree_done, sums = device.until(events.SubtreeDone)
     assert [each.block for each in sums] == [1, 0]
-    assert {each.weight for each in sums} == {8.0} == {done.loss.weight}
-    assert done.elapsed_ms > 0
+    assert {each.weight for each in sums} == {8.0} == {subtree_done.loss.weight}
+    assert subtree_done.elapsed_ms > 0
 
 
 def test_subtree_sums_follow_the_tree(device):
@@ -209,7 +210,7 @@ def test_subtree_sums_follow_the_tree(device):
         assert pair.tobytes() == parts[Subtree(2, 4)][block].tobytes()
 
 
-def test_a_cancel_abandons_the_subtree_in_work_and_those_that_wait(device):
+def test_cancel_abandons_current_and_pending_subtrees(device):
     device.build()
     device.toolbox.reached.clear()
     device.toolbox.gate.clear()
@@ -220,8 +221,8 @@ def test_a_cancel_abandons_the_subtree_in_work_and_those_that_wait(device):
     device.engine.do(act.CancelWork())
     device.engine.do(act.Compute(StepId(0, 1), 4, Subtree(0, 1)))
     device.toolbox.gate.set()
-    done, before = device.until(events.SubtreeDone)
-    assert (done.step_id, done.subtree) == (StepId(0, 1), Subtree(0, 1))
+    subtree_done, before = device.until(events.SubtreeDone)
+    assert (subtree_done.step_id, subtree_done.subtree) == (StepId(0, 1), Subtree(0, 1))
     assert all(each.step_id == StepId(0, 1) for each in before)
 
 
@@ -238,7 +239,7 @@ def test_steps_give_the_digest_of_the_exact_update(device):
         )
 
 
-def test_what_is_applied_is_not_cancelled(device):
+def test_applied_step_is_not_canceled(device):
     device.build()
     device.engine.do(act.Apply(ONES, SCALARS))
     device.engine.do(act.CancelWork())
@@ -249,29 +250,29 @@ def test_a_state_is_copied_and_restored(device):
     device.build()
     device.engine.do(act.Apply(ONES, SCALARS))
     device.engine.do(act.CopyState())
-    applied = device.until(events.Applied)[0]
-    copied, _ = device.until(events.StateCopied)
-    assert (copied.step, copied.optimizer_step) == (1, 1)
+    applied_event = device.until(events.Applied)[0]
+    state_copy, _ = device.until(events.StateCopied)
+    assert (state_copy.step, state_copy.optimizer_step) == (1, 1)
     device.build(run_id="again")
-    for part in copied.parts:
+    for part in state_copy.parts:
         device.engine.do(act.LoadChunk(part.kind, part.block, 0, part.values))
     device.engine.do(act.Restore(1, 1))
-    assert device.until(events.Applied)[0] == applied
+    assert device.until(events.Applied)[0] == applied_event
 
 
 def test_a_copy_is_not_changed_by_later_steps(device):
     device.build()
     device.engine.do(act.CopyState())
     device.engine.do(act.Apply(ONES, SCALARS))
-    copied, _ = device.until(events.StateCopied)
+    state_copy, _ = device.until(events.StateCopied)
     device.until(events.Applied)
     initial = Scripted(SPEC).initial_parameters()
-    assert [p.values.tolist() for p in copied.parts if p.kind == "parameters"] == [
+    assert [p.values.tolist() for p in state_copy.parts if p.kind == "parameters"] == [
         values.tolist() for values in initial
     ]
 
 
-def test_an_equal_spec_takes_the_task_that_is_there_at_state_0(device):
+def test_equal_spec_reuses_the_task_at_state_0(device):
     first = device.build()
     device.engine.do(act.Apply(ONES, SCALARS))
     device.until(events.Applied)
@@ -283,9 +284,9 @@ def test_an_equal_spec_takes_the_task_that_is_there_at_state_0(device):
     assert device.toolbox.built == 2
 
 
-@pytest.mark.parametrize("evaluated", [False, True])
-def test_whoever_made_the_task_has_its_module_back_with_what_was_trained(device, evaluated):
-    """With an optimizer that averages that is not where gradients are taken."""
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_task_owner_gets_its_module_back_with_trained_values(device, is_evaluated):
+    """An optimizer that averages keeps these values apart from where gradients are taken."""
     optimizer = ScheduleFree(name="schedule-free", lr=0.1)
     device.build(SPEC.model_copy(update={"optimizer": optimizer}))
     job = device.engine._job
@@ -294,13 +295,13 @@ def test_whoever_made_the_task_has_its_module_back_with_what_was_trained(device,
     for step in (1, 2):
         device.engine.do(act.Apply(ONES, step_scalars(optimizer, step, step - 1, 4, 1.0)))
         device.until(events.Applied)
-    if evaluated:
+    if is_evaluated:
         device.engine.do(act.Evaluate(2, 3))
         device.until(events.PartEvaluated)
     device.engine.close()
-    for mine, trained in zip(loaded[-1], job.replica.trained(), strict=True):
-        np.testing.assert_array_equal(mine, trained)
-        assert not np.array_equal(mine, job.replica.parameters[0])
+    for loaded_values, trained in zip(loaded[-1], job.replica.trained(), strict=True):
+        np.testing.assert_array_equal(loaded_values, trained)
+        assert not np.array_equal(loaded_values, job.replica.parameters[0])
 
 
 def test_parts_are_evaluated(device):
@@ -311,23 +312,23 @@ def test_parts_are_evaluated(device):
     )
 
 
-def test_a_task_that_can_not_be_built_is_reported_and_the_next_may_be(device):
+def test_unbuildable_task_is_reported_and_the_next_may_build(device):
     device.toolbox.failure = DataError("no such file")
     device.engine.do(act.Build("run", SPEC, keep_state=False))
-    failed = device.next()
-    assert isinstance(failed, events.BuildFailed)
-    assert str(failed.error) == "no such file"
-    assert not failed.is_local
+    failure = device.next()
+    assert isinstance(failure, events.BuildFailed)
+    assert str(failure.error) == "no such file"
+    assert not failure.is_local
     device.toolbox.failure = None
     device.build()
 
 
-def test_what_the_device_refuses_is_its_own_matter(device):
+def test_refusal_of_a_device_is_local(device):
     device.toolbox.backend().refusal = SamestepError("too large")
     device.engine.do(act.Build("run", SPEC, keep_state=False))
-    failed = device.next()
-    assert isinstance(failed, events.BuildFailed)
-    assert (str(failed.error), failed.is_local) == ("too large", True)
+    failure = device.next()
+    assert isinstance(failure, events.BuildFailed)
+    assert (str(failure.error), failure.is_local) == ("too large", True)
     device.toolbox.backend().refusal = None
     device.build()
 
@@ -344,8 +345,8 @@ def _without_text():
     raise RuntimeError
 
 
-def test_what_a_library_raises_while_building_is_reported_in_one_line(device):
-    for raised, expected_text, own in (
+def test_library_error_while_building_is_one_line(device):
+    for library_error, expected_text, is_local in (
         (RuntimeError("size of tensor a\n(3)"), "RuntimeError: size of tensor a (3)", False),
         (_raised_by(_without_text), "RuntimeError in test_engine.py, line ", False),
         (MemoryError(), "not enough main memory is available; ", True),
@@ -360,25 +361,25 @@ def test_what_a_library_raises_while_building_is_reported_in_one_line(device):
             True,
         ),
     ):
-        device.toolbox.failure = raised
+        device.toolbox.failure = library_error
         device.engine.do(act.Build("run", SPEC, keep_state=False))
-        failed = device.next()
-        assert isinstance(failed, events.BuildFailed)
-        message = str(failed.error)
+        failure = device.next()
+        assert isinstance(failure, events.BuildFailed)
+        message = str(failure.error)
         assert message.startswith("the task 'scripted' cannot be built: ")
         assert expected_text in message
-        assert (" is free: close other programs, add memory or swap" in message) is own
-        assert (failed.is_local, failed.error.exit_code) == (own, 1 if own else 2)
+        assert (" is free: close other programs, add memory or swap" in message) is is_local
+        assert (failure.is_local, failure.error.exit_code) == (is_local, 1 if is_local else 2)
     device.toolbox.failure = None
     device.build()
 
 
-def test_too_little_main_memory_is_this_machines_matter(device):
+def test_insufficient_host_memory_is_local(device):
     device.toolbox.failure = MainMemoryTooSmall(2, 1)
     device.engine.do(act.Build("run", SPEC, keep_state=False))
-    failed = device.next()
-    assert isinstance(failed, events.BuildFailed)
-    assert failed.is_local
+    failure = device.next()
+    assert isinstance(failure, events.BuildFailed)
+    assert failure.is_local
     device.toolbox.failure = None
     device.build()
 
@@ -387,8 +388,8 @@ def test_too_little_main_memory_is_this_machines_matter(device):
 def test_a_plan_for_another_task_is_reported(device, microbatches):
     device.build()
     device.engine.do(act.Compute(StepId(0, 0), microbatches, Subtree(0, 1)))
-    failed, _ = device.until(events.DeviceFailed)
-    assert f"expected 4 microbatches, got a plan of {microbatches}" in str(failed.error)
+    failure, _ = device.until(events.DeviceFailed)
+    assert f"expected 4 microbatches, got a plan of {microbatches}" in str(failure.error)
 
 
 def test_any_failure_of_the_device_surfaces(device, monkeypatch):
@@ -399,8 +400,8 @@ def test_any_failure_of_the_device_surfaces(device, monkeypatch):
 
     monkeypatch.setattr(GatedProgram, "gradients", broken)
     device.engine.do(act.Compute(StepId(0, 0), 4, Subtree(0, 1)))
-    failed, _ = device.until(events.DeviceFailed)
-    assert "out of memory" in str(failed.error)
+    failure, _ = device.until(events.DeviceFailed)
+    assert "out of memory" in str(failure.error)
 
 
 def test_a_failing_digest_surfaces(device, monkeypatch):
@@ -412,8 +413,8 @@ def test_a_failing_digest_surfaces(device, monkeypatch):
     monkeypatch.setattr(Replica, "state_digest", broken)
     device.engine.do(act.Apply(ONES, SCALARS))
     device.engine.do(act.Apply(ONES, SCALARS))
-    failed, _ = device.until(events.DeviceFailed)
-    assert "out of memory" in str(failed.error)
+    failure, _ = device.until(events.DeviceFailed)
+    assert "out of memory" in str(failure.error)
 
 
 def test_the_scripted_job_has_the_microbatches_of_its_spec():
@@ -424,7 +425,7 @@ def test_the_scripted_job_has_the_microbatches_of_its_spec():
     assert [type(item) for item in stream] == [BlockGradient, BlockGradient, Loss]
 
 
-def test_how_far_a_preparation_is_can_be_asked_meanwhile():
+def test_progress_of_a_preparation_is_available():
     lines: list[str] = []
     event_queue: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
     engine = Engine(BackendFactory(), event_queue.put, on_progress=lines.append)

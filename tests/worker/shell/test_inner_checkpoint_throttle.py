@@ -1,4 +1,4 @@
-"""Boundaries do not pile up where the link is slow."""
+"""Inner checkpoints do not pile up on a slow link."""
 
 from protocol.wire.messages import InnerCheckpointChunk
 from worker.shell.client import InnerCheckpointThrottle
@@ -14,22 +14,22 @@ def pieces(inner, replica=0, count=3):
     ]  # fmt: skip
 
 
-def offered(turns, waiting, boundary):
-    for piece in boundary:
-        if not turns.skips(piece, waiting):
-            waiting.append(piece)
+def offer(throttle, pending, boundary):
+    for chunk in boundary:
+        if not throttle.skips(chunk, pending):
+            pending.append(chunk)
 
 
-def test_one_of_a_replica_waits_at_most_and_always_whole():
-    turns = InnerCheckpointThrottle()
-    waiting: list[InnerCheckpointChunk] = []
-    offered(turns, waiting, pieces(1))
-    offered(turns, waiting, pieces(2))
-    offered(turns, waiting, pieces(1, replica=1))
-    assert waiting == [*pieces(1), *pieces(1, replica=1)]
-    del waiting[:2]  # one of its pieces is still to go
-    offered(turns, waiting, pieces(3))
-    assert waiting == [pieces(1)[-1], *pieces(1, replica=1)]
-    del waiting[0]
-    offered(turns, waiting, pieces(4))
-    assert waiting == [*pieces(1, replica=1), *pieces(4)]
+def test_at_most_one_complete_inner_checkpoint_waits():
+    throttle = InnerCheckpointThrottle()
+    pending: list[InnerCheckpointChunk] = []
+    offer(throttle, pending, pieces(1))
+    offer(throttle, pending, pieces(2))
+    offer(throttle, pending, pieces(1, replica=1))
+    assert pending == [*pieces(1), *pieces(1, replica=1)]
+    del pending[:2]  # one of its chunks is still pending
+    offer(throttle, pending, pieces(3))
+    assert pending == [pieces(1)[-1], *pieces(1, replica=1)]
+    del pending[0]
+    offer(throttle, pending, pieces(4))
+    assert pending == [*pieces(1, replica=1), *pieces(4)]

@@ -22,11 +22,14 @@ SPEC = scripted_spec(
 
 
 @pytest.mark.parametrize(
-    ("committed", "again", "asks"), [(0, False, False), (1, False, True), (0, True, True)]
+    ("committed_attempt", "repeat", "needs_state"),
+    [(0, False, False), (1, False, True), (0, True, True)],
 )
-def test_what_an_inner_phase_leaves_counts_if_its_attempt_is_committed(committed, again, asks):
-    """In an attempt that was halted a device may have failed; in an earlier life of the
-    coordinator's, attempts had the same numbers."""
+def test_inner_phase_state_counts_if_its_attempt_is_committed(
+    committed_attempt, repeat, needs_state
+):
+    """A device may have failed in a halted attempt; and attempts had the same numbers in an earlier
+    term."""
     events: queue.Queue[object] = queue.Queue()
     engine = Engine(Scripted(), events.put)
 
@@ -39,11 +42,13 @@ def test_what_an_inner_phase_leaves_counts_if_its_attempt_is_committed(committed
     first(Built)
     engine.do(act.Compute(StepId(0, 0), 2, Subtree(1, 2)))
     first(SubtreeDone)
-    if again:
+    if repeat:
         engine.do(act.Build("run", SPEC, keep_state=True))
     averages = [np.zeros(16, np.float32) for _ in range(3)]
-    engine.do(act.Apply(averages, step_scalars(SPEC.update, 1, 0, SPEC.steps, 0.0), committed))
+    engine.do(
+        act.Apply(averages, step_scalars(SPEC.update, 1, 0, SPEC.steps, 0.0), committed_attempt)
+    )
     first(Applied)
     engine.do(act.Compute(StepId(1, 0), 2, Subtree(1, 2)))
-    assert isinstance(first(InnerStateNeeded, SubtreeDone), InnerStateNeeded) == asks
+    assert isinstance(first(InnerStateNeeded, SubtreeDone), InnerStateNeeded) == needs_state
     engine.close()

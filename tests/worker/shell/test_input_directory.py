@@ -29,19 +29,19 @@ LISTING = BlobList(
 )
 
 
-def found(tmp_path):
-    places = {}
+def source_paths(tmp_path):
+    paths = {}
     for each in LISTING.sources:
         for number, file in enumerate(each.files):
             path = tmp_path / f"{each.role}{number}"
             path.write_text(file.name)
-            places[each.role, file.name] = path
-    return places
+            paths[each.role, file.name] = path
+    return paths
 
 
 def test_a_task_sees_the_listed_files_and_no_others(tmp_path):
     inputs = tmp_path / "inputs/one"
-    link_files(inputs, LISTING, found(tmp_path))
+    link_files(inputs, LISTING, source_paths(tmp_path))
     file_names = sorted(p.relative_to(inputs).as_posix() for p in inputs.rglob("*") if p.is_file())
     assert file_names == [
         "data/a.txt", "data/b/x.jsonl", "model/config.json", "model/model.safetensors",
@@ -50,48 +50,49 @@ def test_a_task_sees_the_listed_files_and_no_others(tmp_path):
     assert (inputs / "data/b/x.jsonl").read_text() == "b/x.jsonl"
 
 
-def test_the_same_task_is_made_of_the_links_as_of_the_sources(tmp_path):
-    """Same names, same order: so a worker that fetched reads what one with the files reads."""
+def test_links_and_sources_give_the_same_task(tmp_path):
+    """Same names in the same order, so a worker that fetched files reads what a worker with the
+    files reads."""
     inputs = tmp_path / "inputs/one"
-    link_files(inputs, LISTING, found(tmp_path))
-    placed, words = local_spec(SPEC, LISTING, inputs)
+    link_files(inputs, LISTING, source_paths(tmp_path))
+    local, notices = local_spec(SPEC, LISTING, inputs)
     for each in LISTING.sources:
-        here = source_files(placed, each.role)
-        assert here is not None
-        assert here.form == each.form
-        assert {name for name, _ in here.files} == {file.name for file in each.files}
-    assert placed.model is not None
-    assert placed.model.name == "models/m"
-    assert words == {
+        local_files = source_files(local, each.role)
+        assert local_files is not None
+        assert local_files.form == each.form
+        assert {name for name, _ in local_files.files} == {file.name for file in each.files}
+    assert local.model is not None
+    assert local.model.name == "models/m"
+    assert notices == {
         str(inputs / "data"): "package:texts", str(inputs / "model"): "models/m",
         str(inputs / "tokenizer/t.gguf"): "t.gguf",
     }  # fmt: skip
-    same = {"data", "model", "tokenizer"}
-    assert placed.model_dump(exclude=same) == SPEC.model_dump(exclude=same)
+    shared_roles = {"data", "model", "tokenizer"}
+    assert local.model_dump(exclude=shared_roles) == SPEC.model_dump(exclude=shared_roles)
 
 
-def test_a_name_that_was_given_to_the_model_stays(tmp_path):
+def test_explicit_model_name_is_kept(tmp_path):
     assert SPEC.model is not None
-    named = SPEC.model_copy(update={"model": SPEC.model.model_copy(update={"name": "org/m"})})
-    placed, _ = local_spec(named, LISTING, tmp_path)
-    assert placed.model is not None
-    assert placed.model.name == "org/m"
+    named_spec = SPEC.model_copy(update={"model": SPEC.model.model_copy(update={"name": "org/m"})})
+    local, _ = local_spec(named_spec, LISTING, tmp_path)
+    assert local.model is not None
+    assert local.model.name == "org/m"
 
 
-def test_links_that_are_right_stay_and_others_are_turned(tmp_path):
-    inputs, places = tmp_path / "inputs/one", found(tmp_path)
-    link_files(inputs, LISTING, places)
+def test_correct_links_stay_and_others_are_replaced(tmp_path):
+    inputs, paths = tmp_path / "inputs/one", source_paths(tmp_path)
+    link_files(inputs, LISTING, paths)
     inode = (inputs / "data/a.txt").lstat().st_ino
-    moved = tmp_path / "moved"
-    moved.write_text("elsewhere")
-    link_files(inputs, LISTING, {**places, ("model", "config.json"): moved})
+    moved_path = tmp_path / "moved"
+    moved_path.write_text("elsewhere")
+    link_files(inputs, LISTING, {**paths, ("model", "config.json"): moved_path})
     assert (inputs / "data/a.txt").lstat().st_ino == inode
     assert (inputs / "model/config.json").read_text() == "elsewhere"
 
 
 def test_inputs_of_earlier_runs_go(tmp_path):
-    link_files(tmp_path / "inputs/one", LISTING, found(tmp_path))
-    link_files(tmp_path / "inputs/two", LISTING, found(tmp_path))
+    link_files(tmp_path / "inputs/one", LISTING, source_paths(tmp_path))
+    link_files(tmp_path / "inputs/two", LISTING, source_paths(tmp_path))
     assert [path.name for path in (tmp_path / "inputs").iterdir()] == ["two"]
     assert (tmp_path / "model0").read_text() == "config.json"
 
@@ -99,4 +100,4 @@ def test_inputs_of_earlier_runs_go(tmp_path):
 def test_a_disk_that_refuses_is_one_line(tmp_path):
     (tmp_path / "inputs").touch()
     with pytest.raises(StorageFailed, match="link the run's files"):
-        link_files(tmp_path / "inputs/one", LISTING, found(tmp_path))
+        link_files(tmp_path / "inputs/one", LISTING, source_paths(tmp_path))

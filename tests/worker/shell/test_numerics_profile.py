@@ -1,4 +1,4 @@
-"""What tells workers of unlike bits apart."""
+"""The numerics profile distinguishes workers with different bits."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from worker.tasks.small.scripted import Scripted
 
 
 class OddForLargeBatches(ScriptedProgram):
-    """Another device, which differs for batches of three samples alone."""
+    """A device that differs only for batches of three samples."""
 
     def gradients(self, leaves):
         (batch, seed), *_ = leaves
-        odd = len(batch.arrays["x"]) == 3
-        return super().gradients([(batch, seed + odd)])
+        is_three = len(batch.arrays["x"]) == 3
+        return super().gradients([(batch, seed + is_three)])
 
 
 def batch(samples):
@@ -50,16 +50,16 @@ def test_every_shape_is_probed():
 
 
 @pytest.mark.parametrize("key", ["name", "driver", "torch", "transformers", "subnormals"])
-def test_what_may_decide_bits_is_part_of_it(key):
+def test_profile_contains_everything_that_may_decide_bits(key):
     traits = {"device": "cuda", "processor": "one", key: "a"}
     assert numerics_digest(traits, "p") != numerics_digest({**traits, key: "b"}, "p")
     assert numerics_digest(traits, "p") == numerics_digest({**traits, "processor": "b"}, "p")
 
 
-def test_libraries_are_those_that_the_models_layers_come_from():
+def test_profile_lists_the_libraries_of_the_model_layers():
     assert library_versions(None) == {}
     assert library_versions(torch.nn.Linear(1, 1)) == {"torch": torch.__version__}
-    # A layer of another package: any that is there will do.
+    # A layer of another installed package.
     layer = type("Layer", (torch.nn.Linear,), {"__module__": "numpy.layers"})
     versions = library_versions(torch.nn.Sequential(layer(1, 1)))
     assert versions == {"torch": torch.__version__, "numpy": np.__version__}

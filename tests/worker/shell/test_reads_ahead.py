@@ -1,4 +1,4 @@
-"""A worker whose engine is slow reads no more than it can use: the coordinator keeps the rest."""
+"""A worker with a slow engine reads no more than it can use: the coordinator keeps the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HELD_AT: Final = 2
 
 
 @on_uvloop
-async def test_what_waits_for_a_slow_engine_is_bounded(tmp_path, monkeypatch):
+async def test_pending_data_of_a_slow_engine_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "RECEIVED_AHEAD_BYTES", STEP_BYTES)
     spec = scripted_spec(
         steps=60,
@@ -39,17 +39,17 @@ async def test_what_waits_for_a_slow_engine_is_bounded(tmp_path, monkeypatch):
             if engine is device and device._require_job().replica.step == HELD_AT:
                 go_on.wait()
 
-        def noted(length_bytes: int) -> Any:
+        def record_length(length_bytes: int) -> Any:
             nonlocal most_bytes
             result = count_bytes(length_bytes)
             most_bytes = max(most_bytes, client._pending_bytes)
             return result
 
         monkeypatch.setitem(Engine._HANDLERS, act.Apply, hold)
-        monkeypatch.setattr(client, "_start_handover", noted)
+        monkeypatch.setattr(client, "_start_handover", record_length)
         try:
             await live.result(run_id)
-            # The step that it is at, and one more: it was told of sixty.
+            # The current step and one more, out of sixty.
             assert STEP_BYTES < most_bytes <= 2 * STEP_BYTES
             assert client._channel is not None
             assert client._channel.paused

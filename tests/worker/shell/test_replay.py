@@ -1,4 +1,4 @@
-"""Tasks that are replayed at the initial weights after steps: what moved is named."""
+"""Tasks that are replayed at the initial weights after steps: changed state is named."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(12, 2)
 
 
 class Own:
-    """A task of a user's own: a line, and whatever `loss` does beside it."""
+    """A user's task: a linear layer, and the side effects of `loss`."""
 
     def __init__(self, loss: Callable[[Own, torch.Tensor], Any] | None = None) -> None:
         torch.manual_seed(0)
@@ -49,9 +49,9 @@ class Own:
         self.trainable = Trainable(
             blocks=self.manifest.blocks, module=self.module, loss=self.loss, seed=0
         )
-        named = dict(self.module.named_parameters())
+        parameters = dict(self.module.named_parameters())
         self.initial = [
-            np.concatenate([named[t.name].detach().numpy().ravel() for t in block.tensors])
+            np.concatenate([parameters[t.name].detach().numpy().ravel() for t in block.tensors])
             for block in self.manifest.blocks
         ]
 
@@ -72,7 +72,7 @@ class Own:
 
 
 class Device:
-    """An engine on the CPU with this task, and what it says of steps."""
+    """An engine on the CPU with this task, and its reports."""
 
     def __init__(self, task: Any, spec: Any = SPEC) -> None:
         self.task = lambda _: task
@@ -93,7 +93,7 @@ class Device:
         return self.events.get(timeout=PATIENCE_S)
 
     def wait_until_idle(self) -> None:
-        """Until the loss has been tried again, which follows the answer to a step."""
+        """Wait until the loss has been tried again, which follows the answer to a step."""
         self.engine.do(act.CopyState())
         assert isinstance(self.events.get(timeout=PATIENCE_S), events.StateCopied)
 
@@ -131,14 +131,14 @@ def follow_unseen(task, out):
 
 
 def remember(task, out):
-    """A memory bank: each sample is drawn towards what it was when it was last seen."""
+    """A memory bank: each sample is pulled towards its value when it was last seen."""
     past = [task.kept.get(round(float(row), 1), row.detach()) for row in out.detach()]
     task.kept |= {round(float(row), 1): row for row in out.detach()}
     return (torch.stack(past) * out).sum()
 
 
 @pytest.mark.parametrize(
-    ("loss", "named"),
+    ("loss", "message"),
     [
         (draw, r"task\.generator"),
         (draw_and_leave_out, r"task\.generator"),
@@ -150,21 +150,21 @@ def remember(task, out):
         ),
     ],
 )
-def test_what_a_custom_task_moves_is_named_before_the_first_step(device, loss, named):
-    failed = device(Own(loss)).built
-    assert isinstance(failed, events.BuildFailed)
-    assert not failed.is_local
-    with pytest.raises(type(failed.error), match=named) as raised:
-        raise failed.error
-    assert "\n" not in str(raised.value)
+def test_changed_state_of_a_custom_task_is_named_before_the_first_step(device, loss, message):
+    failure = device(Own(loss)).built
+    assert isinstance(failure, events.BuildFailed)
+    assert not failure.is_local
+    with pytest.raises(type(failure.error), match=message) as error:
+        raise failure.error
+    assert "\n" not in str(error.value)
 
 
 def test_a_task_that_draws_its_batches_from_its_own_generator_is_refused(device):
     task = Own()
     task.draws_batches = True
-    failed = device(task).built
-    assert isinstance(failed, events.BuildFailed)
-    assert "task.generator" in str(failed.error)
+    failure = device(task).built
+    assert isinstance(failure, events.BuildFailed)
+    assert "task.generator" in str(failure.error)
 
 
 def move_frozen(task):
@@ -185,7 +185,7 @@ def rescale(task):
 
 
 @pytest.mark.parametrize(
-    ("moves", "named"),
+    ("moves", "message"),
     [
         (move_frozen, r"the frozen tensor '1\.weight' changed during training"),
         (draw_from_now_on, r"task\.generator"),
@@ -193,8 +193,8 @@ def rescale(task):
     ],
 )
 @pytest.mark.parametrize("after", [0, 1, 2, 4])
-def test_what_moves_later_is_found_after_two_steps_at_a_checkpoint_and_at_the_end(
-    device, moves, named, after
+def test_late_changes_are_found_after_two_steps_at_a_checkpoint_and_at_the_end(
+    device, moves, message, after
 ):
     engine_device = device(task := Own())
     assert isinstance(engine_device.built, events.Built)
@@ -205,18 +205,18 @@ def test_what_moves_later_is_found_after_two_steps_at_a_checkpoint_and_at_the_en
     looked_at = next(step for step in (1, 2, 4, STEPS) if step > after)
     for step in range(after + 1, looked_at):
         assert isinstance(engine_device.take_step(), events.Applied), step
-    moved = engine_device.take_step()
-    assert isinstance(moved, events.TaskRefused), looked_at
-    with pytest.raises(type(moved.error), match=named):
-        raise moved.error
+    change_report = engine_device.take_step()
+    assert isinstance(change_report, events.TaskRefused), looked_at
+    with pytest.raises(type(change_report.error), match=message):
+        raise change_report.error
 
 
-def test_a_comparison_leaves_the_replica_as_it_is(device):
+def test_replay_does_not_change_the_replica(device):
     engine_device, digests = device(Own()), []
     for _ in range(STEPS):
-        applied = engine_device.take_step()
-        assert isinstance(applied, events.Applied)
-        digests.append(applied.state_digest)
+        applied_event = engine_device.take_step()
+        assert isinstance(applied_event, events.Applied)
+        digests.append(applied_event.state_digest)
     assert len(set(digests)) == STEPS
     engine_device.engine.do(act.Build("again", SPEC, keep_state=False))
     built = engine_device.events.get(timeout=PATIENCE_S)
@@ -227,7 +227,7 @@ def test_a_comparison_leaves_the_replica_as_it_is(device):
     assert [engine_device.take_step().state_digest for _ in range(STEPS)] == digests
 
 
-def test_a_task_that_moved_is_built_again_for_the_next_run(device):
+def test_task_with_changed_state_is_rebuilt_for_the_next_run(device):
     engine_device = device(task := Own())
     move_frozen(task)
     assert isinstance(engine_device.take_step(), events.TaskRefused)
@@ -249,7 +249,7 @@ def angle(number):
 
 
 def cache(task, out):
-    """Positions by length, a mask that grows, logs, the longest so far."""
+    """Positions by length, a growing mask, logs, the longest length so far."""
     length = len(out)
     positions = task.kept.setdefault(("positions", length), torch.ones(length))
     if length > len(task.mask):
@@ -268,26 +268,26 @@ def test_caches_and_logs_train(device):
 
 
 class Live(Own):
-    """A task whose initial values are those that the module has just now."""
+    """A task whose initial values are the module's current values."""
 
     def initial_parameters(self):
-        named = dict(self.module.named_parameters())
+        parameters = dict(self.module.named_parameters())
         return [
-            np.concatenate([named[t.name].detach().numpy().ravel() for t in block.tensors])
+            np.concatenate([parameters[t.name].detach().numpy().ravel() for t in block.tensors])
             for block in self.manifest.blocks
         ]
 
 
 def test_initial_values_that_training_changes_are_named_as_the_cause(device):
     engine_device = device(Live())
-    refused = (
+    refusal = (
         engine_device.built
         if isinstance(engine_device.built, events.BuildFailed)
         else engine_device.take_step()
     )
     with pytest.raises(
-        type(refused.error),
+        type(refusal.error),
         match=r"but the values that initial_parameters\(\) returns changed .*; return copies",
-    ) as raised:
-        raise refused.error
-    assert "moving average" not in str(raised.value)
+    ) as error:
+        raise refusal.error
+    assert "moving average" not in str(error.value)

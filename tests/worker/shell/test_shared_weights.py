@@ -1,4 +1,4 @@
-"""What a CPU computes in the replica's own memory, and what it computes elsewhere."""
+"""What a CPU computes in the replica's own memory, and in separate memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REPLICAS = {"count": 2, "inner_steps": 2}
 
 
 def spec(**changes: Any) -> RunSpec:
-    """Of 8 features, after which the bias begins where it cannot be shared."""
+    """8 features, after which the bias starts at an address that cannot be shared."""
     return parse_run_spec(
         {
             "task": "regress",
@@ -49,7 +49,7 @@ class _Toolbox:
 
 
 class Device:
-    """An engine on the CPU, and beside it a replica that shares nothing."""
+    """An engine on the CPU, beside a replica that shares nothing."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
@@ -68,13 +68,13 @@ class Device:
         return event, before
 
     def step(self, gradient: float, *, skip: bool = False) -> None:
-        """Both apply it, and have one digest."""
-        mine = self.replica
-        gradients = [np.full_like(values, gradient) for values in mine.parameters]
-        scalars = step_scalars(self.spec.update, mine.optimizer_step + 1, mine.step, 8, 1.0)
+        """Apply a step on both, and compare their digests."""
+        replica = self.replica
+        gradients = [np.full_like(values, gradient) for values in replica.parameters]
+        scalars = step_scalars(self.spec.update, replica.optimizer_step + 1, replica.step, 8, 1.0)
         self.engine.do(act.Apply(gradients, None if skip else scalars))
-        mine.skip() if skip else mine.apply(gradients, scalars)
-        assert self.until(events.Applied)[0].state_digest == mine.state_digest()
+        replica.skip() if skip else replica.apply(gradients, scalars)
+        assert self.until(events.Applied)[0].state_digest == replica.state_digest()
 
     def gradients(self) -> list[Array]:
         self.engine.do(act.Compute(StepId(self.replica.step, 0), 2, Subtree(0, 2)))
@@ -90,7 +90,7 @@ class Device:
     [{}, {"optimizer": SCHEDULE_FREE}, {"replicas": REPLICAS}],
     ids=["shared", "averages", "replicas"],
 )
-def test_neither_computing_nor_evaluating_changes_the_replica(changes):
+def test_computing_and_evaluating_do_not_change_the_replica(changes):
     device = Device(spec(**changes))
     assert device.digest == device.replica.state_digest()
     for number in range(3):
@@ -109,23 +109,25 @@ def test_neither_computing_nor_evaluating_changes_the_replica(changes):
     "arithmetic", ["native", pytest.param("canonical", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("skips", [False, True], ids=["steps", "none taken yet"])
-def test_a_worker_that_takes_another_s_state_computes_what_that_one_does(arithmetic, skips):
+def test_worker_with_the_state_of_another_computes_the_same(arithmetic, skips):
     """Also back from a later state to one before the first update, whose moments are not sent."""
     run_spec = spec(arithmetic={"mode": arithmetic})
-    source, late = Device(run_spec), Device(run_spec)
+    source, late_device = Device(run_spec), Device(run_spec)
     source.step(0.5, skip=skips)
     source.step(-0.25, skip=skips)
     for gradient in (1.0, 2.0, 3.0):
-        late.step(gradient)
-    late.gradients()
+        late_device.step(gradient)
+    late_device.gradients()
     source.engine.do(act.CopyState())
-    copied = source.until(events.StateCopied)[0]
-    for part in copied.parts:
-        late.engine.do(act.LoadChunk(part.kind, part.block, 0, part.values))
-    late.engine.do(act.Restore(copied.step, copied.optimizer_step))
-    assert late.until(events.Applied)[0].state_digest == source.replica.state_digest()
-    late.replica = source.replica
-    assert [x.tobytes() for x in late.gradients()] == [x.tobytes() for x in source.gradients()]
-    assert late.evaluate() == source.evaluate()
+    state_copy = source.until(events.StateCopied)[0]
+    for part in state_copy.parts:
+        late_device.engine.do(act.LoadChunk(part.kind, part.block, 0, part.values))
+    late_device.engine.do(act.Restore(state_copy.step, state_copy.optimizer_step))
+    assert late_device.until(events.Applied)[0].state_digest == source.replica.state_digest()
+    late_device.replica = source.replica
+    assert [x.tobytes() for x in late_device.gradients()] == [
+        x.tobytes() for x in source.gradients()
+    ]
+    assert late_device.evaluate() == source.evaluate()
     source.engine.close()
-    late.engine.close()
+    late_device.engine.close()

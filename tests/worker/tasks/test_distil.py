@@ -1,4 +1,4 @@
-"""A student's samples and batches, whatever the size of the capture; what does not fit is named."""
+"""A student's samples and batches, for any size of the capture; mismatches are named."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def task(logits) -> Distil:
     return task
 
 
-def test_a_student_of_too_few_positions_is_told_what_can_be_set(logits):
+def test_student_with_too_few_positions_has_a_remedy(logits):
     spec = spec_of(logits, model={"config": LLAMA | {"max_position_embeddings": 8}})
     message = (
         r"at least 12 positions.* got 8: --set model.config.max_position_embeddings=12, or capture "
@@ -68,22 +68,22 @@ def test_a_student_of_too_few_positions_is_told_what_can_be_set(logits):
         build(spec)
 
 
-def test_samples_are_read_wherever_they_lie(logits):
+def test_samples_are_read_from_any_position(logits):
     samples = CapturedSamples(logits)
     assert samples.index.samples == 72
-    places = [70, 3, 33, 31, 4, 71]
-    read = samples.read(places)
-    assert read["sample_id"].tolist() == places
+    positions = [70, 3, 33, 31, 4, 71]
+    read = samples.read(positions)
+    assert read["sample_id"].tolist() == positions
 
 
-def test_training_and_held_out_samples_are_apart(task):
+def test_training_and_evaluation_samples_are_disjoint(task):
     assert task.manifest.train_samples == 54
     assert task.manifest.row_groups == ((16, 16), (16, 6))
     assert task.manifest.evaluation_parts == 1
     assert len(task.evaluation_batch(0).arrays["labels"]) == 18
 
 
-def test_a_microbatch_is_one_read_and_files_come_in_sequence(task):
+def test_microbatch_is_one_read_and_files_are_sequential(task):
     manifest = task.manifest
     batch = spec_of(Path("x")).batch
     order = SampleOrder(7, manifest.train_samples, batch, manifest.row_groups)
@@ -97,7 +97,7 @@ def test_a_microbatch_is_one_read_and_files_come_in_sequence(task):
     assert order.microbatches(0) != order.microbatches(order.steps_per_epoch)
 
 
-def test_what_is_not_counted_is_not_learnt(task):
+def test_masked_tokens_are_not_learned(task):
     batch = task.batch([7, 8])
     assert batch.weight == 11 + 12
     assert batch.arrays["labels"][0, -1] == -100
@@ -106,7 +106,7 @@ def test_what_is_not_counted_is_not_learnt(task):
         assert (array.shape, array.dtype) == (batch.arrays[name].shape, batch.arrays[name].dtype)
 
 
-def test_a_student_trains_whole(task):
+def test_student_trains_in_full(task):
     program = EagerBackend("cpu").compile(task.trainable, task.blank(4))
     program.load(task.initial_parameters())
     *blocks, loss = program.gradients([(task.batch([0, 1, 2, 3]), 1)])
@@ -120,9 +120,9 @@ def test_a_student_trains_whole(task):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_a_student_on_vulkan_is_torch_s(tmp_path, temperature):
-    if isinstance(why := adapters(), str):
-        pytest.skip(why)
+def test_student_on_vulkan_equals_torch(tmp_path, temperature):
+    if isinstance(reason := adapters(), str):
+        pytest.skip(reason)
     layout = LAYOUT.model_copy(update={"temperature": temperature})
     logits = capture_of(tmp_path, layout, 3, steps_of_a_file=4, samples_of_a_group=16)
     task = build(spec_of(logits, distil={"alpha": 0.5, "temperature": temperature}))
@@ -137,14 +137,14 @@ def test_a_student_on_vulkan_is_torch_s(tmp_path, temperature):
         gradients = {b.block: b.values.copy() for b in blocks if isinstance(b, BlockGradient)}
         outcomes.append((loss.loss_sum, gradients, program.evaluate(task.evaluation_batch(0))))
         program.close()
-    (expected, expected_gradients, figures), (loss_sum, ours, measured) = outcomes
+    (expected, expected_gradients, figures), (loss_sum, device_gradients, device_metrics) = outcomes
     assert loss_sum == pytest.approx(expected, rel=1e-5)
-    assert measured == pytest.approx(figures, rel=1e-5)
+    assert device_metrics == pytest.approx(figures, rel=1e-5)
     for block, values in expected_gradients.items():
-        assert np.abs(ours[block] - values).max() < 1e-5 * np.abs(values).max()
+        assert np.abs(device_gradients[block] - values).max() < 1e-5 * np.abs(values).max()
 
 
-def test_a_file_that_is_not_the_capture_s_is_named(logits, tmp_path):
+def test_foreign_file_is_named(logits, tmp_path):
     for file in logits.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "00000.parquet").write_bytes((logits / "00002.parquet").read_bytes())
@@ -154,7 +154,7 @@ def test_a_file_that_is_not_the_capture_s_is_named(logits, tmp_path):
         CapturedSamples(tmp_path).read([0])
 
 
-def test_files_that_are_not_here_are_reported(logits, tmp_path):
+def test_missing_files_are_reported(logits, tmp_path):
     (tmp_path / "capture.json").write_bytes((logits / "capture.json").read_bytes())
     (tmp_path / "00001.parquet").write_bytes((logits / "00001.parquet").read_bytes())
     task = build(spec_of(tmp_path))
@@ -164,7 +164,7 @@ def test_files_that_are_not_here_are_reported(logits, tmp_path):
     assert task.missing_of_part(0) == ("00002.parquet",)
 
 
-def test_another_capture_is_measured_on(logits, tmp_path):
+def test_evaluation_on_another_capture(logits, tmp_path):
     other = capture_of(tmp_path / "other", LAYOUT, 2, steps_of_a_file=4)
     spec = spec_of(logits, data={"train": str(logits), "validation": str(other)})
     task = build(spec)
@@ -176,23 +176,25 @@ def test_another_capture_is_measured_on(logits, tmp_path):
     assert task.missing_of_part(0) == ()
     files = index_blobs(spec)
     assert files is not None
-    named = {source.role: [file.name for file in source.files] for source in files.listing.sources}
-    assert named["validation"] == ["00000.parquet", "capture.json"]
+    names_by_role = {
+        source.role: [file.name for file in source.files] for source in files.listing.sources
+    }
+    assert names_by_role["validation"] == ["00000.parquet", "capture.json"]
     (other / "00000.parquet").unlink()
     with pytest.raises(DataError, match=r"the capture in '.*other/logits' lacks '00000.parquet'"):
         check_data(spec)
 
 
-def test_a_capture_that_differs_from_the_other_measures_nothing(logits, tmp_path):
+def test_mismatched_evaluation_capture_is_refused(logits, tmp_path):
     shorter = LAYOUT.model_copy(update={"tokens": 11})
     other = capture_of(tmp_path, shorter, 2, steps_of_a_file=4)
     spec = spec_of(logits, data={"train": str(logits), "validation": str(other)})
     for check in (check_data, build):
         with pytest.raises(DataError, match=r"expected the same layout .* data.validation"):
             check(spec)
-    both = {"train": str(logits), "validation": str(other), "holdout": 0.5}
+    data_section = {"train": str(logits), "validation": str(other), "holdout": 0.5}
     with pytest.raises(SamestepError, match=r"data.holdout: has no effect with validation"):
-        spec_of(logits, data=both)
+        spec_of(logits, data=data_section)
 
 
 def test_a_student_without_the_teacher_s_vocabulary_is_refused(logits):
@@ -219,8 +221,8 @@ def test_memory_is_bounded_whatever_the_size_of_the_capture(tmp_path):
     held_mib = steps * STEP * layout.sample_bytes // 2**20
     assert held_mib > 100
     directory = capture_of(tmp_path, layout, steps, steps_of_a_file=40, samples_of_a_group=16)
-    ended = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", _READ_ALL, str(directory)],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert int(ended.stdout) < 30
+    assert int(completed.stdout) < 30

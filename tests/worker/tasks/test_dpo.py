@@ -1,4 +1,4 @@
-"""DPO on a small Llama: the loss of TRL's formula, counted over the last answers alone."""
+"""DPO on a small Llama: the loss of TRL's formula, over the last answers only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def task(spec) -> Dpo:
     return task
 
 
-def moved(task: Dpo) -> list[Any]:
+def moved_values(task: Dpo) -> list[Any]:
     rng = np.random.default_rng(0)
     return [
         values + 0.1 * rng.standard_normal(len(values)).astype(np.float32)
@@ -43,7 +43,7 @@ def moved(task: Dpo) -> list[Any]:
     ]
 
 
-def test_the_last_answers_count_and_nothing_else(task):
+def test_only_the_last_answers_count(task):
     tokenizer = build_tokenizer(task)
     batch = task.batch([0, 1, 2])
     assert batch.weight == 3
@@ -55,7 +55,7 @@ def test_the_last_answers_count_and_nothing_else(task):
         assert chosen.count("<|im_end|>") == rejected.count("<|im_end|>") == 1
 
 
-def test_worker_data_shows_both_answers_and_how_long_they_are(spec, tmp_path):
+def test_worker_data_shows_both_answers_and_their_lengths(spec, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(spec.model_dump(mode="json", exclude_none=True)))
     process = called("worker", "data", str(path), "--samples", "2")
@@ -72,10 +72,10 @@ def test_worker_data_shows_both_answers_and_how_long_they_are(spec, tmp_path):
     token_counts = re.findall(
         r"(?:chosen|rejected): (\d+) tokens, (\d+) of them with loss", process.stdout
     )
-    assert all(0 < int(counted) < int(tokens) for tokens, counted in token_counts)
-    cut = called("worker", "data", str(path), "--set", "data.max_tokens=40")
-    assert "most 40" in cut.stdout
-    assert "pairs truncated: 0" not in cut.stdout
+    assert all(0 < int(answer_tokens) < int(tokens) for tokens, answer_tokens in token_counts)
+    completed = called("worker", "data", str(path), "--set", "data.max_tokens=40")
+    assert "most 40" in completed.stdout
+    assert "pairs truncated: 0" not in completed.stdout
 
 
 def build_tokenizer(task: Dpo) -> Any:
@@ -101,8 +101,9 @@ def test_before_the_first_step_nothing_is_preferred(task):
     program.close()
 
 
-def test_dropout_of_the_base_is_not_taken_for_a_preference(tmp_path):
-    """Neither a layer's nor attention's, which is a function's argument; the adapter's own acts."""
+def test_dropout_of_the_base_is_no_preference(tmp_path):
+    """Neither a layer's dropout nor attention's, which is a function argument; the adapter's own is
+    active."""
     run_path = dpo_run(tmp_path, lora={"r": 4, "dropout": 0.5})
     model = load_run_spec(run_path).model
     assert model is not None
@@ -121,18 +122,18 @@ def test_dropout_of_the_base_is_not_taken_for_a_preference(tmp_path):
 
     program.load(task.initial_parameters())
     assert loss_of(3) == pytest.approx(2 * np.log(2), rel=1e-6)
-    program.load(moved(task))
+    program.load(moved_values(task))
     assert loss_of(3) != loss_of(4)
     program.close()
 
 
-def test_the_loss_is_trl_s(task, spec):
-    """As trl/trainer/dpo_trainer.py computes it: log-probabilities of each token gathered from a
+def test_loss_equals_trl(task, spec):
+    """As in trl/trainer/dpo_trainer.py: log-probabilities of each token gathered from a
     log-softmax, masked and summed, by policy and reference; -logsigmoid(beta * (log-ratios))."""
     import peft
     import transformers
 
-    values, batch = moved(task), task.batch([0, 1, 2, 3])
+    values, batch = moved_values(task), task.batch([0, 1, 2, 3])
     program = EagerBackend("cpu").compile(task.trainable, batch)
     program.load(values)
     *blocks, loss = program.gradients([(batch, 3)])
@@ -140,9 +141,9 @@ def test_the_loss_is_trl_s(task, spec):
     program.close()
     base = transformers.AutoModelForCausalLM.from_pretrained(spec.model.source)
     names = {
-        tensor.name: torch.tensor(array[place].reshape(tensor.shape))
+        tensor.name: torch.tensor(array[elements].reshape(tensor.shape))
         for block, array in zip(task.manifest.blocks, values, strict=True)
-        for tensor, place in block.slices()
+        for tensor, elements in block.slices()
     }
     config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"])
     policy = peft.get_peft_model(copy.deepcopy(base), config)
@@ -150,9 +151,9 @@ def test_the_loss_is_trl_s(task, spec):
     ids, labels = (torch.tensor(batch.arrays[name]) for name in ("input_ids", "labels"))
 
     def log_probabilities(model: Any, side: int) -> torch.Tensor:
-        every = model(input_ids=ids[:, side]).logits.log_softmax(-1)
+        log_probs = model(input_ids=ids[:, side]).logits.log_softmax(-1)
         mask = labels[:, side] != NOTHING
-        label_scores = every.gather(-1, labels[:, side].clamp(min=0)[..., None])[..., 0]
+        label_scores = log_probs.gather(-1, labels[:, side].clamp(min=0)[..., None])[..., 0]
         return (label_scores * mask).sum(-1)
 
     chosen, rejected = (log_probabilities(policy, side) for side in (0, 1))
@@ -168,26 +169,26 @@ def test_the_loss_is_trl_s(task, spec):
     parameters = dict(policy.named_parameters())
     for item in blocks:
         assert isinstance(item, BlockGradient)
-        for tensor, place in task.manifest.blocks[item.block].slices():
+        for tensor, elements in task.manifest.blocks[item.block].slices():
             gradient = parameters[tensor.name].grad
             assert gradient is not None
             expected_gradient = gradient.reshape(-1).numpy()
-            np.testing.assert_allclose(item.values[place], expected_gradient, atol=2e-5)
+            np.testing.assert_allclose(item.values[elements], expected_gradient, atol=2e-5)
 
 
 def test_the_loss_adds_up_over_pairs(task):
-    values = moved(task)
+    values = moved_values(task)
     program = EagerBackend("cpu").compile(task.trainable, task.batch([0, 1]))
     program.load(values)
-    together = program.evaluate(task.batch([0, 1, 2]))
-    alone = [program.evaluate(task.batch([n])) for n in (0, 1, 2)]
+    joint_sums = program.evaluate(task.batch([0, 1, 2]))
+    separate_sums = [program.evaluate(task.batch([n])) for n in (0, 1, 2)]
     program.close()
-    for name, value in together.items():
-        assert value == pytest.approx(sum(each[name] for each in alone), rel=1e-5)
+    for name, value in joint_sums.items():
+        assert value == pytest.approx(sum(each[name] for each in separate_sums), rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"lora": None}, "needs lora"),
         ({"data": {"train": "x", "loss": "all"}}, "task dpo has no 'data.loss'"),
@@ -196,15 +197,15 @@ def test_the_loss_adds_up_over_pairs(task):
         ({"model": {"config": {"model_type": "llama"}}}, "set model.source"),
     ],
 )
-def test_a_run_spec_that_makes_no_sense_is_refused(tmp_path, changes, told):
-    with pytest.raises(RunSpecError, match=told):
+def test_contradictory_run_spec_is_refused(tmp_path, changes, message):
+    with pytest.raises(RunSpecError, match=message):
         load_run_spec(dpo_run(tmp_path, **changes))
 
 
 def test_pairs_that_only_the_template_refuses_are_bad_rows(tmp_path):
-    good = [row(prompt=f"Is it {n}?", chosen="Yes.", rejected="No.") for n in range(9)]
+    valid_rows = [row(prompt=f"Is it {n}?", chosen="Yes.", rejected="No.") for n in range(9)]
     path = tmp_path / "pairs.jsonl"
-    path.write_bytes(b"".join([*good, row(prompt="a", chosen="b", rejected="b ")]))
+    path.write_bytes(b"".join([*valid_rows, row(prompt="a", chosen="b", rejected="b ")]))
     data = {"train": str(path), "chat_template": TRIMMED, "holdout": 0.25}
     with pytest.raises(DataError, match="line 10: expected chosen and rejected to differ"):
         build(load_run_spec(dpo_run(tmp_path / "a", data=data)))
@@ -220,7 +221,7 @@ def row(**columns: Any) -> bytes:
 
 
 ASKED = {"role": "user", "content": "Is it?"}
-YES, NO = ({"role": "assistant", "content": word} for word in ("Yes.", "No."))
+YES, NO = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
 GOOD = row(prompt="Is it?", chosen="Yes.", rejected="No.")
 TRIMMED = CHATML.replace("message['content']", "message['content'] | trim")
 LAST_ALONE = (
@@ -299,31 +300,31 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=list(MISTAKES))
-def test_a_mistake_is_one_line_that_says_where(spec, tmp_path, mistake):
-    name, content, data, told = mistake
+def test_mistake_is_one_line_with_its_location(spec, tmp_path, mistake):
+    name, content, data, message = mistake
     (tmp_path / name).write_bytes(content)
     document = spec.model_dump(mode="json", exclude_none=True)
     document["data"] = {"train": str(tmp_path / name), "holdout": 0, "max_tokens": 96, **data}
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(document))
-    ended = called("worker", "data", str(path))
-    assert (ended.returncode, ended.stdout) == (2, ""), ended
-    assert len(ended.stderr.splitlines()) == 1
-    assert told in ended.stderr
+    completed = called("worker", "data", str(path))
+    assert (completed.returncode, completed.stdout) == (2, ""), completed
+    assert len(completed.stderr.splitlines()) == 1
+    assert message in completed.stderr
 
 
-def test_a_run_without_lora_is_one_line_that_says_where(spec, tmp_path):
+def test_run_without_lora_is_one_line_with_its_location(spec, tmp_path):
     document = spec.model_dump(mode="json", exclude_none=True)
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(document | {"lora": None}))
-    ended = called("worker", "data", str(path))
-    assert (ended.returncode, ended.stdout) == (2, ""), ended
-    [line] = ended.stderr.splitlines()
+    completed = called("worker", "data", str(path))
+    assert (completed.returncode, completed.stdout) == (2, ""), completed
+    [line] = completed.stderr.splitlines()
     assert "run.yaml" in line
     assert "task dpo needs lora" in line
 
 
-def test_pairs_that_do_not_fit_are_said(tmp_path):
+def test_too_long_pairs_are_reported(tmp_path):
     path = jsonl(tmp_path / "x.jsonl", [preferences(n) for n in range(4)])
     data = {"train": str(path), "max_tokens": 8, "holdout": 0}
     with pytest.raises(DataError, match="raise it"):

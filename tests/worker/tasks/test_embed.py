@@ -1,4 +1,4 @@
-"""Task embed: loss and ranks beside naive ones, its data, and what sentence-transformers reads."""
+"""Task embed: loss and ranks against naive ones, its data, and its sentence-transformers files."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ from tests.commands import called
 from tests.small_decoder import save_small_decoder
 from tests.small_sequences import save_encoder_decoders
 from tests.worker.tasks.test_classify import export
-from tests.worker.tasks.test_sequences import written
+from tests.worker.tasks.test_sequences import write_rows
 from worker.logic.events import StepId
 from worker.shell.coupled_step import CoupledStep
 from worker.tasks.language.embed import ranks
@@ -32,14 +32,14 @@ ROWS: list[dict[str, Any]] = [
     }
     for number, (n, city) in enumerate([*enumerate(CITIES)] * 2)
 ]
-"""Three anchors come again with other passages, and three passages with other anchors."""
+"""Three anchors recur with other passages, and three passages with other anchors."""
 
 
 PLAIN = [{"anchor": city, "positive": f"{city} is a word"} for city in CITIES[:3]]
 
 
 def task_of(tiny, tmp_path, rows=ROWS, *, columns=None, lora=None, **embed):
-    train = written(tmp_path / "pairs.jsonl", rows)
+    train = write_rows(tmp_path / "pairs.jsonl", rows)
     spec = parse_run_spec({
         "task": "embed", "seed": 7, "steps": 1, "model": {"source": tiny}, "lora": lora,
         "data": {"train": str(train), "holdout": 0, "max_tokens": 16, "columns": columns or {}},
@@ -49,28 +49,28 @@ def task_of(tiny, tmp_path, rows=ROWS, *, columns=None, lora=None, **embed):
     return task
 
 
-def pooled(states, mask, how):
-    if how == "cls":
+def pool(states, mask, pooling):
+    if pooling == "cls":
         return states[0]
-    return states[int(mask.sum()) - 1] if how == "last" else states[mask.bool()].mean(dim=0)
+    return states[int(mask.sum()) - 1] if pooling == "last" else states[mask.bool()].mean(dim=0)
 
 
 def naive(task, rows, *, pooling="mean", temperature=0.05, symmetric=False, normalized=True):
-    """The loss of each pair, one text and one score at a time."""
+    """Return the loss of each pair, computed one text and one score at a time."""
     module = task.trainable.module.eval()
     batch = task.batch(range(len(rows)))
     arrays = {name: torch.tensor(values) for name, values in batch.arrays.items()}
 
-    def encoded(ids, mask):
+    def encode_text(ids, mask):
         states = module(input_ids=ids[None], attention_mask=mask[None]).last_hidden_state[0]
-        vector = pooled(states, mask, pooling)
+        vector = pool(states, mask, pooling)
         return normalize(vector, dim=0) if normalized else vector
 
     pairs = range(len(rows))
-    anchors = [encoded(arrays["anchor_ids"][i], arrays["anchor_mask"][i]) for i in pairs]
+    anchors = [encode_text(arrays["anchor_ids"][i], arrays["anchor_mask"][i]) for i in pairs]
     passages = [
         [
-            encoded(*each)
+            encode_text(*each)
             for each in zip(arrays["passage_ids"][i], arrays["passage_mask"][i], strict=True)
         ]
         for i in pairs
@@ -78,8 +78,8 @@ def naive(task, rows, *, pooling="mean", temperature=0.05, symmetric=False, norm
     texts = [[row["positive"], *([row["negative"]] if "negative" in row else [])] for row in rows]
 
     def goes_with(i, j):
-        both = rows[i]["anchor"] == rows[j]["anchor"], texts[i][0] == texts[j][0]
-        return i != j and any(both)
+        matches = rows[i]["anchor"] == rows[j]["anchor"], texts[i][0] == texts[j][0]
+        return i != j and any(matches)
 
     losses = []
     for i in pairs:
@@ -89,14 +89,18 @@ def naive(task, rows, *, pooling="mean", temperature=0.05, symmetric=False, norm
             for j in pairs
             if not (k == 0 and goes_with(i, j)) and not (k and texts[j][k] == texts[i][0])
         }
-        own = torch.stack([scores[i, 0], *(s for at, s in scores.items() if at != (i, 0))])
-        loss = cross_entropy(own[None], torch.tensor([0]))
+        own_scores = torch.stack(
+            [scores[i, 0], *(s for index, s in scores.items() if index != (i, 0))]
+        )
+        loss = cross_entropy(own_scores[None], torch.tensor([0]))
         if symmetric:
-            others = [
+            other_scores = [
                 anchors[j] @ passages[i][0] / temperature for j in pairs if not goes_with(i, j)
             ]
-            place = [j for j in pairs if not goes_with(i, j)].index(i)
-            loss = (loss + cross_entropy(torch.stack(others)[None], torch.tensor([place]))) / 2
+            column = [j for j in pairs if not goes_with(i, j)].index(i)
+            loss = (
+                loss + cross_entropy(torch.stack(other_scores)[None], torch.tensor([column]))
+            ) / 2
         losses.append(loss)
     return torch.stack(losses)
 
@@ -113,7 +117,7 @@ def step_of(task, microbatch):
 
 
 @pytest.mark.parametrize(
-    "how",
+    "has_negatives",
     [
         {},
         {"pooling": "cls", "symmetric": True},
@@ -122,20 +126,26 @@ def step_of(task, microbatch):
     ],
     ids=str,
 )
-def test_the_loss_is_the_naive_one_and_leaves_out_what_belongs_together(tiny, tmp_path, how):
+def test_loss_equals_the_naive_one_and_excludes_matches(tiny, tmp_path, has_negatives):
     # No dropout: the naive loss computes one text at a time.
-    rows = ROWS if how else [{k: v for k, v in row.items() if k != "negative"} for row in ROWS]
-    task = task_of(tiny, tmp_path, rows, **how)
+    rows = (
+        ROWS
+        if has_negatives
+        else [{k: v for k, v in row.items() if k != "negative"} for row in ROWS]
+    )
+    task = task_of(tiny, tmp_path, rows, **has_negatives)
     module = task.trainable.module
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
     step_loss = step_of(task, 4)._step_loss
-    how = {name: value for name, value in how.items() if name != "learn_temperature"}
-    expected = naive(task, rows, normalized=how.pop("normalize", True), **how)
+    has_negatives = {
+        name: value for name, value in has_negatives.items() if name != "learn_temperature"
+    }
+    expected = naive(task, rows, normalized=has_negatives.pop("normalize", True), **has_negatives)
     assert np.allclose(step_loss.losses, expected.detach().numpy(), rtol=1e-4, atol=1e-5)
     assert sorted(step_loss.parameters) == (
-        ["log_scale"] if "temperature" in how and len(how) == 1 else []
+        ["log_scale"] if "temperature" in has_negatives and len(has_negatives) == 1 else []
     )
 
 
@@ -153,7 +163,7 @@ def test_a_decoder_learns_from_its_last_token(tmp_path, lora):
 
 
 @pytest.mark.parametrize(
-    ("rows", "batch", "told"),
+    ("rows", "batch", "message"),
     [
         ([*PLAIN, {"anchor": "a"}], 4, "expected a column 'positive'"),
         ([*PLAIN, {"anchor": "a", "positive": "b", "score": 0.0}], 4, "got score 0.0"),
@@ -170,15 +180,15 @@ def test_a_decoder_learns_from_its_last_token(tmp_path, lora):
         ),
     ],
 )
-def test_a_mistake_is_told_before_a_worker_is_asked(tmp_path, rows, batch, told):
+def test_mistake_is_reported_before_a_worker_joins(tmp_path, rows, batch, message):
     spec = parse_run_spec({
         "task": "embed", "steps": 1, "model": {"source": "none"},
-        "data": {"train": str(written(tmp_path / "a.jsonl", rows)), "holdout": 0},
+        "data": {"train": str(write_rows(tmp_path / "a.jsonl", rows)), "holdout": 0},
         "batch": {"samples": batch, "microbatch": 1},
     })  # fmt: skip
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError) as error:
         check_data(spec)
-    assert told in str(raised.value)
+    assert message in str(error.value)
 
 
 def test_an_encoder_decoder_is_refused_by_its_type(tmp_path):
@@ -187,7 +197,7 @@ def test_an_encoder_decoder_is_refused_by_its_type(tmp_path):
         task_of(str(model), tmp_path)
 
 
-def test_ranks_are_those_of_the_first_passage_that_answers():
+def test_rank_is_that_of_the_first_matching_passage():
     rng = np.random.default_rng(3)
     anchors = torch.tensor(rng.standard_normal((30, 3)).astype(np.float32))
     passages = torch.tensor(rng.standard_normal((30, 2, 3)).astype(np.float32))
@@ -207,7 +217,7 @@ def test_ranks_are_those_of_the_first_passage_that_answers():
         assert rank == 1 + sum(s > best for n, s in scores.items() if n not in answers)
 
 
-def test_evaluation_ranks_all_held_out_passages(tiny, tmp_path):
+def test_evaluation_ranks_all_evaluation_passages(tiny, tmp_path):
     task = task_of(tiny, tmp_path)
     module = task.trainable.module.eval()
     batch: Batch = task.batch(range(12))
@@ -221,7 +231,7 @@ def test_evaluation_ranks_all_held_out_passages(tiny, tmp_path):
     assert sums["within_1"] <= sums["reciprocal"]
 
 
-def test_texts_that_come_again_have_one_number(tiny, tmp_path):
+def test_repeated_texts_share_one_index(tiny, tmp_path):
     task = task_of(tiny, tmp_path, [*ROWS, ROWS[0]], columns={"negative": "absent"})
     notes = task.manifest.notes
     assert notes["duplicates_removed"] == 1
@@ -230,7 +240,7 @@ def test_texts_that_come_again_have_one_number(tiny, tmp_path):
 
 
 def test_texts_with_the_same_tokens_are_one_text(tiny, tmp_path):
-    """What differs beyond max_tokens cannot be told from it, so it is no negative."""
+    """Texts that differ only beyond max_tokens are indistinguishable, so neither is a negative."""
     beyond = "rome " * 40
     rows = [{"anchor": city, "positive": f"{city} is a word"} for city in CITIES[:4]]
     rows[1]["positive"], rows[2]["positive"] = beyond + "oslo", beyond + "bonn"
@@ -263,7 +273,7 @@ def test_a_text_without_tokens_is_named(tiny, tmp_path, monkeypatch):
         ({"positive": " "}, "positive"),
     ],
 )
-def test_rows_that_are_no_pairs_or_triplets_are_named(tiny, tmp_path, change, text):
+def test_rows_that_are_neither_pairs_nor_triplets_are_named(tiny, tmp_path, change, text):
     rows = [*ROWS[:3], {**ROWS[3], **change}]
     with pytest.raises(DataError, match=text) as error_info:
         task_of(tiny, tmp_path, rows)
@@ -291,12 +301,12 @@ def test_the_result_has_the_files_of_sentence_transformers(tiny, tmp_path):
         "pooling_mode_lasttoken"
     ]
     model = transformers.AutoModel.from_pretrained(saved)
-    named = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for block, values in zip(task.manifest.blocks, task.initial_parameters(), strict=True):
-        for tensor, place in block.slices():
+        for tensor, elements in block.slices():
             if tensor.name != "log_scale":
-                same = named[tensor.name].detach().numpy().reshape(-1) == values[place]
-                assert same.all(), tensor.name
+                is_same = parameters[tensor.name].detach().numpy().reshape(-1) == values[elements]
+                assert is_same.all(), tensor.name
 
 
 def export_of(task, tmp_path):
@@ -325,27 +335,31 @@ def test_an_adapter_is_merged_for_sentence_transformers(tiny, tmp_path, dtype):
     batch = task.batch(range(4)).arrays
     ids, mask = torch.tensor(batch["anchor_ids"]), torch.tensor(batch["anchor_mask"])
     module = task.trainable.module.eval()
-    named = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     with torch.no_grad():
         for block, values in zip(task.manifest.blocks, trained, strict=True):
-            for tensor, place in block.slices():
-                named[tensor.name].copy_(torch.from_numpy(values[place].reshape(tensor.shape)))
+            for tensor, elements in block.slices():
+                parameters[tensor.name].copy_(
+                    torch.from_numpy(values[elements].reshape(tensor.shape))
+                )
         expected = module(input_ids=ids, attention_mask=mask).last_hidden_state
         model = transformers.AutoModel.from_pretrained(new, dtype=torch.float32).eval()
         states = model(input_ids=ids, attention_mask=mask).last_hidden_state
     assert torch.allclose(states, expected, atol=1e-5 if dtype == "float32" else 0.1)
 
 
-def test_a_model_that_embeds_writes_no_text(tiny, tmp_path):
+def test_embedding_model_cannot_generate_text(tiny, tmp_path):
     saved = export_of(task_of(tiny, tmp_path), tmp_path)
     for command in (("generate", str(saved), "x"), ("export", str(saved), "--gguf", "f32")):
-        ended = called("worker", *command, *(["--out", str(tmp_path / "g")] * (len(command) > 3)))
-        assert ended.returncode == 2
-        assert "got one that embeds texts; load it with sentence-transformers" in ended.stderr
+        completed = called(
+            "worker", *command, *(["--out", str(tmp_path / "g")] * (len(command) > 3))
+        )
+        assert completed.returncode == 2
+        assert "got one that embeds texts; load it with sentence-transformers" in completed.stderr
 
 
 def test_worker_data_shows_anchors_and_passages(tiny, tmp_path):
-    train = written(tmp_path / "pairs.jsonl", ROWS)
+    train = write_rows(tmp_path / "pairs.jsonl", ROWS)
     run = tmp_path / "run.yaml"
     run.write_text(json.dumps({
         "task": "embed", "steps": 1, "model": {"source": tiny},
@@ -353,5 +367,5 @@ def test_worker_data_shows_anchors_and_passages(tiny, tmp_path):
     }))  # fmt: skip
     process = called("worker", "data", str(run), "--samples", "1")
     assert process.returncode == 0, process.stderr
-    for word in ("anchor:", "positive:", "negative:", "held-out passages", "distinct texts"):
-        assert word in process.stdout
+    for label in ("anchor:", "positive:", "negative:", "held-out passages", "distinct texts"):
+        assert label in process.stdout

@@ -1,4 +1,4 @@
-"""Several labels a text, numbers, pairs of texts: losses of transformers, metrics of sklearn."""
+"""Multi-label, regression and text pairs: losses of transformers, metrics of sklearn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from protocol.datasets.data_check import check_data
 from protocol.spec.manifest import Metric, pair_sums
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.commands import called
-from tests.worker.tasks.test_classify import export, moved
+from tests.worker.tasks.test_classify import export, moved_values
 from worker.results_cli import plain_number
 from worker.tasks.labels.class_counts import label_metrics, label_sums
 from worker.tasks.registry import build, view
@@ -53,17 +53,17 @@ PAIRS = {"text_pair": "more"}
 
 
 @pytest.mark.parametrize("data", [MULTI, NUMBER, PAIRS, {**PAIRS, **NUMBER}], ids=str)
-def test_loss_and_scores_are_those_of_transformers(tiny, rows, tmp_path, data):
+def test_loss_and_scores_equal_transformers(tiny, rows, tmp_path, data):
     import torch
     import transformers
 
     task = build(spec_of(tiny, rows, **data))
-    values = moved(task)
-    saved = export(task, values, tmp_path)
+    values = moved_values(task)
+    result_directory = export(task, values, tmp_path)
     batch = task.batch(range(5))
     program = choose("cpu").backend.compile(task.trainable, batch)
     program.load(values)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(saved).eval()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(result_directory).eval()
     assert task.trainable.loss is not None
     tensors = {name: torch.tensor(array) for name, array in batch.arrays.items()}
     with torch.no_grad():
@@ -76,8 +76,8 @@ def test_loss_and_scores_are_those_of_transformers(tiny, rows, tmp_path, data):
     assert all(np.isfinite(list(program.evaluate(each).values())).all() for each in texts)
     if data.get("problem") == "regression":
         part = task.evaluation_batch(0)
-        measured = program.evaluate(part)
-        metrics = {metric.name: metric.value(dict(measured)) for metric in task.manifest.metrics}
+        metric_sums = program.evaluate(part)
+        metrics = {metric.name: metric.value(dict(metric_sums)) for metric in task.manifest.metrics}
         inputs = {"input_ids", "attention_mask", "token_type_ids"} & part.arrays.keys()
         arrays = {name: torch.tensor(part.arrays[name]) for name in inputs}
         with torch.no_grad():
@@ -87,7 +87,7 @@ def test_loss_and_scores_are_those_of_transformers(tiny, rows, tmp_path, data):
     program.close()
 
 
-def test_a_pair_is_encoded_as_transformers_does(tiny, rows):
+def test_pair_encoding_equals_transformers(tiny, rows):
     import transformers
 
     task = build(spec_of(tiny, rows, **PAIRS, holdout=0.0))
@@ -99,7 +99,7 @@ def test_a_pair_is_encoded_as_transformers_does(tiny, rows):
         assert (batch.arrays[name][:, :width] == expected[name]).all()
 
 
-def test_label_metrics_are_those_of_sklearn():
+def test_label_metrics_equal_sklearn():
     from sklearn.metrics import accuracy_score, f1_score
 
     rng = np.random.default_rng(0)
@@ -122,13 +122,13 @@ def test_label_metrics_are_those_of_sklearn():
             assert [metrics[f"f1[c{n}]"] for n in range(3)] == pytest.approx(by_class)
 
 
-def test_correlations_are_those_of_scipy():
+def test_correlations_equal_scipy():
     from scipy.stats import pearsonr, spearmanr  # type: ignore[import-untyped]
 
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((2, 50)).round(1)
     pearson, spearman = (Metric(name=n, **{n: True}) for n in ("pearson", "spearman"))
-    for level in (0.0, 1.7e9):  # such as times in seconds: sums of squares would lose the digits
+    for level in (0.0, 1.7e9):  # such as times in seconds: sums of squares would lose digits
         x_values, y_values = x + level, y + x + level
         sums = pair_sums(range(50), x_values, y_values)
         assert len({*y.tolist()}) < 50
@@ -136,20 +136,24 @@ def test_correlations_are_those_of_scipy():
         assert spearman.value(sums) == pytest.approx(
             spearmanr(x_values, y_values).statistic, rel=1e-6
         )
-    for odd in (pair_sums([0, 1], [1, 1], [1, 2]), pair_sums([0, 1], [1, np.nan], [1, 2]), {}):
-        assert np.isnan(pearson.value(odd))
-        assert np.isnan(spearman.value(odd))
+    for degenerate in (
+        pair_sums([0, 1], [1, 1], [1, 2]),
+        pair_sums([0, 1], [1, np.nan], [1, 2]),
+        {},
+    ):
+        assert np.isnan(pearson.value(degenerate))
+        assert np.isnan(spearman.value(degenerate))
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 2}])
 @pytest.mark.parametrize("data", [MULTI, {**NUMBER, **PAIRS}], ids=str)
 def test_a_result_labels_new_texts(tiny, rows, tmp_path, lora, data):
     task = build(spec_of(tiny, rows, lora, **data))
-    saved = export(task, moved(task), tmp_path)
+    result_directory = export(task, moved_values(task), tmp_path)
     texts = ["cat and dog", "3 of dog"]
-    ended = called("worker", "classify", str(saved), *texts, "--json")
-    assert ended.returncode == 0, ended.stderr
-    answers = [json.loads(line) for line in ended.stdout.splitlines()]
+    completed = called("worker", "classify", str(result_directory), *texts, "--json")
+    assert completed.returncode == 0, completed.stderr
+    answers = [json.loads(line) for line in completed.stdout.splitlines()]
     if data["problem"] == "multi-label":
         assert [answer["text"] for answer in answers] == texts
         for answer in answers:
@@ -158,31 +162,33 @@ def test_a_result_labels_new_texts(tiny, rows, tmp_path, lora, data):
             assert answer["labels"] == [name for name, score in scores.items() if score > 0.5]
         return
     assert [answer["text"] for answer in answers] == [texts]
-    ended = called("worker", "classify", str(saved), str(rows), "--pair-column", "more", "--json")
-    assert len(ended.stdout.splitlines()) == len(ROWS)
-    alone = called("worker", "classify", str(saved), texts[0])
+    completed = called(
+        "worker", "classify", str(result_directory), str(rows), "--pair-column", "more", "--json"
+    )
+    assert len(completed.stdout.splitlines()) == len(ROWS)
+    alone = called("worker", "classify", str(result_directory), texts[0])
     assert "expected pairs of texts, as the run had, got an odd number, 1; give" in alone.stderr
 
 
-def test_standardized_numbers_are_measured_and_shown_as_in_the_data(tiny, tmp_path):
-    large = tmp_path / "prices.jsonl"
+def test_standardized_numbers_are_reported_in_original_units(tiny, tmp_path):
+    prices_path = tmp_path / "prices.jsonl"
     prices = [{**row, "value": 40_000 + 1000 * n * n} for n, row in enumerate(ROWS)]
-    large.write_text("".join(json.dumps(row) + "\n" for row in prices))
+    prices_path.write_text("".join(json.dumps(row) + "\n" for row in prices))
     data = {**NUMBER, "standardize": True}
-    task = build(spec_of(tiny, large, **data, holdout=0.25))
+    task = build(spec_of(tiny, prices_path, **data, holdout=0.25))
     train = task.batch(range(task.manifest.train_samples)).arrays["labels"]
     assert train.mean() == pytest.approx(0, abs=1e-6)
     assert train.std() == pytest.approx(1)
-    saved = export(task, moved(task), tmp_path)
-    mean, deviation = json.loads((saved / "samestep.json").read_text())["scale"]
+    result_directory = export(task, moved_values(task), tmp_path)
+    mean, deviation = json.loads((result_directory / "samestep.json").read_text())["scale"]
     part = task.evaluation_batch(0)
     program = choose("cpu").backend.compile(task.trainable, part)
-    program.load(moved(task))
+    program.load(moved_values(task))
     sums = dict(program.evaluate(part))
     program.close()
     texts = [ROWS[row]["text"] for row in part.arrays["rows"].tolist()]
-    ended = called("worker", "classify", str(saved), *texts, "--json")
-    answers = np.array([json.loads(line)["value"] for line in ended.stdout.splitlines()])
+    completed = called("worker", "classify", str(result_directory), *texts, "--json")
+    answers = np.array([json.loads(line)["value"] for line in completed.stdout.splitlines()])
     right = [prices[row]["value"] for row in part.arrays["rows"].tolist()]
     assert part.arrays["labels"] * deviation + mean == pytest.approx(right)
     metrics = {metric.name: metric.value(sums) for metric in task.manifest.metrics}
@@ -191,9 +197,9 @@ def test_standardized_numbers_are_measured_and_shown_as_in_the_data(tiny, tmp_pa
     assert [plain_number(each) for each in (1234567.8, 0.25, -41000.5, 0, 1e-9)] == [
         "1234570", "0.25", "-41000.5", "0", "1e-09",
     ]  # fmt: skip
-    view_text = "\n".join(view(spec_of(tiny, large, **NUMBER), 1))
+    view_text = "\n".join(view(spec_of(tiny, prices_path, **NUMBER), 1))
     assert "set data.standardize=true" in view_text
-    assert "set data.standardize" not in "\n".join(view(spec_of(tiny, large, **data), 1))
+    assert "set data.standardize" not in "\n".join(view(spec_of(tiny, prices_path, **data), 1))
     equal = tmp_path / "equal.jsonl"
     equal.write_text("".join(json.dumps({**row, "value": 3}) + "\n" for row in ROWS))
     with pytest.raises(DataError, match="expected labels that differ, got only 3"):
@@ -212,7 +218,7 @@ def test_worker_data_shows_labels_and_a_table(tiny, rows):
 
 
 @pytest.mark.parametrize(
-    ("row", "data", "told"),
+    ("row", "data", "message"),
     [
         ({"labels": 3.5}, MULTI, "line 17: expected a list of labels, got 3.5"),
         ({"labels": "[x"}, MULTI, "expected a list of labels as JSON"),
@@ -221,16 +227,16 @@ def test_worker_data_shows_labels_and_a_table(tiny, rows):
         ({"more": None}, PAIRS, "line 17: expected text, got null"),
     ],
 )
-def test_a_mistake_is_one_line(rows, tmp_path, row, data, told):
+def test_a_mistake_is_one_line(rows, tmp_path, row, data, message):
     path = tmp_path / "a.jsonl"
     path.write_text(rows.read_text() + json.dumps({**ROWS[0], "text": "x", **row}) + "\n")
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError) as error:
         check_data(spec_of(tmp_path, path, **data))
-    assert told in str(raised.value)
-    assert "\n" not in str(raised.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-def test_keys_of_one_problem_are_refused_for_another(tiny, rows):
+def test_keys_of_another_problem_are_refused(tiny, rows):
     with pytest.raises(RunSpecError, match=r"class_weights.*problem single-label"):
         spec_of(tiny, rows, **NUMBER, class_weights="balanced")
     with pytest.raises(RunSpecError, match=r"data\.text and data\.text_pair"):

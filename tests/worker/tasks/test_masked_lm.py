@@ -1,4 +1,4 @@
-"""Masked language modeling: the loss of transformers, and masks that a seed decides."""
+"""Masked language modeling: the loss of transformers, and masks that a seed determines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protocol.base.errors import DataError
 from protocol.spec.run_spec import parse_run_spec
 from tests.commands import called
 from tests.small_sequences import save_encoder_decoders
-from tests.worker.tasks.test_classify import export, moved
+from tests.worker.tasks.test_classify import export, moved_values
 from worker.tasks.registry import build
 
 
@@ -35,52 +35,52 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
-def spec_of(model: object, text: Path, **more: Any) -> Any:
+def spec_of(model: object, text: Path, **overrides: Any) -> Any:
     return parse_run_spec({
         "task": "masked-lm", "seed": 7, "steps": 1, "model": {"source": str(model)},
-        "data": {"train": str(text), "max_tokens": 32, **more.pop("data", {})},
-        "batch": {"samples": 8, "microbatch": 4}, **more,
+        "data": {"train": str(text), "max_tokens": 32, **overrides.pop("data", {})},
+        "batch": {"samples": 8, "microbatch": 4}, **overrides,
     })  # fmt: skip
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 2, "targets": "all-linear"}])
-def test_the_loss_is_that_of_transformers(model, text, tmp_path, lora):
+def test_loss_equals_transformers(model, text, tmp_path, lora):
     import peft
     import torch
     import transformers
 
     task: Any = build(spec_of(model, text, lora=lora))
-    saved = export(task, moved(task), tmp_path)
+    result_directory = export(task, moved_values(task), tmp_path)
     batch = task.drawn_batch(range(6), 1)
-    named = dict(task.trainable.module.named_parameters())
+    parameters = dict(task.trainable.module.named_parameters())
     tensors = {name: torch.tensor(array) for name, array in batch.arrays.items()}
     with torch.no_grad():
-        for block, values in zip(task.manifest.blocks, moved(task), strict=True):
-            for tensor, place in block.slices():
-                named[tensor.name].copy_(torch.tensor(values[place].reshape(tensor.shape)))
-        ours = float(task.trainable.loss(task.trainable.module.eval(), tensors)) / batch.weight
+        for block, values in zip(task.manifest.blocks, moved_values(task), strict=True):
+            for tensor, elements in block.slices():
+                parameters[tensor.name].copy_(torch.tensor(values[elements].reshape(tensor.shape)))
+        run_loss = float(task.trainable.loss(task.trainable.module.eval(), tensors)) / batch.weight
         if lora is None:
-            again: Any = transformers.AutoModelForMaskedLM.from_pretrained(saved)
+            repeat: Any = transformers.AutoModelForMaskedLM.from_pretrained(result_directory)
         else:
             base = transformers.AutoModelForMaskedLM.from_pretrained(model)
-            again = peft.PeftModel.from_pretrained(base, saved)
-        expected = float(again.eval()(**tensors).loss)
-    assert ours == pytest.approx(expected, rel=1e-5)
+            repeat = peft.PeftModel.from_pretrained(base, result_directory)
+        expected = float(repeat.eval()(**tensors).loss)
+    assert run_loss == pytest.approx(expected, rel=1e-5)
     if lora is not None:
-        merged = called("worker", "merge", str(saved), "--out", str(tmp_path / "merged"))
+        merged = called("worker", "merge", str(result_directory), "--out", str(tmp_path / "merged"))
         assert merged.returncode == 0, merged.stderr
-    process = called("worker", "generate", str(saved), "hello")
+    process = called("worker", "generate", str(result_directory), "hello")
     assert "fills in masked tokens" in process.stderr
 
 
-def test_masks_are_drawn_by_the_seed_and_are_of_three_kinds(model, text):
+def test_masks_follow_the_seed_and_have_three_kinds(model, text):
     import transformers
 
     task: Any = build(spec_of(model, text))
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    first, again, other = (task.drawn_batch(range(100), seed) for seed in (1, 1, 2))
+    first, repeat, other = (task.drawn_batch(range(100), seed) for seed in (1, 1, 2))
     for name, array in first.arrays.items():
-        np.testing.assert_array_equal(array, again.arrays[name])
+        np.testing.assert_array_equal(array, repeat.arrays[name])
     assert (first.arrays["labels"] != other.arrays["labels"]).any()
     read, labels = first.arrays["input_ids"], first.arrays["labels"]
     masked = labels >= 0

@@ -1,4 +1,4 @@
-"""A task class of the user's own: the example of the documentation runs, and what is refused."""
+"""A user's task class: the documented example runs, and invalid classes are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worker.tasks.registry import build
 
 
 def documented() -> tuple[RunSpec, str]:
-    """Run spec and module of the docstring: its two indented parts."""
+    """Return run spec and module of the docstring: its two indented parts."""
     assert interface.__doc__ is not None
     lines = interface.__doc__.splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("    import math"))
@@ -34,7 +34,7 @@ def documented() -> tuple[RunSpec, str]:
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Puts a module where Python finds it."""
+    """Put a module where Python finds it."""
 
     def put(source: str) -> None:
         (tmp_path / "my_package.py").write_text(source)
@@ -45,7 +45,7 @@ def install(tmp_path, monkeypatch):
 
 
 def train(task: Task, spec: RunSpec) -> float:
-    """The whole run on one worker; gives the first metric after it."""
+    """Run all steps on one worker; return the first metric after them."""
     blocks = task.manifest.blocks
     order = SampleOrder(spec.seed, task.manifest.train_samples, spec.batch)
     program = choose("cpu").backend.compile(task.trainable, task.batch(order.microbatches(0)[0]))
@@ -90,7 +90,7 @@ def test_the_documented_example_learns(install):
         ),
     ],
 )
-def test_what_is_no_task_is_refused_in_one_line(install, task, source, message):
+def test_invalid_task_class_is_refused_in_one_line(install, task, source, message):
     install(source)
     with pytest.raises(DataError, match=message) as error_info:
         build(RunSpec(task=task, steps=1))

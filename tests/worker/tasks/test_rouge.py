@@ -21,21 +21,21 @@ OF_ROUGE_SCORE = [
     ("naïve Ä 3.14", "na ve 3 14", (1.0, 1.0, 1.0)),
     ("東京", "東京", (0.0, 0.0, 0.0)),
 ]
-"""Reference, text, and the F1 that rouge-score 0.1.2 gives."""
+"""Reference, text, and the F1 of rouge-score 0.1.2."""
 texts = st.lists(st.sampled_from(["the", "Cat", "sat,", "on", "3.14", "ÄÖ", ""]), max_size=12).map(
     " ".join
 )
 
 
 @given(texts, texts)
-def test_the_values_are_those_of_rouge_score(reference, written):
+def test_values_equal_rouge_score(reference, candidate):
     for one, other, expected in OF_ROUGE_SCORE:
         assert [*rouge(one, other).values()] == pytest.approx(expected), (one, other)
-    ours = rouge(reference, written)
-    assert ours["rougeL"] == pytest.approx(_plain_rouge_l(reference, written))
+    scores = rouge(reference, candidate)
+    assert scores["rougeL"] == pytest.approx(_plain_rouge_l(reference, candidate))
     if (package := _package()) is not None:
-        package_scores = package.RougeScorer([*NAMES]).score(reference, written)
-        assert ours == {name: package_scores[name].fmeasure for name in NAMES}
+        package_scores = package.RougeScorer([*NAMES]).score(reference, candidate)
+        assert scores == {name: package_scores[name].fmeasure for name in NAMES}
 
 
 def _package() -> Any:
@@ -45,10 +45,10 @@ def _package() -> Any:
         return None
 
 
-def _plain_rouge_l(reference: str, written: str) -> float:
+def _plain_rouge_l(reference: str, candidate: str) -> float:
     a, b = (
         "".join(c if c.isascii() and c.isalnum() else " " for c in text.lower()).split()
-        for text in (reference, written)
+        for text in (reference, candidate)
     )
     table = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
     for i, one in enumerate(a, 1):

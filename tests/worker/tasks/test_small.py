@@ -1,4 +1,4 @@
-"""regress, digits and scripted: data, start values, and that they learn."""
+"""regress, digits and scripted: data, start values, and learning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def digits(**changes: Any) -> RunSpec:
 
 
 def descend(task: Task, program: Program, rate: float, steps: int, samples: int) -> None:
-    """Plain gradient descent on the mean of the same kind of batches that a run has."""
+    """Plain gradient descent on the mean of batches like those of a run."""
     values = task.initial_parameters()
     for step in range(steps):
         program.load(values)
@@ -39,7 +39,7 @@ def descend(task: Task, program: Program, rate: float, steps: int, samples: int)
     program.load(values)
 
 
-def measured(task: Task, program: Program) -> dict[str, float]:
+def metric_of(task: Task, program: Program) -> dict[str, float]:
     sums: dict[str, float] = {}
     for part in range(task.manifest.evaluation_parts):
         for name, value in program.evaluate(task.evaluation_batch(part)).items():
@@ -51,13 +51,13 @@ def test_regress_reaches_nearly_zero_error_without_noise():
     task = build(regress(samples=300, features=4))
     program = choose("cpu").backend.compile(task.trainable, task.batch(range(8)))
     descend(task, program, rate=0.5, steps=80, samples=32)
-    assert measured(task, program)["mse"] <= 1e-10
+    assert metric_of(task, program)["mse"] <= 1e-10
     program.close()
 
 
 @pytest.mark.parametrize("features", [1, 8, 100, 1000])
 def test_regress_targets_are_exact(features):
-    """In whole numbers: the law holds without any rounding."""
+    """In integers: the law holds without rounding."""
     x, y = generate(5, 50, features, 0.0)
     assert x.dtype == y.dtype == np.float32
     assert x.shape == (50, features)
@@ -69,7 +69,7 @@ def test_regress_targets_are_exact(features):
         assert np.array_equal((table @ rounded).astype(np.float32), y)
 
 
-def test_regress_noise_has_the_deviation_asked_for():
+def test_regress_noise_has_the_requested_deviation():
     _, exact = generate(5, 20_000, 3, 0.0)
     _, noisy = generate(5, 20_000, 3, 0.25)
     assert (noisy - exact).std() == pytest.approx(0.25, rel=0.03)
@@ -90,7 +90,7 @@ def test_digits_has_one_block_per_hidden_layer_and_a_head():
     assert [b.elements for b in manifest.blocks] == [64 * 32 + 32, 32 * 16 + 16, 136, 90]
 
 
-def test_digits_data_is_scikit_learns():
+def test_digits_data_equals_scikit_learn():
     from sklearn.datasets import load_digits
 
     task, dataset = build(digits()), load_digits()
@@ -99,9 +99,9 @@ def test_digits_data_is_scikit_learns():
     parts = [task.evaluation_batch(n) for n in range(task.manifest.evaluation_parts)]
     images = np.vstack([batch.arrays["x"], *(part.arrays["x"] for part in parts)])
     labels = np.concatenate([batch.arrays["labels"], *(p.arrays["labels"] for p in parts)])
-    ours = sorted(zip(map(bytes, images), labels, strict=True))
+    image_rows = sorted(zip(map(bytes, images), labels, strict=True))
     rows = (dataset.data / 16).astype(np.float32)
-    assert ours == sorted(zip(map(bytes, rows), dataset.target, strict=True))
+    assert image_rows == sorted(zip(map(bytes, rows), dataset.target, strict=True))
 
 
 def test_digits_start_values_stay_within_their_bound():
@@ -118,7 +118,7 @@ def test_digits_learns():
     task = build(digits(hidden=(32,)))
     program = choose("cpu").backend.compile(task.trainable, task.batch(range(8)))
     descend(task, program, rate=0.5, steps=120, samples=48)
-    assert measured(task, program)["accuracy"] > 0.9
+    assert metric_of(task, program)["accuracy"] > 0.9
     program.close()
 
 
@@ -137,13 +137,13 @@ def test_a_spec_builds_the_same_task_twice_and_a_seed_changes_it(spec):
         assert any(not np.array_equal(arrays[name], other_arrays[name]) for name in arrays)
 
 
-def test_scripted_has_the_blocks_asked_for():
+def test_scripted_has_the_requested_blocks():
     spec = ScriptedSpec(blocks=3, block_bytes=40, samples=9)
     task = build(ScriptedRun(task="scripted", steps=1, scripted=spec))
     assert [b.elements for b in task.manifest.blocks] == [10, 10, 10]
     program = choose("scripted").backend.compile(task.trainable, task.batch([0]))
     assert len(list(program.gradients([(task.batch([1, 2]), 0)]))) == 4
-    assert measured(task, program) == {"samples_held_out": 4.0}
+    assert metric_of(task, program) == {"samples_held_out": 4.0}
 
 
 def test_a_missing_library_is_one_clear_line(monkeypatch):

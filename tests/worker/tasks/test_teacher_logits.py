@@ -1,4 +1,4 @@
-"""What a teacher says of each token, against plain torch over all logits."""
+"""A teacher's output for each token, against plain torch over all logits."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def spec_of(texts: str, **changes: Any) -> RunSpec:
     return parse_run_spec(document | changes)
 
 
-def captured(spec: RunSpec, samples: list[int]) -> tuple[TeacherLogits, Records, torch.Tensor]:
-    """The task, its records of these samples, and all logits of the same model."""
+def capture(spec: RunSpec, samples: list[int]) -> tuple[TeacherLogits, Records, torch.Tensor]:
+    """Return the task, its records of these samples, and all logits of the same model."""
     task = build(spec)
     assert isinstance(task, TeacherLogits)
     assert task.manifest.capture is not None
@@ -67,11 +67,11 @@ def captured(spec: RunSpec, samples: list[int]) -> tuple[TeacherLogits, Records,
 
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
-def test_rows_are_what_the_teacher_says(texts, temperature):
+def test_rows_equal_the_teacher_output(texts, temperature):
     spec = spec_of(texts, capture={"top_k": 12, "temperature": temperature})
     task = build(spec)
     last = task.manifest.train_samples - 1
-    _, records, logits = captured(spec, [3, last])
+    _, records, logits = capture(spec, [3, last])
     logits = logits[..., :280]
     assert records["sample_id"].tolist() == [3, last]
     assert records["rows"][0] == 24
@@ -80,8 +80,8 @@ def test_rows_are_what_the_teacher_says(texts, temperature):
         rows = int(record["rows"])
         best = full[:rows].topk(12)
         assert (record["topk_ids"][:rows] == best.indices.numpy()).all()
-        shifted = (best.values - full[:rows].amax(-1, keepdim=True)).numpy()
-        assert np.abs(record["topk_logits"][:rows] - shifted).max() <= 2.0**-8
+        shifted_logits = (best.values - full[:rows].amax(-1, keepdim=True)).numpy()
+        assert np.abs(record["topk_logits"][:rows] - shifted_logits).max() <= 2.0**-8
         for name, t in (("lse_1", 1.0), ("lse_T", temperature)):
             shift = full[:rows].amax(-1) / t
             exact = torch.logsumexp(full[:rows].double() / t, -1) - shift
@@ -90,8 +90,8 @@ def test_rows_are_what_the_teacher_says(texts, temperature):
             assert not record[name][rows + (name == "input_ids") :].any()
 
 
-def test_a_row_is_about_the_token_behind_it(texts):
-    task, records, _ = captured(spec_of(texts), [0, 1])
+def test_row_predicts_the_next_token(texts):
+    task, records, _ = capture(spec_of(texts), [0, 1])
     first, second = records["input_ids"]
     arrays = task.batch([0, 1]).arrays
     assert first[:-1].tolist() == arrays["input_ids"][0].tolist()
@@ -101,14 +101,14 @@ def test_a_row_is_about_the_token_behind_it(texts):
 
 def test_draws_follow_the_distribution_and_the_sample_alone(texts):
     spec = spec_of(texts, capture={"drawn": 4000, "temperature": 2.0})
-    task, records, logits = captured(spec, [3])
+    task, records, logits = capture(spec, [3])
     probabilities = (logits[0, :, :280] / 2.0).softmax(-1).numpy()
     for row in (0, 11):
         counts = np.bincount(records["topk_ids"][0, row], minlength=280) / 4000
         assert np.abs(counts - probabilities[row]).max() < 0.04
     assert task.manifest.capture is not None
     assert task.manifest.capture.drawn
-    _, among_others, _ = captured(spec, [5, 3])
+    _, among_others, _ = capture(spec, [5, 3])
     assert among_others[1].tobytes() == records[0].tobytes()
 
 
@@ -117,14 +117,14 @@ def test_more_logits_than_the_vocabulary_has_are_refused(texts):
         build(spec_of(texts, capture={"top_k": 300}))
 
 
-def test_a_step_that_memory_should_not_hold_is_refused(texts, monkeypatch):
+def test_step_too_large_for_memory_is_refused(texts, monkeypatch):
     monkeypatch.setattr(limits, "CAPTURED_STEP_BYTES", 10_000)
     with pytest.raises(DataError, match=r"over the limit.*batch.samples="):
         build(spec_of(texts))
 
 
 @pytest.mark.parametrize(
-    ("section", "told"),
+    ("section", "message"),
     [
         ({"data": {"train": "x", "holdout": 0.1}}, "no 'data.holdout'"),
         ({"lora": {"r": 4}}, "task teacher-logits has no 'lora'"),
@@ -132,6 +132,6 @@ def test_a_step_that_memory_should_not_hold_is_refused(texts, monkeypatch):
         ({"capture": {"temperature": 0}}, "capture.temperature"),
     ],
 )
-def test_what_a_capture_cannot_use_is_refused(section, told):
-    with pytest.raises(RunSpecError, match=told):
+def test_keys_unused_by_a_capture_are_refused(section, message):
+    with pytest.raises(RunSpecError, match=message):
         spec_of("x", **section)

@@ -77,7 +77,8 @@ def classify(tmp_path) -> RunSpec:
 
 
 def exact_losses(task: Task, spec: RunSpec) -> list[float]:
-    """Mean loss of each step: gradients by microbatch, the tree, and the replica's own update."""
+    """Return the mean loss of each step: gradients by microbatch, the tree, and the replica's
+    update."""
     blocks = task.manifest.blocks
     order = SampleOrder(spec.seed, task.manifest.train_samples, spec.batch)
     program = choose("cpu").backend.compile(task.trainable, task.batch(order.microbatches(0)[0]))
@@ -103,7 +104,7 @@ def exact_losses(task: Task, spec: RunSpec) -> list[float]:
 
 
 def plain_losses(task: Task, spec: RunSpec) -> list[float]:
-    """The loop one would write: whole batches, mean loss, torch's clipping, AdamW and schedule."""
+    """The usual loop: whole batches, mean loss, torch's clipping, AdamW and schedule."""
     from protocol.exact.parameter_groups import decays
     from protocol.exact.schedule import learning_rate
 
@@ -113,8 +114,8 @@ def plain_losses(task: Task, spec: RunSpec) -> list[float]:
     with torch.no_grad():
         for block in task.manifest.blocks:
             flat = next(values)
-            for tensor, place in block.slices():
-                parameters[tensor.name].copy_(torch.tensor(flat[place].reshape(tensor.shape)))
+            for tensor, elements in block.slices():
+                parameters[tensor.name].copy_(torch.tensor(flat[elements].reshape(tensor.shape)))
     optimizer = torch.optim.AdamW([
         {"params": [p for n, p in parameters.items() if decays(n, spec.optimizer) is decay],
          "weight_decay": spec.optimizer.weight_decay if decay else 0.0}
@@ -139,11 +140,11 @@ def plain_losses(task: Task, spec: RunSpec) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["causal_lm", "classify"])
-def test_losses_are_those_of_a_plain_loop(kind, request):
+def test_losses_equal_a_plain_loop(kind, request):
     spec = request.getfixturevalue(kind)
     task = build(spec)
-    plain = plain_losses(task, spec)
+    torch_losses = plain_losses(task, spec)
     exact = exact_losses(task, spec)
-    np.testing.assert_allclose(exact, plain, rtol=1e-4)
+    np.testing.assert_allclose(exact, torch_losses, rtol=1e-4)
     assert exact[-1] < 0.9 * exact[0] or kind == "classify"
     assert len(set(exact)) == STEPS

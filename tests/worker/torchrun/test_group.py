@@ -1,4 +1,4 @@
-"""Ranks that do not meet say so in one line, in a bounded time."""
+"""Ranks that do not meet end with one line in bounded time."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def run_file(directory: Path, text: str) -> str:
 
 
 def group(cluster: Cluster, name: str) -> list[Process]:
-    """Two ranks, each as torchrun starts it."""
+    """Start two ranks as torchrun does."""
     port = str(free_ports(1)[0])
     ranks = [
         start(
@@ -44,7 +44,7 @@ def group(cluster: Cluster, name: str) -> list[Process]:
     return ranks
 
 
-def test_a_frozen_base_lies_across_the_ranks_and_all_members_agree(tmp_path):
+def test_sharded_base_gives_agreement_of_all_members(tmp_path):
     run = run_file(tmp_path, FROZEN)
     with Cluster(tmp_path, "--expect-workers", "2", "--run", run) as cluster:
         for number in range(2):
@@ -59,8 +59,9 @@ def test_a_frozen_base_lies_across_the_ranks_and_all_members_agree(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_ranks_take_the_unit_of_the_run_spec(tmp_path):
-    """The mean of a microbatch counts by its weight on every rank: the digest of one worker."""
+def test_all_ranks_use_the_unit_of_the_run_spec(tmp_path):
+    """The mean of a microbatch counts by its weight on every rank: the digest equals one
+    worker's."""
     run = run_file(tmp_path, FROZEN.replace("microbatch: 2}", "microbatch: 2, unit: microbatch}"))
     digests = []
     for kind in ("alone", "ranks"):
@@ -107,7 +108,7 @@ def test_ranks_learn_embeddings_with_negatives_from_the_whole_step(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_a_rank_that_is_lost_is_a_member_that_is_lost(tmp_path):
+def test_lost_rank_is_a_lost_member(tmp_path):
     run = run_file(tmp_path, FROZEN)
     with Cluster(tmp_path, "--expect-workers", "2", "--run", run) as cluster:
         hold = cluster.held_worker("plain", 1, "--backend", "cpu")
@@ -121,7 +122,7 @@ def test_a_rank_that_is_lost_is_a_member_that_is_lost(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_members_that_torchrun_starts(tmp_path):
+def test_two_members_started_by_torchrun(tmp_path):
     run = run_file(tmp_path, FROZEN)
     with Cluster(tmp_path, "--expect-workers", "2", "--run", run) as cluster:
         members = [

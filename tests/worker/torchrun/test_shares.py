@@ -1,4 +1,4 @@
-"""How a subtree is shared out among ranks: every leaf once, along the tree."""
+"""How a subtree is divided among ranks: every leaf once, along the tree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def leaves_of(shares) -> list[int]:
 
 
 @given(*SIZES)
-def test_in_lockstep_all_ranks_compute_as_often(leaves, ranks):
+def test_lockstep_ranks_compute_equally_often(leaves, ranks):
     shares = lockstep_shares(leaves, ranks)
     assert leaves_of(shares) == list(range(leaves))
     assert len({len(each) for each in shares}) == 1

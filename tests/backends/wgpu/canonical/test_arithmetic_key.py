@@ -1,4 +1,4 @@
-"""The key of a run spec, and what it makes of a worker's signature."""
+"""The run-spec key `arithmetic`, and its effect on a worker's numerics profile."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from protocol.spec.run_spec import parse_run_spec_text
 RUN = "task: regress\nsteps: 3\n"
 
 
-def test_a_word_stands_for_the_mode() -> None:
+def test_one_word_sets_the_mode() -> None:
     spec = parse_run_spec_text(RUN + "arithmetic: canonical")
     assert spec.arithmetic.is_canonical
     assert str(spec.arithmetic) == "canonical, fused, subnormals kept"
-    again = parse_run_spec_text(RUN, ["arithmetic.mode=canonical"])
-    assert again.digest() == spec.digest()
+    repeat = parse_run_spec_text(RUN, ["arithmetic.mode=canonical"])
+    assert repeat.digest() == spec.digest()
 
 
 def test_native_is_the_default() -> None:
     assert not parse_run_spec_text(RUN).arithmetic.is_canonical
 
 
-def test_another_word_is_named() -> None:
+def test_unknown_word_is_named() -> None:
     with pytest.raises(RunSpecError, match=r"arithmetic"):
         parse_run_spec_text(RUN + "arithmetic: exact")

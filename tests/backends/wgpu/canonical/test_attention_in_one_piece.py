@@ -1,4 +1,4 @@
-"""The kernels of fused attention, whose invocations work together: on this CPU and on a device."""
+"""Kernels of fused attention, whose invocations cooperate: on the CPU and on a device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SEPARATE = Convention(fused=False)
 
 @dataclass(frozen=True, slots=True)
 class _Fused(Templates):
-    """Fuses attention whatever its size."""
+    """Fuses attention of any size."""
 
     def fuses(self, sizes: AttentionSizes) -> bool:
         del sizes
@@ -64,9 +64,9 @@ def test_a_device_and_the_cpu_give_the_same_bits(device: object) -> None:
 
     assert isinstance(device, Device)
     cpu = CpuTarget(_SEPARATE, threads=2)
-    ours = _on(cpu, _Fused(cooperative=True, matmul=product_shader, canonical=True))
+    cpu_bits = _on(cpu, _Fused(cooperative=True, matmul=product_shader, canonical=True))
     cpu.close()
     card = CanonicalDevice(device, _SEPARATE)
-    theirs = _on(card, _Fused(cooperative=True, matmul=small_tiles, canonical=True))
-    for one, other in zip(ours, theirs, strict=True):
+    card_bits = _on(card, _Fused(cooperative=True, matmul=small_tiles, canonical=True))
+    for one, other in zip(cpu_bits, card_bits, strict=True):
         assert np.array_equal(one.numpy().view(np.uint32), other.numpy().view(np.uint32))

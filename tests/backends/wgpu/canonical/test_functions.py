@@ -1,5 +1,5 @@
-"""How far the functions of canonical arithmetic are from exact, against float64, in both ways of a
-multiply-add; and that the documentation says so."""
+"""Accuracy of the functions of canonical arithmetic against float64, fused and separate; the
+documentation states it."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def function_inputs() -> tuple[Floats, Floats]:
     bits = _DRAW.integers(0, 2**32, 4 * _EACH, np.uint32).view(np.float32)
     ranges = [_DRAW.uniform(low, high, _EACH).astype(np.float32) for low, high in _RANGES]
     x = np.concatenate([bits, *ranges])
-    others = _DRAW.uniform(-30, 30, len(x) - len(bits)).astype(np.float32)
-    return x, np.concatenate([np.roll(bits, 7), others])
+    wide_range = _DRAW.uniform(-30, 30, len(x) - len(bits)).astype(np.float32)
+    return x, np.concatenate([np.roll(bits, 7), wide_range])
 
 
 @cache
 def computed(convention: Convention) -> dict[str, Floats]:
-    """Every function of the same numbers, by one kernel."""
+    """Compute every function of the same inputs in one kernel."""
     x, y = function_inputs()
     texts = [text for text, _ in FUNCTIONS.values()]
     lines = [f"out[i + {n * len(x)}u] = {text};" for n, text in enumerate(texts)]
@@ -87,7 +87,7 @@ def computed(convention: Convention) -> dict[str, Floats]:
 
 @cache
 def documented_ulps() -> dict[str, float]:
-    """What the documentation says of each function."""
+    """Read the documented error of each function, in ulps."""
     text = (Path(__file__).parents[4] / "docs" / "canonical.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", text, re.MULTILINE)
     return {name: float(ulp) for name, ulp in rows}
@@ -97,13 +97,13 @@ def documented_ulps() -> dict[str, float]:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_are_as_accurate_as_documented(name: str, fused: bool) -> None:  # noqa: FBT001
     x, y = function_inputs()
-    got = computed(Convention(fused=fused))[name]
+    actual = computed(Convention(fused=fused))[name]
     with np.errstate(all="ignore"):
         expected = FUNCTIONS[name][1](x.astype(np.float64), y.astype(np.float64))
         rounded = expected.astype(np.float32)
-        error = np.abs(got - expected) / np.spacing(np.abs(rounded)).astype(np.float64)
+        error = np.abs(actual - expected) / np.spacing(np.abs(rounded)).astype(np.float64)
     finite = np.isfinite(rounded)
-    same = (got == rounded) | (np.isnan(got) & np.isnan(rounded))
-    assert same[~finite].all(), x[~finite & ~same][:3]
+    is_exact = (actual == rounded) | (np.isnan(actual) & np.isnan(rounded))
+    assert is_exact[~finite].all(), x[~finite & ~is_exact][:3]
     worst = float(error[finite].max())
     assert worst <= documented_ulps()[name] <= 2, (worst, x[finite][error[finite].argmax()])

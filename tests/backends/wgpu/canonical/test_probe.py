@@ -1,4 +1,4 @@
-"""Which convention a device follows, and what a run of another is told."""
+"""Which convention a device follows, and the error for a run with another one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_software_vulkan_rounds_products_and_keeps_subnormals(device: Device) ->
     assert departs[Convention(fused=True)].operator == "a multiply-add"
 
 
-def test_a_run_of_another_convention_is_told_what_to_write() -> None:
+def test_error_names_the_convention_to_write() -> None:
     from backends.wgpu.backend import VulkanBackend
 
     task = trainable(llama(), next_token_loss, arithmetic=ArithmeticSpec(mode="canonical"))
@@ -31,7 +31,7 @@ def test_a_run_of_another_convention_is_told_what_to_write() -> None:
 
 
 @pytest.mark.slow
-def test_a_kernel_that_departs_is_named(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deviating_kernel_is_named(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     from backends.wgpu.canonical import wgsl_text
     from backends.wgpu.canonical.vulkan import CanonicalDevice
 

@@ -1,4 +1,4 @@
-"""One digest: whatever number of threads, whatever instructions, and on a Vulkan device."""
+"""One digest for any number of threads, any instruction set, and a Vulkan device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytest.importorskip("ziglang")
 
 
 def perceptron() -> nn.Module:
-    """Where a unit is off, its gradients are zeros: sums of terms that are -0."""
+    """Where a unit is inactive, its gradients are zeros: sums of terms that are -0."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 3)
@@ -46,10 +46,10 @@ def perceptron() -> nn.Module:
 
 
 def perceptron_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
-    """And of what drivers shorten, or compute themselves."""
+    """Also contains expressions that drivers simplify or compute in their own way."""
     x = module(arrays["x"])
-    shortened = 0.0 * (x - 1.0) + (1 - (1 - x)) + (x + (0.3 - x)) + 10.0 ** (0.3 * x)
-    return functional.cross_entropy(x, arrays["y"], reduction="sum") + shortened.sum()
+    simplifiable = 0.0 * (x - 1.0) + (1 - (1 - x)) + (x + (0.3 - x)) + 10.0 ** (0.3 * x)
+    return functional.cross_entropy(x, arrays["y"], reduction="sum") + simplifiable.sum()
 
 
 def few_samples() -> Batch:
@@ -69,7 +69,7 @@ MODELS: dict[str, tuple[Model, Any, Batch, dict[str, Any]]] = {
 
 @contextmanager
 def instructions(name: str) -> Iterator[None]:
-    """As if this were all that the processor has."""
+    """Pretend that the processor has only these instructions."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SAMESTEP_CPU_INSTRUCTIONS", name)
         compiler.instructions.cache_clear()
@@ -78,7 +78,7 @@ def instructions(name: str) -> Iterator[None]:
 
 
 def digest(program: Program, batch: Batch) -> str:
-    """Of the gradients and the loss of a subtree of three microbatches."""
+    """Digest gradients and loss of a subtree of three microbatches."""
     hasher = blake3()
     for item in program.gradients([(batch, 1), (batch, 2), (batch, 3)]):
         if isinstance(item, BlockGradient):
@@ -88,10 +88,10 @@ def digest(program: Program, batch: Batch) -> str:
     return hasher.hexdigest()
 
 
-def on_backend(backend: Any, name: str, way: str, threads: int = 1) -> str:
-    """The digest of a model there."""
+def on_backend(backend: Any, name: str, rounding: str, threads: int = 1) -> str:
+    """Return the digest of a model on this backend."""
     model, loss, batch, changes = MODELS[name]
-    keys = {"subnormals": "flushed"} if way == "flushed" else {"multiply_add": way}
+    keys = {"subnormals": "flushed"} if rounding == "flushed" else {"multiply_add": rounding}
     arithmetic = ArithmeticSpec.model_validate({"mode": "canonical", **keys})
     task = trainable(model(), loss, threads=threads, arithmetic=arithmetic, **changes)
     program = backend.compile(task, batch)
@@ -102,9 +102,9 @@ def on_backend(backend: Any, name: str, way: str, threads: int = 1) -> str:
 
 
 @cache
-def on_one_thread(name: str, way: str) -> str:
-    """What all others must give."""
-    return on_backend(CpuBackend(), name, way)
+def on_one_thread(name: str, rounding: str) -> str:
+    """Return the digest that all others must equal."""
+    return on_backend(CpuBackend(), name, rounding)
 
 
 QUICK = {"mixer", "perceptron"}
@@ -114,8 +114,8 @@ _WAYS = ("fused", "separate", "flushed")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_vulkan_device_gives_the_bits_of_the_cpu(name: str) -> None:
-    if isinstance(present := adapters(), str):
-        pytest.skip(present)
+    if isinstance(available := adapters(), str):
+        pytest.skip(available)
     from backends.wgpu.backend import VulkanBackend
 
     # Mesa's software device rounds the product of a multiply-add.
@@ -124,25 +124,25 @@ def test_a_vulkan_device_gives_the_bits_of_the_cpu(name: str) -> None:
 
 @pytest.mark.parametrize("threads", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_threads_decide_no_bit(name: str, threads: int) -> None:
+def test_threads_do_not_change_bits(name: str, threads: int) -> None:
     on_threads = on_backend(CpuBackend(), name, "separate", threads)
     assert on_threads == on_one_thread(name, "separate")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("rounding", _WAYS)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("made_for", ["scalar", "avx2", "avx512"])
-def test_instructions_decide_no_bit(name: str, way: str, made_for: str) -> None:
-    expected = on_one_thread(name, way)
+def test_instruction_sets_do_not_change_bits(name: str, rounding: str, made_for: str) -> None:
+    expected = on_one_thread(name, rounding)
     try:
         with instructions(made_for):
-            got = on_backend(CpuBackend(), name, way)
+            actual = on_backend(CpuBackend(), name, rounding)
     except SamestepError as error:
         pytest.skip(str(error))
-    assert got == expected
+    assert actual == expected
 
 
 @pytest.mark.slow
-def test_the_two_ways_of_a_multiply_add_differ() -> None:
+def test_fused_and_separate_multiply_add_differ() -> None:
     assert on_one_thread("llama", "fused") != on_one_thread("llama", "separate")

@@ -1,4 +1,4 @@
-"""Subtrees that two workers compute: equal to the last bit, or the run halts."""
+"""Subtrees computed by two workers: equal to the last bit, or the run halts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SUBTREES = {
 SIGNED = {"ann": "s", "bob": "s", "eve": "other"}
 
 
-def test_one_step_in_this_many_has_a_subtree_of_two_workers_of_one_numerics_profile():
+def test_one_step_in_this_many_is_computed_twice_within_a_profile():
     steps = 5_000
     choices = [chosen_double(7, step, 50, SUBTREES, SIGNED) for step in range(steps)]
     doubles = Counter(double for double in choices if double is not None)
@@ -36,11 +36,11 @@ def test_one_step_in_this_many_has_a_subtree_of_two_workers_of_one_numerics_prof
     assert all(chosen_double(7, step, 0, SUBTREES, SIGNED) is None for step in range(300))
     assert all(chosen_double(7, step, 50, SUBTREES, SIGNED, surely=True) for step in range(9))
     assert chosen_double(7, 1, 0, SUBTREES, SIGNED, surely=True) is None
-    alone = {"ann": "s", "eve": "other"}
-    assert all(chosen_double(7, step, 1, SUBTREES, alone) is None for step in range(9))
+    profiles = {"ann": "s", "eve": "other"}
+    assert all(chosen_double(7, step, 1, SUBTREES, profiles) is None for step in range(9))
 
 
-def given_twice(signatures=("s", "s"), *, awaited=True):
+def round_with_double_check(signatures=("s", "s"), *, awaited=True):
     round_ = Round(BLOCKS, 2, 1, 0, 0)
     for worker, signature, subtrees in (
         ("ann", signatures[0], (Subtree(0, 1),)), ("bob", signatures[1], (Subtree(1, 2), Subtree(0,
@@ -63,8 +63,8 @@ def give(round_, worker, lo, values=(1, 2, 3)):
     return outcome
 
 
-def test_the_step_waits_for_both_answers_and_takes_equal_ones():
-    round_ = given_twice()
+def test_step_waits_for_both_answers_and_accepts_equal_ones():
+    round_ = round_with_double_check()
     give(round_, "ann", 0)
     assert round_.surplus() == {}, "its second answer is wanted too"
     give(round_, "bob", 1)
@@ -76,7 +76,7 @@ def test_the_step_waits_for_both_answers_and_takes_equal_ones():
 
 @pytest.mark.parametrize("awaited", [True, False])
 def test_unlike_answers_name_both_workers_block_and_subtree(awaited):
-    round_ = given_twice(awaited=awaited)
+    round_ = round_with_double_check(awaited=awaited)
     give(round_, "ann", 0)
     outcome = give(round_, "bob", 0, (1, 2, 3.0000002))
     assert outcome == Differing(("bob", "ann"), "gradients in block 'layer'", Subtree(0, 1))
@@ -85,7 +85,7 @@ def test_unlike_answers_name_both_workers_block_and_subtree(awaited):
 
 
 def test_workers_of_unlike_numerics_profiles_may_differ():
-    round_ = given_twice(("s", "t"), awaited=False)
+    round_ = round_with_double_check(("s", "t"), awaited=False)
     give(round_, "ann", 0)
     assert give(round_, "bob", 0, (9, 9, 9)) is None
 
@@ -99,8 +99,8 @@ def test_workers_of_unlike_numerics_profiles_may_differ():
     ],
     ids=["lost", "disowned", "late"],
 )
-def test_nobody_waits_for_a_second_answer_that_may_not_come(leave):
-    round_ = given_twice()
+def test_round_does_not_wait_for_an_impossible_second_answer(leave):
+    round_ = round_with_double_check()
     give(round_, "bob", 1)
     give(round_, "ann", 0)
     assert not round_.complete
@@ -109,11 +109,11 @@ def test_nobody_waits_for_a_second_answer_that_may_not_come(leave):
 
 
 class DamagedProgram(ScriptedProgram):
-    """Gives the probe as all do, and one wrong bit from then on."""
+    """Computes the probe correctly, and one wrong bit in every later microbatch."""
 
     def _run(self, batch, seed, closed):
         for item in super()._run(batch, seed, closed):
-            if isinstance(item, BlockGradient) and seed:  # the probe's is 0
+            if isinstance(item, BlockGradient) and seed:  # the probe's seed is 0
                 item.values.view(np.uint32)[0] ^= 1
             yield item
 
@@ -131,22 +131,22 @@ class Damaged(Scripted):
 
 
 @on_uvloop
-async def test_a_worker_that_computes_wrongly_halts_the_run_before_that_step_counts(tmp_path):
+async def test_wrong_worker_halts_the_run_before_its_step_counts(tmp_path):
     async with live_service(tmp_path, 2) as live:
         live.worker("good")
         live.worker("damaged", toolbox=Damaged())
         live.service.submit(scripted_spec(double_check_every=1))
-        halted = await live.wait_for("halted")
-        assert "workers 'damaged' and 'good' have the same numerics profile" in halted["reason"]
-        assert not live.first("committed", step=halted["step"])
+        halt = await live.wait_for("halted")
+        assert "workers 'damaged' and 'good' have the same numerics profile" in halt["reason"]
+        assert not live.first("committed", step=halt["step"])
 
 
 @on_uvloop
-async def test_what_is_computed_twice_changes_no_bit(tmp_path):
-    alone = await undisturbed(tmp_path / "alone", scripted_spec(double_check_every=0))
+async def test_double_check_changes_no_bit(tmp_path):
+    reference = await undisturbed(tmp_path / "alone", scripted_spec(double_check_every=0))
     async with live_service(tmp_path / "three", 3) as live:
         for name in ("w0", "w1", "w2"):
             live.worker(name)
         result = await live.result(live.service.submit(scripted_spec(double_check_every=1)))
-    assert result["weights_digest"] == alone["weights_digest"]
+    assert result["weights_digest"] == reference["weights_digest"]
     assert result["exact"]

@@ -1,4 +1,4 @@
-"""Who exchanges chunks with whom, who owns how much, and when a star is the better way."""
+"""Which workers exchange chunks, how many each owns, and when a star is better."""
 
 import random
 
@@ -15,11 +15,11 @@ BLOCKS = (Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(2_0
 SECRET = bytes(32)
 
 
-def mesh(way="sharded", secret=SECRET):
-    return Mesh("run", 1, ExchangeSpec(topology=way), BLOCKS, secret)
+def mesh(topology="sharded", secret=SECRET):
+    return Mesh("run", 1, ExchangeSpec(topology=topology), BLOCKS, secret)
 
 
-def opened(peer_mesh, *names, hosts=None, dials=()):
+def open_mesh(peer_mesh, *names, hosts=None, dials=()):
     actions = []
     for name in names:
         peer_mesh.joined(name, (hosts or {}).get(name, f"host-{name}"))
@@ -28,16 +28,16 @@ def opened(peer_mesh, *names, hosts=None, dials=()):
     return actions
 
 
-def linked(peer_mesh, *names, mbit=1000.0, but=()):
+def link_all(peer_mesh, *names, mbit=1000.0, but=()):
     for one in names:
         for other in names:
             if one != other and {one, other} not in but:
                 peer_mesh.linked(one, other, mbit)
 
 
-def test_all_are_told_all_others_with_the_key_of_the_two():
+def test_each_worker_gets_all_peers_with_pairwise_keys():
     peer_mesh = mesh()
-    actions = opened(peer_mesh, "a", "b", "c")
+    actions = open_mesh(peer_mesh, "a", "b", "c")
     assert [action.worker for action in actions] == ["a", "b", "c"]
     assert all(isinstance(action.message, Peers) for action in actions)
     listing = parse(PeerList, actions[0].body)
@@ -45,7 +45,7 @@ def test_all_are_told_all_others_with_the_key_of_the_two():
     assert listing.peers[0].key == pair_key(SECRET, "b", "a").hex() != listing.peers[1].key
 
 
-def test_a_star_asks_nobody_to_listen_and_sharded_all():
+def test_only_sharded_asks_workers_to_listen():
     assert mesh("star").joined("a", "h") == []
     assert mesh(secret=b"").joined("a", "h") == []
     (action_to_listen,) = mesh().joined("a", "h")
@@ -58,10 +58,10 @@ def test_a_star_asks_nobody_to_listen_and_sharded_all():
     assert [action.worker for action in peer_mesh.joined("d", "h3")] == ["a", "b", "c", "d"]
 
 
-def test_equal_links_own_equal_parts_and_who_is_reported_once():
+def test_equal_links_own_equal_parts_and_owners_are_reported_once():
     peer_mesh = mesh()
-    opened(peer_mesh, *"abcd")
-    linked(peer_mesh, *"abcd")
+    open_mesh(peer_mesh, *"abcd")
+    link_all(peer_mesh, *"abcd")
     table = peer_mesh.choose("abcd", 0)
     assert set(peer_mesh.owned().values()) <= {0.25, 0.258, 0.242, 0.226, 0.29, 0.222, 0.278}
     actions = peer_mesh.tell("abcd")
@@ -72,17 +72,17 @@ def test_equal_links_own_equal_parts_and_who_is_reported_once():
     assert peer_mesh.tell("abcd") == []
 
 
-def test_one_without_links_takes_part_through_the_coordinator():
+def test_worker_without_links_uses_the_coordinator():
     peer_mesh = mesh()
-    opened(peer_mesh, *"abcd")
-    linked(peer_mesh, *"abcd", but=[{"a", "d"}, {"b", "d"}])
+    open_mesh(peer_mesh, *"abcd")
+    link_all(peer_mesh, *"abcd", but=[{"a", "d"}, {"b", "d"}])
     assert peer_mesh.choose("abcd", 0).members == ("a", "b", "c")
 
 
-def test_of_two_that_are_cut_off_from_each_other_one_stays():
+def test_one_of_two_disconnected_peers_stays():
     peer_mesh = mesh()
-    opened(peer_mesh, *"abc")
-    linked(peer_mesh, *"abc")
+    open_mesh(peer_mesh, *"abc")
+    link_all(peer_mesh, *"abc")
     peer_mesh.choose("abc", 0)
     peer_mesh.unlinked("a", "b")
     table = peer_mesh.without(())
@@ -90,10 +90,10 @@ def test_of_two_that_are_cut_off_from_each_other_one_stays():
     assert set(table.owners) == {0, 1}
 
 
-def test_a_lost_owner_s_chunks_go_to_the_others_and_theirs_stay():
+def test_chunks_of_a_lost_owner_move_and_others_stay():
     peer_mesh = mesh()
-    opened(peer_mesh, *"abc")
-    linked(peer_mesh, *"abc")
+    open_mesh(peer_mesh, *"abc")
+    link_all(peer_mesh, *"abc")
     before = peer_mesh.choose("abc", 0)
     peer_mesh.lost("b")
     after = peer_mesh.without({"b"})
@@ -105,10 +105,10 @@ def test_a_lost_owner_s_chunks_go_to_the_others_and_theirs_stay():
     assert peer_mesh.number == 3, "within a step all have to be told"
 
 
-def test_a_slow_owner_owns_nothing_for_a_while():
+def test_slow_owner_temporarily_owns_nothing():
     peer_mesh = mesh()
-    opened(peer_mesh, *"abc")
-    linked(peer_mesh, *"abc")
+    open_mesh(peer_mesh, *"abc")
+    link_all(peer_mesh, *"abc")
     peer_mesh.choose("abc", 0)
     peer_mesh.demote("b", 5)
     assert peer_mesh.reown("b").members == ("a", "b", "c")
@@ -119,10 +119,10 @@ def test_a_slow_owner_owns_nothing_for_a_while():
     assert peer_mesh.owned()["b"] > 0
 
 
-def test_a_slow_owner_stays_where_the_others_have_no_bandwidth_to_own_anything():
+def test_slow_owner_stays_if_others_lack_bandwidth():
     members = mesh("sharded")
-    opened(members, *"abc")
-    linked(members, *"abc", mbit=1000.0)
+    open_mesh(members, *"abc")
+    link_all(members, *"abc", mbit=1000.0)
     for other in "ac":
         members.linked("b", other, 10.0)
     members.choose("abc", 0)
@@ -134,46 +134,46 @@ def test_a_slow_owner_stays_where_the_others_have_no_bandwidth_to_own_anything()
     assert sum(members.owned().values()) == pytest.approx(1.0, abs=0.01)
 
 
-def test_the_scribe_is_on_the_coordinator_s_machine():
+def test_scribe_runs_on_the_coordinator_s_machine():
     peer_mesh = mesh()
-    opened(peer_mesh, *"abc", hosts={"b": ""})
-    linked(peer_mesh, *"abc")
+    open_mesh(peer_mesh, *"abc", hosts={"b": ""})
+    link_all(peer_mesh, *"abc")
     assert peer_mesh.choose("abc", 0).scribe == "b"
     assert peer_mesh.without({"b"}).scribe is None
 
 
-def test_a_slow_link_owns_nothing_and_quick_ones_alike():
+def test_slow_link_owns_nothing_and_fast_links_own_equal_parts():
     assert _shares([60.0, 1000.0, 900.0, 1100.0])[0] == 0
-    quick = _shares([60.0, 1000.0, 900.0, 1100.0])[1:]
-    assert max(quick) == pytest.approx(min(quick))
-    assert sum(quick) == pytest.approx(1.0)
+    fast_shares = _shares([60.0, 1000.0, 900.0, 1100.0])[1:]
+    assert max(fast_shares) == pytest.approx(min(fast_shares))
+    assert sum(fast_shares) == pytest.approx(1.0)
     assert _shares([100.0] * 4) == pytest.approx([0.25] * 4)
 
 
-def test_auto_chooses_by_what_was_measured():
+def test_auto_chooses_by_measurements():
     peer_mesh = mesh("auto")
-    opened(peer_mesh, *"abcd", hosts={"a": ""})
-    linked(peer_mesh, *"abcd")
+    open_mesh(peer_mesh, *"abcd", hosts={"a": ""})
+    link_all(peer_mesh, *"abcd")
     assert peer_mesh.choose("abcd", 0) != peer_mesh.star
-    slow = mesh("auto")
-    opened(slow, *"abcd", hosts={"a": ""})
-    linked(slow, *"abc")
-    linked(slow, *"abcd", mbit=60.0)
-    assert slow.choose("abcd", 0) == slow.star or "sharded" in slow.reason
-    few = mesh("auto")
-    opened(few, *"ab")
-    linked(few, *"ab")
-    assert few.choose("ab", 0) == few.star
-    assert few.reason == "a star: fewer than 3 hosts"
+    slow_mesh = mesh("auto")
+    open_mesh(slow_mesh, *"abcd", hosts={"a": ""})
+    link_all(slow_mesh, *"abc")
+    link_all(slow_mesh, *"abcd", mbit=60.0)
+    assert slow_mesh.choose("abcd", 0) == slow_mesh.star or "sharded" in slow_mesh.reason
+    small_mesh = mesh("auto")
+    open_mesh(small_mesh, *"ab")
+    link_all(small_mesh, *"ab")
+    assert small_mesh.choose("ab", 0) == small_mesh.star
+    assert small_mesh.reason == "a star: fewer than 3 hosts"
 
 
-def test_auto_goes_back_to_a_star_that_proved_quicker_until_others_take_part():
+def test_auto_returns_to_a_faster_star_until_membership_changes():
     peer_mesh = mesh("auto")
-    opened(peer_mesh, *"abcd", hosts={"a": ""})
+    open_mesh(peer_mesh, *"abcd", hosts={"a": ""})
     for _ in range(9):
-        assert peer_mesh.choose("abcd", 0) == peer_mesh.star  # nobody is linked yet
+        assert peer_mesh.choose("abcd", 0) == peer_mesh.star  # no links yet
         peer_mesh.took(1000.0, sharded=False)
-    linked(peer_mesh, *"abcd")
+    link_all(peer_mesh, *"abcd")
     for _ in range(17):
         assert peer_mesh.choose("abcd", 0) != peer_mesh.star
         peer_mesh.took(1100.0, sharded=True)
@@ -183,7 +183,7 @@ def test_auto_goes_back_to_a_star_that_proved_quicker_until_others_take_part():
     assert peer_mesh.choose("abc", 0) != peer_mesh.star
 
 
-def test_a_run_whose_payloads_only_the_coordinator_takes_has_no_links():
+def test_coordinator_only_payloads_need_no_links():
     peer_mesh = mesh("auto", secret=b"")
     assert [peer_mesh.joined(name, f"h{name}") for name in "abc"] == [[], [], []]
     assert peer_mesh.choose("abc", 0) == peer_mesh.star
@@ -191,7 +191,7 @@ def test_a_run_whose_payloads_only_the_coordinator_takes_has_no_links():
 
 
 def test_workers_own_all_chunks_or_the_coordinator_does():
-    """Whoever comes and goes, and within a step too."""
+    """However workers come and go, also within a step."""
     for seed in range(100):
         rng, peer_mesh = random.Random(seed), mesh(random.Random(seed).choice(["sharded", "auto"]))
         for step in range(20):
@@ -206,8 +206,8 @@ def test_workers_own_all_chunks_or_the_coordinator_does():
                     peer_mesh.demote(name, step + 3)
                     peer_mesh.reown(name)
                 case _:
-                    opened(peer_mesh, name)
-                    linked(peer_mesh, *peer_mesh._listening)
+                    open_mesh(peer_mesh, name)
+                    link_all(peer_mesh, *peer_mesh._listening)
             table = (
                 peer_mesh.choose([*peer_mesh._listening], step)
                 if rng.random() < 0.5
@@ -217,7 +217,7 @@ def test_workers_own_all_chunks_or_the_coordinator_does():
             assert parse(OwnerTable, table.to_bytes()) == table
 
 
-def test_a_table_of_both_is_refused():
-    both = OwnerTable(members=("a", COORDINATOR), owners=(0, 1), scribe=None)
+def test_table_with_workers_and_coordinator_is_refused():
+    mixed_table = OwnerTable(members=("a", COORDINATOR), owners=(0, 1), scribe=None)
     with pytest.raises(MessageError, match="expected workers or the coordinator, got both"):
-        parse(OwnerTable, both.to_bytes())
+        parse(OwnerTable, mixed_table.to_bytes())

@@ -1,4 +1,4 @@
-"""One attempt at a step: whatever the interleaving, the bits of the plain recursive sum."""
+"""One attempt at a step: any interleaving gives the bits of the plain recursive sum."""
 
 import numpy as np
 import pytest
@@ -47,17 +47,17 @@ def weight(leaf):
     return (leaf * 5 % 7) / 3
 
 
-def same(total):
+def identity_rounding(total):
     return total
 
 
-ROUNDING = {"float32": same, "bfloat16": nearest}
+ROUNDING = {"float32": identity_rounding, "bfloat16": nearest}
 EXCHANGES = st.builds(
     ExchangeSpec, precision=st.sampled_from([*ROUNDING]), averages=st.sampled_from([*ROUNDING])
 )
 
 
-def along_tree(lo, hi, leaf, rounding=same):
+def along_tree(lo, hi, leaf, rounding=identity_rounding):
     if hi - lo == 1:
         return rounding(leaf(lo))
     split = 1
@@ -105,7 +105,7 @@ def values(subtree, block, chunk, exchange=FLOAT32):
 
 
 def deliver(round_, worker, subtree, *, upto=None, exchange=FLOAT32):
-    """The payloads of a subtree in the order in which a worker sends them, then its loss."""
+    """Deliver the payloads of a subtree in a worker's order, then its loss."""
     for block, chunk in chunks()[:upto]:
         round_.payload(
             worker, payload(subtree, block, chunk), values(subtree, block, chunk, exchange)
@@ -126,8 +126,8 @@ def assert_is_the_plain_sum(round_, microbatches, exchange):
         expected = ROUNDING[exchange.averages](expected)
         assert round_.averages[number].tobytes() == expected.tobytes()
         squares.append(square_sum(expected))
-        named = {t.name: expected[part].reshape(t.shape) for t, part in block.slices()}
-        digests.append(weights_digest(named))
+        values_by_name = {t.name: expected[part].reshape(t.shape) for t, part in block.slices()}
+        digests.append(weights_digest(values_by_name))
     assert round_.complete
     assert round_.averages_digest() == blake3("".join(digests).encode()).hexdigest()
     assert round_.gradient_norms.whole == global_norm(squares)
@@ -136,7 +136,7 @@ def assert_is_the_plain_sum(round_, microbatches, exchange):
 
 
 def place_of(broadcast):
-    """Block and chunk of an average."""
+    """Return block and chunk of an average."""
     return broadcast.message.block, broadcast.message.chunk
 
 
@@ -148,20 +148,25 @@ def cut(draw, subtree):
 
 
 def held_bytes(round_):
-    """Of sums that are not whole."""
-    partial = (piece.sums for piece in round_._reducer._partials.values() if piece.sums is not None)
+    """Return the bytes of incomplete sums."""
+    partial = (
+        partial_sum.sums
+        for partial_sum in round_._reducer._partials.values()
+        if partial_sum.sums is not None
+    )
     return sum(values.nbytes for sums in partial for values in sums._pending.values())
 
 
 @given(st.data())
 @settings(max_examples=60)
-def test_partial_sums_stay_within_the_limit_and_it_is_done_whatever_the_interleaving(data):
-    """Workers compute subtree by subtree, and send of each what they may: none waits for ever."""
+def test_partial_sums_stay_within_the_limit_in_any_interleaving(data):
+    """Workers compute subtree by subtree, and send what each of them may send: no wait is
+    endless."""
     microbatches = data.draw(st.integers(1, 9))
     subtrees = cut(data.draw, root(microbatches))
     limit_bytes, ahead_bytes = (data.draw(st.sampled_from([1, 100, 10_000])) for _ in "12")
     ahead_chunks = data.draw(st.integers(1, 3))
-    sent: dict[Subtree, int] = {}
+    sent_chunks: dict[Subtree, int] = {}
     ready: dict[str, list[Subtree]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "PARTIAL_SUMS_BYTES", limit_bytes)
@@ -173,21 +178,22 @@ def test_partial_sums_stay_within_the_limit_and_it_is_done_whatever_the_interlea
             worker = data.draw(st.sampled_from("abc"))
             round_.assign(worker, (subtree,), local=worker == "c")
             ready.setdefault(worker, []).append(subtree)
-            sent[subtree] = 0
+            sent_chunks[subtree] = 0
             round_.subtree_loss(worker, subtree_loss(subtree))
         all_bytes = sum(block.elements * 4 for block in BLOCKS)
         most_bytes = max(limit_bytes, all_bytes // 2, len(subtrees) * 16)
         while not round_.complete:
             may = [
                 (worker, subtree)
-                for worker, mine in sorted(ready.items())
-                for subtree in mine
-                if sent[subtree] < round_.uploads(worker) and sent[subtree] < len(chunks())
+                for worker, own_subtrees in sorted(ready.items())
+                for subtree in own_subtrees
+                if sent_chunks[subtree] < round_.uploads(worker)
+                and sent_chunks[subtree] < len(chunks())
             ]
             worker, subtree = data.draw(st.sampled_from(may))
             assert round_.pending(worker)
-            block, chunk = chunks()[sent[subtree]]
-            sent[subtree] += 1
+            block, chunk = chunks()[sent_chunks[subtree]]
+            sent_chunks[subtree] += 1
             round_.payload(worker, payload(subtree, block, chunk), values(subtree, block, chunk))
             round_.raise_uploads()
             assert held_bytes(round_) <= most_bytes
@@ -195,7 +201,7 @@ def test_partial_sums_stay_within_the_limit_and_it_is_done_whatever_the_interlea
     assert_is_the_plain_sum(round_, microbatches, FLOAT32)
 
 
-def test_who_may_send_no_more_owes_nothing_that_is_due(monkeypatch):
+def test_worker_at_its_send_limit_owes_nothing_due(monkeypatch):
     monkeypatch.setattr(limits, "PARTIAL_SUMS_BYTES", 1)
     subtrees = cut_leaves(4)
     round_ = Round(BLOCKS, 4, 1, 0, 0)
@@ -254,7 +260,7 @@ def test_any_assignment_and_interleaving_gives_the_same_bits(data):
 
 @given(st.data())
 @settings(max_examples=100)
-def test_losses_in_the_step_and_new_subtrees_leave_the_bits(data):
+def test_worker_losses_within_the_step_keep_the_bits(data):
     """Workers deliver parts of subtrees and are lost; others get what is missing, as other
     subtrees."""
     microbatches = data.draw(st.integers(1, 9))
@@ -266,14 +272,16 @@ def test_losses_in_the_step_and_new_subtrees_leave_the_bits(data):
             break
         worker = f"w{life}"
         subtrees = [n for orphan in orphans for n in cut(data.draw, orphan)]
-        mine = subtrees if life > 8 else data.draw(st.lists(st.sampled_from(subtrees), unique=True))
-        round_.assign(worker, tuple(mine))
-        last = data.draw(st.integers(0, len(mine))) if life <= 8 else len(mine)
-        for subtree in mine[:last]:
+        own_subtrees = (
+            subtrees if life > 8 else data.draw(st.lists(st.sampled_from(subtrees), unique=True))
+        )
+        round_.assign(worker, tuple(own_subtrees))
+        last = data.draw(st.integers(0, len(own_subtrees))) if life <= 8 else len(own_subtrees)
+        for subtree in own_subtrees[:last]:
             deliver(round_, worker, subtree, exchange=exchange)
-        if last < len(mine):
+        if last < len(own_subtrees):
             upto = data.draw(st.integers(0, len(chunks())))
-            deliver(round_, worker, mine[last], upto=upto, exchange=exchange)
+            deliver(round_, worker, own_subtrees[last], upto=upto, exchange=exchange)
             round_.lose(worker, is_proven=True)
     assert_is_the_plain_sum(round_, microbatches, exchange)
     assert not round_.tainted
@@ -289,7 +297,7 @@ def two_workers():
 @pytest.mark.parametrize(
     "subtree", [Subtree(0, 1), Subtree(2, 4), Subtree(1, 3), Subtree(0, 9), Subtree(3, 2)]
 )
-def test_what_was_not_given_is_refused(subtree):
+def test_unassigned_payload_is_refused(subtree):
     round_ = two_workers()
     with pytest.raises(OutOfOrder):
         round_.payload("ann", payload(subtree, 0, 0, weight_=1), np.zeros(4, np.float32))
@@ -308,9 +316,11 @@ def text_of(fault):
     return fault.describe(BLOCKS, has_replicas=False)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_bad_payload_is_named(bad):
-    fault = two_workers().payload("bob", payload(Subtree(2, 4), LAST, 0), np.full(4, bad, "f4"))
+@pytest.mark.parametrize("bad_value", [np.nan, np.inf, -np.inf])
+def test_a_bad_payload_is_named(bad_value):
+    fault = two_workers().payload(
+        "bob", payload(Subtree(2, 4), LAST, 0), np.full(4, bad_value, "f4")
+    )
     assert fault == NonFinite(Subtree(2, 4), "bob", LAST)
     expected = "non-finite gradient in block 'two', microbatches [2,4), from worker 'bob'"
     assert text_of(fault) == expected
@@ -323,9 +333,9 @@ def test_a_bad_loss_is_named():
 
 def test_sums_that_overflow_are_named():
     round_ = two_workers()
-    large = np.full(4, 3e38, np.float32)
-    assert round_.payload("ann", payload(Subtree(0, 2), 0, 0), large.copy()) is None
-    fault = round_.payload("bob", payload(Subtree(2, 4), 0, 0), large.copy())
+    large_values = np.full(4, 3e38, np.float32)
+    assert round_.payload("ann", payload(Subtree(0, 2), 0, 0), large_values.copy()) is None
+    fault = round_.payload("bob", payload(Subtree(2, 4), 0, 0), large_values.copy())
     assert fault == NonFinite(Subtree(0, 4), None, 0)
     assert round_.subtree_loss("ann", subtree_loss(Subtree(0, 2), 1.7e308)) is True
     assert round_.subtree_loss("bob", subtree_loss(Subtree(2, 4), 1.7e308)) == NonFinite(
@@ -334,7 +344,7 @@ def test_sums_that_overflow_are_named():
 
 
 @pytest.mark.parametrize("small", [1e-300, 1e308])
-def test_weights_that_make_no_finite_average_are_named(small):
+def test_weights_without_finite_average_are_named(small):
     round_ = two_workers()
     ones = np.ones(4, np.float32)
     round_.payload("ann", payload(Subtree(0, 2), 0, 0, weight_=small), ones.copy())
@@ -343,32 +353,30 @@ def test_weights_that_make_no_finite_average_are_named(small):
 
 
 @pytest.mark.parametrize(
-    ("value", "small", "whose"),
+    ("value", "small", "worker"),
     [(np.nan, 1, "ann"), (-np.inf, 1, "ann"), (np.nan, 0, "ann"), (3e38, 1e-3, None)],
 )
-def test_a_bad_sum_of_an_only_worker_is_its_own_and_what_averaging_makes_is_not(
-    value, small, whose
-):
+def test_non_finite_sum_is_blamed_on_its_worker_but_not_an_average(value, small, worker):
     round_ = Round(BLOCKS, 4, 1, 0, 0)
     round_.assign("ann", (Subtree(0, 4),))
     fault = round_.payload(
         "ann", payload(Subtree(0, 4), 0, 0, weight_=small), np.full(4, value, "f4")
     )
-    assert fault == NonFinite(Subtree(0, 4), whose, 0)
+    assert fault == NonFinite(Subtree(0, 4), worker, 0)
 
 
 def test_late_duplicates_change_nothing_and_do_not_halt():
     round_ = two_workers()
     deliver(round_, "ann", Subtree(0, 2))
-    bad = np.full(4, np.nan, np.float32)
-    assert round_.payload("ann", payload(Subtree(0, 2), 0, 0), bad) is None
+    nan_payload = np.full(4, np.nan, np.float32)
+    assert round_.payload("ann", payload(Subtree(0, 2), 0, 0), nan_payload) is None
     assert round_.subtree_loss("ann", subtree_loss(Subtree(0, 2), float("nan"))) is False
     deliver(round_, "bob", Subtree(2, 4))
-    assert round_.payload("bob", payload(Subtree(2, 4), LAST, 0), bad) is None
+    assert round_.payload("bob", payload(Subtree(2, 4), LAST, 0), nan_payload) is None
     assert_is_the_plain_sum(round_, 4, FLOAT32)
 
 
-def test_blocks_come_out_as_they_are_complete():
+def test_blocks_are_averaged_when_complete():
     round_ = two_workers()
     deliver(round_, "ann", Subtree(0, 2))
     broadcast = round_.payload(
@@ -383,7 +391,7 @@ def test_blocks_come_out_as_they_are_complete():
     assert round_.unassigned() == (Subtree(2, 4),)
 
 
-def test_it_is_tainted_by_what_an_unproven_worker_delivered():
+def test_unproven_worker_taints_the_round():
     round_ = two_workers()
     round_.lose("bob", is_proven=False)
     assert not round_.tainted
@@ -403,14 +411,14 @@ def test_a_step_without_weight_has_no_gradient():
     assert (round_.loss, round_.gradient_norms.whole) == (0.0, 0.0)
 
 
-def test_a_commit_can_say_whose_subtrees_make_up_its_sums():
+def test_commit_names_the_workers_of_its_subtrees():
     round_ = two_workers()
     deliver(round_, "bob", Subtree(2, 4))
     deliver(round_, "ann", Subtree(0, 2))
     assert round_.counted == ({"ann": (Subtree(0, 2),), "bob": (Subtree(2, 4),)},)
 
 
-def test_where_subtrees_were_assigned_twice_each_way_of_counting_is_reported():
+def test_double_assignments_report_each_way_of_counting():
     round_ = two_workers()
     deliver(round_, "bob", Subtree(2, 4))
     round_.assign("bob", (Subtree(0, 2),))
@@ -444,21 +452,21 @@ def test_blocks_are_summarized_by_another_thread_and_the_round_waits_for_it(monk
 
 @pytest.fixture
 def one_ahead(monkeypatch):
-    """A chunk, however large."""
+    """Limit the lead to one chunk of any size."""
     monkeypatch.setattr(limits, "UPLOAD_AHEAD_BYTES", 1)
     monkeypatch.setattr(limits, "UPLOAD_AHEAD_CHUNKS", 1)
 
 
 def send(round_, worker, subtree, count=1):
-    """The next chunks of its subtree; gives who may send more then."""
-    sent = len(chunks()) - round_.shares[worker].owed[subtree].bit_count()
-    for block, chunk in chunks()[sent:][:count]:
+    """Send the next chunks of its subtree; return who may send more then."""
+    sent_count = len(chunks()) - round_.shares[worker].owed[subtree].bit_count()
+    for block, chunk in chunks()[sent_count:][:count]:
         round_.payload(worker, payload(subtree, block, chunk), values(subtree, block, chunk))
     return round_.raise_uploads()
 
 
 def of_three(local=""):
-    """A round of three workers with a subtree each."""
+    """Make a round of three workers with one subtree each."""
     subtrees = cut_leaves(3)
     round_ = Round(BLOCKS, 3, 1, 0, 0)
     assert round_.plan(len(subtrees)) == []
@@ -469,7 +477,7 @@ def of_three(local=""):
 
 
 @pytest.mark.usefixtures("one_ahead")
-def test_those_who_send_get_on_alike():
+def test_senders_progress_equally():
     round_, (first, second, _) = of_three()
     assert [round_.uploads(worker) for worker in "abc"] == [1, 1, 1]
     assert send(round_, "a", first) == ["a"], "nobody waits for those who compute"
@@ -483,7 +491,7 @@ def test_those_who_send_get_on_alike():
 
 
 @pytest.mark.usefixtures("one_ahead")
-def test_who_shares_no_link_is_not_held_back_and_holds_nobody_back():
+def test_worker_without_a_shared_link_is_independent():
     round_, (first, _, third) = of_three(local="c")
     assert round_.uploads("c") == len(chunks())
     assert send(round_, "c", third) == []
@@ -492,8 +500,8 @@ def test_who_shares_no_link_is_not_held_back_and_holds_nobody_back():
 
 
 @pytest.mark.usefixtures("one_ahead")
-def test_nobody_waits_for_a_subtree_that_is_given_to_another():
-    """The first may have stopped for good, without a word."""
+def test_reassigned_subtree_blocks_nobody():
+    """Its first worker may have stopped for good, silently."""
     round_, (first, second, _) = of_three()
     send(round_, "a", first)
     send(round_, "b", second)

@@ -1,4 +1,4 @@
-"""A step of a capture: what its microbatches give stands in their order, whoever gave it."""
+"""Side outputs of a step: in the order of microbatches, whichever worker sent them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def give(round_: Round, worker: str, subtree: Subtree) -> None:
     end(round_, worker, subtree)
 
 
-def begun(**subtrees: tuple[Subtree, ...]) -> Round:
+def started_round(**subtrees: tuple[Subtree, ...]) -> Round:
     round_ = Round(BLOCKS, len(SIZES), 1, 0, 0, side_outputs=SideOutputs(SIZES))
     for worker, assigned_subtrees in subtrees.items():
         round_.assign(worker, assigned_subtrees)
@@ -73,9 +73,9 @@ EVERYTHING = np.concatenate([rows(leaf) for leaf in range(len(SIZES))])
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(("ann", "bob", "cid"))])
-def test_order_and_workers_do_not_show(order):
+def test_result_does_not_depend_on_order_or_workers(order):
     subtrees = {"ann": (Subtree(0, 2),), "bob": (Subtree(2, 3),), "cid": (Subtree(3, 4),)}
-    round_ = begun(**subtrees)
+    round_ = started_round(**subtrees)
     for worker in order:
         assert not round_.complete
         give(round_, worker, *subtrees[worker])
@@ -84,8 +84,8 @@ def test_order_and_workers_do_not_show(order):
     assert np.concatenate(round_.side_outputs.content).tolist() == EVERYTHING.tolist()
 
 
-def test_a_lost_worker_s_half_subtree_is_given_again_and_counted_once():
-    round_ = begun(ann=(Subtree(0, 2),), bob=(Subtree(2, 4),))
+def test_half_subtree_of_a_lost_worker_counts_once():
+    round_ = started_round(ann=(Subtree(0, 2),), bob=(Subtree(2, 4),))
     for message, content in pieces(Subtree(0, 2))[:4]:
         round_.captured("ann", message, content)
     round_.lose("ann", is_proven=True)
@@ -98,7 +98,7 @@ def test_a_lost_worker_s_half_subtree_is_given_again_and_counted_once():
 
 
 def test_unlike_logits_of_one_numerics_profile_name_both_workers():
-    round_ = begun(ann=(Subtree(0, 1),), bob=(Subtree(0, 1),))
+    round_ = started_round(ann=(Subtree(0, 1),), bob=(Subtree(0, 1),))
     give(round_, "ann", Subtree(0, 1))
     message, content = pieces(Subtree(0, 1))[1]
     differing = round_.captured("bob", message, content + np.uint8(1))
@@ -106,7 +106,7 @@ def test_unlike_logits_of_one_numerics_profile_name_both_workers():
     assert "different logits" in str(differing)
 
 
-def test_an_embedding_that_is_not_finite_names_its_worker_though_another_was_first():
+def test_non_finite_embedding_names_its_worker():
     (field,) = fields = (EmbeddingField(name="e", dtype="float32", shape=(2,)),)
     layout, one = EmbeddingLayout(fields=fields), Subtree(0, 1)
     round_ = Round(BLOCKS, 1, 1, 0, 0, side_outputs=SideOutputs([2 * PIECE]), embeds=layout)
@@ -125,7 +125,7 @@ def test_an_embedding_that_is_not_finite_names_its_worker_though_another_was_fir
 
 
 def test_a_loss_before_all_of_a_subtree_s_logits_is_refused():
-    round_ = begun(ann=(Subtree(0, 2),))
+    round_ = started_round(ann=(Subtree(0, 2),))
     for message, content in pieces(Subtree(0, 2))[:-1]:
         round_.captured("ann", message, content)
     with pytest.raises(OutOfOrder, match="before all of its rows"):
@@ -143,14 +143,14 @@ def test_a_loss_before_all_of_a_subtree_s_logits_is_refused():
         ({"lo": 1, "hi": 3}, PIECE, "is not a subtree"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, count, expected_text):
-    round_ = begun(ann=(Subtree(0, 2),))
+def test_rows_of_wrong_shape_are_refused(change, count, expected_text):
+    round_ = started_round(ann=(Subtree(0, 2),))
     message = pieces(Subtree(0, 2))[0][0].model_copy(update=change)
     with pytest.raises(OutOfOrder, match=expected_text):
         round_.captured("ann", message, np.zeros(count, np.uint8))
 
 
-def test_a_run_that_captures_nothing_takes_no_logits():
+def test_run_without_capture_refuses_logits():
     round_ = Round(BLOCKS, len(SIZES), 1, 0, 0)
     round_.assign("ann", (Subtree(0, 2),))
     with pytest.raises(OutOfOrder, match="captures nothing"):

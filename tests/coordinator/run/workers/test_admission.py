@@ -1,4 +1,4 @@
-"""Whom a run takes, whom it refuses, and who sends state 0."""
+"""Which workers a run admits and refuses, and which one sends state 0."""
 
 import numpy as np
 import pytest
@@ -35,13 +35,13 @@ def admission(exactness="require", **members):
 
 
 @pytest.mark.parametrize("exactness", ["require", "prefer"])
-def test_a_worker_like_the_first_is_taken(exactness):
+def test_worker_like_the_first_is_admitted(exactness):
     assert admission(exactness)[0].refusal(MANIFEST, ready()) == ""
 
 
 @pytest.mark.parametrize("exactness", ["require", "prefer"])
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "difference"),
     [
         ({"digests": {"data": "x", "tokenizer": "t"}}, "data"),
         ({"digests": {"data": "x", "tokenizer": "y"}}, "data, tokenizer"),
@@ -49,41 +49,41 @@ def test_a_worker_like_the_first_is_taken(exactness):
         ({"train_samples": 5}, "sample counts"),
     ],
 )
-def test_another_manifest_is_refused_by_what_differs(exactness, change, named):
+def test_refusal_names_the_difference_of_manifests(exactness, change, difference):
     other = MANIFEST.model_copy(update=change)
     refusal = admission(exactness)[0].refusal(other, ready())
-    assert f"expected the same {named}" in refusal or named in refusal
+    assert f"expected the same {difference}" in refusal or difference in refusal
 
 
-def test_unlike_numbers_are_refused_only_where_exactness_is_required():
+def test_other_numerics_are_refused_only_if_exactness_is_required():
     exact, mixed = admission("require")[0], admission("prefer")[0]
     assert "two threads" in exact.refusal(MANIFEST, ready(signature="2"))
     assert "initial weights" in exact.refusal(MANIFEST, ready(state="2"))
     assert mixed.refusal(MANIFEST, ready("2", "2")) == ""
 
 
-def asked(actions):
+def requested_worker(actions):
     return [action.worker for action in actions if isinstance(action, Send)]
 
 
-def test_one_worker_is_asked_for_the_state_and_the_next_when_it_is_lost():
+def test_state_is_requested_from_the_next_worker_after_a_loss():
     admitting, members = admission("prefer", ann="2", bob="0", cem="0")
-    assert asked(admitting.request_state()) == ["bob"]
+    assert requested_worker(admitting.request_state()) == ["bob"]
     assert admitting.request_state() == []
     members.remove("ann")
     assert admitting.lost("ann") == []
     members.remove("bob")
-    assert asked(admitting.lost("bob")) == ["cem"]
+    assert requested_worker(admitting.lost("bob")) == ["cem"]
     members.remove("cem")
     assert admitting.lost("cem") == []
     members.add("dan").now_ready(ready("2"))
-    assert asked(admitting.request_state()) == ["dan"]
+    assert requested_worker(admitting.request_state()) == ["dan"]
     admitting.state_loaded(admitting.upload, "2" * 64)
     members.remove("dan")
     assert admitting.lost("dan") == []
 
 
-def test_whoever_starts_in_the_loaded_state_follows_at_once_and_others_load_it():
+def test_workers_with_the_loaded_state_follow_at_once():
     admitting, members = admission("prefer", ann="2", bob="0")
     members.add("preparing")
     admitting.request_state()
@@ -93,28 +93,28 @@ def test_whoever_starts_in_the_loaded_state_follows_at_once_and_others_load_it()
     assert members.names(MemberState.LOADING) == ["ann"]
 
 
-def test_what_comes_before_ready_belongs_to_an_earlier_run():
+def test_messages_before_ready_belong_to_an_earlier_run():
     _, members = admission(ann="0")
-    fresh, old = members.add("fresh"), members.get("ann")
+    new_member, old = members.add("fresh"), members.get("ann")
     assert old is not None
-    applied = StepApplied(term=1, step=3, state_digest="0" * 64)
-    assert is_stale(fresh, applied, "run")
-    assert not is_stale(old, applied, "run")
-    assert not is_stale(fresh, Drain(), "run")
-    assert is_stale(fresh, Heartbeat(), "run")
-    assert not is_stale(fresh, ready(), "run")
+    step_applied = StepApplied(term=1, step=3, state_digest="0" * 64)
+    assert is_stale(new_member, step_applied, "run")
+    assert not is_stale(old, step_applied, "run")
+    assert not is_stale(new_member, Drain(), "run")
+    assert is_stale(new_member, Heartbeat(), "run")
+    assert not is_stale(new_member, ready(), "run")
     assert is_stale(old, ready(run_id="other"), "run")
-    assert is_stale(fresh, Unready(run_id="other", reason="", own=False, exit_code=1), "run")
+    assert is_stale(new_member, Unready(run_id="other", reason="", own=False, exit_code=1), "run")
 
 
-def chunk(*, last=False, **changed):
+def chunk(*, last=False, **changes):
     message = StateChunk(
         run_id="run", kind="parameters", block=0, chunk=0, step=0, optimizer_step=0, last=last
     )
-    return message.model_copy(update=changed), np.zeros(2, np.float32)
+    return message.model_copy(update=changes), np.zeros(2, np.float32)
 
 
-def test_only_the_upload_that_counts_fills_the_replica():
+def test_only_the_requested_upload_fills_the_replica():
     admitting, members = admission("prefer", ann="0", bob="0")
     with pytest.raises(OutOfOrder, match="not requested"):
         admitting.state_chunk("ann", *chunk())
@@ -123,12 +123,12 @@ def test_only_the_upload_that_counts_fills_the_replica():
     assert admitting.state_chunk("ann", message, values) == [FillReplica(message, values)]
     members.remove("ann")
     admitting.lost("ann")
-    # What was on its way from Ann, and the digest of what she sent, count no more.
+    # Chunks still in transit from ann, and the digest of her upload, no longer count.
     assert admitting.state_chunk("ann", *chunk()) == []
     assert admitting.state_loaded(1, "0" * 64) == []
     assert not admitting.state_known
-    _, done = admitting.state_chunk("bob", *chunk(last=True))
-    assert done == DigestReplica(2)
+    _, actions = admitting.state_chunk("bob", *chunk(last=True))
+    assert actions == DigestReplica(2)
     assert admitting.state_chunk("bob", *chunk(last=True)) == []
     assert admitting.state_loaded(2, "0" * 64) == []
     assert admitting.state_known
@@ -142,11 +142,11 @@ def test_state_0_has_parameters_alone(change):
         admitting.state_chunk("ann", *chunk(**change))
 
 
-def test_who_sends_another_state_than_announced_is_refused():
+def test_state_that_differs_from_its_digest_is_refused():
     admitting, members = admission("prefer", ann="0", bob="0")
     admitting.request_state()
     report, dismiss = admitting.state_loaded(1, "2" * 64)
     assert report.event.worker == dismiss.worker == "ann"
     assert not admitting.state_known
     members.remove("ann")
-    assert asked(admitting.lost("ann")) == ["bob"]
+    assert requested_worker(admitting.lost("ann")) == ["bob"]

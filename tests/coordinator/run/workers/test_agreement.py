@@ -1,4 +1,4 @@
-"""Who agrees with the replica, against a record of all answers."""
+"""Which workers agree with the replica, checked against a record of all answers."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 from coordinator.run.workers.agreement import Agreement
 
 
-def committed(*workers):
+def committed_step(*workers):
     agreement = Agreement()
     agreement.expect(1, list(workers))
     return agreement
 
 
-def test_it_waits_for_every_worker_and_for_the_replica():
-    agreement = committed("a", "b")
+def test_agreement_waits_for_every_worker_and_the_replica():
+    agreement = committed_step("a", "b")
     assert agreement.waiting_for == ["a", "b"]
     agreement.answer("a", 1, "x")
     agreement.replica_answer(1, "x")
@@ -24,8 +24,8 @@ def test_it_waits_for_every_worker_and_for_the_replica():
     assert agreement.reached
 
 
-def test_answers_are_judged_once_the_replica_is_there():
-    agreement = committed("a", "b")
+def test_answers_are_judged_once_the_replica_has_answered():
+    agreement = committed_step("a", "b")
     agreement.answer("a", 1, "x")
     agreement.answer("b", 1, "y")
     assert agreement.judge(1) == ([], [])
@@ -36,8 +36,8 @@ def test_answers_are_judged_once_the_replica_is_there():
     assert agreement.waiting_for == ["b"]
 
 
-def test_the_replica_alone_is_waited_for_too():
-    agreement = committed()
+def test_agreement_waits_for_the_replica_alone():
+    agreement = committed_step()
     assert not agreement.reached
     agreement.replica_answer(0, "x")
     assert not agreement.reached
@@ -45,8 +45,8 @@ def test_the_replica_alone_is_waited_for_too():
     assert agreement.reached
 
 
-def test_a_lost_worker_is_not_waited_for_and_its_answer_does_not_count():
-    agreement = committed("a", "b")
+def test_lost_worker_is_ignored():
+    agreement = committed_step("a", "b")
     agreement.answer("a", 1, "odd")
     agreement.lose("a")
     agreement.replica_answer(1, "x")
@@ -67,24 +67,24 @@ def test_old_steps_are_forgotten():
 
 
 @given(st.permutations(["a", "b", "c", "replica"]), st.sets(st.sampled_from("abc")))
-def test_in_any_order_all_and_only_the_odd_are_named(order, odd):
-    agreement = committed("a", "b", "c")
+def test_exactly_the_deviating_workers_are_named_in_any_order(order, deviating):
+    agreement = committed_step("a", "b", "c")
     agreed, odd_workers = [], []
-    for who in order:
-        if who == "replica":
+    for participant in order:
+        if participant == "replica":
             agreement.replica_answer(1, "x")
         else:
-            agreement.answer(who, 1, "odd" if who in odd else "x")
-        now, wrong = agreement.judge(1)
+            agreement.answer(participant, 1, "odd" if participant in deviating else "x")
+        now, deviating_workers = agreement.judge(1)
         agreed += now
-        odd_workers += wrong
-    assert set(odd_workers) == odd
-    assert set(agreed) == set("abc") - odd
-    assert agreement.waiting_for == sorted(odd)
-    assert agreement.reached is (not odd)
+        odd_workers += deviating_workers
+    assert set(odd_workers) == deviating
+    assert set(agreed) == set("abc") - deviating
+    assert agreement.waiting_for == sorted(deviating)
+    assert agreement.reached is (not deviating)
 
 
-def test_nothing_is_committed_ahead_of_a_replica_for_which_it_could_not_wait_in_memory():
+def test_commits_wait_for_a_replica_that_would_exceed_memory():
     agreement = Agreement(5, catching_up=True, known="state", ahead=0)
     assert not agreement.reached
     agreement.replica_answer(5, "state")

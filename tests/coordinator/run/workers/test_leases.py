@@ -1,4 +1,4 @@
-"""Who is late, by what was measured of itself and by what others do."""
+"""Which workers are late, by their own measurements and those of others."""
 
 from typing import Any, Final
 
@@ -16,10 +16,10 @@ from protocol.wire.peers import OwnerTable
 
 TICK_MS = 100.0
 MOST: Final = limits.SMALL_CHUNK_ELEMENTS
-"""Of a chunk."""
+"""Values of a chunk."""
 
 
-def test_who_owes_nothing_is_not_silent_and_who_has_just_signed_is_for_no_time():
+def test_silence_counts_only_while_something_is_due():
     leases = Leases()
     assert leases.silent_ms("ann") is None
     leases.sign("ann")
@@ -28,7 +28,7 @@ def test_who_owes_nothing_is_not_silent_and_who_has_just_signed_is_for_no_time()
 
 
 class Race:
-    """Two workers with a subtree each; the time goes on by ticks."""
+    """Two workers with one subtree each; time advances in ticks."""
 
     def __init__(self) -> None:
         self.members = Membership()
@@ -58,7 +58,7 @@ class Race:
         return [member.name for member in self.stragglers.late_workers(self.round)]
 
 
-def test_a_worker_s_own_long_gaps_do_not_stretch_its_lease_beyond_what_others_need():
+def test_long_gaps_of_a_worker_do_not_extend_its_lease_beyond_others():
     race = Race()
     ann = race.members.get("ann")
     assert ann is not None
@@ -73,7 +73,7 @@ def test_a_worker_s_own_long_gaps_do_not_stretch_its_lease_beyond_what_others_ne
     assert race.late == ["ann"]
 
 
-def test_one_of_whom_nothing_was_measured_has_its_first_lease_whatever_others_need():
+def test_unmeasured_worker_has_its_first_lease():
     race = Race()
     ann = race.members.get("ann")
     assert ann is not None
@@ -86,7 +86,7 @@ def test_one_of_whom_nothing_was_measured_has_its_first_lease_whatever_others_ne
 
 
 class Owners:
-    """A step whose chunks two members own, of which one has sent its averages."""
+    """A step whose chunks two members own; one of them has sent its averages."""
 
     def __init__(self) -> None:
         self.lease = OwnerLease()
@@ -103,28 +103,28 @@ class Owners:
 
     def average(self, owner: str, number: int) -> None:
         values = np.zeros(MOST, np.float32)
-        place = {**self.round.step_id, "owners": 1, "block": 0, "chunk": number}
-        self.round.peer_average(owner, AveragedBlockGradient(**place), values)
-        done = ChunkReduced(**place, digest=chunk_digest(values))
-        self.round.peer_average(owner, done, ((owner, Subtree(0, 1)),))
+        step_id = {**self.round.step_id, "owners": 1, "block": 0, "chunk": number}
+        self.round.peer_average(owner, AveragedBlockGradient(**step_id), values)
+        message = ChunkReduced(**step_id, digest=chunk_digest(values))
+        self.round.peer_average(owner, message, ((owner, Subtree(0, 1)),))
 
     def late_after_ms(self) -> float:
-        """When an owner that gives no sign is late."""
+        """Return the time after which a silent owner is late."""
         begun_ms = self._now_ms
         while self.wait(TICK_MS) is None:
             assert self._now_ms < begun_ms + 10 * 60_000
         return self._now_ms - begun_ms
 
     def wait(self, ms: float) -> str | None:
-        late = None
+        late_at_ms = None
         for _ in range(int(ms / TICK_MS)):
             self._now_ms += TICK_MS
             self.lease.tick(self._now_ms)
-            late = late or self.lease.late(self.round)
-        return late
+            late_at_ms = late_at_ms or self.lease.late(self.round)
+        return late_at_ms
 
 
-def test_an_owner_has_longer_where_owners_were_silent_before_they_gave_a_sign():
+def test_owner_lease_grows_with_observed_silence():
     owners = Owners()
     for number in (1, 2):
         assert owners.wait(1_900) is None
@@ -132,7 +132,7 @@ def test_an_owner_has_longer_where_owners_were_silent_before_they_gave_a_sign():
     assert owners.late_after_ms() > 3 * 1_700
 
 
-def test_each_owner_of_a_step_has_twice_as_long_as_the_one_before():
+def test_owner_lease_doubles_within_a_step():
     owners = Owners()
     first, second, third = (owners.late_after_ms() for _ in range(3))
     assert first < 2_500

@@ -1,4 +1,4 @@
-"""Members, their states, and the views that follow."""
+"""Members, their states, and the resulting views."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The journal: a chain in which any change shows, and lines that survive what a disk can do."""
+"""The journal: a hash chain in which any change shows, and lines that survive disk failures."""
 
 import errno
 import json
@@ -90,14 +90,14 @@ def write(path, batches):
 
 
 def in_batches(size=3):
-    return [EXAMPLES[at : at + size] for at in range(0, len(EXAMPLES), size)]
+    return [EXAMPLES[offset : offset + size] for offset in range(0, len(EXAMPLES), size)]
 
 
 def records(path):
     return [entry.record for entry in read_journal(path)]
 
 
-def test_there_is_an_example_of_every_kind_and_each_names_its_articles():
+def test_every_record_kind_has_an_example_and_names_its_articles():
     assert {type(record) for record in EXAMPLES} == set(RECORDS)
     assert len({kind_of(kind) for kind in RECORDS}) == len(RECORDS)
     for kind in RECORDS:
@@ -108,11 +108,11 @@ def test_there_is_an_example_of_every_kind_and_each_names_its_articles():
 
 
 @pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: record.kind)
-def test_every_record_comes_back(record):
+def test_record_round_trip(record):
     assert read_record(record.model_dump(mode="json")) == record
 
 
-def test_what_is_not_finite_is_null():
+def test_non_finite_values_are_null():
     [commit] = [each for each in EXAMPLES if isinstance(each, Committed)]
     assert commit.model_dump()["loss"] is None
     [figures] = [each for each in EXAMPLES if isinstance(each, Evaluated)]
@@ -142,7 +142,7 @@ def test_records_are_read_as_they_were_written(tmp_path):
 
 
 def test_each_line_is_bound_to_the_one_before_as_documented(tmp_path):
-    """The reference does what the module's text says, and nothing else."""
+    """The reference implements the text of the module and nothing else."""
     content = write(tmp_path / "j", in_batches())
     previous = NO_HASH
     for number, line in enumerate(content.decode().splitlines(), 1):
@@ -183,17 +183,17 @@ def test_the_end_of_a_long_journal_is_found_without_reading_it_all(tmp_path, mon
 # Changes.
 
 
-def test_a_flipped_byte_anywhere_is_found_and_its_line_named(tmp_path):
+def test_flipped_byte_anywhere_is_found_and_its_line_named(tmp_path):
     path = tmp_path / "j"
     content = write(path, in_batches()[:2])
     line = 1
-    for at, byte in enumerate(content):
-        for mask in (1,) if at % 7 else (0x20, 0x80, byte ^ 10, byte ^ 13):
+    for offset, byte in enumerate(content):
+        for mask in (1,) if offset % 7 else (0x20, 0x80, byte ^ 10, byte ^ 13):
             if not mask:
                 continue
-            path.write_bytes(content[:at] + bytes([byte ^ mask]) + content[at + 1 :])
+            path.write_bytes(content[:offset] + bytes([byte ^ mask]) + content[offset + 1 :])
             verified = verify_journal(path)
-            assert verified.bad_line == line, (at, mask, verified.reason)
+            assert verified.bad_line == line, (offset, mask, verified.reason)
             assert [entry.record for entry in verified.entries] == EXAMPLES[: line - 1]
         line += byte == 10
 
@@ -201,7 +201,7 @@ def test_a_flipped_byte_anywhere_is_found_and_its_line_named(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new"), [(b"\\u00e9", b"\\u00E9"), (b'":', b'": '), (b'"term":2', b'"term":2.0')]
 )
-def test_a_line_that_says_the_same_in_other_bytes_is_found(tmp_path, old, new):
+def test_equivalent_line_in_other_bytes_is_found(tmp_path, old, new):
     path = tmp_path / "j"
     lines = write(path, in_batches()).splitlines(keepends=True)
     assert old in lines[-1]
@@ -224,7 +224,7 @@ def test_a_line_that_was_changed_with_its_hash_shows_in_the_next(tmp_path, line)
 
 
 @pytest.mark.parametrize("change", ["remove", "double", "swap", "blank"])
-def test_lines_that_are_moved_about_are_found(tmp_path, change):
+def test_reordered_lines_are_found(tmp_path, change):
     path = tmp_path / "j"
     lines = write(path, in_batches()).splitlines(keepends=True)
     match change:
@@ -240,7 +240,7 @@ def test_lines_that_are_moved_about_are_found(tmp_path, change):
     assert verify_journal(path).bad_line == (6 if change == "double" else 5)
 
 
-def test_a_record_that_no_release_knows_is_named(tmp_path):
+def test_unknown_record_kind_is_named(tmp_path):
     journal = Journal(tmp_path / "j")
     journal.append(EXAMPLES[0].model_copy(update={"kind": "odd"}))
     journal.sync()
@@ -261,19 +261,19 @@ def test_a_tail_torn_at_any_byte_of_the_last_batch_is_cut(tmp_path):
         journal.append(EXAMPLES[3])
         journal.sync()
         journal.close()
-        whole = content[:length].count(b"\n")
-        assert records(path) == [*EXAMPLES[:whole], EXAMPLES[3]]
+        original = content[:length].count(b"\n")
+        assert records(path) == [*EXAMPLES[:original], EXAMPLES[3]]
 
 
 def test_damage_within_the_last_batch_is_cut_and_before_it_is_refused(tmp_path):
-    """Pages of one write may reach the disk in any order; those of a synced one have."""
+    """Pages of one write may reach the disk in any order; those of a synced write have."""
     path = tmp_path / "j"
     content = write(path, in_batches())
     lines = content.splitlines(keepends=True)
     start = 0
     for number, line in enumerate(lines, 1):
-        for at in range(start, start + len(line), 29):
-            path.write_bytes(content[:at] + b"\0" + content[at + 1 :])
+        for offset in range(start, start + len(line), 29):
+            path.write_bytes(content[:offset] + b"\0" + content[offset + 1 :])
             if number > len(lines) - len(in_batches()[-1]):
                 journal = Journal(path)
                 assert journal.lines == number - 1
@@ -302,7 +302,7 @@ def test_an_empty_or_wholly_torn_journal_starts_over(tmp_path):
 def test_any_history_reads_back_like_a_list(tmp_path_factory, history):
     path = tmp_path_factory.mktemp("j") / "j"
     journal = Journal(path)
-    durable, waiting = [], []
+    durable, pending = [], []
 
     def fail(_fd, _buffers):
         raise OSError(errno.ENOSPC, "no room")
@@ -316,15 +316,15 @@ def test_any_history_reads_back_like_a_list(tmp_path_factory, history):
             case "append":
                 record = EXAMPLES[number % len(EXAMPLES)]
                 journal.append(record)
-                waiting.append(record)
+                pending.append(record)
             case "sync":
                 journal.sync()
-                durable += waiting
-                waiting = []
+                durable += pending
+                pending = []
             case "fail" | "half":
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(append_file, "write_all", fail if event == "fail" else half)
-                    if waiting:
+                    if pending:
                         with pytest.raises(StorageFailed):
                             journal.sync()
                     else:
@@ -332,22 +332,22 @@ def test_any_history_reads_back_like_a_list(tmp_path_factory, history):
             case "reopen":
                 journal.close()
                 journal = Journal(path)
-                # What was half written may have had whole lines.
+                # The half that was written may contain whole lines.
                 entries = records(path)
                 assert entries[: len(durable)] == durable
-                assert entries[len(durable) :] == waiting[: len(entries) - len(durable)]
-                durable, waiting = entries, []
+                assert entries[len(durable) :] == pending[: len(entries) - len(durable)]
+                durable, pending = entries, []
     journal.sync()
-    assert records(path) == durable + waiting
+    assert records(path) == durable + pending
 
 
 def test_a_full_disk_loses_no_line(tmp_path):
     with small_disk(tmp_path / "disk", 64) as disk:
         journal = Journal(disk / "j")
-        written = []
+        accepted = []
         while True:
             journal.append(EXAMPLES[5])
-            written.append(EXAMPLES[5])
+            accepted.append(EXAMPLES[5])
             try:
                 journal.sync()
             except StorageFailed:
@@ -357,7 +357,7 @@ def test_a_full_disk_loses_no_line(tmp_path):
             journal.sync()
         subprocess_remount(disk)
         journal.sync()
-        assert records(disk / "j") == [*written, EXAMPLES[6]]
+        assert records(disk / "j") == [*accepted, EXAMPLES[6]]
 
 
 def subprocess_remount(disk):

@@ -1,4 +1,4 @@
-"""What a restart reads of its journal, compared with reading all of it."""
+"""The journal end that a restart reads, compared with a full read of the journal."""
 
 from dataclasses import replace
 
@@ -45,8 +45,8 @@ def write(path, records):
     journal.close()
 
 
-def naively(path, checkpoint_step):
-    """All of it, in order."""
+def read_naively(path, checkpoint_step):
+    """Read the whole journal in order."""
     history = read_history(read_journal(path))
     assert history.faults == []
     return JournalEnd(
@@ -59,21 +59,23 @@ def naively(path, checkpoint_step):
 
 @st.composite
 def histories(draw):
-    """Steps, checkpoints that follow their commit, and restarts that take some steps back."""
+    """Draw steps, checkpoints after their commits, and restarts that roll back some steps."""
     records = BEGIN[: draw(st.integers(0, 2))]
     if len(records) < 2:
         return records, 0
     records.append(checkpointed(0))
     step = has_checkpoint = 0
-    for what in draw(st.lists(st.sampled_from(["commit", "save", "noted", "back"]), max_size=40)):
-        if what == "commit":
+    for event_kind in draw(
+        st.lists(st.sampled_from(["commit", "save", "note", "rollback"]), max_size=40)
+    ):
+        if event_kind == "commit":
             records.append(committed(step))
             step += 1
-        elif what == "save":
+        elif event_kind == "save":
             has_checkpoint = step
             if draw(st.booleans()):
                 records.append(checkpointed(step))
-        elif what == "noted":
+        elif event_kind == "note":
             records.append(Fault(term=1, step=step, what="straggler", response="none"))
         else:
             step = draw(st.integers(has_checkpoint, step))
@@ -82,13 +84,13 @@ def histories(draw):
 
 
 @given(history=histories(), window=st.sampled_from([1, 7, 64, 1 << 16]))
-def test_the_end_says_what_the_whole_journal_says(tmp_path_factory, history, window):
+def test_end_equals_the_whole_journal(tmp_path_factory, history, window):
     records, has_checkpoint = history
     path = tmp_path_factory.mktemp("journal") / "j"
     write(path, records)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal_module, "_WINDOW_BYTES", window)
-        assert read_end(path, has_checkpoint) == naively(path, has_checkpoint)
+        assert read_end(path, has_checkpoint) == read_naively(path, has_checkpoint)
 
 
 def test_a_long_journal_is_not_read_beyond_its_last_checkpoint(tmp_path, monkeypatch):
@@ -96,26 +98,26 @@ def test_a_long_journal_is_not_read_beyond_its_last_checkpoint(tmp_path, monkeyp
     long_ago = [committed(step) for step in range(500)]
     write(path, [*BEGIN, *long_ago, checkpointed(500), committed(500)])
     read = []
-    whole = journal_module._lines_backwards
+    lines_backwards = journal_module._lines_backwards
 
-    def counted(path):
-        for line in whole(path):
+    def count_lines_read(path):
+        for line in lines_backwards(path):
             read.append(line)
             yield line
 
-    monkeypatch.setattr(journal_module, "_lines_backwards", counted)
+    monkeypatch.setattr(journal_module, "_lines_backwards", count_lines_read)
     end = JournalEnd(has_run=True, has_manifest=True, commits=501, has_checkpoint=True)
     assert read_end(path, 500) == end
     assert read_end(path, 501) == replace(end, has_checkpoint=False)
     assert len(read) < 10
 
 
-def test_a_journal_that_is_missing_says_nothing(tmp_path):
-    nothing = JournalEnd(has_run=False, has_manifest=False, commits=0, has_checkpoint=False)
-    assert read_end(tmp_path / "j", 0) == nothing
+def test_missing_journal_is_empty(tmp_path):
+    empty_end = JournalEnd(has_run=False, has_manifest=False, commits=0, has_checkpoint=False)
+    assert read_end(tmp_path / "j", 0) == empty_end
 
 
-def test_lines_that_are_damaged_are_left_to_the_audit(tmp_path):
+def test_damaged_lines_are_left_to_the_audit(tmp_path):
     path = tmp_path / "j"
     write(path, [*BEGIN, checkpointed(0), committed(0), committed(1)])
     lines = path.read_bytes().splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""A run's directory: one coordinator at a time, and what a new one finds there."""
+"""A run's directory: one coordinator at a time, and what the next one finds there."""
 
 import json
 import os
@@ -43,7 +43,7 @@ sys.stdin.read()
 
 
 def holder(directory):
-    """Another process that holds the directory until it is killed."""
+    """Start another process that holds the directory until it is killed."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(directory)],
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -52,7 +52,7 @@ def holder(directory):
     return process, int(process.stdout.readline())
 
 
-def test_only_one_process_can_hold_a_directory_and_a_killed_one_lets_go(tmp_path):
+def test_directory_lock_is_exclusive_and_released_by_a_kill(tmp_path):
     process, term = holder(tmp_path)
     assert term == 1
     try:
@@ -68,7 +68,7 @@ def test_only_one_process_can_hold_a_directory_and_a_killed_one_lets_go(tmp_path
     lock.release()
 
 
-def test_a_lock_is_not_left_to_child_processes(tmp_path):
+def test_lock_is_not_inherited(tmp_path):
     lock = DirectoryLock.acquire(tmp_path)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
@@ -78,10 +78,10 @@ def test_a_lock_is_not_left_to_child_processes(tmp_path):
         child.communicate()
 
 
-def test_the_term_rises_at_each_start_and_above_what_is_known_elsewhere(tmp_path):
+def test_term_exceeds_all_known_terms_at_each_start(tmp_path):
     terms = []
-    for above in (0, 0, 7, 3):
-        lock = DirectoryLock.acquire(tmp_path, above)
+    for known_term in (0, 0, 7, 3):
+        lock = DirectoryLock.acquire(tmp_path, known_term)
         terms.append(lock.term)
         lock.release()
     assert terms == [1, 2, 8, 9]
@@ -102,7 +102,7 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path):
         DirectoryLock.acquire(tmp_path / "file")
 
 
-def test_a_lock_sees_that_it_is_lost(tmp_path):
+def test_lost_lock_is_detected(tmp_path):
     lock = DirectoryLock.acquire(tmp_path)
     (tmp_path / "lock").rename(tmp_path / "gone")
     with pytest.raises(RunFailed, match="removed or replaced"):
@@ -113,28 +113,26 @@ def test_a_lock_sees_that_it_is_lost(tmp_path):
     second.check()
 
 
-@pytest.mark.parametrize("look", ["is_same_file", "_term_in"])
-def test_a_directory_that_vanishes_while_it_is_looked_at_is_gone_not_another_s(
-    tmp_path, monkeypatch, look
-):
-    runs, away = tmp_path / "runs", tmp_path / "away"
+@pytest.mark.parametrize("function_name", ["is_same_file", "_term_in"])
+def test_vanishing_directory_is_reported_as_missing(tmp_path, monkeypatch, function_name):
+    runs, moved = tmp_path / "runs", tmp_path / "away"
     lock = DirectoryLock.acquire(runs)
-    usual = getattr(directory_lock, look)
+    usual = getattr(directory_lock, function_name)
 
     def vanished_first(*arguments):
         if runs.exists():
-            runs.rename(away)
+            runs.rename(moved)
         return usual(*arguments)
 
-    monkeypatch.setattr(directory_lock, look, vanished_first)
+    monkeypatch.setattr(directory_lock, function_name, vanished_first)
     with pytest.raises(StorageFailed, match="restore what is missing"):
         lock.check()
     monkeypatch.undo()
-    away.rename(runs)
+    moved.rename(runs)
     lock.check()
 
 
-def test_a_lock_on_a_directory_that_is_away_is_good_when_it_is_back(tmp_path):
+def test_lock_survives_a_temporarily_missing_directory(tmp_path):
     directory = tmp_path / "run"
     lock = DirectoryLock.acquire(directory)
     directory.rename(tmp_path / "away")
@@ -144,10 +142,10 @@ def test_a_lock_on_a_directory_that_is_away_is_good_when_it_is_back(tmp_path):
     lock.check()
 
 
-# What is kept of a run.
+# What is stored of a run.
 
 
-def begun(path, *, checkpoint=True):
+def begin_run(path, *, checkpoint=True):
     directory = RunDirectory(path)
     directory.begin(RUN_ID, SPEC)
     directory.keep_manifest(MANIFEST)
@@ -163,12 +161,12 @@ def keep(directory, replica):
     )
 
 
-def opened(directory, **how):
-    how = {"term": 1, "next_step": 0, **how}
-    return GradientLog(directory.log, RUN_ID, MANIFEST, **how)
+def open_log(directory, **options):
+    options = {"term": 1, "next_step": 0, **options}
+    return GradientLog(directory.log, RUN_ID, MANIFEST, **options)
 
 
-def trained(steps):
+def trained_replica(steps):
     replica = state_zero()
     for step in range(steps):
         scalars = commit_of(step, step + 1).scalars
@@ -177,11 +175,11 @@ def trained(steps):
     return replica
 
 
-def test_a_run_and_its_manifest_come_back(tmp_path):
-    directory = begun(tmp_path / "run")
-    stored = directory.read_run()
-    assert stored is not None
-    assert (stored.run_id, stored.spec) == (RUN_ID, SPEC)
+def test_run_and_manifest_round_trip(tmp_path):
+    directory = begin_run(tmp_path / "run")
+    stored_run = directory.read_run()
+    assert stored_run is not None
+    assert (stored_run.run_id, stored_run.spec) == (RUN_ID, SPEC)
     assert directory.read_manifest() == MANIFEST
     directory.keep_manifest(MANIFEST)
     with pytest.raises(UsageError, match="--resume"):
@@ -195,14 +193,14 @@ def test_a_run_that_never_began_leaves_its_directory_free(tmp_path):
     directory.begin(RUN_ID, SPEC)
     directory.journal.write_text("of the first\n")
     directory.begin("second", SPEC)
-    stored = directory.read_run()
-    assert stored is not None
-    assert stored.run_id == "second"
+    stored_run = directory.read_run()
+    assert stored_run is not None
+    assert stored_run.run_id == "second"
     assert not directory.journal.exists()
 
 
-def test_nothing_that_a_run_keeps_can_be_the_name_of_an_export(tmp_path):
-    """Nor what is written beside it."""
+def test_files_of_a_run_cannot_be_export_names(tmp_path):
+    """Nor can temporary files beside it."""
     directory = RunDirectory(tmp_path)
     paths = [
         value for name in dir(directory) if isinstance(value := getattr(directory, name), Path)
@@ -218,7 +216,7 @@ def test_an_empty_directory_holds_no_run(tmp_path):
     assert recover(RunDirectory(tmp_path / "none")) is None
 
 
-def test_a_run_without_a_ready_worker_begins_at_the_beginning(tmp_path):
+def test_run_without_a_ready_worker_starts_from_zero(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.begin(RUN_ID, SPEC)
     assert recover(directory) is None
@@ -226,23 +224,23 @@ def test_a_run_without_a_ready_worker_begins_at_the_beginning(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run_id": "x", "spec": {"steps": 0}}'])
 def test_a_run_file_that_cannot_be_read_is_reported(tmp_path, content):
-    directory = begun(tmp_path)
+    directory = begin_run(tmp_path)
     directory.run_file.write_bytes(content)
     with pytest.raises(StorageDamaged, match=r"run\.json"):
         recover(directory)
 
 
 @pytest.mark.parametrize("log_mode", [0, 1, 3, 5])
-def test_the_state_after_the_last_commit_is_had_back(tmp_path, log_mode):
-    directory = begun(tmp_path)
-    log = opened(directory)
+def test_state_after_the_last_commit_is_recovered(tmp_path, log_mode):
+    directory = begin_run(tmp_path)
+    log = open_log(directory)
     for step in range(5):
         append_step(log, step)
-        digest = trained(step).state_digest()
+        digest = trained_replica(step).state_digest()
         log.commit(record_of(step, step + 1, state_before=digest))
         if step + 1 == log_mode:
             log.roll()
-            keep(directory, trained(log_mode))
+            keep(directory, trained_replica(log_mode))
             log.cut(log_mode)
     append_step(log, 5)
     log.close()
@@ -251,12 +249,12 @@ def test_the_state_after_the_last_commit_is_had_back(tmp_path, log_mode):
     assert recovery.checkpoint.info.step == log_mode
     assert (recovery.step, recovery.optimizer_step, recovery.redo) == (5, 5, ())
     assert recovery.losses == tuple(1.0 / (1 + step) for step in range(5))
-    assert recovery.replica().state_digest() == trained(5).state_digest()
+    assert recovery.replica().state_digest() == trained_replica(5).state_digest()
 
 
-def test_the_tail_that_a_crash_left_is_cut_and_noted(tmp_path):
-    directory = begun(tmp_path)
-    log = opened(directory)
+def test_torn_tail_is_truncated_and_recorded(tmp_path):
+    directory = begin_run(tmp_path)
+    log = open_log(directory)
     log_step(log, 0)
     log_step(log, 1)
     log.close()
@@ -268,18 +266,18 @@ def test_the_tail_that_a_crash_left_is_cut_and_noted(tmp_path):
     assert len(recovery.notes) == 1
     assert "cut" in recovery.notes[0]
     assert not list(tmp_path.rglob("*.part"))
-    again = recover(directory)
-    assert again is not None
-    assert again.notes == ()
+    repeat = recover(directory)
+    assert repeat is not None
+    assert repeat.notes == ()
 
 
-def test_without_averages_steps_are_done_again_from_the_checkpoint(tmp_path):
-    directory = begun(tmp_path)
-    log = opened(directory, mode="checkpoint")
+def test_without_averages_steps_are_repeated_from_the_checkpoint(tmp_path):
+    directory = begin_run(tmp_path)
+    log = open_log(directory, mode="checkpoint")
     for step in range(2):
         log.commit(record_of(step, step + 1))
     log.roll()
-    keep(directory, trained(2))
+    keep(directory, trained_replica(2))
     log.commit(record_of(2, 3))
     log.commit(record_of(3, 3, skip=True))
     log.close()
@@ -288,16 +286,16 @@ def test_without_averages_steps_are_done_again_from_the_checkpoint(tmp_path):
     assert (recovery.step, recovery.optimizer_step) == (2, 2)
     assert [record.commit.step for record in recovery.redo] == [2, 3]
     assert recovery.redo[1].commit.scalars is None
-    assert recovery.replica().state_digest() == trained(2).state_digest()
+    assert recovery.replica().state_digest() == trained_replica(2).state_digest()
 
 
-def test_a_damaged_checkpoint_is_skipped_for_the_one_before_and_its_log(tmp_path):
-    directory = begun(tmp_path)
-    log = opened(directory)
+def test_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path):
+    directory = begin_run(tmp_path)
+    log = open_log(directory)
     for step in range(4):
         log_step(log, step)
     log.roll()
-    keep(directory, trained(4))
+    keep(directory, trained_replica(4))
     log_step(log, 4)
     log.close()
     (checkpoint_path(directory.checkpoints, 4) / "optimizer.safetensors").unlink()
@@ -305,18 +303,18 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before_and_its_log(tmp_path
     assert recovery is not None
     assert recovery.step == 5
     assert "checkpoint skipped" in recovery.notes[0]
-    assert recovery.replica().state_digest() == trained(5).state_digest()
-    # With the log cut, what is left of it follows nothing.
-    opened(directory, term=2, next_step=5).cut(4)
+    assert recovery.replica().state_digest() == trained_replica(5).state_digest()
+    # With the log truncated, its remainder follows no state.
+    open_log(directory, term=2, next_step=5).cut(4)
     recovery = recover(directory)
     assert recovery is not None
     assert recovery.step == 0
     assert any("done again" in note for note in recovery.notes)
 
 
-def test_a_log_without_any_checkpoint_follows_nothing(tmp_path):
-    directory = begun(tmp_path, checkpoint=False)
-    log = opened(directory)
+def test_log_without_any_checkpoint_is_refused(tmp_path):
+    directory = begin_run(tmp_path, checkpoint=False)
+    log = open_log(directory)
     for step in range(3):
         log_step(log, step)
     log.close()
@@ -324,15 +322,15 @@ def test_a_log_without_any_checkpoint_follows_nothing(tmp_path):
         recover(directory)
 
 
-def test_a_run_whose_first_state_was_not_saved_starts_over(tmp_path):
-    directory = begun(tmp_path, checkpoint=False)
-    opened(directory).close()
+def test_run_without_a_saved_first_state_starts_over(tmp_path):
+    directory = begin_run(tmp_path, checkpoint=False)
+    open_log(directory).close()
     assert recover(directory) is None
 
 
-def test_a_replay_that_leads_elsewhere_is_refused(tmp_path):
-    directory = begun(tmp_path)
-    log = opened(directory)
+def test_replay_with_another_digest_is_refused(tmp_path):
+    directory = begin_run(tmp_path)
+    log = open_log(directory)
     log_step(log, 0)
     append_step(log, 1)
     log.commit(record_of(1, 2, state_before="0" * 64))
@@ -343,22 +341,22 @@ def test_a_replay_that_leads_elsewhere_is_refused(tmp_path):
         recovery.replica()
 
 
-def test_the_result_is_read_if_it_is_one(tmp_path):
-    directory = begun(tmp_path)
+def test_valid_result_is_read(tmp_path):
+    directory = begin_run(tmp_path)
     assert directory.read_result() is None
     run = directory.read_run()
     assert run is not None
-    ended = {"run_id": run.run_id, "outcome": "finished", "steps": 3}
-    directory.result_file.write_text(json.dumps(ended))
-    assert directory.read_result() == ended
-    for content in ("[", "[]", "{}", json.dumps({**ended, "run_id": "another"})):
+    result = {"run_id": run.run_id, "outcome": "finished", "steps": 3}
+    directory.result_file.write_text(json.dumps(result))
+    assert directory.read_result() == result
+    for content in ("[", "[]", "{}", json.dumps({**result, "run_id": "another"})):
         directory.result_file.write_text(content)
         with pytest.raises(StorageDamaged, match=r"remove result\.json"):
             directory.read_result()
 
 
 @pytest.mark.parametrize("name", ["log", "checkpoints", "replicas", "capture"])
-def test_a_file_where_a_run_keeps_a_directory_is_named_at_once(tmp_path, name):
+def test_file_in_place_of_a_directory_is_named_at_once(tmp_path, name):
     directory = RunDirectory(tmp_path)
     directory.begin(RUN_ID, SPEC)
     assert directory.read_run() is not None
@@ -371,7 +369,7 @@ def test_a_file_where_a_run_keeps_a_directory_is_named_at_once(tmp_path, name):
         directory.read_run()
 
 
-def test_a_file_where_a_run_writes_a_model_says_what_to_do(tmp_path):
+def test_file_in_place_of_a_model_has_a_remedy(tmp_path):
     (tmp_path / MANIFEST.export.directory).write_text("")
     with pytest.raises(StorageFailed, match="expected a directory, got a file; remove it"):
         write_model(tmp_path, MANIFEST, state_zero())

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, and one that is whole is never given up."""
+"""Checkpoints: complete or absent, and a complete one is never given up."""
 
 import json
 import os
@@ -37,7 +37,7 @@ from tests.durable_run import (
 )
 
 
-def trained(steps, optimizer=SPEC.optimizer):
+def trained_replica(steps, optimizer=SPEC.optimizer):
     replica = state_zero()
     if optimizer is not SPEC.optimizer:
         replica = Replica(BLOCKS, optimizer)
@@ -50,7 +50,9 @@ def trained(steps, optimizer=SPEC.optimizer):
 
 def write(root, steps, *, run_id=RUN_ID):
     losses = [1.0] * steps
-    return write_checkpoint(root, MANIFEST, trained(steps), run_id=run_id, term=2, losses=losses)
+    return write_checkpoint(
+        root, MANIFEST, trained_replica(steps), run_id=run_id, term=2, losses=losses
+    )
 
 
 def latest(root):
@@ -58,26 +60,26 @@ def latest(root):
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adamw"])
-def test_a_state_comes_back_bit_for_bit(tmp_path, name):
+def test_state_round_trip_bit_for_bit(tmp_path, name):
     optimizer = OptimizerSpec(name=name, lr=0.01)
-    replica = trained(3, optimizer)
+    replica = trained_replica(3, optimizer)
     replica.skip()
     losses = [0.5, 0.25, 0.125, float("nan")]
     new_checkpoint = write_checkpoint(
         tmp_path, MANIFEST, replica, run_id=RUN_ID, term=7, losses=losses
     )
-    checkpoint, passed = latest(tmp_path)
-    assert (checkpoint, passed) == (new_checkpoint, ())
+    checkpoint, skipped = latest(tmp_path)
+    assert (checkpoint, skipped) == (new_checkpoint, ())
     assert checkpoint.info.losses == (0.5, 0.25, 0.125, None)
     assert (checkpoint.info.term, checkpoint.info.step, checkpoint.info.optimizer_step) == (7, 4, 3)
     loaded = load_replica(checkpoint, MANIFEST, optimizer)
     assert loaded.state_digest() == replica.state_digest()
-    for mine, theirs in zip(replica.parts(), loaded.parts(), strict=True):
-        assert mine.values.tobytes() == theirs.values.tobytes()
+    for actual, reference in zip(replica.parts(), loaded.parts(), strict=True):
+        assert actual.values.tobytes() == reference.values.tobytes()
 
 
-def test_missed_updates_come_back_and_a_worker_is_sent_them(tmp_path):
-    replica = trained(2)
+def test_missed_updates_are_restored_and_sent_to_workers(tmp_path):
+    replica = trained_replica(2)
     gradients = averages(2)
     mark_absent(BLOCKS[0], gradients[0], {"layer.0.bias"})
     replica.apply(gradients, commit_of(2, 3).scalars)
@@ -88,10 +90,10 @@ def test_missed_updates_come_back_and_a_worker_is_sent_them(tmp_path):
     assert {"missed_updates/layer.0.bias", "missed_updates/head"} <= names
     loaded = load_replica(checkpoint, MANIFEST, SPEC.optimizer)
     assert loaded.state_digest() == replica.state_digest()
-    joining = trained(3)
-    with CheckpointState(checkpoint, MANIFEST, SPEC.optimizer) as saved:
-        for kind, block, chunk in saved.pieces():
-            joining.load_piece(kind, block, chunk, saved.read(StatePiece(kind, block, chunk)))
+    joining = trained_replica(3)
+    with CheckpointState(checkpoint, MANIFEST, SPEC.optimizer) as state:
+        for kind, block, chunk in state.pieces():
+            joining.load_piece(kind, block, chunk, state.read(StatePiece(kind, block, chunk)))
     assert joining.state_digest() == replica.state_digest()
 
 
@@ -110,34 +112,36 @@ def test_parameters_have_the_layout_and_the_names_of_the_result(tmp_path):
     }
 
 
-def test_one_that_is_there_already_with_the_same_state_is_left_alone(tmp_path):
+def test_existing_checkpoint_with_the_same_state_is_kept(tmp_path):
     path = write(tmp_path, 2).path
     before = (path / "checkpoint.json").stat().st_ino
     write(tmp_path, 2)
     assert (path / "checkpoint.json").stat().st_ino == before
 
 
-def test_a_flipped_byte_in_any_file_is_found_and_the_one_before_is_taken(tmp_path):
-    good = write(tmp_path, 1)
+def test_flipped_byte_in_any_file_falls_back_to_the_previous_checkpoint(tmp_path):
+    intact = write(tmp_path, 1)
     path = write(tmp_path, 2).path
     for file in sorted(p for p in path.rglob("*") if p.is_file()):
-        whole = file.read_bytes()
-        for at in range(0, len(whole), max(1, len(whole) // 40)):
-            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-            if json_equal(file, whole):
+        content = file.read_bytes()
+        for offset in range(0, len(content), max(1, len(content) // 40)):
+            file.write_bytes(
+                content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :]
+            )
+            if json_equal(file, content):
                 continue
-            checkpoint, passed = latest(tmp_path)
-            assert checkpoint == good, (file, at)
-            assert len(passed) == 1
-            assert path.name in passed[0]
-        file.write_bytes(whole)
+            checkpoint, skipped = latest(tmp_path)
+            assert checkpoint == intact, (file, offset)
+            assert len(skipped) == 1
+            assert path.name in skipped[0]
+        file.write_bytes(content)
     assert latest(tmp_path)[0].info.step == 2
 
 
-def json_equal(file, whole):
-    """A flip that changes layout alone says the same."""
+def json_equal(file, original):
+    """Return whether a flip changed only the layout."""
     try:
-        return file.suffix == ".json" and json.loads(file.read_bytes()) == json.loads(whole)
+        return file.suffix == ".json" and json.loads(file.read_bytes()) == json.loads(original)
     except ValueError:
         return False
 
@@ -156,13 +160,13 @@ def test_a_state_with_another_digest_is_refused(tmp_path):
         load_replica(module.Checkpoint(checkpoint.path, other), MANIFEST, SPEC.optimizer)
 
 
-def test_one_of_another_run_or_manifest_is_refused(tmp_path):
+def test_checkpoint_of_another_run_or_manifest_is_refused(tmp_path):
     write(tmp_path, 2)
     with pytest.raises(Mismatch):
         find_checkpoint(tmp_path, 2, "other", MANIFEST)
-    changed = MANIFEST.model_copy(update={"train_samples": 11})
+    other_manifest = MANIFEST.model_copy(update={"train_samples": 11})
     with pytest.raises(Mismatch):
-        find_checkpoint(tmp_path, 2, RUN_ID, changed)
+        find_checkpoint(tmp_path, 2, RUN_ID, other_manifest)
 
 
 CALLS = ("fsync", "replace", "rename", "mkdir")
@@ -170,7 +174,7 @@ CALLS = ("fsync", "replace", "rename", "mkdir")
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_crash_at_any_call_leaves_the_old_checkpoint_or_the_new(tmp_path, monkeypatch, call):
-    """Each call in turn is the last one that the process makes."""
+    """Each call in turn is the last one of the process."""
 
     class Crash(BaseException):
         pass
@@ -180,14 +184,14 @@ def test_a_crash_at_any_call_leaves_the_old_checkpoint_or_the_new(tmp_path, monk
         number += 1
         root = tmp_path / f"{call}-{number}"
         write(root, 1)
-        left = [number]
+        calls_left = [number]
 
-        def counted(real, left=left):
-            def work(*arguments, **words):
-                left[0] -= 1
-                if left[0] == 0:
+        def counted(real, calls_left=calls_left):
+            def work(*arguments, **keywords):
+                calls_left[0] -= 1
+                if calls_left[0] == 0:
                     raise Crash
-                return real(*arguments, **words)
+                return real(*arguments, **keywords)
 
             return work
 
@@ -199,16 +203,16 @@ def test_a_crash_at_any_call_leaves_the_old_checkpoint_or_the_new(tmp_path, monk
                 pass
             else:
                 break
-        checkpoint, passed = latest(root)
+        checkpoint, skipped = latest(root)
         assert checkpoint.info.step in {1, 2}
-        assert passed == ()
+        assert skipped == ()
         write(root, 2)
         assert latest(root)[0].info.step == 2
         assert [path.name for path in root.iterdir() if path.suffix == ".part"] == []
     assert number > 1
 
 
-def test_a_full_disk_leaves_nothing_behind_and_all_unchanged(tmp_path):
+def test_full_disk_leaves_everything_unchanged(tmp_path):
     with small_disk(tmp_path / "disk", 200) as disk:
         root = disk / "checkpoints"
         write(root, 1)
@@ -219,26 +223,26 @@ def test_a_full_disk_leaves_nothing_behind_and_all_unchanged(tmp_path):
                     os.write(file.fileno(), bytes(4096))
                 except OSError:
                     break
-        free = 0
-        refused = []
-        # Whatever room there is, from none to enough.
+        free_bytes = 0
+        refusals = []
+        # From no space to enough.
         while True:
             try:
                 write(root, 2)
                 break
             except StorageFailed as error:
-                refused.append(str(error))
+                refusals.append(str(error))
             assert checkpoint_steps(root) == [1]
             assert latest(root)[0].info.step == 1
             assert [path.name for path in root.iterdir()] == ["step-0000000001"]
-            free += 4096
+            free_bytes += 4096
             os.truncate(ballast, ballast.stat().st_size - 4096)
-        assert len(refused) > 3
-        assert all("make room" in text for text in refused)
+        assert len(refusals) > 3
+        assert all("make room" in text for text in refusals)
         assert latest(root)[0].info.step == 2
 
 
-# What is kept.
+# Retention.
 
 
 def steps_after_pruning(root, **retention):
@@ -247,7 +251,7 @@ def steps_after_pruning(root, **retention):
     return pruned
 
 
-def test_the_last_few_are_kept(tmp_path):
+def test_last_few_checkpoints_are_kept(tmp_path):
     for step in range(1, 6):
         write(tmp_path, step)
     pruned = steps_after_pruning(tmp_path, keep_last=2)
@@ -258,7 +262,7 @@ def test_the_last_few_are_kept(tmp_path):
     ]
 
 
-def test_one_that_is_being_copied_is_kept(tmp_path):
+def test_checkpoint_in_copy_is_kept(tmp_path):
     for step in range(1, 6):
         write(tmp_path, step)
     retention = CheckpointSpec(keep_last=2)
@@ -268,7 +272,7 @@ def test_one_that_is_being_copied_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize(("better", "best"), [("higher", 2), ("lower", 3)])
-def test_the_best_is_never_removed(tmp_path, better, best):
+def test_best_checkpoint_is_never_removed(tmp_path, better, best):
     for step, figure in ((1, 0.5), (2, 0.9), (3, 0.1), (4, 0.9), (5, 0.6)):
         digest = write(tmp_path, step).info.state_digest
         write_metrics(tmp_path, step, digest, {"accuracy": figure, "odd": float("nan")})
@@ -280,13 +284,13 @@ def test_the_best_is_never_removed(tmp_path, better, best):
     assert latest(tmp_path)[0].info.step == 5
 
 
-def test_the_first_is_kept_with_the_whole_log(tmp_path):
+def test_first_checkpoint_is_kept_with_the_whole_log(tmp_path):
     for step in range(5):
         write(tmp_path, step)
     assert steps_after_pruning(tmp_path, keep_last=1, keep_log=True).kept == (0, 4)
 
 
-def test_the_last_whole_one_is_never_removed(tmp_path):
+def test_last_complete_checkpoint_is_never_removed(tmp_path):
     for step in range(1, 5):
         write(tmp_path, step)
     for step in (3, 4):
@@ -310,12 +314,12 @@ def test_metrics_of_another_state_are_not_kept_with_a_checkpoint(tmp_path):
     assert read_metrics(tmp_path, 3) is None
     write_metrics(tmp_path, 3, checkpoint.info.state_digest, {"accuracy": 0.5})
     file = checkpoint.path / "metrics.json"
-    whole = file.read_bytes()
+    content = file.read_bytes()
     shutil.rmtree(checkpoint.path)
-    other = trained(3)
+    other = trained_replica(3)
     other.parameters[0][0] += 1
     write_checkpoint(tmp_path, MANIFEST, other, run_id=RUN_ID, term=1, losses=[1.0] * 3)
-    file.write_bytes(whole)
+    file.write_bytes(content)
     with pytest.raises(StorageDamaged, match="of another state"):
         read_metrics(tmp_path, 3)
 

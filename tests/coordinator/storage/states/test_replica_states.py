@@ -1,4 +1,4 @@
-"""States of single replicas: read back whole, or not at all; kept while a restart needs them."""
+"""Per-replica states: read back complete or not at all, and kept while a restart needs them."""
 
 import numpy as np
 import pytest
@@ -20,59 +20,62 @@ def states(tmp_path, every=0, own_lengths=(OWN,), guard=lambda: None, **changes)
 
 
 def content(seed, replicas=3):
-    """Of all replicas, each in two pieces."""
+    """Make states of all replicas, each in two chunks."""
     rng = np.random.default_rng(seed)
-    whole = [rng.integers(0, 256, OWN, np.uint8) for _ in range(replicas)]
-    return [piece for each in whole for piece in (each[:600], each[600:])]
+    full_states = [rng.integers(0, 256, OWN, np.uint8) for _ in range(replicas)]
+    return [chunk_bytes for each in full_states for chunk_bytes in (each[:600], each[600:])]
 
 
-def asked(replica_states, step, replica, *, attempt=0, own=True):
+def request_state(replica_states, step, replica, *, attempt=0, own=True):
     request = InnerStateRequest(term=1, step=step, attempt=attempt, replica=replica, own=own)
-    inner, pieces = replica_states.answer(request)
-    return inner, b"".join(pieces)
+    inner, chunks = replica_states.answer(request)
+    return inner, b"".join(chunks)
 
 
-def reached(replica_states, step, inner, pieces, attempt=0):
-    for chunk, piece in enumerate(pieces):
+def write_state(replica_states, step, inner, chunks, attempt=0):
+    for chunk, chunk_bytes in enumerate(chunks):
         message = InnerCheckpointChunk(
             term=1, step=step, attempt=attempt, replica=1, inner=inner, chunk=chunk,
-            last=chunk == len(pieces) - 1,
+            last=chunk == len(chunks) - 1,
         )  # fmt: skip
-        replica_states.write_inner_checkpoint(message, np.frombuffer(piece, np.uint8))
+        replica_states.write_inner_checkpoint(message, np.frombuffer(chunk_bytes, np.uint8))
 
 
-def test_each_replica_gets_its_own_back(tmp_path):
+def test_each_replica_gets_its_own_state(tmp_path):
     replica_states, contents = states(tmp_path), content(1)
     digest = replica_states.keep_own(4, contents)
     for replica in range(3):
         expected = b"".join(p.tobytes() for p in contents[2 * replica :][:2])
-        assert asked(replica_states, 4, replica) == (0, expected)
-        assert asked(states(tmp_path, step=4, own_digest=digest), 4, replica) == (0, expected)
+        assert request_state(replica_states, 4, replica) == (0, expected)
+        assert request_state(states(tmp_path, step=4, own_digest=digest), 4, replica) == (
+            0,
+            expected,
+        )
 
 
-def test_what_an_older_release_has_written_has_missed_nothing(tmp_path):
+def test_state_of_an_older_release_has_no_missed_steps(tmp_path):
     contents = content(1)
     digest = states(tmp_path).keep_own(4, contents)
     newer = states(tmp_path, own_lengths=(OWN + 12, OWN), step=4, own_digest=digest)
     for replica in range(3):
         expected = b"".join(p.tobytes() for p in contents[2 * replica :][:2])
-        assert asked(newer, 4, replica) == (0, expected + bytes(12))
+        assert request_state(newer, 4, replica) == (0, expected + bytes(12))
     assert newer.keep_own(5, ()) == digest
-    assert asked(newer, 5, 1) == asked(newer, 4, 1)
+    assert request_state(newer, 5, 1) == request_state(newer, 4, 1)
     assert state_fault(tmp_path / "replicas" / "own-5", (OWN + 12, OWN), digest) == ""
 
 
 def test_a_round_that_is_skipped_changes_nothing(tmp_path):
     replica_states, contents = states(tmp_path), content(1)
     replica_states.keep_own(1, ())
-    assert asked(replica_states, 1, 2) == (0, bytes(OWN))
+    assert request_state(replica_states, 1, 2) == (0, bytes(OWN))
     assert replica_states.keep_own(2, contents) == replica_states.keep_own(3, ())
-    assert asked(replica_states, 3, 1) == asked(replica_states, 2, 1)
+    assert request_state(replica_states, 3, 1) == request_state(replica_states, 2, 1)
 
 
-@pytest.mark.parametrize("instead", ["nothing", "another round", "fewer replicas", "more"])
-@pytest.mark.parametrize("again", [False, True])
-def test_another_file_in_its_place_is_seen(tmp_path, instead, again):
+@pytest.mark.parametrize("replacement", ["nothing", "another round", "fewer replicas", "more"])
+@pytest.mark.parametrize("repeat", [False, True])
+def test_replaced_file_is_detected(tmp_path, replacement, repeat):
     replica_states = states(tmp_path)
     replica_states.keep_own(1, content(2))
     digest = replica_states.keep_own(2, content(1))
@@ -84,78 +87,78 @@ def test_another_file_in_its_place_is_seen(tmp_path, instead, again):
             "another round": path.with_name("own-1").read_bytes(),
             "fewer replicas": raw[: 2 * (OWN + 32)],
             "more": raw + raw[: OWN + 32],
-        }[instead]
+        }[replacement]
     )
-    if again:
+    if repeat:
         replica_states = states(tmp_path, step=2, own_digest=digest)
     with pytest.raises(StorageDamaged, match="own-2"):
-        asked(replica_states, 2, 0)
+        request_state(replica_states, 2, 0)
 
 
-def test_what_is_damaged_is_not_made_good_by_a_round_that_is_skipped(tmp_path):
+def test_skipped_round_does_not_repair_damage(tmp_path):
     replica_states = states(tmp_path)
     replica_states.keep_own(1, content(1))
     (tmp_path / "replicas" / "own-1").write_bytes(b"")
     replica_states.keep_own(2, ())
     with pytest.raises(StorageDamaged, match="own-2"):
-        asked(replica_states, 2, 0)
+        request_state(replica_states, 2, 0)
 
 
-@pytest.mark.parametrize("place", [0, 31, 32, 1031, -1])
-def test_a_byte_that_changed_is_seen(tmp_path, place):
+@pytest.mark.parametrize("offset", [0, 31, 32, 1031, -1])
+def test_changed_byte_is_detected(tmp_path, offset):
     replica_states = states(tmp_path)
     replica_states.keep_own(1, content(1))
     path = tmp_path / "replicas" / "own-1"
     raw = bytearray(path.read_bytes())
-    raw[place] ^= 1
+    raw[offset] ^= 1
     path.write_bytes(raw)
     with pytest.raises(StorageDamaged, match="roll back to a checkpoint"):
-        _ = [asked(replica_states, 1, replica) for replica in range(3)]
+        _ = [request_state(replica_states, 1, replica) for replica in range(3)]
 
 
-def test_the_newest_whole_boundary_of_the_attempt_counts(tmp_path):
+def test_newest_complete_inner_checkpoint_of_the_attempt_counts(tmp_path):
     replica_states = states(tmp_path)
-    reached(replica_states, 2, 10, [b"first", b"second"])
-    assert asked(replica_states, 2, 1, own=False) == (10, b"firstsecond")
-    reached(replica_states, 2, 5, [b"a late one"])
-    assert asked(replica_states, 2, 1, own=False) == (10, b"firstsecond")
-    assert asked(replica_states, 2, 1, own=False, attempt=1) == (0, b"")
-    assert asked(replica_states, 3, 1, own=False) == (0, b"")
-    assert asked(replica_states, 2, 0, own=False) == (0, b"")
-    inner, pieces = replica_states.answer(
+    write_state(replica_states, 2, 10, [b"first", b"second"])
+    assert request_state(replica_states, 2, 1, own=False) == (10, b"firstsecond")
+    write_state(replica_states, 2, 5, [b"a late one"])
+    assert request_state(replica_states, 2, 1, own=False) == (10, b"firstsecond")
+    assert request_state(replica_states, 2, 1, own=False, attempt=1) == (0, b"")
+    assert request_state(replica_states, 3, 1, own=False) == (0, b"")
+    assert request_state(replica_states, 2, 0, own=False) == (0, b"")
+    inner, chunks = replica_states.answer(
         InnerStateRequest(term=1, step=2, attempt=0, replica=1, own=False)
     )
-    reached(replica_states, 2, 20, [b"third"])
-    assert (inner, b"".join(pieces)) == (10, b"firstsecond")
-    assert asked(replica_states, 2, 1, own=False) == (20, b"third")
+    write_state(replica_states, 2, 20, [b"third"])
+    assert (inner, b"".join(chunks)) == (10, b"firstsecond")
+    assert request_state(replica_states, 2, 1, own=False) == (20, b"third")
 
 
-def test_a_boundary_that_changed_is_done_without(tmp_path):
+def test_changed_inner_checkpoint_is_ignored(tmp_path):
     replica_states = states(tmp_path)
-    reached(replica_states, 2, 10, [b"first", b"second"])
+    write_state(replica_states, 2, 10, [b"first", b"second"])
     (tmp_path / "replicas" / "boundary-1").write_bytes(b"firstsecone")
-    assert asked(replica_states, 2, 1, own=False) == (0, b"")
+    assert request_state(replica_states, 2, 1, own=False) == (0, b"")
 
 
-def test_boundaries_that_another_coordinator_removed_are_done_without(tmp_path):
-    """It took the directory over, and this one does not know yet."""
+def test_inner_checkpoints_removed_by_another_coordinator_are_ignored(tmp_path):
+    """Another coordinator took over the directory, and this one does not know yet."""
     replica_states = states(tmp_path)
-    reached(replica_states, 2, 10, [b"first", b"second"])
+    write_state(replica_states, 2, 10, [b"first", b"second"])
     states(tmp_path)
-    assert asked(replica_states, 2, 1, own=False) == (0, b"")
+    assert request_state(replica_states, 2, 1, own=False) == (0, b"")
 
 
-def test_no_boundary_is_written_into_what_another_coordinator_has(tmp_path):
+def test_no_inner_checkpoint_is_written_after_a_takeover(tmp_path):
     def refuses():
         raise RunFailed("it has another coordinator")
 
     replica_states = states(tmp_path, guard=refuses)
     with pytest.raises(RunFailed):
-        reached(replica_states, 2, 10, [b"first", b"second"])
+        write_state(replica_states, 2, 10, [b"first", b"second"])
     assert not [*tmp_path.rglob("boundary-*")]
 
 
-def test_those_of_checkpoints_and_of_the_last_rounds_are_kept(tmp_path):
+def test_states_of_checkpoints_and_of_the_last_rounds_are_kept(tmp_path):
     replica_states = states(tmp_path, every=5)
     for step in range(1, 13):
         replica_states.keep_own(step, content(step))

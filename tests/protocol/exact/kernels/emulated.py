@@ -24,7 +24,7 @@ _SPACE_BYTES = 1 << 20  # for each array
 
 
 class EmulatedLibrary(Library):
-    """As `Library`; arrays travel through a file that both processes map."""
+    """Like `Library`; arrays travel through a file that both processes map."""
 
     def __init__(self, target: BuildTarget, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.target = target
@@ -54,27 +54,27 @@ class EmulatedLibrary(Library):
 
     def _call(self, name: str, *arguments: Any) -> int:
         arrays, self._arrays = self._arrays, []
-        places = {}
+        array_by_offset = {}
         for number, array in enumerate(arrays):
             address = array.__array_interface__["data"][0]
-            place = number * _SPACE_BYTES + address % 64  # as it is aligned here
-            places[place] = array
-            self._arena[place : place + array.nbytes] = array.tobytes()
-        words = [name]
+            offset = number * _SPACE_BYTES + address % 64  # with the same alignment here
+            array_by_offset[offset] = array
+            self._arena[offset : offset + array.nbytes] = array.tobytes()
+        command = [name]
         for argument, kind in zip(arguments, library._PROTOTYPES[name][0], strict=True):
             if kind is ctypes.c_float:
-                words.append(f"n{struct.unpack('<I', struct.pack('<f', argument))[0]}")
+                command.append(f"n{struct.unpack('<I', struct.pack('<f', argument))[0]}")
             elif argument is None or kind is not ctypes.c_void_p:
-                words.append(f"n{int(argument or 0)}")
+                command.append(f"n{int(argument or 0)}")
             else:
-                words.append(f"p{_offset(argument, places)}")
+                command.append(f"p{_offset(argument, array_by_offset)}")
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(*words, file=self._process.stdin, flush=True)
+        print(*command, file=self._process.stdin, flush=True)
         result = int(self._process.stdout.readline())
-        for place, array in places.items():
+        for offset, array in array_by_offset.items():
             if array.flags.writeable:
-                raw = np.frombuffer(self._arena, np.uint8, array.nbytes, place)
+                raw = np.frombuffer(self._arena, np.uint8, array.nbytes, offset)
                 array.reshape(-1).view(np.uint8)[:] = raw
         return result
 
@@ -84,9 +84,11 @@ class EmulatedLibrary(Library):
         assert self._process.returncode == 0
 
 
-def _offset(address: int, places: dict[int, np.ndarray]) -> int:
-    """Where in the file what lies at this address is."""
-    starts = {array.__array_interface__["data"][0]: place for place, array in places.items()}
+def _offset(address: int, array_by_offset: dict[int, np.ndarray]) -> int:
+    """Return the file offset of the data at this address."""
+    starts = {
+        array.__array_interface__["data"][0]: offset for offset, array in array_by_offset.items()
+    }
     if address in starts:
         return starts[address]
     start = max(start for start in starts if start < address)

@@ -37,7 +37,7 @@ SPECIAL = np.array(
      0x4B400000],
     np.uint32,
 )  # fmt: skip
-"""Zero, subnormals, the least normal numbers, ties of bfloat16, the largest, infinity, NaN."""
+"""Zero, subnormals, the smallest normal numbers, ties of bfloat16, the largest, infinity, NaN."""
 VARIANTS: list[dict[str, Any]] = [
     {"name": name, "momentum": 0.0 if name == "rmsprop" else 0.9}
     for name in library.RULES if "-" not in name or name == "schedule-free"
@@ -55,12 +55,12 @@ SETTINGS: list[dict[str, Any]] = [
     {"ema": EmaSpec(decay=0.75)},
 ]
 RULES = [
-    OptimizerSpec(lr=lr, betas=betas, alpha=betas[1], **variant, **others)
+    OptimizerSpec(lr=lr, betas=betas, alpha=betas[1], **variant, **other_settings)
     for variant, (lr, betas) in itertools.product(
         VARIANTS, [(0.1, (0.9, 0.999)), (1e-3, (0.4, 0.99)), (3.0, (0.5, 0.5))]
     )
-    for others in SETTINGS
-    if variant["name"] != "schedule-free" or "ema" not in others
+    for other_settings in SETTINGS
+    if variant["name"] != "schedule-free" or "ema" not in other_settings
 ]
 LENGTHS = st.one_of(
     st.integers(0, 300),
@@ -69,8 +69,8 @@ LENGTHS = st.one_of(
 
 
 def values(seed: int, elements: int, offset: int = 0) -> np.ndarray:
-    """Normal numbers of many sizes, any bits, special values and runs of equal ones; their address
-    is `offset` bytes after a multiple of 64."""
+    """Make normal numbers of many magnitudes, random bits, special values and runs of equal values,
+    at an address `offset` bytes after a multiple of 64."""
     rng = np.random.default_rng(seed)
     raw = np.empty(elements * 4 + 128, np.uint8)
     start = -raw.ctypes.data % 64 + offset
@@ -89,7 +89,7 @@ def values(seed: int, elements: int, offset: int = 0) -> np.ndarray:
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """As whole numbers, any NaN as one."""
+    """Return the bits as integers, with all NaNs equal."""
     words = np.array(array).view(np.uint32)
     return np.where((words & 0x7FFFFFFF) > 0x7F800000, np.uint32(0x7FC00000), words)
 
@@ -113,7 +113,7 @@ def _threads_for_few_elements(monkeypatch):
 
 
 class Case(NamedTuple):
-    """An array, by how it is made, and the threads that work on it."""
+    """An array, by its construction, and the threads that work on it."""
 
     seed: int
     elements: int
@@ -127,10 +127,10 @@ CASES = st.builds(
 
 
 def prepared(kernels: Library, case: Case) -> tuple[int, int, int]:
-    """Seed, elements and offset; an emulated processor is slow, and gets fewer elements."""
+    """Return seed, elements and offset; an emulated processor is slow, and gets fewer elements."""
     library.use_threads(case.threads)
-    few = case.elements % 9001 if isinstance(kernels, EmulatedLibrary) else case.elements
-    return case.seed, few, case.offset
+    element_count = case.elements % 9001 if isinstance(kernels, EmulatedLibrary) else case.elements
+    return case.seed, element_count, case.offset
 
 
 @given(CASES, st.sampled_from(RULES), st.booleans(), st.integers(1, 50))
@@ -161,7 +161,7 @@ def test_every_rule_has_a_variant():
 
 @given(CASES, st.sampled_from(RULES))
 def test_hashes(kernels, case, spec):
-    """xxHash's own, of each piece, alone and while the values are updated."""
+    """The hashes of xxHash, for each piece, alone and during an update."""
     seed, elements, offset = prepared(kernels, case)
     scalars = update.step_scalars(spec, 3, 2, 100, 1.7)
     count = update.state_arrays(spec)
@@ -173,10 +173,10 @@ def test_hashes(kernels, case, spec):
             tuple(state[1 : 1 + update.moment_count(spec)]), decay=True,
             average=state[-1] if spec.average else None, hashes=hashes,
         )  # fmt: skip
-        alone = [piece_hashes(array) for array in state]
+        separate_hashes = [piece_hashes(array) for array in state]
     with using(None):
         defined = [piece_hashes(array) for array in state]
-    assert alone == defined
+    assert separate_hashes == defined
     assert [pieces.tobytes() for pieces in hashes] == defined
 
 
@@ -221,7 +221,8 @@ def test_averages_and_checks(kernels, case):
             )
             results.append((np.float64(float32.square_sum(given_values)).tobytes(),))
         results.append((bits(out).tobytes(),))
-    if np.isfinite(given_values).all():  # else a sum of squares may be a NaN of another payload
+    # otherwise a sum of squares may be a NaN with another payload
+    if np.isfinite(given_values).all():
         assert results[:3] == results[3:]
     assert results[0] == results[3]
     assert results[2] == results[5]
@@ -256,7 +257,7 @@ def test_codecs(kernels, codec, case):
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "topk"])
 @given(case=CASES)
-def test_any_bytes_are_unpacked_alike(kernels, codec, case):
+def test_any_bytes_unpack_equally(kernels, codec, case):
     seed, elements, offset = prepared(kernels, case)
     rng = np.random.default_rng(seed)
     length = codecs.body_bytes(codec, elements)
@@ -286,20 +287,20 @@ def test_absent_gradients(kernels):
             assert not absent.is_absent(gradient)
 
 
-def test_what_only_numpy_takes_is_left_to_it():
+def test_unsupported_arrays_are_left_to_numpy():
     with using(Library(BUILT[0])):
-        plain = np.zeros(8, np.float32)
-        assert library_for(plain) is not None
-        assert library_for(plain.astype(np.float64)) is None
-        assert library_for(plain.astype(">f4")) is None
-        assert library_for(plain[::2]) is None
-        assert library_for(plain, writes=(plain[:4],)) is None
-        read_only = np.frombuffer(plain.tobytes(), np.float32)
+        small_array = np.zeros(8, np.float32)
+        assert library_for(small_array) is not None
+        assert library_for(small_array.astype(np.float64)) is None
+        assert library_for(small_array.astype(">f4")) is None
+        assert library_for(small_array[::2]) is None
+        assert library_for(small_array, writes=(small_array[:4],)) is None
+        read_only = np.frombuffer(small_array.tobytes(), np.float32)
         assert library_for(writes=(read_only,)) is None
         with pytest.raises(ValueError, match="read-only"):
             bfloat16.rounded(read_only)
         with pytest.raises(ValueError, match="broadcast"):
-            tree_sum.add_arrays(plain, np.zeros(7, np.float32))
+            tree_sum.add_arrays(small_array, np.zeros(7, np.float32))
 
 
 def test_without_a_library_the_reason_is_reported(monkeypatch):

@@ -1,4 +1,4 @@
-"""Absent gradients: joined by the tree, kept by what travels, skipped by the update as in torch."""
+"""Absent gradients: joined by the tree, kept by codecs, skipped by the update as in torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ numbers = st.one_of(st.just(-0.0), st.integers(-9, 9).map(lambda n: n / 8))
 
 @given(st.data(), st.integers(1, 9), st.sampled_from(["float32", "bfloat16"]))
 def test_a_sum_is_absent_exactly_if_all_its_terms_are(data, count, precision):
-    """In any order of arrival; cancelled sums and negative zeros are there all the same."""
+    """In any order of arrival; cancelled sums and negative zeros still count as present."""
     gradients = [
         data.draw(st.lists(numbers, min_size=2, max_size=2)) if data.draw(st.booleans()) else None
         for _ in range(count)
@@ -47,10 +47,10 @@ def test_a_sum_is_absent_exactly_if_all_its_terms_are(data, count, precision):
     out = np.empty(2, np.float32)
     assert sums.total is not None
     average(sums.total, 3.0, out)
-    reached = [values for values in gradients if values is not None]
-    assert is_absent(out) == (not reached)
+    present_values = [values for values in gradients if values is not None]
+    assert is_absent(out) == (not present_values)
     traveled = unpacked(packed(rounded(out), "bfloat16").view(np.uint8), "bfloat16")
-    assert is_absent(traveled) == (not reached)
+    assert is_absent(traveled) == (not present_values)
 
 
 def test_an_absent_term_changes_no_bit_of_a_sum():
@@ -66,7 +66,7 @@ def test_an_absent_term_changes_no_bit_of_a_sum():
         ([0.0, -0.0], False), ([-0.0, 1.0], False), ([np.nan], False), ([-0.0, np.nan], False),
     ],
 )  # fmt: skip
-def test_what_is_absent_and_what_is_made_present(values, expected):
+def test_marking_gradients_absent_and_present(values, expected):
     gradient = np.array(values, np.float32)
     before = gradient.tobytes()
     assert is_absent(gradient) is expected
@@ -95,7 +95,7 @@ def test_a_step_without_weight_keeps_what_is_absent():
 
 
 def by_torch(spec, start, steps):
-    """What torch's own optimizer makes of these gradients, None where one is absent."""
+    """Return the result of torch's own optimizer for these gradients, with None for absent ones."""
     parameters = {name: torch.nn.Parameter(torch.from_numpy(v.copy())) for name, v in start.items()}
     decays = {name: 0.0 if "bias" in name else spec.weight_decay for name in SIZES}
     if spec.name == "schedule-free":
@@ -117,28 +117,32 @@ def by_torch(spec, start, steps):
         if spec.name != "schedule-free":
             one.step()
             continue
-        for name, own in each.items():
-            own.param_groups[0]["lr"] = spec.lr
+        for name, tensor_optimizer in each.items():
+            tensor_optimizer.param_groups[0]["lr"] = spec.lr
             if gradients[name] is not None:
-                own.step()
+                tensor_optimizer.step()
             elif spec.name == "schedule-free":
-                passed(own)
+                steps_taken(tensor_optimizer)
     if spec.name == "schedule-free":
-        return {name: own.averaged().numpy() for name, own in each.items()}
+        return {
+            name: tensor_optimizer.averaged().numpy() for name, tensor_optimizer in each.items()
+        }
     return {name: parameter.detach().numpy() for name, parameter in parameters.items()}
 
 
-def passed(own):
+def steps_taken(torch_optimizer):
     """schedulefree counts steps and weights for all parameters together."""
-    spec = own.spec
-    rate = spec.lr * min(1.0, (own.k + 1) / spec.warmup_steps if spec.warmup_steps else 1.0)
-    own.lr_max = max(rate, own.lr_max)
-    own.weight_sum += own.lr_max**2
-    own.k += 1
+    spec = torch_optimizer.spec
+    rate = spec.lr * min(
+        1.0, (torch_optimizer.k + 1) / spec.warmup_steps if spec.warmup_steps else 1.0
+    )
+    torch_optimizer.lr_max = max(rate, torch_optimizer.lr_max)
+    torch_optimizer.weight_sum += torch_optimizer.lr_max**2
+    torch_optimizer.k += 1
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_every_rule_skips_what_is_absent_as_torch_does(name):
+def test_every_rule_skips_absent_gradients_like_torch(name):
     spec = SPECS[name].model_copy(update={"schedule": "constant"})
     random = np.random.default_rng(8)
     draw = {
@@ -171,61 +175,71 @@ def test_every_rule_skips_what_is_absent_as_torch_does(name):
 ADAMW = Adamw(name="adamw", lr=0.01)
 
 
-def trained(reached, steps=4):
-    """By which tensors each step reaches."""
+def train_with(reached_tensors, steps=4):
+    """Train with the tensors that each step reaches."""
     replica = Replica((BLOCK,), ADAMW)
     for number in range(steps):
         flat = np.full(BLOCK.elements, 0.5, np.float32)
-        mark_absent(BLOCK, flat, SIZES.keys() - reached(number))
+        mark_absent(BLOCK, flat, SIZES.keys() - reached_tensors(number))
         replica.apply([flat], step_scalars(ADAMW, number + 1, number, 9, 1.0))
     return replica
 
 
-def test_missed_updates_are_a_part_of_the_state_only_if_there_are_any():
-    whole, some = trained(lambda _: set(SIZES)), trained(lambda n: {"often"} if n else set(SIZES))
-    assert {part.kind for part in whole.parts()} == {"parameters", "first_moment", "second_moment"}
+def test_missed_updates_are_part_of_the_state_if_any_exist():
+    full_replica, some = (
+        train_with(lambda _: set(SIZES)),
+        train_with(lambda n: {"often"} if n else set(SIZES)),
+    )
+    assert {part.kind for part in full_replica.parts()} == {
+        "parameters",
+        "first_moment",
+        "second_moment",
+    }
     assert some.parts()[-1].kind == MISSED
     assert some.parts()[-1].values.tolist() == [0, 3, 3, 3]
-    copied = some.copy()
-    assert copied.state_digest() == some.state_digest()
-    copied.clear_missed()
-    assert copied.state_digest() != some.state_digest()
-    assert copied.weights_digest() == some.weights_digest()
+    replica_copy = some.copy()
+    assert replica_copy.state_digest() == some.state_digest()
+    replica_copy.clear_missed()
+    assert replica_copy.state_digest() != some.state_digest()
+    assert replica_copy.weights_digest() == some.weights_digest()
 
 
-def test_a_state_is_taken_piece_by_piece_whatever_was_there():
-    whole, some = trained(lambda _: set(SIZES)), trained(lambda n: {"often"} if n else set(SIZES))
-    for source, mine in (
-        (whole, some.copy()),
-        (some, whole.copy()),
+def test_state_is_loaded_by_pieces_over_any_content():
+    full_replica, some = (
+        train_with(lambda _: set(SIZES)),
+        train_with(lambda n: {"often"} if n else set(SIZES)),
+    )
+    for source, target in (
+        (full_replica, some.copy()),
+        (some, full_replica.copy()),
         (some, Replica((BLOCK,), ADAMW)),
     ):
         for part in source.parts():
-            for number, piece in enumerate(part_slices(part.kind, BLOCK)):
-                mine.load_piece(part.kind, part.block, number, part.values[piece])
-        mine.restore(source.step, source.optimizer_step)
-        assert mine.state_digest() == source.state_digest()
+            for number, part_range in enumerate(part_slices(part.kind, BLOCK)):
+                target.load_piece(part.kind, part.block, number, part.values[part_range])
+        target.restore(source.step, source.optimizer_step)
+        assert target.state_digest() == source.state_digest()
     some.clear_moments()
     assert not some.has_missed
 
 
-@pytest.mark.parametrize("bad", [-1.0, 5.0, 0.5, np.nan, np.inf])
-def test_counts_that_cannot_be(bad):
+@pytest.mark.parametrize("bad_count", [-1.0, 5.0, 0.5, np.nan, np.inf])
+def test_invalid_counts(bad_count):
     assert are_counts(np.array([0, 4], np.float32), 4)
-    assert not are_counts(np.array([0, bad], np.float32), 4)
+    assert not are_counts(np.array([0, bad_count], np.float32), 4)
 
 
 @given(st.integers(1, 100_000))
 def test_scalars_after_all_updates_are_those_of_the_step(updates):
     spec = SPECS["adamw-decay-clip"]
     scalars = step_scalars(spec, updates, updates, 10**6, 0.25)
-    own = scalars_after(spec, scalars, updates)
-    for name, value in own.model_dump().items():
+    expected_scalars = scalars_after(spec, scalars, updates)
+    for name, value in expected_scalars.model_dump().items():
         assert value == pytest.approx(scalars.model_dump()[name], rel=3e-7)
         assert float(np.float32(value)) == value
 
 
-def test_what_is_averaged_by_schedule_free_stays():
+def test_schedule_free_average_stays():
     spec = SPECS["schedule-free"]
     replica = Replica((BLOCK,), spec)
     replica.load_parameters([np.arange(BLOCK.elements, dtype=np.float32)])

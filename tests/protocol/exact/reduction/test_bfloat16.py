@@ -1,4 +1,4 @@
-"""Rounding to bfloat16 against its definition, and how values travel."""
+"""Rounding to bfloat16 against its definition, and the encoding of values."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tests.reference_bfloat16 import nearest
 
 BITS = st.one_of(
     st.integers(0, 2**32 - 1),
-    # Near what decides: ties, their neighbors, and the ends of exponents.
+    # Near decisions: ties, their neighbors, and the ends of exponents.
     st.builds(
         lambda upper, lower: upper << 16 | lower,
         st.integers(0, 2**16 - 1),
@@ -29,15 +29,15 @@ def test_rounds_to_the_nearest(bits):
     result = rounded(values.copy())
     is_finite = np.isfinite(values)
     assert result[is_finite].tobytes() == nearest(values[is_finite]).tobytes()
-    others = np.where(np.isnan(values), np.float32("nan"), values)[~is_finite]
-    assert result[~is_finite].tobytes() == others.tobytes()
+    non_finite = np.where(np.isnan(values), np.float32("nan"), values)[~is_finite]
+    assert result[~is_finite].tobytes() == non_finite.tobytes()
     assert not (result.view(np.uint32) & 0xFFFF).any()
 
 
 @pytest.mark.parametrize(
-    ("bits", "to"),
+    ("bits", "expected_bits"),
     [
-        (0x3F808000, 0x3F80),  # a tie goes to the even one, down
+        (0x3F808000, 0x3F80),  # a tie goes to the even value, down
         (0x3F818000, 0x3F82),  # and up
         (0x3F808001, 0x3F81),
         (0x00008001, 0x0001),  # subnormal
@@ -49,8 +49,8 @@ def test_rounds_to_the_nearest(bits):
         (0x7F800001, 0x7FC0),
     ],
 )
-def test_these_bits_are_the_definition(bits, to):
-    assert packed(rounded(floats([bits])), "bfloat16").tolist() == [to]
+def test_rounded_bits_match_the_definition(bits, expected_bits):
+    assert packed(rounded(floats([bits])), "bfloat16").tolist() == [expected_bits]
 
 
 def test_a_long_array_is_rounded_everywhere_in_place():
@@ -61,7 +61,7 @@ def test_a_long_array_is_rounded_everywhere_in_place():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_what_is_rounded_travels_without_loss(precision):
+def test_rounded_values_are_encoded_without_loss(precision):
     values = rounded(np.random.default_rng(1).standard_normal(1001).astype(np.float32))
     body = packed(values, precision)
     assert body.nbytes == ELEMENT_BYTES[precision] * values.size

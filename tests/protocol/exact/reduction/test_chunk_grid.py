@@ -1,4 +1,4 @@
-"""Positions of chunks: each once, the last block first, as far as fits."""
+"""Positions of chunks: each occurs once, the last block first, up to the size limit."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ def nbytes(block: Block, chunk: int) -> int:
 @given(_BLOCKS)
 def test_every_chunk_has_its_position_and_later_blocks_come_first(blocks):
     grid = ChunkGrid(blocks)
-    places = [grid.chunk(position) for position in range(grid.count)]
-    assert [grid.number(*place) for place in places] == list(range(grid.count))
-    assert sorted(places) == [(b, c) for b, block in enumerate(blocks) for c in range(block.chunks)]
-    assert all(one[0] > next_[0] or one < next_ for one, next_ in pairwise(places))
+    chunk_ids = [grid.chunk(position) for position in range(grid.count)]
+    assert [grid.number(*chunk_id) for chunk_id in chunk_ids] == list(range(grid.count))
+    assert sorted(chunk_ids) == [
+        (b, c) for b, block in enumerate(blocks) for c in range(block.chunks)
+    ]
+    assert all(one[0] > next_[0] or one < next_ for one, next_ in pairwise(chunk_ids))
     assert grid.total_bytes == sum(block.elements * 4 for block in blocks)
 
 
 @given(_BLOCKS, st.integers(0, 10**6), st.data())
-def test_what_fits_fits_and_one_is_always_let_go(blocks, length_bytes, data):
+def test_send_window_always_admits_one_chunk(blocks, length_bytes, data):
     grid = ChunkGrid(blocks)
     start = data.draw(st.integers(0, grid.count - 1))
     end = grid.end(start, length_bytes)

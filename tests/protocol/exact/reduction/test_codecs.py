@@ -17,26 +17,26 @@ VALUES = st.integers(0, 150).flatmap(lambda n: arrays(np.float32, n, elements=FL
 
 
 def scaled(values, group, largest):
-    """Group by group, element by element."""
+    """Scale group by group, element by element."""
     numbers = []
     for lo in range(0, len(values), group):
         part = [float(value) for value in values[lo : lo + group]]
-        most, exponent = max(map(abs, part)), -126
-        while most > largest * 2.0**exponent:
+        limit, exponent = max(map(abs, part)), -126
+        while limit > largest * 2.0**exponent:
             exponent += 1
         numbers += [round(value / 2.0**exponent) * 2.0**exponent for value in part]
     return np.array(numbers, np.float32)
 
 
 def largest_only(values):
-    """One after the other is chosen, the first of equals."""
+    """Choose the largest elements one by one, the first among equals."""
     result = np.zeros_like(values)
     for lo in range(0, len(values), 4096):
         part = values[lo : lo + 4096]
-        left = list(range(len(part)))
+        candidates = list(range(len(part)))
         for _ in range(math.ceil(len(part) / 64)):
-            largest = max(left, key=lambda place: (abs(part[place]), -place))
-            left.remove(largest)
+            largest = max(candidates, key=lambda index: (abs(part[index]), -index))
+            candidates.remove(largest)
             result[lo + largest] = nearest(part[largest : largest + 1])[0]
     return result
 
@@ -52,34 +52,34 @@ NAIVE = {
 
 @pytest.mark.parametrize("codec", CODECS)
 @given(values=VALUES)
-def test_what_travels_is_what_the_definition_says(codec, values):
-    sent = projected(values.copy(), codec)
-    assert sent.tolist() == NAIVE[codec](values).tolist()
-    raw = packed(sent, codec)
+def test_encoded_values_match_the_definition(codec, values):
+    projection = projected(values.copy(), codec)
+    assert projection.tolist() == NAIVE[codec](values).tolist()
+    raw = packed(projection, codec)
     assert raw.nbytes == body_bytes(codec, len(values))
     unpacked_values = unpacked(np.ascontiguousarray(raw).view(np.uint8), codec, len(values))
     assert (
-        unpacked_values.tobytes() == (sent + np.float32(0)).tobytes()
-        or unpacked_values.tolist() == sent.tolist()
+        unpacked_values.tobytes() == (projection + np.float32(0)).tobytes()
+        or unpacked_values.tolist() == projection.tolist()
     )
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_is_projected_stays_as_it_is(codec):
+def test_projection_is_idempotent(codec):
     values = np.random.default_rng(1).standard_normal(9001).astype(np.float32)
-    once = projected(values.copy(), codec)
-    assert projected(once.copy(), codec).tobytes() == once.tobytes()
+    first_projection = projected(values.copy(), codec)
+    assert projected(first_projection.copy(), codec).tobytes() == first_projection.tobytes()
     assert body_bytes(codec, len(values)) <= 4 * len(values)
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_seen(codec, odd):
+@pytest.mark.parametrize("special_value", [np.nan, np.inf, -np.inf])
+def test_non_finite_values_are_detected(codec, special_value):
     values = np.ones(200, np.float32)
-    values[77] = odd
-    sent = projected(values, codec)
-    assert not np.isfinite(sent).all()
-    assert np.isfinite(sent[:32]).all()
+    values[77] = special_value
+    projection = projected(values, codec)
+    assert not np.isfinite(projection).all()
+    assert np.isfinite(projection[:32]).all()
 
 
 def test_ties_of_topk_go_to_the_first():

@@ -1,4 +1,4 @@
-"""The reduction tree against the plainest reading of its definition."""
+"""The reduction tree against a literal reading of its definition."""
 
 import itertools
 from functools import cache
@@ -31,13 +31,13 @@ def naive_split(lo, hi):
 
 
 def naive_subtrees(lo: int, hi: int) -> list[tuple[Subtree, Subtree | None]]:
-    """Every subtree, each before those below it, with the subtree above it."""
+    """Return every subtree with its parent, parents first."""
     pairs: list[tuple[Subtree, Subtree | None]] = [(Subtree(lo, hi), None)]
     if hi - lo > 1:
         middle = naive_split(lo, hi)
-        for below in (naive_subtrees(lo, middle), naive_subtrees(middle, hi)):
-            pairs.append((below[0][0], Subtree(lo, hi)))
-            pairs.extend(below[1:])
+        for child_pairs in (naive_subtrees(lo, middle), naive_subtrees(middle, hi)):
+            pairs.append((child_pairs[0][0], Subtree(lo, hi)))
+            pairs.extend(child_pairs[1:])
     return pairs
 
 
@@ -48,8 +48,9 @@ def naive_sum(leaves, lo, hi):
     return naive_sum(leaves, lo, middle) + naive_sum(leaves, middle, hi)
 
 
-def fewest_subtrees(wanted, microbatches):
-    """The size of the smallest set of disjoint subtrees that is exactly `wanted`, by trying all."""
+def fewest_subtrees(expected, microbatches):
+    """Return the size of the smallest set of disjoint subtrees that equals the set, by brute
+    force."""
     subtrees = [subtree for subtree, _ in naive_subtrees(0, microbatches)]
 
     @cache
@@ -57,13 +58,13 @@ def fewest_subtrees(wanted, microbatches):
         if not rest:
             return 0
         first = min(rest)
-        fitting = [n for n in subtrees if n.lo == first and rest.issuperset(range(n.lo, n.hi))]
-        return 1 + min(fewest(rest.difference(range(n.lo, n.hi))) for n in fitting)
+        candidates = [n for n in subtrees if n.lo == first and rest.issuperset(range(n.lo, n.hi))]
+        return 1 + min(fewest(rest.difference(range(n.lo, n.hi))) for n in candidates)
 
-    return fewest(frozenset(wanted))
+    return fewest(frozenset(expected))
 
 
-def test_splits_as_rfc_6962_does():
+def test_splits_match_rfc_6962():
     assert children(Subtree(0, 2)) == (Subtree(0, 1), Subtree(1, 2))
     assert children(Subtree(0, 7)) == (Subtree(0, 4), Subtree(4, 7))
     assert children(Subtree(0, 8)) == (Subtree(0, 4), Subtree(4, 8))
@@ -76,13 +77,13 @@ def test_a_subtree_prints_as_its_range():
 
 
 @given(counts)
-def test_subtrees_parents_and_siblings_are_those_of_the_recursion(microbatches):
-    above = dict(naive_subtrees(0, microbatches))
-    assert len(above) == 2 * microbatches - 1
-    for subtree, expected in above.items():
+def test_subtrees_parents_and_siblings_match_the_recursion(microbatches):
+    parent_by_subtree = dict(naive_subtrees(0, microbatches))
+    assert len(parent_by_subtree) == 2 * microbatches - 1
+    for subtree, expected in parent_by_subtree.items():
         assert parent(subtree, microbatches) == expected
-        beside = [n for n, p in above.items() if p == expected and n != subtree]
-        assert sibling(subtree, microbatches) == (beside[0] if expected else None)
+        siblings = [n for n, p in parent_by_subtree.items() if p == expected and n != subtree]
+        assert sibling(subtree, microbatches) == (siblings[0] if expected else None)
 
 
 @given(counts, st.integers(-3, 75), st.integers(-3, 75))
@@ -102,11 +103,11 @@ def test_a_path_goes_from_the_root_to_the_subtree_by_children(microbatches, data
 
 @given(st.integers(1, 13), st.data())
 def test_a_cover_is_exact_in_order_and_the_smallest(microbatches, data):
-    wanted = data.draw(st.sets(st.integers(0, microbatches - 1)))
-    subtrees = cover(sorted(wanted), microbatches)
-    assert [leaf for n in subtrees for leaf in range(n.lo, n.hi)] == sorted(wanted)
+    expected = data.draw(st.sets(st.integers(0, microbatches - 1)))
+    subtrees = cover(sorted(expected), microbatches)
+    assert [leaf for n in subtrees for leaf in range(n.lo, n.hi)] == sorted(expected)
     assert all(is_subtree(subtree, microbatches) for subtree in subtrees)
-    assert len(subtrees) == fewest_subtrees(wanted, microbatches)
+    assert len(subtrees) == fewest_subtrees(expected, microbatches)
 
 
 @given(counts)
@@ -122,21 +123,21 @@ def test_any_cut_and_any_order_of_merging_gives_the_bits_of_the_recursion(microb
     leaves = random.standard_normal((microbatches, 5)).astype(np.float32)
     sums: dict[Subtree | None, NDArray[np.float32]] = {}
     for worker in set(workers):
-        mine = [leaf for leaf in range(microbatches) if workers[leaf] == worker]
-        sums |= {n: naive_sum(leaves, n.lo, n.hi) for n in cover(mine, microbatches)}
+        own_leaves = [leaf for leaf in range(microbatches) if workers[leaf] == worker]
+        sums |= {n: naive_sum(leaves, n.lo, n.hi) for n in cover(own_leaves, microbatches)}
     while len(sums) > 1:
         ready = [n for n in sums if n and sibling(n, microbatches) in sums]
-        above = parent(data.draw(st.sampled_from(sorted(ready))), microbatches)
-        assert above is not None
-        left, right = children(above)
-        sums[above] = sums.pop(left) + sums.pop(right)
-    whole = sums[root(microbatches)]
-    assert whole.tobytes() == naive_sum(leaves, 0, microbatches).tobytes()
+        parent_by_subtree = parent(data.draw(st.sampled_from(sorted(ready))), microbatches)
+        assert parent_by_subtree is not None
+        left, right = children(parent_by_subtree)
+        sums[parent_by_subtree] = sums.pop(left) + sums.pop(right)
+    total = sums[root(microbatches)]
+    assert total.tobytes() == naive_sum(leaves, 0, microbatches).tobytes()
 
 
 @pytest.mark.parametrize(
-    ("outer", "inner", "covered"),
+    ("outer", "inner", "is_covered"),
     [((0, 4), (2, 4), True), ((0, 4), (0, 4), True), ((0, 4), (3, 5), False)],
 )
-def test_covers(outer, inner, covered):
-    assert Subtree(*outer).covers(Subtree(*inner)) is covered
+def test_covers(outer, inner, is_covered):
+    assert Subtree(*outer).covers(Subtree(*inner)) is is_covered

@@ -1,4 +1,4 @@
-"""Sums along the tree, against a recursive sum of the leaves, whatever arrives in which order."""
+"""Sums along the tree against a recursive sum of the leaves, for any arrivals in any order."""
 
 from operator import add
 
@@ -23,12 +23,14 @@ def naive(leaves, lo, hi):
 
 
 def all_subtrees(subtree):
-    below = [] if subtree.leaves == 1 else [n for c in children(subtree) for n in all_subtrees(c)]
-    return [subtree, *below]
+    descendants = (
+        [] if subtree.leaves == 1 else [n for c in children(subtree) for n in all_subtrees(c)]
+    )
+    return [subtree, *descendants]
 
 
 def cut(draw, subtree):
-    """Disjoint subtrees that make up `subtree`."""
+    """Draw disjoint subtrees that make up `subtree`."""
     if subtree.leaves == 1 or draw(st.booleans()):
         return [subtree]
     left, right = children(subtree)
@@ -37,11 +39,11 @@ def cut(draw, subtree):
 
 @st.composite
 def arrivals(draw):
-    """Microbatches, and subtrees that cover them all, duplicates and overlaps among them."""
+    """Draw microbatches, and subtrees that cover all of them, with duplicates and overlaps."""
     microbatches = draw(st.integers(1, 20))
-    needed = cut(draw, root(microbatches))
+    parts = cut(draw, root(microbatches))
     extra = draw(st.lists(st.sampled_from(all_subtrees(root(microbatches))), max_size=12))
-    return microbatches, draw(st.permutations(needed + extra))
+    return microbatches, draw(st.permutations(parts + extra))
 
 
 def noise(microbatches):
@@ -51,7 +53,7 @@ def noise(microbatches):
 
 
 @given(arrivals())
-def test_any_order_duplicates_and_overlaps_give_the_bits_of_the_recursive_sum(case):
+def test_any_order_and_overlaps_give_the_bits_of_the_recursive_sum(case):
     microbatches, subtrees = case
     leaves = noise(microbatches)
     sums = TreeSum(microbatches, add_arrays)
@@ -80,7 +82,7 @@ def test_every_leaf_counts_exactly_once(case):
 
 
 @given(st.integers(1, 40), st.data())
-def test_what_is_held_is_merged_as_far_as_can_be(microbatches, data):
+def test_held_sums_are_merged_as_far_as_possible(microbatches, data):
     leaves = data.draw(st.permutations(range(microbatches)))
     count = data.draw(st.integers(0, microbatches))
     sums = TreeSum(microbatches, add)
@@ -103,7 +105,7 @@ def test_a_descendant_after_its_ancestor_is_dropped():
     assert sums.total == 7.0
 
 
-def test_an_ancestor_takes_the_place_of_what_is_below_it():
+def test_ancestor_replaces_its_descendants():
     sums = TreeSum(4, add)
     assert sums.put(Subtree(1, 2), 100.0)
     assert sums.put(Subtree(2, 3), 5.0)
@@ -112,12 +114,12 @@ def test_an_ancestor_takes_the_place_of_what_is_below_it():
     assert sums.total is None
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@given(place=st.integers(0, 9))
-def test_one_bad_element_is_found(bad, place):
+@pytest.mark.parametrize("bad_value", [np.nan, np.inf, -np.inf])
+@given(index=st.integers(0, 9))
+def test_one_bad_element_is_found(bad_value, index):
     values = np.ones(10, np.float32)
     assert is_finite(values)
-    values[place] = bad
+    values[index] = bad_value
     assert not is_finite(values)
 
 
@@ -127,6 +129,6 @@ def test_large_finite_values_are_finite_and_opposite_infinities_are_not():
     assert is_finite(np.empty(0, np.float32))
 
 
-def test_overflow_warns_nobody_and_shows():
-    large = np.full(2, 3e38, np.float32)
-    assert not is_finite(add_arrays(large, large.copy()))
+def test_overflow_is_silent_and_detected():
+    large_values = np.full(2, 3e38, np.float32)
+    assert not is_finite(add_arrays(large_values, large_values.copy()))

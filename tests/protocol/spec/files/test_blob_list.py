@@ -1,4 +1,4 @@
-"""The list of a run's files: what it takes from the network, and what it refuses."""
+"""The list of a run's files: what it accepts from the network, and what it refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def listing(*names: str, form: str = "directory") -> bytes:
     return json.dumps({"sources": [{"role": "data", "form": form, "files": files}]}).encode()
 
 
-def test_a_list_is_read_as_it_was_written():
+def test_list_round_trip():
     source = BlobSource(
         role="model", form="directory",
         files=(
@@ -29,8 +29,8 @@ def test_a_list_is_read_as_it_was_written():
             BlobFile(name="a/größe\u3000 1.txt", size=limits.BLOB_BYTES, digest=OTHER),
         ),
     )  # fmt: skip
-    written = BlobList(sources=(source,))
-    assert BlobList.from_bytes(written.to_bytes()) == written
+    blob_list = BlobList(sources=(source,))
+    assert BlobList.from_bytes(blob_list.to_bytes()) == blob_list
 
 
 HOSTILE = [
@@ -40,7 +40,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_name_that_is_no_plain_path_inside_is_refused(name):
+def test_name_that_leaves_the_directory_is_refused(name):
     assert name_fault(name)
     with pytest.raises(MessageError, match="invalid file name"):
         BlobList.from_bytes(listing(name))
@@ -51,14 +51,14 @@ def test_a_name_that_is_not_utf_8_is_refused():
 
 
 @given(st.text(max_size=40))
-def test_a_name_that_is_taken_stays_inside_its_directory(tmp_path_factory, name):
+def test_accepted_name_stays_inside_its_directory(tmp_path_factory, name):
     if name_fault(name):
         return
-    inside = tmp_path_factory.getbasetemp() / "inside"
-    path = (inside / name).resolve()
-    assert path.is_relative_to(inside)
-    assert path != inside
-    assert path.relative_to(inside).as_posix() == name
+    root = tmp_path_factory.getbasetemp() / "inside"
+    path = (root / name).resolve()
+    assert path.is_relative_to(root)
+    assert path != root
+    assert path.relative_to(root).as_posix() == name
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,11 @@ def test_too_many_files_are_refused():
     assert len(BlobList.from_bytes(listing(*names[1:])).sources[0].files) == limits.FILES_PER_RUN
 
 
-def test_a_list_larger_than_a_body_is_refused_where_it_is_made():
+def test_list_larger_than_a_body_is_refused_at_creation():
     files = tuple(
         BlobFile(name=f"{number:05}" + "n" * 200, size=1, digest=DIGEST)
         for number in range(limits.FILES_PER_RUN)
     )
-    large = BlobList(sources=(BlobSource(role="data", form="directory", files=files),))
+    large_list = BlobList(sources=(BlobSource(role="data", form="directory", files=files),))
     with pytest.raises(DataError, match="fewer files"):
-        large.to_bytes()
+        large_list.to_bytes()

@@ -22,14 +22,14 @@ def test_a_file_is_read_once_until_it_changes(tmp_path):
     assert not digests.holds(path, 3, two)
     assert not digests.holds(path, 4, one)
     path.write_bytes(b"two")
-    os.utime(path, ns=(1, 1))  # edited within the clock's grain, or set back by a copy
+    os.utime(path, ns=(1, 1))  # edited within the clock's resolution, or set back by a copy
     assert digests.holds(path, 3, two)
     assert not digests.holds(path, 3, one)
     path.unlink()
     assert not digests.holds(path, 3, two)
 
 
-def test_what_was_written_a_moment_ago_is_not_read_again(tmp_path):
+def test_recently_written_file_is_not_cached(tmp_path):
     path, digests = tmp_path / "file", FileDigests()
     path.write_bytes(b"one")
     digests.remember(path, "as computed while it was written")
@@ -40,11 +40,11 @@ def test_what_was_written_a_moment_ago_is_not_read_again(tmp_path):
     assert digests.holds(path, 3, blake3(b"two").hexdigest())
 
 
-def test_what_is_no_readable_file_holds_nothing(tmp_path):
+def test_unreadable_files_have_no_digest(tmp_path):
     assert not FileDigests().holds(tmp_path, tmp_path.stat().st_size, blake3(b"").hexdigest())
 
 
-def test_an_identity_lasts_once_the_file_has_been_left_alone_for_a_while(tmp_path):
+def test_identity_is_stable_once_the_file_is_old_enough(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"one")
     status = path.stat()

@@ -1,4 +1,4 @@
-"""Which files a run spec names: only what the task reads, by names that fit every machine."""
+"""Which files a run spec names: only those the task reads, with names valid on every machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def data(train: object, **keys: Any) -> SourceFiles | None:
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
 
-def test_of_a_model_only_what_a_task_reads(tmp_path):
+def test_model_files_that_a_task_reads(tmp_path):
     put(tmp_path, "config.json", "model.safetensors", *TOKENIZER)
     put(tmp_path, "README.md", "pytorch_model.bin", "training_args.pt", "modeling.py", "logo.png",
         "onnx/model.onnx", "adapter_config.json", "consolidated.safetensors", "1/config.json",
@@ -54,7 +54,7 @@ def test_of_a_model_only_what_a_task_reads(tmp_path):
     assert (files.role, files.form) == ("model", "directory")
 
 
-def test_a_model_in_shards_has_those_of_its_index(tmp_path):
+def test_sharded_model_has_the_files_of_its_index(tmp_path):
     put(tmp_path, "config.json", "a-1.safetensors", "a-2.safetensors", "b.safetensors", "vocab.txt")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "a-2.safetensors", "y": "a-1.safetensors"}}))
@@ -65,8 +65,8 @@ def test_a_model_in_shards_has_those_of_its_index(tmp_path):
         index.name,
         "vocab.txt",
     ]
-    for hostile in ("../../secret", "sub/x.safetensors", "/etc/passwd", "missing.safetensors"):
-        index.write_text(json.dumps({"weight_map": {"x": hostile}}))
+    for file_name in ("../../secret", "sub/x.safetensors", "/etc/passwd", "missing.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"x": file_name}}))
         with pytest.raises(DataError):
             model(tmp_path)
     index.write_text("[]")
@@ -74,7 +74,7 @@ def test_a_model_in_shards_has_those_of_its_index(tmp_path):
         model(tmp_path)
 
 
-def test_a_model_without_its_tokenizer_is_found_at_once(tmp_path):
+def test_missing_tokenizer_is_reported_at_once(tmp_path):
     put(tmp_path, "config.json", "model.safetensors", "tokenizer_config.json")
     with pytest.raises(DataError, match=r"expected a tokenizer in .*tokenizer\.json"):
         model(tmp_path)
@@ -102,15 +102,18 @@ def test_a_hub_name_is_left_to_the_workers(tmp_path, monkeypatch):
         source_files(spec(model={"source": "./org/name"}), "model")
 
 
-def test_a_tokenizer_of_its_own(tmp_path):
+def test_separate_tokenizer(tmp_path):
     put(tmp_path, "config.json", "tokenizer.json", "model.safetensors")
-    named = spec(tokenizer={"source": str(tmp_path)})
-    assert names(source_files(named, "tokenizer")) == ["config.json", "tokenizer.json"]
-    (tmp_path / "config.json").unlink()  # nor need there be a model
-    assert names(source_files(named, "tokenizer")) == ["tokenizer.json"]
+    spec_with_tokenizer = spec(tokenizer={"source": str(tmp_path)})
+    assert names(source_files(spec_with_tokenizer, "tokenizer")) == [
+        "config.json",
+        "tokenizer.json",
+    ]
+    (tmp_path / "config.json").unlink()  # and no model is required
+    assert names(source_files(spec_with_tokenizer, "tokenizer")) == ["tokenizer.json"]
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(DataError, match="expected a model in"):
-        source_files(named, "tokenizer")
+        source_files(spec_with_tokenizer, "tokenizer")
     assert source_files(spec(), "tokenizer") is None
 
 
@@ -131,7 +134,7 @@ def test_a_pattern_does_not_leave_its_directory(tmp_path, pattern):
         data(tmp_path / "in", pattern=pattern)
 
 
-def test_names_that_cannot_travel_are_refused(tmp_path):
+def test_unportable_names_are_refused(tmp_path):
     put(tmp_path, "a\\b.txt")
     with pytest.raises(DataError, match="rename it"):
         data(tmp_path)
@@ -155,16 +158,20 @@ def test_packages_and_pythons_own_modules():
 
 def test_a_custom_task_gets_its_data_file_and_looks_for_the_rest_itself(tmp_path):
     put(tmp_path, "d.bin", "config.json", "model.safetensors")
-    own = spec("pkg:Task", data={"train": str(tmp_path / "d.bin")}, model={"source": str(tmp_path)})
-    assert names(source_files(own, "data")) == ["d.bin"]
-    assert source_files(own, "model") is None
+    custom_spec = spec(
+        "pkg:Task", data={"train": str(tmp_path / "d.bin")}, model={"source": str(tmp_path)}
+    )
+    assert names(source_files(custom_spec, "data")) == ["d.bin"]
+    assert source_files(custom_spec, "model") is None
     for other in (str(tmp_path), "package:no-such-thing", "anything"):
         assert source_files(spec("pkg:Task", data={"train": other}), "data") is None
 
 
 def test_a_run_without_files():
-    bare = parse_run_spec({"task": "scripted", "steps": 1})
-    assert [source_files(bare, role) for role in ("data", "model", "tokenizer")] == [None] * 3
+    spec_without_files = parse_run_spec({"task": "scripted", "steps": 1})
+    assert [source_files(spec_without_files, role) for role in ("data", "model", "tokenizer")] == [
+        None
+    ] * 3
 
 
 def test_a_link_out_of_a_data_directory_is_refused(tmp_path):
@@ -173,7 +180,7 @@ def test_a_link_out_of_a_data_directory_is_refused(tmp_path):
     secret.write_text("secret")
     assert names(data(directory)) == ["a.txt"]
     (directory / "b.txt").symlink_to(secret)
-    files = data(directory)  # a worker's inputs are made of links, too
+    files = data(directory)  # a worker's inputs consist of links, too
     assert files is not None
     assert names(files) == ["a.txt", "b.txt"]
     with pytest.raises(DataError, match=r"got a link that leads out of it, .*b\.txt'"):

