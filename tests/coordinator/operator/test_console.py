@@ -123,9 +123,7 @@ DIGITS = "{task: digits, digits: {holdout: 0}, "
 NOTICE = "  evaluate_every 5 has no effect: no samples are held out for evaluation; "
 
 
-@pytest.mark.parametrize(
-    "start_event", [TrainingStarted(["ann"]), RunResumed("digits", 8, 3, notes=[])]
-)
+@pytest.mark.parametrize("event", [TrainingStarted(["ann"]), RunResumed("digits", 8, 3, notes=[])])
 @pytest.mark.parametrize(
     ("spec", "evaluate_every", "parts", "notices"),
     [
