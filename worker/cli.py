@@ -104,9 +104,10 @@ def _check_group(*, shard: bool, scripted: bool, options: WorkerOptions) -> None
         )
     if scripted and len(options.devices) > 1:
         raise UsageError(
-            "expected one device for a script, which has the module in its own process, got "
-            f"{len(options.devices)}: start `worker --accept-scripts` with --gpus, or a worker "
-            "for each device"
+            f"expected one device for a script that joins, got {len(options.devices)}: have the "
+            "coordinator send the script (worker --accept-scripts --gpus "
+            f"{','.join(map(str, options.devices))}), or start a worker for each device; the fit "
+            'that begins the run may have several (device="cuda0-1")'
         )
     if scripted and options.trace is not None:
         raise UsageError(

@@ -78,7 +78,7 @@ def test_devices_lists_each_device_with_its_reason():
         (["--retry-for", "-1"], "retry-for"),
         (["--backend", "vulkan", "doctor"], "options of 'worker doctor' after it, got --backend"),
         (["--quiet", "devices"], "--quiet before it"),
-        (["--backend", "cpu", "--gpus", "0,1", "some.py"], "worker --accept-scripts"),
+        (["--backend", "cpu", "--gpus", "0,1", "some.py"], "worker --accept-scripts --gpus 0,1"),
         (["--trace", "trace.json", "some.py"], "--trace"),
     ],
 )
