@@ -108,6 +108,7 @@ def _main_of_rank(options: WorkerOptions) -> ExitCode:
     finally:
         if group.loss_reason:
             _end_process_soon()
+            group.end_watch()
         else:
             group.close()
 

@@ -34,6 +34,7 @@ RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=5)
 _PATIENCE: Final = timedelta(days=365)
 """Ranks may wait very long for a run; the loss of a rank closes its connections."""
 
+_POLL_INTERVAL_S: Final = 1.0
 LOSS_TIMEOUT_S: Final = 10.0
 """Time for a rank to end by itself after the loss of another."""
 
@@ -68,7 +69,8 @@ class RankGroup:
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.loss_reason = ""
         self._stored_reason = ""
-        self._closed = threading.Event()
+        self._ends = threading.Event()
+        self._watch: threading.Thread | None = None
 
     @contextmanager
     def lockstep(self, *, may_refuse: bool = False) -> Iterator[None]:
@@ -99,19 +101,31 @@ class RankGroup:
         """Start a thread that waits for the loss of a rank: a collective would wait forever.
 
         Args:
-            on_loss: Called in that thread with the reason, unless the group is closed in time.
+            on_loss: Called in that thread with the reason, unless this process ends in time.
         """
-        store, _, _ = _rendezvous()  # a separate connection, as the thread blocks on it
+        store, _, _ = _rendezvous()  # a separate connection, as another thread uses it
 
         def watch() -> None:
-            try:
-                self._stored_reason = store.get(_LOSS_KEY).decode()
-            except RuntimeError:  # rank 0, which owns the store, is lost
-                self._stored_reason = _LOST
-            if not self._closed.wait(LOSS_TIMEOUT_S):
+            # A thread that waits inside the store while the interpreter ends aborts the process.
+            while not self._stored_reason:
+                if self._ends.wait(_POLL_INTERVAL_S):
+                    return
+                try:
+                    if store.check([_LOSS_KEY]):
+                        self._stored_reason = store.get(_LOSS_KEY).decode()
+                except RuntimeError:  # rank 0, which owns the store, is lost
+                    self._stored_reason = _LOST
+            if not self._ends.wait(LOSS_TIMEOUT_S):
                 on_loss(self._stored_reason)
 
-        threading.Thread(target=watch, name="loss of a rank", daemon=True).start()
+        self._watch = threading.Thread(target=watch, name="loss of a rank", daemon=True)
+        self._watch.start()
+
+    def end_watch(self) -> None:
+        """End the thread of `watch_loss`, before the process ends."""
+        self._ends.set()
+        if self._watch is not None:
+            self._watch.join(_POLL_INTERVAL_S)
 
     def _first_loss(self, own_reason: str) -> str:
         """Return why the first rank failed; `own_reason` if this rank is the first."""
@@ -169,7 +183,7 @@ class RankGroup:
 
     def close(self) -> None:
         """Leave the group; every rank must do so."""
-        self._closed.set()
+        self.end_watch()
         dist.destroy_process_group()
 
 
