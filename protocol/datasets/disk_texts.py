@@ -54,12 +54,12 @@ class DiskFile:
         """
         self._waiting += content
         if len(self._waiting) >= _WRITE_BYTES:
-            self._flush()
+            self.flush()
 
     def read(self, lo: int, hi: int) -> bytes:
         """Return the bytes [lo, hi)."""
         if self._waiting:
-            self._flush()
+            self.flush()
         parts, at = [], lo
         while at < hi:
             part = os.pread(self._fd, hi - at, at)
@@ -78,7 +78,7 @@ class DiskFile:
         Raises:
             StorageFailed: The disk refuses.
         """
-        self._flush()
+        self.flush()
         lo = self._written + -self._written % mmap.ALLOCATIONGRANULARITY
         try:
             bytes_written = 0
@@ -94,7 +94,12 @@ class DiskFile:
         for lo in range(0, len(self), _READ_BYTES):
             yield self.read(lo, min(lo + _READ_BYTES, len(self)))
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write what was appended.
+
+        Raises:
+            StorageFailed: The disk refuses.
+        """
         try:
             while self._waiting:
                 written = os.pwrite(self._fd, self._waiting, self._written)

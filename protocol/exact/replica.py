@@ -9,6 +9,7 @@ that each tensor has missed. The counts are part of the state and its digest onc
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -16,6 +17,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.base import limits
 from protocol.exact.adafactor import apply_adafactor, factor_elements
 from protocol.exact.digest import pieces_of, state_digest, state_digest_1, weights_digest
 from protocol.exact.parameter_groups import TensorRule, tensor_rule
@@ -47,6 +49,7 @@ AVERAGE: Final = "average"
 """Kind of the distance from the parameters to their average."""
 MISSED: Final = "missed_updates"
 """Kind of an array with one value per tensor of a block."""
+_MAPPED_BYTES: Final = limits.MIB
 _ALIGNMENT_BYTES: Final = 64
 
 
@@ -432,7 +435,15 @@ class Replica:
 
 
 def aligned_zeros(elements: int) -> Array:
-    """Allocate 64-byte aligned float32 zeros; alignment can affect the bits of a matrix product."""
+    """Allocate 64-byte aligned float32 zeros; alignment can affect the bits of a matrix product.
+
+    Large arrays are mapped: in the heap they would lie between the arrays of a step, and leave gaps
+    too small for the largest of those.
+    """
+    if elements * 4 >= _MAPPED_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory = mmap.mmap(-1, elements * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(memory, np.float32)
     raw = np.zeros(elements * 4 + _ALIGNMENT_BYTES, np.uint8)
     lead = -raw.ctypes.data % _ALIGNMENT_BYTES
     return raw[lead : lead + elements * 4].view(np.float32)

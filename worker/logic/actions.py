@@ -131,7 +131,10 @@ class CancelSubtree:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Apply a step, or skip it if `scalars` is None; `attempt` is the one that was committed."""
+    """Apply a step, or skip it if `scalars` is None; `attempt` is the one that was committed.
+
+    The engine empties `averages` once they are applied.
+    """
 
     averages: list[Array]
     scalars: StepScalars | None

@@ -689,7 +689,7 @@ class WorkerSession:
         # Counted now: the messages that follow are about the next step, while the engine works.
         task.step += 1
         task.step_id = task.commit = None
-        actions: list[Action] = [Apply(averages, commit.scalars, commit.attempt)]
+        actions: list[Action] = [Apply(list(averages), commit.scalars, commit.attempt)]
         deferred_messages, task.deferred_messages = task.deferred_messages, []
         for message, body in deferred_messages:
             actions += self.receive(message, body)

@@ -28,6 +28,7 @@ from protocol.exact.digest import digest_arrays
 from protocol.spec.manifest import Block, Manifest, Metric
 from protocol.spec.run_spec import RunSpec
 from worker.models.blocks import cut_by_size
+from worker.models.initial_values import InitialValues
 from worker.scripts.checks import (
     check_draws,
     check_loss,
@@ -141,7 +142,7 @@ class ScriptTask:
                 given_back=True,
                 in_evaluation=frozenset(self._evaluation_layers),
             )
-            self._initial_parameters = self._parameters()
+            self._initial_values = InitialValues(self._parameters())
             self._sum_trial = None if self._is_microbatch_unit else SumTrial(self, device)
             self._refuse_coupled_samples()
 
@@ -185,7 +186,7 @@ class ScriptTask:
 
     def initial_parameters(self) -> list[Array]:
         """Return the module's initial parameters, one flat float32 array per block."""
-        return [values.copy() for values in self._initial_parameters]
+        return self._initial_values.read()
 
     def batch(self, samples: Sequence[int]) -> Batch:
         """Build a microbatch, with the run's seed for random collators."""

@@ -49,6 +49,7 @@ from protocol.exact.reduction.tree_sum import tree_sum
 from protocol.exact.replica import Replica
 from protocol.exact.samples import SampleOrder, microbatch_seed
 from protocol.exact.subnormals import check_subnormals
+from protocol.machine.allocator import give_back_freed_memory
 from protocol.machine.machine import Machine
 from protocol.machine.memory import figures_of
 from protocol.machine.processor import usable_cores
@@ -545,6 +546,7 @@ class Engine:
         self._job.counters.begin_step(replica)
         if isinstance(order, InnerPhaseOrder):
             self._job.inner_phases = InnerPhases(spec, manifest.blocks, program, order, task.batch)
+        give_back_freed_memory()  # steps do not fill the gaps that loading and the trials leave
         return self._job
 
     def _compile(
@@ -808,6 +810,7 @@ class Engine:
         self._check_subnormals(job)
         job.is_initial = False
         self._replica.change(job.replica, action)
+        action.averages.clear()  # their memory serves the checks that follow
         has_hidden_state = self._take_step(job, None if action.scalars is None else action.attempt)
         if self._tracer is not None:
             self._tracer.span("apply step", "device", start_us, step=job.replica.step)

@@ -124,7 +124,7 @@ def test_every_array_is_flat_float32_and_aligned(spec):
         assert not part.values.any()
 
 
-@pytest.mark.parametrize("elements", [0, 1, 15, 16, 17, 1001])
+@pytest.mark.parametrize("elements", [0, 1, 15, 16, 17, 1001, 300_000])
 def test_aligned_zeros(elements):
     arrays = [aligned_zeros(elements) for _ in range(20)]
     assert all(array.shape == (elements,) and not array.any() for array in arrays)

@@ -144,7 +144,7 @@ def test_a_device_is_opened_without_a_task_and_only_trouble_is_reported(device):
 def test_thread_that_flushes_subnormals_applies_and_builds_nothing(device):
     device.build()
     device.engine._thread.submit(lambda: map(torch.set_flush_denormal, [True]))
-    device.engine.do(act.Apply(ONES, SCALARS))
+    device.engine.do(act.Apply(list(ONES), SCALARS))
     failure, _ = device.until(events.DeviceFailed)
     assert isinstance(failure.error, SubnormalsFlushed)
     device.engine.do(act.Build("next", SPEC.model_copy(update={"seed": 5}), keep_state=False))
@@ -157,7 +157,7 @@ def test_numerics_profile_includes_subnormal_handling(device, monkeypatch):
     subnormal_build = device.build()
     assert "subnormals kept" in subnormal_build.numerics_text
     monkeypatch.setattr(GatedProgram, "keeps_subnormals", lambda _: False)
-    device.engine.do(act.Apply(ONES, SCALARS))
+    device.engine.do(act.Apply(list(ONES), SCALARS))
     failure, _ = device.until(events.DeviceFailed)
     assert "since the run began, a thread that computes gradients flushes" in str(failure.error)
     flushed = device.build(SPEC.model_copy(update={"seed": 5}))
@@ -229,9 +229,9 @@ def test_cancel_abandons_current_and_pending_subtrees(device):
 def test_steps_give_the_digest_of_the_exact_update(device):
     device.build()
     replica = naive_replica()
-    device.engine.do(act.Apply(ONES, SCALARS))
+    device.engine.do(act.Apply(list(ONES), SCALARS))
     device.engine.do(act.Apply([], None))
-    device.engine.do(act.Apply(ONES, SCALARS))
+    device.engine.do(act.Apply(list(ONES), SCALARS))
     for is_applied in (True, False, True):
         replica.apply(ONES, SCALARS) if is_applied else replica.skip()
         assert device.until(events.Applied)[0] == events.Applied(
@@ -241,14 +241,14 @@ def test_steps_give_the_digest_of_the_exact_update(device):
 
 def test_applied_step_is_not_canceled(device):
     device.build()
-    device.engine.do(act.Apply(ONES, SCALARS))
+    device.engine.do(act.Apply(list(ONES), SCALARS))
     device.engine.do(act.CancelWork())
     assert device.until(events.Applied)[0].step == 1
 
 
 def test_a_state_is_copied_and_restored(device):
     device.build()
-    device.engine.do(act.Apply(ONES, SCALARS))
+    device.engine.do(act.Apply(list(ONES), SCALARS))
     device.engine.do(act.CopyState())
     applied_event = device.until(events.Applied)[0]
     state_copy, _ = device.until(events.StateCopied)
@@ -263,7 +263,7 @@ def test_a_state_is_copied_and_restored(device):
 def test_a_copy_is_not_changed_by_later_steps(device):
     device.build()
     device.engine.do(act.CopyState())
-    device.engine.do(act.Apply(ONES, SCALARS))
+    device.engine.do(act.Apply(list(ONES), SCALARS))
     state_copy, _ = device.until(events.StateCopied)
     device.until(events.Applied)
     initial = Scripted(SPEC).initial_parameters()
@@ -274,7 +274,7 @@ def test_a_copy_is_not_changed_by_later_steps(device):
 
 def test_equal_spec_reuses_the_task_at_state_0(device):
     first = device.build()
-    device.engine.do(act.Apply(ONES, SCALARS))
+    device.engine.do(act.Apply(list(ONES), SCALARS))
     device.until(events.Applied)
     second = device.build(run_id="second")
     assert device.toolbox.built == 1
@@ -293,7 +293,7 @@ def test_task_owner_gets_its_module_back_with_trained_values(device, is_evaluate
     loaded = []
     job.program.load = lambda parameters: loaded.append([each.copy() for each in parameters])
     for step in (1, 2):
-        device.engine.do(act.Apply(ONES, step_scalars(optimizer, step, step - 1, 4, 1.0)))
+        device.engine.do(act.Apply(list(ONES), step_scalars(optimizer, step, step - 1, 4, 1.0)))
         device.until(events.Applied)
     if is_evaluated:
         device.engine.do(act.Evaluate(2, 3))
@@ -411,8 +411,8 @@ def test_a_failing_digest_surfaces(device, monkeypatch):
         raise MemoryError("out of memory")
 
     monkeypatch.setattr(Replica, "state_digest", broken)
-    device.engine.do(act.Apply(ONES, SCALARS))
-    device.engine.do(act.Apply(ONES, SCALARS))
+    device.engine.do(act.Apply(list(ONES), SCALARS))
+    device.engine.do(act.Apply(list(ONES), SCALARS))
     failure, _ = device.until(events.DeviceFailed)
     assert "out of memory" in str(failure.error)
 

@@ -35,6 +35,7 @@ from backends.base.vocabulary_loss import token_losses
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import ModelRun
 from protocol.spec.sampling import Sampling
+from worker.models.initial_values import InitialValues
 from worker.models.trainable_model import TrainableModel
 
 Rows = NDArray[np.int64]
@@ -143,7 +144,7 @@ class TransformerTask:
         coupled: CoupledLoss | None = None,
     ) -> None:
         self._split = split
-        self._initial = model.initial_values()
+        self._initial = InitialValues(model.initial_values())
         self.manifest = Manifest(
             blocks=model.blocks,
             train_samples=split.train_samples,
@@ -162,7 +163,7 @@ class TransformerTask:
 
     def initial_parameters(self) -> list[Array]:
         """Return the checkpoint's values; LoRA matrices and new heads are drawn from the seed."""
-        return [values.copy() for values in self._initial]
+        return self._initial.read()
 
     def batch(self, samples: Sequence[int]) -> Batch:
         """Make a batch of these training samples."""

@@ -33,6 +33,7 @@ from worker.data import holdout
 from worker.distillation.captured_samples import CapturedSamples
 from worker.distillation.distillation_loss import NOTHING, DistillationLoss, teacher_arrays
 from worker.models import pretrained
+from worker.models.initial_values import InitialValues
 from worker.models.tokens import load_tokenizer, tokenizer_files, tokenizer_in
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.language.causal_lm import METRICS
@@ -61,7 +62,7 @@ class Distil:
         loaded = _student(spec, tokenizer, layout.vocabulary)
         _check_length(spec, loaded, layout.tokens)
         model = TrainableModel.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
-        self._initial = model.initial_values()
+        self._initial = InitialValues(model.initial_values())
         files = {} if tokenizer is None else tokenizer_files(tokenizer)
         samples = self._samples.index.samples
         self._train = trained_on(samples, spec.data)
@@ -106,7 +107,7 @@ class Distil:
 
     def initial_parameters(self) -> list[Array]:
         """Return the values of the checkpoint, or values drawn from the seed."""
-        return [values.copy() for values in self._initial]
+        return self._initial.read()
 
     def batch(self, samples: Sequence[int]) -> Batch:
         """Make a batch of training samples, by their numbers in the capture.
