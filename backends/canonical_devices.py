@@ -22,11 +22,11 @@ def canonical_lines(info: DeviceInfo) -> list[str]:
     from backends.wgpu.canonical.probe import followed  # noqa: PLC0415  (imports wgpu)
 
     backend = VulkanBackend(info.index)
-    follows, departs = followed(backend.device, backend.tuner.shader)
+    followed_conventions, differences = followed(backend.device, backend.tuner.shader)
     return [
-        *(f"arithmetic canonical: {convention}" for convention in follows),
+        *(f"arithmetic canonical: {convention}" for convention in followed_conventions),
         *(
             f"not canonical: {convention}: {difference}"
-            for convention, difference in departs.items()
+            for convention, difference in differences.items()
         ),
     ]

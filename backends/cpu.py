@@ -27,7 +27,7 @@ class CpuBackend:
         self,
         trainable: Trainable,
         example: Batch,
-        others: Sequence[Batch] = (),
+        other_batches: Sequence[Batch] = (),
         evaluations: Sequence[Batch] = (),
     ) -> Program:
         """Compile for torch's autograd, or to canonical kernels for this processor.
@@ -36,7 +36,7 @@ class CpuBackend:
             SamestepError: The task cannot be compiled, with the reason.
         """
         if not trainable.arithmetic.is_canonical:
-            return self._eager.compile(trainable, example, others, evaluations)
+            return self._eager.compile(trainable, example, other_batches, evaluations)
         from backends.wgpu.canonical_programs import canonical_on_host  # noqa: PLC0415  (seconds)
 
-        return canonical_on_host(trainable, (example, *others), evaluations)
+        return canonical_on_host(trainable, (example, *other_batches), evaluations)

@@ -20,12 +20,14 @@ from protocol.base.device_name import parse_backend
 from protocol.base.limits import byte_size
 from protocol.cli.doctor import Finding, failure, ok, warning
 
-_DISPLAYS: Final = "0x03"
+_DISPLAY_CLASS: Final = "0x03"
 """PCI class of display controllers."""
 _MAKERS: Final = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
 _NODES: Final = ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm", "dri/renderD*", "kfd")
-_HOW: Final = "from NVIDIA's repository, since Debian's is older (docs/deploying.md), then reboot"
-LEAST: Final = {11: "450", 12: "525", 13: "580"}
+_INSTALL_HINT: Final = (
+    "from NVIDIA's repository, since Debian's is older (docs/deploying.md), then reboot"
+)
+OLDEST_DRIVERS: Final = {11: "450", 12: "525", 13: "580"}
 """For each major version of CUDA, the oldest Linux driver that runs all of its minor versions.
 
 Table 1 of NVIDIA's "CUDA Compatibility".
@@ -47,7 +49,7 @@ class KernelFiles:
         counts: dict[str, int] = {}
         for device in (self.sys / "bus/pci/devices").glob("*"):
             maker = _MAKERS.get(_text(device / "vendor"))
-            if maker and _text(device / "class").startswith(_DISPLAYS):
+            if maker and _text(device / "class").startswith(_DISPLAY_CLASS):
                 counts[maker] = counts.get(maker, 0) + 1
         return counts
 
@@ -63,13 +65,13 @@ class KernelFiles:
 
 
 def device_findings(
-    name: str, wanted: Sequence[int | str], machine: KernelFiles
+    name: str, requested: Sequence[int | str], machine: KernelFiles
 ) -> Iterator[Finding]:
     """Check the devices that a worker would use.
 
     Args:
         name: The value of --backend.
-        wanted: Devices, by number or by part of their names.
+        requested: Devices, by number or by part of their names.
         machine: The kernel's file systems.
     """
     kind, _ = parse_backend(name)
@@ -91,27 +93,27 @@ def device_findings(
             yield failure("device", f"{row.backend}: {row.reason}", _advice(row, cards, machine))
         elif advice := _advice(row, cards, machine):
             yield warning("device", f"{row.backend}: {row.reason}", advice)
-    usable = [row for row in rows if row.usable]
-    names = ", ".join(map(str, wanted))
-    if kind == "auto" and names and all(row.backend == "cpu" for row in usable):
-        lacking = f"expected device {names}, found none but the CPU"
-        yield failure("device", lacking, "see: worker devices")
+    usable_rows = [row for row in rows if row.usable]
+    names = ", ".join(map(str, requested))
+    if kind == "auto" and names and all(row.backend == "cpu" for row in usable_rows):
+        missing_device = f"expected device {names}, found none but the CPU"
+        yield failure("device", missing_device, "see: worker devices")
         return
-    if not usable:
+    if not usable_rows:
         if kind == "auto":
             yield failure("device", "none is usable", "see: worker devices")
         return
-    same_backend = [row for row in usable if row.backend == usable[0].backend]
-    beyond = ", ".join(
-        str(each) for each in wanted if not any(_is(row, each) for row in same_backend)
+    same_backend = [row for row in usable_rows if row.backend == usable_rows[0].backend]
+    missing_names = ", ".join(
+        str(device) for device in requested if not any(_is(row, device) for row in same_backend)
     )
-    if beyond and usable[0].backend != "cpu":
-        lacking = f"there is no {usable[0].backend} device {beyond}"
-        yield failure("device", lacking, "see: worker devices")
+    if missing_names and usable_rows[0].backend != "cpu":
+        missing_device = f"there is no {usable_rows[0].backend} device {missing_names}"
+        yield failure("device", missing_device, "see: worker devices")
 
 
-def _is(row: DeviceInfo, wanted: int | str) -> bool:
-    return row.index == wanted if isinstance(wanted, int) else wanted in row.name.lower()
+def _is(row: DeviceInfo, device: int | str) -> bool:
+    return row.index == device if isinstance(device, int) else device in row.name.lower()
 
 
 def _trial_finding(row: DeviceInfo) -> Finding:
@@ -121,12 +123,12 @@ def _trial_finding(row: DeviceInfo) -> Finding:
     memory = f", {byte_size(row.memory_bytes)}" if row.memory_bytes else ""
     description = f"{row.backend} {row.index}: {row.name}{memory}"
     try:
-        right = gradient_is_right(row.backend, row.index)
+        is_right = gradient_is_right(row.backend, row.index)
     except Exception as error:  # noqa: BLE001 -- whatever a driver raises is what was found
         reason = " ".join(str(error).split())[:300]
         advice = "is another program using all its memory? otherwise reinstall its driver"
         return failure("device", f"{description} cannot compute: {reason}", advice)
-    if not right:
+    if not is_right:
         return failure(
             "device", f"{description} computes wrongly", "do not use it, or update its driver"
         )
@@ -145,12 +147,19 @@ def _advice(row: DeviceInfo, cards: dict[str, int], machine: KernelFiles) -> str
 def _cuda_advice(cards: dict[str, int], machine: KernelFiles) -> str:
     driver = machine.nvidia_driver()
     cuda = _cuda_of_torch()
-    least = least_driver(cuda)
+    oldest_driver = least_driver(cuda)
     if not driver:
-        return f"install NVIDIA's driver {least} or later {_HOW}" if cards.get("NVIDIA") else ""
-    if is_older(driver, least):
-        needs = f"torch with CUDA {cuda} needs" if cuda else "torch's CUDA build needs"
-        return f"NVIDIA's driver {driver} is loaded, {needs} {least} or later: install that {_HOW}"
+        return (
+            f"install NVIDIA's driver {oldest_driver} or later {_INSTALL_HINT}"
+            if cards.get("NVIDIA")
+            else ""
+        )
+    if is_older(driver, oldest_driver):
+        requirement = f"torch with CUDA {cuda} needs" if cuda else "torch's CUDA build needs"
+        return (
+            f"NVIDIA's driver {driver} is loaded, {requirement} {oldest_driver} or later: install "
+            f"that {_INSTALL_HINT}"
+        )
     return f"NVIDIA's driver {driver} is loaded; {_torch_error()}"
 
 
@@ -196,12 +205,12 @@ def least_driver(cuda: str | None) -> str:
         A version; empty for an unknown CUDA release.
     """
     major = LOCKED_CUDA if cuda is None else int(cuda.split(".")[0])
-    return LEAST.get(major, "")
+    return OLDEST_DRIVERS.get(major, "")
 
 
-def is_older(driver: str, least: str) -> bool:
+def is_older(driver: str, required: str) -> bool:
     """Whether a driver is too old; False if the versions cannot be compared."""
     try:
-        return Version(driver) < Version(least)
+        return Version(driver) < Version(required)
     except InvalidVersion:
         return False

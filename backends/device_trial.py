@@ -34,9 +34,9 @@ def gradient_is_right(kind: str, index: int) -> bool:
     program = choose(kind, index).backend.compile(_trainable(), batch)
     try:
         gradients = [
-            each.values
-            for each in program.gradients([(batch, 0)])
-            if isinstance(each, BlockGradient)
+            item.values
+            for item in program.gradients([(batch, 0)])
+            if isinstance(item, BlockGradient)
         ]
     finally:
         program.close()

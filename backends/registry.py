@@ -71,7 +71,7 @@ def refuse_missing(name: str, device: int | str | None = None) -> None:
 
 
 @contextmanager
-def trial_device(name: str, wanted: int | str | None = None) -> Iterator[torch.device]:
+def trial_device(name: str, requested: int | str | None = None) -> Iterator[torch.device]:
     """Yield where a user's loss is tried before a run: the card that `choose` would take.
 
     The CPU where torch does not compute there (Vulkan) or not in float64 (MPS, some of Intel's), or
@@ -79,7 +79,7 @@ def trial_device(name: str, wanted: int | str | None = None) -> Iterator[torch.d
 
     Args:
         name: As in `choose`.
-        wanted: As in `choose`.
+        requested: As in `choose`.
 
     Raises:
         DeviceError: The card fails, or has too little memory.
@@ -91,12 +91,12 @@ def trial_device(name: str, wanted: int | str | None = None) -> Iterator[torch.d
 
     kind, _ = parse_backend(name)
     device = torch.device("cpu")
-    for each in AUTO_ORDER if kind == "auto" else (kind,):
-        kind_of_backend = torch_devices.KINDS.get(each)
+    for kind_name in AUTO_ORDER if kind == "auto" else (kind,):
+        kind_of_backend = torch_devices.KINDS.get(kind_name)
         if kind_of_backend is None or not kind_of_backend.copies_asynchronously:
             continue
-        if (info := _device(each, wanted)).usable:
-            device = EagerBackend(each, info.index).device
+        if (info := _device(kind_name, requested)).usable:
+            device = EagerBackend(kind_name, info.index).device
             if not torch_devices.has_float64(device):
                 device = torch.device("cpu")
             break
@@ -140,8 +140,14 @@ def _auto(device: int | str | None) -> BackendChoice:
             reason = f"{info.name} is software; ask for it with --backend {kind}"
             info = replace(info, usable=False, reason=reason)
         if info.usable:
-            why = "; ".join(f"no {other.backend}: {other.reason}" for other in passed_over)
-            reason = f"auto took {kind} ({why})" if why else f"auto took {kind}, the first choice"
+            reasons_text = "; ".join(
+                f"no {info_passed.backend}: {info_passed.reason}" for info_passed in passed_over
+            )
+            reason = (
+                f"auto took {kind} ({reasons_text})"
+                if reasons_text
+                else f"auto took {kind}, the first choice"
+            )
             return BackendChoice(_make(kind, info.index), reason, tuple(passed_over))
         passed_over.append(info)
         if isinstance(device, int) and _device(kind, None).usable:

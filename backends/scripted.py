@@ -59,11 +59,11 @@ class ScriptedBackend:
         self,
         trainable: Trainable,
         example: Batch,
-        others: Sequence[Batch] = (),
+        other_batches: Sequence[Batch] = (),
         evaluations: Sequence[Batch] = (),
     ) -> Program:
         """Compile the task's blocks; its model and loss are ignored."""
-        del example, others, evaluations
+        del example, other_batches, evaluations
         return ScriptedProgram(trainable, self.microbatch_ms)
 
 
@@ -84,8 +84,8 @@ class ScriptedProgram(HostSummedProgram):
 
     def _load(self, parameters: list[Array]) -> None:
         """Keep a copy; gradients do not depend on it."""
-        for own, new in zip(self.parameters, parameters, strict=True):
-            np.copyto(own, new)
+        for own_block, new_block in zip(self.parameters, parameters, strict=True):
+            np.copyto(own_block, new_block)
 
     def _begin(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
         del leaf

@@ -24,45 +24,45 @@ import uvloop
 from protocol.wire import tls
 
 FROM: Final = "127.0.0.2"
-"""Another address of this machine than its members have."""
+"""The address of the attack; members use other addresses of this machine."""
 PAUSE_S: Final = 1.0
 _SLOW_S: Final = 0.25
 _context: Final = tls.client_context()
 
 Kind = Callable[[int], Awaitable[None]]
-"""One connection to a port, from its beginning to its end."""
+"""Opens one connection to a port and returns when it has ended."""
 
 
-async def silent(port: int) -> None:
-    """Say nothing."""
-    async with _connected(port) as endpoint:
-        await _read_to_the_end(endpoint)
+async def send_nothing(port: int) -> None:
+    """Connect and send nothing."""
+    async with _connection(port) as endpoint:
+        await _read_until_closed(endpoint)
 
 
-async def slow(port: int) -> None:
-    """A TLS handshake, byte by byte."""
-    async with _connected(port) as endpoint:
+async def send_slowly(port: int) -> None:
+    """Send a TLS handshake byte by byte."""
+    async with _connection(port) as endpoint:
         for byte in client_hello():
             await asyncio.get_running_loop().sock_sendall(endpoint, bytes([byte]))
             await asyncio.sleep(_SLOW_S)
 
 
-async def garbage(port: int) -> None:
-    """Bytes that are nothing."""
-    async with _connected(port) as endpoint:
+async def send_garbage(port: int) -> None:
+    """Send random bytes."""
+    async with _connection(port) as endpoint:
         await asyncio.get_running_loop().sock_sendall(endpoint, random.randbytes(2_000))
-        await _read_to_the_end(endpoint)
+        await _read_until_closed(endpoint)
 
 
-async def half_tls(port: int) -> None:
-    """Begin a TLS handshake, for which the other side computes, and say no more."""
-    async with _connected(port) as endpoint:
+async def send_client_hello(port: int) -> None:
+    """Begin a TLS handshake, which costs the server computation, and then send nothing."""
+    async with _connection(port) as endpoint:
         await asyncio.get_running_loop().sock_sendall(endpoint, client_hello())
-        await _read_to_the_end(endpoint)
+        await _read_until_closed(endpoint)
 
 
-async def whole_tls(port: int) -> None:
-    """A whole TLS handshake, and then garbage."""
+async def send_garbage_after_handshake(port: int) -> None:
+    """Complete a TLS handshake, then send garbage."""
     reader, writer = await asyncio.open_connection(
         "127.0.0.1", port, ssl=_context, local_addr=(FROM, 0)
     )
@@ -74,20 +74,26 @@ async def whole_tls(port: int) -> None:
         writer.transport.abort()
 
 
-KINDS: Final[tuple[Kind, ...]] = (silent, slow, garbage, half_tls, whole_tls)
+KINDS: Final[tuple[Kind, ...]] = (
+    send_nothing,
+    send_slowly,
+    send_garbage,
+    send_client_hello,
+    send_garbage_after_handshake,
+)
 
 
 def client_hello() -> bytes:
-    """The first flight of a TLS 1.3 client."""
-    outgoing = ssl.MemoryBIO()
-    handshake = _context.wrap_bio(ssl.MemoryBIO(), outgoing)
+    """Return the first flight of a TLS 1.3 client."""
+    outgoing_bytes = ssl.MemoryBIO()
+    handshake = _context.wrap_bio(ssl.MemoryBIO(), outgoing_bytes)
     with contextlib.suppress(ssl.SSLWantReadError):
         handshake.do_handshake()
-    return outgoing.read()
+    return outgoing_bytes.read()
 
 
 @contextlib.asynccontextmanager
-async def _connected(port: int) -> AsyncIterator[socket.socket]:
+async def _connection(port: int) -> AsyncIterator[socket.socket]:
     with socket.socket() as endpoint:
         endpoint.setblocking(False)
         endpoint.bind((FROM, 0))
@@ -95,37 +101,37 @@ async def _connected(port: int) -> AsyncIterator[socket.socket]:
         yield endpoint
 
 
-async def _read_to_the_end(endpoint: socket.socket) -> None:
+async def _read_until_closed(endpoint: socket.socket) -> None:
     while await asyncio.get_running_loop().sock_recv(endpoint, 65_536):
         pass
 
 
 class Attack:
-    """So many connections at a time, of all kinds in turn, until it is cancelled."""
+    """Keeps a number of connections of all kinds open, until it is cancelled."""
 
     def __init__(self, port: int, connections: int) -> None:
-        self.begun: Counter[str] = Counter()
+        self.attempts: Counter[str] = Counter()
         self._port = port
         self._connections = connections
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             for number in range(self._connections):
-                group.create_task(self._again_and_again(KINDS[number % len(KINDS)]))
+                group.create_task(self._reconnect_forever(KINDS[number % len(KINDS)]))
 
-    async def _again_and_again(self, kind: Kind) -> None:
+    async def _reconnect_forever(self, kind: Kind) -> None:
         await asyncio.sleep(random.uniform(0, PAUSE_S))
         while True:
-            self.begun[kind.__name__] += 1
+            self.attempts[kind.__name__] += 1
             with contextlib.suppress(OSError, EOFError):
                 await kind(self._port)
             await asyncio.sleep(random.uniform(0.5, 1.5) * PAUSE_S)
 
 
-async def obey(port: int, connections: int) -> None:
-    """Attack and rest as standard input says."""
+async def serve_commands(port: int, connections: int) -> None:
+    """Attack and rest on commands from standard input."""
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda *_: None)  # connections end as they end
+    loop.set_exception_handler(lambda *_: None)  # connections may end with any error
     attack, task = Attack(port, connections), None
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         word = line.strip()
@@ -136,18 +142,18 @@ async def obey(port: int, connections: int) -> None:
             task = None
         if word == "attack":
             task = loop.create_task(attack.run())
-        print(json.dumps(attack.begun), flush=True)
-        attack.begun.clear()
+        print(json.dumps(attack.attempts), flush=True)
+        attack.attempts.clear()
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("port", type=int)
     parser.add_argument("--connections", type=int, default=1_000)
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(obey(options.port, options.connections))
+        runner.run(serve_commands(options.port, options.connections))
 
 
 if __name__ == "__main__":

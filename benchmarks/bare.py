@@ -1,6 +1,6 @@
 """A hand-written PyTorch loop: the same arithmetic, without coordinator or worker.
 
-Batches come from the same task, in the same order; everything else is torch's.
+Batches come from the same task, in the same order; everything else is plain torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class BareRun:
     """One run from step 0.
 
     Attributes:
-        steps: All but the first.
-        losses: Every step's mean loss.
+        steps: All steps but the first.
+        losses: Mean loss of every step.
         cpu_s: Processor time of the whole run.
     """
 
@@ -58,7 +58,8 @@ class BareLoop:
         parameters = dict(self._module.named_parameters())
         names = [tensor.name for block in trainable.blocks for tensor in block.tensors]
         self._parameters = {name: parameters[name] for name in names}
-        # Dropout as in ours, so that losses can be compared; torch.manual_seed would cost more.
+        # The same dropout as samestep, so that losses can be compared; torch.manual_seed costs
+        # more.
         self._generator = torch.default_generator
         if self._device.type != "cpu":
             cards = torch.get_device_module(self._device)
@@ -66,7 +67,7 @@ class BareLoop:
             self._generator = cards.default_generators[0]
 
     def run(self) -> BareRun:
-        """All steps of the run, from the task's initial parameters."""
+        """Take all steps of the run, from the task's initial parameters."""
         self._load(self._task.initial_parameters())
         self._module.train()
         optimizer = self._optimizer()
@@ -76,17 +77,21 @@ class BareLoop:
         for step in range(self._spec.steps):
             compute_us = now_us()
             loss, weight = self._gradients(step)
-            before_us, begin_us = begin_us, now_us()
+            previous_end_us, begin_us = begin_us, now_us()
             if step:
-                spans_us = begin_us - before_us, begin_us - compute_us, update_end_us - before_us
-                steps.append(StepTime(step, *(us / 1e3 for us in spans_us)))
+                spans_us = (
+                    begin_us - previous_end_us,
+                    begin_us - compute_us,
+                    update_end_us - previous_end_us,
+                )
+                steps.append(StepTime(step, *(span_us / 1e3 for span_us in spans_us)))
             self._update(optimizer, step, weight)
             update_end_us = now_us()
             losses.append(loss / weight)
         return BareRun(steps, losses, time.process_time() - start_s)
 
     def _gradients(self, step: int) -> tuple[float, float]:
-        """Sums of gradients over the step's microbatches; gives the sums of loss and weight."""
+        """Sum gradients over the step's microbatches; return the sums of loss and weight."""
         total, weight = 0.0, 0.0
         for number, batch in enumerate(self._batches(step)):
             self._generator.manual_seed(microbatch_seed(self._spec.seed, step, number))
@@ -105,9 +110,11 @@ class BareLoop:
             yield self._task.batch(samples)
 
     def _update(self, optimizer: torch.optim.Optimizer, step: int, weight: float) -> None:
-        """Scaled once, clipped, one fused pass over all tensors."""
+        """Scale and clip gradients, then update all tensors in one fused pass."""
         parameters = list(self._parameters.values())
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1.0 / weight)
+        torch._foreach_mul_(
+            [parameter.grad for parameter in parameters if parameter.grad is not None], 1.0 / weight
+        )
         if self._spec.optimizer.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self._spec.optimizer.clip_norm)
         for group in optimizer.param_groups:
@@ -120,11 +127,13 @@ class BareLoop:
         groups = [
             {
                 "params": [
-                    p for name, p in self._parameters.items() if decays(name, optimizer) == on
+                    p
+                    for name, p in self._parameters.items()
+                    if decays(name, optimizer) == has_decay
                 ],
-                "weight_decay": optimizer.weight_decay if on else 0.0,
+                "weight_decay": optimizer.weight_decay if has_decay else 0.0,
             }
-            for on in (True, False)
+            for has_decay in (True, False)
         ]
         return torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -134,6 +143,6 @@ class BareLoop:
     def _load(self, initial: list[Array]) -> None:
         with torch.no_grad():
             for block, values in zip(self._task.trainable.blocks, initial, strict=True):
-                for tensor, place in block.slices():
-                    source = torch.from_numpy(values[place].reshape(tensor.shape))
+                for tensor, span in block.slices():
+                    source = torch.from_numpy(values[span].reshape(tensor.shape))
                     self._parameters[tensor.name].copy_(source)

@@ -3,9 +3,9 @@
     python -m benchmarks.canonical [--threads 2] [--rounds 10] [--only steps|error]
 
 Steps are microbatches, forward and backward, of `sms-spam` (MiniLM with LoRA) and of a Llama of
-hidden size 256 and 6 layers with 8 x 128 tokens. Beside wall time it prints the ratio of CPU time,
-which other processes disturb less. Errors are those of gradients against the same model in
-float64, relative to their norm, beside torch's in float32.
+hidden size 256 and 6 layers with 8 x 128 tokens. In addition to wall time it prints the ratio of
+CPU time, which other processes affect less. Errors are of gradients against the same model in
+float64, relative to their norm, compared with torch's errors in float32.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FAMILIES: Final = (
 
 
 def llama(threads: int) -> tuple[str, Trainable, Batch, list[Array] | None, int]:
-    """The decoder that is measured, its name and its microbatch."""
+    """Return the decoder to measure, its name and its microbatch."""
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (seconds)
 
     from worker.models.blocks import cut_into_blocks  # noqa: PLC0415
@@ -53,7 +53,7 @@ def llama(threads: int) -> tuple[str, Trainable, Batch, list[Array] | None, int]
 
 
 def jobs(threads: int) -> list[tuple[str, Trainable, Batch, list[Array] | None, int]]:
-    """What is measured."""
+    """Yield the jobs to measure."""
     job = job_of("classify", threads)
     return [
         (job.name, job.trainable, job.batch, job.parameters, job.seed),
@@ -62,24 +62,26 @@ def jobs(threads: int) -> list[tuple[str, Trainable, Batch, list[Array] | None, 
 
 
 def step_row(job: tuple[str, Trainable, Batch, list[Array] | None, int], rounds: int) -> list[str]:
-    """One microbatch by both, in turn."""
+    """Measure one microbatch on both sides, by turns."""
     name, trainable, batch, parameters, seed = job
     backend = CpuBackend()
-    theirs = backend.compile(copy.deepcopy(trainable), batch)
-    ours = backend.compile(replace(trainable, arithmetic=CANONICAL), batch)
-    for program in (ours, theirs):
+    torch_program = backend.compile(copy.deepcopy(trainable), batch)
+    canonical_program = backend.compile(replace(trainable, arithmetic=CANONICAL), batch)
+    for program in (canonical_program, torch_program):
         if parameters is not None:
             program.load(parameters)
-    sides = [partial(microbatch, program, batch, seed) for program in (ours, theirs)]
-    mine, torchs = by_turns(sides, rounds)
-    for program in (ours, theirs):
+    sides = [
+        partial(microbatch, program, batch, seed) for program in (canonical_program, torch_program)
+    ]
+    canonical_times, torch_times = by_turns(sides, rounds)
+    for program in (canonical_program, torch_program):
         program.close()
     return [
         name,
-        f"{mine.median_ms:.0f} ({mine.spread_ms})",
-        f"{torchs.median_ms:.0f} ({torchs.spread_ms})",
-        ratios(mine.wall_s, torchs.wall_s),
-        ratios(mine.cpu_s, torchs.cpu_s),
+        f"{canonical_times.median_ms:.0f} ({canonical_times.spread_ms})",
+        f"{torch_times.median_ms:.0f} ({torch_times.spread_ms})",
+        ratios(canonical_times.wall_s, torch_times.wall_s),
+        ratios(canonical_times.cpu_s, torch_times.cpu_s),
     ]
 
 
@@ -90,16 +92,16 @@ def _gradients(program: Program, batch: Batch) -> Array:
 
 
 def error_row(name: str, module: nn.Module, loss: Any, batch: Batch) -> list[str]:
-    """Errors of gradients against float64."""
+    """Return the errors of gradients against float64."""
     from worker.models.blocks import cut_into_blocks  # noqa: PLC0415
 
     blocks = cut_into_blocks(module)
     exact = copy.deepcopy(module).double()
     exact.train()
     loss(exact, {key: torch.tensor(value) for key, value in batch.arrays.items()}).backward()
-    named = dict(exact.named_parameters())
+    parameters = dict(exact.named_parameters())
     tensors = [tensor for block in blocks for tensor in block.tensors]
-    parts = [named[tensor.name].grad for tensor in tensors]
+    parts = [parameters[tensor.name].grad for tensor in tensors]
     expected = np.concatenate([
         np.zeros(tensor.elements) if part is None else part.numpy().reshape(-1)
         for tensor, part in zip(tensors, parts, strict=True)
@@ -111,12 +113,17 @@ def error_row(name: str, module: nn.Module, loss: Any, batch: Batch) -> list[str
         gradients = _gradients(program, batch)
         program.close()
         errors.append(float(np.linalg.norm(gradients - expected) / np.linalg.norm(expected)))
-    ours, theirs = errors
-    return [name, f"{ours:.1e}", f"{theirs:.1e}", f"{ours / theirs:.2f}"]
+    canonical_error, torch_error = errors
+    return [
+        name,
+        f"{canonical_error:.1e}",
+        f"{torch_error:.1e}",
+        f"{canonical_error / torch_error:.2f}",
+    ]
 
 
 def error_rows() -> list[list[str]]:
-    """Of small models of ten families."""
+    """Return the errors for small models of ten families."""
     from tests.backends.wgpu import test_families as families  # noqa: PLC0415  (seconds)
 
     rows = []

@@ -34,14 +34,14 @@ _STUDENT_STEPS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
-    """One capture.
+class CaptureCost:
+    """The cost of one capture.
 
     Attributes:
-        step_ms: Of all steps but the first.
-        tokens: In all files.
-        file_bytes: Of all of them, compressed.
-        token_bytes: Of a token as it is computed from the layout, before zstd.
+        step_ms: Duration of all steps but the first.
+        tokens: Tokens in all files.
+        file_bytes: Size of all files, compressed.
+        token_bytes: Size of a token by the layout, before compression.
     """
 
     step_ms: list[float]
@@ -59,12 +59,12 @@ class Reading:
 
     @property
     def share(self) -> float:
-        """The part of the steps that the device waits for a batch, where nothing is ahead."""
+        """The share of the steps in which the device waits for a batch, without read-ahead."""
         return sum(self.read_ms) / (sum(self.read_ms) + sum(self.compute_ms))
 
 
 class Bare:
-    """The teacher's forward passes and nothing else."""
+    """A loop of the teacher's forward passes alone."""
 
     def __init__(self, spec: RunSpec) -> None:
         torch.set_num_threads(spec.threads)
@@ -76,7 +76,7 @@ class Bare:
 
     @torch.no_grad()
     def step_ms(self, step: int) -> float:
-        """All microbatches of a step."""
+        """Compute all microbatches of a step; return its duration."""
         begin_s = time.perf_counter()
         for samples in self._order.microbatches(step):
             batch = self._task.batch(samples)
@@ -84,8 +84,8 @@ class Bare:
         return (time.perf_counter() - begin_s) * 1e3
 
 
-def capture(document: dict[str, Any], directory: Path) -> Captured:
-    """By a coordinator and a worker; `directory` gets the run."""
+def capture(document: dict[str, Any], directory: Path) -> CaptureCost:
+    """Capture with a coordinator and a worker; the run is stored in `directory`."""
     cluster = Cluster([["worker", "--quiet", "--backend", "cpu"]], directory)
     with cluster:
         run = cluster.run(document)
@@ -93,8 +93,8 @@ def capture(document: dict[str, Any], directory: Path) -> Captured:
     index = read_index(logits_in(directory))
     layout = index.facts.layout
     tokens = index.samples * layout.tokens
-    return Captured(
-        [us / 1e3 for us in intervals_us(steps_timed)],
+    return CaptureCost(
+        [interval_us / 1e3 for interval_us in intervals_us(steps_timed)],
         tokens,
         sum(path.stat().st_size for path in logits_in(directory).glob("*.parquet")),
         layout.sample_bytes / layout.tokens,
@@ -102,13 +102,13 @@ def capture(document: dict[str, Any], directory: Path) -> Captured:
 
 
 def logits_in(directory: Path) -> Path:
-    """Where the one run in it has its logits."""
+    """Return the directory of the logits of the only run in a directory."""
     (logits,) = directory.glob("*/logits")
     return logits
 
 
-def read(document: dict[str, Any], logits: Path) -> Reading:
-    """A student's first steps, in this process."""
+def time_reading(document: dict[str, Any], logits: Path) -> Reading:
+    """Time a student's first steps, in this process."""
     document = {**document, "data": {**document["data"], "train": str(logits)}}
     spec = parse_run_spec(document)
     task = build(spec)
@@ -116,39 +116,39 @@ def read(document: dict[str, Any], logits: Path) -> Reading:
     order = SampleOrder(spec.seed, manifest.train_samples, spec.batch, manifest.row_groups)
     program = EagerBackend("cpu").compile(task.trainable, task.batch(order.microbatches(0)[0]))
     program.load(task.initial_parameters())
-    measured = Reading([], [])
+    times = Reading([], [])
     for step in range(_STUDENT_STEPS):
         for number, samples in enumerate(order.microbatches(step)):
             begin_s = time.perf_counter()
             batch = task.batch(samples)
             read_s = time.perf_counter()
-            _all(program.gradients([(batch, microbatch_seed(spec.seed, step, number))]))
-            measured.read_ms.append((read_s - begin_s) * 1e3)
-            measured.compute_ms.append((time.perf_counter() - read_s) * 1e3)
+            _consume(program.gradients([(batch, microbatch_seed(spec.seed, step, number))]))
+            times.read_ms.append((read_s - begin_s) * 1e3)
+            times.compute_ms.append((time.perf_counter() - read_s) * 1e3)
     program.close()
-    return measured
+    return times
 
 
-def _all(gradients: Iterable[object]) -> None:
+def _consume(gradients: Iterable[object]) -> None:
     for _ in gradients:
         pass
 
 
-def _print_captured(bare_ms: float, captured: Captured) -> None:
-    ours_ms = median(captured.step_ms)
+def _print_capture(bare_ms: float, cost: CaptureCost) -> None:
+    capture_ms = median(cost.step_ms)
     lines = [
         ["bare forward loop", f"{bare_ms:.0f}", "1.000"],
-        ["capture, one worker", f"{ours_ms:.0f}", f"{ours_ms / bare_ms:.3f}"],
+        ["capture, one worker", f"{capture_ms:.0f}", f"{capture_ms / bare_ms:.3f}"],
     ]
     print_table(["way", "ms a step", "ratio"], lines)
     print(
-        f"a token: {captured.token_bytes:.1f} bytes as computed, "
-        f"{captured.file_bytes / captured.tokens:.1f} in the files"
+        f"a token: {cost.token_bytes:.1f} bytes as computed, "
+        f"{cost.file_bytes / cost.tokens:.1f} in the files"
     )
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--teacher", type=Path, default=_RUNS / "smollm2-teacher.yaml")
     parser.add_argument("--student", type=Path, default=_RUNS / "llama-student.yaml")
@@ -160,13 +160,13 @@ def main() -> None:
     document |= {"steps": options.rounds + 1, **json.loads(options.changes)}
     loop = Bare(parse_run_spec(document))
     loop.step_ms(0)
-    before = [loop.step_ms(step) for step in range(1, options.rounds + 1)]
+    times_before = [loop.step_ms(step) for step in range(1, options.rounds + 1)]
     with tempfile.TemporaryDirectory() as name:
-        captured = capture(document, Path(name))
-        after = [loop.step_ms(step) for step in range(1, options.rounds + 1)]
-        _print_captured(median(before + after), captured)
+        cost = capture(document, Path(name))
+        times_after = [loop.step_ms(step) for step in range(1, options.rounds + 1)]
+        _print_capture(median(times_before + times_after), cost)
         student = yaml.safe_load(options.student.read_text(encoding="utf-8"))
-        reading = read(student, logits_in(Path(name)))
+        reading = time_reading(student, logits_in(Path(name)))
     print(
         f"a student's microbatch: {median(reading.read_ms):.2f} ms to read, "
         f"{median(reading.compute_ms):.1f} ms to compute: {100 * reading.share:.2f} % of its time"

@@ -1,6 +1,6 @@
-"""What `benchmarks.cards` measures itself: `python -m benchmarks.card_figures PART`.
+"""The measurements of `benchmarks.cards`: `python -m benchmarks.card_figures PART`.
 
-The parts are the functions of `PARTS`. Each ends with one line that says what came out.
+The parts are the functions of `PARTS`. The last line that each prints is its result.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ checkpoint: {every: 0}
 _MIB: Final = 2.0**20
 _ROUNDS: Final = 7
 _MICROBATCHES: Final = 4
-"""Of a subtree whose time is taken."""
+"""Microbatches of a timed subtree."""
 _THERMOMETERS: Final = (
     ("nvidia-smi", "--format=csv,noheader",
      "--query-gpu=index,temperature.gpu,clocks.sm,power.draw,clocks_event_reasons.active"),
@@ -62,7 +62,7 @@ _THERMOMETERS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a measured decoder: (samples, tokens, hidden size, layers), and of a square product."""
+    """Sizes of a measured decoder, and of a square matrix product."""
 
     tokens: int = 512
     hidden: int = 512
@@ -70,17 +70,17 @@ class Size:
     product: int = 4096
 
 
-QUICK: Final = Size(tokens=64, hidden=128, layers=2, product=256)
+QUICK_SIZE: Final = Size(tokens=64, hidden=128, layers=2, product=256)
 
 
 def is_standin(kind: str) -> bool:
-    """Whether torch's cards are the stand-in of tests/standin."""
+    """Return whether torch's cards are the stand-in of tests/standin."""
     return torch_device(kind).type == standin.NAME
 
 
 def digests(kind: str, size: Size) -> None:
-    """The digest of a run on the CPU, on one card twice, and on two cards as one worker."""
-    steps = ("--set", "steps=4") if size == QUICK else ()
+    """Compare the digest of a run on the CPU, on one card twice, and on two cards as one worker."""
+    steps = ("--set", "steps=4") if size == QUICK_SIZE else ()
     arguments: dict[str, tuple[str, ...]] = {
         "cpu": ("--backend", "cpu"),
         "one card": ("--backend", f"{kind}0"),
@@ -93,28 +93,28 @@ def digests(kind: str, size: Size) -> None:
         expected = str(2 if name == "two cards" else 1)
         digest_of[name] = _digest((*_DIGITS, *steps, "--expect-workers", expected), options)
         print(f"{name}: {digest_of[name][:16]}", flush=True)
-    same = len({digest for name, digest in digest_of.items() if name != "cpu"}) == 1
-    print(f"the cards' digests are {'one' if same else 'NOT one'}; the CPU's is "
+    has_one_digest = len({digest for name, digest in digest_of.items() if name != "cpu"}) == 1
+    print(f"the cards' digests are {'one' if has_one_digest else 'NOT one'}; the CPU's is "
           f"{'the same' if digest_of['cpu'] == digest_of['one card'] else 'another'}")  # fmt: skip
-    if not same:
+    if not has_one_digest:
         sys.exit(1)
 
 
 def _digest(run: tuple[str, ...], options: tuple[str, ...]) -> str:
     with tempfile.TemporaryDirectory() as directory, Cluster(Path(directory), *run) as cluster:
-        # A process of its own, which nobody has forked after a card was used.
+        # A new process: a card may not be used after a fork.
         cluster.worker("w", *options, environment=dict(os.environ))
         return str(cluster.result()["weights_digest"])
 
 
 def shard(kind: str, size: Size) -> None:
-    """A run of one worker, whose frozen base lies across two ranks with a card each."""
+    """Run one worker whose frozen base is sharded over two ranks with a card each."""
     del size
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "run.yaml"
         path.write_text(_FROZEN)
         run = ("--expect-workers", "1", "--run", str(path))
-        alone = _digest(run, ("--backend", f"{kind}0"))
+        single_digest = _digest(run, ("--backend", f"{kind}0"))
         with Cluster(Path(name) / "ranks", *run) as cluster:
             command = [
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
@@ -127,21 +127,22 @@ def shard(kind: str, size: Size) -> None:
             print(ranks.stdout, ranks.stderr[-2000:])
             ranks.check_returncode()
             sharded = cluster.result()["weights_digest"]
-    # What a rank has taken of each card: of its own alone.
-    used = {
+    # Each rank may allocate memory on its own card alone.
+    cards_by_rank = {
         int(rank): [int(card) for card, size in re.findall(r"(\d+) (\d+) bytes", text) if int(size)]
         for rank, text in sorted(re.findall(r"rank (\d+) took (.*)", ranks.stdout))
     }
-    is_apart = used == {0: [0], 1: [1]}
-    alike = "that of one card" if sharded == alone else "another than of one card"
-    print(f"ranks used the cards {used}, {'each its own' if is_apart else 'NOT each its own'}; the "
-          f"digest is {alike}")  # fmt: skip
+    is_apart = cards_by_rank == {0: [0], 1: [1]}
+    comparison = "that of one card" if sharded == single_digest else "another than of one card"
+    print(f"ranks used the cards {cards_by_rank}, "
+          f"{'each its own' if is_apart else 'NOT each its own'}; "
+          f"the digest is {comparison}")  # fmt: skip
     if not is_apart:
         sys.exit(1)
 
 
 def rank(arguments: list[str]) -> None:
-    """One rank of `shard`: the worker, then what it took of each card."""
+    """Run one rank of `shard`: the worker, then print what it allocated on each card."""
     sys.argv = ["worker", *arguments]
     try:
         worker()
@@ -154,7 +155,7 @@ def rank(arguments: list[str]) -> None:
 
 
 def memory(kind: str, size: Size) -> None:
-    """LoRA of a decoder: what is estimated, and what torch counts."""
+    """Compare the memory estimate for LoRA of a decoder with torch's counters."""
     device = torch_device(kind)
     ratios = []
     for changes in ({}, {"base_dtype": "int4"}, {"gradient_checkpointing": True}):
@@ -177,7 +178,7 @@ def memory(kind: str, size: Size) -> None:
 def large_decoder(
     directory: Path, model: Mapping[str, object], size: Size
 ) -> tuple[ModelRun, Task, Batch]:
-    """A run with LoRA on a Llama, its task, and a microbatch of the longest samples."""
+    """Return a run with LoRA on a Llama, its task, and a microbatch of the longest samples."""
     path = decoder_run(
         "causal-lm", directory, lora={"r": 8}, batch={"samples": 2, "microbatch": 2},
         model={"source": str(directory / "model"), **model},
@@ -198,32 +199,37 @@ def large_decoder(
 
 
 def speed(kind: str, size: Size) -> None:
-    """LoRA of a decoder against a plain loop, and against what the card's products reach."""
+    """Compare LoRA of a decoder with a plain loop, and with the card's rate of matrix products."""
     ratios = []
     print(_temperature("before"))
     for precision in ("float32", "bfloat16"):
         with tempfile.TemporaryDirectory() as directory:
             model = {"precision": precision, "base_dtype": "float32"}
             _, task, batch = large_decoder(Path(directory), model, size)
-            _, other, _ = large_decoder(Path(directory) / "plain", model, size)
-        plain = _PlainLoop(other.trainable, torch_device(kind), precision)
+            _, plain_task, _ = large_decoder(Path(directory) / "plain", model, size)
+        plain_loop = _PlainLoop(plain_task.trainable, torch_device(kind), precision)
         program = EagerBackend(kind).compile(task.trainable, batch)
-        ours_s, plain_s = _times(program, plain, batch)
+        samestep_s, plain_s = _times(program, plain_loop, batch)
         program.close()
-        rate = 4 * plain.matrix_elements * 2 * size.tokens / ours_s  # forward, and by activations
-        reached = _product_rate(torch_device(kind), precision, size.product)
-        ratios.append(ours_s / plain_s)
-        share = f"{rate / reached:.0%} of a product of {size.product} ({reached / 1e12:.3f})"
-        print(f"{precision}: {1e3 * ours_s:.2f} ms a microbatch of {2 * size.tokens} tokens, plain "
-              f"loop {1e3 * plain_s:.2f} ms, ratio {ratios[-1]:.3f}; {rate / 1e12:.3f} TFLOPS, "
+        rate = (
+            4 * plain_loop.matrix_elements * 2 * size.tokens / samestep_s
+        )  # forward, and backward for activations
+        product_rate = _product_rate(torch_device(kind), precision, size.product)
+        ratios.append(samestep_s / plain_s)
+        share = (
+            f"{rate / product_rate:.0%} of a product of {size.product} ({product_rate / 1e12:.3f})"
+        )
+        print(f"{precision}: {1e3 * samestep_s:.2f} ms a microbatch of {2 * size.tokens} tokens, "
+              f"plain loop {1e3 * plain_s:.2f} ms, ratio {ratios[-1]:.3f}; {rate / 1e12:.3f} "
+              "TFLOPS, "
               f"{share}")  # fmt: skip
     print(_temperature("after"))
-    of = "; the stand-in's kernels are the CPU's: nothing of a card" if is_standin(kind) else ""
-    print(f"time to that of a plain loop: {min(ratios):.2f} to {max(ratios):.2f}{of}")
+    note = "; the stand-in's kernels are the CPU's: nothing of a card" if is_standin(kind) else ""
+    print(f"time to that of a plain loop: {min(ratios):.2f} to {max(ratios):.2f}{note}")
 
 
 class _PlainLoop:
-    """Forward and backward as anybody writes them; gradients stay on the card."""
+    """Plain forward and backward; gradients stay on the card."""
 
     def __init__(self, job: Trainable, device: torch.device, precision: str) -> None:
         assert job.module is not None
@@ -233,9 +239,9 @@ class _PlainLoop:
             device.type, torch.bfloat16, enabled=precision == "bfloat16"
         )
         self.matrix_elements = sum(
-            each.numel()
-            for name, each in self._module.named_parameters()
-            if each.dim() == 2 and "embed" not in name
+            parameter.numel()
+            for name, parameter in self._module.named_parameters()
+            if parameter.dim() == 2 and "embed" not in name
         )
 
     def run(self, batch: Batch) -> None:
@@ -249,60 +255,61 @@ class _PlainLoop:
         torch.accelerator.synchronize(self._device)
 
 
-def _times(program: Program, plain: _PlainLoop, batch: Batch) -> tuple[float, float]:
-    """Seconds a microbatch, ours and the plain loop's, in turns; the first turn warms up."""
+def _times(program: Program, plain_loop: _PlainLoop, batch: Batch) -> tuple[float, float]:
+    """Return seconds per microbatch of samestep and of the plain loop, by turns after a warm-up."""
 
-    def ours() -> None:
+    def run_samestep() -> None:
         for _ in program.gradients([(batch, seed) for seed in range(_MICROBATCHES)]):
             pass
 
-    def theirs() -> None:
-        plain.run(batch)
+    def run_plain() -> None:
+        plain_loop.run(batch)
 
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(_ROUNDS):
-        for work, times in zip((ours, theirs), seconds, strict=True):
+        for run, times in zip((run_samestep, run_plain), seconds, strict=True):
             start_s = time.monotonic()
-            work()
+            run()
             times.append((time.monotonic() - start_s) / _MICROBATCHES)
     return median(seconds[0][1:]), median(seconds[1][1:])
 
 
 def _product_rate(device: torch.device, precision: str, size: int) -> float:
-    """Operations a second of a square product."""
-    left = torch.ones(size, size, device=device, dtype=getattr(torch, precision))
+    """Return the operations per second of a square matrix product."""
+    matrix = torch.ones(size, size, device=device, dtype=getattr(torch, precision))
     seconds = []
     for _ in range(_ROUNDS):
         start_s = time.monotonic()
-        left @ left
+        matrix @ matrix
         torch.accelerator.synchronize(device)
         seconds.append(time.monotonic() - start_s)
     return 2.0 * size**3 / min(seconds)
 
 
-def _temperature(when: str) -> str:
+def _temperature(moment: str) -> str:
     for command in _THERMOMETERS:
         if shutil.which(command[0]):
-            done = subprocess.run(  # noqa: S603 -- our own command
+            process = subprocess.run(  # noqa: S603 -- our own command
                 command, capture_output=True, text=True, timeout=20, check=False
             )
-            return f"{when}, by {command[0]}: {done.stdout.strip() or done.stderr.strip()}"
-    return f"temperature and clock {when}: not known, there is no nvidia-smi or rocm-smi"
+            return f"{moment}, by {command[0]}: {process.stdout.strip() or process.stderr.strip()}"
+    return f"temperature and clock {moment}: not known, there is no nvidia-smi or rocm-smi"
 
 
 def vulkan_memory(kind: str, size: Size) -> None:
-    """A decoder's step by Vulkan: what is estimated, and what CUDA says is gone meanwhile."""
+    """Compare the memory estimate for a decoder's step with Vulkan with what CUDA reports as "
+    "used."""
     del kind, size
     backend = VulkanBackend()
     decoder = Decoder(1024, 8, 512, "whole")
-    torch.cuda.mem_get_info(0)  # makes CUDA's own context, which is not counted
-    before = int(torch.cuda.mem_get_info(0)[0])
+    torch.cuda.mem_get_info(0)  # creates CUDA's own context, which is not counted
+    free_before = int(torch.cuda.mem_get_info(0)[0])
     program = backend.compile(decoder.trainable(threads=1), decoder.batch())
     microbatch(program, decoder.batch(), 0)
-    used = before - int(torch.cuda.mem_get_info(0)[0])
-    estimated = max(one.total for one in program.estimates)
-    print(f"{decoder}: estimated {estimated / _MIB:.0f} MiB, used {used / _MIB:.0f} MiB, "
-          f"ratio {used / estimated:.2f}; {program.parity}")  # fmt: skip
+    used_bytes = free_before - int(torch.cuda.mem_get_info(0)[0])
+    estimated = max(one_estimate.total for one_estimate in program.estimates)
+    print(f"{decoder}: estimated {estimated / _MIB:.0f} MiB, used {used_bytes / _MIB:.0f} MiB, "
+          f"ratio {used_bytes / estimated:.2f}; {program.parity}")  # fmt: skip
 
 
 PARTS: Final[Mapping[str, Callable[[str, Size], None]]] = {
@@ -321,8 +328,8 @@ def main() -> None:
     parser.add_argument("--kind", default="cuda")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    is_small = options.quick or is_standin(options.kind)  # whose kernels are one CPU's
-    PARTS[options.part](options.kind, QUICK if is_small else Size())
+    is_small = options.quick or is_standin(options.kind)  # its kernels run on one CPU
+    PARTS[options.part](options.kind, QUICK_SIZE if is_small else Size())
 
 
 if __name__ == "__main__":

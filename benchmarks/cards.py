@@ -1,10 +1,10 @@
-"""Everything that needs a real card, unattended and within ten minutes, with a report of one page.
+"""Run everything that needs a real card, unattended in ten minutes, with a report of one page.
 
     python -m benchmarks.cards [--report cards.md] [--minutes 10] [--only PART ...] [--quick]
 
-Each part is a process with a time limit, so none ends with another. Parts that this machine cannot
-run are skipped, and the report says why. The most informative parts come first. `--quick` runs one
-case of each: whether the parts run, not what the card does.
+Each part is a process with a time limit, so a failure does not affect other parts. Parts that this
+machine cannot run are skipped, and the report says why. The most informative parts come first.
+`--quick` runs one case of each, to check that the parts run.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ ROOT: Final = Path(__file__).parents[1]
 _PYTEST: Final = ("-m", "pytest", "-q", "-n", "2", "--durations", "0", "--durations-min", "20")
 TORCH_KINDS: Final = ("cuda", "xpu", "accelerator")
 _ONE_PROCESS: Final = ("-m", "pytest", "-q", "-n", "0", "--tb", "short")
-"""So that a card's memory is one test's."""
+"""Tests in one process, so that each has all memory of a card."""
 _SHOWN_LINES: Final = 40
-"""Of what a part prints, from its end."""
+"""Number of last lines of a part's output in the report."""
 _SEARCH_S: Final = 60.0
 _NO_CARDS: Final = (
     "**These are no cards, but the stand-in of tests/standin.** That the parts pass shows that",
     "they run; kernels and their bits, speed, temperature and NCCL are still open.",
 )
 _END_S: Final = 10.0
-"""For the processes of a part that is killed."""
+"""How long to wait for the processes of a killed part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What is there.
+    """The cards of this machine.
 
     Attributes:
         cards: Names of torch's cards.
-        kind: What torch's cards are called by `--backend`.
+        kind: Name of torch's cards for `--backend`.
         vulkan: Name of a card with a Vulkan driver; empty if there is none.
-        why_no_vulkan: The reason for that.
+        why_no_vulkan: Why there is none.
         has_collectives: Whether torch.distributed computes on torch's cards.
         is_standin: Whether torch's cards are those of tests/standin.
-        why_no_cards: Why they could not be looked for; empty if they could.
+        why_no_cards: Why the search for cards failed; empty if it succeeded.
     """
 
     cards: tuple[str, ...] = ()
@@ -67,8 +67,8 @@ class Devices:
     is_standin: bool = False
     why_no_cards: str = ""
 
-    def lacking(self, needs: Sequence[str]) -> str:
-        """Why a part that needs these cannot run; empty if it can."""
+    def reason_against(self, needed_devices: Sequence[str]) -> str:
+        """Return why a part that needs these devices cannot run; empty if it can."""
         no_card = self.why_no_cards or "torch has no card here"
         is_cuda = self.cards and self.kind == "cuda"
         reasons = {
@@ -79,32 +79,32 @@ class Devices:
             "cuda or xpu": "" if self.cards and self.kind != "accelerator" else "for CUDA, XPU",
             "vulkan": "" if self.vulkan else f"no card with Vulkan: {self.why_no_vulkan}",
         }
-        return "; ".join(reasons[need] for need in needs if reasons[need])
+        return "; ".join(reasons[need] for need in needed_devices if reasons[need])
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One thing to be found out.
+    """One part of the report.
 
     Attributes:
-        arguments: Of Python; {kind} stands for what torch's cards are called.
-        needs: Kinds of device.
-        limit_s: What it may take of ten minutes, and in proportion of fewer or more.
-        quick: Further arguments, with which it runs one case.
-        environment: Further variables of the process.
+        arguments: Arguments of Python; {kind} is replaced by `Devices.kind`.
+        needed_devices: Kinds of devices.
+        limit_s: Time limit if the whole takes ten minutes; it scales with `--minutes`.
+        quick_arguments: Further arguments, with which it runs one case.
+        environment: Further environment variables.
     """
 
     name: str
     arguments: tuple[str, ...]
-    needs: tuple[str, ...]
+    needed_devices: tuple[str, ...]
     limit_s: int
-    quick: tuple[str, ...] = ()
+    quick_arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a part."""
+    """The result of a part."""
 
     part: Part
     result: str
@@ -113,11 +113,11 @@ class Outcome:
 
     @property
     def last_line(self) -> str:
-        """In which a part says what came out."""
+        """Return the line with the part's result."""
         return self.output.strip().rpartition("\n")[2].strip("= ")
 
 
-def _figures(part: str) -> tuple[str, ...]:
+def _figures_part(part: str) -> tuple[str, ...]:
     return ("-m", "benchmarks.card_figures", part, "--kind", "{kind}")
 
 
@@ -134,15 +134,15 @@ PARTS: Final = (
          "-k", "not vulkan"),
         ("card",), 90, _ONE_SUBTREE,
     ),
-    Part("a run's digest: one card, twice; two cards", _figures("digests"), ("card",), 100,
+    Part("a run's digest: one card, twice; two cards", _figures_part("digests"), ("card",), 100,
          ("--quick",)),
-    Part("memory, estimated and taken", _figures("memory"), ("card",), 60, ("--quick",)),
-    Part("speed, temperature and clock", _figures("speed"), ("card",), 60, ("--quick",)),
+    Part("memory, estimated and taken", _figures_part("memory"), ("card",), 60, ("--quick",)),
+    Part("speed, temperature and clock", _figures_part("speed"), ("card",), 60, ("--quick",)),
     Part(
         "streams, watched by torch", (*_ONE_PROCESS, "tests/backends/eager/test_eager.py"),
         ("cuda",), 60, _ONE_SUBTREE, {"TORCH_CUDA_SANITIZER": "1"},
     ),
-    Part("a base sharded over two cards", _figures("shard"), ("two cards", "collectives"), 60,
+    Part("a base sharded over two cards", _figures_part("shard"), ("two cards", "collectives"), 60,
          ("--quick",)),
     Part("speed of a run", ("-m", "benchmarks.overhead", "--backend", "{kind}"),
          ("cuda or xpu",), 120, ("--rounds", "1")),
@@ -153,7 +153,7 @@ PARTS: Final = (
     ),
     Part("canonical arithmetic by Vulkan", ("-m", "worker", "devices", "--canonical"),
          ("vulkan",), 60),
-    Part("memory of Vulkan", _figures("vulkan-memory"), ("vulkan", "cuda"), 60),
+    Part("memory of Vulkan", _figures_part("vulkan-memory"), ("vulkan", "cuda"), 60),
     Part(
         "decoders, Vulkan against CUDA",
         ("-m", "benchmarks.vulkan", "--only", "decoder", "--against", "cuda", "--rounds", "5"),
@@ -171,36 +171,36 @@ PARTS: Final = (
 )  # fmt: skip
 
 
-def found_devices() -> Devices:
+def find_devices() -> Devices:
     """On this machine. Each look is a process: a driver may end the one that looks."""
-    torchs, vulkans = _looked_for("torch"), _looked_for("vulkan")
+    torchs, vulkans = _probe("torch"), _probe("vulkan")
     vulkan = {"why_no_vulkan": vulkans} if isinstance(vulkans, str) else vulkans
     if isinstance(torchs, str):
         return Devices(**vulkan, why_no_cards=torchs)
     return Devices(**vulkan, **{**torchs, "cards": tuple(torchs["cards"])})
 
 
-def _looked_for(what: str) -> dict[str, Any] | str:
-    """What a process finds, or why it finds nothing."""
+def _probe(function: str) -> dict[str, Any] | str:
+    """Return the fields of `Devices` that a process finds, or the reason if it fails."""
     try:
-        done = subprocess.run(  # noqa: S603 -- our own command
-            [sys.executable, "-m", "benchmarks.cards", "--look-for", what], cwd=ROOT,
+        process = subprocess.run(  # noqa: S603 -- our own command
+            [sys.executable, "-m", "benchmarks.cards", "--look-for", function], cwd=ROOT,
             capture_output=True, text=True, timeout=_SEARCH_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"looking for them takes more than {_SEARCH_S:.0f} s"
-    if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2]
-        return f"looking for them ended with exit code {done.returncode}: {last}"
-    answer: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    if process.returncode:
+        last_line = process.stderr.strip().rpartition("\n")[2]
+        return f"looking for them ended with exit code {process.returncode}: {last_line}"
+    answer: dict[str, Any] = json.loads(process.stdout.strip().rpartition("\n")[2])
     return answer
 
 
 def torch_cards() -> dict[str, object]:
-    """Fields of `Devices`."""
-    rows = [each for each in all_devices() if each.usable and not each.software]
-    kind = next((each.backend for each in rows if each.backend in TORCH_KINDS), "cuda")
-    cards = [each.name for each in rows if each.backend == kind]
+    """Return fields of `Devices`."""
+    rows = [device for device in all_devices() if device.usable and not device.software]
+    kind = next((device.backend for device in rows if device.backend in TORCH_KINDS), "cuda")
+    cards = [device.name for device in rows if device.backend == kind]
     collectives = torch.distributed.Backend.default_device_backend_map
     return {
         "cards": cards, "kind": kind, "is_standin": bool(cards) and is_standin(kind),
@@ -209,7 +209,7 @@ def torch_cards() -> dict[str, object]:
 
 
 def vulkan_card() -> dict[str, object]:
-    """Fields of `Devices`; a software adapter is no card."""
+    """Return fields of `Devices`; a software adapter is not a card."""
     adapters_here = adapters()
     if isinstance(adapters_here, str):
         return {"why_no_vulkan": adapters_here}
@@ -218,48 +218,48 @@ def vulkan_card() -> dict[str, object]:
 
 
 def outcomes(
-    parts: Sequence[Part], devices: Devices, seconds: float, *, quick: bool = False
+    parts: Sequence[Part], devices: Devices, seconds: float, *, is_quick: bool = False
 ) -> Iterator[Outcome]:
     """Run one after the other, as long as there is time."""
     ends = time.monotonic() + seconds
     for part in parts:
         left_s = ends - time.monotonic()
-        if lacking := devices.lacking(part.needs):
-            yield Outcome(part, f"skipped: {lacking}")
+        if reason := devices.reason_against(part.needed_devices):
+            yield Outcome(part, f"skipped: {reason}")
         elif left_s < 1:
             yield Outcome(part, f"skipped: the time is used up; --only {part.name!r}")
         else:
             limit_s = min(left_s, part.limit_s * max(1.0, seconds / 600.0))
-            yield run(part, limit_s, devices.kind, quick=quick)
+            yield run(part, limit_s, devices.kind, is_quick=is_quick)
 
 
-def run(part: Part, limit_s: float, kind: str, *, quick: bool = False) -> Outcome:
-    """Run a part in its own process; what it printed counts also if it ran out of time."""
-    began = time.monotonic()
-    arguments = (*part.arguments, *(part.quick if quick else ()))
-    running = subprocess.Popen(  # noqa: S603 -- parts are our own
-        [sys.executable, *(each.format(kind=kind) for each in arguments)],
+def run(part: Part, limit_s: float, kind: str, *, is_quick: bool = False) -> Outcome:
+    """Run a part in its own process; its output is kept even if it runs out of time."""
+    start_s = time.monotonic()
+    arguments = (*part.arguments, *(part.quick_arguments if is_quick else ()))
+    process = subprocess.Popen(  # noqa: S603 -- parts are our own
+        [sys.executable, *(argument.format(kind=kind) for argument in arguments)],
         env={**os.environ, "SAMESTEP_TESTED_BACKEND": kind, **part.environment},
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
     try:
-        output, _ = running.communicate(timeout=limit_s)
-        result = "passed" if running.returncode == 0 else f"failed: exit code {running.returncode}"
+        output, _ = process.communicate(timeout=limit_s)
+        result = "passed" if process.returncode == 0 else f"failed: exit code {process.returncode}"
     except subprocess.TimeoutExpired:
         result = f"failed: it takes more than {limit_s:.0f} s"
-        os.killpg(running.pid, signal.SIGKILL)  # with what it has started
+        os.killpg(process.pid, signal.SIGKILL)  # and its children
         try:
-            output, _ = running.communicate(timeout=_END_S)
+            output, _ = process.communicate(timeout=_END_S)
         except subprocess.TimeoutExpired as held:
             result += ", and its driver does not let it end"
             output = held.stdout.decode(errors="replace") if held.stdout else ""
     last_lines = "\n".join(output.strip().splitlines()[-_SHOWN_LINES:])
-    return Outcome(part, result, time.monotonic() - began, last_lines)
+    return Outcome(part, result, time.monotonic() - start_s, last_lines)
 
 
-def report(devices: Devices, outcomes_so_far: Sequence[Outcome], *, quick: bool = False) -> str:
-    """As Markdown: what ran where, a line for each part, then what each printed."""
+def report(devices: Devices, outcomes_so_far: Sequence[Outcome], *, is_quick: bool = False) -> str:
+    """Return the report in Markdown: the machine, a row for each part, then each part's output."""
     cards = f"{devices.kind}: {', '.join(devices.cards) or devices.why_no_cards or 'none'}"
     lines = [
         "# Cards",
@@ -269,16 +269,18 @@ def report(devices: Devices, outcomes_so_far: Sequence[Outcome], *, quick: bool 
     ]
     if devices.is_standin:
         lines += ["", *_NO_CARDS]
-    if quick:
+    if is_quick:
         lines += ["", "One case of each part (--quick)."]
     lines += ["", "| part | result | what came out | seconds |", "|---|---|---|---:|"]
-    for each in outcomes_so_far:
-        # A column's end in a driver's words would end the column.
-        last_line = each.last_line.replace("|", "/")
-        lines.append(f"| {each.part.name} | {each.result} | {last_line} | {each.seconds:.0f} |")
-    for each in outcomes_so_far:
-        if each.output:
-            lines += ["", f"## {each.part.name}", "", "```", each.output, "```"]
+    for outcome in outcomes_so_far:
+        # A | in a driver's message would end the table's column.
+        last_line = outcome.last_line.replace("|", "/")
+        lines.append(
+            f"| {outcome.part.name} | {outcome.result} | {last_line} | {outcome.seconds:.0f} |"
+        )
+    for outcome in outcomes_so_far:
+        if outcome.output:
+            lines += ["", f"## {outcome.part.name}", "", "```", outcome.output, "```"]
     return "\n".join([*lines, ""])
 
 
@@ -295,24 +297,26 @@ def main() -> None:
         look = {"torch": torch_cards, "vulkan": vulkan_card}[options.look_for]
         print(json.dumps(look()))
         return
-    run_parts(options, found_devices())
+    run_parts(options, find_devices())
 
 
 def run_parts(options: argparse.Namespace, devices: Devices) -> None:
-    """Run all parts that were asked for, and write the report after each."""
+    """Run the selected parts, and write the report after each."""
     print_heading("What a real card is needed for")
-    finished = []
-    parts = _chosen(options.only)
-    for each in outcomes(parts, devices, 60 * options.minutes, quick=options.quick):
-        print(f"{each.part.name}: {each.result} ({each.seconds:.0f} s)", flush=True)
-        finished.append(each)
-        # A card may be gone any moment.
-        options.report.write_text(report(devices, finished, quick=options.quick), "utf-8")
-    if any(each.result.startswith("failed") for each in finished):
+    finished_outcomes = []
+    parts = _selected_parts(options.only)
+    for outcome in outcomes(parts, devices, 60 * options.minutes, is_quick=options.quick):
+        print(f"{outcome.part.name}: {outcome.result} ({outcome.seconds:.0f} s)", flush=True)
+        finished_outcomes.append(outcome)
+        # The machine may be lost at any moment.
+        options.report.write_text(
+            report(devices, finished_outcomes, is_quick=options.quick), "utf-8"
+        )
+    if any(outcome.result.startswith("failed") for outcome in finished_outcomes):
         sys.exit(1)
 
 
-def _chosen(names: Sequence[str] | None) -> list[Part]:
+def _selected_parts(names: Sequence[str] | None) -> list[Part]:
     return [part for part in PARTS if names is None or part.name in names]
 
 

@@ -27,67 +27,67 @@ _START_TIMEOUT_S: Final = 200.0
 _RUN_TIMEOUT_S: Final = 600.0
 _END_TIMEOUT_S: Final = 20.0
 _POLL_S: Final = 0.02
-_LOOK_EVERY_S: Final = 1.0
+_CHECK_INTERVAL_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """When a run was submitted and when its result was there, on the monotonic clock."""
+    """When a run was submitted and when its result arrived, on the monotonic clock."""
 
     start_us: float
     end_us: float
 
 
 def scripted(microbatch_ms: float) -> list[str]:
-    """The command of a worker whose device sleeps so long for each microbatch."""
+    """Return the command of a worker whose device sleeps for each microbatch."""
     return ["worker", "--quiet", "--backend", f"scripted:{microbatch_ms:g}"]
 
 
 def run_to_end(
-    spec: Path, out: Path, settings: Sequence[str] = (), *more: str, devices: int = 1
+    spec: Path, out: Path, settings: Sequence[str] = (), *further_arguments: str, devices: int = 1
 ) -> dict[str, Any]:
-    """Train with a coordinator and one worker of this machine; what `out` holds is gone on with.
+    """Train with a coordinator and one worker of this machine; a run in `out` is resumed.
 
     Args:
         spec: The run spec.
         out: The run's directory.
         settings: Overrides, as after --set.
-        more: Further arguments of the coordinator.
+        further_arguments: Further arguments of the coordinator.
         devices: Processes of the worker.
 
     Returns:
-        What result.json says.
+        The content of result.json.
 
     Raises:
-        RuntimeError: It failed; its own words stand above.
+        RuntimeError: It failed; its output is above.
     """
     result = out / "result.json"
     if not result.exists():
         resume = ["--resume"] if (out / "run.json").exists() else []
         sets = [part for setting in settings for part in ("--set", setting)]
-        ended = subprocess.run(  # noqa: S603 -- our own command
+        process = subprocess.run(  # noqa: S603 -- our own command
             [
-                *command_of("coordinator"), "--run", str(spec), *sets, *resume, *more,
+                *command_of("coordinator"), "--run", str(spec), *sets, *resume, *further_arguments,
                 "--local-workers", str(devices), "--out", str(out), "--no-announce",
                 "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
             ],
             env=child_environment(), stdout=subprocess.DEVNULL, check=False,
         )  # fmt: skip
-        if ended.returncode or not result.exists():
+        if process.returncode or not result.exists():
             raise RuntimeError(f"{spec.name} in {str(out)!r} failed")
     document: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     return document
 
 
 class Cluster:
-    """One coordinator that serves run after run to the same workers; idle between runs.
+    """One coordinator that runs one job after another on the same workers.
 
     Args:
-        workers: The command of each worker, less where its coordinator is, its name and trace.
-        directory: For traces and results.
-        coordinator: The command of the coordinator, less addresses.
-        hosts: Where each worker is; the coordinator is on the first one's host. None: loopback.
-        expected: Devices of all workers; 0: one of each.
+        workers: The command of each worker, without address, name and trace.
+        directory: Directory of traces and results.
+        coordinator: The command of the coordinator, without addresses.
+        hosts: The host of each worker; the coordinator is on the first. None: loopback.
+        expected: Devices of all workers; 0: one per worker.
     """
 
     def __init__(
@@ -129,14 +129,14 @@ class Cluster:
         return Interval(start_us, now_us())
 
     def submit(self, document: dict[str, Any]) -> str:
-        """Have a run begun; its id."""
-        return str(self._ask("/submit", {"run": document})["run_id"])
+        """Submit a run; return its id."""
+        return str(self._request("/submit", {"run": document})["run_id"])
 
     def result(self, run_id: str) -> dict[str, Any]:
-        """Wait for a run's end; what result.json says.
+        """Wait for a run's end; return the content of result.json.
 
         Raises:
-            RuntimeError: As `run`.
+            RuntimeError: As for `run`.
         """
         path = self._directory / run_id / "result.json"
         self._wait_for(path, _RUN_TIMEOUT_S)
@@ -144,53 +144,58 @@ class Cluster:
         return document
 
     def status(self) -> dict[str, Any]:
-        """Of the coordinator and its workers."""
-        return self._ask("/status")
+        """Return the status of the coordinator and its workers."""
+        return self._request("/status")
 
     def kill(self, worker: int) -> None:
-        """SIGKILL: it is a worker of this cluster no more."""
+        """Kill a worker with SIGKILL, and remove it from this cluster."""
         process = self._processes.pop(1 + worker)
         process.kill()
         process.wait()
 
     def cpu_s(self) -> tuple[float, float]:
-        """Processor time since their start: of the coordinator, and of all workers."""
-        # A process's clock by its number, made as in glibc's clock_getcpuclockid.
-        own, *workers = (time.clock_gettime((~each.pid << 3) | 2) for each in self._processes)
-        return own, sum(workers)
+        """Return the processor time of the coordinator, and of all workers, since their start."""
+        # The id of a process's clock, computed as in glibc's clock_getcpuclockid.
+        coordinator_s, *worker_s = (
+            time.clock_gettime((~process.pid << 3) | 2) for process in self._processes
+        )
+        return coordinator_s, sum(worker_s)
 
     def peak_bytes(self) -> list[int]:
-        """The most memory that each process has had resident: the coordinator, then workers."""
+        """Return the peak resident memory of each process: the coordinator, then workers."""
         return [peak_bytes(process.pid) for process in self._processes]
 
     def through_coordinator(self) -> tuple[int, int]:
-        """Bytes that its process has received from the workers, and sent to them, so far."""
+        """Return the bytes that the coordinator has received from the workers, and sent to them."""
         workers = self.status()["workers"]
-        ways = ("bytes_received", "bytes_sent")
-        received, sent = (sum(worker[way] for worker in workers) for way in ways)
-        return received, sent
+        counters = ("bytes_received", "bytes_sent")
+        received_bytes, sent_bytes = (
+            sum(worker[counter] for worker in workers) for counter in counters
+        )
+        return received_bytes, sent_bytes
 
     def timelines(self) -> list[Timeline]:
-        """What each worker and each device of one traced; after the cluster has ended."""
+        """Return the trace of each worker, and of each of its devices, after the cluster has "
+        "ended."""
         assert all(process.poll() is not None for process in self._processes)
         return [read_trace(path) for path in sorted(self._directory.glob("worker-*.trace*.json"))]
 
     def _start(self) -> None:
         addresses = self._directory / "addresses.json"
-        places: Sequence[Host | None] = self._hosts or [None] * len(self._workers)
-        at = "127.0.0.1" if self._hosts is None else self._hosts[0].address
+        hosts: Sequence[Host | None] = self._hosts or [None] * len(self._workers)
+        control_at = "127.0.0.1" if self._hosts is None else self._hosts[0].address
         expected = str(self._expected or self._trainers)
         self._spawn(
-            places[0], *self._coordinator, "--expect-workers", expected,
-            "--bind", f"{at}:0", "--control", "127.0.0.1:0",
+            hosts[0], *self._coordinator, "--expect-workers", expected,
+            "--bind", f"{control_at}:0", "--control", "127.0.0.1:0",
             "--out", str(self._directory), "--address-file", str(addresses),
         )  # fmt: skip
         self._wait_for(addresses, _START_TIMEOUT_S)
         address = json.loads(addresses.read_text())
         self._control = address["control"]
-        for index, (command, place) in enumerate(zip(self._workers, places, strict=True)):
+        for index, (command, host) in enumerate(zip(self._workers, hosts, strict=True)):
             self._spawn(
-                place, *command, "--coordinator", address["data"],
+                host, *command, "--coordinator", address["data"],
                 "--name", f"worker-{index}", "--trace", str(self._trace_of(index)),
             )  # fmt: skip
 
@@ -211,20 +216,20 @@ class Cluster:
 
     def _wait_for(self, path: Path, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        look_s = time.monotonic() + _LOOK_EVERY_S
+        look_s = time.monotonic() + _CHECK_INTERVAL_S
         while not path.exists():
             if any(process.poll() is not None for process in self._processes):
                 raise RuntimeError("a process of the cluster ended; its last words are above")
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"expected {path.name} within {timeout_s:g} s")
             if time.monotonic() > look_s and self._control:
-                look_s = time.monotonic() + _LOOK_EVERY_S
+                look_s = time.monotonic() + _CHECK_INTERVAL_S
                 status = self.status()
                 if status["phase"] in ("failed", "halted"):
                     raise RuntimeError(f"the run {status['phase']}: {status['reason']}")
             time.sleep(_POLL_S)
 
-    def _ask(self, path: str, document: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _request(self, path: str, document: dict[str, Any] | None = None) -> dict[str, Any]:
         data = None if document is None else json.dumps(document).encode()
         request = urllib.request.Request(
             f"http://{self._control}{path}",
@@ -234,13 +239,13 @@ class Cluster:
                 "Authorization": f"Bearer {control_token(self._control)}",
             },
         )
-        place = self._hosts[0].inside() if self._hosts else nullcontext()
-        with place, urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310 -- as above
+        network = self._hosts[0].inside() if self._hosts else nullcontext()
+        with network, urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310 -- as above
             answer: dict[str, Any] = json.load(response)
         return answer
 
     def _end(self) -> None:
-        """The coordinator says goodbye to its workers, which then end by themselves."""
+        """End the coordinator; its workers then end by themselves."""
         if self._processes:
             self._processes[0].terminate()
         for process in self._processes:

@@ -3,8 +3,8 @@
     python -m benchmarks.diloco --torchft PYTHON   # an interpreter with torchft and torch
 
 Both sides are three processes on loopback with inner steps of a fixed length. In the second run one
-of the three is killed half-way through a round and does not return. Its final state is compared
-with that of the undisturbed run.
+of the three is killed halfway through a round and does not return. Its final state is compared with
+that of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from coordinator.storage.directory.journal import verify_journal
 
 _SIDE: Final = Path(__file__).with_name("torchft_side.py")
 _REPLICAS: Final = 3
-_LOOK_EVERY_S: Final = 0.02
+_POLL_INTERVAL_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is trained."""
+    """The job to train."""
 
     blocks: int = 12
     block_elements: int = 250_000
@@ -45,27 +45,27 @@ class Case:
 
     @property
     def killed_in(self) -> int:
-        """In which round, counted from 0."""
+        """The round of the kill, counted from 0."""
         return self.rounds // 2
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one run.
+    """The result of one run.
 
     Attributes:
-        round_ms: From its second round to its end, divided by those rounds.
-        digest: Of the parameters in the end.
-        counted: How many replicas are in the last round's average.
+        round_ms: Mean duration of a round, from the second round on.
+        digest: Digest of the final parameters.
+        replicas_counted: Number of replicas in the last round's average.
     """
 
     round_ms: float
     digest: str
-    counted: int
+    replicas_counted: int
 
 
-def ours(case: Case, *, kill: bool, directory: Path) -> Outcome:
-    """A coordinator and three workers."""
+def run_samestep(case: Case, *, kill: bool, directory: Path) -> Outcome:
+    """Run a coordinator and three workers."""
     spec: dict[str, Any] = {
         "name": "diloco", "task": "scripted",
         "scripted": {"blocks": case.blocks, "block_bytes": 4 * case.block_elements},
@@ -78,7 +78,7 @@ def ours(case: Case, *, kill: bool, directory: Path) -> Outcome:
     with Cluster([scripted(case.inner_ms)] * _REPLICAS, directory) as cluster:
         run_id = cluster.submit({**spec, "steps": case.rounds})
         if kill:
-            _wait_for_the_middle(cluster, case)
+            _wait_for_mid_round(cluster, case)
             cluster.kill(_REPLICAS - 1)
         result = cluster.result(run_id)
     ends = [
@@ -90,43 +90,43 @@ def ours(case: Case, *, kill: bool, directory: Path) -> Outcome:
     return Outcome(round_ms, result["weights_digest"], _REPLICAS)
 
 
-def _wait_for_the_middle(cluster: Cluster, case: Case) -> None:
-    """Until the last worker is half-way through its stretch of the round."""
+def _wait_for_mid_round(cluster: Cluster, case: Case) -> None:
+    """Wait until the last worker is halfway through its inner phase."""
     name = f"worker-{_REPLICAS - 1}"
     while True:
         status = cluster.status()
-        stretches = {each["name"]: each["stretch"] for each in status["workers"]}
-        at = stretches.get(name)  # it may be on its way still
-        half = at is not None and at["inner_step"] >= case.inner_steps // 2
-        if half and status["step"] >= case.killed_in:
+        phases = {worker["name"]: worker["stretch"] for worker in status["workers"]}
+        phase = phases.get(name)  # it may not have arrived yet
+        is_half_way = phase is not None and phase["inner_step"] >= case.inner_steps // 2
+        if is_half_way and status["step"] >= case.killed_in:
             return
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
-def theirs(python: Path, case: Case, *, kill: bool) -> Outcome:
-    """A lighthouse and three replicas.
+def run_torchft(python: Path, case: Case, *, kill: bool) -> Outcome:
+    """Run a lighthouse and three replicas.
 
     Raises:
-        RuntimeError: A process ended before its time; its last words are above.
+        RuntimeError: A process ended early; its output is above.
     """
     with ExitStack() as stack:
-        lighthouse = stack.enter_context(_side(python, "lighthouse"))
+        lighthouse = stack.enter_context(_start_torchft(python, "lighthouse"))
         settings = {
             "inner_ms": case.inner_ms, "blocks": case.blocks, "rounds": case.rounds,
             "block_elements": case.block_elements, "inner_steps": case.inner_steps,
-            "replicas": _REPLICAS, "lighthouse": _next(lighthouse)["address"],
+            "replicas": _REPLICAS, "lighthouse": _next_message(lighthouse)["address"],
         }  # fmt: skip
         replicas = [
-            stack.enter_context(_side(python, json.dumps({**settings, "replica": number})))
+            stack.enter_context(_start_torchft(python, json.dumps({**settings, "replica": number})))
             for number in range(_REPLICAS)
         ]
-        for each in replicas:
-            _next(each)  # it is ready
-        for each in replicas:
-            assert each.stdin is not None
-            each.stdin.close()
+        for replica in replicas:
+            _next_message(replica)  # it is ready
+        for replica in replicas:
+            assert replica.stdin is not None
+            replica.stdin.close()
         if kill:
-            while _next(replicas[-1]).get("halfway") != case.killed_in:
+            while _next_message(replicas[-1]).get("halfway") != case.killed_in:
                 pass
             replicas[-1].kill()
         ends = [line for line in _lines(replicas[0]) if "round" in line]
@@ -137,7 +137,7 @@ def theirs(python: Path, case: Case, *, kill: bool) -> Outcome:
 
 
 @contextmanager
-def _side(python: Path, argument: str) -> Iterator[subprocess.Popen[str]]:
+def _start_torchft(python: Path, argument: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(  # noqa: S603 -- our own script
         [str(python), str(_SIDE), argument],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -158,7 +158,7 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
     return (json.loads(line) for line in process.stdout if line.startswith("{"))
 
 
-def _next(process: subprocess.Popen[str]) -> dict[str, Any]:
+def _next_message(process: subprocess.Popen[str]) -> dict[str, Any]:
     line = next(_lines(process), None)
     if line is None:
         raise RuntimeError("a process of torchft ended; call its interpreter by hand to see why")
@@ -166,30 +166,34 @@ def _next(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def rows(case: Case, runs: dict[str, tuple[Outcome, Outcome]]) -> list[list[str]]:
-    """A line for each way: undisturbed, and with a kill."""
+    """Return a row for each side: undisturbed, and with a kill."""
     table = []
-    for way, (calm, killed) in runs.items():
-        exchange_ms = calm.round_ms - case.inner_steps * case.inner_ms
-        same = "the same" if killed.digest == calm.digest else "another"
+    for side, (undisturbed, with_kill) in runs.items():
+        exchange_ms = undisturbed.round_ms - case.inner_steps * case.inner_ms
+        digest_text = "the same" if with_kill.digest == undisturbed.digest else "another"
         table.append([
-            way, f"{calm.round_ms:.0f} ms", f"{exchange_ms:.0f} ms", f"{killed.round_ms:.0f} ms",
-            f"{killed.counted} of {_REPLICAS}", same,
+            side, f"{undisturbed.round_ms:.0f} ms", f"{exchange_ms:.0f} ms",
+            f"{with_kill.round_ms:.0f} ms", f"{with_kill.replicas_counted} of {_REPLICAS}",
+            digest_text,
         ])  # fmt: skip
     return table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """See the module's text."""
+    """Run the command; the module documents it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.diloco")
     parser.add_argument("--torchft", type=Path, required=True, help="an interpreter that has it")
     parser.add_argument("--rounds", type=int, default=Case().rounds)
     options = parser.parse_args(arguments)
     case = Case(rounds=options.rounds)
-    calm = theirs(options.torchft, case, kill=False)
-    runs = {"torchft": (calm, theirs(options.torchft, case, kill=True))}
+    undisturbed = run_torchft(options.torchft, case, kill=False)
+    runs = {"torchft": (undisturbed, run_torchft(options.torchft, case, kill=True))}
     with tempfile.TemporaryDirectory() as name:
-        calm = ours(case, kill=False, directory=Path(name) / "calm")
-        runs["samestep"] = calm, ours(case, kill=True, directory=Path(name) / "killed")
+        undisturbed = run_samestep(case, kill=False, directory=Path(name) / "calm")
+        runs["samestep"] = (
+            undisturbed,
+            run_samestep(case, kill=True, directory=Path(name) / "killed"),
+        )
     state_mb = 4 * case.blocks * case.block_elements / 1e6
     print_heading(
         f"{_REPLICAS} replicas, {state_mb:.0f} MB, {case.inner_steps} inner steps of "

@@ -19,61 +19,61 @@ from benchmarks.cluster import run_to_end
 from benchmarks.machine import print_heading, print_table
 
 _RUNS = Path(__file__).parents[1] / "deploy" / "runs"
-_QUICK = ("steps=40", "batch.samples=8", "evaluate_every=0", "threads=2")
-"""Some minutes a seed: nearly all of a step is the vocabulary of 49,152 tokens."""
+_QUICK_SETTINGS = ("steps=40", "batch.samples=8", "evaluate_every=0", "threads=2")
+"""A few minutes per seed: nearly all of a step is the vocabulary of 49,152 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way of training the student; `settings` are those of the command line."""
+class Variant:
+    """One variant of training the student; `settings` are options of the command."""
 
     name: str
     settings: tuple[str, ...] = ()
 
 
-WAYS = (Way("with"), Way("without", ("distil.alpha=0",)))
+VARIANTS = (Variant("with"), Variant("without", ("distil.alpha=0",)))
 
 
 def students(
     directory: Path, student: Path, seed: int, changes: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Both ways of one seed: figures of the held-out samples after the last step, by way."""
+    """Train both variants with one seed; return the final evaluation metrics by variant."""
     settings = (*changes, f"seed={seed}", f"data.train={directory / 'teacher' / 'logits'}")
     return {
-        way.name: run_to_end(
-            student, directory / f"seed-{seed}-{way.name}", (*settings, *way.settings)
+        variant.name: run_to_end(
+            student, directory / f"seed-{seed}-{variant.name}", (*settings, *variant.settings)
         )
-        for way in WAYS
+        for variant in VARIANTS
     }
 
 
 def row(seed: str, figures: dict[str, dict[str, float]], minutes: float) -> list[str]:
-    """A line of the table."""
-    taught, alone = (figures[way.name] for way in WAYS)
+    """Return a row of the table."""
+    with_teacher, without_teacher = (figures[variant.name] for variant in VARIANTS)
     return [
         seed,
-        f"{taught['perplexity']:.1f}",
-        f"{alone['perplexity']:.1f}",
-        f"{taught['perplexity'] / alone['perplexity']:.3f}",
-        f"{taught['divergence_per_token']:.3f}",
-        f"{alone['divergence_per_token']:.3f}",
+        f"{with_teacher['perplexity']:.1f}",
+        f"{without_teacher['perplexity']:.1f}",
+        f"{with_teacher['perplexity'] / without_teacher['perplexity']:.3f}",
+        f"{with_teacher['divergence_per_token']:.3f}",
+        f"{without_teacher['divergence_per_token']:.3f}",
         f"{minutes:.1f}",
     ]
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("directory", type=Path, help="where all runs are kept")
     parser.add_argument("--seeds", type=int, nargs="+", default=[7, 8, 9])
     parser.add_argument("--teacher", type=Path, default=_RUNS / "smollm2-teacher.yaml")
     parser.add_argument("--student", type=Path, default=_RUNS / "llama-student.yaml")
-    parser.add_argument("--set", nargs="*", default=_QUICK, help="keys of the student")
+    parser.add_argument("--set", nargs="*", default=_QUICK_SETTINGS, help="keys of the student")
     options = parser.parse_args()
     print_heading("A student with and without its teacher's logits, at equal steps")
     directory = options.directory.resolve()
-    captured = run_to_end(options.teacher, directory / "teacher", ())
-    print(f"captured in {captured['wall_s'] / 60:.1f} minutes", flush=True)
+    capture_result = run_to_end(options.teacher, directory / "teacher", ())
+    print(f"captured in {capture_result['wall_s'] / 60:.1f} minutes", flush=True)
     lines, all_figures = [], []
     for seed in options.seeds:
         results = students(directory, options.student, seed, options.set)
@@ -83,11 +83,11 @@ def main() -> None:
         lines.append(row(str(seed), figures, minutes))
         print(f"seed {seed}: {lines[-1]}", flush=True)
     means = {
-        way.name: {
-            name: mean(figures[way.name][name] for figures in all_figures)
-            for name in all_figures[0][way.name]
+        variant.name: {
+            name: mean(figures[variant.name][name] for figures in all_figures)
+            for name in all_figures[0][variant.name]
         }
-        for way in WAYS
+        for variant in VARIANTS
     }
     lines.append(row("mean", means, sum(float(line[-1]) for line in lines)))
     head = ["seed", "perplexity with", "without", "ratio", "divergence with", "without", "minutes"]

@@ -1,7 +1,7 @@
 """What log and journal cost: the same steps with and without them, alternating.
 
-Without them: `benchmarks.undurable_coordinator`, the real one that stores nothing. Two workers run
-on two cores, so the coordinator's work slows them down.
+Without them, `benchmarks.undurable_coordinator` runs: the real coordinator, storing nothing. Two
+workers run on two cores, so the coordinator's work slows them down.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any, Final
 
 from benchmarks.cluster import Cluster, Interval, scripted
-from benchmarks.jobs import short
+from benchmarks.jobs import short_job
 from benchmarks.machine import print_heading, print_table
 from benchmarks.timeline import intervals_us, read_trace, step_times
 
@@ -29,11 +29,11 @@ HEAD: Final = ("what", "steps", "min ms", "median ms", "to off", "by turns", "le
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is trained.
+    """The job to train.
 
     Attributes:
-        name: For the table.
-        document: The run spec, less `log`.
+        name: Name in the table.
+        document: The run spec, without `log`.
         worker: The command of each worker.
     """
 
@@ -43,12 +43,12 @@ class Job:
 
 
 def classify(steps: int) -> Job:
-    """The job of deploy/runs/sms-spam.yaml."""
-    return Job("classify (sms-spam)", short("sms-spam", steps), ["worker", "--quiet"])
+    """Return the job of deploy/runs/sms-spam.yaml."""
+    return Job("classify (sms-spam)", short_job("sms-spam", steps), ["worker", "--quiet"])
 
 
 def full_training(steps: int, block_bytes: int, microbatch_ms: float) -> Job:
-    """Twelve layers that are trained in full; gradients stream while the device sleeps."""
+    """Return a job of twelve layers trained in full; gradients stream while the device sleeps."""
     blocks = 12
     document = {
         "name": "full-training",
@@ -63,16 +63,17 @@ def full_training(steps: int, block_bytes: int, microbatch_ms: float) -> Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One way of keeping.
+class Measurement:
+    """The measurements of one variant.
 
     Attributes:
-        steps_ms: From update to update, each step.
-        turns_ms: The median of each turn: turns of all ways alternate.
-        waits_ms: What each step waited for its commit to be durable; empty where nothing is kept.
-        coordinator_ms: Processor time of the coordinator per step, of each turn, with start and
-            end of its run.
-        workers_ms: The same of the workers.
+        steps_ms: Time from update to update of each step.
+        turns_ms: Median of each turn: turns of all variants alternate.
+        waits_ms: How long each step waited for its commit to be durable; empty if nothing is
+            stored.
+        coordinator_ms: Processor time of the coordinator per step, for each turn, including start
+            and end of its run.
+        workers_ms: The same for the workers.
     """
 
     steps_ms: list[float]
@@ -81,18 +82,21 @@ class Measured:
     coordinator_ms: list[float]
     workers_ms: list[float]
 
-    def ratio(self, other: Measured) -> float:
-        """Of median step times."""
+    def ratio(self, other: Measurement) -> float:
+        """Return the ratio of median step times."""
         return median(self.steps_ms) / median(other.steps_ms)
 
-    def turn_ratios(self, other: Measured) -> list[float]:
-        """Turn by turn, sorted."""
-        return sorted(a / b for a, b in zip(self.turns_ms, other.turns_ms, strict=True))
+    def turn_ratios(self, other: Measurement) -> list[float]:
+        """Return the ratio of each turn, sorted."""
+        return sorted(
+            own_ms / other_ms
+            for own_ms, other_ms in zip(self.turns_ms, other.turns_ms, strict=True)
+        )
 
 
 @dataclass(slots=True)
-class _Way:
-    """One cluster, its runs, and the processor time of each: coordinator, workers."""
+class _Variant:
+    """One cluster, its runs, and the processor time of coordinator and workers in each."""
 
     cluster: Cluster
     trace: Path
@@ -101,26 +105,28 @@ class _Way:
     cpu_s: list[tuple[float, float]] = field(default_factory=list)
 
     def run(self, document: dict[str, Any]) -> None:
-        before = self.cluster.cpu_s()
+        cpu_before = self.cluster.cpu_s()
         self.intervals.append(self.cluster.run(document | self.mode))
-        after = self.cluster.cpu_s()
-        self.cpu_s.append((after[0] - before[0], after[1] - before[1]))
+        cpu_after = self.cluster.cpu_s()
+        self.cpu_s.append((cpu_after[0] - cpu_before[0], cpu_after[1] - cpu_before[1]))
 
-    def measured(self, steps: int) -> Measured:
-        """After the cluster has ended; the first turn is not counted."""
-        timelines, own = self.cluster.timelines(), read_trace(self.trace)
+    def measurement(self, steps: int) -> Measurement:
+        """Return the measurements, after the cluster has ended; the first turn is not counted."""
+        timelines, coordinator_events = self.cluster.timelines(), read_trace(self.trace)
         intervals = [(run.start_us, run.end_us) for run in self.intervals[1:]]
         by_turn = [
-            [us / 1e3 for us in intervals_us(step_times(timelines, *interval))][WARMING_STEPS:]
+            [span_us / 1e3 for span_us in intervals_us(step_times(timelines, *interval))][
+                WARMING_STEPS:
+            ]
             for interval in intervals
         ]
         waits_ms = [
             event["dur"] / 1e3
-            for event in own.events
+            for event in coordinator_events.events
             if event["name"] == "sync the log"
             and any(start <= event["ts"] <= end for start, end in intervals)
         ]
-        return Measured(
+        return Measurement(
             [ms for turn in by_turn for ms in turn],
             [median(turn) for turn in by_turn],
             [] if self.mode == {} else waits_ms,
@@ -129,43 +135,53 @@ class _Way:
         )
 
 
-def measure(job: Job, turns: int) -> dict[str, Measured]:
-    """Every way in each turn, while the others are idle."""
+def measure(job: Job, turns: int) -> dict[str, Measurement]:
+    """Measure every variant in each turn, while the others are idle."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        logged, off = (
+        logging_commands, undurable_commands = (
             (Cluster([job.worker] * WORKERS, directory / module,
                      [module, "--trace", str(directory / f"{module}.json")]),
              directory / f"{module}.json")
             for module in ("coordinator", "benchmarks.undurable_coordinator")
         )  # fmt: skip
-        ways = {OFF: _Way(*off, {}), **{mode: _Way(*logged, {"log": mode}) for mode in MODES}}
-        with logged[0], off[0]:
+        variants = {
+            OFF: _Variant(*undurable_commands, {}),
+            **{mode: _Variant(*logging_commands, {"log": mode}) for mode in MODES},
+        }
+        with logging_commands[0], undurable_commands[0]:
             for turn in range(turns + 1):
-                # Forth and back, so that none always comes after the same other.
-                for way in [*ways.values()][:: 1 if turn % 2 else -1]:
-                    way.run(job.document)
-        return {name: way.measured(job.document["steps"]) for name, way in ways.items()}
+                # Back and forth, so that no variant always follows the same other one.
+                for variant in [*variants.values()][:: 1 if turn % 2 else -1]:
+                    variant.run(job.document)
+        return {
+            name: variant.measurement(job.document["steps"]) for name, variant in variants.items()
+        }
 
 
-def rows(job: Job, measured: dict[str, Measured]) -> list[list[str]]:
-    """The lines of the table for one job."""
+def rows(job: Job, measurements: dict[str, Measurement]) -> list[list[str]]:
+    """Return the rows of the table for one job."""
     lines = []
-    for way, mine in measured.items():
-        ratios = mine.turn_ratios(measured[OFF])
-        waits = [f"{of(mine.waits_ms):.1f}" if mine.waits_ms else "" for of in (median, max)]
-        name = OFF if way == OFF else f"log: {way}"
+    for variant, measurement in measurements.items():
+        ratios = measurement.turn_ratios(measurements[OFF])
+        waits = [
+            f"{statistic(measurement.waits_ms):.1f}" if measurement.waits_ms else ""
+            for statistic in (median, max)
+        ]
+        name = OFF if variant == OFF else f"log: {variant}"
         lines.append(
-            [f"{job.name}: {name}", str(len(mine.steps_ms)), f"{min(mine.steps_ms):.0f}",
-             f"{median(mine.steps_ms):.0f}", f"{mine.ratio(measured[OFF]):.3f}",
+            [f"{job.name}: {name}", str(len(measurement.steps_ms)),
+             f"{min(measurement.steps_ms):.0f}", f"{median(measurement.steps_ms):.0f}",
+             f"{measurement.ratio(measurements[OFF]):.3f}",
              f"{median(ratios):.3f}", f"{ratios[0]:.3f} to {ratios[-1]:.3f}",
-             *waits, f"{median(mine.coordinator_ms):.0f}", f"{median(mine.workers_ms):.0f}"]
+             *waits, f"{median(measurement.coordinator_ms):.0f}",
+             f"{median(measurement.workers_ms):.0f}"]
         )  # fmt: skip
     return lines
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=10, help="steps of each way in each turn")
     parser.add_argument("--turns", type=int, default=8)

@@ -1,7 +1,7 @@
-"""What an evaluating worker costs the training ones: their step time with and without it.
+"""What an evaluating worker costs the training workers: their step time with and without it.
 
 Devices are scripted, so that on two cores this measures the coordinator's work for the evaluator,
-not two devices on one processor. A microbatch takes 20 ms, a held-out part a third of that.
+not two devices on one processor. A microbatch takes 20 ms, an evaluation part a third of that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MICROBATCHES = 4
 EVALUATE_EVERY = 4
 WARMING_STEPS = 4
 BLOCKS, BLOCK_BYTES = 4, 262_144
-WAYS = {
+SETUPS = {
     "nobody evaluates": (0, ()),
     "a worker whose duty it is": (EVALUATE_EVERY, ("--duty", "evaluate")),
     "the worker that trains": (EVALUATE_EVERY, ()),
@@ -29,7 +29,7 @@ WAYS = {
 
 
 def run_spec(steps: int, evaluate_every: int) -> dict[str, Any]:
-    """Four small blocks, plain SGD."""
+    """Return a run spec with four small blocks and plain SGD."""
     return {
         "name": "duty",
         "task": "scripted",
@@ -41,9 +41,9 @@ def run_spec(steps: int, evaluate_every: int) -> dict[str, Any]:
     }
 
 
-def measure(way: str, steps: int) -> list[float]:
-    """Milliseconds of each step of the worker that trains."""
-    evaluate_every, duty = WAYS[way]
+def measure(setup: str, steps: int) -> list[float]:
+    """Return the milliseconds of each step of the training worker."""
+    evaluate_every, duty = SETUPS[setup]
     workers = [scripted(MICROBATCH_MS)]
     if duty:
         workers.append([*scripted(MICROBATCH_MS), *duty])
@@ -52,31 +52,31 @@ def measure(way: str, steps: int) -> list[float]:
         with cluster:
             run = cluster.run(run_spec(steps, evaluate_every))
         timeline = step_times(cluster.timelines()[:1], run.start_us, run.end_us)
-    return [us / 1e3 for us in intervals_us(timeline[WARMING_STEPS:])]
+    return [span_us / 1e3 for span_us in intervals_us(timeline[WARMING_STEPS:])]
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=60, help="steps of each way in a turn")
     parser.add_argument("--turns", type=int, default=2)
     options = parser.parse_args()
     print_heading(f"Steps of {MICROBATCHES} x {MICROBATCH_MS:g} ms, evaluated or not")
-    measured: dict[str, list[float]] = {way: [] for way in WAYS}
+    times_by_setup: dict[str, list[float]] = {setup: [] for setup in SETUPS}
     for _ in range(options.turns):
-        for way in WAYS:
-            measured[way] += measure(way, options.rounds)
-    alone = measured["nobody evaluates"]
+        for setup in SETUPS:
+            times_by_setup[setup] += measure(setup, options.rounds)
+    alone_ms = times_by_setup["nobody evaluates"]
     lines = [
         [
-            way,
-            str(len(found)),
-            f"{median(found):.2f}",
-            f"{median(found) / median(alone):.3f}",
-            f"{sum(found) / len(found) / (sum(alone) / len(alone)):.3f}",
-            f"{min(found) / min(alone):.3f}",
+            setup,
+            str(len(times_ms)),
+            f"{median(times_ms):.2f}",
+            f"{median(times_ms) / median(alone_ms):.3f}",
+            f"{sum(times_ms) / len(times_ms) / (sum(alone_ms) / len(alone_ms)):.3f}",
+            f"{min(times_ms) / min(alone_ms):.3f}",
         ]
-        for way, found in measured.items()
+        for setup, times_ms in times_by_setup.items()
     ]
     print_table(
         ["who evaluates", "steps", "median ms", "of medians", "of means", "of least"], lines

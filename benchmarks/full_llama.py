@@ -39,7 +39,7 @@ CONFIG: Final[dict[str, Any]] = {
 
 
 def run_spec(steps: int, config: dict[str, Any]) -> dict[str, Any]:
-    """One microbatch for each worker."""
+    """Return a run spec with one microbatch per worker."""
     return {
         "name": "full-llama",
         "task": "causal-lm",
@@ -57,8 +57,8 @@ def run_spec(steps: int, config: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Milliseconds of each step, warming ones left out, and the most memory of each process."""
+class Measurement:
+    """Milliseconds of each step after warm-up, and peak memory of each process."""
 
     ours_ms: list[float]
     ddp_ms: list[float]
@@ -67,8 +67,8 @@ class Measured:
     rank_bytes: int
 
 
-def measure(steps: int, turns: int, config: dict[str, Any] | None = None) -> Measured:
-    """Both by turns."""
+def measure(steps: int, turns: int, config: dict[str, Any] | None = None) -> Measurement:
+    """Measure both sides by turns."""
     config = config or CONFIG
     intervals, ddp_us = [], []
     command = {
@@ -77,46 +77,48 @@ def measure(steps: int, turns: int, config: dict[str, Any] | None = None) -> Mea
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        ours = Cluster(
+        cluster = Cluster(
             [["worker", "--quiet", "--backend", "cpu"]] * _WORKERS, directory / "ours"
         )  # fmt: skip
-        with ours, Ranks(_WORKERS, directory / "gloo") as ranks:
+        with cluster, Ranks(_WORKERS, directory / "gloo") as ranks:
             for _ in range(turns):
-                intervals.append(ours.run(run_spec(steps + _WARMING_STEPS, config)))
-                ddp_us += intervals_us(ranks.ask(command))[_WARMING_STEPS:]
-            coordinator_bytes, *of_workers = ours.peak_bytes()
-            peaks = ranks.ask({"do": "peak_bytes"})
-        timelines = ours.timelines()
+                intervals.append(cluster.run(run_spec(steps + _WARMING_STEPS, config)))
+                ddp_us += intervals_us(ranks.run_commands(command))[_WARMING_STEPS:]
+            coordinator_bytes, *of_workers = cluster.peak_bytes()
+            peaks = ranks.run_commands({"do": "peak_bytes"})
+        timelines = cluster.timelines()
     ours_us = [
-        us
+        span_us
         for run in intervals
-        for us in paces_us(step_times(timelines, run.start_us, run.end_us))[_WARMING_STEPS:]
+        for span_us in paces_us(step_times(timelines, run.start_us, run.end_us))[_WARMING_STEPS:]
     ]
-    return Measured(
-        [us / 1e3 for us in ours_us],
-        [us / 1e3 for us in ddp_us],
+    return Measurement(
+        [span_us / 1e3 for span_us in ours_us],
+        [span_us / 1e3 for span_us in ddp_us],
         coordinator_bytes,
         max(of_workers),
         max(int(of_rank[0][1]) for of_rank in peaks),
     )
 
 
-def lines(measured: Measured) -> list[list[str]]:
-    """Of the table."""
-    ours, ddp = median(measured.ours_ms), median(measured.ddp_ms)
-    giga = 1e9
+def lines(measurement: Measurement) -> list[list[str]]:
+    """Return the rows of the table."""
+    samestep_ms, ddp_ms = median(measurement.ours_ms), median(measurement.ddp_ms)
+    gigabyte = 1e9
     return [
-        ["DDP, step", f"{min(measured.ddp_ms):.0f}", f"{ddp:.0f} ms", "1.00"],
-        ["ours, step", f"{min(measured.ours_ms):.0f}", f"{ours:.0f} ms", f"{ours / ddp:.2f}"],
-        ["DDP, a rank's memory", "", f"{measured.rank_bytes / giga:.2f} GB", "1.00"],
-        ["ours, a worker's memory", "", f"{measured.worker_bytes / giga:.2f} GB",
-         f"{measured.worker_bytes / measured.rank_bytes:.2f}"],
-        ["ours, the coordinator's memory", "", f"{measured.coordinator_bytes / giga:.2f} GB", ""],
+        ["DDP, step", f"{min(measurement.ddp_ms):.0f}", f"{ddp_ms:.0f} ms", "1.00"],
+        ["ours, step", f"{min(measurement.ours_ms):.0f}", f"{samestep_ms:.0f} ms",
+         f"{samestep_ms / ddp_ms:.2f}"],
+        ["DDP, a rank's memory", "", f"{measurement.rank_bytes / gigabyte:.2f} GB", "1.00"],
+        ["ours, a worker's memory", "", f"{measurement.worker_bytes / gigabyte:.2f} GB",
+         f"{measurement.worker_bytes / measurement.rank_bytes:.2f}"],
+        ["ours, the coordinator's memory", "",
+         f"{measurement.coordinator_bytes / gigabyte:.2f} GB", ""],
     ]  # fmt: skip
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=8, help="in each turn")
     parser.add_argument("--turns", type=int, default=2)

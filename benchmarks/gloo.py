@@ -1,7 +1,7 @@
 """One rank of torch.distributed over gloo: the reference, measured on the same machine.
 
-Reads commands from standard input, one JSON line each, and answers with a line. Not run by hand:
-see `benchmarks.ranks`.
+Reads commands from standard input, one JSON line each, and answers with a line. Started by
+`benchmarks.ranks`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ Times = list[tuple[float, float]]
 
 
 def all_reduce(payload_bytes: int, rounds: int, quiet_ms: float) -> Times:
-    """Mean of one float32 tensor of so many bytes: all-reduce, then one division. Before each it is
-    as quiet as before ours: a link may be slower after a while without a byte."""
+    """Average one float32 tensor: all-reduce, then one division. Before each round the link is idle
+    as long as for samestep, since a link may be slower after idling.
+    """
     tensor = torch.ones(payload_bytes // 4)
     times = []
     for _ in range(rounds):
@@ -40,7 +41,7 @@ def all_reduce(payload_bytes: int, rounds: int, quiet_ms: float) -> Times:
 
 
 class Sleeper:
-    """A device like `backends.scripted`: forward, then blocks come out evenly, by the clock."""
+    """A device like `backends.scripted`: forward, then blocks at even intervals by the clock."""
 
     def __init__(self, forward_ms: float, block_ms: float, blocks: int) -> None:
         self._forward_s = forward_ms / 1e3
@@ -53,8 +54,8 @@ class Sleeper:
         self._sleep_until(self._start_s + self._forward_s)
 
     def backward(self, block: int) -> None:
-        done = self._blocks - block
-        self._sleep_until(self._start_s + self._forward_s + done * self._block_s)
+        blocks_done = self._blocks - block
+        self._sleep_until(self._start_s + self._forward_s + blocks_done * self._block_s)
 
     @staticmethod
     def _sleep_until(deadline_s: float) -> None:
@@ -64,7 +65,7 @@ class Sleeper:
 
 
 class _SlowBlock(torch.autograd.Function):
-    """Passes its input on; its backward takes a block's time and gives a gradient of ones."""
+    """The identity; its backward takes a block's time and returns a gradient of ones."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, sleeper: Sleeper, block: int) -> Tensor:
@@ -79,7 +80,7 @@ class _SlowBlock(torch.autograd.Function):
 
 
 class SlowModel(nn.Module):
-    """Blocks of one parameter each that compute nothing, slowly."""
+    """Blocks of one parameter each that sleep instead of computing."""
 
     def __init__(self, sleeper: Sleeper, blocks: int, block_bytes: int) -> None:
         super().__init__()
@@ -103,16 +104,16 @@ def train(
     steps: int,
     bucket_mb: int | None,
 ) -> Times:
-    """Steps of DistributedDataParallel with plain SGD.
+    """Take steps of DistributedDataParallel with plain SGD.
 
     Args:
         blocks: Modules of one parameter each.
-        block_bytes: Of each parameter.
-        forward_ms: Time before the backward.
+        block_bytes: Size of each parameter.
+        forward_ms: Time before backward.
         block_ms: Time of each block's backward.
-        microbatches: Per step on this rank; all but the last without communication.
-        steps: How many.
-        bucket_mb: Size of DDP's buckets, MiB; None is its default: 1, then 25.
+        microbatches: Microbatches per step on this rank; only the last one communicates.
+        steps: Number of steps.
+        bucket_mb: Size of DDP's buckets in MiB; None for its default: 1, then 25.
     """
     model = SlowModel(Sleeper(forward_ms, block_ms, blocks), blocks, block_bytes)
     replica = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
@@ -122,8 +123,8 @@ def train(
     for _ in range(steps):
         start_us = now_us()
         for index in range(microbatches):
-            last = index == microbatches - 1
-            with contextlib.nullcontext() if last else replica.no_sync():
+            is_last = index == microbatches - 1
+            with contextlib.nullcontext() if is_last else replica.no_sync():
                 replica(x).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -132,13 +133,13 @@ def train(
 
 
 def train_llama(*, config: dict[str, Any], samples: int, tokens: int, steps: int) -> Times:
-    """Steps of DistributedDataParallel with AdamW, gradients clipped to norm 1, on drawn tokens.
+    """Take steps of DistributedDataParallel with AdamW and clipping to norm 1, on random tokens.
 
     Args:
-        config: Of the model, as a run spec has it.
-        samples: Of this rank, in a step.
-        tokens: Of a sample.
-        steps: How many.
+        config: The model's configuration, as in a run spec.
+        samples: Samples of this rank in a step.
+        tokens: Tokens of a sample.
+        steps: Number of steps.
     """
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 -- seconds
 
@@ -161,12 +162,12 @@ def train_llama(*, config: dict[str, Any], samples: int, tokens: int, steps: int
 
 
 def peak() -> Times:
-    """The most memory that this rank has had resident, as the end of a span."""
+    """Return the peak resident memory of this rank, as the end of a span."""
     return [(0.0, float(peak_bytes()))]
 
 
-def serve(rank: int, world: int, store: str) -> None:
-    """Do commands until there are no more."""
+def serve_commands(rank: int, world: int, store: str) -> None:
+    """Execute commands until standard input ends."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     operations: dict[str, Callable[..., Times]] = {
@@ -180,4 +181,4 @@ def serve(rank: int, world: int, store: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    serve_commands(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,9 +1,9 @@
 """A run under attack: 1,000 hostile connections from one address, beside a run and newcomers.
 
-Turn by turn with and without the attack (`benchmarks.attack`): how long a legitimate join from
-another address takes, from its connection to its Welcome; how long a step takes; how much of a
-processor the coordinator takes, and how much memory more than before, at its peak. Devices sleep,
-so a step is as long as its exchange and this machine make it.
+By turns with and without the attack (`benchmarks.attack`): the time of a legitimate join from
+another address, from its connection to its Welcome; the time of a step; the coordinator's share of
+a processor, and its peak growth of memory. Devices sleep, so the exchange and this machine
+determine the time of a step.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ JOINS_A_SECOND: Final = 10
 MOST_JOIN_MS: Final = 250.0
 MOST_STEP_RATIO: Final = 1.05
 MOST_MEMORY_MIB: Final = 24.0
-"""The aims of `--check`, under attack: p99 of joins; a median step to a calm one; peak growth."""
+"""Limits of `--check` under attack: p99 of joins; ratio to an undisturbed step; peak growth."""
 _MIB: Final = 1 << 20
 
 
 @dataclass(slots=True)
-class Measured:
-    """What all turns of one kind gave."""
+class Measurement:
+    """The measurements of all turns of one kind."""
 
     joins_ms: list[float] = field(default_factory=list)
     steps_ms: list[float] = field(default_factory=list)
@@ -62,16 +62,16 @@ class Measured:
 
     @property
     def join_ms(self) -> float:
-        """What 99 of 100 joins take at most."""
+        """Return the 99th percentile of joins."""
         return quantiles(self.joins_ms, n=100, method="inclusive")[98]
 
     @property
     def memory_mib(self) -> float:
-        """Growth at its peak."""
+        """Return the peak growth."""
         return max(self.memory_bytes) / _MIB
 
     def row(self, name: str) -> list[str]:
-        """A line of the table."""
+        """Return a row of the table."""
         return [
             name, str(len(self.joins_ms)), f"{median(self.joins_ms):.0f}", f"{self.join_ms:.0f}",
             str(len(self.steps_ms)), f"{median(self.steps_ms):.1f}", f"{min(self.steps_ms):.1f}",
@@ -83,19 +83,19 @@ class Attacker:
     """The process of `benchmarks.attack`."""
 
     def __init__(self, port: int, connections: int) -> None:
-        self.begun: Counter[str] = Counter()
+        self.attempts: Counter[str] = Counter()
         command = [sys.executable, "-m", "benchmarks.attack", str(port)]
         self._process = subprocess.Popen(  # noqa: S603 -- our own command
             [*command, "--connections", str(connections)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def told(self, word: str) -> None:
-        """Attack, rest, or count; returns once it does."""
+    def send_command(self, word: str) -> None:
+        """Send `attack`, `rest` or `count`; return once it is answered."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(word, file=self._process.stdin, flush=True)
-        self.begun.update(json.loads(self._process.stdout.readline()))
+        self.attempts.update(json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:
         with self._process:
@@ -103,7 +103,7 @@ class Attacker:
 
 
 async def _joins(port: int, count: int) -> list[float]:
-    """So many legitimate joins, one after the other at their times; milliseconds of each."""
+    """Join at regular times; return the milliseconds of each join."""
     times_ms = []
     for number in range(count):
         begin_s = time.perf_counter()
@@ -117,23 +117,25 @@ async def _joins(port: int, count: int) -> list[float]:
     return times_ms
 
 
-def _turn(coordinator: Coordinator, port: int, seconds: float, measured: Measured) -> None:
-    """Let the run go on for so long, with joins beside it."""
+def _turn(coordinator: Coordinator, port: int, seconds: float, measurement: Measurement) -> None:
+    """Let the run continue for some seconds, with joins at the same time."""
     since = len(coordinator.events)
     coordinator.wait_for("a commit", lambda event: event.name == "committed", since)
     begin_s, begin_cpu_s = time.monotonic(), coordinator.cpu_s
     with coordinator.memory() as growth:
-        measured.joins_ms += asyncio.run(_joins(port, round(seconds * JOINS_A_SECOND)))
-    measured.elapsed_s += time.monotonic() - begin_s
-    measured.processor_s += coordinator.cpu_s - begin_cpu_s
-    measured.memory_bytes.append(growth.peak_bytes)
+        measurement.joins_ms += asyncio.run(_joins(port, round(seconds * JOINS_A_SECOND)))
+    measurement.elapsed_s += time.monotonic() - begin_s
+    measurement.processor_s += coordinator.cpu_s - begin_cpu_s
+    measurement.memory_bytes.append(growth.peak_bytes)
     at_s = [event.at_s for event in coordinator.events[since:] if event.name == "committed"]
-    measured.steps_ms += [(b - a) * 1e3 for a, b in pairwise(at_s)]
+    measurement.steps_ms += [
+        (next_us - previous_us) * 1e3 for previous_us, next_us in pairwise(at_s)
+    ]
 
 
 @contextlib.contextmanager
 def running_cluster(directory: Path) -> Iterator[Coordinator]:
-    """A run that goes on."""
+    """Start a run that does not end by itself."""
     spec = directory / "run.yaml"
     spec.write_text(json.dumps(SPEC))
     arguments = ["--run", str(spec), "--expect-workers", str(WORKERS)]
@@ -160,46 +162,46 @@ def _is_past(coordinator: Coordinator, step: int) -> Callable[[object], bool]:
 
 def measure(
     turns: int, seconds: float, connections: int
-) -> tuple[Measured, Measured, Counter[str]]:
-    """Calm and attacked turns, and how many connections of each kind the attack had."""
-    calm, attacked = Measured(), Measured()
+) -> tuple[Measurement, Measurement, Counter[str]]:
+    """Return undisturbed and attacked turns, and the attack's connections by kind."""
+    undisturbed, attacked = Measurement(), Measurement()
     with tempfile.TemporaryDirectory() as name, running_cluster(Path(name)) as coordinator:
         port = int(coordinator.address.rpartition(":")[2])
         attacker = Attacker(port, connections)
         try:
-            _turn(coordinator, port, 1.0, Measured())
+            _turn(coordinator, port, 1.0, Measurement())
             for _ in range(turns):
-                attacker.told("rest")
-                _turn(coordinator, port, seconds, calm)
-                attacker.told("attack")
+                attacker.send_command("rest")
+                _turn(coordinator, port, seconds, undisturbed)
+                attacker.send_command("attack")
                 _turn(coordinator, port, seconds, attacked)
-            attacker.told("rest")
+            attacker.send_command("rest")
         finally:
             attacker.close()
-    return calm, attacked, attacker.begun
+    return undisturbed, attacked, attacker.attempts
 
 
-def step_ratio(calm: Measured, attacked: Measured) -> float:
-    """How long a step takes under attack, to a calm one."""
-    return median(attacked.steps_ms) / median(calm.steps_ms)
+def step_ratio(undisturbed: Measurement, attacked: Measurement) -> float:
+    """Return the ratio of a step under attack to an undisturbed one."""
+    return median(attacked.steps_ms) / median(undisturbed.steps_ms)
 
 
-def missed(calm: Measured, attacked: Measured) -> list[str]:
-    """The aims that were not reached, each with what was measured."""
+def missed_aims(undisturbed: Measurement, attacked: Measurement) -> list[str]:
+    """Return the missed limits, each with its measurement."""
     aims = [
         ("p99 of joins", attacked.join_ms, MOST_JOIN_MS, "ms"),
-        ("step to a calm one", step_ratio(calm, attacked), MOST_STEP_RATIO, ""),
+        ("step to a calm one", step_ratio(undisturbed, attacked), MOST_STEP_RATIO, ""),
         ("memory", attacked.memory_mib, MOST_MEMORY_MIB, "MiB"),
     ]
     return [
-        f"{what} {value:.4g}, at most {most:g} {unit}".strip()
-        for what, value, most, unit in aims
-        if not value <= most
+        f"{aim} {value:.4g}, at most {limit:g} {unit}".strip()
+        for aim, value, limit, unit in aims
+        if not value <= limit
     ]
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=4, help="turns of each kind")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each turn")
@@ -207,14 +209,16 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="exit 1 if an aim is missed")
     options = parser.parse_args()
     print_heading(f"{options.connections} hostile connections from {FROM} beside a run")
-    calm, attacked, connections = measure(options.rounds, options.seconds, options.connections)
+    undisturbed, attacked, connections = measure(
+        options.rounds, options.seconds, options.connections
+    )
     head = ["", "joins", "median ms", "p99 ms", "steps", "median ms", "min ms", "processor", "MiB"]
-    print_table(head, [calm.row("calm"), attacked.row("attacked")])
-    print(f"step under attack to calm: {step_ratio(calm, attacked):.3f}")
+    print_table(head, [undisturbed.row("calm"), attacked.row("attacked")])
+    print(f"step under attack to calm: {step_ratio(undisturbed, attacked):.3f}")
     print("connections begun:", ", ".join(f"{count} {kind}" for kind, count in connections.items()))
     print(f"load {os.getloadavg()[0]:.1f}")
-    if options.check and (short := missed(calm, attacked)):
-        sys.exit(f"missed: {'; '.join(short)}")
+    if options.check and (misses := missed_aims(undisturbed, attacked)):
+        sys.exit(f"missed: {'; '.join(misses)}")
 
 
 if __name__ == "__main__":

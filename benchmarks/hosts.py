@@ -1,8 +1,8 @@
 """Hosts on one machine: network namespaces, each with a link of a given speed to one switch.
 
 A link is a pair of virtual Ethernet devices; `tc tbf` holds both directions to the link's speed,
-and the kernel counts what goes through. Needs root, `ip`, `tc` and `nsenter`. Names are of this
-process, and everything is gone when the network is closed.
+and the kernel counts what goes through. Needs root, `ip`, `tc` and `nsenter`. Names contain the
+process id, and closing the network removes everything.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ _CLONE_NEWNET: Final = 0x40000000
 _DEVICE: Final = "eth0"
 _BURST: Final = "256kb"
 _LATENCY: Final = "100ms"
-"""What a link's queue may hold before it drops."""
+"""Bytes in a link's queue before it drops packets."""
 
 
 def why_not() -> str:
-    """Why no hosts can be made here; empty if they can."""
+    """Return why this machine cannot create hosts; empty if it can."""
     if os.geteuid() != 0:
-        return "hosts of their own need root: network namespaces and traffic control"
-    missing = [name for name in ("ip", "tc", "nsenter") if shutil.which(name) is None]
-    if missing:
-        return f"hosts of their own need the commands {', '.join(missing)} (iproute2, util-linux)"
+        return "simulated hosts need root: network namespaces and traffic control"
+    missing_commands = [name for name in ("ip", "tc", "nsenter") if shutil.which(name) is None]
+    if missing_commands:
+        names = ", ".join(missing_commands)
+        return f"simulated hosts need the commands {names} (iproute2, util-linux)"
     try:
         Network([1000]).__enter__().__exit__(None, None, None)
     except RuntimeError as error:
@@ -44,9 +45,9 @@ class Host:
     """One namespace.
 
     Attributes:
-        name: Of the namespace.
-        address: Its only one, besides loopback.
-        mbit: Its link's speed in each direction, Mbit/s.
+        name: Name of the namespace.
+        address: Its only address besides loopback.
+        mbit: Speed of its link in each direction, Mbit/s.
     """
 
     name: str
@@ -55,21 +56,24 @@ class Host:
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """Put before a command, it is run there."""
+        """Return the prefix that runs a command on this host."""
         return ("nsenter", f"--net={self._path}")
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Sockets of this thread are opened there meanwhile."""
-        with Path("/proc/self/ns/net").open("rb") as outside, self._path.open("rb") as within:
-            _set_namespace(within.fileno())
+        """Context in which this thread opens its sockets on this host."""
+        with (
+            Path("/proc/self/ns/net").open("rb") as own_namespace,
+            self._path.open("rb") as host_namespace,
+        ):
+            _set_namespace(host_namespace.fileno())
             try:
                 yield
             finally:
-                _set_namespace(outside.fileno())
+                _set_namespace(own_namespace.fileno())
 
     def counted_bytes(self) -> tuple[int, int]:
-        """What has gone out of this host and come in so far, Ethernet headers included."""
+        """Return the bytes sent and received by this host, including Ethernet headers."""
         answer = _run("ip", "-j", "-s", "-n", self.name, "link", "show", "dev", _DEVICE)
         counters = json.loads(answer)[0]["stats64"]
         return counters["tx"]["bytes"], counters["rx"]["bytes"]
@@ -80,10 +84,10 @@ class Host:
 
 
 class Network:
-    """So many hosts at one switch.
+    """Hosts at one switch.
 
     Attributes:
-        hosts: One for each speed, in order.
+        hosts: One host for each speed, in order.
 
     Args:
         mbits: The speed of each host's link, Mbit/s.
@@ -134,7 +138,7 @@ class Network:
 
 
 def _set_namespace(descriptor: int) -> None:
-    """This thread's network becomes the one behind the descriptor."""
+    """Switch this thread to the network namespace of a descriptor."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(descriptor, _CLONE_NEWNET):
         error = ctypes.get_errno()
@@ -142,12 +146,12 @@ def _set_namespace(descriptor: int) -> None:
 
 
 def _run(*command: str) -> str:
-    """The command's output.
+    """Run a command and return its output.
 
     Raises:
-        RuntimeError: It failed; with its words.
+        RuntimeError: It failed; the message has its output.
     """
-    done = subprocess.run(command, capture_output=True, check=False, text=True)  # noqa: S603 -- our own commands
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, check=False, text=True)  # noqa: S603 -- our own commands
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {process.stderr.strip()}")
+    return process.stdout

@@ -10,10 +10,10 @@ import yaml
 _RUNS: Final = Path(__file__).parents[1] / "deploy" / "runs"
 
 
-def short(name: str, steps: int) -> dict[str, Any]:
-    """The run spec of that name with so many steps, and next to nothing to evaluate at its end.
+def short_job(name: str, steps: int) -> dict[str, Any]:
+    """Return a run spec of deploy/runs with another number of steps and a tiny evaluation.
 
-    The learning rate's schedule is that of a run of this length.
+    The schedule of the learning rate fits this number of steps.
     """
     document: dict[str, Any] = yaml.safe_load((_RUNS / f"{name}.yaml").read_text(encoding="utf-8"))
     document |= {"steps": steps, "evaluate_every": 0}

@@ -36,7 +36,7 @@ Work = Callable[[], Any]
 
 
 def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
-    """What is measured, by name, and the moments of the updates."""
+    """Return the functions to measure, by name, and the moments of the updates."""
     rng = np.random.default_rng(0)
     state = [aligned_zeros(elements) for _ in range(3)]
     gradient, total, out = (aligned_zeros(elements) for _ in range(3))
@@ -55,8 +55,8 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
             spec, scalars, state[0], gradient, moments, decay=True, hashes=hashes
         )
 
-    def digest(*, newest: bool) -> None:
-        if newest:
+    def digest(*, is_newest: bool) -> None:
+        if is_newest:
             state_digest(1, 1, [(str(kind), [array]) for kind, array in enumerate(state)])
         else:
             state_digest_1(1, 1, [(str(kind), {"x": array}) for kind, array in enumerate(state)])
@@ -69,21 +69,21 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
         assert float32.average(total, 3.0, out)
         float32.square_sum(out)
 
-    rounded = bfloat16.rounded(total.copy())
-    bodies = {codec: codecs.packed(rounded, codec).view(np.uint8) for codec in CODECS}
+    rounded_values = bfloat16.rounded(total.copy())
+    bodies = {codec: codecs.packed(rounded_values, codec).view(np.uint8) for codec in CODECS}
 
     def pack(codec: Codec) -> None:
-        codecs.packed(rounded if codec == "bfloat16" else total, codec)
+        codecs.packed(rounded_values if codec == "bfloat16" else total, codec)
 
-    works: dict[str, Work] = {
+    functions: dict[str, Work] = {
         **{f"update and check, {name}": partial(step, name) for name in RULES},
-        "state digest, format 1": partial(digest, newest=False),
-        "state digest": partial(digest, newest=True),
+        "state digest, format 1": partial(digest, is_newest=False),
+        "state digest": partial(digest, is_newest=True),
         "adamw, check and digest": partial(step_and_digest, step, state),
         f"coordinator's step, {WORKERS} workers": coordinator_step(step, state, total, out),
         "add, bfloat16, and check": partial(add, tree_sum.add_rounded),
         "average, check, sum of squares": average,
-        "round to bfloat16": lambda: bfloat16.rounded(rounded),
+        "round to bfloat16": lambda: bfloat16.rounded(rounded_values),
         "check alone": lambda: check([total]),
         **{f"{codec} pack": partial(pack, codec) for codec in CODECS},
         **{
@@ -91,14 +91,14 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
             for codec in CODECS
         },
     }
-    return works, state[1:]
+    return functions, state[1:]
 
 
 def coordinator_step(
     step: Callable[..., None], state: list[Array], total: Array, out: Array
 ) -> Work:
-    """Return what a coordinator computes in a step: sum, norm, digest, update."""
-    sums = [total.copy() for _ in range(WORKERS)]  # they grow by each step, within float32
+    """Return a function that computes a coordinator's step: sum, norm, digest, update."""
+    sums = [total.copy() for _ in range(WORKERS)]  # they grow with each step, within float32
     block = Block(name="all", kind="block", tensors=(TensorSpec(name="x", shape=(len(out),)),))
 
     def work() -> None:
@@ -113,7 +113,7 @@ def coordinator_step(
 
 
 def step_and_digest(step: Callable[..., None], state: list[Array]) -> None:
-    """Update, check and hash: in one pass if native, one after another in numpy."""
+    """Update, check and hash: in one pass if native, in separate passes in numpy."""
     kinds = [(str(kind), [array]) for kind, array in enumerate(state)]
     if not native_name():
         step("adamw")
@@ -141,19 +141,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--instructions", help="avx512, avx2, sse2 or neon")
     options = parser.parse_args()
-    wanted = [t for t in runnable_targets() if options.instructions in {None, t.name}]
-    if not wanted:
+    targets = [
+        target for target in runnable_targets() if options.instructions in {None, target.name}
+    ]
+    if not targets:
         raise SystemExit(why_not_native() or f"not here: {options.instructions}")
-    library = Library(wanted[0])
+    library = Library(targets[0])
     use_threads(options.threads)
     size = options.elements * 4 / 1e9
     print(f"{options.elements:,} values, {library.target.name}, {options.threads} threads, "
           f"load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
     print("| what | numpy ms | kernel ms | ratio | GB/s | wall ms |")
     print("|---|---:|---:|---:|---:|---:|")
-    works, moments = cases(options.elements)
-    for name, work in works.items():
-        took: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    functions, moments = cases(options.elements)
+    for name, work in functions.items():
+        times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
         for _ in range(options.rounds + 1):
             for native in (False, True):
                 with using(library if native else None):
@@ -162,15 +164,15 @@ def main() -> None:
                     ):  # moments of another rule may not fit
                         for moment in moments:
                             moment.fill(0)
-                    began = time.process_time(), time.perf_counter()
+                    start = time.process_time(), time.perf_counter()
                     work()
-                    took[native].append(
-                        (time.process_time() - began[0], time.perf_counter() - began[1])
+                    times[native].append(
+                        (time.process_time() - start[0], time.perf_counter() - start[1])
                     )
-        before, after = (median(x[0] for x in took[k][1:]) for k in (False, True))
-        wall = median(x[1] for x in took[True][1:])
-        print(f"| {name} | {before * 1e3:.1f} | {after * 1e3:.1f} | {after / before:.2f} | "
-              f"{size / after:.1f} | {wall * 1e3:.1f} |")  # fmt: skip
+        numpy_s, kernel_s = (median(x[0] for x in times[k][1:]) for k in (False, True))
+        wall = median(x[1] for x in times[True][1:])
+        print(f"| {name} | {numpy_s * 1e3:.1f} | {kernel_s * 1e3:.1f} | {kernel_s / numpy_s:.2f} | "
+              f"{size / kernel_s:.1f} | {wall * 1e3:.1f} |")  # fmt: skip
 
 
 if __name__ == "__main__":

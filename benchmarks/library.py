@@ -1,11 +1,11 @@
 """`samestep.fit` on one machine against a hand-written loop: seconds per step.
 
 The same model, batches and microbatches, one thread. Start and end of a run are excluded: two
-lengths are measured, and the difference is divided by the steps between. Each side runs once before
-that, because the first would fault in the pages that both use, a tenth of a step of convolutions.
-`fit` keeps freed memory in its process, so the bare loop has that too.
-What `fit` adds is the exchange of the gradients and the commit. Their cost depends on bytes, not on
-the computation, so one job has few bytes for its computation, and one has many.
+lengths are measured, and the difference is divided by the steps between. Each side runs once
+before, because the first run faults in the pages that both use, a tenth of a step of convolutions.
+`fit` keeps freed memory in its process, so the bare loop has that too. What `fit` adds is the
+exchange of the gradients and the commit. Their cost depends on bytes, not on the computation, so
+one job has few bytes for its computation, and one has many.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torch.utils.data import TensorDataset
 import samestep
 from benchmarks.machine import print_heading, print_table
 
-RATE = 1e-3
+LEARNING_RATE = 1e-3
 MICROBATCHES = 8
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a way past them."""
+    """Two convolutions with a skip connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Residual(nn.Module):
 
 
 def convolutions() -> nn.Module:
-    """Of some 300,000 parameters, each of which is used at every place of a picture."""
+    """Return a model of about 300,000 parameters, each used at every position of an image."""
     return nn.Sequential(
         nn.Conv2d(3, 64, 3, padding=1), *(Residual(64) for _ in range(4)),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 2),
@@ -56,7 +56,7 @@ def convolutions() -> nn.Module:
 
 
 def perceptron() -> nn.Module:
-    """Of some 3 million parameters, each of which is used once for a sample."""
+    """Return a model of about 3 million parameters, each used once per sample."""
     widths = [64, 1024, 1024, 1024, 1024]
     layers = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(widths)]
     return nn.Sequential(*layers, nn.Linear(1024, 2))
@@ -64,11 +64,11 @@ def perceptron() -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is trained.
+    """The job to train.
 
     Attributes:
-        shape: Of a sample, which is made up.
-        steps: Of the longer of two runs.
+        shape: Shape of a sample; values are random.
+        steps: Steps of the longer of two runs.
     """
 
     name: str
@@ -79,8 +79,9 @@ class Job:
     steps: int
 
     def data(self) -> TensorDataset:
-        """All samples, with classes that are not learned in so few steps: gradients of a model
-        that has learned its task are subnormal numbers, with which a processor is ten times slower.
+        """Return all samples, with random classes that cannot be learned in a few steps: a model
+        that has learned its task has subnormal gradients, with which a processor is ten times
+        slower.
         """
         generator = torch.Generator().manual_seed(0)
         x = torch.randn((self.samples, *self.shape), generator=generator)
@@ -94,12 +95,12 @@ JOBS = (
 
 
 def loss(module: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-    """Cross-entropy, summed."""
+    """Return the summed cross-entropy."""
     return nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="sum")
 
 
-def fitted(job: Job, steps: int) -> None:
-    """A run of `fit`."""
+def train_with_fit(job: Job, steps: int) -> None:
+    """Train with `fit`."""
 
     def build() -> samestep.Task:
         return samestep.Task(module=job.model(), train=job.data(), loss=loss)
@@ -107,15 +108,15 @@ def fitted(job: Job, steps: int) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         samestep.fit(
             build, steps=steps, batch=job.batch, microbatch=job.batch // MICROBATCHES,
-            device="cpu", optimizer={"name": "adamw", "lr": RATE},
+            device="cpu", optimizer={"name": "adamw", "lr": LEARNING_RATE},
             settings={"checkpoint": {"every": 0}},
         )  # fmt: skip
 
 
-def bare(job: Job, steps: int) -> None:
-    """The loop in plain PyTorch."""
+def train_bare(job: Job, steps: int) -> None:
+    """Train with a loop in plain PyTorch."""
     module, samples = job.model(), job.data()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=RATE, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     microbatch = job.batch // MICROBATCHES
     for step in range(steps):
         rows = torch.arange(step * job.batch, (step + 1) * job.batch) % job.samples
@@ -127,7 +128,7 @@ def bare(job: Job, steps: int) -> None:
 
 
 def step_s(train: Callable[[Job, int], None], job: Job) -> float:
-    """Seconds of one step, start and end left out."""
+    """Return the seconds of one step, without start and end of the run."""
     times = []
     for steps in (3, 3 + job.steps):
         start_s = time.perf_counter()
@@ -137,15 +138,15 @@ def step_s(train: Callable[[Job, int], None], job: Job) -> float:
 
 
 def row(job: Job, turns: int) -> tuple[str, ...]:
-    """A line of the table: both ways by turns."""
-    for train in (bare, fitted):
+    """Measure both sides by turns; return a row of the table."""
+    for train in (train_bare, train_with_fit):
         train(job, job.steps)
-    pairs = [(step_s(fitted, job), step_s(bare, job)) for _ in range(turns)]
-    ours, plain = (median(column) for column in zip(*pairs, strict=True))
+    pairs = [(step_s(train_with_fit, job), step_s(train_bare, job)) for _ in range(turns)]
+    fit_s, bare_s = (median(column) for column in zip(*pairs, strict=True))
     ratio = median(a / b for a, b in pairs)
-    megabytes = sum(each.numel() for each in job.model().parameters()) * 4 / 1e6
+    megabytes = sum(parameter.numel() for parameter in job.model().parameters()) * 4 / 1e6
     return (
-        job.name, f"{megabytes:.1f}", f"{1e3 * ours:.1f}", f"{1e3 * plain:.1f}", f"{ratio:.3f}"
+        job.name, f"{megabytes:.1f}", f"{1e3 * fit_s:.1f}", f"{1e3 * bare_s:.1f}", f"{ratio:.3f}"
     )  # fmt: skip
 
 

@@ -40,13 +40,13 @@ def print_heading(title: str) -> None:
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns: the first to the left, the others to the right."""
+    """Print aligned columns: the first flush left, the others flush right."""
     widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
     print()
     for row in (head, ["-" * width for width in widths], *rows):
-        first, *others = (
+        first_cell, *other_cells = (
             cell.ljust(width) if index == 0 else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
-        print("  ".join([first, *others]).rstrip())
+        print("  ".join([first_cell, *other_cells]).rstrip())
     print(flush=True)

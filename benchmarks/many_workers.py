@@ -1,10 +1,9 @@
 """One coordinator and up to 256 workers: joins, steps per second, memory, and the status.
 
-`python -m benchmarks.many_workers [--workers N ...] [--topologies T ...] [--steps N]`.
-The workers are real ones with scripted devices, 32 in a process, in network namespaces
-(`benchmarks.hosts`, needs root), so that they speak TLS over TCP. All of them share this machine's
-processor with the coordinator: the coordinator's own processor time per step says what it would
-take alone.
+`python -m benchmarks.many_workers [--workers N ...] [--topologies T ...] [--steps N]`. The workers
+are real ones with scripted devices, 32 in a process, in network namespaces (`benchmarks.hosts`,
+needs root), so that they use TLS over TCP. They share this machine's processor with the
+coordinator, so the coordinator's own processor time per step is measured too.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ BLOCKS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One number of workers.
+class Measurement:
+    """The measurements for one number of workers.
 
     Attributes:
-        join_s: From the start of the first worker's process to the last join.
-        ready_s: From the submission to the first step.
-        steps_per_s: From the first step to the last.
-        cpu_ms: Processor time of the coordinator for a step.
-        peak_mb: The most memory that the coordinator has had resident.
-        status_ms: To answer for its status, while it trains; the slowest of ten.
+        join_s: Time from the start of the first worker's process to the last join.
+        ready_s: Time from the submission to the first step.
+        steps_per_s: Rate from the first step to the last.
+        cpu_ms: Processor time of the coordinator per step.
+        peak_mb: Peak resident memory of the coordinator.
+        status_ms: Time of a status request during training; the slowest of ten.
         load: Load average at the end.
     """
 
@@ -64,7 +63,7 @@ class Measured:
 
 
 def run_spec(workers: int, topology: str, steps: int, payload_bytes: int) -> dict[str, Any]:
-    """A microbatch for each worker."""
+    """Return a run spec with one microbatch per worker."""
     return {
         "name": "many-workers",
         "task": "scripted",
@@ -78,12 +77,12 @@ def run_spec(workers: int, topology: str, steps: int, payload_bytes: int) -> dic
 
 
 class Coordinator:
-    """The process, asked through its control port.
+    """A coordinator process, controlled through its control port.
 
     Args:
-        host: Where it listens.
-        directory: For what it writes.
-        workers: How many a run waits for.
+        host: The host on which it listens.
+        directory: Directory of its files.
+        workers: Number of workers that a run waits for.
     """
 
     def __init__(self, host: Host, directory: Path, workers: int) -> None:
@@ -101,8 +100,8 @@ class Coordinator:
         published = json.loads(addresses.read_text())
         self.address, self._control = published["data"], published["control"]
 
-    def ask(self, path: str, document: dict[str, Any] | None = None) -> dict[str, Any]:
-        """One request."""
+    def request(self, path: str, document: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Send a request; return the answer."""
         data = None if document is None else json.dumps(document).encode()
         token = control_token(self._control)
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
@@ -112,13 +111,13 @@ class Coordinator:
         return answer
 
     def cpu_s(self) -> float:
-        """Processor time so far."""
-        # A process's clock by its number, made as in glibc's clock_getcpuclockid.
+        """Return the processor time since the start."""
+        # The id of a process's clock, computed as in glibc's clock_getcpuclockid.
         return time.clock_gettime((~self.process.pid << 3) | 2)
 
 
-def measure(workers: int, topology: str, steps: int, payload_bytes: int) -> Measured:
-    """Join so many workers to one coordinator, and train."""
+def measure(workers: int, topology: str, steps: int, payload_bytes: int) -> Measurement:
+    """Join workers to one coordinator, and train."""
     processes = -(-workers // _WORKERS_OF_A_PROCESS)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="many-")))
@@ -133,17 +132,17 @@ def measure(workers: int, topology: str, steps: int, payload_bytes: int) -> Meas
                 coordinator.address, str(number * _WORKERS_OF_A_PROCESS), str(count),
             ]  # fmt: skip
             stack.callback(_end, subprocess.Popen(command, stdout=subprocess.DEVNULL))  # noqa: S603
-        _wait(lambda: len(coordinator.ask("/status")["workers"]) >= workers, _START_TIMEOUT_S)
+        _wait(lambda: len(coordinator.request("/status")["workers"]) >= workers, _START_TIMEOUT_S)
         join_s = time.monotonic() - began_s
         return _train(coordinator, run_spec(workers, topology, steps, payload_bytes), join_s)
 
 
-def _train(coordinator: Coordinator, document: dict[str, Any], join_s: float) -> Measured:
+def _train(coordinator: Coordinator, document: dict[str, Any], join_s: float) -> Measurement:
     began_s = time.monotonic()
-    coordinator.ask("/submit", {"run": document})
+    coordinator.request("/submit", {"run": document})
 
     def step() -> int:
-        status = coordinator.ask("/status")
+        status = coordinator.request("/status")
         if status["phase"] in ("failed", "halted"):
             raise RuntimeError(f"the run {status['phase']}: {status['reason']}")
         return int(status.get("step") or 0)
@@ -163,7 +162,7 @@ def _train(coordinator: Coordinator, document: dict[str, Any], join_s: float) ->
         if to_s - from_s > _RUN_TIMEOUT_S:
             break
     step_count = max(to_step - from_step, 1)
-    return Measured(
+    return Measurement(
         join_s, ready_s, step_count / (to_s - from_s), 1e3 * (to_cpu_s - from_cpu_s) / step_count,
         peak_bytes(coordinator.process.pid) / 1e6, 1e3 * max(status_s), os.getloadavg()[0],
     )  # fmt: skip
@@ -182,12 +181,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-async def serve(address: str, first: int, count: int) -> None:
-    """So many workers in this process, until they are killed."""
+async def serve(address: str, first_number: int, count: int) -> None:
+    """Serve with several workers in this process, until it is killed."""
     host, port = parse_address(address, "--serve")
 
     def say_nothing(text: str) -> None:
-        """256 workers would say it."""
+        """Drop a line, which all 256 workers would print."""
 
     def client(number: int) -> Client:
         target = Target(host, port, f"worker-{number}", "scripted", 300.0)
@@ -195,12 +194,12 @@ async def serve(address: str, first: int, count: int) -> None:
             target, LocalDevice("scripted", None, say_nothing), WorkerCredentials(), say_nothing
         )
 
-    clients = [client(number) for number in range(first, first + count)]
-    await asyncio.gather(*(each.serve() for each in clients))
+    clients = [client(number) for number in range(first_number, first_number + count)]
+    await asyncio.gather(*(worker_client.serve() for worker_client in clients))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workers", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--topologies", nargs="+", default=["star"])
@@ -209,8 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve is not None:
-        address, first, count = options.serve
-        asyncio.run(serve(address, int(first), int(count)))
+        address, first_number, count = options.serve
+        asyncio.run(serve(address, int(first_number), int(count)))
         return
     if reason := why_not():
         sys.exit(reason)

@@ -3,9 +3,10 @@
     python -m benchmarks.narrow_base
     python -m benchmarks.narrow_base --model qwen3-4b --layers 9 --kinds int4 --backends cpu vulkan
 
-Each format and backend in its own process, all resident memory beyond that of the libraries, mapped
-files included, at its peak and by phase. Beside it the narrow base by `device_memory.estimate`, and
-the largest tensor. Weights are random, written shard by shard.
+Each format and backend runs in its own process. The resident memory beyond that of the libraries,
+including mapped files, is printed at its peak and by phase, with the estimate of
+`device_memory.estimate` for the narrow base, and the largest tensor. Weights are random, written
+shard by shard.
 """
 
 from __future__ import annotations
@@ -70,18 +71,18 @@ def main() -> None:
         {"num_hidden_layers": options.layers} if options.layers else {}
     )
     with contextlib.ExitStack() as stack:
-        own = options.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        own = own.resolve()
-        run = own / "run.json"
+        directory = options.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        directory = directory.resolve()
+        run = directory / "run.json"
         if not run.is_file():
-            write_run(own, config, with_gguf=FROM_GGUF in options.kinds)
+            write_run(directory, config, with_gguf=FROM_GGUF in options.kinds)
         for backend in options.backends:
             for kind in options.kinds:
                 print(peak(run, backend, kind, options.settings), flush=True)
 
 
 def write_run(directory: Path, config: dict[str, Any], *, with_gguf: bool) -> Path:
-    """A run spec with its model and data."""
+    """Write a run spec with its model and data."""
     spec = load_run_spec(
         ROOT / "deploy" / "runs" / "small-chat.yaml",
         [f"data.train={ROOT / 'deploy' / 'runs' / 'small-chat.jsonl'}"],
@@ -105,7 +106,7 @@ def write_run(directory: Path, config: dict[str, Any], *, with_gguf: bool) -> Pa
 
 
 def write_model(directory: Path, config: dict[str, Any]) -> None:
-    """A decoder in bfloat16 with random weights, one file for each layer."""
+    """Write a decoder in bfloat16 with random weights, one file for each layer."""
     keys = dict(config)
     model_config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
     with torch.device("meta"):
@@ -121,16 +122,16 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
         weight_map[name] = f"model-{layer}.safetensors"
         files.setdefault(weight_map[name], {})[name] = parameter
     for file, tensors in files.items():
-        values = {name: _drawn(each, generator) for name, each in tensors.items()}
+        values = {name: _random_tensor(tensor, generator) for name, tensor in tensors.items()}
         safetensors.torch.save_file(values, directory / file, {"format": "pt"})
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _drawn(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    if like.dim() == 1:
-        return torch.ones(like.shape, dtype=torch.bfloat16)
-    return (torch.randn(like.shape, generator=generator) * 0.02).bfloat16()
+def _random_tensor(template: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if template.dim() == 1:
+        return torch.ones(template.shape, dtype=torch.bfloat16)
+    return (torch.randn(template.shape, generator=generator) * 0.02).bfloat16()
 
 
 _MEASURE: Final = """
@@ -141,16 +142,16 @@ print(measure(*sys.argv[1:]))
 
 
 def peak(run: Path, backend: str, kind: str, settings: list[str]) -> str:
-    """Measured in a process of its own."""
-    done = subprocess.run(  # noqa: S603 -- this very file
+    """Measure in a new process."""
+    process = subprocess.run(  # noqa: S603 -- this very file
         [sys.executable, "-c", _MEASURE, str(run), backend, kind, *settings],
         env=child_environment(), stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
-    return done.stdout.splitlines()[-1]
+    return process.stdout.splitlines()[-1]
 
 
 def measure(run: str, device: str, kind: str, *settings: str) -> str:
-    """Train two microbatches; the most resident memory above that at the beginning, by phase."""
+    """Train two microbatches; return the peak growth of resident memory by phase."""
     base_dtype, _, of_gguf = kind.partition(" ")
     source = [f"model.source={Path(run).parent / 'model.gguf'}"] if of_gguf else []
     spec = load_run_spec(Path(run), [f"model.base_dtype={base_dtype}", *source, *settings])
@@ -161,12 +162,12 @@ def measure(run: str, device: str, kind: str, *settings: str) -> str:
 
     @contextlib.contextmanager
     def phase(name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        before = sum(kept_mib for _, kept_mib in phases.values())
+        start_s = time.perf_counter()
+        kept_before = sum(kept_mib for _, kept_mib in phases.values())
         with measured_growth() as growth:
             yield
-        phases[name] = (before + growth.peak_bytes / MIB, growth.kept_bytes / MIB)
-        print(f"{name}: {time.perf_counter() - began:.1f} s", file=sys.stderr)
+        phases[name] = (kept_before + growth.peak_bytes / MIB, growth.kept_bytes / MIB)
+        print(f"{name}: {time.perf_counter() - start_s:.1f} s", file=sys.stderr)
 
     with phase("read"):
         task = build(spec)
@@ -178,18 +179,18 @@ def measure(run: str, device: str, kind: str, *settings: str) -> str:
         for _ in program.gradients([(batch, n) for n, batch in enumerate(batches)]):
             pass
     program.close()
-    peaks = ", ".join(f"{name} {most:.0f}" for name, (most, _) in phases.items())
-    most = max(most for most, _ in phases.values())
-    return f"{device:7} {kind:19} {most:6.0f} MiB ({peaks}); {_expected(spec)}"
+    peaks = ", ".join(f"{name} {peak_mib:.0f}" for name, (peak_mib, _) in phases.items())
+    peak_mib = max(peak_mib for peak_mib, _ in phases.values())
+    return f"{device:7} {kind:19} {peak_mib:6.0f} MiB ({peaks}); {_expected(spec)}"
 
 
 def _expected(spec: ModelRun) -> str:
-    needed = estimate(spec)
-    if needed is None or spec.model.source is None:
+    memory = estimate(spec)
+    if memory is None or spec.model.source is None:
         return "from GGUF"
     shapes = [shape for _, shape, _ in stored_tensors(Path(spec.model.source))]
-    largest = max(4 * math.prod(shape) for shape in shapes)
-    return f"narrow base {needed.weights / MIB:.0f}, largest tensor {largest / MIB:.0f}"
+    largest_bytes = max(4 * math.prod(shape) for shape in shapes)
+    return f"narrow base {memory.weights / MIB:.0f}, largest tensor {largest_bytes / MIB:.0f}"
 
 
 if __name__ == "__main__":

@@ -22,15 +22,15 @@ from benchmarks.timeline import intervals_us, step_times
 
 TURNS = 3
 WARMING_STEPS = 3
-"""DDP arranges its buckets anew after the first step."""
+"""DDP rearranges its buckets after the first step."""
 WORKERS = (2, 3)
 BUCKETS_MB: Final = (None, 1, 2, 4, 8)
-"""DDP's bucket_cap_mb, in MiB; None is its default: 1 for the first bucket, then 25."""
+"""DDP's bucket_cap_mb, in MiB; None for its default: 1 for the first bucket, then 25."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model that computes nothing, slowly."""
+    """A model that sleeps instead of computing."""
 
     workers: int
     blocks: int = 12
@@ -39,16 +39,16 @@ class Case:
 
     @property
     def forward_ms(self) -> float:
-        """Backward costs twice forward."""
+        """Return the duration of forward, half that of backward."""
         return self.blocks * self.block_ms / 2
 
     @property
     def compute_ms(self) -> float:
-        """Of a step on every worker."""
+        """Return the computing time of a step on every worker."""
         return self.forward_ms + self.blocks * self.block_ms
 
     def run_spec(self, steps: int) -> dict[str, Any]:
-        """One microbatch each, plain SGD."""
+        """Return a run spec with one microbatch per worker and plain SGD."""
         return {
             "name": "overlap",
             "task": "scripted",
@@ -59,7 +59,7 @@ class Case:
         }
 
     def train_command(self, steps: int, bucket_mb: int | None) -> dict[str, Any]:
-        """The same for `benchmarks.gloo`."""
+        """Return the same job as a command for `benchmarks.gloo`."""
         return {
             "do": "train",
             "blocks": self.blocks,
@@ -72,12 +72,12 @@ class Case:
         }
 
 
-Exposed = dict[str, list[float]]
-"""By way, milliseconds of each step that were not computing."""
+ExposedMs = dict[str, list[float]]
+"""Milliseconds of each step that were not computing, by side."""
 
 
-def measure(case: Case, rounds: int, turns: int = TURNS) -> Exposed:
-    """All ways by turns, `rounds` steps in each turn; the first way is ours."""
+def measure(case: Case, rounds: int, turns: int = TURNS) -> ExposedMs:
+    """Measure all sides by turns, `rounds` steps in each turn; the first side is samestep."""
     steps = rounds + WARMING_STEPS + 1
     runs: list[Interval] = []
     step_us: dict[str, list[float]] = {"ours": []}
@@ -88,38 +88,41 @@ def measure(case: Case, rounds: int, turns: int = TURNS) -> Exposed:
             for _ in range(turns):
                 runs.append(cluster.run(case.run_spec(steps)))
                 for bucket_mb in BUCKETS_MB:
-                    answers = ranks.ask(case.train_command(steps, bucket_mb))
+                    answers = ranks.run_commands(case.train_command(steps, bucket_mb))
                     rank_us = rank_intervals_us(answers)[WARMING_STEPS:]
-                    step_us.setdefault(_way(bucket_mb), []).extend(rank_us)
+                    step_us.setdefault(_side_name(bucket_mb), []).extend(rank_us)
         timelines = cluster.timelines()
     for run in runs:
         taken_steps = step_times(timelines, run.start_us, run.end_us)
         step_us["ours"] += intervals_us(taken_steps[WARMING_STEPS:])
-    return {way: [us / 1e3 - case.compute_ms for us in each] for way, each in step_us.items()}
+    return {
+        side: [span_us / 1e3 - case.compute_ms for span_us in spans]
+        for side, spans in step_us.items()
+    }
 
 
-def _way(bucket_mb: int | None) -> str:
+def _side_name(bucket_mb: int | None) -> str:
     return "DDP, default buckets" if bucket_mb is None else f"DDP, buckets of {bucket_mb} MiB"
 
 
-def rows(case: Case, exposed: Exposed) -> list[list[str]]:
-    """The lines of the table for one case."""
-    reference = median(exposed[_way(None)])
+def rows(case: Case, exposed_ms: ExposedMs) -> list[list[str]]:
+    """Return the rows of the table for one case."""
+    reference = median(exposed_ms[_side_name(None)])
     return [
         [
-            f"{case.workers} workers: {way}",
+            f"{case.workers} workers: {side}",
             str(len(ms)),
             f"{min(ms):.1f}",
             f"{median(ms):.1f}",
             f"{100 * median(ms) / case.compute_ms:.1f} %",
             f"{median(ms) / reference:.2f}",
         ]
-        for way, ms in exposed.items()
+        for side, ms in exposed_ms.items()
     ]
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=8, help=f"steps in each of {TURNS} turns")
     rounds = parser.parse_args().rounds

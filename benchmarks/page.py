@@ -1,8 +1,8 @@
 """What open pages cost a run: the same steps with and without ten tabs, alternating.
 
 A tab makes the requests of the page's script: the stream of events, the runs at first, and at most
-every 0.7 s the status and the new part of the run's history. Devices sleep, so a step is as long as
-its exchange and this machine make it.
+every 0.7 s the status and the new part of the run's history. Devices sleep, so the exchange and
+this machine determine the time of a step.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _MIB: Final = 1 << 20
 
 
 @dataclass(slots=True)
-class Measured:
-    """What all turns of one kind gave."""
+class Measurement:
+    """The measurements of all turns of one kind."""
 
     steps_ms: list[float] = field(default_factory=list)
     memory_bytes: list[int] = field(default_factory=list)
 
     def row(self, name: str) -> list[str]:
-        """A line of the table."""
-        grown = max(self.memory_bytes) / _MIB
-        return [name, str(len(self.steps_ms)), f"{median(self.steps_ms):.1f}", f"{grown:.1f}"]
+        """Return a row of the table."""
+        growth_mib = max(self.memory_bytes) / _MIB
+        return [name, str(len(self.steps_ms)), f"{median(self.steps_ms):.1f}", f"{growth_mib:.1f}"]
 
 
-async def _tab(http: aiohttp.ClientSession, control: str) -> None:
-    """One page, for good."""
+async def _open_tab(http: aiohttp.ClientSession, control: str) -> None:
+    """Keep one page open."""
     news = asyncio.Event()
 
     async def listen() -> None:
@@ -54,16 +54,16 @@ async def _tab(http: aiohttp.ClientSession, control: str) -> None:
             async for _ in answer.content:
                 news.set()
 
-    async def read(path: str) -> Any:
+    async def fetch(path: str) -> Any:
         async with http.get(f"http://{control}/{path}") as answer:
             return await answer.json()
 
     listening = asyncio.create_task(listen())
-    after = 0
-    await read("runs")
+    last_step = 0
+    await fetch("runs")
     while not listening.done():
-        await read("status")
-        after = (await read(f"history?after={after}"))["loss"]["full"]
+        await fetch("status")
+        last_step = (await fetch(f"history?after={last_step}"))["loss"]["full"]
         news.clear()
         await asyncio.sleep(EVERY_S)
         await news.wait()
@@ -72,39 +72,39 @@ async def _tab(http: aiohttp.ClientSession, control: str) -> None:
 async def _tabs(control: str, count: int) -> None:
     bearing = {"Authorization": f"Bearer {control_token(control)}"}
     async with aiohttp.ClientSession(headers=bearing) as http:
-        tabs = [asyncio.create_task(_tab(http, control)) for _ in range(count)]
+        tabs = [asyncio.create_task(_open_tab(http, control)) for _ in range(count)]
         print("open", flush=True)
         await asyncio.gather(*tabs)
 
 
-def _turn(coordinator: Coordinator, steps: int, measured: Measured) -> None:
-    since, last = len(coordinator.events), coordinator.step + steps
+def _turn(coordinator: Coordinator, steps: int, measurement: Measurement) -> None:
+    since, last_step = len(coordinator.events), coordinator.step + steps
     with coordinator.memory() as growth:
-        coordinator.wait_for("its steps", lambda _: coordinator.step >= last, since)
+        coordinator.wait_for("its steps", lambda _: coordinator.step >= last_step, since)
     at_s = [event.at_s for event in coordinator.events[since:] if event.name == "committed"]
-    measured.steps_ms += [(b - a) * 1e3 for a, b in pairwise(at_s)]
-    measured.memory_bytes.append(growth.peak_bytes)
+    measurement.steps_ms += [(b - a) * 1e3 for a, b in pairwise(at_s)]
+    measurement.memory_bytes.append(growth.peak_bytes)
 
 
-def measure(turns: int, steps: int, tabs: int) -> tuple[Measured, Measured]:
-    """Turns without and with open pages."""
-    without, beside = Measured(), Measured()
+def measure(turns: int, steps: int, tabs: int) -> tuple[Measurement, Measurement]:
+    """Measure turns without and with open pages."""
+    without_pages, with_pages = Measurement(), Measurement()
     with tempfile.TemporaryDirectory() as name, running_cluster(Path(name)) as coordinator:
         command = [sys.executable, "-m", "benchmarks.page", "--tabs", str(tabs)]
         for _ in range(turns):
-            _turn(coordinator, steps, without)
+            _turn(coordinator, steps, without_pages)
             with subprocess.Popen(  # noqa: S603 -- our own command
                 [*command, "--of", coordinator.control], stdout=subprocess.PIPE
             ) as pages:
                 assert pages.stdout is not None
                 pages.stdout.readline()
-                _turn(coordinator, steps, beside)
+                _turn(coordinator, steps, with_pages)
                 pages.kill()
-    return without, beside
+    return without_pages, with_pages
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=4, help="turns of each kind")
     parser.add_argument("--steps", type=int, default=60, help="of each turn")
@@ -115,9 +115,11 @@ def main() -> None:
         asyncio.run(_tabs(options.of, options.tabs))
         return
     print_heading(f"{options.tabs} open pages beside a run")
-    without, beside = measure(options.rounds, options.steps, options.tabs)
-    print_table(["", "steps", "median ms", "MiB"], [without.row("without"), beside.row("beside")])
-    ratio = median(beside.steps_ms) / median(without.steps_ms)
+    without_pages, with_pages = measure(options.rounds, options.steps, options.tabs)
+    print_table(
+        ["", "steps", "median ms", "MiB"], [without_pages.row("without"), with_pages.row("beside")]
+    )
+    ratio = median(with_pages.steps_ms) / median(without_pages.steps_ms)
     print(f"step beside pages to one without: {ratio:.3f}; aim {MOST_STEP_RATIO}")
     print(f"aim of memory {MOST_MEMORY_MIB:g} MiB; load {os.getloadavg()[0]:.1f}")
 

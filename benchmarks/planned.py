@@ -14,45 +14,46 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from benchmarks.machine import print_heading, print_table
-from benchmarks.plot import Axis, Line, Panel, drawn
+from benchmarks.plot import Axis, Line, Panel, draw_panels
 from coordinator.run.exchange.times import MeshMember, Volume, sharded_s, star_s
 
 _HOSTS: Final = (4, 8, 16, 32, 64)
 _MBITS: Final = (100, 1_000, 10_000, 25_000)
 _BYTES: Final = (5_300_000, 100_000_000, 540_000_000, 4_000_000_000)
 _PIECES: Final = {5_300_000: 12, 100_000_000: 48, 540_000_000: 140, 4_000_000_000: 1000}
-"""About the chunks of models of such a size."""
+"""Approximate number of chunks of models of such a size."""
 _INNER_STEPS: Final = 100
 _INT8: Final = 0.266
-"""Bytes of a difference in int8, of those in float32; the average travels in bfloat16: 0.5."""
+"""Bytes of a difference in int8, as a share of those in float32; the average in bfloat16: 0.5."""
 _HIDDEN: Final = 2 / 3
-"""Of the computing is backward, behind which an exchange can hide."""
-_EXPOSED: Final = 0.25
-"""Of the computing may be added by an exchange, before replicas are the better way."""
+"""Share of the computing in which backward can hide an exchange."""
+_HIDEABLE_SHARE: Final = 0.25
+"""Share of the computing that an exchange may add before replicas are better."""
 
 
 class Expected(NamedTuple):
-    """Seconds of each way, for a step; of a round with replicas the part of one inner step."""
+    """Seconds of a step's exchange by topology; with replicas, a round divided by its inner "
+    "steps."""
 
     star: float
     sharded: float
     replicas: float
 
-    def best(self, computes_s: float) -> str:
-        """The quicker synchronous way; replicas where that one holds a step up for long."""
-        quicker = min(self.star, self.sharded)
-        if quicker > (_HIDDEN + _EXPOSED) * computes_s and self.replicas < quicker:
+    def best_topology(self, computes_s: float) -> str:
+        """Return the faster synchronous topology, or replicas if that delays a step too much."""
+        quicker_s = min(self.star, self.sharded)
+        if quicker_s > (_HIDDEN + _HIDEABLE_SHARE) * computes_s and self.replicas < quicker_s:
             return "replicas"
         return "star" if self.star <= self.sharded else "sharded"
 
 
 def members_of(hosts: int, mbit: float) -> list[MeshMember]:
-    """Equal ones, the coordinator beside the first."""
+    """Return equal members, with the coordinator on the first one's host."""
     return [MeshMember(mbit, 1 / hosts, here=host == 0) for host in range(hosts)]
 
 
 def expected(hosts: int, mbit: float, payload_bytes: int) -> Expected:
-    """Equal hosts, the coordinator on the first one's machine, float32 in both directions."""
+    """Return the prediction for equal hosts, in float32 in both directions."""
     members = members_of(hosts, mbit)
     volume = Volume(payload_bytes, payload_bytes, _PIECES[payload_bytes])
     round_ = Volume(int(payload_bytes * _INT8), payload_bytes // 2, _PIECES[payload_bytes])
@@ -63,8 +64,8 @@ def expected(hosts: int, mbit: float, payload_bytes: int) -> Expected:
     )
 
 
-class Measured(NamedTuple):
-    """A row of `benchmarks.shaped` whose wires are what limits it: its fastest round."""
+class Measurement(NamedTuple):
+    """A row of `benchmarks.shaped` that its links limit: the fastest round."""
 
     hosts: int
     mbit: int
@@ -72,58 +73,63 @@ class Measured(NamedTuple):
     sharded_ms: float
 
 
-_MEASURED: Final = (
-    Measured(3, 100, 1071.5, 593.6),
-    Measured(4, 100, 1693.2, 671.8),
-    Measured(8, 100, 4037.5, 911.1),
+_MEASUREMENTS: Final = (
+    Measurement(3, 100, 1071.5, 593.6),
+    Measurement(4, 100, 1693.2, 671.8),
+    Measurement(8, 100, 4037.5, 911.1),
 )
 
 
-def compared() -> Iterator[list[str]]:
-    """Expected and measured milliseconds."""
-    for each in _MEASURED:
-        prediction = expected(each.hosts, each.mbit, _BYTES[0])
-        for way, measured_ms in (("star", each.star_ms), ("sharded", each.sharded_ms)):
-            ms = 1e3 * getattr(prediction, way)
-            what = f"{each.hosts} hosts, {_link(each.mbit)}, {_size(_BYTES[0])}: {way}"
-            yield [what, f"{ms:.0f}", f"{measured_ms:.0f}", f"{ms / measured_ms:.2f}"]
+def comparison_rows() -> Iterator[list[str]]:
+    """Yield expected and measured milliseconds."""
+    for measurement in _MEASUREMENTS:
+        prediction = expected(measurement.hosts, measurement.mbit, _BYTES[0])
+        for topology, measured_ms in (
+            ("star", measurement.star_ms),
+            ("sharded", measurement.sharded_ms),
+        ):
+            ms = 1e3 * getattr(prediction, topology)
+            link, size = _link(measurement.mbit), _size(_BYTES[0])
+            label = f"{measurement.hosts} hosts, {link}, {size}: {topology}"
+            yield [label, f"{ms:.0f}", f"{measured_ms:.0f}", f"{ms / measured_ms:.2f}"]
 
 
 def rows(computes_s: float) -> Iterator[list[str]]:
-    """The lines of the table: of each link and size at 4, 16 and 64 hosts."""
+    """Return the rows of the table: each link and size at 4, 16 and 64 hosts."""
     for mbit in _MBITS:
         for size in _BYTES:
             for hosts in (4, 16, 64):
                 prediction = expected(hosts, mbit, size)
                 seconds = [f"{value:.3g}" for value in prediction]
-                what = f"{_link(mbit)}, {_size(size)}, {hosts} hosts"
-                yield [what, *seconds, prediction.best(computes_s)]
+                label = f"{_link(mbit)}, {_size(size)}, {hosts} hosts"
+                yield [label, *seconds, prediction.best_topology(computes_s)]
 
 
 def two_levels_s(volume: Volume, hosts: int, mbit: float) -> float:
-    """Groups with a coordinator each below one coordinator, at the best size of a group.
+    """Return the seconds for groups with a coordinator each below a common one, at the best group
+    size.
 
-    The levels work at the same time on different pieces: the slower one decides, and the last piece
-    passes the other one after it.
+    The levels work on different pieces at the same time: the slower one determines the time, and
+    then the last piece passes the other one.
     """
     times = []
     for group in (2**n for n in range(1, hosts.bit_length() - 1)):
-        within = star_s(volume, members_of(group, mbit))
-        between = star_s(volume, members_of(hosts // group, mbit))
-        times.append(max(within, between) + min(within, between) / volume.pieces)
+        within_s = star_s(volume, members_of(group, mbit))
+        between_s = star_s(volume, members_of(hosts // group, mbit))
+        times.append(max(within_s, between_s) + min(within_s, between_s) / volume.pieces)
     return min(times)
 
 
 def many_hosts() -> Iterator[list[str]]:
-    """The lines of the table of 64 to 1,024 hosts: a star, two levels of stars, and sharded."""
+    """Return the rows of the table of 64 to 1,024 hosts: star, two levels of stars, and sharded."""
     for mbit in (1_000, 10_000, 100_000):
         for size in _BYTES[:3]:
             for hosts in (64, 256, 1_024):
                 prediction = expected(hosts, mbit, size)
                 volume = Volume(size, size, _PIECES[size])
                 seconds = (prediction.star, two_levels_s(volume, hosts, mbit), prediction.sharded)
-                what = f"{_link(mbit)}, {_size(size)}, {hosts} hosts"
-                yield [what, *(f"{value:.3g}" for value in seconds)]
+                label = f"{_link(mbit)}, {_size(size)}, {hosts} hosts"
+                yield [label, *(f"{value:.3g}" for value in seconds)]
 
 
 def _link(mbit: int) -> str:
@@ -136,7 +142,7 @@ def _size(payload_bytes: int) -> str:
 
 
 _LOW, _HIGH = -4, 5
-"""Of the axis of seconds, as powers of ten."""
+"""Ends of the axis of seconds, as powers of ten."""
 _STYLES: Final = {
     "star": "stroke:#c2410c",
     "sharded": "stroke:#1d4ed8",
@@ -145,12 +151,12 @@ _STYLES: Final = {
 
 
 def plot(computes_s: float) -> str:
-    """Seconds of a step's exchange by hosts, both logarithmic; a panel for each link and size."""
+    """Plot seconds of a step's exchange by hosts, both logarithmic; a panel per link and size."""
     names = {"replicas": f"replicas, a round's {_INNER_STEPS}th part"}
-    return drawn(
+    return draw_panels(
         "Seconds of a step's exchange by number of hosts",
         [[_panel(mbit, size, computes_s) for mbit in _MBITS] for size in _BYTES],
-        legend=[(names.get(way, way), style) for way, style in _STYLES.items()],
+        legend=[(names.get(topology, topology), style) for topology, style in _STYLES.items()],
         x_name="hosts",
         panel_size=(184, 116),
     )
@@ -158,7 +164,9 @@ def plot(computes_s: float) -> str:
 
 def _panel(mbit: int, size: int, computes_s: float) -> Panel:
     by_hosts = [(hosts, expected(hosts, mbit, size)) for hosts in _HOSTS]
-    ends = " to ".join(dict.fromkeys(each.best(computes_s) for _, each in by_hosts))
+    ends = " to ".join(
+        dict.fromkeys(expectation.best_topology(computes_s) for _, expectation in by_hosts)
+    )
     powers = range(_LOW, _HIGH + 1, 2)
     return Panel(
         f"{_size(size)}, {_link(mbit)}: {ends}",
@@ -167,15 +175,15 @@ def _panel(mbit: int, size: int, computes_s: float) -> Panel:
         [
             Line([(n, computes_s) for n in _HOSTS], "stroke:#999;stroke-dasharray:2 3"),
             *(
-                Line([(n, getattr(each, way)) for n, each in by_hosts], style)
-                for way, style in _STYLES.items()
+                Line([(n, getattr(expectation, topology)) for n, expectation in by_hosts], style)
+                for topology, style in _STYLES.items()
             ),
         ],
     )
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--plot", type=Path, help="write an SVG there")
     parser.add_argument("--computes-s", type=float, default=1.0, help="of each step")
@@ -183,7 +191,7 @@ def main() -> None:
     print_heading("Expected seconds of a step's exchange, by the planner's model")
     head = ["link, gradients, hosts", "star", "sharded", "replicas", "best"]
     print_table(head, list(rows(options.computes_s)))
-    print_table(["on this machine", "expected ms", "measured ms", "ratio"], list(compared()))
+    print_table(["on this machine", "expected ms", "measured ms", "ratio"], list(comparison_rows()))
     print_table(["many hosts", "star", "two levels of stars", "sharded"], list(many_hosts()))
     if options.plot is not None:
         options.plot.write_text(plot(options.computes_s))

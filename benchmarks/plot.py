@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Final, NamedTuple
 
-_LEFT, _TOP, _BETWEEN = 50, 46, 16
+_LEFT, _TOP, _GAP = 50, 46, 16
 _MARKS: Final = 18
-"""Below a panel, for the marks of its axis."""
+"""Height of an axis's marks below a panel."""
 
 
 class Axis(NamedTuple):
-    """What it reaches from and to, and where it has marks with which words."""
+    """The range of an axis, and its marks: values and their labels."""
 
     low: float
     high: float
@@ -21,21 +21,21 @@ class Axis(NamedTuple):
     logarithmic: bool = False
 
     def share(self, value: float) -> float:
-        """Of the axis, from 0 to 1, up to there."""
+        """Return the position of a value on the axis, from 0 to 1."""
         if self.logarithmic:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
 
 class Line(NamedTuple):
-    """Points, and CSS of a stroke."""
+    """The points of a line, and the CSS of its stroke."""
 
     points: Sequence[tuple[float, float]]
     style: str
 
 
 class Panel(NamedTuple):
-    """Lines over two axes; those of one row of panels share the upright one."""
+    """Lines over two axes; the panels of a row share the vertical one."""
 
     title: str
     x: Axis
@@ -43,7 +43,7 @@ class Panel(NamedTuple):
     lines: Sequence[Line]
 
 
-def drawn(
+def draw_panels(
     title: str,
     rows: Sequence[Sequence[Panel]],
     *,
@@ -51,55 +51,55 @@ def drawn(
     x_name: str,
     panel_size: tuple[int, int],
 ) -> str:
-    """The whole.
+    """Return the SVG of all panels.
 
     Args:
-        title: For those who do not see it.
-        rows: From above; each has as many panels.
-        legend: Words, and the style of lines that they stand for.
-        x_name: What all x axes show.
-        panel_size: Wide and high, in SVG's units, which are about pixels.
+        title: Description for screen readers.
+        rows: Rows of panels, from the top; all have the same length.
+        legend: Labels, and the style of their lines.
+        x_name: Label of all x axes.
+        panel_size: Width and height in SVG units, about pixels.
     """
-    wide, high = panel_size
-    places = [_LEFT]
-    for words, _ in legend:
-        places.append(places[-1] + 44 + 7 * len(words))
-    width = max(_LEFT + len(rows[0]) * (wide + _BETWEEN), places[-1])
-    below = high + _MARKS + _BETWEEN
-    height = _TOP + len(rows) * below + 14
+    panel_width, panel_height = panel_size
+    legend_x = [_LEFT]
+    for label, _ in legend:
+        legend_x.append(legend_x[-1] + 44 + 7 * len(label))
+    width = max(_LEFT + len(rows[0]) * (panel_width + _GAP), legend_x[-1])
+    row_height = panel_height + _MARKS + _GAP
+    height = _TOP + len(rows) * row_height + 14
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
         "<style>text { font: 11px sans-serif }</style>",
         f"<title>{escape(title)}</title>",
         f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<clipPath id="panel"><rect width="{wide}" height="{high}"/></clipPath>',
+        f'<clipPath id="panel"><rect width="{panel_width}" height="{panel_height}"/></clipPath>',
     ]
-    for x, (words, style) in zip(places, legend, strict=False):
+    for x, (label, style) in zip(legend_x, legend, strict=False):
         parts.append(f'<path d="M{x} 12h26" style="fill:none;stroke-width:2;{style}"/>')
-        parts.append(f'<text x="{x + 32}" y="16">{escape(words)}</text>')
+        parts.append(f'<text x="{x + 32}" y="16">{escape(label)}</text>')
     for row, panels in enumerate(rows):
         for column, panel in enumerate(panels):
-            left, top = _LEFT + column * (wide + _BETWEEN), _TOP + row * below
-            parts.append(f'<g transform="translate({left} {top})">')
-            parts += _panel(panel, wide, high, first=not column)
+            panel_left, panel_top = _LEFT + column * (panel_width + _GAP), _TOP + row * row_height
+            parts.append(f'<g transform="translate({panel_left} {panel_top})">')
+            parts += _panel(panel, panel_width, panel_height, is_first=not column)
             parts.append("</g>")
     parts.append(f'<text x="{width / 2}" y="{height - 5}" text-anchor="middle">{x_name}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _panel(panel: Panel, wide: int, high: int, *, first: bool) -> Iterator[str]:
-    def at(x: float, y: float) -> str:
-        return f"{wide * panel.x.share(x):.1f},{high * (1 - panel.y.share(y)):.1f}"
+def _panel(panel: Panel, panel_width: int, panel_height: int, *, is_first: bool) -> Iterator[str]:
+    def position(x: float, y: float) -> str:
+        return f"{panel_width * panel.x.share(x):.1f},{panel_height * (1 - panel.y.share(y)):.1f}"
 
     yield f'<text y="-5">{escape(panel.title)}</text>'
-    yield f'<rect width="{wide}" height="{high}" fill="none" stroke="#999"/>'
-    for value, words in panel.y.marks if first else ():
-        y = high * (1 - panel.y.share(value)) + 4
-        yield f'<text x="-4" y="{y:.1f}" text-anchor="end">{words}</text>'
-    for value, words in panel.x.marks:
-        x = wide * panel.x.share(value)
-        yield f'<text x="{x:.1f}" y="{high + 12}" text-anchor="middle">{words}</text>'
+    yield f'<rect width="{panel_width}" height="{panel_height}" fill="none" stroke="#999"/>'
+    for value, mark in panel.y.marks if is_first else ():
+        y = panel_height * (1 - panel.y.share(value)) + 4
+        yield f'<text x="-4" y="{y:.1f}" text-anchor="end">{mark}</text>'
+    for value, mark in panel.x.marks:
+        x = panel_width * panel.x.share(value)
+        yield f'<text x="{x:.1f}" y="{panel_height + 12}" text-anchor="middle">{mark}</text>'
     for line in panel.lines:
-        places = " ".join(at(*point) for point in line.points)
+        coordinates = " ".join(position(*point) for point in line.points)
         style = f"fill:none;stroke-width:2;{line.style}"
-        yield f'<polyline points="{places}" clip-path="url(#panel)" style="{style}"/>'
+        yield f'<polyline points="{coordinates}" clip-path="url(#panel)" style="{style}"/>'

@@ -15,12 +15,12 @@ from benchmarks.hosts import Host
 
 
 class Ranks:
-    """So many ranks of `benchmarks.gloo`; one command at a time, given as JSON lines.
+    """Ranks of `benchmarks.gloo`, which execute one command at a time, as JSON lines.
 
     Args:
-        world: How many.
-        directory: For the file by which they find each other.
-        hosts: Where each is; None: loopback.
+        world: Number of ranks.
+        directory: Directory of the file by which ranks find each other.
+        hosts: The host of each rank; None: loopback.
     """
 
     def __init__(self, world: int, directory: Path, hosts: Sequence[Host] | None = None) -> None:
@@ -58,18 +58,20 @@ class Ranks:
             assert process.stdout is not None
             process.stdout.close()
 
-    def ask(self, commands: dict[str, Any] | Sequence[dict[str, Any]]) -> list[list[list[float]]]:
-        """Give every rank its command, or all the same one.
+    def run_commands(
+        self, commands: dict[str, Any] | Sequence[dict[str, Any]]
+    ) -> list[list[list[float]]]:
+        """Send every rank its command, or all ranks the same one.
 
         Returns:
-            By rank, for each round or step its start and end in microseconds on the monotonic
+            For each rank, start and end of each round or step in microseconds on the monotonic
             clock.
 
         Raises:
             RuntimeError: A rank ended instead of answering.
         """
-        each = [commands] * self._world if isinstance(commands, dict) else commands
-        for process, command in zip(self._processes, each, strict=True):
+        rank_commands = [commands] * self._world if isinstance(commands, dict) else commands
+        for process, command in zip(self._processes, rank_commands, strict=True):
             assert process.stdin is not None
             process.stdin.write(json.dumps(command) + "\n")
             process.stdin.flush()
@@ -84,7 +86,8 @@ class Ranks:
 
 
 def spans_us(answers: Sequence[Sequence[Sequence[float]]]) -> list[float]:
-    """For each round, from its start at the first rank to its end at the last."""
+    """Return the duration of each round, from its start at the first rank to its end at the "
+    "last."""
     return [
         max(end for _, end in of_ranks) - min(start for start, _ in of_ranks)
         for of_ranks in zip(*answers, strict=True)
@@ -92,6 +95,6 @@ def spans_us(answers: Sequence[Sequence[Sequence[float]]]) -> list[float]:
 
 
 def intervals_us(answers: Sequence[Sequence[Sequence[float]]]) -> list[float]:
-    """From each step's end at the last rank to the next one's."""
+    """Return the time from each step's end at the last rank to that of the next step."""
     ends = [max(end for _, end in of_ranks) for of_ranks in zip(*answers, strict=True)]
-    return [after - before for before, after in pairwise(ends)]
+    return [next_us - previous_us for previous_us, next_us in pairwise(ends)]

@@ -1,4 +1,4 @@
-"""One device of a multi-device worker like `benchmarks.ready_worker`. Not run by hand."""
+"""One device of a multi-device worker like `benchmarks.ready_worker`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from benchmarks.ready_worker import ReadyDevice
 from worker.device_process import main
 
 
-def ready(quiet_ms: str, *others: object) -> ReadyDevice:
-    """A device that is quiet for so long."""
-    del others
+def create_device(quiet_ms: str, *_others: object) -> ReadyDevice:
+    """Create a device that is idle for `quiet_ms` in each step."""
+    del _others
     return ReadyDevice(float(quiet_ms))
 
 
 if __name__ == "__main__":
-    main(ready)
+    main(create_device)

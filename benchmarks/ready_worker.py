@@ -1,7 +1,7 @@
 """A worker whose device waits, then has every block's gradient at once.
 
 This measures the exchange of a step alone: when it starts, the previous step is over, and nothing
-is computed meanwhile. Everything except the device is the real worker. Not run by hand: see
+is computed during it. Everything except the device is the real worker. Started by
 `benchmarks.sync`.
 """
 
@@ -38,40 +38,40 @@ class ReadyProgram(ScriptedProgram):
         self._quiet_s = quiet_ms / 1e3
 
     def gradients(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
-        """Every block at once after the quiet time."""
+        """Yield every block at once after the idle time."""
         closed = threading.Event()
         added_to = len(leaves) > 1  # a subtree taken over from a late worker
 
         def begin(leaf: int, batch: Batch, seed: int) -> Microbatch:
             del leaf, seed
-            return Microbatch(self._ready(batch, closed, copied=added_to), closed.set)
+            return Microbatch(self._block_gradients(batch, closed, is_copied=added_to), closed.set)
 
         if added_to:
             return sum_on_host(leaves, begin, len(self._patterns))
         return SubtreeGradients(leaves, begin)
 
-    def _ready(
-        self, batch: Batch, closed: threading.Event, *, copied: bool
+    def _block_gradients(
+        self, batch: Batch, closed: threading.Event, *, is_copied: bool
     ) -> Iterator[BlockGradient | Loss]:
         if closed.wait(self._quiet_s):
             return
         for block in reversed(range(len(self._patterns))):
             pattern = self._patterns[block]
-            yield BlockGradient(block, pattern.copy() if copied else pattern)
+            yield BlockGradient(block, pattern.copy() if is_copied else pattern)
         yield Loss(0.0, batch.weight)
 
 
 class ReadyBackend(ScriptedBackend):
-    """Makes `ReadyProgram`s."""
+    """A backend of `ReadyProgram`s."""
 
     def compile(
         self,
         trainable: Trainable,
         example: Batch,
-        others: Sequence[Batch] = (),
+        other_batches: Sequence[Batch] = (),
         evaluations: Sequence[Batch] = (),
     ) -> Program:
-        del example, others, evaluations
+        del example, other_batches, evaluations
         return ReadyProgram(trainable, self.microbatch_ms)
 
 
@@ -88,8 +88,8 @@ class ReadyDevice:
         return Scripted(spec)
 
 
-def several(devices: int, quiet_ms: float, trace: Path) -> DeviceSet:
-    """So many such devices as one host."""
+def several_devices(devices: int, quiet_ms: float, trace: Path) -> DeviceSet:
+    """Return several such devices as one multi-device worker."""
     names: dict[str, int | str | None] = {f"device{number}": number for number in range(devices)}
     module = "benchmarks.ready_device"
     return DeviceSet([*names], DeviceProcesses(names, str(quiet_ms), print, trace, module))
@@ -100,13 +100,15 @@ async def serve(address: str, name: str, quiet_ms: float, trace: Path, devices: 
     host, _, port = address.rpartition(":")
     target = Target(host, int(port), name, "scripted", 10.0)
     with Tracer(trace, name) as tracer:
-        toolbox = several(devices, quiet_ms, trace) if devices > 1 else ReadyDevice(quiet_ms)
+        toolbox = (
+            several_devices(devices, quiet_ms, trace) if devices > 1 else ReadyDevice(quiet_ms)
+        )
         client = Client(target, toolbox, WorkerCredentials(), lambda _: None, tracer)
         return await client.serve()
 
 
 def main() -> None:
-    """Command line: as much of the worker's as is needed."""
+    """Run the command, which has the options of a worker that it needs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--name", required=True)

@@ -1,8 +1,8 @@
 """What a returning worker costs the coordinator, after a short and after a long run.
 
 Writes a log of many steps, then reads the last few as for a worker that missed them: their
-positions, commits and gradients. It also measures opening the log, which a start does once. No
-network and no worker: the rest of a reconnect does not depend on the length of the run.
+positions, commits and gradients. It also measures opening the log, once per start. There is no
+network and no worker: the other costs of a reconnect do not depend on the length of the run.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ STEPS_BETWEEN_CHECKPOINTS: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One length of log.
+class Measurement:
+    """The measurements for one length of the log.
 
     Attributes:
-        resident: Steps that it keeps.
-        reconnect_ms: To read what was missed, each time.
-        open_ms: To open the log anew.
+        resident: Number of steps in the log.
+        reconnect_ms: Times to read the missed steps.
+        open_ms: Time to open the log again.
     """
 
     resident: int
@@ -51,18 +51,18 @@ class Measured:
     open_ms: float
 
 
-def measure(logged_steps: int, rounds: int) -> Measured:
-    """Write a log of so many steps, and read its last few as often as told."""
+def measure(logged_steps: int, rounds: int) -> Measurement:
+    """Write a log of steps, and read its last few several times."""
     with tempfile.TemporaryDirectory(prefix="reconnect-") as directory:
         return asyncio.run(_measure(Path(directory), logged_steps, rounds))
 
 
-async def _measure(path: Path, logged_steps: int, rounds: int) -> Measured:
+async def _measure(path: Path, logged_steps: int, rounds: int) -> Measurement:
     manifest, spec = _manifest(), _spec(logged_steps)
     directory = RunDirectory(path)
     directory.begin("reconnect", spec)
     storage = RunStorage(
-        directory, "reconnect", spec, term=1, guard=lambda: None, failed=_refused
+        directory, "reconnect", spec, term=1, guard=lambda: None, failed=_raise_refusal
     )  # fmt: skip
     storage.begin_log(manifest, 0)
     values = np.ones(BLOCK_ELEMENTS, np.float32)
@@ -74,21 +74,21 @@ async def _measure(path: Path, logged_steps: int, rounds: int) -> Measured:
             await storage.roll()
     times_ms = [await _reconnect(storage, logged_steps) for _ in range(rounds)]
     await storage.close()
-    begin = time.perf_counter()
+    start_s = time.perf_counter()
     scan_log(directory.log, "reconnect", manifest)
-    return Measured(logged_steps, times_ms, (time.perf_counter() - begin) * 1e3)
+    return Measurement(logged_steps, times_ms, (time.perf_counter() - start_s) * 1e3)
 
 
 async def _reconnect(storage: RunStorage, logged_steps: int) -> float:
-    begin = time.perf_counter()
+    start_s = time.perf_counter()
     row = await storage.logged(logged_steps - MISSED_STEPS)
-    for logged in row:
-        assert [chunk async for chunk in storage.chunks(logged)]
+    for logged_chunk in row:
+        assert [chunk async for chunk in storage.chunks(logged_chunk)]
     assert len(row) == MISSED_STEPS
-    return (time.perf_counter() - begin) * 1e3
+    return (time.perf_counter() - start_s) * 1e3
 
 
-def _refused(error: Exception) -> None:
+def _raise_refusal(error: Exception) -> None:
     raise error
 
 
@@ -115,16 +115,16 @@ def _spec(steps: int) -> RunSpec:
     )
 
 
-def rows(measured: list[Measured]) -> list[list[str]]:
-    """For the table."""
+def rows(measurements: list[Measurement]) -> list[list[str]]:
+    """Return the rows of the table."""
     return [
         [
-            f"{each.resident} kept steps",
-            f"{median(each.reconnect_ms):.2f}",
-            f"{max(each.reconnect_ms):.2f}",
-            f"{each.open_ms:.1f}",
+            f"{measurement.resident} kept steps",
+            f"{median(measurement.reconnect_ms):.2f}",
+            f"{max(measurement.reconnect_ms):.2f}",
+            f"{measurement.open_ms:.1f}",
         ]
-        for each in measured
+        for measurement in measurements
     ]
 
 
@@ -135,8 +135,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     arguments = parser.parse_args()
     print_heading(f"reconnect: a worker that has missed {MISSED_STEPS} steps")
-    measured = [measure(kept, arguments.rounds) for kept in arguments.resident]
-    print_table(["log", "reconnect ms", "worst", "open once ms"], rows(measured))
+    measurements = [
+        measure(resident_steps, arguments.rounds) for resident_steps in arguments.resident
+    ]
+    print_table(["log", "reconnect ms", "worst", "open once ms"], rows(measurements))
 
 
 if __name__ == "__main__":

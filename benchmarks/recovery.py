@@ -54,7 +54,7 @@ class Case:
             "scripted": {"blocks": self.blocks, "block_bytes": self.block_bytes},
             "batch": {"samples": MICROBATCHES, "microbatch": 1},
             "optimizer": {"name": "adamw", "lr": 1e-3},
-            "steps": 400,  # more would be refused: too little disk space
+            "steps": 400,  # more steps would be refused for lack of disk space
             "log": "full",
             "checkpoint": {"every": 0},
         }
@@ -116,39 +116,41 @@ class _Cluster:
 
     def commits(self, count: int) -> list[Event]:
         """Wait for the next commits and return them."""
-        return [self._next("committed") for _ in range(count)]
+        return [self._next_event("committed") for _ in range(count)]
 
-    def steady(self, count: int) -> None:
+    def wait_steps(self, count: int) -> None:
         """Wait for some commits; the times between them count as undisturbed steps."""
-        self.calm_s += [b.at_s - a.at_s for a, b in pairwise(self.commits(count))]
+        self.calm_s += [
+            next_s.at_s - previous_s.at_s for previous_s, next_s in pairwise(self.commits(count))
+        ]
 
     def checkpoint(self) -> None:
         """Request a checkpoint, after which logged steps count from 0."""
         self._coordinator.ask("POST", "/checkpoint")
-        self._next("checkpoint")
+        self._next_event("checkpoint")
 
     def restart(self) -> Recovery:
         """Kill the coordinator within a step, and start it again."""
         self.checkpoint()
-        self.steady(LOGGED_STEPS)
+        self.wait_steps(LOGGED_STEPS)
         self._within_a_step()
         at_s = self._coordinator.kill()
         self._since = since = len(self._coordinator.events)
         self._coordinator.start()
-        first = self._next("committed")
-        later = self.commits(CALM_STEPS)
-        times = [first.at_s, *(event.at_s for event in later)]
+        first_commit = self._next_event("committed")
+        later_commits = self.commits(CALM_STEPS)
+        times = [first_commit.at_s, *(event.at_s for event in later_commits)]
         return Recovery(
-            resumed_s=self._first("run_resumed", since) - at_s,
-            connected_s=self._first("worker_connected", since) - at_s,
-            ready_s=self._first("worker_ready", since) - at_s,
-            committed_s=first.at_s - at_s,
+            resumed_s=self._first_event("run_resumed", since) - at_s,
+            connected_s=self._first_event("worker_connected", since) - at_s,
+            ready_s=self._first_event("worker_ready", since) - at_s,
+            committed_s=first_commit.at_s - at_s,
             later_s=max(b - a for a, b in pairwise(times)),
         )
 
     def lose_worker(self) -> float:
         """Kill a worker within a step and replace it; return the seconds to the commit."""
-        self.steady(CALM_STEPS)
+        self.wait_steps(CALM_STEPS)
         self._within_a_step()
         name = self._source.choice(sorted(self._workers))
         since = len(self._coordinator.events)
@@ -156,13 +158,13 @@ class _Cluster:
         commit = self._coordinator.commit_after(at_s, since)
         self._since = len(self._coordinator.events)
         self._workers[name] = self._worker(name)
-        self._next("worker_joined")
+        self._next_event("worker_joined")
         self.commits(CALM_STEPS)
         return commit.at_s - at_s
 
     def stop_worker(self) -> float:
         """Stop a worker within a step, then resume it; return the seconds to the commit."""
-        self.steady(CALM_STEPS)
+        self.wait_steps(CALM_STEPS)
         self._within_a_step()
         worker = self._workers[self._source.choice(sorted(self._workers))]
         since = len(self._coordinator.events)
@@ -182,13 +184,15 @@ class _Cluster:
         """Sleep for a random part of a step: no event marks the middle of one."""
         time.sleep(self._source.uniform(0.0, median(self.calm_s)))
 
-    def _next(self, name: str) -> Event:
-        event = self._coordinator.wait_for(name, lambda e: e.name == name, start=self._since)
+    def _next_event(self, name: str) -> Event:
+        event = self._coordinator.wait_for(
+            name, lambda candidate: candidate.name == name, since=self._since
+        )
         self._since = self._coordinator.events.index(event, self._since) + 1
         return event
 
-    def _first(self, name: str, since: int) -> float:
-        return self._coordinator.wait_for(name, lambda e: e.name == name, start=since).at_s
+    def _first_event(self, name: str, since: int) -> float:
+        return self._coordinator.wait_for(name, lambda e: e.name == name, since=since).at_s
 
 
 def measure(case: Case, kills: int, seed: int = 1) -> Measurement:
@@ -202,7 +206,7 @@ def measure(case: Case, kills: int, seed: int = 1) -> Measurement:
             cluster = _Cluster(coordinator, case.microbatch_ms, seed)
             try:
                 cluster.commits(2)
-                cluster.steady(CALM_STEPS)
+                cluster.wait_steps(CALM_STEPS)
                 restarts = [cluster.restart() for _ in range(kills)]
                 worker_s = [cluster.lose_worker() for _ in range(kills)]
                 stopped_s = [cluster.stop_worker() for _ in range(kills)]
@@ -211,31 +215,40 @@ def measure(case: Case, kills: int, seed: int = 1) -> Measurement:
     return Measurement(median(cluster.calm_s), restarts, worker_s, stopped_s)
 
 
-def rows(case: Case, measured: Measurement) -> list[list[str]]:
+def rows(case: Case, measurement: Measurement) -> list[list[str]]:
     """Return the rows of the table for one case."""
-    step_s, restarts = measured.step_s, measured.coordinator
+    step_s, restarts = measurement.step_s, measurement.coordinator
     lines: Sequence[tuple[str, list[float]]] = (
-        ("coordinator killed, to the next commit", [r.committed_s for r in restarts]),
-        ("  of that beyond a step", [r.committed_s - step_s for r in restarts]),
-        ("  until it has the last step from disk", [r.resumed_s for r in restarts]),
-        ("  then until a worker is connected", [r.connected_s - r.resumed_s for r in restarts]),
-        ("  then until it is ready", [r.ready_s - r.connected_s for r in restarts]),
-        ("  then until the commit", [r.committed_s - r.ready_s for r in restarts]),
-        ("  longest step of the next six", [r.later_s for r in restarts]),
-        ("worker killed, to the commit of its step", measured.worker_s),
-        ("worker stopped, to the commit of its step", measured.stopped_s),
+        ("coordinator killed, to the next commit", [restart.committed_s for restart in restarts]),
+        ("  of that beyond a step", [restart.committed_s - step_s for restart in restarts]),
+        ("  until it has the last step from disk", [restart.resumed_s for restart in restarts]),
+        (
+            "  then until a worker is connected",
+            [restart.connected_s - restart.resumed_s for restart in restarts],
+        ),
+        (
+            "  then until it is ready",
+            [restart.ready_s - restart.connected_s for restart in restarts],
+        ),
+        (
+            "  then until the commit",
+            [restart.committed_s - restart.ready_s for restart in restarts],
+        ),
+        ("  longest step of the next six", [restart.later_s for restart in restarts]),
+        ("worker killed, to the commit of its step", measurement.worker_s),
+        ("worker stopped, to the commit of its step", measurement.stopped_s),
     )
     return [
         [f"state {case.name}: a step", "", f"{step_s:.2f}", ""],
         *(
-            [what, str(len(seconds)), f"{median(seconds):.2f}", f"{max(seconds):.2f}"]
-            for what, seconds in lines
+            [label, str(len(seconds)), f"{median(seconds):.2f}", f"{max(seconds):.2f}"]
+            for label, seconds in lines
         ),
     ]
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=9, help="kills of each kind")
     rounds = parser.parse_args().rounds

@@ -17,31 +17,31 @@ from statistics import median
 from typing import Any
 
 from benchmarks.cluster import Cluster, Interval, scripted
-from benchmarks.jobs import short
+from benchmarks.jobs import short_job
 from benchmarks.machine import print_heading, print_table
 from benchmarks.timeline import intervals_us, step_times
 
 TURNS = 2
 WARMING_STEPS = 3
-"""Speeds are measured and work moves."""
+"""The planner measures speeds and moves work in these steps."""
 CPU_WORKER = ("worker", "--quiet", "--backend", "cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One job, and the numbers of workers that do it.
+    """One job, and the numbers of workers to run it with.
 
     Attributes:
-        what: As the table says it, with whether devices are scripted or real.
-        command: Of each worker.
+        name: Name in the table, with whether devices are scripted or real.
+        command: The command of each worker.
         document: The run spec.
-        workers: Numbers of workers, the first is 1.
-        share: How many of `--rounds` steps are measured.
-        hosts: On so many of them, each with several devices, if there are more workers; 0: each
-            is a worker of its own.
+        workers: Numbers of workers; the first is 1.
+        share: Share of `--rounds` steps to measure.
+        hosts: Number of multi-device workers, if there are more devices; 0: every device is a
+            separate worker.
     """
 
-    what: str
+    name: str
     command: tuple[str, ...]
     document: dict[str, Any]
     workers: tuple[int, ...]
@@ -49,11 +49,11 @@ class Case:
     hosts: int = 0
 
     def cluster(self, count: int, directory: Path) -> Cluster:
-        """So many workers, or devices."""
+        """Return a cluster of `count` workers or devices."""
         hosts = min(self.hosts or count, count)
         devices = ",".join(map(str, range(count // hosts)))
-        several = ("--gpus", devices) if count > hosts else ()
-        return Cluster([(*self.command, *several)] * hosts, directory, expected=count)
+        device_options = ("--gpus", devices) if count > hosts else ()
+        return Cluster([(*self.command, *device_options)] * hosts, directory, expected=count)
 
 
 def scripted_case(
@@ -62,7 +62,7 @@ def scripted_case(
     microbatch_ms: float = 50.0,
     hosts: int = 0,
 ) -> Case:
-    """5.3 MB in six blocks, as LoRA of a small encoder; plain SGD."""
+    """Return a job of 5.3 MB in six blocks, as LoRA of a small encoder; plain SGD."""
     document = {
         "name": "scaling",
         "task": "scripted",
@@ -72,26 +72,26 @@ def scripted_case(
         "steps": 1,
     }
     command = tuple(scripted(microbatch_ms))
-    what = f"scripted, {microbatch_ms:g} ms" + (f", {hosts} hosts" if hosts else "")
-    return Case(what, command, document, workers, hosts=hosts)
+    name = f"scripted, {microbatch_ms:g} ms" + (f", {hosts} hosts" if hosts else "")
+    return Case(name, command, document, workers, hosts=hosts)
 
 
 def cases() -> tuple[Case, ...]:
-    """What the command measures."""
+    """Return the cases to measure."""
     return (
         scripted_case(),
         scripted_case((1, 4, 16), 64, hosts=4),
-        Case("real CPU, sms-spam", CPU_WORKER, short("sms-spam", 1), (1, 2), 0.5),
-        Case("real CPU, digits", CPU_WORKER, short("digits", 1), (1, 2), 10.0),
+        Case("real CPU, sms-spam", CPU_WORKER, short_job("sms-spam", 1), (1, 2), 0.5),
+        Case("real CPU, digits", CPU_WORKER, short_job("digits", 1), (1, 2), 10.0),
     )
 
 
 StepTimes = dict[int, list[float]]
-"""By number of workers, seconds from each step's update to the next one's."""
+"""Seconds from each step's update to the next one's, by number of workers."""
 
 
 def measure(case: Case, rounds: int, turns: int = TURNS) -> StepTimes:
-    """Every number of workers by turns, while the others are idle."""
+    """Measure every number of workers by turns, while the others are idle."""
     steps = max(1, round(rounds * case.share)) + WARMING_STEPS + 1
     document = {**case.document, "steps": steps}
     runs: dict[int, list[Interval]] = {count: [] for count in case.workers}
@@ -106,9 +106,9 @@ def measure(case: Case, rounds: int, turns: int = TURNS) -> StepTimes:
         timelines = {count: cluster.timelines() for count, cluster in clusters.items()}
     return {
         count: [
-            us / 1e6
+            span_us / 1e6
             for run in runs[count]
-            for us in intervals_us(
+            for span_us in intervals_us(
                 step_times(timelines[count], run.start_us, run.end_us)[WARMING_STEPS:]
             )
         ]
@@ -116,24 +116,24 @@ def measure(case: Case, rounds: int, turns: int = TURNS) -> StepTimes:
     }
 
 
-def rows(case: Case, measured: StepTimes) -> list[list[str]]:
-    """The lines of the table for one case: samples per second, and what part of N times one."""
+def rows(case: Case, times_by_workers: StepTimes) -> list[list[str]]:
+    """Return the rows for one case: samples per second, and the share of N times one worker."""
     samples = case.document["batch"]["samples"]
     return [
         [
-            f"{case.what}: {count} worker{'s' if count > 1 else ''}",
+            f"{case.name}: {count} worker{'s' if count > 1 else ''}",
             str(len(step_s)),
             f"{samples / median(step_s):.1f}",
             f"{samples / min(step_s):.1f}",
-            f"{median(measured[1]) / median(step_s) / count:.3f}",
-            f"{min(measured[1]) / min(step_s) / count:.3f}",
+            f"{median(times_by_workers[1]) / median(step_s) / count:.3f}",
+            f"{min(times_by_workers[1]) / min(step_s) / count:.3f}",
         ]
-        for count, step_s in measured.items()
+        for count, step_s in times_by_workers.items()
     ]
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
         "--rounds", type=int, default=8, help=f"steps in each of {TURNS} turns, more of short ones"
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name has this")
     options = parser.parse_args()
     print_heading("Throughput of N workers, against N times that of one")
-    selection = [case for case in cases() if options.only in case.what]
+    selection = [case for case in cases() if options.only in case.name]
     lines = [line for case in selection for line in rows(case, measure(case, options.rounds))]
     head = ["what", "steps", "median samples/s", "best", "of N x one", "of best"]
     print_table(head, lines)

@@ -3,7 +3,7 @@
     python -m benchmarks.sft --trl PYTHON     # an interpreter with trl
 
 The small Llama of `deploy/runs/small-chat.yaml` starts from the same weights and trains on the same
-batches of the dialogues beside it, each side in its own process. The loss on the held-out ones is
+batches of the dialogues beside it, each side in its own process. The loss on held-out dialogues is
 compared.
 """
 
@@ -37,12 +37,12 @@ TEMPLATE: Final = (
     "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
 )
-"""As the sample's own, with the marks by which TRL finds what the assistant says."""
+"""The template of the sample run, with the marks by which TRL finds the assistant's messages."""
 OVERRIDES: Final = (
     "optimizer={name: adamw, lr: 2.0e-3, clip_norm: 1.0}",
     f"data.chat_template={json.dumps(TEMPLATE)}",
 )
-"""A constant rate: warm-ups are counted in different ways."""
+"""A constant rate, as the two count warm-up steps differently."""
 
 
 def main() -> None:
@@ -52,30 +52,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
+        work_directory = Path(directory)
         overrides = [*OVERRIDES, f"steps={args.steps}", f"data.train={RUN.with_suffix('.jsonl')}"]
-        save_start(load_run_spec(RUN, overrides), place / "model")
-        overrides += [f"model={{source: {place / 'model'}}}", "tokenizer=null"]
+        save_start(load_run_spec(RUN, overrides), work_directory / "model")
+        overrides += [f"model={{source: {work_directory / 'model'}}}", "tokenizer=null"]
         spec = load_run_spec(RUN, overrides)
-        write_batches(spec, place)
-        ours = train(spec, place)
-        theirs = train_with_trl(Path(args.trl), place)
-    apart = abs(ours["loss"] - theirs["loss"]) / theirs["loss"]
-    print(f"trl {theirs['version']}, torch {theirs['torch']}, {args.steps} steps of 16 dialogues")
-    print(f"held-out loss before: TRL {theirs['before']:.7f}")
-    print(f"held-out loss after:  ours {ours['loss']:.7f}, TRL {theirs['loss']:.7f}")
-    print(f"apart: {apart:.2e} of it (bound {BOUND:g})")
-    sys.exit(apart > BOUND)
+        write_batches(spec, work_directory)
+        samestep_result = train(spec, work_directory)
+        trl_result = train_with_trl(Path(args.trl), work_directory)
+    relative_difference = abs(samestep_result["loss"] - trl_result["loss"]) / trl_result["loss"]
+    print(
+        f"trl {trl_result['version']}, torch {trl_result['torch']}, {args.steps} steps of 16 "
+        "dialogues"
+    )
+    print(f"held-out loss before: TRL {trl_result['before']:.7f}")
+    print(f"held-out loss after:  ours {samestep_result['loss']:.7f}, TRL {trl_result['loss']:.7f}")
+    print(f"apart: {relative_difference:.2e} of it (bound {BOUND:g})")
+    sys.exit(relative_difference > BOUND)
 
 
 def save_start(spec: RunSpec, directory: Path) -> None:
-    """The model that a run from scratch begins with, as a directory."""
+    """Save the initial model of a run from scratch."""
     task = build(spec)
     directory.mkdir()
     tensors = {
-        tensor.name: np.ascontiguousarray(values[place].reshape(tensor.shape))
+        tensor.name: np.ascontiguousarray(values[span].reshape(tensor.shape))
         for block, values in zip(task.manifest.blocks, task.initial_parameters(), strict=True)
-        for tensor, place in block.slices()
+        for tensor, span in block.slices()
     }
     export = task.manifest.export
     safetensors.numpy.save_file(tensors, directory / export.weights_file, {"format": "pt"})
@@ -83,8 +86,8 @@ def save_start(spec: RunSpec, directory: Path) -> None:
         (directory / name).write_text(text)
 
 
-def write_batches(spec: RunSpec, place: Path) -> None:
-    """What is trained on, in the order in which the run takes it, and what is held out."""
+def write_batches(spec: RunSpec, work_directory: Path) -> None:
+    """Write the training samples in the order of the run, and the held-out ones."""
     assert spec.data is not None
     conversations = read_conversations(spec.data)
     train, held_out = holdout.split(conversations.documents, spec.seed, spec.data.holdout)
@@ -97,33 +100,33 @@ def write_batches(spec: RunSpec, place: Path) -> None:
     ]
     for name, rows in (("train", train_rows), ("held_out", held_out)):
         lines = [json.dumps({"messages": messages(conversations[row])}) for row in rows]
-        (place / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        (work_directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     settings = {
         "steps": spec.steps, "microbatch": spec.batch.microbatch,
         "microbatches": spec.batch.samples // spec.batch.microbatch,
         "rate": spec.optimizer.lr, "clip_norm": spec.optimizer.clip_norm,
         "max_tokens": spec.data.max_tokens,
     }  # fmt: skip
-    (place / "settings.json").write_text(json.dumps(settings))
+    (work_directory / "settings.json").write_text(json.dumps(settings))
 
 
 def messages(conversation: Conversation) -> list[dict[str, str]]:
-    """As TRL wants them."""
-    return [{"role": each.role, "content": each.content} for each in conversation.messages]
+    """Return the messages in TRL's format."""
+    return [{"role": message.role, "content": message.content} for message in conversation.messages]
 
 
-def train(spec: RunSpec, place: Path) -> dict[str, Any]:
-    """Our way: a coordinator and a worker."""
-    (place / "run.json").write_text(spec.model_dump_json())
-    result = run_to_end(place / "run.json", place / "out", (), "--backend", "cpu")
+def train(spec: RunSpec, work_directory: Path) -> dict[str, Any]:
+    """Train with a coordinator and a worker."""
+    (work_directory / "run.json").write_text(spec.model_dump_json())
+    result = run_to_end(work_directory / "run.json", work_directory / "out", (), "--backend", "cpu")
     return {"loss": result["eval"]["loss_per_token"]}
 
 
-def train_with_trl(python: Path, place: Path) -> dict[str, Any]:
-    """Theirs, in the interpreter that has it."""
+def train_with_trl(python: Path, work_directory: Path) -> dict[str, Any]:
+    """Train with TRL, in its interpreter."""
     script = Path(__file__).with_name("trl_side.py")
-    subprocess.run([str(python), str(script), str(place)], check=True)  # noqa: S603
-    document: dict[str, Any] = json.loads((place / "trl.json").read_text())
+    subprocess.run([str(python), str(script), str(work_directory)], check=True)  # noqa: S603
+    document: dict[str, Any] = json.loads((work_directory / "trl.json").read_text())
     return document
 
 

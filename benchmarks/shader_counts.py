@@ -1,11 +1,11 @@
 """Counts from a kernel's text: barriers, bytes, and bank conflicts of workgroup memory.
 
-One workgroup is executed with integers only: indices, loops and guards are known, floats are not,
-and a branch that depends on one is taken. Of a long loop, the first three iterations and the last
-are executed. So this needs no device, and says nothing about time.
+One workgroup is executed with integers only: indices, loops and guards are computed, floats are
+unknown, and a branch that depends on one is taken. Of a long loop, the first three iterations and
+the last are executed. So this needs no device, and measures no time.
 
-Workgroup memory is modeled as in cards: 32 banks of 4 bytes; a vec4 of eight neighbors, or a word
-of thirty-two, are served at once if those in one bank are the same.
+Workgroup memory is modeled as in cards, with 32 banks of 4 bytes. A vec4 of eight neighbors, or a
+word of thirty-two, is served in one turn unless two different words are in one bank.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from numpy.typing import NDArray
 from backends.wgpu.canonical import tree
 from backends.wgpu.shaders.dispatch import Shader
 
-Known = NDArray[np.int64] | None
-"""Of each invocation; None for a float, or what depends on one."""
+KnownValues = NDArray[np.int64] | None
+"""The value in each invocation; None for a float, or a value that depends on one."""
 
 _BANKS: Final = 32
 _WORD_BYTES: Final = 4
 _LIKE_ROUNDS: Final = 3
-"""Of a loop; if all invocations have more, these but the last count like the last of them."""
+"""Executed iterations of a loop; if all invocations have more, the remaining ones are counted like
+the last of these.
+"""
 _SIDE_BY_SIDE: Final = re.compile(r"which >= (\d+)u && which < (\d+)u")
 _UNSIGNED: Final = 2**32
 _FINISH: Final = re.compile(r"fn (\w*finish)\(i: u32, product: f32\) \{\n(.*?)\n\}", re.DOTALL)
 _RETURNING: Final = r"fn \1(i: u32, product: f32) -> f32 {\n\2\nreturn product;\n}"
 _CALL: Final = re.compile(r"(?<!fn )\b(\w*finish)\(")
-"""A function without a result is nothing that canonical arithmetic reads."""
-_TWO: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
+"""The parser of canonical arithmetic needs functions with results."""
+_BINARY_OPERATIONS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
     "+": np.add, "-": np.subtract, "*": np.multiply, "/": lambda a, b: a // np.where(b == 0, 1, b),
     "%": lambda a, b: a % np.where(b == 0, 1, b), "&": np.bitwise_and, "|": np.bitwise_or,
     "^": np.bitwise_xor, "<<": np.left_shift, ">>": np.right_shift, "==": np.equal,
@@ -49,48 +51,48 @@ _TWO: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of a workgroup, or of all.
+    """Counts of a workgroup, or of all.
 
     Attributes:
-        barriers: Passed by a workgroup.
-        bytes_moved: Read and written in the device's memory; one access of a workgroup counts each
-            element once.
-        accesses: Of workgroup memory, as few as could be.
-        served: As many as it takes.
+        barriers: Barriers that a workgroup passes.
+        bytes_moved: Bytes read and written in the device's memory; one access of a workgroup counts
+            each element once.
+        accesses: Turns to access workgroup memory, without bank conflicts.
+        served_accesses: Turns with bank conflicts.
     """
 
     barriers: int = 0
     bytes_moved: int = 0
     accesses: int = 0
-    served: int = 0
+    served_accesses: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        """Both."""
+        """Return the sum of both counts."""
         return Counts(
             self.barriers + other.barriers, self.bytes_moved + other.bytes_moved,
-            self.accesses + other.accesses, self.served + other.served,
+            self.accesses + other.accesses, self.served_accesses + other.served_accesses,
         )  # fmt: skip
 
     def times(self, count: int) -> Counts:
-        """So many."""
+        """Return the counts of `count` repetitions."""
         return Counts(
             self.barriers * count, self.bytes_moved * count, self.accesses * count,
-            self.served * count,
+            self.served_accesses * count,
         )  # fmt: skip
 
 
 def counts_of(shader: Shader, grid: tuple[int, int, int]) -> Counts:
-    """Of a whole dispatch: as many workgroups like the first; of kernels side by side the first of
-    each.
+    """Return the counts of a dispatch, assuming that all workgroups equal the first one, or for
+    kernels side by side the first one of each kernel.
 
     Raises:
-        NotRead: The kernel has what is not known.
+        UnsupportedKernel: The kernel has unsupported syntax.
     """
     groups = math.prod(grid)
-    parts = [(int(first), int(end)) for first, end in _SIDE_BY_SIDE.findall(shader.source)]
+    parts = [(int(start), int(end)) for start, end in _SIDE_BY_SIDE.findall(shader.source)]
     total = Counts()
-    for first, end in parts or [(0, groups)]:
-        total += _one_workgroup(shader.source, first).times(end - first)
+    for start, end in parts or [(0, groups)]:
+        total += _one_workgroup(shader.source, start).times(end - start)
     return total
 
 
@@ -103,29 +105,29 @@ def _one_workgroup(source: str, number: int) -> Counts:
 
 
 def read_kernel(source: str) -> tree.Module:
-    """The kernel as a tree.
+    """Parse the kernel.
 
     Raises:
-        NotRead: It has what is not known.
+        UnsupportedKernel: It has unsupported syntax.
     """
     return tree.read_module(_CALL.sub(r"let done = \1(", _FINISH.sub(_RETURNING, source)))
 
 
 class _Returned(Exception):
-    """A function has its value."""
+    """Raised to return from a function."""
 
 
 class Run:
-    """Of one workgroup: `group` of the grid."""
+    """Executes one workgroup, `group` of the grid."""
 
     def __init__(self, module: tree.Module, group: tuple[int, int, int]) -> None:
         self.module = module
         self.counts = Counts()
-        self._functions = {each.name: each for each in module.functions}
+        self._functions = {function.name: function for function in module.functions}
         lanes = np.arange(module.workgroup, dtype=np.int64)
         zero = np.zeros_like(lanes)
         built_ins: dict[str, Any] = {
-            "workgroup_id": tuple(zero + place for place in group),
+            "workgroup_id": tuple(zero + index for index in group),
             "local_invocation_id": (lanes, zero, zero),
             "global_invocation_id": (lanes + group[0] * module.workgroup, zero, zero),
             "num_workgroups": (zero + 1, zero + 1, zero + 1),
@@ -134,25 +136,25 @@ class Run:
         self._values: dict[str, Any] = {
             name: built_ins.get(built_in) for name, built_in in module.inputs.items()
         }
-        self.here = np.ones(module.workgroup, dtype=bool)
-        self._result: Known = None
+        self.active_lanes = np.ones(module.workgroup, dtype=bool)
+        self._result: KnownValues = None
         self._last_round = Counts()
 
     def block(self, body: Sequence[tree.Statement]) -> None:
-        """Statements, in order."""
+        """Execute statements in order."""
         for statement in body:
-            if self.here.any():
+            if self.active_lanes.any():
                 self.statement(statement)
 
     def statement(self, statement: tree.Statement) -> None:
-        """One of them."""
+        """Execute one statement."""
         match statement:
             case tree.Declare(name, _, value):
-                self._values[name] = None if value is None else self._of(value)
+                self._values[name] = None if value is None else self._evaluate(value)
             case tree.Assignment(target, value):
-                self.assign(target, self._of(value))
+                self.assign(target, self._evaluate(value))
             case tree.If(condition, then, otherwise):
-                self.choose(self._of(condition), then, otherwise)
+                self.choose(self._evaluate(condition), then, otherwise)
             case tree.For():
                 self._for(statement)
             case tree.Scope(body):
@@ -161,108 +163,123 @@ class Run:
                 self.counts = replace(self.counts, barriers=self.counts.barriers + 1)
             case tree.Return(value):
                 if value is not None:
-                    self._result = self._of(value)
+                    self._result = self._evaluate(value)
                     raise _Returned
-                self.here = np.zeros_like(self.here)
+                self.active_lanes = np.zeros_like(self.active_lanes)
 
-    def assign(self, target: tree.Expression, value: Known) -> None:
-        """A new value of a variable, or of an element."""
+    def assign(self, target: tree.Expression, value: KnownValues) -> None:
+        """Assign a value to a variable or an element."""
         if isinstance(target, tree.Name):
-            before = self._values.get(target.name)
-            if value is not None and before is not None and not self.here.all():
-                value = np.where(self.here, value, before)
+            old_value = self._values.get(target.name)
+            if value is not None and old_value is not None and not self.active_lanes.all():
+                value = np.where(self.active_lanes, value, old_value)
             self._values[target.name] = value
         else:
-            self._of(target)  # an element: counted like a read
+            self._evaluate(target)  # an element: counted like a read
 
     def choose(
-        self, condition: Known, then: Sequence[tree.Statement], otherwise: Sequence[tree.Statement]
+        self,
+        condition: KnownValues,
+        then_statements: Sequence[tree.Statement],
+        else_statements: Sequence[tree.Statement],
     ) -> None:
-        """A choice; one that depends on a float is taken."""
-        before = self.here
+        """Execute a branch; if its condition depends on a float, it is taken."""
+        lanes_before = self.active_lanes
         if condition is None:
-            self.block(then)
-            self.here = before
+            self.block(then_statements)
+            self.active_lanes = lanes_before
             return
         lanes = []
-        for branch_lanes, body in ((condition != 0, then), (condition == 0, otherwise)):
-            self.here = before & branch_lanes
-            if self.here.any():
+        for branch_lanes, body in (
+            (condition != 0, then_statements),
+            (condition == 0, else_statements),
+        ):
+            self.active_lanes = lanes_before & branch_lanes
+            if self.active_lanes.any():
                 self.block(body)
-            lanes.append(self.here)
-        self.here = lanes[0] | lanes[1]
+            lanes.append(self.active_lanes)
+        self.active_lanes = lanes[0] | lanes[1]
 
     def _for(self, loop: tree.For) -> None:
-        before = self.here
+        lanes_before = self.active_lanes
         if loop.first is not None:
             self.statement(loop.first)
         for round_ in itertools.count():
             if round_ == _LIKE_ROUNDS:
                 self._skip_to_the_last(loop)
-            counted = self.counts
-            goes_on = self._of(loop.condition)
-            if goes_on is None:
+            counts_before = self.counts
+            continues = self._evaluate(loop.condition)
+            if continues is None:
                 self.block(loop.body)
                 break
-            self.here = self.here & (goes_on != 0)
-            if not self.here.any():
+            self.active_lanes = self.active_lanes & (continues != 0)
+            if not self.active_lanes.any():
                 break
             self.block(loop.body)
             if loop.step is not None:
                 self.statement(loop.step)
             self._last_round = Counts(
-                self.counts.barriers - counted.barriers,
-                self.counts.bytes_moved - counted.bytes_moved,
-                self.counts.accesses - counted.accesses, self.counts.served - counted.served,
+                self.counts.barriers - counts_before.barriers,
+                self.counts.bytes_moved - counts_before.bytes_moved,
+                self.counts.accesses - counts_before.accesses,
+                self.counts.served_accesses - counts_before.served_accesses,
             )  # fmt: skip
-        self.here = before
+        self.active_lanes = lanes_before
 
     def _skip_to_the_last(self, loop: tree.For) -> None:
-        """Count all rounds but that like the one before, if all invocations have as many."""
+        """Count the remaining iterations like the previous one, if all invocations have equally
+        many.
+        """
         if loop.first is None or loop.step is None:
             return
-        places = [self._values[loop.first.name]]
-        goes_on = self._of(loop.condition)
-        while goes_on is not None and goes_on[self.here].all():
+        loop_values = [self._values[loop.first.name]]
+        continues = self._evaluate(loop.condition)
+        while continues is not None and continues[self.active_lanes].all():
             self.statement(loop.step)
-            places.append(self._values[loop.first.name])
-            goes_on = self._of(loop.condition)
-        alike = goes_on is not None and not goes_on[self.here].any() and len(places) > 1
-        self._values[loop.first.name] = places[-2] if alike else places[0]
-        if alike:
-            self.counts += self._last_round.times(len(places) - 2)
+            loop_values.append(self._values[loop.first.name])
+            continues = self._evaluate(loop.condition)
+        is_uniform = (
+            continues is not None
+            and not continues[self.active_lanes].any()
+            and len(loop_values) > 1
+        )
+        self._values[loop.first.name] = loop_values[-2] if is_uniform else loop_values[0]
+        if is_uniform:
+            self.counts += self._last_round.times(len(loop_values) - 2)
 
-    def _of(self, expression: tree.Expression) -> Any:
+    def _evaluate(self, expression: tree.Expression) -> Any:
         match expression:
             case tree.Literal(value, kind):
-                whole = kind in {"u32", "i32", "int", "bool"}
-                return np.full(len(self.here), int(value), np.int64) if whole else None
+                is_integer = kind in {"u32", "i32", "int", "bool"}
+                return np.full(len(self.active_lanes), int(value), np.int64) if is_integer else None
             case tree.Name(name):
                 return self._values.get(name)
             case tree.Unary(sign, of):
-                inner = self._of(of)
+                inner = self._evaluate(of)
                 if inner is None or sign == "&":
                     return None
                 return {"-": lambda x: -x, "!": lambda x: x == 0, "~": lambda x: ~x}[sign](inner)
             case tree.Binary(sign, left, right):
-                return self._both(sign, self._of(left), self._of(right), expression.type)
+                return self._apply_binary(
+                    sign, self._evaluate(left), self._evaluate(right), expression.type
+                )
             case tree.Application():
                 return self._call(expression)
             case tree.Index(of, at):
-                return self._element(of, self._of(at))
+                return self._element(of, self._evaluate(at))
             case tree.Component(of, name):
-                vector = self._of(of)
+                vector = self._evaluate(of)
                 return vector["xyz".index(name)] if isinstance(vector, tuple) else None
 
     @staticmethod
-    def _both(sign: str, one: Any, two: Any, kind: str) -> Known:
-        if one is None or two is None or isinstance(one, tuple) or isinstance(two, tuple):
+    def _apply_binary(sign: str, left: Any, right: Any, kind: str) -> KnownValues:
+        if left is None or right is None or isinstance(left, tuple) or isinstance(right, tuple):
             return None
-        value = np.asarray(_TWO[sign](one, two)).astype(np.int64)
+        value = np.asarray(_BINARY_OPERATIONS[sign](left, right)).astype(np.int64)
         return value % _UNSIGNED if kind == "u32" else value
 
     def _call(self, application: tree.Application) -> Any:
-        values = [self._of(each) for each in application.arguments]
+        values = [self._evaluate(argument) for argument in application.arguments]
         function = self._functions.get(application.name)
         if function is not None:
             outer, result = self._values, self._result
@@ -271,8 +288,8 @@ class Run:
             }
             with suppress(_Returned):
                 self.block(function.body)
-            returned, self._values, self._result = self._result, outer, result
-            return returned
+            return_value, self._values, self._result = self._result, outer, result
+            return return_value
         if any(value is None for value in values) or tree.size_of(application.type) > 1:
             return None
         if application.name in {"min", "max"}:
@@ -281,36 +298,42 @@ class Run:
             return np.where(values[2] != 0, values[1], values[0])
         return values[0] if application.name in {"u32", "i32"} else None
 
-    def _element(self, of: tree.Expression, at: Known) -> None:
-        if isinstance(of, tree.Name) and of.name in self.module.arrays:
-            self.count(self.module.arrays[of.name], at)
+    def _element(self, array: tree.Expression, indices: KnownValues) -> None:
+        if isinstance(array, tree.Name) and array.name in self.module.arrays:
+            self.count(self.module.arrays[array.name], indices)
         else:
-            self._of(of)
+            self._evaluate(array)
 
-    def count(self, array: tree.Array, at: Known) -> None:
-        """An access of the invocations that are here."""
+    def count(self, array: tree.Array, indices: KnownValues) -> None:
+        """Count an access of the active invocations."""
         nbytes = _WORD_BYTES * tree.size_of(array.element) * (2 if array.element == "u64" else 1)
         if array.binding >= 0:
-            here = int(self.here.sum()) if at is None else len(np.unique(at[self.here]))
-            moved = self.counts.bytes_moved + here * nbytes
-            self.counts = replace(self.counts, bytes_moved=moved)
+            active_count = (
+                int(self.active_lanes.sum())
+                if indices is None
+                else len(np.unique(indices[self.active_lanes]))
+            )
+            moved_bytes = self.counts.bytes_moved + active_count * nbytes
+            self.counts = replace(self.counts, bytes_moved=moved_bytes)
             return
-        least, most = _served(at, self.here, nbytes)
-        self.counts += Counts(accesses=least, served=most)
+        fewest, turns = _service_turns(indices, self.active_lanes, nbytes)
+        self.counts += Counts(accesses=fewest, served_accesses=turns)
 
 
-def _served(at: Known, here: NDArray[np.bool_], nbytes: int) -> tuple[int, int]:
-    """In how many turns a workgroup's access could be served, and is."""
-    together = _BANKS * _WORD_BYTES // nbytes
-    least = most = 0
-    for first in range(0, len(here), together):
-        lanes = here[first : first + together]
+def _service_turns(
+    indices: KnownValues, active_lanes: NDArray[np.bool_], nbytes: int
+) -> tuple[int, int]:
+    """Return the turns of a workgroup's access without and with bank conflicts."""
+    lanes_per_turn = _BANKS * _WORD_BYTES // nbytes
+    fewest = turns = 0
+    for start in range(0, len(active_lanes), lanes_per_turn):
+        lanes = active_lanes[start : start + lanes_per_turn]
         if not lanes.any():
             continue
-        least += 1
-        if at is None:
-            most += 1
+        fewest += 1
+        if indices is None:
+            turns += 1
             continue
-        places = np.unique(at[first : first + together][lanes])
-        most += int(np.bincount(places % together).max())
-    return least, most
+        addresses = np.unique(indices[start : start + lanes_per_turn][lanes])
+        turns += int(np.bincount(addresses % lanes_per_turn).max())
+    return fewest, turns

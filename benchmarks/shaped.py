@@ -30,83 +30,85 @@ from benchmarks.timeline import Timeline, step_times
 from protocol.exact.reduction.bfloat16 import ELEMENT_BYTES
 from protocol.spec.sections.exchange import Precision, Topology
 
-_WAYS: Final[tuple[Topology, ...]] = ("star", "sharded")
+_TOPOLOGIES: Final[tuple[Topology, ...]] = ("star", "sharded")
 _WARMING_ROUNDS: Final = 4
-"""Members find each other meanwhile."""
+"""In these rounds, members connect to each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Workers on hosts, and what they average.
+    """Workers on hosts, and the job that they average.
 
     Attributes:
         mbits: The speed of each host's link, Mbit/s.
-        on: For each worker the number of its host.
-        case: What is averaged.
+        worker_hosts: The number of each worker's host.
+        case: The job to average.
     """
 
     mbits: tuple[int, ...]
-    on: tuple[int, ...]
+    worker_hosts: tuple[int, ...]
     case: Case
 
-    def limit_ms(self, way: str) -> float:
-        """What the wires allow."""
-        return self.star_limit_ms() if way == "star" else self.ring_limit_ms()
+    def limit_ms(self, topology: str) -> float:
+        """Return the least milliseconds that the links allow."""
+        return self.star_limit_ms() if topology == "star" else self.ring_limit_ms()
 
     def star_limit_ms(self) -> float:
-        """What the wires allow: all payloads to the first host, and all averages from it.
-
-        Both directions at once; the last average must wait for the last payload, which is as
-        small as one likes.
+        """Return the least milliseconds of a star: all payloads go to the first host, and all
+        averages from it. Both directions overlap, except for one arbitrarily small payload.
         """
         payload_bits = self.case.payload_bytes * 2 * ELEMENT_BYTES[self.case.precision]
-        away = [sum(on == host for on in self.on) for host in range(len(self.mbits))]
-        away[0] = len(self.on) - away[0]
-        loads = zip(away, self.mbits, strict=True)
+        workers_by_host = [
+            sum(worker_host == host for worker_host in self.worker_hosts)
+            for host in range(len(self.mbits))
+        ]
+        workers_by_host[0] = len(self.worker_hosts) - workers_by_host[0]
+        loads = zip(workers_by_host, self.mbits, strict=True)
         return max(count * payload_bits / (mbit * 1e3) for count, mbit in loads)
 
     def ring_limit_ms(self) -> float:
-        """What the wires allow where each host sends and receives 2 (N-1)/N payloads."""
+        """Return the least milliseconds if each host sends and receives 2 (N-1)/N payloads."""
         hosts = len(self.mbits)
         payload_bits = self.case.payload_bytes * 2 * ELEMENT_BYTES[self.case.precision]
         return 2 * (hosts - 1) / hosts * payload_bits / (min(self.mbits) * 1e3)
 
 
-def _apart(hosts: int, mbit: int, blocks: int, block_bytes: int, quiet_ms: float) -> Row:
-    """One worker on each of so many equal hosts."""
+def _separate_hosts(hosts: int, mbit: int, blocks: int, block_bytes: int, quiet_ms: float) -> Row:
+    """Return a row with one worker on each of several equal hosts."""
     case = Case(hosts, blocks, block_bytes, quiet_ms)
     return Row((mbit,) * hosts, tuple(range(hosts)), case)
 
 
-_SMALL: Final = (6, 883_332)
+_SMALL_BLOCKS: Final = (6, 883_332)
 """5.3 MB, as in LoRA of a small encoder."""
-_LARGE: Final = (12, 8_333_332)
+_LARGE_BLOCKS: Final = (12, 8_333_332)
 """100 MB in twelve layers."""
 
 ROWS: Final[dict[str, Row]] = {
-    "seed": Row((1000, 1000), (0, 0, 1), Case(3, *_SMALL, 250)),
-    "3x1g": _apart(3, 1000, *_SMALL, 250),
-    "2x1g": _apart(2, 1000, *_SMALL, 250),
-    "4x1g": _apart(4, 1000, *_SMALL, 300),
-    "8x1g": _apart(8, 1000, *_SMALL, 700),
-    "3x100m": _apart(3, 100, *_SMALL, 1500),
-    "4x100m": _apart(4, 100, *_SMALL, 2000),
-    "8x100m": _apart(8, 100, *_SMALL, 5000),
-    "4x10g": _apart(4, 10_000, *_LARGE, 2000),
-    "slow": Row((1000, 1000, 1000, 60), (0, 1, 2, 3), Case(4, *_SMALL, 1000)),
+    "seed": Row((1000, 1000), (0, 0, 1), Case(3, *_SMALL_BLOCKS, 250)),
+    "3x1g": _separate_hosts(3, 1000, *_SMALL_BLOCKS, 250),
+    "2x1g": _separate_hosts(2, 1000, *_SMALL_BLOCKS, 250),
+    "4x1g": _separate_hosts(4, 1000, *_SMALL_BLOCKS, 300),
+    "8x1g": _separate_hosts(8, 1000, *_SMALL_BLOCKS, 700),
+    "3x100m": _separate_hosts(3, 100, *_SMALL_BLOCKS, 1500),
+    "4x100m": _separate_hosts(4, 100, *_SMALL_BLOCKS, 2000),
+    "8x100m": _separate_hosts(8, 100, *_SMALL_BLOCKS, 5000),
+    "4x10g": _separate_hosts(4, 10_000, *_LARGE_BLOCKS, 2000),
+    "slow": Row((1000, 1000, 1000, 60), (0, 1, 2, 3), Case(4, *_SMALL_BLOCKS, 1000)),
 }
-"""`seed`: two workers beside the coordinator and one over a link; `slow`: one host of 60 Mbit/s."""
+"""`seed`: two workers on the coordinator's host and one over a link; `slow`: one host of 60 Mbit/s.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """All turns of one way.
+    """All turns of one side.
 
     Attributes:
-        ms: Of each round: over all ranks, from the first start to the last end.
-        out_mb: What went out of the first host, MB per round, start and end of a run included.
-        in_mb: What came in.
-        coordinator_mb: What the coordinator's process received and sent.
+        ms: Duration of each round over all ranks, from the first start to the last end.
+        out_mb: MB per round that the first host sent, including start and end of a run.
+        in_mb: MB per round that it received.
+        coordinator_mb: MB per round that the coordinator received and sent.
     """
 
     ms: list[float]
@@ -115,12 +117,15 @@ class Turns:
     coordinator_mb: float = 0.0
 
 
-def measure(row: Row, ways: Sequence[Topology], rounds: int, turns: int) -> dict[str, Turns]:
-    """gloo, and ours in each way to the last average, by turns; warming rounds not counted."""
-    intervals: dict[Topology, list[Interval]] = {way: [] for way in ways}
+def measure(row: Row, topologies: Sequence[Topology], rounds: int, turns: int) -> dict[str, Turns]:
+    """Measure gloo, and samestep with each topology up to the last average, by turns."""
+    intervals: dict[Topology, list[Interval]] = {topology: [] for topology in topologies}
     gloo_us: list[float] = []
-    counted: dict[str, list[int]] = {"gloo": [0, 0], **{way: [0, 0] for way in ways}}
-    passed: dict[str, int] = dict.fromkeys(ways, 0)
+    bytes_by_side: dict[str, list[int]] = {
+        "gloo": [0, 0],
+        **{topology: [0, 0] for topology in topologies},
+    }
+    coordinator_bytes: dict[str, int] = dict.fromkeys(topologies, 0)
     rounds_in_all = rounds + _WARMING_ROUNDS
     worker = ["benchmarks.ready_worker", "--quiet-ms", str(row.case.quiet_ms)]
     command = {
@@ -129,48 +134,52 @@ def measure(row: Row, ways: Sequence[Topology], rounds: int, turns: int) -> dict
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as name, Network(row.mbits) as network:
         directory = Path(name)
-        places = [network.hosts[host] for host in row.on]
-        devices = Counter(row.on)  # those of one host are one worker
-        ours = Cluster(
+        rank_hosts = [network.hosts[host] for host in row.worker_hosts]
+        devices = Counter(row.worker_hosts)  # devices of one host are one worker
+        cluster = Cluster(
             [[*worker, "--devices", str(count)] for count in devices.values()],
             directory / "ours",
             hosts=[network.hosts[host] for host in devices],
             expected=row.case.workers,
         )
-        with ours, Ranks(row.case.workers, directory / "gloo", places) as ranks:
+        with cluster, Ranks(row.case.workers, directory / "gloo", rank_hosts) as ranks:
             for _ in range(turns):
-                for way in ways:
-                    before = sum(ours.through_coordinator())
-                    with _counting(network.hosts[0], counted[way]):
-                        spec = replace(row.case, way=way).run_spec(rounds_in_all)
-                        intervals[way].append(ours.run(spec))
-                    passed[way] += sum(ours.through_coordinator()) - before
-                with _counting(network.hosts[0], counted["gloo"]):
-                    gloo_us += spans_us(ranks.ask(command))[_WARMING_ROUNDS:]
-        timelines = ours.timelines()
+                for topology in topologies:
+                    bytes_before = sum(cluster.through_coordinator())
+                    with _counting(network.hosts[0], bytes_by_side[topology]):
+                        spec = replace(row.case, topology=topology).run_spec(rounds_in_all)
+                        intervals[topology].append(cluster.run(spec))
+                    coordinator_bytes[topology] += sum(cluster.through_coordinator()) - bytes_before
+                with _counting(network.hosts[0], bytes_by_side["gloo"]):
+                    gloo_us += spans_us(ranks.run_commands(command))[_WARMING_ROUNDS:]
+        timelines = cluster.timelines()
     in_all = turns * rounds_in_all * 1e6
-    out_mb, in_mb = (n / in_all for n in counted["gloo"])
-    turns_by_way = {"gloo": Turns([us / 1e3 for us in gloo_us], out_mb, in_mb)}
-    for way in ways:
-        ms = _averaged_ms(timelines, intervals[way], row.case.workers)
-        out_mb, in_mb = (n / in_all for n in counted[way])
-        turns_by_way[way] = Turns(ms, out_mb, in_mb, passed[way] / in_all)
-    return turns_by_way
+    out_mb, in_mb = (counts / in_all for counts in bytes_by_side["gloo"])
+    turns_by_side = {"gloo": Turns([span_us / 1e3 for span_us in gloo_us], out_mb, in_mb)}
+    for topology in topologies:
+        ms = _averaged_ms(timelines, intervals[topology], row.case.workers)
+        out_mb, in_mb = (counts / in_all for counts in bytes_by_side[topology])
+        turns_by_side[topology] = Turns(ms, out_mb, in_mb, coordinator_bytes[topology] / in_all)
+    return turns_by_side
 
 
 @contextmanager
-def _counting(host: Host, into: list[int]) -> Iterator[None]:
-    """Add what goes out of the host and comes in meanwhile."""
-    before = host.counted_bytes()
+def _counting(host: Host, totals: list[int]) -> Iterator[None]:
+    """Context that adds the bytes which the host sends and receives in it."""
+    bytes_before = host.counted_bytes()
     yield
-    for way, (after, start) in enumerate(zip(host.counted_bytes(), before, strict=True)):
-        into[way] += after - start
+    for direction, (count, start_count) in enumerate(
+        zip(host.counted_bytes(), bytes_before, strict=True)
+    ):
+        totals[direction] += count - start_count
 
 
 def _averaged_ms(
     timelines: Sequence[Timeline], intervals: Sequence[Interval], workers: int
 ) -> list[float]:
-    """From the first payload sent to the last averaged chunk received, where all took part."""
+    """Return the time from the first payload sent to the last average received, for steps in which
+    all workers took part.
+    """
     return [
         (step.last_receive_us - step.first_send_us) / 1e3
         for run in intervals
@@ -180,24 +189,25 @@ def _averaged_ms(
 
 
 def lines(name: str, row: Row, turns: dict[str, Turns]) -> list[list[str]]:
-    """The lines of the table for one row."""
+    """Return the rows of the table for one configuration."""
     reference = median(turns["gloo"].ms)
     return [
-        [f"{name}, {row.case.payload_bytes / 1e6:.1f} MB: {way}", str(len(each.ms)),
-         f"{min(each.ms):.1f}", f"{median(each.ms):.1f}", f"{median(each.ms) / reference:.2f}",
-         f"{row.limit_ms(way):.1f}", f"{each.out_mb:.1f}", f"{each.in_mb:.1f}",
-         f"{each.coordinator_mb:.1f}" if way != "gloo" else ""]
-        for way, each in turns.items()
+        [f"{name}, {row.case.payload_bytes / 1e6:.1f} MB: {side}", str(len(side_turns.ms)),
+         f"{min(side_turns.ms):.1f}", f"{median(side_turns.ms):.1f}",
+         f"{median(side_turns.ms) / reference:.2f}",
+         f"{row.limit_ms(side):.1f}", f"{side_turns.out_mb:.1f}", f"{side_turns.in_mb:.1f}",
+         f"{side_turns.coordinator_mb:.1f}" if side != "gloo" else ""]
+        for side, side_turns in turns.items()
     ]  # fmt: skip
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; none: all")
     parser.add_argument("--rounds", type=int, default=10, help="in each turn")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", choices=_WAYS, default=_WAYS)
+    parser.add_argument("--ways", nargs="+", choices=_TOPOLOGIES, default=_TOPOLOGIES)
     parser.add_argument("--bfloat16", action="store_true", help="ours in both directions")
     options = parser.parse_args()
     unknown = [name for name in options.rows if name not in ROWS]
@@ -219,7 +229,7 @@ def main() -> None:
 
 
 def _congestion_control() -> str:
-    """What TCP does here, on the hosts too: flows that share a link fare unlike by it."""
+    """Return TCP's congestion control on this machine, which decides how flows share a link."""
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii").strip()
 
 

@@ -20,9 +20,9 @@ class Startup:
     """Seconds from the start of the worker's process.
 
     Attributes:
-        connected_s: Its handshake is done.
-        ready_s: Its task is built, with model and data read.
-        started_s: Its state is known to be everyone's.
+        connected_s: The handshake is done.
+        ready_s: The task is built, with model and data read.
+        started_s: Its state agrees with the run's.
         committed_s: The first step is committed.
     """
 
@@ -33,20 +33,20 @@ class Startup:
 
 
 def measure(document: dict[str, Any], backend: str, directory: Path) -> Startup:
-    """A coordinator that waits with this run, then one worker.
+    """Start a coordinator with this run, then one worker.
 
     Raises:
         RuntimeError: The coordinator ended early, or the run with an error.
-        subprocess.TimeoutExpired: It takes too long.
+            subprocess.TimeoutExpired: It takes too long.
     """
     directory.mkdir(parents=True, exist_ok=True)
     spec, addresses, log = (directory / name for name in ("run.json", "addresses.json", "log"))
     spec.write_text(json.dumps(document), encoding="utf-8")
-    with log.open("w", encoding="utf-8") as words:
+    with log.open("w", encoding="utf-8") as log_file:
         coordinator = _spawn(
             "coordinator", "--expect-workers", "1", "--run", str(spec), "--log-json",
             "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
-            "--out", str(directory / "out"), "--address-file", str(addresses), stderr=words,
+            "--out", str(directory / "out"), "--address-file", str(addresses), stderr=log_file,
         )  # fmt: skip
     processes = [coordinator]
     try:
@@ -66,18 +66,18 @@ def measure(document: dict[str, Any], backend: str, directory: Path) -> Startup:
         for process in processes:
             process.kill()
             process.wait()
-    return read(log.read_text(encoding="utf-8"), start)
+    return read_log(log.read_text(encoding="utf-8"), start)
 
 
-def read(log: str, start: datetime) -> Startup:
-    """The first time of each event in the coordinator's log, JSON lines."""
-    first: dict[str, float] = {}
+def read_log(log: str, start: datetime) -> Startup:
+    """Read the first time of each event from the coordinator's log of JSON lines."""
+    first_times: dict[str, float] = {}
     for line in log.splitlines():
         record = json.loads(line)
         at = datetime.fromisoformat(record["timestamp"])
-        first.setdefault(record["event"], (at - start).total_seconds())
+        first_times.setdefault(record["event"], (at - start).total_seconds())
     events = ("worker_connected", "worker_ready", "started", "committed")
-    return Startup(*(first[event] for event in events))
+    return Startup(*(first_times[event] for event in events))
 
 
 def _spawn(module: str, *arguments: str, stderr: Any = None) -> subprocess.Popen[bytes]:

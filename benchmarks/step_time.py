@@ -13,10 +13,10 @@ class StepTime:
     """One step of one process; milliseconds.
 
     Attributes:
-        step: Whose microbatches these are, from 0.
-        total_ms: From the start of the update before them to the start of the update after them.
-        compute_ms: Forward and backward, with making the batches and summing the gradients.
-        update_ms: The update before them.
+        step: Number of the step, from 0.
+        total_ms: Time from the start of the previous update to the start of this step's update.
+        compute_ms: Time of forward and backward, including batches and gradient sums.
+        update_ms: Time of the previous update.
     """
 
     step: int
@@ -26,18 +26,18 @@ class StepTime:
 
     @property
     def rest_ms(self) -> float:
-        """Neither: exchange, commit and plan, as far as nothing hides them."""
+        """Return the remaining time: exposed exchange, commit and plan."""
         return self.total_ms - self.compute_ms - self.update_ms
 
 
 def step_times(timeline: Timeline, start_us: float, end_us: float) -> list[StepTime]:
-    """One worker's steps of the one run between two instants, all but the first, in order."""
+    """Return one worker's steps between two instants in order, except the first."""
     updates: dict[int, tuple[float, float]] = {}
     compute_us: dict[int, float] = {}
     for event in timeline.events:
         if not start_us <= event["ts"] <= end_us:
             continue
-        if event["name"] in ("apply step", "take weights"):  # the trace counts steps taken
+        if event["name"] in ("apply step", "take weights"):  # the trace numbers steps from 1
             updates[event["args"]["step"] - 1] = event["ts"], event["dur"]
         elif event["name"].startswith("subtree "):
             step = event["args"]["step"]
@@ -45,9 +45,9 @@ def step_times(timeline: Timeline, start_us: float, end_us: float) -> list[StepT
     return [
         StepTime(
             step,
-            (updates[step][0] - updates[before][0]) / 1e3,
+            (updates[step][0] - updates[previous_start][0]) / 1e3,
             compute_us[step] / 1e3,
-            updates[before][1] / 1e3,
+            updates[previous_start][1] / 1e3,
         )
-        for before, step in pairwise(sorted(updates))
+        for previous_start, step in pairwise(sorted(updates))
     ]

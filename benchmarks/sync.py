@@ -27,13 +27,13 @@ WARMING_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is averaged: blocks of so many bytes over so many workers.
+    """The job to average: blocks of `block_bytes` over a number of workers.
 
     Attributes:
-        quiet_ms: How long workers wait in each step before all gradients are there: enough for
-            what is left of the step before (update, digest) to be over.
-        precision: Of ours, in both directions; gloo's is float32.
-        way: Whether all goes by way of the coordinator, or workers average among themselves.
+        quiet_ms: How long workers wait in each step before all gradients are ready: enough to
+            finish the previous step's update and digest.
+        precision: Precision of samestep's messages in both directions; gloo uses float32.
+        topology: Whether the coordinator averages, or workers among themselves.
     """
 
     workers: int
@@ -41,14 +41,14 @@ class Case:
     block_bytes: int
     quiet_ms: float
     precision: Precision = "float32"
-    way: Topology = "star"
+    topology: Topology = "star"
 
     @property
     def payload_bytes(self) -> int:
         return self.blocks * self.block_bytes
 
     def run_spec(self, steps: int) -> dict[str, Any]:
-        """One microbatch each, plain SGD."""
+        """Return a run spec with one microbatch per worker and plain SGD."""
         return {
             "name": "sync",
             "task": "scripted",
@@ -58,7 +58,7 @@ class Case:
             "exchange": {
                 "precision": self.precision,
                 "averages": self.precision,
-                "topology": self.way,
+                "topology": self.topology,
             },
             "steps": steps,
         }
@@ -69,14 +69,14 @@ CASES = (Case(3, 6, 883_332, 200), Case(4, 12, 8_333_332, 1500))
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Milliseconds of each round: over all ranks, from the first start to the last end.
+class Measurement:
+    """Milliseconds of each round over all ranks, from the first start to the last end.
 
     Attributes:
-        averaged_ms: From the first payload sent to the last averaged chunk received.
-        committed_ms: To the start of the update, thus with norm, digest, agreement and commit.
-        gloo_ms: All-reduce and division.
-        uneven_rounds: Left out, since not every worker had a part of the step.
+        averaged_ms: Time from the first payload sent to the last average received.
+        committed_ms: Time to the start of the update, including norm, digest, agreement and commit.
+        gloo_ms: Time of all-reduce and division.
+        uneven_rounds: Rounds left out, since not every worker had a part of the step.
     """
 
     averaged_ms: list[float]
@@ -86,26 +86,28 @@ class Measured:
 
     @property
     def ratio(self) -> float:
-        """Ours to gloo's, of medians."""
+        """Return the ratio of medians, samestep to gloo."""
         return median(self.averaged_ms) / median(self.gloo_ms)
 
 
-def measure(case: Case, rounds: int, turns: int = TURNS, *, apart: bool = False) -> Measured:
-    """Both ways by turns, `rounds` rounds in each turn, warming rounds not counted.
+def measure(
+    case: Case, rounds: int, turns: int = TURNS, *, are_separate: bool = False
+) -> Measurement:
+    """Measure both sides by turns, `rounds` rounds in each turn, without warm-up rounds.
 
     Args:
-        case: What is averaged.
-        rounds: In each turn.
-        turns: How many.
-        apart: Each of ours is a worker of its own; else all are devices of one host.
+        case: The job to average.
+        rounds: Rounds in each turn.
+        turns: Number of turns.
+        are_separate: Whether every device is a separate worker, not all one multi-device worker.
     """
     intervals, gloo_us = [], []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         worker = ["benchmarks.ready_worker", "--quiet-ms", str(case.quiet_ms)]
-        together = [[*worker, "--devices", str(case.workers)]]
-        ours = [worker] * case.workers if apart else together
-        cluster = Cluster(ours, directory / "ours", expected=case.workers)
+        one_worker = [[*worker, "--devices", str(case.workers)]]
+        workers = [worker] * case.workers if are_separate else one_worker
+        cluster = Cluster(workers, directory / "ours", expected=case.workers)
         with cluster, Ranks(case.workers, directory / "gloo") as ranks:
             for _ in range(turns):
                 intervals.append(cluster.run(case.run_spec(rounds + WARMING_ROUNDS)))
@@ -115,7 +117,7 @@ def measure(case: Case, rounds: int, turns: int = TURNS, *, apart: bool = False)
                     "rounds": rounds + WARMING_ROUNDS,
                     "quiet_ms": case.quiet_ms,
                 }
-                gloo_us += spans_us(ranks.ask(command))[WARMING_ROUNDS:]
+                gloo_us += spans_us(ranks.run_commands(command))[WARMING_ROUNDS:]
         timelines = cluster.timelines()
     steps = [
         step
@@ -123,32 +125,32 @@ def measure(case: Case, rounds: int, turns: int = TURNS, *, apart: bool = False)
         for step in step_times(timelines, interval.start_us, interval.end_us)[WARMING_ROUNDS:]
     ]
     even = [step for step in steps if step.senders == case.workers]
-    return Measured(
+    return Measurement(
         [(step.last_receive_us - step.first_send_us) / 1e3 for step in even],
         [(step.last_apply_us - step.first_send_us) / 1e3 for step in even],
-        [us / 1e3 for us in gloo_us],
+        [span_us / 1e3 for span_us in gloo_us],
         len(steps) - len(even),
     )
 
 
-def rows(case: Case, measured: Measured) -> list[list[str]]:
-    """The lines of the table for one case."""
-    what = f"{case.payload_bytes / 1e6:.1f} MB over {case.workers}"
-    reference = median(measured.gloo_ms)
-    ways: Sequence[tuple[str, list[float]]] = (
-        ("gloo all-reduce, division", measured.gloo_ms),
-        ("ours, last average received", measured.averaged_ms),
-        ("ours, commit received", measured.committed_ms),
+def rows(case: Case, measurement: Measurement) -> list[list[str]]:
+    """Return the rows of the table for one case."""
+    label = f"{case.payload_bytes / 1e6:.1f} MB over {case.workers}"
+    reference = median(measurement.gloo_ms)
+    series: Sequence[tuple[str, list[float]]] = (
+        ("gloo all-reduce, division", measurement.gloo_ms),
+        ("ours, last average received", measurement.averaged_ms),
+        ("ours, commit received", measurement.committed_ms),
     )
     return [
-        [f"{what}: {way}", str(len(ms)), f"{min(ms):.1f}", f"{median(ms):.1f}",
+        [f"{label}: {side}", str(len(ms)), f"{min(ms):.1f}", f"{median(ms):.1f}",
          f"{median(ms) / reference:.2f}"]
-        for way, ms in ways
+        for side, ms in series
     ]  # fmt: skip
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=10, help=f"in each of {TURNS} turns")
     parser.add_argument("--turns", type=int, default=TURNS)
@@ -159,7 +161,9 @@ def main() -> None:
     lines = [
         line
         for case in CASES[: options.cases]
-        for line in rows(case, measure(case, options.rounds, options.turns, apart=options.apart))
+        for line in rows(
+            case, measure(case, options.rounds, options.turns, are_separate=options.apart)
+        )
     ]
     print_table(["what", "rounds", "min ms", "median ms", "ratio"], lines)
 

@@ -1,4 +1,5 @@
-"""When each step's payloads left, its averages arrived and it was applied, from traces."""
+"""When each step's payloads were sent, its averages received and its update applied, from "
+"traces."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ class StepTimes:
     Attributes:
         step: Counted from 0.
         senders: How many workers sent something.
-        first_send_us: The first payload that any worker, or device of a host, sent.
-        last_receive_us: The last averaged chunk came, at the worker where it came last.
-        last_apply_us: The commit came and its update began, at the worker where it began last.
+        first_send_us: When the first worker or device sent its first payload.
+        last_receive_us: When the last worker received its last averaged chunk.
+        last_apply_us: When the last worker began the update, after the commit.
     """
 
     step: int
@@ -42,23 +43,25 @@ def read_trace(path: Path) -> Timeline:
 
 
 def step_times(timelines: Sequence[Timeline], start_us: float, end_us: float) -> list[StepTimes]:
-    """The steps of the one run between two instants, in order.
-
-    A device of a host has sent when it has a gradient; its host's process sends for it.
+    """Return the steps between two instants, in order. A device of a multi-device worker counts as
+    sending when it has a gradient, which the worker's process then sends.
     """
     sends: dict[int, list[float]] = {}
     receives: dict[int, list[float]] = {}
     applies: dict[int, list[float]] = {}
-    named = [{event["name"].partition(" ")[0] for event in each.events} for each in timelines]
-    devices = ["backward" in names and "send" not in names for names in named]
-    for timeline, names, is_device in zip(timelines, named, devices, strict=True):
+    event_names = [
+        {event["name"].partition(" ")[0] for event in device_timeline.events}
+        for device_timeline in timelines
+    ]
+    devices = ["backward" in names and "send" not in names for names in event_names]
+    for timeline, names, is_device in zip(timelines, event_names, devices, strict=True):
         first_sends: dict[int, float] = {}
         is_host = any(devices) and "backward" not in names
         for event in timeline.events:
             if not start_us <= event["ts"] <= end_us or "step" not in event["args"]:
                 continue
             name, step, at_us = event["name"], event["args"]["step"], event["ts"]
-            if name in ("apply step", "take weights"):  # the trace counts steps taken
+            if name in ("apply step", "take weights"):  # the trace numbers steps from 1
                 applies.setdefault(step - 1, []).append(at_us)
             elif name.startswith("receive block") and "attempt" in event["args"]:
                 receives.setdefault(step, []).append(at_us)
@@ -75,5 +78,5 @@ def step_times(timelines: Sequence[Timeline], start_us: float, end_us: float) ->
 
 
 def intervals_us(steps: Sequence[StepTimes]) -> list[float]:
-    """Time from one step's update to the next one's: the pace of the whole."""
-    return [after.last_apply_us - before.last_apply_us for before, after in pairwise(steps)]
+    """Return the times from one step's update to the next one's."""
+    return [current.last_apply_us - previous.last_apply_us for previous, current in pairwise(steps)]

@@ -43,22 +43,22 @@ _SIZES: Final = (883_332, 5_555_556)
 _MICROBATCH_MS: Final = 50.0
 _PATIENCE_S: Final = 60.0
 _WARMING_STEPS: Final = 3
-"""Speeds are measured and work moves."""
+"""The planner measures speeds and moves work in these steps."""
 
 
 class _End:
-    """Counts what comes; `done` is set when all is there."""
+    """Counts received bytes; `done` is set when all have arrived."""
 
     def __init__(self, expected_bytes: int) -> None:
-        self.done = asyncio.Event()
-        self._left = expected_bytes
+        self.all_received = asyncio.Event()
+        self._missing_bytes = expected_bytes
 
     def on_message(self, channel: Channel, received: Received) -> None:
         del channel
         assert received.body is not None
-        self._left -= len(received.body)
-        if self._left <= 0:
-            self.done.set()
+        self._missing_bytes -= len(received.body)
+        if self._missing_bytes <= 0:
+            self.all_received.set()
 
     def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
         del channel, reason, error
@@ -71,43 +71,43 @@ def _channel(role: Any, owner: _End) -> Channel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spent:
-    """Seconds: by the clock, of the processor, and of the event loop's thread."""
+class _TimeSpent:
+    """Seconds by the clock, of the processor, and of the event loop's thread."""
 
     clock_s: float
     process_s: float
     loop_s: float
 
     @staticmethod
-    def so_far() -> _Spent:
-        return _Spent(time.perf_counter(), time.process_time(), time.thread_time())
+    def so_far() -> _TimeSpent:
+        return _TimeSpent(time.perf_counter(), time.process_time(), time.thread_time())
 
-    def since(self, start: _Spent) -> _Spent:
-        return _Spent(
+    def since(self, start: _TimeSpent) -> _TimeSpent:
+        return _TimeSpent(
             self.clock_s - start.clock_s,
             self.process_s - start.process_s,
             self.loop_s - start.loop_s,
         )
 
 
-async def _receive(port: int, megabytes: int, *, encrypted: bool) -> _Spent:
-    """Connect and take everything."""
+async def _receive(port: int, megabytes: int, *, encrypted: bool) -> _TimeSpent:
+    """Connect and receive everything."""
     loop = asyncio.get_running_loop()
     end = _End(megabytes * limits.MIB)
-    start = _Spent.so_far()
+    start = _TimeSpent.so_far()
     channel = _channel("worker", end)
     if encrypted:
         context = tls.client_context()
         await tls_transport.connect("127.0.0.1", port, context, channel, timeout_s=_PATIENCE_S)
     else:
         await loop.create_connection(lambda: channel, "127.0.0.1", port)
-    await end.done.wait()
+    await end.all_received.wait()
     channel.abort("done")
-    return _Spent.so_far().since(start)
+    return _TimeSpent.so_far().since(start)
 
 
 def _receiver(pipe: Any, megabytes: int) -> None:
-    """The other process: (port, encrypted) in, what it took out."""
+    """Run the receiving process: it reads (port, encrypted) and writes its times."""
     keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         while (order := pipe.recv()) is not None:
@@ -115,8 +115,8 @@ def _receiver(pipe: Any, megabytes: int) -> None:
             pipe.send(runner.run(_receive(port, megabytes, encrypted=encrypted)))
 
 
-async def _send(pipe: Any, megabytes: int, context: ssl.SSLContext | None) -> _Spent:
-    """What the busier of both takes."""
+async def _measure_sending(pipe: Any, megabytes: int, context: ssl.SSLContext | None) -> _TimeSpent:
+    """Measure sending; return the times of the busier process."""
     loop = asyncio.get_running_loop()
     body = np.random.default_rng(1).integers(0, 255, limits.BODY_BYTES, np.uint8)
     chunks = megabytes * limits.MIB // limits.BODY_BYTES
@@ -126,8 +126,8 @@ async def _send(pipe: Any, megabytes: int, context: ssl.SSLContext | None) -> _S
     async def send_all(channel: Channel) -> None:
         for number in range(chunks):
             await channel.room()
-            place = {"digest": "0" * 64, "offset": number * limits.BODY_BYTES}
-            channel.send(encode(BlobChunk(**place, run_id="r"), body))
+            metadata = {"digest": "0" * 64, "offset": number * limits.BODY_BYTES}
+            channel.send(encode(BlobChunk(**metadata, run_id="r"), body))
 
     def accepted() -> Channel:
         channel = _channel("coordinator", _End(1))
@@ -136,22 +136,25 @@ async def _send(pipe: Any, megabytes: int, context: ssl.SSLContext | None) -> _S
 
     acceptor = Acceptor(lambda _: accepted(), context)
     await acceptor.listen("127.0.0.1", 0)
-    start = _Spent.so_far()
+    start = _TimeSpent.so_far()
     pipe.send((acceptor.address[1], context is not None))
-    other: _Spent = await loop.run_in_executor(None, pipe.recv)
-    own = _Spent.so_far().since(start)
+    receiver_spent: _TimeSpent = await loop.run_in_executor(None, pipe.recv)
+    sender_spent = _TimeSpent.so_far().since(start)
     acceptor.close()
-    busier = max(own.process_s, other.process_s), max(own.loop_s, other.loop_s)
-    return _Spent(other.clock_s, *busier)
+    busier_s = (
+        max(sender_spent.process_s, receiver_spent.process_s),
+        max(sender_spent.loop_s, receiver_spent.loop_s),
+    )
+    return _TimeSpent(receiver_spent.clock_s, *busier_s)
 
 
 @dataclass(slots=True)
 class Steps:
-    """Of all turns of one way.
+    """The steps of all turns of one side.
 
     Attributes:
-        elapsed_ms: Of each step.
-        processor_ms: Of coordinator and workers together, by step.
+        elapsed_ms: Duration of each step.
+        processor_ms: Processor time of coordinator and workers together per step.
     """
 
     elapsed_ms: list[float] = field(default_factory=list)
@@ -159,76 +162,80 @@ class Steps:
 
 
 def steps(block_bytes: int, rounds: int, turns: int = 2) -> dict[str, Steps]:
-    """The same job over TLS and without, by turns; six blocks of so many bytes."""
+    """Measure the same job with and without TLS, by turns; six blocks of `block_bytes`."""
     document: dict[str, Any] = {
         "name": "tls", "task": "scripted", "steps": rounds + _WARMING_STEPS,
         "scripted": {"blocks": 6, "block_bytes": block_bytes},
         "batch": {"samples": 8, "microbatch": 1}, "optimizer": {"name": "sgd", "lr": 1e-3},
     }  # fmt: skip
-    ways = {"TLS 1.3": (), "--plaintext": ("--plaintext",)}
-    measured = {way: Steps() for way in ways}
-    runs: dict[str, list[Interval]] = {way: [] for way in ways}
+    options_by_side = {"TLS 1.3": (), "--plaintext": ("--plaintext",)}
+    steps_by_side = {side: Steps() for side in options_by_side}
+    runs: dict[str, list[Interval]] = {side: [] for side in options_by_side}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         clusters = {}
-        for way, options in ways.items():
+        for side, options in options_by_side.items():
             worker = [*scripted(_MICROBATCH_MS), *options]
-            cluster = Cluster([worker] * 2, Path(name) / way, ("coordinator", *options))
-            clusters[way] = stack.enter_context(cluster)
+            cluster = Cluster([worker] * 2, Path(name) / side, ("coordinator", *options))
+            clusters[side] = stack.enter_context(cluster)
         for _ in range(turns):
-            for way, cluster in clusters.items():
+            for side, cluster in clusters.items():
                 begin_s = sum(cluster.cpu_s())
-                runs[way].append(cluster.run(document))
+                runs[side].append(cluster.run(document))
                 spent_ms = (sum(cluster.cpu_s()) - begin_s) * 1e3
-                measured[way].processor_ms.append(spent_ms / document["steps"])
+                steps_by_side[side].processor_ms.append(spent_ms / document["steps"])
         stack.close()
-        for way, cluster in clusters.items():
+        for side, cluster in clusters.items():
             timelines = cluster.timelines()
-            for run in runs[way]:
+            for run in runs[side]:
                 step_list = step_times(timelines, run.start_us, run.end_us)[_WARMING_STEPS:]
-                measured[way].elapsed_ms += [us / 1e3 for us in intervals_us(step_list)]
-    return measured
+                steps_by_side[side].elapsed_ms += [
+                    span_us / 1e3 for span_us in intervals_us(step_list)
+                ]
+    return steps_by_side
 
 
-def step_rows(block_bytes: int, measured: dict[str, Steps]) -> list[list[str]]:
-    """The lines of the table for one size."""
+def step_rows(block_bytes: int, steps_by_side: dict[str, Steps]) -> list[list[str]]:
+    """Return the rows of the table for one size."""
     size = f"{6 * block_bytes / 1e6:.1f} MB"
     return [
-        [f"{size}: {way}", f"{median(each.elapsed_ms):.1f}", f"{min(each.elapsed_ms):.1f}",
-         f"{min(each.processor_ms):.1f}"]
-        for way, each in measured.items()
+        [f"{size}: {side}", f"{median(side_steps.elapsed_ms):.1f}",
+         f"{min(side_steps.elapsed_ms):.1f}", f"{min(side_steps.processor_ms):.1f}"]
+        for side, side_steps in steps_by_side.items()
     ]  # fmt: skip
 
 
 def throughput(megabytes: int) -> None:
     """Measure and print the first table."""
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    own_end, other_end = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(
-        target=_receiver, args=(theirs, megabytes)
+        target=_receiver, args=(other_end, megabytes)
     )
     process.start()
-    spent: dict[str, list[_Spent]] = {"TLS 1.3": [], "--plaintext": []}
+    spent_by_side: dict[str, list[_TimeSpent]] = {"TLS 1.3": [], "--plaintext": []}
     with tempfile.TemporaryDirectory() as home:
         context = CoordinatorCredentials.open(Path(home)).server_context()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             for _ in range(_TURNS):
-                for name, used in (("TLS 1.3", context), ("--plaintext", None)):
-                    spent[name].append(runner.run(_send(ours, megabytes, used)))
-    ours.send(None)
+                for name, ssl_context in (("TLS 1.3", context), ("--plaintext", None)):
+                    spent_by_side[name].append(
+                        runner.run(_measure_sending(own_end, megabytes, ssl_context))
+                    )
+    own_end.send(None)
     process.join()
     sent_mb = megabytes * limits.MIB / 1e6
     rows = []
-    for name, turns in spent.items():
-        clock = sorted(sent_mb / each.clock_s for each in turns)
-        core = sorted(sent_mb / each.process_s for each in turns)
-        loop_ms = median(each.loop_s for each in turns) * 1e3 / (sent_mb / 100)
+    for name, turns in spent_by_side.items():
+        clock = sorted(sent_mb / turn.clock_s for turn in turns)
+        core = sorted(sent_mb / turn.process_s for turn in turns)
+        loop_ms = median(turn.loop_s for turn in turns) * 1e3 / (sent_mb / 100)
         rates = (clock[-1], median(clock), core[-1], median(core), loop_ms)
-        rows.append([name, *(f"{each:.0f}" for each in rates)])
+        rows.append([name, *(f"{turn:.0f}" for turn in rates)])
     head = ["way", "best MB/s", "median", "a core each: best", "median", "loop ms for 100 MB"]
     print_table(head, rows)
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=1024, help="in each turn; 0: none")
     parser.add_argument("--rounds", type=int, default=12, help="steps in each turn; 0: none")

@@ -9,12 +9,12 @@ import torch
 
 from backends.eager.eager import EagerBackend
 
-Against = Literal["auto", "cpu", "cuda"]
+Reference = Literal["auto", "cpu", "cuda"]
 
 _CORES: Final = {5: 128, 6: 128, 7: 64, 8: 128, 9: 128, 10: 128, 12: 128}
 """Float32 multiply-adds per cycle and multiprocessor, by the major compute capability (CUDA C++
 Programming Guide, arithmetic instructions); data-center chips of two generations have half."""
-_HALF: Final = frozenset({(6, 0), (8, 0)})
+_HALF_RATE: Final = frozenset({(6, 0), (8, 0)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +25,27 @@ class TorchSide:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors go."""
+        """The device of tensors."""
         return self.backend.device
 
     @property
     def name(self) -> str:
-        """For the heading."""
+        """The name in the heading."""
         return f"{self.device.type}, {self.backend.info.name}"
 
     @property
     def shares_cpu(self) -> bool:
-        """Whether its work is CPU time of this process."""
+        """Whether it computes in this process's CPU time."""
         return self.device.type == "cpu"
 
     def synchronize(self) -> None:
-        """Wait for what was asked for; CUDA returns before it is done."""
+        """Wait until the device has finished; CUDA calls return earlier."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def peak_tflops_of(self, adapter: str) -> float | None:
-        """Of the Vulkan adapter, if it is this very card and torch knows its clock."""
+        """Return the peak of the Vulkan adapter, if it is the same card and torch knows its "
+        "clock."""
         if self.device.type != "cuda" or self.backend.info.name.lower() not in adapter.lower():
             return None
         card = torch.cuda.get_device_properties(self.device)
@@ -52,22 +53,22 @@ class TorchSide:
         return peak_tflops(card.multi_processor_count, (card.major, card.minor), clock_khz)
 
 
-def torch_side(against: Against) -> TorchSide:
-    """CUDA's first device where torch has one, else the CPU; or the one that is asked for."""
+def torch_side(reference: Reference) -> TorchSide:
+    """Return CUDA's first device if torch has one, else the CPU; or the requested one."""
     has_cuda = torch.cuda.is_available()
-    if against == "cuda" and not has_cuda:
+    if reference == "cuda" and not has_cuda:
         raise SystemExit("--against cuda: torch has no CUDA device here; say --against cpu")
-    kind: Literal["cpu", "cuda"] = "cuda" if has_cuda and against != "cpu" else "cpu"
+    kind: Literal["cpu", "cuda"] = "cuda" if has_cuda and reference != "cpu" else "cpu"
     return TorchSide(EagerBackend(kind))
 
 
 def peak_tflops(multiprocessors: int, capability: tuple[int, int], clock_khz: int) -> float | None:
-    """Float32 without tensor cores: two operations per core and cycle.
+    """Return the peak in float32 without tensor cores: two operations per core and cycle.
 
     Args:
-        multiprocessors: Of the card.
+        multiprocessors: Multiprocessors of the card.
         capability: Its compute capability.
-        clock_khz: The highest; 0 if it is not known.
+        clock_khz: Its highest clock; 0 if unknown.
     """
-    cores = _CORES.get(capability[0], 0) // (1 + (capability in _HALF))
+    cores = _CORES.get(capability[0], 0) // (1 + (capability in _HALF_RATE))
     return 2 * multiprocessors * cores * clock_khz * 1e3 / 1e12 or None

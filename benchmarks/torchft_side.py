@@ -23,21 +23,21 @@ from torchft.local_sgd import DiLoCo
 _PATIENCE = timedelta(seconds=30)
 
 
-def tell(**words: Any) -> None:
-    """A line for whoever started this."""
-    print(json.dumps(words), flush=True)
+def print_message(**fields: Any) -> None:
+    """Print a line for the parent process."""
+    print(json.dumps(fields), flush=True)
 
 
 def lighthouse() -> None:
     """Serve until standard input ends."""
     server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000)
-    tell(address=f"http://127.0.0.1:{server.address().rsplit(':', 1)[1].rstrip('/')}")
+    print_message(address=f"http://127.0.0.1:{server.address().rsplit(':', 1)[1].rstrip('/')}")
     sys.stdin.read()
     server.shutdown()
 
 
 def replica(settings: dict[str, Any]) -> None:
-    """Train so many rounds once standard input ends, and tell of each."""
+    """Train some rounds once standard input ends, and report each."""
     torch.set_num_threads(1)
     number, inner_s = settings["replica"], settings["inner_ms"] / 1000
     model = nn.ParameterList(
@@ -57,8 +57,8 @@ def replica(settings: dict[str, Any]) -> None:
         use_async_quorum=False,
         timeout=_PATIENCE, quorum_timeout=_PATIENCE, connect_timeout=_PATIENCE,
     )  # fmt: skip
-    tell(ready=True)
-    sys.stdin.read()  # the others are ready, too
+    print_message(ready=True)
+    sys.stdin.read()  # the other replicas are ready too
     steps = settings["inner_steps"]
     with DiLoCo(manager, [model], inner, outer, sync_every=steps):
         for round_ in range(settings["rounds"]):
@@ -68,10 +68,10 @@ def replica(settings: dict[str, Any]) -> None:
                 for parameter in model.parameters():
                     parameter.grad = parameter.detach() - pull
                 if step == steps // 2:
-                    tell(halfway=round_)
+                    print_message(halfway=round_)
                 time.sleep(max(0.0, inner_s - (time.monotonic() - since_s)))
-                inner.step()  # the last one of a round waits for the exchange
-            tell(
+                inner.step()  # the last step of a round waits for the exchange
+            print_message(
                 round=round_, at_s=time.monotonic(), taking_part=manager.num_participants(),
                 committed=manager.current_step(), digest=_digest(model),
             )  # fmt: skip

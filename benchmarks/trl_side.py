@@ -18,29 +18,31 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 class InOrder(trl.SFTTrainer):  # type: ignore[misc]
-    """Takes the rows as they stand."""
+    """A trainer that takes samples in the order of the file."""
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         return SequentialSampler(dataset if dataset is not None else self.train_dataset)
 
 
-def main(place: Path) -> None:
-    """Train, and leave the held-out losses in trl.json."""
-    settings = json.loads((place / "settings.json").read_text())
+def main(directory: Path) -> None:
+    """Train, and write the held-out losses to trl.json."""
+    settings = json.loads((directory / "settings.json").read_text())
     train, held_out = (
         datasets.Dataset.from_list(
-            [json.loads(line) for line in (place / f"{name}.jsonl").read_text().splitlines()]
+            [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
         )
         for name in ("train", "held_out")
     )
     torch.set_num_threads(1)
     trainer = InOrder(
-        model=AutoModelForCausalLM.from_pretrained(place / "model", attn_implementation="eager"),
-        processing_class=AutoTokenizer.from_pretrained(place / "model"),
+        model=AutoModelForCausalLM.from_pretrained(
+            directory / "model", attn_implementation="eager"
+        ),
+        processing_class=AutoTokenizer.from_pretrained(directory / "model"),
         train_dataset=train,
         eval_dataset=held_out,
         args=trl.SFTConfig(
-            output_dir=str(place / "trl"),
+            output_dir=str(directory / "trl"),
             max_steps=settings["steps"],
             per_device_train_batch_size=settings["microbatch"],
             gradient_accumulation_steps=settings["microbatches"],
@@ -61,15 +63,15 @@ def main(place: Path) -> None:
             logging_steps=settings["steps"],
         ),
     )
-    before = trainer.evaluate()["eval_loss"]
+    initial_loss = trainer.evaluate()["eval_loss"]
     trainer.train()
     result = {
-        "before": before,
+        "before": initial_loss,
         "loss": trainer.evaluate()["eval_loss"],
         "version": trl.__version__,
         "torch": torch.__version__,
     }
-    (place / "trl.json").write_text(json.dumps(result))
+    (directory / "trl.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -17,29 +17,35 @@ class Timed:
 
     @property
     def median_ms(self) -> float:
-        """On the clock."""
+        """Return the median wall time."""
         return statistics.median(self.wall_s) * 1e3
 
     @property
     def spread_ms(self) -> str:
-        """From the quickest to the slowest."""
+        """Return the range of wall times as text."""
         return f"{min(self.wall_s) * 1e3:.1f}-{max(self.wall_s) * 1e3:.1f}"
 
 
 def by_turns(sides: Sequence[Callable[[], None]], rounds: int) -> list[Timed]:
-    """Run the sides one after the other, so many times; the first round is left out."""
-    timed = [Timed([], []) for _ in sides]
+    """Run the sides alternately; the first round is left out."""
+    times = [Timed([], []) for _ in sides]
     for number in range(rounds + 1):
-        for side, into in zip(sides, timed, strict=True):
+        for side, into in zip(sides, times, strict=True):
             wall, cpu = time.perf_counter(), time.process_time()
             side()
             if number:
                 into.wall_s.append(time.perf_counter() - wall)
                 into.cpu_s.append(time.process_time() - cpu)
-    return timed
+    return times
 
 
-def ratios(ours: list[float], theirs: list[float]) -> str:
-    """The median of the rounds' ratios, and its spread."""
-    each = sorted(one / other for one, other in zip(ours, theirs, strict=True))
-    return f"{statistics.median(each):.2f} ({each[0]:.2f}-{each[-1]:.2f})"
+def ratios(first_times: list[float], second_times: list[float]) -> str:
+    """Return the median and range of the rounds' ratios as text."""
+    ratios_by_round = sorted(
+        first_time / second_time
+        for first_time, second_time in zip(first_times, second_times, strict=True)
+    )
+    middle, lowest, highest = (
+        statistics.median(ratios_by_round), ratios_by_round[0], ratios_by_round[-1]
+    )  # fmt: skip
+    return f"{middle:.2f} ({lowest:.2f}-{highest:.2f})"

@@ -1,7 +1,7 @@
-"""A coordinator without log and journal, to measure what they cost. Not a product.
+"""A coordinator without log and journal, to measure their cost. For benchmarks only.
 
-It is the real one, except that nothing is appended, no commit is synced, and no line is written.
-Checkpoints at the start and end of a run remain, as they are not part of a step.
+It is the real coordinator, except that it appends no gradients, syncs no commit, and writes no
+journal. Checkpoints at the start and end of a run remain, as they are not part of a step.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NO_HEAD: Final = "0" * 64
 
 
 class _Forgetful(RunStorage):
-    """Says that all is on disk."""
+    """Reports every commit as durable without writing it."""
 
-    def append(self, place: ChunkId, values: Array) -> None:
-        del place, values
+    def append(self, chunk: ChunkId, values: Array) -> None:
+        del chunk, values
 
     async def commit(self, record: CommitRecord, kept: Sequence[Bytes] = ()) -> None:
         del record, kept

@@ -1,4 +1,4 @@
-"""Workers of different speeds together, against the sum of what each does alone.
+"""Workers of different speeds together, against the sum of their rates alone.
 
 Devices are scripted: they sleep 100, 200 and 400 ms per microbatch. Equal shares, as in DDP, run at
 the pace of the slowest.
@@ -23,22 +23,25 @@ SPEEDS_MS = (100.0, 200.0, 400.0)
 GOOD_FIT = 28
 """Microbatches of a step: 16, 8 and 4 take 1.6 s each."""
 POOR_FIT = 12
-"""8, 3 and 1, or 7, 3 and 2: the slowest needs 800 ms, when 686 would do if they could be split."""
+"""Shares of 8, 3 and 1, or 7, 3 and 2: the slowest needs 800 ms; with divisible microbatches 686 ms
+would be enough.
+"""
 WARMING_STEPS = 4
-"""Speeds are measured and work moves."""
+"""The planner measures speeds and moves work in these steps."""
 BLOCKS, BLOCK_BYTES = 4, 262_144
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Microbatches per second in steady state; `best` is that of the fastest step."""
+    """Microbatches per second in steady state; `typical` is the median, `fastest` the fastest "
+    "step."""
 
     typical: float
-    best: float
+    fastest: float
 
 
 def run_spec(microbatches: int, steps: int) -> dict[str, Any]:
-    """Four small blocks, plain SGD."""
+    """Return a run spec with four small blocks and plain SGD."""
     return {
         "name": "uneven",
         "task": "scripted",
@@ -50,13 +53,13 @@ def run_spec(microbatches: int, steps: int) -> dict[str, Any]:
 
 
 def pace(microbatches: int, step_us: list[float]) -> Pace:
-    """From the time of each step."""
+    """Return the rates from the time of each step."""
     per_us = 1e6 * microbatches
     return Pace(per_us / median(step_us), per_us / min(step_us))
 
 
 def measure(speeds_ms: tuple[float, ...], microbatches: int, steps: int) -> Pace:
-    """Ours: workers of these speeds together."""
+    """Measure samestep: workers of these speeds together."""
     with tempfile.TemporaryDirectory() as name:
         cluster = Cluster([scripted(ms) for ms in speeds_ms], Path(name))
         with cluster:
@@ -66,7 +69,7 @@ def measure(speeds_ms: tuple[float, ...], microbatches: int, steps: int) -> Pace
 
 
 def measure_equal_shares(speeds_ms: tuple[float, ...], steps: int) -> Pace:
-    """DDP over gloo: one microbatch on each rank and step."""
+    """Measure DDP over gloo: one microbatch on each rank and step."""
     commands = [
         {
             "do": "train",
@@ -81,12 +84,12 @@ def measure_equal_shares(speeds_ms: tuple[float, ...], steps: int) -> Pace:
         for ms in speeds_ms
     ]
     with tempfile.TemporaryDirectory() as name, Ranks(len(speeds_ms), Path(name)) as ranks:
-        step_us = rank_intervals_us(ranks.ask(commands))[WARMING_STEPS:]
+        step_us = rank_intervals_us(ranks.run_commands(commands))[WARMING_STEPS:]
     return pace(len(speeds_ms), step_us)
 
 
-def solo(speeds_ms: tuple[float, ...], microbatches: int, steps: int) -> list[Pace]:
-    """Each alone, with the share that is its own when all are there."""
+def measure_alone(speeds_ms: tuple[float, ...], microbatches: int, steps: int) -> list[Pace]:
+    """Measure each worker alone, with its share of the common step."""
     rates = [1 / ms for ms in speeds_ms]
     return [
         measure((ms,), round(microbatches * rate / sum(rates)), steps)
@@ -94,37 +97,39 @@ def solo(speeds_ms: tuple[float, ...], microbatches: int, steps: int) -> list[Pa
     ]
 
 
-def row(what: str, measured: Pace, alone: float, nominal: float) -> list[str]:
-    """A line of the table: microbatches per second, and what part that is of the sums."""
+def row(label: str, joint_pace: Pace, alone_sum: float, nominal_sum: float) -> list[str]:
+    """Return a row of the table: microbatches per second, and their share of the sums."""
     return [
-        what,
-        f"{measured.typical:.2f}",
-        f"{measured.best:.2f}",
-        f"{100 * measured.typical / alone:.1f} %",
-        f"{100 * measured.typical / nominal:.1f} %",
+        label,
+        f"{joint_pace.typical:.2f}",
+        f"{joint_pace.fastest:.2f}",
+        f"{100 * joint_pace.typical / alone_sum:.1f} %",
+        f"{100 * joint_pace.typical / nominal_sum:.1f} %",
     ]
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=10, help="steps of each way, after warming")
     rounds = parser.parse_args().rounds
     print_heading(f"Workers at {', '.join(f'{ms:g}' for ms in SPEEDS_MS)} ms per microbatch")
     nominal = sum(1e3 / ms for ms in SPEEDS_MS)
-    each = solo(SPEEDS_MS, GOOD_FIT, rounds)
-    alone = sum(one.typical for one in each)
+    paces = measure_alone(SPEEDS_MS, GOOD_FIT, rounds)
+    alone_sum = sum(worker_pace.typical for worker_pace in paces)
     lines = [
-        row(f"alone, {ms:g} ms", one, alone, nominal)
-        for ms, one in zip(SPEEDS_MS, each, strict=True)
+        row(f"alone, {ms:g} ms", worker_pace, alone_sum, nominal)
+        for ms, worker_pace in zip(SPEEDS_MS, paces, strict=True)
     ]
     lines += [
-        row(f"together, {count} microbatches", measure(SPEEDS_MS, count, rounds), alone, nominal)
+        row(
+            f"together, {count} microbatches", measure(SPEEDS_MS, count, rounds), alone_sum, nominal
+        )
         for count in (GOOD_FIT, POOR_FIT)
     ]
     equal = measure_equal_shares(SPEEDS_MS, rounds)
-    lines.append(row("DDP over gloo, equal shares", equal, alone, nominal))
-    head = ["way", "median /s", "best /s", f"of {alone:.2f} alone", f"of {nominal:g} nominal"]
+    lines.append(row("DDP over gloo, equal shares", equal, alone_sum, nominal))
+    head = ["way", "median /s", "best /s", f"of {alone_sum:.2f} alone", f"of {nominal:g} nominal"]
     print_table(head, lines)
 
 

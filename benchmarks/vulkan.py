@@ -7,9 +7,9 @@ torch computes the same in float32, alternating with it: on CUDA if it has such 
 TF32), else on all threads of the machine, as a software adapter does. For a software adapter
 beside torch's CPU, the ratio of CPU time is shown too, because other processes disturb it less.
 
-Products are those of a decoder of hidden size 1024 and 2048 with 8 x 512 tokens on a card, smaller
-ones on a software adapter, with the share of the card's float32 peak if that is known or given.
-Attention is fused and written out, both on the device, in microbatches of one text for a decoder of
+Products are those of a decoder of hidden size 1024 and 2048 with 8 x 512 tokens on a card, or
+smaller ones on a software adapter, with the share of the card's float32 peak if it is known.
+Attention is measured fused and unfused on the device, in microbatches of one text for a decoder of
 two layers. Steps are microbatches of the runs `sms-spam` (classify: MiniLM with LoRA) and
 `small-llama` (causal-lm from scratch), forward and backward with all gradients copied to the host;
 then, on a card or with `--only decoder`, those of Llama-like decoders of hidden size 1024 and 2048,
@@ -40,12 +40,12 @@ from backends.wgpu.shaders.attention.problem import AttentionSizes
 from backends.wgpu.shaders.dispatch import Dispatch
 from backends.wgpu.shaders.matmul.shader import MatmulProblem, Operand, matmul_shader
 from benchmarks.machine import print_heading, print_table
-from benchmarks.torch_side import Against, TorchSide, torch_side
+from benchmarks.torch_side import Reference, TorchSide, torch_side
 from benchmarks.turns import by_turns, ratios
 from benchmarks.vulkan_steps import (
     JOBS,
+    Adaptation,
     Decoder,
-    Trained,
     cpu_ratios,
     decoder_row,
     job_row,
@@ -72,7 +72,7 @@ def matmul_row(
     rounds: int,
     peak: float | None = None,
 ) -> list[str]:
-    """Inputs times transposed weights, of one shape; the device's peak is in TFLOP/s."""
+    """Measure inputs times transposed weights of one shape; the device's peak is in TFLOP/s."""
     m, k, n = shape
     device = backend.device
     problem = MatmulProblem(1, m, k, n, Operand((0, k, 1)), Operand((0, 1, k)))
@@ -85,29 +85,31 @@ def matmul_row(
     device.upload(buffers[0], x)
     device.upload(buffers[1], w)
     prepared = device.prepare([Dispatch(shader, (0, 1, 2), grid, "x @ W^T")] * _DISPATCHES, buffers)
-    theirs_x, theirs_w = (torch.from_numpy(each).to(side.device) for each in (x, w))
+    torch_x, torch_w = (torch.from_numpy(array).to(side.device) for array in (x, w))
 
     def in_torch() -> None:
         for _ in range(_DISPATCHES):
-            torch.mm(theirs_x, theirs_w.T)
+            torch.mm(torch_x, torch_w.T)
         side.synchronize()
 
     def on_device() -> None:
         device.run(prepared).result()
 
-    ours, theirs = by_turns([on_device, in_torch], rounds)
+    device_times, torch_times = by_turns([on_device, in_torch], rounds)
     operations = 2 * m * k * n * _DISPATCHES
     product = device.read(buffers[2], 4 * m * n).reshape(m, n)
     exact = x.astype(np.float64) @ w.T
     error = float(np.abs(product - exact).max() / np.abs(exact).max())
-    rates = [operations / statistics.median(side.wall_s) / 1e12 for side in (ours, theirs)]
+    rates = [
+        operations / statistics.median(side.wall_s) / 1e12 for side in (device_times, torch_times)
+    ]
     return [
         f"{m} x {k} by {k} x {n}",
         f"{rates[0]:.3f}",
         "" if peak is None else f"{rates[0] / peak:.1%}",
         f"{rates[1]:.3f}",
-        ratios(ours.wall_s, theirs.wall_s),
-        cpu_ratios(backend, side, ours, theirs),
+        ratios(device_times.wall_s, torch_times.wall_s),
+        cpu_ratios(backend, side, device_times, torch_times),
         f"{error:.0e}",
         f"{choice}",
     ]
@@ -115,7 +117,7 @@ def matmul_row(
 
 @dataclass(frozen=True, slots=True)
 class _Forced(Templates):
-    """Fuses attention whether it pays or not."""
+    """Fuses attention even if it does not pay off."""
 
     fused: bool = False
 
@@ -125,7 +127,7 @@ class _Forced(Templates):
 
 
 def attention_row(backend: VulkanBackend, length: int, rounds: int) -> list[str]:
-    """A microbatch of one text of so many tokens, both ways."""
+    """Measure a microbatch of one text, with fused and unfused attention."""
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (seconds)
 
     from worker.models.blocks import cut_into_blocks  # noqa: PLC0415
@@ -151,14 +153,16 @@ def attention_row(backend: VulkanBackend, length: int, rounds: int) -> list[str]
         job = Trainable(cut_into_blocks(module), module, loss)
         programs.append(VulkanProgram(backend.device, job, template, adds=True))
         programs[-1].check(batch)
-    apart, joined = by_turns([partial(microbatch, p, batch, 0) for p in programs], rounds)
+    separate_times, fused_times = by_turns(
+        [partial(microbatch, attention_program, batch, 0) for attention_program in programs], rounds
+    )
     memory = [program.estimates[0].activations / 2**20 for program in programs]
     for program in programs:
         program.close()
     return [
         f"{length}",
-        *(f"{side.median_ms:.0f} ({side.spread_ms})" for side in (apart, joined)),
-        ratios(joined.wall_s, apart.wall_s),
+        *(f"{side.median_ms:.0f} ({side.spread_ms})" for side in (separate_times, fused_times)),
+        ratios(fused_times.wall_s, separate_times.wall_s),
         *(f"{mib:.1f}" for mib in memory),
     ]
 
@@ -181,14 +185,14 @@ _SUMS: Final = (
 def main() -> None:
     """Print the tables."""
     options = _options()
-    wanted = int(options.device) if options.device.isdecimal() else options.device
-    backend = choose("vulkan", wanted).backend
+    device_choice = int(options.device) if options.device.isdecimal() else options.device
+    backend = choose("vulkan", device_choice).backend
     assert isinstance(backend, VulkanBackend)
     threads = len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     side, software, rounds = torch_side(options.against), backend.adapter.software, options.rounds
-    ours = f"{backend.adapter.name} ({backend.adapter.driver})"
-    print_heading(f"Vulkan on {ours} against torch on {side.name}")
+    device_name = f"{backend.adapter.name} ({backend.adapter.driver})"
+    print_heading(f"Vulkan on {device_name} against torch on {side.name}")
 
     def shows(table: str) -> bool:
         return options.only == table or (
@@ -198,18 +202,18 @@ def main() -> None:
     if shows("matmul"):
         peak = options.peak_tflops or side.peak_tflops_of(backend.adapter.name)
         shapes = SOFTWARE_SHAPES if software else CARD_SHAPES
-        print_table(_PRODUCTS, [matmul_row(backend, side, each, rounds, peak) for each in shapes])
+        print_table(_PRODUCTS, [matmul_row(backend, side, shape, rounds, peak) for shape in shapes])
     if shows("attention"):
         lengths = SOFTWARE_LENGTHS if software else CARD_LENGTHS
-        print_table(_ATTENTION, [attention_row(backend, each, rounds) for each in lengths])
+        print_table(_ATTENTION, [attention_row(backend, shape, rounds) for shape in lengths])
     steps = []
     if shows("steps"):
         steps += [job_row(backend, side, task, rounds, threads) for task in options.tasks]
     if shows("decoder"):
         samples, tokens = options.batch or ((1, 64) if software else (8, 512))
         for hidden in options.hidden:
-            for trained in get_args(Trained):
-                decoder = Decoder(hidden, samples, tokens, trained)
+            for adaptation in get_args(Adaptation):
+                decoder = Decoder(hidden, samples, tokens, adaptation)
                 steps.append(decoder_row(backend, side, decoder, rounds, threads))
     if steps:
         print_table(_STEPS, steps)
@@ -223,7 +227,7 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="0", help="number or part of the name")
-    parser.add_argument("--against", default="auto", choices=get_args(Against))
+    parser.add_argument("--against", default="auto", choices=get_args(Reference))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--only", choices=("matmul", "attention", "steps", "decoder", "sums"))
     parser.add_argument("--tasks", nargs="+", choices=tuple(JOBS), default=list(JOBS))

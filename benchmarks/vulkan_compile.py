@@ -3,7 +3,7 @@
     python -m benchmarks.vulkan_compile [--rounds 5] [--cold]
 
 A narrow Qwen3-like model with LoRA, 36 layers against 4, each compiled in its own process,
-alternating: from `Backend.compile` until it returns, and until the first microbatch is done. With
+alternating: the time of `Backend.compile`, and the time until the first microbatch is done. With
 `--cold`, Mesa's software driver keeps no shaders between processes.
 """
 
@@ -24,7 +24,7 @@ LAYERS: Final = (4, 36)
 
 
 def measure(layers: int) -> dict[str, float]:
-    """Seconds in this process."""
+    """Measure in this process; return seconds."""
     import numpy as np  # noqa: PLC0415  (only the children need them)
     import peft  # noqa: PLC0415
     import torch  # noqa: PLC0415
@@ -71,22 +71,24 @@ def main() -> None:
         print(json.dumps(measure(options.layers)))
         return
     print_heading("Compiling 36 layers against 4 for a Vulkan device")
-    cold = {"MESA_SHADER_CACHE_DISABLE": "true"} if options.cold else {}
-    measured: dict[int, list[dict[str, float]]] = {layers: [] for layers in LAYERS}
+    environment = {"MESA_SHADER_CACHE_DISABLE": "true"} if options.cold else {}
+    times_by_layers: dict[int, list[dict[str, float]]] = {layers: [] for layers in LAYERS}
     for number in range(options.rounds + (not options.cold)):
         for layers in LAYERS:
             command = [sys.executable, "-m", "benchmarks.vulkan_compile", "--layers", str(layers)]
-            done = subprocess.run(  # noqa: S603 -- our own command
-                command, env={**os.environ, **cold}, stdout=subprocess.PIPE, check=True
+            process = subprocess.run(  # noqa: S603 -- our own command
+                command, env={**os.environ, **environment}, stdout=subprocess.PIPE, check=True
             )
             if number or options.cold:  # the first round fills the driver's cache
-                measured[layers].append(json.loads(done.stdout.splitlines()[-1]))
+                times_by_layers[layers].append(json.loads(process.stdout.splitlines()[-1]))
     rows = []
-    for what in measured[LAYERS[0]][0]:
-        few, many = ([each[what] for each in measured[layers]] for layers in LAYERS)
-        each = sorted(many_s / few_s for few_s, many_s in zip(few, many, strict=True))
-        spread = f"{statistics.median(each):.2f} ({each[0]:.2f}-{each[-1]:.2f})"
-        rows.append([what, *(f"{statistics.median(side):.2f}" for side in (few, many)), spread])
+    for phase in times_by_layers[LAYERS[0]][0]:
+        shallow, deep = ([times[phase] for times in times_by_layers[layers]] for layers in LAYERS)
+        times = sorted(deep_s / shallow_s for shallow_s, deep_s in zip(shallow, deep, strict=True))
+        ratio_text = f"{statistics.median(times):.2f} ({times[0]:.2f}-{times[-1]:.2f})"
+        rows.append(
+            [phase, *(f"{statistics.median(side):.2f}" for side in (shallow, deep)), ratio_text]
+        )
     print_table(["seconds", *(f"{layers} layers" for layers in LAYERS), "ratio"], rows)
 
 

@@ -1,4 +1,4 @@
-"""What a microbatch needs on a card, counted and not timed: no device is needed.
+"""Count the work of a microbatch on a card; no device is needed.
 
     python -m benchmarks.vulkan_counts [--tasks classify causal-lm] [--hidden 1024]
 
@@ -7,8 +7,8 @@ a microbatch and of a layer's forward and backward; bytes that workgroups read a
 card's memory (ignoring caches); barriers that workgroups pass; and the slowdown of workgroup memory
 by bank conflicts. See `benchmarks.shader_counts`.
 
-For a subtree of several microbatches: how many of them a dispatch computes, the activations that
-this takes, and the dispatches of steps and sums, one microbatch at a time and at once.
+For a subtree of several microbatches: how many of them a dispatch computes, the memory of
+activations, and the dispatches of steps and sums, with one microbatch or several per dispatch.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ _SUBTREE_HEAD: Final = (
 
 
 def card_shader(problem: MatmulProblem) -> tuple[Shader, tuple[int, int, int]]:
-    """The kernel that is expected to be the quickest."""
+    """Return the kernel that is expected to be the fastest."""
     return matmul_shader(problem, candidates(problem, CARD)[0])
 
 
 def plan_of(trainable: Trainable, batch: Batch) -> tuple[Plan, float]:
-    """What a card runs, and how many dispatches of it are one layer's."""
+    """Return the plan for a card, and how many of its dispatches belong to one layer."""
     module, loss = trainable.module, trainable.loss
     assert module is not None
     assert loss is not None
-    trained = [tensor.name for block in trainable.blocks for tensor in block.tensors]
+    trained_names = [tensor.name for block in trainable.blocks for tensor in block.tensors]
     arrays = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
     templates = Templates(
         cooperative=True,
@@ -69,73 +69,80 @@ def plan_of(trainable: Trainable, batch: Batch) -> tuple[Plan, float]:
         bindings=_BINDINGS,
         workgroup_bytes=CARD.workgroup_bytes,
     )
-    capture = capture_step(module, loss, trained, arrays, templates.fuses)
+    capture = capture_step(module, loss, trained_names, arrays, templates.fuses)
     base = BaseLayout(module, trainable.base_dtype)
     constants = dict(module.named_buffers())
-    plan = lowered_plan(capture, base, constants, templates, [[*range(1 + len(trained))]])
+    plan = lowered_plan(capture, base, constants, templates, [[*range(1 + len(trained_names))]])
     paths = {kind.path for kind in capture.kinds}
-    of_layers = sum(any(path in each.label for path in paths) for each in plan.dispatches)
-    return plan, of_layers / max(len(capture.kinds), 1)
+    layer_dispatches = sum(
+        any(path in dispatch.label for path in paths) for dispatch in plan.dispatches
+    )
+    return plan, layer_dispatches / max(len(capture.kinds), 1)
 
 
 class _Listing:
-    """A target that runs nothing."""
+    """A target that records dispatches instead of running them."""
 
     def buffer(self, nbytes: int) -> Buffer:
-        """No memory."""
+        """Return a buffer without memory."""
         return Buffer(nbytes, None)
 
     def prepare(self, dispatches: Sequence[Dispatch], _buffers: Sequence[Buffer]) -> Prepared:
-        """The dispatches themselves."""
+        """Return the dispatches unchanged."""
         return Prepared([*dispatches], [])
 
 
-def dispatches_of_subtree(trainable: Trainable, plan: Plan, at_once: int, pairs: int) -> int:
-    """Of a subtree of `SUBTREE_LEAVES` microbatches: steps, and what adds their gradients."""
+def dispatches_of_subtree(
+    trainable: Trainable, plan: Plan, microbatches_at_once: int, pairs: int
+) -> int:
+    """Return the dispatches of a subtree of `SUBTREE_LEAVES` microbatches, gradient sums "
+    "included."""
     target: Any = _Listing()
     sizes = [4 * tensor.elements for block in trainable.blocks for tensor in block.tensors]
     sums = SumStack(target, [sizes], pairs)
     sums.hold(levels_of(SUBTREE_LEAVES))
     total = 0
-    for first in range(0, SUBTREE_LEAVES, at_once):
-        buffers = [[[Buffer(nbytes, None) for nbytes in sizes]] for _ in range(at_once)]
-        step = Submission(Prepared([*plan.dispatches], []), (), last=True)
+    for start in range(0, SUBTREE_LEAVES, microbatches_at_once):
+        buffers = [
+            [[Buffer(nbytes, None) for nbytes in sizes]] for _ in range(microbatches_at_once)
+        ]
+        step = Submission(Prepared([*plan.dispatches], []), (), is_last=True)
         sources = Sources(buffers, Buffer(4, None))
-        parts = sums.summing([step], sources, first, SUBTREE_LEAVES)
+        parts = sums.summing([step], sources, start, SUBTREE_LEAVES)
         total += sum(len(part.prepared.calls) for part in parts)
     return total
 
 
 def subtree_row(name: str, trainable: Trainable, plan: Plan) -> Sequence[str]:
-    """Of one job's subtrees."""
-    together = with_microbatches(
+    """Return the row of one job's subtrees."""
+    joint_plan = with_microbatches(
         plan, min(MICROBATCHES_PER_DISPATCH, SUBTREE_LEAVES), lambda _: True
     )
-    many = together.at_once
-    before = dispatches_of_subtree(trainable, plan, 1, 1)
-    after = dispatches_of_subtree(trainable, plan, many, _BINDINGS // 2)
+    microbatches_at_once = joint_plan.at_once
+    single_dispatches = dispatches_of_subtree(trainable, plan, 1, 1)
+    joint_dispatches = dispatches_of_subtree(trainable, plan, microbatches_at_once, _BINDINGS // 2)
     return [
         name,
-        str(many),
+        str(microbatches_at_once),
         byte_size(sum(plan.slots)),
-        byte_size(sum(together.slots)),
-        f"{before / SUBTREE_LEAVES:.0f}",
-        f"{after / SUBTREE_LEAVES:.0f}",
+        byte_size(sum(joint_plan.slots)),
+        f"{single_dispatches / SUBTREE_LEAVES:.0f}",
+        f"{joint_dispatches / SUBTREE_LEAVES:.0f}",
     ]
 
 
 def row(name: str, plan: Plan, of_a_layer: float) -> Sequence[str]:
-    """Of one job."""
+    """Return the row of one job."""
     total = Counts()
-    for each in plan.dispatches:
-        total += counts_of(each.shader, each.grid)
+    for dispatch in plan.dispatches:
+        total += counts_of(dispatch.shader, dispatch.grid)
     return [
         name,
         f"{len(plan.dispatches)}",
         f"{of_a_layer:.0f}",
         byte_size(total.bytes_moved),
         f"{total.barriers:,}",
-        f"{total.served / max(total.accesses, 1):.2f} times as long",
+        f"{total.served_accesses / max(total.accesses, 1):.2f} times as long",
     ]
 
 
@@ -151,8 +158,8 @@ def main() -> None:
     jobs = [job_of(task, 1) for task in options.tasks]
     work = [(job.name, job.trainable, job.batch) for job in jobs]
     for hidden in options.hidden:
-        for trained in ("LoRA", "whole"):
-            decoder = Decoder(hidden, 8, 512, trained)
+        for adaptation in ("LoRA", "whole"):
+            decoder = Decoder(hidden, 8, 512, adaptation)
             work.append((str(decoder), decoder.trainable(1), decoder.batch()))
     rows, subtrees = [], []
     for name, trainable, batch in work:

@@ -16,7 +16,7 @@ from torch import nn
 from backends.base.interface import Array, Batch, BlockGradient, Program, Trainable
 from backends.base.subtree_gradients import SubtreeGradients
 from backends.wgpu.backend import VulkanBackend
-from benchmarks.jobs import short
+from benchmarks.jobs import short_job
 from benchmarks.torch_side import TorchSide
 from benchmarks.turns import Timed, by_turns, ratios
 from protocol.exact.samples import SampleOrder, microbatch_seed
@@ -25,10 +25,10 @@ from protocol.spec.run_spec import parse_run_spec
 JOBS: Final = {"classify": "sms-spam", "causal-lm": "small-llama", "digits": "digits"}
 SUBTREE_LEAVES: Final = 8
 LAYERS: Final = 4
-Trained = Literal["LoRA", "whole"]
+Adaptation = Literal["LoRA", "whole"]
 
 _VOCABULARY: Final = 8192
-"""Logits of 8 x 512 tokens then have 128 MiB, which every adapter binds."""
+"""With it, logits of 8 x 512 tokens have 128 MiB, which every adapter can bind."""
 _HEAD: Final = 64
 
 
@@ -37,29 +37,29 @@ class Decoder:
     """A Llama-like decoder of `LAYERS` layers, and its microbatch.
 
     Attributes:
-        hidden: Its width; feed-forward layers have 2.75 times as much, heads 64.
+        hidden: Hidden size; feed-forward layers have 2.75 times as much, heads 64.
         samples: Texts in a microbatch.
-        tokens: Of each text.
-        trained: Low-rank matrices beside a frozen base, or everything.
+        tokens: Tokens of each text.
+        adaptation: Whether to train low-rank matrices or the whole model.
     """
 
     hidden: int
     samples: int
     tokens: int
-    trained: Trained
+    adaptation: Adaptation
 
     def __str__(self) -> str:
         shape = f"{self.samples} x {self.tokens}"
-        return f"decoder {self.hidden}, {LAYERS} layers, {self.trained}, {shape}"
+        return f"decoder {self.hidden}, {LAYERS} layers, {self.adaptation}, {shape}"
 
     def batch(self) -> Batch:
-        """Random tokens."""
+        """Return random tokens."""
         draw = np.random.default_rng(0)
         ids = draw.integers(0, _VOCABULARY, (self.samples, self.tokens))
         return Batch({"input_ids": ids}, float(self.samples))
 
     def trainable(self, threads: int) -> Trainable:
-        """With torch's own attention, the quickest it has."""
+        """Return the trainable, with torch's fastest attention."""
         from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (seconds)
 
         from worker.models.blocks import cut_into_blocks  # noqa: PLC0415
@@ -73,7 +73,7 @@ class Decoder:
             max_position_embeddings=self.tokens, use_cache=False,
         )  # fmt: skip
         module: nn.Module = LlamaForCausalLM(config)
-        if self.trained == "LoRA":
+        if self.adaptation == "LoRA":
             import peft  # noqa: PLC0415
 
             names = ["q_proj", "v_proj"]
@@ -86,7 +86,7 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One microbatch of something trained."""
+    """One microbatch of a trainable."""
 
     name: str
     trainable: Trainable
@@ -96,42 +96,45 @@ class Job:
 
 
 def next_token_loss(module: nn.Module, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Cross-entropy, summed over tokens."""
+    """Return the cross-entropy summed over tokens."""
     logits = module(input_ids=arrays["input_ids"]).logits
     ids = arrays["input_ids"].flatten()
     return nn.functional.cross_entropy(logits.flatten(0, 1), ids, reduction="sum")
 
 
 def microbatch(program: Program, batch: Batch, seed: int) -> None:
-    """Forward and backward; every gradient comes to the host, so both sides are done."""
+    """Compute forward and backward and copy every gradient to the host."""
     for _ in program.gradients([(batch, seed)]):
         pass
 
 
-def cpu_ratios(backend: VulkanBackend, side: TorchSide, ours: Timed, theirs: Timed) -> str:
-    """Where both sides compute on the CPU."""
-    both = backend.adapter.software and side.shares_cpu
-    return ratios(ours.cpu_s, theirs.cpu_s) if both else ""
+def cpu_ratios(
+    backend: VulkanBackend, side: TorchSide, device_times: Timed, torch_times: Timed
+) -> str:
+    """Return ratios of CPU time, if both sides compute on the CPU."""
+    both_use_cpu = backend.adapter.software and side.shares_cpu
+    return ratios(device_times.cpu_s, torch_times.cpu_s) if both_use_cpu else ""
 
 
 def job_row(
     backend: VulkanBackend, side: TorchSide, task: str, rounds: int, threads: int
 ) -> list[str]:
-    """Microbatches of one of the runs in deploy/runs."""
+    """Measure microbatches of one of the runs in deploy/runs."""
     return _row(backend, side, job_of(task, threads), rounds)
 
 
 def decoder_row(
     backend: VulkanBackend, side: TorchSide, decoder: Decoder, rounds: int, threads: int
 ) -> list[str]:
-    """Microbatches of a decoder of a size that people fine-tune."""
+    """Measure microbatches of a decoder of a commonly fine-tuned size."""
     job = Job(str(decoder), decoder.trainable(threads), decoder.batch())
     return _row(backend, side, job, rounds)
 
 
 def sums_row(backend: VulkanBackend, task: str, rounds: int, threads: int) -> list[str]:
-    """Subtrees of `SUBTREE_LEAVES` microbatches, their gradients added on the device and on the
-    host."""
+    """Measure subtrees of `SUBTREE_LEAVES` microbatches, with gradients added on the device and on
+    the host.
+    """
     job = job_of(task, threads)
     program = backend.compile(job.trainable, job.batch)
     leaves = [(job.batch, job.seed)] * SUBTREE_LEAVES
@@ -139,76 +142,78 @@ def sums_row(backend: VulkanBackend, task: str, rounds: int, threads: int) -> li
     program.load(job.parameters)
 
     def on_device() -> None:
-        _all(program.gradients(leaves))
+        _consume(program.gradients(leaves))
 
     def on_host() -> None:
-        _all(program.sum_on_host(leaves))
+        _consume(program.sum_on_host(leaves))
 
     if not backend.exact_additions:
         program.close()
         return [job.name, "its additions are not exact", *[""] * 5]
     readbacks = []
     for subtree in (on_device, on_host):
-        before = backend.device.counts.readbacks
+        readbacks_before = backend.device.counts.readbacks
         subtree()
-        readbacks.append(backend.device.counts.readbacks - before)
-    ours, theirs = by_turns([on_device, on_host], rounds)
+        readbacks.append(backend.device.counts.readbacks - readbacks_before)
+    device_times, host_times = by_turns([on_device, on_host], rounds)
     program.close()
     return [
         job.name,
-        *(f"{timed.median_ms:.0f} ({timed.spread_ms})" for timed in (ours, theirs)),
-        ratios(ours.wall_s, theirs.wall_s),
-        ratios(ours.cpu_s, theirs.cpu_s) if backend.adapter.software else "",
+        *(f"{times.median_ms:.0f} ({times.spread_ms})" for times in (device_times, host_times)),
+        ratios(device_times.wall_s, host_times.wall_s),
+        ratios(device_times.cpu_s, host_times.cpu_s) if backend.adapter.software else "",
         *map(str, readbacks),
     ]
 
 
-def _all(stream: SubtreeGradients) -> None:
+def _consume(stream: SubtreeGradients) -> None:
     for _ in stream:
         pass
 
 
 def job_of(task: str, threads: int) -> Job:
-    """What a run trains, and its first microbatch."""
+    """Return the trainable of a run and its first microbatch."""
     from worker.tasks.registry import build  # noqa: PLC0415  (transformers: seconds)
 
-    spec = parse_run_spec({**short(JOBS[task], 1), "threads": threads})
-    built = build(spec)
-    order = SampleOrder(spec.seed, built.manifest.train_samples, spec.batch)
-    batch = built.batch(order.microbatches(0)[0])
+    spec = parse_run_spec({**short_job(JOBS[task], 1), "threads": threads})
+    built_task = build(spec)
+    order = SampleOrder(spec.seed, built_task.manifest.train_samples, spec.batch)
+    batch = built_task.batch(order.microbatches(0)[0])
     shape = " x ".join(str(size) for size in next(iter(batch.arrays.values())).shape)
     seed = microbatch_seed(spec.seed, 0, 0)
-    return Job(f"{task}, {shape}", built.trainable, batch, built.initial_parameters(), seed)
+    return Job(
+        f"{task}, {shape}", built_task.trainable, batch, built_task.initial_parameters(), seed
+    )
 
 
 def _row(backend: VulkanBackend, side: TorchSide, job: Job, rounds: int) -> list[str]:
-    other = copy.deepcopy(job.trainable)
+    torch_trainable = copy.deepcopy(job.trainable)
     start = time.perf_counter()
-    ours = backend.compile(job.trainable, job.batch)
+    device_program = backend.compile(job.trainable, job.batch)
     compiled_s = time.perf_counter() - start
-    theirs = side.backend.compile(other, job.batch)
-    programs = (ours, theirs)
+    torch_program = side.backend.compile(torch_trainable, job.batch)
+    programs = (device_program, torch_program)
     for program in programs:
         if job.parameters is not None:
             program.load(job.parameters)
     start = time.perf_counter()
-    microbatch(ours, job.batch, job.seed)
+    microbatch(device_program, job.batch, job.seed)
     first_s = time.perf_counter() - start
-    apart = _difference(*(_gradients(program, job) for program in programs))
-    assert other.module is not None
+    difference = _difference(*(_gradients(program, job) for program in programs))
+    assert torch_trainable.module is not None
     sides = [partial(microbatch, program, job.batch, job.seed) for program in programs]
-    mine, torchs = by_turns(sides, rounds)
+    device_times, torch_times = by_turns(sides, rounds)
     for program in programs:
         program.close()
     return [
         job.name,
-        f"{mine.median_ms:.1f}",
-        mine.spread_ms,
-        f"{torchs.median_ms:.1f}",
-        torchs.spread_ms,
-        ratios(mine.wall_s, torchs.wall_s),
-        cpu_ratios(backend, side, mine, torchs),
-        "dropout" if _drops(other.module) else f"{apart:.0e}",
+        f"{device_times.median_ms:.1f}",
+        device_times.spread_ms,
+        f"{torch_times.median_ms:.1f}",
+        torch_times.spread_ms,
+        ratios(device_times.wall_s, torch_times.wall_s),
+        cpu_ratios(backend, side, device_times, torch_times),
+        "dropout" if _drops(torch_trainable.module) else f"{difference:.0e}",
         f"{compiled_s:.1f}",
         f"{first_s:.1f}",
     ]
@@ -219,12 +224,21 @@ def _gradients(program: Program, job: Job) -> list[Array]:
     return [item.values for item in items if isinstance(item, BlockGradient)]
 
 
-def _difference(ours: list[Array], theirs: list[Array]) -> float:
-    """Of all gradients, relative to their norm."""
-    apart = sum(float(np.linalg.norm(a - b)) ** 2 for a, b in zip(ours, theirs, strict=True))
-    return float((apart / sum(float(np.linalg.norm(b)) ** 2 for b in theirs)) ** 0.5)
+def _difference(device_gradients: list[Array], torch_gradients: list[Array]) -> float:
+    """Return the difference of all gradients, relative to their norm."""
+    difference = sum(
+        float(np.linalg.norm(device_values - torch_values)) ** 2
+        for device_values, torch_values in zip(device_gradients, torch_gradients, strict=True)
+    )
+    return float(
+        (
+            difference
+            / sum(float(np.linalg.norm(torch_values)) ** 2 for torch_values in torch_gradients)
+        )
+        ** 0.5
+    )
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether it has dropout, whose draws are each backend's own."""
+    """Return whether the module has dropout, whose draws differ between backends."""
     return any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in module.modules())

@@ -63,12 +63,12 @@ Count = Annotated[Bounded, Field(ge=1), BeforeValidator(_plain_int)]
 Every = Annotated[Bounded, Field(ge=0), BeforeValidator(_plain_int)]
 Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_plain_int)]
 Epochs = Annotated[float, Field(gt=0.0), BeforeValidator(_plain_int)]
-Named = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1)]
 Keys = Annotated[Any, AfterValidator(_keys_and_values)]
 
 
 class Arguments(BaseModel):
-    """The arguments of a call of `fit`; see there."""
+    """The arguments of one call of `fit`, which documents them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -84,11 +84,11 @@ class Arguments(BaseModel):
     evaluate_every: Every
     precision: Annotated[Any, AfterValidator(check_precision)]
     workers: Count | None
-    device: Annotated[Named, AfterValidator(_device)] | None
+    device: Annotated[Name, AfterValidator(_device)] | None
     directory: Annotated[Any, AfterValidator(_directory)]
     resume: Annotated[Any, AfterValidator(_resume)]
-    control: Named | None
-    name: Named | None
+    control: Name | None
+    name: Name | None
     settings: Keys
     on_log: Annotated[Any, AfterValidator(_function)] = None
 
@@ -97,21 +97,24 @@ class Arguments(BaseModel):
         """Validate all arguments.
 
         Raises:
-            DataError: One is invalid; says which, what was expected and what it got.
+            DataError: An argument is invalid; the message names it, what was expected and what
+                came.
         """
         try:
-            checked = cls.model_validate(arguments)
+            validated = cls.model_validate(arguments)
         except ValidationError as error:
-            first = error.errors()[0]
-            shown = " ".join(repr(first["input"]).split())[:100]
-            raise DataError(f"{first['loc'][0]}: {expected_words(first)}, got {shown}") from None
-        if (checked.steps is None) == (checked.epochs is None):
+            detail = error.errors()[0]
+            value_text = " ".join(repr(detail["input"]).split())[:100]
+            raise DataError(
+                f"{detail['loc'][0]}: {expected_words(detail)}, got {value_text}"
+            ) from None
+        if (validated.steps is None) == (validated.epochs is None):
             raise DataError("expected either steps= or epochs=, which say how long to train")
-        return checked
+        return validated
 
     @property
     def optimizer_arguments(self) -> OptimizerArguments:
-        """The arguments that say how the module is updated."""
+        """The arguments that define the optimizer."""
         extra = (self.settings or {}).get("optimizer")
         return OptimizerArguments(self.optimizer, self.scheduler, self.scheduler_interval, extra)
 
@@ -140,7 +143,7 @@ class Arguments(BaseModel):
         """Backend and first device of this process's worker; device None: the backend's first.
 
         Raises:
-            UsageError: The argument `device`, or $SAMESTEP_BACKEND without it, names none.
+            UsageError: `device`, or without it $SAMESTEP_BACKEND, names no device.
         """
         backend, devices = self._named_devices
         device = devices[0] if devices else None

@@ -33,12 +33,12 @@ class Line:
 
     Attributes:
         is_error: Whether it goes to standard error.
-        unfit: Why a worker cannot take part, if the line says so.
+        unready_reason: Why a worker cannot take part, if the line says so.
     """
 
     text: str
     is_error: bool = False
-    unfit: str = ""
+    unready_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class NewRow:
     """A step was committed, or a state was evaluated.
 
     Attributes:
-        row: What that adds to the history.
+        row: The new row of the history.
     """
 
     row: Mapping[str, float]
@@ -61,7 +61,7 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class WorkersChanged:
-    """Other workers can take part, or training has started with them.
+    """The set of ready workers has changed, or training has started.
 
     Attributes:
         workers: The names of those that are connected and not refused.
@@ -98,34 +98,34 @@ EventQueue = queue.SimpleQueue[Any]
 
 @contextlib.contextmanager
 def queue_interrupts(event_queue: EventQueue) -> Iterator[None]:
-    """Context manager that turns SIGINT and SIGTERM into `Interrupted` events.
+    """Turn SIGINT and SIGTERM into `Interrupted` events.
 
     A KeyboardInterrupt raised anywhere would end the run instead of draining it. Signals that the
     script handles itself are left alone.
     """
-    is_main = threading.current_thread() is threading.main_thread()
+    is_main_thread = threading.current_thread() is threading.main_thread()
     default_handlers = {
         signal.SIGINT: (signal.default_int_handler,),
         signal.SIGTERM: (signal.default_int_handler, signal.SIG_DFL),
     }
-    before = {
+    previous_handlers = {
         n: signal.getsignal(n)
         for n in default_handlers
-        if is_main and signal.getsignal(n) in default_handlers[n]
+        if is_main_thread and signal.getsignal(n) in default_handlers[n]
     }
     requests = EndRequests()
 
-    def interrupt(number: int, _: object) -> None:
-        if requests.is_new(number, time.monotonic()):
+    def interrupt(signal_number: int, _: object) -> None:
+        if requests.is_new(signal_number, time.monotonic()):
             event_queue.put(Interrupted())
 
-    for number in before:
-        signal.signal(number, interrupt)
+    for signal_number in previous_handlers:
+        signal.signal(signal_number, interrupt)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, handler)
 
 
 class CoordinatorSubprocess:
@@ -169,7 +169,7 @@ class CoordinatorSubprocess:
                 stream.close()
 
     def listening(self) -> tuple[str, int]:
-        """Wait until it accepts workers; returns its address.
+        """Wait until the coordinator accepts workers; return its address.
 
         Raises:
             SamestepError: It ended, or did not start in time.
@@ -191,7 +191,7 @@ class CoordinatorSubprocess:
                     show(event)
 
     def drain(self) -> None:
-        """Have it finish the step in progress, save and end; a second call ends it at once."""
+        """Finish the step in progress, save and end; a second call ends the subprocess at once."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
 
@@ -200,14 +200,14 @@ class CoordinatorSubprocess:
         self._process.kill()
 
     @staticmethod
-    def _reader(read: Any, stream: IO[str] | None) -> threading.Thread:
-        thread = threading.Thread(target=read, args=(stream,), daemon=True)
+    def _reader(target: Any, stream: IO[str] | None) -> threading.Thread:
+        thread = threading.Thread(target=target, args=(stream,), daemon=True)
         thread.start()
         return thread
 
     def _read_events(self, stream: IO[str]) -> None:
-        ended: dict[str, Any] | None = None
-        members = _Members()
+        end_document: dict[str, Any] | None = None
+        roster = _WorkerRoster()
         for line in stream:
             try:
                 document = json.loads(line)
@@ -221,23 +221,23 @@ class CoordinatorSubprocess:
                     if row := row_of_record(document["record"]):
                         self._event_queue.put(NewRow(row))
                 case "ended":
-                    ended = document
+                    end_document = document
                 case event:
-                    unfit = document["reason"] if event == "worker_unready" else ""
-                    self._event_queue.put(Line(document["text"], unfit=unfit))
-                    if change := members.note(document):
+                    unready_reason = document["reason"] if event == "worker_unready" else ""
+                    self._event_queue.put(Line(document["text"], unready_reason=unready_reason))
+                    if change := roster.note(document):
                         self._event_queue.put(change)
         code = self._process.wait()
         self._output.join(_END_TIMEOUT_S)
-        if ended is not None:
-            end = CoordinatorEnded(code, ended["reason"], ended["is_resumable"])
+        if end_document is not None:
+            end_event = CoordinatorEnded(code, end_document["reason"], end_document["is_resumable"])
         elif code < 0:
             name = signal.Signals(-code).name
-            end = CoordinatorEnded(code, f"the coordinator of this fit was ended by {name}")
+            end_event = CoordinatorEnded(code, f"the coordinator of this fit was ended by {name}")
         else:
-            why = self._last_output or f"the coordinator of this fit ended with code {code}"
-            end = CoordinatorEnded(code, why)
-        self._event_queue.put(end)
+            reason = self._last_output or f"the coordinator of this fit ended with code {code}"
+            end_event = CoordinatorEnded(code, reason)
+        self._event_queue.put(end_event)
 
     def _read_output(self, stream: IO[str]) -> None:
         """Forward what libraries and the interpreter print."""
@@ -246,15 +246,15 @@ class CoordinatorSubprocess:
             self._event_queue.put(Line(line.rstrip("\n"), is_error=True))
 
 
-class _Members:
-    """Which workers can take part, as the coordinator's events say."""
+class _WorkerRoster:
+    """The workers that can take part, from the coordinator's events."""
 
     def __init__(self) -> None:
         self._workers: set[str] = set()
         self._has_started = False
 
     def note(self, document: Mapping[str, Any]) -> WorkersChanged | None:
-        """Take an event; return what it changes, if anything."""
+        """Apply an event; return the change, or None if nothing changed."""
         match document["event"]:
             case "worker_connected":
                 self._workers.add(document["worker"])
@@ -267,16 +267,16 @@ class _Members:
         return WorkersChanged(frozenset(self._workers), self._has_started)
 
 
-def error_from(ended: CoordinatorEnded, resume_call: str = "") -> SamestepError:
+def error_from(end: CoordinatorEnded, resume_call: str = "") -> SamestepError:
     """The error to raise in `fit` when the coordinator has ended.
 
     Args:
-        ended: How it ended.
+        end: How it ended.
         resume_call: The call of `fit` that resumes the run.
     """
-    advice = f"; resume it: {resume_call}" if resume_call and ended.is_resumable else ""
-    code = ended.exit_code if ended.exit_code > 0 else ExitCode.FAILED
-    return error_for(code, f"{ended.reason}{advice}")
+    advice = f"; resume it: {resume_call}" if resume_call and end.is_resumable else ""
+    code = end.exit_code if end.exit_code > 0 else ExitCode.FAILED
+    return error_for(code, f"{end.reason}{advice}")
 
 
 def default_bind() -> str:

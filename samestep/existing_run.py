@@ -27,12 +27,12 @@ class ExistingRun:
     Attributes:
         directory: Its directory.
         spec: Its run spec.
-        finished: Whether it has finished.
+        is_finished: Whether it has finished.
     """
 
     directory: Path
     spec: RunSpec
-    finished: bool
+    is_finished: bool
 
     @classmethod
     def find(cls, directory: Path) -> Self | None:
@@ -87,23 +87,29 @@ class ExistingRun:
         )
 
     def check(self, spec: RunSpec) -> tuple[str, ...]:
-        """Check that a run spec is this run's, or one that a resumed run may change to.
+        """Check that this run may be resumed with a run spec.
 
         Returns:
             Each change, as `steps: 10 -> 20`.
 
         Raises:
-            Mismatch: It is not; names what differs.
+            Mismatch: It may not; the message names the differences.
         """
         if spec == self.spec:
             return ()
         if not refused_change(self.spec, spec):
             return tuple(changes_between(self.spec, spec))
-        before, now = _flat(self.spec), _flat(spec)
-        differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-        changes = ", ".join(_change(key, before.get(key), now.get(key)) for key in differing[:3])
+        old_settings, new_settings = _flat(self.spec), _flat(spec)
+        changed_keys = [
+            key
+            for key in {**old_settings, **new_settings}
+            if old_settings.get(key) != new_settings.get(key)
+        ]
+        changes = ", ".join(
+            _change(key, old_settings.get(key), new_settings.get(key)) for key in changed_keys[:3]
+        )
         remedy = "use the same arguments"
-        if "script" in differing:
+        if "script" in changed_keys:
             remedy = "use the same script (it can read what changes, such as steps, from sys.argv)"
         raise Mismatch(
             f"resume: expected the arguments of the run in {str(self.directory)!r}, got another "
@@ -111,16 +117,21 @@ class ExistingRun:
         )
 
     def other_rates(self, spec: RunSpec, epoch_samples: int) -> int:
-        """The first step of this run whose learning rate another run spec changes; 0 if none.
+        """Return the first step of this run whose learning rate another run spec changes; 0 if
+        none.
 
         Args:
             spec: The other run spec.
             epoch_samples: How many samples an epoch has.
         """
-        steps, now = (each.steps_with(epoch_samples) for each in (self.spec, spec))
-        before, after = self.spec.optimizer, spec.optimizer
-        for step in range(min(steps, now)):
-            if learning_rate(before, step, steps) != learning_rate(after, step, now):
+        old_steps, new_steps = (
+            run_spec.steps_with(epoch_samples) for run_spec in (self.spec, spec)
+        )
+        old_optimizer, new_optimizer = self.spec.optimizer, spec.optimizer
+        for step in range(min(old_steps, new_steps)):
+            if learning_rate(old_optimizer, step, old_steps) != learning_rate(
+                new_optimizer, step, new_steps
+            ):
                 return step + 1
         return 0
 
@@ -171,13 +182,13 @@ def _flat(spec: RunSpec) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in document.items():
         if isinstance(value, dict) and key not in {"script", "options"}:
-            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
+            flat |= {f"{key}.{name}": item for name, item in value.items()}
         else:
             flat[key] = value
     return flat
 
 
-def _change(key: str, before: object, now: object) -> str:
+def _change(key: str, old_value: object, new_value: object) -> str:
     if key in {"script", "options"}:
         return key
-    return f"{key} ({before!r}, now {now!r})"
+    return f"{key} ({old_value!r}, now {new_value!r})"

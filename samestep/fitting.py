@@ -80,20 +80,21 @@ _OWN_KEYS: Final = {
     "name", "task", "seed", "batch", "optimizer", "steps", "epochs", "evaluate_every", "options",
     "data",
 }  # fmt: skip
-_OF_OTHER_TASKS: Final = {"init_from", *SECTIONS} - _OWN_KEYS
+_OTHER_TASKS_KEYS: Final = {"init_from", *SECTIONS} - _OWN_KEYS
 _FLOAT16_MODEL: Final = {"config": {"model_type": "script"}, "precision": "float16"}
 """The section `model` that makes the coordinator scale losses; the script defines the model."""
 _SUBMIT_TIMEOUT_S: Final = 600.0
-_LOOK_EVERY_S: Final = 1.0
-_LEAST_IDLE_S: Final = 10.0
-"""A coordinator offers its run at once, but it may be busy."""
+_POLL_INTERVAL_S: Final = 1.0
+_MINIMUM_PATIENCE_S: Final = 10.0
+"""Minimum wait for a run: a coordinator offers it at once, but may be busy."""
 _END_TIMEOUT_S: Final = 60.0
-"""Wait for a coordinator that was told to end at once, or whose run has failed."""
+"""How long to wait for a coordinator that was told to end at once, or whose run has failed."""
 
 OnLog = Callable[[Mapping[str, float]], object]
 
-_BOUND_TO: list[str] = []
-"""Address of the last `fit`'s coordinator, used again: its workers reconnect there."""
+_LAST_ADDRESS: list[str] = []
+"""Address of the last `fit`'s coordinator; the next one listens there, so that workers reconnect.
+"""
 
 
 def fit(
@@ -129,8 +130,8 @@ def fit(
         epochs: Passes over the training samples.
         batch: Samples per step, for any number of workers.
         microbatch: Samples that a worker computes at once. Default: an eighth of the batch.
-        optimizer: A name, such as `adamw`, `momentum` or `sgd`; a run spec's section as mapping; or
-            an optimizer of torch, or a function of the module that returns one: translated.
+        optimizer: A name, such as `adamw`, `momentum` or `sgd`; a run spec's section as a mapping;
+            or a torch optimizer, or a function of the module that returns one, which is translated.
         scheduler: A scheduler of that optimizer, or a function of it that returns one.
         scheduler_interval: Whether it steps after each step or after each epoch.
         seed: Seeds initial values, order of samples, dropout, and random collators.
@@ -144,20 +145,21 @@ def fit(
             coordinator is started, which listens at $SAMESTEP_BIND.
         name: Name of the run. Default: the script's name.
         settings: More keys of the run spec, such as {"checkpoint": {"every": 100}}.
-        on_log: Called with each new row of the history: a committed step's, an evaluation's.
+        on_log: Called with each new row of the history: of a committed step or of an evaluation.
 
     Raises:
         SamestepError: An argument or the task is unusable; one line says what to do.
     """
-    by_name = {**locals()}
-    joined_by = _begun()
-    running = script.called(script.Script.running(), _function(by_name.pop("build")))
-    arguments = Arguments.of(**by_name)
-    with running as call, _torch_settings_restored(), _freed_memory_kept():
+    named_arguments = {**locals()}
+    joined_by = _note_call()
+    build = _function(named_arguments.pop("build"))
+    call_context = script.called(script.Script.of_process(), build)
+    arguments = Arguments.of(**named_arguments)
+    with call_context as call, _preserving_torch_state(), _keeping_freed_memory():
         return call.note_directory(_take_part(call, arguments, joined_by))
 
 
-def _begun() -> JoinOptions | None:
+def _note_call() -> JoinOptions | None:
     """Note that `fit` was called, and return the options of `worker SCRIPT` if that started it."""
     open_standard_streams()
     if (joined_by := join_options()) is not None:
@@ -175,9 +177,9 @@ def _take_part(call: script.Call, arguments: Arguments, joined_by: JoinOptions |
     if step is None:
         return _begin(call, arguments)
     step = call.step = replace(step, call=call.number)
-    if not step.leads:
+    if not step.is_leader:
         return _join(call, step.join_options(*arguments.backend), arguments.on_log)
-    with step.leading():
+    with step.reporting_failures():
         return _begin(call, arguments)
 
 
@@ -201,7 +203,7 @@ def _serve(call: script.Call, served: ServedDevice) -> FitResult:
             "script ends, or name one device"
         )
     call.task(existing.spec)
-    return _result(call, directory, joined=False)
+    return _result(call, directory, has_joined=False)
 
 
 def _function(build: object) -> Callable[..., object]:
@@ -221,7 +223,7 @@ def _function(build: object) -> Callable[..., object]:
 def keeps_the_run(control: str | None) -> bool:
     """Whether a `fit` of this process writes a run directory: it neither joins nor submits."""
     step = SrunStep.of()
-    joins = join_options() is not None or (step is not None and not step.leads)
+    joins = join_options() is not None or (step is not None and not step.is_leader)
     joins = joins or served_device() is not None
     return not joins and not (control or os.environ.get("SAMESTEP_CONTROL"))
 
@@ -230,31 +232,33 @@ def _begin(call: script.Call, arguments: Arguments) -> FitResult:
     _check_combination(call, arguments)
     call.backend = arguments.backend
     try:
-        existing = ExistingRun.find(Path(arguments.directory)) if arguments.resume else None
-        if existing is not None:
-            call.number = existing.call or call.number
-            _take_edited_script(call, existing, may_be_edited=arguments.resume == EDITED)
-        spec, task = _build(call, arguments, existing)
-        call.ready = (spec, task)
+        existing_run = ExistingRun.find(Path(arguments.directory)) if arguments.resume else None
+        if existing_run is not None:
+            call.number = existing_run.call or call.number
+            _take_edited_script(call, existing_run, may_be_edited=arguments.resume == EDITED)
+        spec, task = _build(call, arguments, existing_run)
+        call.prepared = (spec, task)
         if arguments.several_devices:
             call.task(spec)  # each device's process builds its own; the result goes into this one
         control_address = arguments.control_address
         if control_address is not None:
             return _submit(call, spec, arguments, control_address)
-        if existing is not None:
-            if changes := existing.check(spec):
-                _report_changes(existing, spec, changes, task.manifest.epoch_samples)
-            elif existing.finished:
+        if existing_run is not None:
+            if changes := existing_run.check(spec):
+                _report_changes(existing_run, spec, changes, task.manifest.epoch_samples)
+            elif existing_run.is_finished:
                 call.task(spec)
-                text = f"the run in {str(existing.directory)!r} has finished; nothing left to do"
+                text = (
+                    f"the run in {str(existing_run.directory)!r} has finished; nothing left to do"
+                )
                 show(Line(text))
-                return _result(call, existing.directory, joined=False)
+                return _result(call, existing_run.directory, has_joined=False)
         return _with_local_coordinator(call, spec, arguments)
     except KeyboardInterrupt as interrupt:
-        why = str(interrupt) or "this fit has ended"
-        show(Line(f"samestep: interrupted; {why}", is_error=True))
+        reason = str(interrupt) or "this fit has ended"
+        show(Line(f"samestep: interrupted; {reason}", is_error=True))
         if call.script.path is None:
-            raise  # the notebook goes on
+            raise  # a notebook keeps running
         raise SystemExit(ExitCode.INTERRUPTED) from None
 
 
@@ -312,16 +316,16 @@ def _check_combination(call: script.Call, arguments: Arguments) -> None:
 
 
 def _document(
-    arguments: Arguments, user_script: script.Script, call: int, existing: ExistingRun | None
+    arguments: Arguments, user_script: script.Script, call: int, existing_run: ExistingRun | None
 ) -> dict[str, Any]:
-    """The run spec without its number of steps, and without an optimizer of torch's."""
+    """The run spec, without its number of steps and without a torch optimizer."""
     microbatch = arguments.microbatch
     if microbatch is None:
         microbatch = max(1, arguments.batch // 8)
     return {
         # By default no step waits for gradients to be written; settings={"log": "full"} writes
         # them. A resumed run keeps its setting, whatever the default was.
-        "log": "checkpoint" if existing is None else existing.spec.log,
+        "log": "checkpoint" if existing_run is None else existing_run.spec.log,
         **_extra_keys(arguments.settings),
         "task": script.TASK,
         "name": _run_name(user_script) if arguments.name is None else arguments.name,
@@ -333,35 +337,35 @@ def _document(
             "script": {"name": user_script.name, "digest": user_script.digest, "call": call},
             "options": _as_json(arguments.options or {}),
             "precision": arguments.precision,
-            **_digest_parts(existing),
+            **_digest_parts(existing_run),
         },
         **({"model": _FLOAT16_MODEL} if arguments.precision == "float16" else {}),
-        **_script_file(user_script, existing),
+        **_script_file(user_script, existing_run),
     }
 
 
-def _script_file(user_script: script.Script, existing: ExistingRun | None) -> dict[str, Any]:
+def _script_file(user_script: script.Script, existing_run: ExistingRun | None) -> dict[str, Any]:
     """The section that has the coordinator send the script to workers that accept it."""
     if user_script.path is None:
         return {}
-    if existing is not None and Path(existing.script_file).is_file():
-        return {"data": {"train": existing.script_file}}
+    if existing_run is not None and Path(existing_run.script_file).is_file():
+        return {"data": {"train": existing_run.script_file}}
     return {"data": {"train": str(user_script.path)}}
 
 
-def _with_script_copy(spec: RunSpec, own: script.Script, directory: Path) -> RunSpec:
+def _with_script_copy(spec: RunSpec, user_script: script.Script, directory: Path) -> RunSpec:
     """Copy the script into a new run's directory, and return the run spec that names the copy.
 
     The user may edit the script, and resume the run or have workers join it all the same.
     """
-    if own.path is None or spec.data is None:
+    if user_script.path is None or spec.data is None:
         return spec
-    copy = directory.resolve() / SCRIPT_DIRECTORY / own.path.name
+    copy = directory.resolve() / SCRIPT_DIRECTORY / user_script.path.name
     try:
-        if not directory.is_dir() or {each.name for each in directory.iterdir()} <= BEFORE_A_RUN:
+        if not directory.is_dir() or {entry.name for entry in directory.iterdir()} <= BEFORE_A_RUN:
             copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(own.path.read_bytes())
-        if script.Script.at(copy).digest != own.digest:
+            copy.write_bytes(user_script.path.read_bytes())
+        if script.Script.at(copy).digest != user_script.digest:
             return spec
     except (OSError, DataError):
         return spec  # the directory is no new run's: the coordinator says why
@@ -369,10 +373,10 @@ def _with_script_copy(spec: RunSpec, own: script.Script, directory: Path) -> Run
     return spec.model_copy(update={"data": data})
 
 
-def _digest_parts(existing: ExistingRun | None) -> dict[str, Any]:
-    """How much of the data the digests of a resumed run cover; see `worker.scripts.data_digest`."""
-    read = {} if existing is None else existing.spec.options.get("read")
-    return {} if read is None else {"read": read}
+def _digest_parts(existing_run: ExistingRun | None) -> dict[str, Any]:
+    """Return how much data a resumed run's digests cover; see `worker.scripts.data_digest`."""
+    parts_read = {} if existing_run is None else existing_run.spec.options.get("read")
+    return {} if parts_read is None else {"read": parts_read}
 
 
 def _report_sampled_digests(task: ScriptTask) -> None:
@@ -386,68 +390,70 @@ def _report_sampled_digests(task: ScriptTask) -> None:
 
 
 def _report_changes(
-    existing: ExistingRun, spec: RunSpec, changes: tuple[str, ...], epoch_samples: int
+    existing_run: ExistingRun, spec: RunSpec, changes: tuple[str, ...], epoch_samples: int
 ) -> None:
-    """Say how a resumed run changes, and whether its result is that of one undisturbed run."""
-    show(Line(f"the run in {str(existing.directory)!r} continues with {', '.join(changes)}"))
-    if first := existing.other_rates(spec, epoch_samples):
+    """Report what a resumed run changes, and whether its result is that of an undisturbed run."""
+    show(Line(f"the run in {str(existing_run.directory)!r} continues with {', '.join(changes)}"))
+    if first_changed_step := existing_run.other_rates(spec, epoch_samples):
         show(Line(
-            "samestep: the learning rates of earlier steps are other ones in the changed schedule, "
-            f"from step {first} on: the result is not that of one run with these arguments"
+            "samestep: the changed schedule has other learning rates for steps already taken, from "
+            f"step {first_changed_step} on: the result is not that of one run with these arguments"
         ))  # fmt: skip
 
 
 def _extra_keys(settings: Mapping[str, object] | None) -> dict[str, Any]:
-    given = _as_json(settings or {})
-    given.pop("optimizer", None)  # what torch's objects cannot say: see `OptimizerArguments`
-    if both := sorted(_OWN_KEYS & set(given)):
+    keys = _as_json(settings or {})
+    keys.pop("optimizer", None)  # keys that a torch object cannot express: see `OptimizerArguments`
+    if duplicate_keys := sorted(_OWN_KEYS & set(keys)):
         raise DataError(
-            f"settings: expected other keys of a run spec, got {both[0]!r}: use the argument of fit"
+            "settings: expected keys of a run spec that are no arguments of fit, got "
+            f"{duplicate_keys[0]!r}: use the argument of fit"
         )
-    if idle := sorted(_OF_OTHER_TASKS & set(given)):
+    if unused_keys := sorted(_OTHER_TASKS_KEYS & set(keys)):
         raise DataError(
-            f"settings: expected keys that apply to a script, got {idle[0]!r}: leave it out, as "
-            "build defines model and data"
+            f"settings: expected keys that apply to a script, got {unused_keys[0]!r}: leave it "
+            "out, as build defines model and data"
         )
-    return given
+    return keys
 
 
 def _as_json(options: object) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise DataError(f"expected options by name, got {type(options).__name__}")
     try:
-        copied: dict[str, Any] = json.loads(json.dumps(dict(options), allow_nan=False))
+        json_options: dict[str, Any] = json.loads(json.dumps(dict(options), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise DataError(
             f"expected options that JSON can represent ({error}): give numbers, strings and lists, "
             "and create models and tensors inside build"
         ) from None
-    return copied
+    return json_options
 
 
 def _run_name(user_script: script.Script) -> str:
-    plain = "".join(
-        c if c.isalnum() and c.isascii() else "-" for c in user_script.name.removesuffix(".py")
+    ascii_name = "".join(
+        char if char.isalnum() and char.isascii() else "-"
+        for char in user_script.name.removesuffix(".py")
     )
-    return plain.strip("-")[:48] or "fit"
+    return ascii_name.strip("-")[:48] or "fit"
 
 
 def _build(
-    call: script.Call, arguments: Arguments, existing: ExistingRun | None
+    call: script.Call, arguments: Arguments, existing_run: ExistingRun | None
 ) -> tuple[RunSpec, ScriptTask]:
     """Build the task, before anything starts, and complete the run spec."""
-    document = _document(arguments, call.run_script, call.number, existing)
+    document = _document(arguments, call.run_script, call.number, existing_run)
     steps = arguments.steps
-    first = parse_run_spec({**document, "steps": 1 if steps is None else steps})
-    task = script.build_task(call.build, first, call.run_script, call.backend)
+    trial_spec = parse_run_spec({**document, "steps": 1 if steps is None else steps})
+    task = script.build_task(call.build, trial_spec, call.run_script, call.backend)
     if task.user.unit != "sample":
         document["batch"]["unit"] = task.user.unit
     samples = task.manifest.epoch_samples
-    epoch_steps = math.ceil(samples / first.batch.samples)
-    if samples < first.batch.microbatch:
+    epoch_steps = math.ceil(samples / trial_spec.batch.samples)
+    if samples < trial_spec.batch.microbatch:
         raise DataError(
-            f"expected at least {first.batch.microbatch} training samples, one microbatch, got "
-            f"{samples}: lower batch= or microbatch="
+            f"expected at least {trial_spec.batch.microbatch} training samples, one microbatch, "
+            f"got {samples}: lower batch= or microbatch="
         )
     if arguments.evaluate_every and task.user.held_out is None:
         raise DataError(
@@ -460,8 +466,8 @@ def _build(
     document["optimizer"] = arguments.optimizer_arguments.section(
         task.user.module, steps, epoch_steps
     )
-    if existing is None:
-        document["options"]["read"] = {name: each.parts for name, each in task.read.items()}
+    if existing_run is None:
+        document["options"]["read"] = {name: data_set.parts for name, data_set in task.read.items()}
         _report_sampled_digests(task)
     return parse_run_spec({**document, "steps": steps}), task
 
@@ -470,7 +476,7 @@ def _build(
 
 
 def _with_local_coordinator(call: script.Call, spec: RunSpec, arguments: Arguments) -> FitResult:
-    alone = arguments.expected_workers <= max(1, len(arguments.several_devices))
+    is_alone = arguments.expected_workers <= max(1, len(arguments.several_devices))
     request = {
         "script": "" if call.script.path is None else call.script.name,
         "expect_workers": arguments.expected_workers,
@@ -488,24 +494,24 @@ def _with_local_coordinator(call: script.Call, spec: RunSpec, arguments: Argumen
         def start(bind: str) -> tuple[CoordinatorSubprocess, tuple[str, int], EventQueue]:
             event_queue: EventQueue = queue.SimpleQueue()
             run = json.loads(spec.to_bytes())
-            asked = {**request, "run": run, "bind": bind, "directory": str(directory)}
-            coordinator = CoordinatorSubprocess(asked, event_queue)
+            start_request = {**request, "run": run, "bind": bind, "directory": str(directory)}
+            coordinator = CoordinatorSubprocess(start_request, event_queue)
             address = stack.enter_context(coordinator).listening()
             if step := call.step:
                 step.publish(parse_address(bind, "SAMESTEP_BIND")[0], address[1])
-            _BOUND_TO[:] = [f"{bind.rpartition(':')[0]}:{address[1]}"]
+            _LAST_ADDRESS[:] = [f"{bind.rpartition(':')[0]}:{address[1]}"]
             return coordinator, address, event_queue
 
         coordinator, address, event_queue = _start_where_free(start)
         credentials = WorkerCredentials(join_token_file(state_home()))
-        resumed = bool(arguments.resume)
+        is_resumed = bool(arguments.resume)
         worker = _worker(call, arguments, address, credentials, event_queue)
         try:
             with queue_interrupts(event_queue):
                 log = _Log(arguments.on_log, coordinator.drain)
-                _until_over(
-                    coordinator, worker, event_queue, directory, log.take,
-                    alone=alone, resumed=resumed, deadline=_deadline(call, arguments),
+                _handle_events(
+                    coordinator, worker, event_queue, directory, log.add_row,
+                    is_alone=is_alone, is_resumed=is_resumed, deadline=_deadline(call, arguments),
                 )  # fmt: skip
             if log.error is not None:
                 raise log.error
@@ -513,37 +519,37 @@ def _with_local_coordinator(call: script.Call, spec: RunSpec, arguments: Argumen
             worker.end()
         if not (directory / "result.json").exists():
             raise KeyboardInterrupt  # before the first step
-    return _result(call, directory, joined=False)
+    return _result(call, directory, has_joined=False)
 
 
 def _deadline(call: script.Call, arguments: Arguments) -> TaskDeadline:
-    """The patience with the other tasks of a Slurm step, if the run waits for all of them."""
+    """The deadline for the other tasks of a Slurm step, if the run waits for all of them."""
     step = call.step
     if step is not None and arguments.expected_workers == step.tasks:
         return TaskDeadline(step.tasks)
     return TaskDeadline(0, None)
 
 
-_Started = TypeVar("_Started")
+_Coordinator = TypeVar("_Coordinator")
 
 
-def _start_where_free(start: Callable[[str], _Started]) -> _Started:
+def _start_where_free(start: Callable[[str], _Coordinator]) -> _Coordinator:
     """Start a coordinator at $SAMESTEP_BIND, else at the default address or a free port.
 
     The default address may be taken already, or by the time the coordinator binds it.
     """
     step = SrunStep.of()
-    asked = os.environ.get("SAMESTEP_BIND") or (step.bind if step is not None else None)
-    if _BOUND_TO or asked:
-        return start(_BOUND_TO[-1] if _BOUND_TO else str(asked))
+    requested_bind = os.environ.get("SAMESTEP_BIND") or (step.bind if step is not None else None)
+    if _LAST_ADDRESS or requested_bind:
+        return start(_LAST_ADDRESS[-1] if _LAST_ADDRESS else str(requested_bind))
     bind = default_bind()
     try:
         return start(bind)
     except SamestepError:
-        free = default_bind()
-        if free == bind:
+        other_bind = default_bind()
+        if other_bind == bind:
             raise
-        return start(free)
+        return start(other_bind)
 
 
 def _has_checkpoint(directory: Path) -> bool:
@@ -551,10 +557,10 @@ def _has_checkpoint(directory: Path) -> bool:
 
 
 @contextmanager
-def _run_directory(given: Path | str | None, name: str) -> Iterator[Path]:
-    """The given directory, or a new one, which is removed if interrupted before a checkpoint."""
-    if given is not None:
-        yield Path(given)
+def _run_directory(requested_directory: Path | str | None, name: str) -> Iterator[Path]:
+    """Yield the requested directory, or a new one; an interrupt before a checkpoint removes it."""
+    if requested_directory is not None:
+        yield Path(requested_directory)
         return
     directory = new_directory(Path("runs"), name)
     try:
@@ -566,13 +572,13 @@ def _run_directory(given: Path | str | None, name: str) -> Iterator[Path]:
 
 
 class _Log:
-    """Calls `on_log`. An error in it drains the run, and is to be raised after that."""
+    """Calls `on_log`; an error in it drains the run and is raised afterwards."""
 
     def __init__(self, on_log: OnLog | None, drain: Callable[[], None]) -> None:
         self.error: Exception | None = None
         self._on_log, self._drain = on_log, drain
 
-    def take(self, row: Mapping[str, float]) -> None:
+    def add_row(self, row: Mapping[str, float]) -> None:
         if self._on_log is None or self.error is not None:
             return
         try:
@@ -582,15 +588,15 @@ class _Log:
             self._drain()
 
 
-def _until_over(
+def _handle_events(
     coordinator: CoordinatorSubprocess,
     worker: WorkerThread,
     event_queue: EventQueue,
     directory: Path,
     on_log: OnLog,
     *,
-    alone: bool,
-    resumed: bool,
+    is_alone: bool,
+    is_resumed: bool,
     deadline: TaskDeadline,
 ) -> None:
     """Handle events until the coordinator has ended; print its lines.
@@ -599,25 +605,25 @@ def _until_over(
         SamestepError: The run, its only worker or a task of this Slurm step failed.
         KeyboardInterrupt: The user interrupted twice.
     """
-    failed: Exception | None = None
+    failure: Exception | None = None
     pending_lines: list[Line] = []
     interrupts = 0
     until_s: float | None = None
     while True:
-        waits = until_s is None and not interrupts
+        is_waiting = until_s is None and not interrupts
         try:
-            event = event_queue.get(timeout=_left_s(deadline.until_s if waits else until_s))
+            event = event_queue.get(timeout=_left_s(deadline.deadline_s if is_waiting else until_s))
         except queue.Empty:
-            if waits:
-                failed, until_s = deadline.error(), _end_at_once(coordinator)
+            if is_waiting:
+                failure, until_s = deadline.error(), _end_at_once(coordinator)
             else:
                 coordinator.kill()
-                until_s = deadline.until_s = None
+                until_s = deadline.deadline_s = None
             continue
         match event:
             case Line():
                 pending_lines.append(event)
-                if not (alone and event.unfit):  # may be raised below; print it only once
+                if not (is_alone and event.unready_reason):  # may be raised below: print it once
                     _show(pending_lines)
             case Interrupted():
                 interrupts += 1
@@ -626,21 +632,21 @@ def _until_over(
                 on_log(event.row)
             case WorkersChanged(workers, has_started):
                 deadline.note(workers, has_started=has_started)
-            case WorkerEnded(error=Exception() as error) if worker.ended is None:
-                if alone or isinstance(error, Unreachable):  # the coordinator does not answer
-                    failed = error
+            case WorkerEnded(error=Exception() as error) if worker.end_message is None:
+                if is_alone or isinstance(error, Unreachable):  # the coordinator does not answer
+                    failure = error
                     until_s = _end_at_once(coordinator)
                 else:
                     show(Line(f"samestep: {one_line(error)}", is_error=True))
-            case Stalled() if alone:
-                failed = _halted(event.reason, directory)
+            case Stalled() if is_alone:
+                failure = _halted(event.reason, directory)
                 coordinator.drain()
             case CoordinatorEnded():
                 if event.exit_code and interrupts > 1:
                     raise _ended_at_once(pending_lines, directory)
-                _end_with(event, failed, pending_lines, directory, resumed=resumed)
+                _end_with(event, failure, pending_lines, directory, is_resumed=is_resumed)
                 return
-        if until_s is None and (failed is not None or interrupts > 1):
+        if until_s is None and (failure is not None or interrupts > 1):
             until_s = time.monotonic() + _END_TIMEOUT_S
 
 
@@ -658,47 +664,53 @@ def _halted(reason: str, directory: Path) -> RunFailed:
     )
 
 
-def _left_s(until_s: float | None) -> float | None:
-    return None if until_s is None else max(until_s - time.monotonic(), 0.0)
+def _left_s(deadline_s: float | None) -> float | None:
+    return None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
 
 
 def _end_at_once(coordinator: CoordinatorSubprocess) -> float:
-    """Tell a coordinator to end at once; return until when it may take."""
+    """Tell a coordinator to end at once; return the deadline for that."""
     coordinator.drain()
     coordinator.drain()
     return time.monotonic() + _END_TIMEOUT_S
 
 
 def _end_with(
-    ended: CoordinatorEnded,
-    failed: Exception | None,
+    end: CoordinatorEnded,
+    failure: Exception | None,
     pending_lines: list[Line],
     directory: Path,
     *,
-    resumed: bool,
+    is_resumed: bool,
 ) -> None:
     """Print the remaining lines, and raise the error that the run ended with, if any."""
-    raised = str(failed or ended.reason)
-    _show([line for line in pending_lines if not raised or line.unfit not in raised])
-    if failed is None:
-        if ended.exit_code < 0 and _has_checkpoint(directory):
-            ended = replace(ended, is_resumable=True)
-        if ended.exit_code:
-            raise error_from(ended, _resume_call(directory))
-        if ended.is_resumable:
+    failure_text = str(failure or end.reason)
+    _show(
+        [
+            line
+            for line in pending_lines
+            if not failure_text or line.unready_reason not in failure_text
+        ]
+    )
+    if failure is None:
+        if end.exit_code < 0 and _has_checkpoint(directory):
+            end = replace(end, is_resumable=True)
+        if end.exit_code:
+            raise error_from(end, _resume_call(directory))
+        if end.is_resumable:
             show(Line(f"resume it: {_resume_call(directory)}"))
         return
     # A worker that was refused would be refused again: do not suggest to resume.
-    is_refused = isinstance(failed, Mismatch)
-    if ended.reason not in raised:
-        what = error_from(ended, "" if is_refused else _resume_call(directory))
-        show(Line(f"coordinator: {what}", is_error=True))
-    if is_refused and resumed:
+    is_refused = isinstance(failure, Mismatch)
+    if end.reason not in failure_text:
+        coordinator_error = error_from(end, "" if is_refused else _resume_call(directory))
+        show(Line(f"coordinator: {coordinator_error}", is_error=True))
+    if is_refused and is_resumed:
         raise Mismatch(
-            f"{failed}; the run in {str(directory)!r} can only be resumed with what it was started "
-            "with: use that, or another directory"
-        ) from failed
-    raise failed
+            f"{failure}; the run in {str(directory)!r} can only be resumed with the script and "
+            "arguments that started it: use those, or another directory"
+        ) from failure
+    raise failure
 
 
 def _show(lines: list[Line]) -> None:
@@ -737,30 +749,30 @@ def _discard(text: str) -> None:
     """Drop a line: the coordinator reports this worker's events too."""
 
 
-def new_directory(below: Path, name: str, remedy: str = "write fit(..., directory=DIR)") -> Path:
+def new_directory(parent: Path, name: str, remedy: str = "write fit(..., directory=DIR)") -> Path:
     """Create a directory with the first free number, also if several processes do so at once.
 
     Raises:
         UsageError: It cannot be created.
     """
     try:
-        below.mkdir(parents=True, exist_ok=True)
+        parent.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
-            path = below / f"{name}-{number}"
+            path = parent / f"{name}-{number}"
             with contextlib.suppress(FileExistsError):
                 path.mkdir()
                 return path
     except OSError as error:
         raise UsageError(
-            f"expected a writable directory for runs, got {str(below)!r} "
+            f"expected a writable directory for runs, got {str(parent)!r} "
             f"({error.strerror}); {remedy}"
         ) from None
     raise AssertionError
 
 
-def _result(call: script.Call, directory: Path, *, joined: bool) -> FitResult:
+def _result(call: script.Call, directory: Path, *, has_joined: bool) -> FitResult:
     document = read_json(directory / "result.json")
-    task = call.built
+    task = call.built_task
     assert task is not None, "a worker builds the task before it computes"
     task.load(load_file(directory / task.manifest.export.directory / "model.safetensors"))
     digest = weights_digest(task.trained_tensors())
@@ -771,7 +783,7 @@ def _result(call: script.Call, directory: Path, *, joined: bool) -> FitResult:
         )
     return FitResult(
         task.user.module, read_history(directory), _metrics(document["eval"]), digest,
-        document["steps"], document["outcome"], directory, joined,
+        document["steps"], document["outcome"], directory, has_joined,
     )  # fmt: skip
 
 
@@ -806,7 +818,7 @@ def _submit(call: script.Call, spec: RunSpec, arguments: Arguments, control: str
     if status.get("run_id") == answer["run_id"] and (directory / "result.json").is_file():
         if status["phase"] == "failed":
             raise RunFailed(str(status["reason"]))
-        return _result(call, directory, joined=False)
+        return _result(call, directory, has_joined=False)
     return _joined_result(call, worker)
 
 
@@ -822,42 +834,42 @@ def _follow(
         worker: This worker.
         event_queue: Its events.
         on_log: See `fit`.
-        problem: Says about once a second why there is nothing left to wait for, if so.
+        problem: Polled about once a second; the error that makes waiting pointless, or None.
 
     Raises:
         SamestepError: The worker failed or was refused, or what `problem` returned.
         SystemExit: The user interrupted; the other workers continue the run.
         Exception: What `on_log` raised; the other workers continue the run.
     """
-    interrupted = False
+    was_interrupted = False
     while True:
         try:
-            event = event_queue.get(timeout=_LOOK_EVERY_S)
+            event = event_queue.get(timeout=_POLL_INTERVAL_S)
         except queue.Empty:
-            if worker.ended is None and (error := problem()) is not None:
+            if worker.end_message is None and (error := problem()) is not None:
                 raise error from None
             continue
         if isinstance(event, Interrupted):
-            interrupted = True
+            was_interrupted = True
             worker.drain()
         elif isinstance(event, NewRow):
             if on_log is not None:
                 on_log(event.row)
         elif isinstance(event, WorkerEnded):
-            if event.error is not None and worker.ended is None:
+            if event.error is not None and worker.end_message is None:
                 raise event.error
-            if interrupted and worker.ended is None:
+            if was_interrupted and worker.end_message is None:
                 raise SystemExit(ExitCode.OK)
             return
 
 
-def _run_async(work: Any) -> dict[str, Any]:
-    """Run a coroutine in a thread of its own: a notebook has an event loop running already."""
+def _run_async(coroutine: Any) -> dict[str, Any]:
+    """Run a coroutine in a new thread: a notebook has an event loop running already."""
     answers: list[Any] = []
 
     def run() -> None:
         try:
-            answers.append(asyncio.run(work))
+            answers.append(asyncio.run(coroutine))
         except Exception as error:  # noqa: BLE001 -- raised again by the caller
             answers.append(error)
 
@@ -892,34 +904,34 @@ def _join(call: script.Call, joined_by: JoinOptions, on_log: OnLog | None) -> Fi
 
 
 def _no_run(worker: WorkerThread, joined_by: JoinOptions) -> SamestepError | None:
-    """Why a worker that joins need not wait any longer; None if it should.
+    """Return why a worker that joins should stop waiting for a run; None to keep waiting.
 
-    The `fit` that would begin the run may have been refused: its coordinator ends then, or, one
-    that serves many runs, never gets this one.
+    The `fit` that begins the run may have been refused. Its coordinator then ends, or, if it serves
+    many runs, never receives this one.
     """
     if reason := joined_by.failure():
         return RunFailed(reason)
-    patience_s = max(joined_by.retry_for_s, _LEAST_IDLE_S)
+    patience_s = max(joined_by.retry_for_s, _MINIMUM_PATIENCE_S)
     if worker.idle_s < patience_s:
         return None
     return Unreachable(
-        f"expected a run from the coordinator at {worker.at} within {patience_s:.0f} s, got none: "
-        "the fit that begins it may have been refused (its output says why); start this worker "
-        "when that run has begun"
+        f"expected a run from the coordinator at {worker.address} within {patience_s:.0f} s, got "
+        "none: the fit that begins it may have been refused (its output says why); start this "
+        "worker when that run has begun"
     )
 
 
 def _joined_result(call: script.Call, worker: WorkerThread) -> FitResult:
-    task, ended = call.built, worker.ended
-    if ended is None:
+    task, end = call.built_task, worker.end_message
+    if end is None:
         raise RunFailed("this worker left before the run was over")
-    if task is None or ended.outcome == "failed":
-        raise RunFailed(ended.reason)
+    if task is None or end.outcome == "failed":
+        raise RunFailed(end.reason)
     tensors = task.trained_tensors()
     digest = weights_digest(tensors)
-    if digest != ended.weights:
+    if digest != end.weights:
         raise RunFailed(
-            f"the run is over ({ended.reason}): expected weights {ended.weights or 'none'}, this "
+            f"the run is over ({end.reason}): expected weights {end.weights or 'none'}, this "
             f"worker has {digest}, as it had missed steps; take the weights from the run's "
             "directory"
         )
@@ -927,13 +939,13 @@ def _joined_result(call: script.Call, worker: WorkerThread) -> FitResult:
     history = tuple(row for _, row in sorted(worker.rows.items()))
     steps = int(history[-1]["step"]) if history else 0
     return FitResult(
-        task.user.module, history, _metrics(ended.metrics), digest, steps, ended.outcome, None,
+        task.user.module, history, _metrics(end.metrics), digest, steps, end.outcome, None,
         joined=True,
     )  # fmt: skip
 
 
 @contextmanager
-def _freed_memory_kept() -> Iterator[None]:
+def _keeping_freed_memory() -> Iterator[None]:
     """Keep freed memory in the process: the next step's arrays have the same sizes.
 
     Returned to the system, it would have to be faulted in again in every step.
@@ -946,23 +958,23 @@ def _freed_memory_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _torch_settings_restored() -> Iterator[None]:
+def _preserving_torch_state() -> Iterator[None]:
     """Restore torch's settings, which backends change, and the state of all random generators."""
-    generators = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    host_states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
     cards = _cards_in_use()
-    on_cards = (
-        [] if cards is None else [cards.get_rng_state(n) for n in range(cards.device_count())]
+    card_states = (
+        [] if cards is None else [cards.get_rng_state(card) for card in range(cards.device_count())]
     )
     current_card = None if cards is None else cards.current_device()
     try:
         with torch_settings_restored():
             yield
     finally:
-        torch.set_rng_state(generators[0])
-        np.random.set_state(generators[1])  # noqa: NPY002
-        random.setstate(generators[2])
+        torch.set_rng_state(host_states[0])
+        np.random.set_state(host_states[1])  # noqa: NPY002
+        random.setstate(host_states[2])
         if cards is not None:
-            for number, state in enumerate(on_cards):
+            for number, state in enumerate(card_states):
                 cards.set_rng_state(state, number)
             cards.set_device(current_card)
         elif (cards := _cards_in_use()) is not None:  # initialized by fit: seed as manual_seed did

@@ -20,8 +20,8 @@ NAMES: Final = ("backends", "coordinator", "protocol", "samestep", "worker")
 
 def shadowed_packages() -> list[Path]:
     """User files that shadow one of samestep's packages in this process, or are shadowed by one."""
-    main = getattr(sys.modules["__main__"], "__file__", None)
-    return [*_imported_first(), *(conflicting_files(Path(main).parent) if main else ())]
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    return [*_imported_first(), *(conflicting_files(Path(script).parent) if script else ())]
 
 
 def conflicting_files(folder: Path) -> list[Path]:
@@ -34,7 +34,7 @@ def conflicting_files(folder: Path) -> list[Path]:
 
 
 def conflict_message(file: Path) -> str:
-    """The error for one of them."""
+    """The error message for a conflicting file."""
     return (
         f"{str(file)!r} has the name of one of samestep's packages, and Python has one module per "
         "name: rename it"

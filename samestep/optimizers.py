@@ -32,11 +32,11 @@ from samestep.schedulers import (
 )
 from samestep.torch_kinds import KINDS, Settings, section_of_settings
 
-_GROUPED: Final = {
+_IGNORED_SETTINGS: Final = {
     "lr", "weight_decay", "params", "param_names", "name", "initial_lr", "max_lr", "min_lr",
     "base_momentum", "max_momentum", "foreach", "fused", "capturable", "differentiable",
 }  # fmt: skip
-"""Entries of torch's groups that groups here have, or that change no number."""
+"""Entries of torch's groups that a run spec's groups have too, or that do not affect the result."""
 _RULES: Final = (
     "sgd, momentum, nesterov, adam, adamw, rmsprop, adagrad, adafactor, lion or schedule-free"
 )
@@ -44,22 +44,22 @@ _RULES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class OptimizerArguments:
-    """What `fit` got as optimizer.
+    """The arguments of `fit` that define the optimizer.
 
     Attributes:
         optimizer: A name; a run spec's section; an optimizer of torch; or a class, partial or
-            function of the module that makes one.
+            function of the module that returns one.
         scheduler: A scheduler of torch for it, or a function of the optimizer; None for a constant
             rate.
         interval: How often the loop would step the scheduler.
-        extra: Keys of the section `optimizer` that torch's objects cannot say, such as
+        extra_keys: Keys of the section `optimizer` that a torch object cannot express, such as
             `clip_norm`.
     """
 
     optimizer: object
     scheduler: object = None
     interval: Interval = "step"
-    extra: Mapping[str, Any] | None = None
+    extra_keys: Mapping[str, Any] | None = None
 
     @property
     def is_section(self) -> bool:
@@ -67,7 +67,7 @@ class OptimizerArguments:
         return isinstance(self.optimizer, str | Mapping)
 
     def named_section(self) -> dict[str, Any]:
-        """The section that is given by name or as a mapping; empty for an optimizer of torch's."""
+        """The section that is given by name or as a mapping; empty for a torch optimizer."""
         if isinstance(self.optimizer, str):
             return {"name": self.optimizer}
         return dict(self.optimizer) if isinstance(self.optimizer, Mapping) else {}
@@ -78,13 +78,17 @@ class OptimizerArguments:
         Raises:
             DataError: It cannot be translated.
         """
-        if self.extra is not None and not isinstance(self.extra, Mapping):
+        if self.extra_keys is not None and not isinstance(self.extra_keys, Mapping):
             raise DataError(
                 "settings: expected keys and values as optimizer, got "
-                f"{type(self.extra).__name__}: write settings={{'optimizer': {{'clip_norm': 1.0}}}}"
+                f"{type(self.extra_keys).__name__}: write settings={{'optimizer': {{'clip_norm': "
+                "1.0}}"
             )
         if self.is_section:
-            for name, value in (("scheduler", self.scheduler), ("settings: optimizer", self.extra)):
+            for name, value in (
+                ("scheduler", self.scheduler),
+                ("settings: optimizer", self.extra_keys),
+            ):
                 if value is not None:
                     raise DataError(
                         f"{name}: expected none beside an optimizer by name, got one: write "
@@ -125,35 +129,43 @@ class OptimizerArguments:
         scheduler = self.scheduler
         if scheduler is not None:
             if not isinstance(scheduler, LRScheduler):
-                scheduler = _called(scheduler, optimizer, "scheduler")
+                scheduler = _call_user_function(scheduler, optimizer, "scheduler")
             check_scheduler(scheduler, optimizer)
         interval_steps = epoch_steps if self.interval == "epoch" else 1
         schedules = group_schedules(optimizer, scheduler, -(-steps // interval_steps))
         section = _section(optimizer, schedules, module, interval_steps, steps)
-        extra = dict(self.extra or {})
+        extra_keys = dict(self.extra_keys or {})
         if isinstance(scheduler, ReduceLROnPlateau):
             section |= plateau_of(scheduler, section["lr"])
-            if isinstance(metric := extra.pop("plateau", {}), Mapping):
+            if isinstance(metric := extra_keys.pop("plateau", {}), Mapping):
                 section["plateau"] |= metric
-        if both := sorted(section.keys() & extra.keys()):
+        if duplicate_keys := sorted(section.keys() & extra_keys.keys()):
             raise DataError(
                 f"settings: expected keys of optimizer that torch's object does not set, got "
-                f"{both[0]!r}: leave it out"
+                f"{duplicate_keys[0]!r}: leave it out"
             )
-        return {**section, **extra}
+        return {**section, **extra_keys}
 
 
-def _optimizer_for(given: Any, module: nn.Module) -> Optimizer:
-    """Return an optimizer object: the given one, or what a class or function makes."""
-    if isinstance(given, Optimizer):
-        return given
-    made_of = given.func if isinstance(given, partial) else given
-    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    if inspect.isclass(made_of) and issubclass(made_of, Optimizer):
-        parameters: Any = trained if made_of in KINDS else [p for _, p in trained]
-        optimizer = _called(given, parameters, "optimizer")
+def _optimizer_for(source: Any, module: nn.Module) -> Optimizer:
+    """Return the optimizer object, which a class or function creates for the module."""
+    if isinstance(source, Optimizer):
+        return source
+    factory = source.func if isinstance(source, partial) else source
+    trained_parameters = [
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    ]
+    if inspect.isclass(factory) and issubclass(factory, Optimizer):
+        parameters: Any = (
+            trained_parameters
+            if factory in KINDS
+            else [parameter for _, parameter in trained_parameters]
+        )
+        optimizer = _call_user_function(source, parameters, "optimizer")
     else:
-        optimizer = _called(given, module, "optimizer")
+        optimizer = _call_user_function(source, module, "optimizer")
     if not isinstance(optimizer, Optimizer):
         raise DataError(
             f"optimizer: expected a function of the module that returns an optimizer of torch, got "
@@ -163,7 +175,7 @@ def _optimizer_for(given: Any, module: nn.Module) -> Optimizer:
     return optimizer
 
 
-def _called(function: Any, argument: object, name: str) -> Any:
+def _call_user_function(function: Any, argument: object, name: str) -> Any:
     try:
         return function(argument)
     except Exception as error:
@@ -171,37 +183,40 @@ def _called(function: Any, argument: object, name: str) -> Any:
 
 
 def _refuse_untranslatable(optimizer: Optimizer) -> None:
-    kind, first = type(optimizer), optimizer.param_groups[0]
-    translated = section_of_settings(kind, first)
-    if translated is None:
-        owner, name = kind.__module__.partition(".")[0], kind.__name__
-        shown = f"{owner}'s {name}" if owner in {"torch", "transformers"} else name
+    optimizer_class, first_group = type(optimizer), optimizer.param_groups[0]
+    translation = section_of_settings(optimizer_class, first_group)
+    if translation is None:
+        owner, name = optimizer_class.__module__.partition(".")[0], optimizer_class.__name__
+        display_name = f"{owner}'s {name}" if owner in {"torch", "transformers"} else name
         raise DataError(
-            f"optimizer: {shown} has no exact equivalent here: write optimizer="
-            f'{{"name": "adamw", "lr": {_adamw_rate(kind, first)}}}, or another rule: {_RULES}'
+            f"optimizer: {display_name} has no exact equivalent here: write optimizer="
+            f'{{"name": "adamw", "lr": {_adamw_rate(optimizer_class, first_group)}}}, or another '
+            f"rule: {_RULES}"
         )
-    unsupported = translated[1]
+    unsupported = translation[1]
     for group in optimizer.param_groups[1:]:
         unsupported += [
             f"groups of parameters with other {name}"
-            for name in first
-            if name not in _GROUPED and group.get(name) != first[name]
+            for name in first_group
+            if name not in _IGNORED_SETTINGS and group.get(name) != first_group[name]
         ]
     if unsupported:
         raise DataError(
-            f"optimizer: torch's {kind.__name__} cannot be translated with "
+            f"optimizer: torch's {optimizer_class.__name__} cannot be translated with "
             f"{', '.join(dict.fromkeys(unsupported))}: leave it out, or choose another rule: "
             f"{_RULES}"
         )
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise DataError(
-            f"optimizer: expected one that has taken no step, got {kind.__name__} with state: "
-            "create it anew; a run keeps its own state, and resume=True continues it"
+            f"optimizer: expected one that has taken no step, got {optimizer_class.__name__} with "
+            "state: create it anew; a run keeps its own state, and resume=True continues it"
         )
 
 
 def _adamw_rate(kind: type, group: Settings) -> float:
-    """The rate to suggest for AdamW: that of a relative of Adam, else its own default."""
+    """The learning rate to suggest for AdamW: the current one for a variant of Adam, else the
+    default.
+    """
     rate = group.get("initial_lr") or group.get("lr")
     return float(rate) if rate and "adam" in kind.__name__.lower() else 1e-3
 
@@ -221,47 +236,55 @@ def _section(
     interval_steps: int,
     steps: int,
 ) -> dict[str, Any]:
-    groups, rates = optimizer.param_groups, [each.rates for each in schedules]
-    base = _base_of(rates)
-    translated = section_of_settings(type(optimizer), groups[base])
-    assert translated is not None, "checked by _refuse_untranslatable"
-    section = {**translated[0], **schedule_of(rates[base], interval_steps, steps)}
-    if momenta := schedules[base].momenta:
+    groups, rates = optimizer.param_groups, [item.rates for item in schedules]
+    base_index = _base_group_index(rates)
+    translation = section_of_settings(type(optimizer), groups[base_index])
+    assert translation is not None, "checked by _refuse_untranslatable"
+    section = {**translation[0], **schedule_of(rates[base_index], interval_steps, steps)}
+    if momenta := schedules[base_index].momenta:
         section["momenta"] = by_step(momenta, interval_steps, steps)
-    if any(each.momenta != momenta for each in schedules):
+    if any(item.momenta != momenta for item in schedules):
         raise DataError(
-            "scheduler: expected one momentum for all groups of parameters, got several"
+            "scheduler: expected one momentum for all groups of parameters, got several: give all "
+            "groups the same momentum"
         )
-    decay = float(groups[base]["weight_decay"])
+    decay = float(groups[base_index]["weight_decay"])
     if decay:
         section |= {"weight_decay": decay, "no_decay": []}
     names = _names_by_group(optimizer, module)
-    found: dict[tuple[tuple[float, ...], float], list[str]] = {}
-    for group, own, tensors in zip(groups, rates, names, strict=True):
-        scales = scales_between(own, rates[base])
+    tensors_by_rule: dict[tuple[tuple[float, ...], float], list[str]] = {}
+    for group, group_rates, tensors in zip(groups, rates, names, strict=True):
+        scales = scales_between(group_rates, rates[base_index])
         if len(scales) > 1:
             scales = by_step(scales, interval_steps, steps)
-        found.setdefault((tuple(scales), float(group["weight_decay"])), []).extend(tensors)
-    listed = {name for each in names for name in each}
-    trained = [name for name, p in module.named_parameters() if p.requires_grad]
-    outside = [name for name in trained if name not in listed]
-    found.setdefault(((0.0,), 0.0), []).extend(outside)
-    found.pop(((1.0,), decay), None)
-    if rules := [_rule(*rule, tensors, decay) for rule, tensors in found.items() if tensors]:
+        tensors_by_rule.setdefault((tuple(scales), float(group["weight_decay"])), []).extend(
+            tensors
+        )
+    grouped_names = {name for item in names for name in item}
+    trained_names = [name for name, p in module.named_parameters() if p.requires_grad]
+    ungrouped_names = [name for name in trained_names if name not in grouped_names]
+    tensors_by_rule.setdefault(((0.0,), 0.0), []).extend(ungrouped_names)
+    tensors_by_rule.pop(((1.0,), decay), None)
+    if rules := [
+        _rule(*rule, tensors, decay) for rule, tensors in tensors_by_rule.items() if tensors
+    ]:
         section["groups"] = rules
     return section
 
 
-def _base_of(rates: Sequence[Rates]) -> int:
-    """Return the group whose rates are the section's: the first that is seldom 0.
+def _base_group_index(rates: Sequence[Rates]) -> int:
+    """Return the index of the group whose rates become the section's: the least often 0.
 
     Raises:
         DataError: All are 0.
     """
-    base = max(range(len(rates)), key=lambda group: sum(rate > 0 for rate in rates[group]))
-    if not max(rates[base]):
-        raise DataError("optimizer: expected a learning rate above 0, got 0 in every group")
-    return base
+    best_index = max(range(len(rates)), key=lambda group: sum(rate > 0 for rate in rates[group]))
+    if not max(rates[best_index]):
+        raise DataError(
+            "optimizer: expected a learning rate above 0, got 0 in every group: set lr in one of "
+            "them"
+        )
+    return best_index
 
 
 def _rule(
@@ -283,16 +306,18 @@ def _names_by_group(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
     Raises:
         DataError: A tensor belongs to another module.
     """
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    by_identity = {id(p): name for name, p in trained.items()}
+    trained_parameters = {
+        name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
+    }
+    names_by_id = {id(parameter): name for name, parameter in trained_parameters.items()}
     names: list[list[str]] = []
     for group in optimizer.param_groups:
-        own = group.get("param_names") or [None] * len(group["params"])
-        found = []
-        for tensor, name in zip(group["params"], own, strict=True):
-            known = by_identity.get(id(tensor), name if name in trained else None)
-            if known is not None:
-                found.append(known)
+        own_names = group.get("param_names") or [None] * len(group["params"])
+        group_names = []
+        for tensor, name in zip(group["params"], own_names, strict=True):
+            trained_name = names_by_id.get(id(tensor), name if name in trained_parameters else None)
+            if trained_name is not None:
+                group_names.append(trained_name)
             elif tensor.requires_grad:
                 raise DataError(
                     f"optimizer: expected parameters of the module that build returns, got a "
@@ -300,5 +325,5 @@ def _names_by_group(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
                     "optimizer before build, or write optimizer=lambda module: "
                     f"torch.optim.{type(optimizer).__name__}(module.parameters(), ...)"
                 )
-        names.append(found)
+        names.append(group_names)
     return names

@@ -14,7 +14,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """A run that is over.
+    """The result of a finished or interrupted run.
 
     Attributes:
         module: The module that `build` made, trained, on the CPU, in evaluation mode.

@@ -22,21 +22,22 @@ Interval = Literal["step", "epoch"]
 Rates = list[float]
 """The learning rate of each step, or of each epoch."""
 
-_SAME: Final = 1e-9
-"""Rates are equal if they differ by at most this share of the highest one: float32 has 1e-7."""
-_SCHEDULED: Final = {
+_RATE_TOLERANCE: Final = 1e-9
+"""Rates are equal if they differ by at most this share of the highest one; float32 resolves 1e-7.
+"""
+_SCHEDULER_ENTRIES: Final = {
     "params", "param_names", "lr", "momentum", "initial_lr", "max_lr", "min_lr", "base_momentum",
     "max_momentum",
 }  # fmt: skip
 """Entries of a group that a scheduler may change, or that are not settings."""
-_USUAL_EPS: Final = 1e-8
-"""Of ReduceLROnPlateau: the smallest change of the rate, as in `protocol.exact.plateau`."""
-_MOST_RATES: Final = 8_000
-"""Rates that a run spec lists; it may have 256 KiB."""
+_PLATEAU_EPS: Final = 1e-8
+"""ReduceLROnPlateau's smallest change of the rate, as in `protocol.exact.plateau`."""
+_MAX_RATES: Final = 8_000
+"""Maximum number of rates in a run spec, which may have 256 KiB."""
 
 
 class GroupSchedule(NamedTuple):
-    """What a scheduler makes of a group of parameters, in each of its steps.
+    """Learning rate and momentum of a group of parameters, at each step of a scheduler.
 
     Attributes:
         rates: The learning rate.
@@ -50,33 +51,36 @@ class GroupSchedule(NamedTuple):
 def group_schedules(
     optimizer: torch.optim.Optimizer, scheduler: object, count: int
 ) -> list[GroupSchedule]:
-    """Return what a scheduler makes of each group of parameters.
+    """Return the schedule of each group of parameters, read from a copy of the scheduler.
 
     Args:
         optimizer: The optimizer; not changed.
         scheduler: A scheduler of this optimizer, not changed, or None.
-        count: Number of its steps to read.
+        count: Number of the scheduler's steps to read.
 
     Raises:
-        DataError: The scheduler changes something else, or fails.
+        DataError: The scheduler changes another setting, or fails.
     """
     if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
         return [GroupSchedule([rate_of(group)], []) for group in optimizer.param_groups]
-    own = _copied(optimizer, scheduler)
-    groups = own.optimizer.param_groups
-    before = [_other_settings(group) for group in groups]
-    found: list[GroupSchedule] = [GroupSchedule([], []) for _ in groups]
-    for _ in _stepped(own, count):
-        for group, schedule, unchanged in zip(groups, found, before, strict=True):
+    copied_scheduler = _copy_scheduler(optimizer, scheduler)
+    groups = copied_scheduler.optimizer.param_groups
+    initial_settings = [_other_settings(group) for group in groups]
+    schedules: list[GroupSchedule] = [GroupSchedule([], []) for _ in groups]
+    for _ in _step_through(copied_scheduler, count):
+        for group, schedule, initial in zip(groups, schedules, initial_settings, strict=True):
             schedule.rates.append(rate_of(group))
             schedule.momenta.append(_momentum(group))
-            now = _other_settings(group)
-            if changed := [name for name in unchanged if now[name] != unchanged[name]]:
+            settings = _other_settings(group)
+            if changed_names := [name for name in initial if settings[name] != initial[name]]:
                 raise DataError(
-                    f"scheduler: expected one that changes lr and momentum, got "
-                    f"{type(own).__name__}, which changes {changed[0]} too: leave it out"
+                    "scheduler: expected one that changes only lr and momentum, got "
+                    f"{type(copied_scheduler).__name__}, which changes {changed_names[0]} too: "
+                    "leave it out"
                 )
-    return [each if len(set(each.momenta)) > 1 else GroupSchedule(each.rates, []) for each in found]
+    return [
+        item if len(set(item.momenta)) > 1 else GroupSchedule(item.rates, []) for item in schedules
+    ]
 
 
 def _momentum(group: Mapping[str, Any]) -> float:
@@ -85,7 +89,7 @@ def _momentum(group: Mapping[str, Any]) -> float:
 
 def _other_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a group that a scheduler may not change."""
-    settings = {name: value for name, value in group.items() if name not in _SCHEDULED}
+    settings = {name: value for name, value in group.items() if name not in _SCHEDULER_ENTRIES}
     if "betas" in settings:
         settings["betas"] = settings["betas"][1:]
     return settings
@@ -95,7 +99,7 @@ def check_scheduler(scheduler: object, optimizer: object) -> None:
     """Check that a scheduler's rates can be read before the run.
 
     Raises:
-        DataError: It is none of torch's, or belongs to another optimizer.
+        DataError: It is not a torch scheduler, or belongs to another optimizer.
     """
     kind = type(scheduler).__name__
     if not isinstance(scheduler, LRScheduler):
@@ -120,15 +124,15 @@ def plateau_of(scheduler: ReduceLROnPlateau, rate: float) -> dict[str, Any]:
         rate: The rate of the section.
 
     Raises:
-        DataError: Its groups have lowest rates of their own, or it has taken a step.
+        DataError: Its groups have different minimum rates, or it has taken a step.
     """
-    lowest = set(scheduler.min_lrs)
-    if len(lowest) > 1 or (max(lowest) and len(scheduler.min_lrs) > 1):
+    min_rates = set(scheduler.min_lrs)
+    if len(min_rates) > 1 or (max(min_rates) and len(scheduler.min_lrs) > 1):
         raise DataError(
             "scheduler: expected one lowest rate for ReduceLROnPlateau, got min_lr beside several "
             "groups of parameters: leave min_lr out"
         )
-    if scheduler.last_epoch or scheduler.eps != _USUAL_EPS:
+    if scheduler.last_epoch or scheduler.eps != _PLATEAU_EPS:
         raise DataError(
             "scheduler: expected a new ReduceLROnPlateau with eps 1e-8, got another: create it "
             "anew, and leave eps out"
@@ -143,21 +147,21 @@ def plateau_of(scheduler: ReduceLROnPlateau, rate: float) -> dict[str, Any]:
         "cooldown": scheduler.cooldown,
     }
     section: dict[str, Any] = {"lr": rate, "schedule": "plateau", "plateau": plateau}
-    return section | ({"min_lr_ratio": max(lowest) / rate} if max(lowest) else {})
+    return section | ({"min_lr_ratio": max(min_rates) / rate} if max(min_rates) else {})
 
 
-def _copied(optimizer: torch.optim.Optimizer, scheduler: object) -> Any:
+def _copy_scheduler(optimizer: torch.optim.Optimizer, scheduler: object) -> Any:
     """Copy a scheduler and its optimizer without the parameters."""
     stand_in = torch.nn.Parameter(torch.zeros(()))
-    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return copy.deepcopy(scheduler, {id(tensor): stand_in for tensor in tensors})
 
 
-def _stepped(scheduler: Any, count: int) -> Iterator[int]:
+def _step_through(scheduler: Any, count: int) -> Iterator[int]:
     """Step a scheduler between the items of an iteration."""
-    for number in range(count):
-        yield number
-        if number + 1 == count:
+    for index in range(count):
+        yield index
+        if index + 1 == count:
             return
         try:
             with warnings.catch_warnings():
@@ -166,27 +170,32 @@ def _stepped(scheduler: Any, count: int) -> Iterator[int]:
         except Exception as error:
             raise DataError(
                 f"scheduler: {type(scheduler).__name__} raised {type(error).__name__} at step "
-                f"{number + 2} of {count}: {error}"
+                f"{index + 2} of {count}: {error}"
             ) from error
 
 
 def scales_between(rates: Rates, base: Rates) -> list[float]:
-    """Return the factor between two groups' rates: one, or if it changes, one for each rate.
+    """Return the ratio of two groups' rates: one value, or one for each rate if it changes.
 
     Raises:
         DataError: The base is 0 where the other group is not.
     """
-    top = max(range(len(base)), key=base.__getitem__)
-    scale = rates[top] / base[top]
-    most = _SAME * max(*rates, *base)
-    if all(abs(one - scale * other) <= most for one, other in zip(rates, base, strict=True)):
+    peak_index = max(range(len(base)), key=base.__getitem__)
+    scale = rates[peak_index] / base[peak_index]
+    tolerance = _RATE_TOLERANCE * max(*rates, *base)
+    if all(
+        abs(rate - scale * base_rate) <= tolerance
+        for rate, base_rate in zip(rates, base, strict=True)
+    ):
         return [float(f"{scale:.12g}")]  # 0.1, not 0.09999999999999999
-    if any(one and not other for one, other in zip(rates, base, strict=True)):
+    if any(rate and not base_rate for rate, base_rate in zip(rates, base, strict=True)):
         raise DataError(
             "scheduler: expected a group of parameters whose rate is 0 only where all others are, "
             "got none: let the rates begin above 0"
         )
-    return [one / other if other else 1.0 for one, other in zip(rates, base, strict=True)]
+    return [
+        rate / base_rate if base_rate else 1.0 for rate, base_rate in zip(rates, base, strict=True)
+    ]
 
 
 def by_step(values: Sequence[float], interval_steps: int, steps: int) -> list[float]:
@@ -200,15 +209,16 @@ def by_step(values: Sequence[float], interval_steps: int, steps: int) -> list[fl
     Raises:
         DataError: There are too many to list.
     """
-    listed = [values[step // interval_steps] for step in range(steps)]
-    while len(listed) > 1 and listed[-1] == listed[-2]:
-        listed.pop()
-    if len(listed) > _MOST_RATES:
+    step_values = [values[step // interval_steps] for step in range(steps)]
+    while len(step_values) > 1 and step_values[-1] == step_values[-2]:
+        step_values.pop()
+    if len(step_values) > _MAX_RATES:
         raise DataError(
-            f"scheduler: expected at most {_MOST_RATES} different steps for momentum or for groups "
-            f"whose ratio changes, got {len(listed)}: keep them constant, or train for fewer steps"
+            f"scheduler: expected at most {_MAX_RATES} different steps for momentum or for groups "
+            f"whose ratio changes, got {len(step_values)}: keep them constant, or train for fewer "
+            "steps"
         )
-    return listed
+    return step_values
 
 
 def schedule_of(rates: Rates, interval_steps: int, steps: int) -> dict[str, Any]:
@@ -222,51 +232,64 @@ def schedule_of(rates: Rates, interval_steps: int, steps: int) -> dict[str, Any]
     Raises:
         DataError: There are too many to list, and no schedule by name has them.
     """
-    highest = max(rates)
-    if min(rates) == highest:
-        return {"lr": highest}
-    if (named := _named([rates[step // interval_steps] for step in range(steps)])) is not None:
-        return named
-    listed = [*rates]
-    while listed[-1] == listed[-2]:
-        listed.pop()
-    if len(listed) > _MOST_RATES:
-        raise DataError(
-            f"scheduler: expected at most {_MOST_RATES} rates to list, got {len(listed)} that no "
-            "schedule by name has: step it once per epoch (scheduler_interval='epoch'), or write "
-            "optimizer={..., 'schedule': 'cosine'} or another of docs/run-spec.md"
+    highest_rate = max(rates)
+    if min(rates) == highest_rate:
+        return {"lr": highest_rate}
+    if (
+        named_schedule := _find_named_schedule(
+            [rates[step // interval_steps] for step in range(steps)]
         )
-    every = {"rates_every": interval_steps} if interval_steps > 1 else {}
+    ) is not None:
+        return named_schedule
+    interval_rates = [*rates]
+    while interval_rates[-1] == interval_rates[-2]:
+        interval_rates.pop()
+    if len(interval_rates) > _MAX_RATES:
+        raise DataError(
+            f"scheduler: expected at most {_MAX_RATES} rates to list, got {len(interval_rates)} "
+            "that no schedule by name has: step it once per epoch (scheduler_interval='epoch'), "
+            "or write optimizer={..., 'schedule': 'cosine'} or another of docs/run-spec.md"
+        )
+    interval_keys = {"rates_every": interval_steps} if interval_steps > 1 else {}
     return {
-        "lr": highest, "schedule": "rates", "rates": [rate / highest for rate in listed], **every
+        "lr": highest_rate, "schedule": "rates",
+        "rates": [rate / highest_rate for rate in interval_rates],
+        **interval_keys,
     }  # fmt: skip
 
 
-def _named(rates: Rates) -> dict[str, Any] | None:
+def _find_named_schedule(rates: Rates) -> dict[str, Any] | None:
     """Find a schedule by name with these rates."""
-    highest, steps = max(rates), len(rates)
-    peak = rates.index(highest)
+    highest_rate, steps = max(rates), len(rates)
+    peak = rates.index(highest_rate)
     warmups: list[dict[str, Any]] = [{}]
     if peak:
         from_zero = rates[0] == 0.0
         warmup = {"warmup_steps": peak if from_zero else peak + 1, "warmup_from_zero": from_zero}
         warmups = [{name: value for name, value in warmup.items() if value}]
-    for warmup, name in ((w, n) for w in warmups for n in ("constant", "linear", "cosine")):
-        document = {"lr": highest, "schedule": name, **warmup}
+    for warmup, name in (
+        (warmup_keys, schedule_name)
+        for warmup_keys in warmups
+        for schedule_name in ("constant", "linear", "cosine")
+    ):
+        document = {"lr": highest_rate, "schedule": name, **warmup}
         if name != "constant":
-            lowest = _lowest(document, rates)
-            document |= {"min_lr_ratio": lowest} if lowest else {}
+            lowest_ratio = _min_rate_ratio(document, rates)
+            document |= {"min_lr_ratio": lowest_ratio} if lowest_ratio else {}
         spec = OptimizerSpec.model_validate({"name": "adamw", **document})
-        found = (learning_rate(spec, step, steps) for step in range(steps))
-        if all(abs(a - b) <= _SAME * highest for a, b in zip(found, rates, strict=True)):
+        schedule_rates = (learning_rate(spec, step, steps) for step in range(steps))
+        if all(
+            abs(schedule_rate - wanted_rate) <= _RATE_TOLERANCE * highest_rate
+            for schedule_rate, wanted_rate in zip(schedule_rates, rates, strict=True)
+        ):
             return document
     return None
 
 
-def _lowest(document: dict[str, Any], rates: Rates) -> float:
-    """Return the `min_lr_ratio` with which a schedule ends at the last rate; 0 for none."""
+def _min_rate_ratio(document: dict[str, Any], rates: Rates) -> float:
+    """Return the `min_lr_ratio` with which a schedule ends at the last rate; 0 if none does."""
     spec = OptimizerSpec.model_validate({"name": "adamw", **document})
     steps = len(rates)
     share = learning_rate(spec, steps - 1, steps) / spec.lr
-    lowest = (rates[-1] / spec.lr - share) / (1.0 - share) if share < 1.0 else 0.0
-    return float(f"{lowest:.12g}") if _SAME < lowest < 1.0 else 0.0
+    ratio = (rates[-1] / spec.lr - share) / (1.0 - share) if share < 1.0 else 0.0
+    return float(f"{ratio:.12g}") if _RATE_TOLERANCE < ratio < 1.0 else 0.0

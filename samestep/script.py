@@ -85,7 +85,7 @@ class Script:
             raise DataError(f"cannot read the script {str(path)!r}: {error.strerror}") from None
 
     @staticmethod
-    def running() -> Script:
+    def of_process() -> Script:
         """The script that this process was started with."""
         file = getattr(sys.modules["__main__"], "__file__", None)
         if file is None or not Path(file).is_file():
@@ -132,8 +132,8 @@ class Call:
         position: Its number in this process; a resumed run has the number of its first start.
         build: The user's function.
         backend: Name and device of the backend of this process, on which a task is tried.
-        built: The task that was built last; None before.
-        ready: A task built in advance, for a run spec with the same options; used once.
+        built_task: The task that was built last; None before.
+        prepared: A task built in advance, for a run spec with the same options; used once.
         step: The Slurm step whose tasks make this call together; None for a process alone.
         directories: The run's directory of each earlier call that has one, by position.
         stands_for: The script of the run that is resumed, if this one was edited since.
@@ -144,8 +144,8 @@ class Call:
     position: int
     build: Build
     backend: tuple[str, int | str | None] = _CPU
-    built: ScriptTask | None = None
-    ready: tuple[RunSpec, ScriptTask] | None = None
+    built_task: ScriptTask | None = None
+    prepared: tuple[RunSpec, ScriptTask] | None = None
     step: SrunStep | None = None
     directories: dict[int, Path] = field(default_factory=dict)
     stands_for: Script | None = None
@@ -167,11 +167,11 @@ class Call:
         Raises:
             SamestepError: It cannot be built.
         """
-        if self.ready is not None and self.ready[0].options == spec.options:
-            self.built, self.ready = self.ready[1], None
+        if self.prepared is not None and self.prepared[0].options == spec.options:
+            self.built_task, self.prepared = self.prepared[1], None
         else:
-            self.built = build_task(self.build, spec, self.run_script, self.backend)
-        return self.built
+            self.built_task = build_task(self.build, spec, self.run_script, self.backend)
+        return self.built_task
 
 
 @dataclass(slots=True)
@@ -188,7 +188,7 @@ _STATE: Final = _ProcessState()
 _SEARCH = threading.local()
 
 
-class _ReachedError(BaseException):
+class _BuildFoundError(BaseException):
     """Stops a script that is run only to find its `build`."""
 
     def __init__(self, build: Build) -> None:
@@ -209,7 +209,7 @@ def called(script: Script, build: Build) -> Iterator[Call]:
                 "expected the first fit of a script that the coordinator sends, got a later one: "
                 "start this worker with `worker SCRIPT.py` to join that"
             )
-        raise _ReachedError(build)
+        raise _BuildFoundError(build)
     if not _STATE.lock.acquire(blocking=False):
         raise DataError("expected one fit at a time, got one within another: call them in sequence")
     try:
@@ -236,7 +236,7 @@ def build_task(
     random.seed(spec.seed)
     options = spec.options.get("options", {})
     try:
-        built = build(options) if takes_options(build) else build()
+        user_task = build(options) if takes_options(build) else build()
     except SamestepError:
         raise
     except Exception as error:
@@ -247,20 +247,22 @@ def build_task(
     if modules := script.modules_digest():
         digests[MODULES] = modules
     with trial_device(*backend) as device:
-        return ScriptTask(check_task(built), spec, digests, device)
+        return ScriptTask(check_task(user_task), spec, digests, device)
 
 
 def takes_options(build: Build) -> bool:
     """Whether `build` takes the options as an argument."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(
-        each.name == "options" or (each.kind in kinds and each.default is inspect.Parameter.empty)
-        for each in inspect.signature(build).parameters.values()
+        parameter.name == "options"
+        or (parameter.kind in kinds and parameter.default is inspect.Parameter.empty)
+        for parameter in inspect.signature(build).parameters.values()
     )
 
 
 class FitTask:
-    """Gives the task of the `fit` that goes on in this process: see `worker.tasks.registry`."""
+    """Returns the task of the `fit` call in progress in this process: see "
+    "`worker.tasks.registry`."""
 
     def __new__(cls, spec: RunSpec) -> Any:
         """Return the task of a run spec."""
@@ -308,8 +310,8 @@ def _task_of_sent_script(spec: RunSpec, name: str, digest: str) -> ScriptTask:
     _SEARCH.call = 1
     try:
         runpy.run_path(str(spec.data.train), run_name="__main__")
-    except _ReachedError as reached:
-        return build_task(reached.build, spec, script)
+    except _BuildFoundError as stop:
+        return build_task(stop.build, spec, script)
     except SystemExit:
         pass  # it would end the device's thread, and nothing else
     finally:

@@ -31,15 +31,15 @@ from worker.join.address import find_in_file
 from worker.join.credentials import WorkerCredentials
 from worker.scripts.launch import JoinOptions
 
-_FIND_FOR_S: Final = 600.0
+_ADDRESS_TIMEOUT_S: Final = 600.0
 """Task 0 builds its task first, which may load a large model."""
-_LOOK_FOR_S: Final = 1.0
-_REPORT_EVERY_S: Final = 30.0
+_POLL_INTERVAL_S: Final = 1.0
+_REPORT_INTERVAL_S: Final = 30.0
 _RETRY_FOR_S: Final = 300.0
-_ALL_WITHIN_S: Final = 600.0
-"""A task that has failed before `fit` never comes; one that loads a large model takes minutes."""
-_KEPT_FOR_S: Final = 30 * 86_400.0
-"""Files of steps that Slurm has killed are removed after that time; no step runs for longer."""
+_TASKS_TIMEOUT_S: Final = 600.0
+"""A task that failed before `fit` never joins; one that loads a large model takes minutes."""
+_FILE_LIFETIME_S: Final = 30 * 86_400.0
+"""Files of steps that Slurm killed are removed after this time; no step runs for longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class SrunStep:
         tasks: How many there are.
         nodes: On how many nodes they run.
         local_task: Number of this process among the tasks of its node.
-        name: Of this start of the step, unique on its cluster.
-        call: Which call of `fit` within the script, counted from 1: each has files of its own, so
-            that no task takes an earlier call's failure for the present one's.
+        name: Name of this start of the step, unique on its cluster.
+        call: Number of the call of `fit` within the script, counted from 1. Each call has its own
+            files, so that no task takes an earlier call's failure for the current one's.
     """
 
     task: int
@@ -65,9 +65,9 @@ class SrunStep:
 
     @staticmethod
     def of(environment: Mapping[str, str] = os.environ) -> SrunStep | None:
-        """The step that `environment` describes; None outside of srun, or where it has one task.
+        """The step that `environment` describes; None outside of srun, or if it has one task.
 
-        A batch script has SLURM_NTASKS and SLURM_PROCID too, and is one process all the same.
+        A batch script has SLURM_NTASKS and SLURM_PROCID too, although it is one process.
         """
         numbers = [
             environment.get(f"SLURM_{name}", "")
@@ -79,17 +79,17 @@ class SrunStep:
         if tasks < 2:
             return None
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-        name = ".".join(environment.get(each) or "0" for each in names)
+        name = ".".join(environment.get(variable) or "0" for variable in names)
         return SrunStep(task, tasks, nodes, local_task, name)
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is the task that starts the coordinator."""
         return self.task == 0
 
     @property
     def bind(self) -> str:
-        """The address at which the coordinator listens, where the user does not say."""
+        """The address at which the coordinator listens, unless the user chose one."""
         return "127.0.0.1:0" if self.nodes == 1 else "0.0.0.0:0"
 
     @property
@@ -109,17 +109,19 @@ class SrunStep:
         Raises:
             UsageError: The file cannot be written.
         """
-        reachable = [format_address(each, port) for each in reachable_addresses(host)]
-        published = PublishedAddress(
+        reachable = [
+            format_address(reachable_host, port) for reachable_host in reachable_addresses(host)
+        ]
+        address_document = PublishedAddress(
             data=format_address(host, port), control="", reachable=tuple(reachable[:32])
         )
-        write_secret(self.address_file, published.to_json())
+        write_secret(self.address_file, address_document.to_json())
 
     @contextmanager
-    def leading(self) -> Iterator[None]:
-        """Within, this task is in `fit`; where that fails, the other tasks are told why."""
+    def reporting_failures(self) -> Iterator[None]:
+        """Context of task 0's `fit`: if it fails, the other tasks can read why."""
         self._failure_file.unlink(missing_ok=True)
-        _remove_older(self.address_file.parent, time.time() - _KEPT_FOR_S)
+        _remove_older(self.address_file.parent, time.time() - _FILE_LIFETIME_S)
         try:
             yield
         except Exception as error:
@@ -131,10 +133,10 @@ class SrunStep:
         finally:
             self.address_file.unlink(missing_ok=True)
 
-    # The others.
+    # The other tasks.
 
     def join_options(self, backend: str, device: int | str | None) -> JoinOptions:
-        """How this task joins the run of task 0."""
+        """The options with which this task joins the run of task 0."""
         host = socket.gethostname().partition(".")[0] or "worker"
         path = self.address_file
         return JoinOptions(
@@ -145,8 +147,8 @@ class SrunStep:
             retry_for_s=_RETRY_FOR_S,
             credentials=WorkerCredentials(),
             duty="train",
-            print_line=_say_nothing,
-            find_again=lambda: find_in_file(path, 0.0, _say_nothing),
+            print_line=_ignore_line,
+            find_again=lambda: find_in_file(path, 0.0, _ignore_line),
             failure=self._failure,
         )
 
@@ -165,9 +167,9 @@ class SrunStep:
         began_s = reported_s = time.monotonic()
         while True:
             now_s = time.monotonic()
-            if now_s - reported_s >= _REPORT_EVERY_S:
+            if now_s - reported_s >= _REPORT_INTERVAL_S:
                 reported_s = now_s
-                _say(
+                _print_line(
                     f"task {self.task}: waiting {now_s - began_s:.0f} s for task 0 to call "
                     "samestep.fit; if it has failed, srun's output says why "
                     "(srun --kill-on-bad-exit=1 ends all tasks then)"
@@ -175,25 +177,25 @@ class SrunStep:
             if reason := self._failure():
                 raise RunFailed(reason)
             try:
-                return await find_in_file(self.address_file, _LOOK_FOR_S, _say_nothing)
+                return await find_in_file(self.address_file, _POLL_INTERVAL_S, _ignore_line)
             except Unreachable:
-                if now_s - began_s >= _FIND_FOR_S:
+                if now_s - began_s >= _ADDRESS_TIMEOUT_S:
                     raise Unreachable(
                         "expected the address of task 0's coordinator in "
-                        f"{str(self.address_file)!r} within {_FIND_FOR_S:.0f} s, found none: "
-                        "task 0 may have failed before samestep.fit (see its output), or the nodes "
-                        "do not share that directory: set SAMESTEP_HOME to one on a shared file "
-                        "system"
+                        f"{str(self.address_file)!r} within {_ADDRESS_TIMEOUT_S:.0f} s, found "
+                        "none: task 0 may have failed before samestep.fit (see its output), or "
+                        "the nodes do not share that directory: set SAMESTEP_HOME to one on a "
+                        "shared file system"
                     ) from None
 
-    # All of them.
+    # All tasks.
 
     def device_of(self, backend: str, device: int | str | None) -> tuple[str, int | str | None]:
-        """Give each task a card of its own where all tasks of a node see all of its cards.
+        """Choose another card for each task of a node, if all its tasks see all its cards.
 
         Args:
             backend: As in `--backend`.
-            device: The one that was asked for; None for the first.
+            device: The requested device; None for the first.
         """
         cards = _cards(backend) if device is None else 0
         return backend, self.local_task % cards if cards > 1 else device
@@ -201,56 +203,58 @@ class SrunStep:
 
 @dataclass(slots=True)
 class TaskDeadline:
-    """Task 0's patience with the other tasks, until training starts.
+    """How long task 0 waits for the other tasks, before training starts.
 
     Attributes:
-        tasks: How many tasks the step has; 0: none is waited for.
-        until_s: When its patience ends, as `time.monotonic`; None: no task is missing.
+        tasks: Number of tasks of the step; 0: do not wait.
+        deadline_s: When the wait ends, by `time.monotonic`; None: no task is missing.
     """
 
     tasks: int
-    until_s: float | None = field(default_factory=lambda: time.monotonic() + _ALL_WITHIN_S)
-    _present: int = 0
+    deadline_s: float | None = field(default_factory=lambda: time.monotonic() + _TASKS_TIMEOUT_S)
+    _worker_count: int = 0
 
     def note(self, workers: Collection[str], *, has_started: bool) -> None:
-        """Note which workers are there; once training has started, none of them is waited for."""
-        self._present = len(workers)
-        if has_started or self._present >= self.tasks:
-            self.until_s = None
-        elif self.until_s is None:
-            self.until_s = time.monotonic() + _ALL_WITHIN_S
+        """Update the connected workers; once training has started, there is no deadline."""
+        self._worker_count = len(workers)
+        if has_started or self._worker_count >= self.tasks:
+            self.deadline_s = None
+        elif self.deadline_s is None:
+            self.deadline_s = time.monotonic() + _TASKS_TIMEOUT_S
 
     def error(self) -> Unreachable:
-        """The error of a task that has not come in time."""
+        """The error when a task has not joined in time."""
         return Unreachable(
             f"expected all {self.tasks} tasks of this srun step in samestep.fit within "
-            f"{_ALL_WITHIN_S:.0f} s, got {self._present}: see in the output of the others why "
-            "they failed (srun --kill-on-bad-exit=1 ends all tasks then), or start with fewer: "
-            "SAMESTEP_EXPECT_WORKERS"
+            f"{_TASKS_TIMEOUT_S:.0f} s, got {self._worker_count}: the output of the others says "
+            "why they failed (srun --kill-on-bad-exit=1 then ends all tasks); to start with fewer, "
+            "set SAMESTEP_EXPECT_WORKERS"
         )
 
 
-def _remove_older(directory: Path, than_s: float) -> None:
-    """Remove files of steps that ended long ago without removing them, or failed."""
+def _remove_older(directory: Path, oldest_s: float) -> None:
+    """Remove files that failed or killed steps left behind before a point in time."""
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             with contextlib.suppress(OSError):
-                if path.stat().st_mtime < than_s:
+                if path.stat().st_mtime < oldest_s:
                     path.unlink()
 
 
 @cache
 def _cards(backend: str) -> int:
-    """Usable cards of the first kind that `backend` means."""
-    found = [each.backend for each in devices() if each.usable and not each.software]
+    """Count the usable cards of the first kind that `backend` names."""
+    usable_kinds = [device.backend for device in devices() if device.usable and not device.software]
     kinds = [kind for kind in AUTO_ORDER if kind != "cpu"] if backend == "auto" else [backend]
-    return next((found.count(kind) for kind in kinds if kind in found and kind != "cpu"), 0)
+    return next(
+        (usable_kinds.count(kind) for kind in kinds if kind in usable_kinds and kind != "cpu"), 0
+    )
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
-def _say_nothing(text: str) -> None:
-    """The coordinator tells of these workers."""
+def _ignore_line(text: str) -> None:
+    """Drop a line: the coordinator reports these workers."""

@@ -1,7 +1,7 @@
 """What torch's optimizers compute, as keys of a run spec's section `optimizer`.
 
-By exact class, since a subclass may compute something else. Each function takes the settings of a
-group and returns the section without rates, and the settings that have no equivalent.
+Classes are matched exactly, since a subclass may compute something else. Each function takes the
+settings of a group and returns the section without rates, and the settings that have no equivalent.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any, Final
 import torch
 
 Settings = Mapping[str, Any]
-Translated = tuple[dict[str, Any], list[str]]
+Translation = tuple[dict[str, Any], list[str]]
 
 _UNSUPPORTED: Final = ("dampening", "maximize")
 """Settings that have no equivalent here unless they are off."""
 
 
 def rate_of(settings: Settings) -> float:
-    """Return the learning rate of a group; transformers' Adafactor may find its own."""
+    """Return the learning rate of a group; transformers' Adafactor may compute its own."""
     return 1e-2 if settings["lr"] is None else float(settings["lr"])
 
 
-def section_of_settings(kind: type, settings: Settings) -> Translated | None:
+def section_of_settings(kind: type, settings: Settings) -> Translation | None:
     """Translate the settings of a group; None if the class has no exact equivalent."""
     translate = KINDS.get(kind) or _BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
     if translate is None:
@@ -34,14 +34,14 @@ def section_of_settings(kind: type, settings: Settings) -> Translated | None:
     return section, unsupported
 
 
-def _sgd(settings: Settings) -> Translated:
+def _sgd(settings: Settings) -> Translation:
     if not settings["momentum"]:
         return {"name": "sgd"}, []
     name = "nesterov" if settings["nesterov"] else "momentum"
     return {"name": name, "momentum": float(settings["momentum"])}, []
 
 
-def _adam(settings: Settings, *, decoupled: bool = False) -> Translated:
+def _adam(settings: Settings, *, decoupled: bool = False) -> Translation:
     is_decoupled = decoupled or settings.get("decoupled_weight_decay")
     section = {
         "name": "adamw" if is_decoupled else "adam",
@@ -52,7 +52,7 @@ def _adam(settings: Settings, *, decoupled: bool = False) -> Translated:
     return section, []
 
 
-def _rmsprop(settings: Settings) -> Translated:
+def _rmsprop(settings: Settings) -> Translation:
     section: dict[str, Any] = {
         "name": "rmsprop", "alpha": float(settings["alpha"]), "eps": float(settings["eps"]),
     }  # fmt: skip
@@ -63,48 +63,48 @@ def _rmsprop(settings: Settings) -> Translated:
     return section, []
 
 
-def _adafactor(settings: Settings) -> Translated:
-    first, second = settings["eps"]
+def _adafactor(settings: Settings) -> Translation:
+    gradient_eps, parameter_eps = settings["eps"]
     section = {
         "name": "adafactor",
         "beta2_decay": float(settings["beta2_decay"]),
         "clip_threshold": float(settings["d"]),
-        "min_parameter_rms": float(second),
+        "min_parameter_rms": float(parameter_eps),
         "relative_step": True,
     }
-    return section, [] if first is None else [f"eps={settings['eps']!r}"]
+    return section, [] if gradient_eps is None else [f"eps={settings['eps']!r}"]
 
 
-def _adafactor_of_transformers(settings: Settings) -> Translated:
+def _adafactor_of_transformers(settings: Settings) -> Translation:
     """Translate `transformers.Adafactor`, which has options that torch's does not."""
-    first, second = settings["eps"]
-    scales = bool(settings["scale_parameter"])
+    gradient_eps, parameter_eps = settings["eps"]
+    scales_by_parameter = bool(settings["scale_parameter"])
     section = {
         "name": "adafactor",
         "beta2_decay": float(settings["decay_rate"]),
         "clip_threshold": float(settings["clip_threshold"]),
-        "eps": float(first),
-        "scale_parameter": scales,
+        "eps": float(gradient_eps),
+        "scale_parameter": scales_by_parameter,
         "relative_step": bool(settings["relative_step"]),
-        **({"min_parameter_rms": float(second)} if scales else {}),
+        **({"min_parameter_rms": float(parameter_eps)} if scales_by_parameter else {}),
         **({"warmup_steps": 10_000} if settings["warmup_init"] else {}),  # 1e-6 more each step
     }
     unsupported = [] if settings["beta1"] is None else [f"beta1={settings['beta1']!r}"]
-    if settings["weight_decay"] and scales:  # it decays by the scaled rate
+    if settings["weight_decay"] and scales_by_parameter:  # it decays by the scaled rate
         unsupported.append(f"weight_decay={settings['weight_decay']!r} beside scale_parameter=True")
     return section, unsupported
 
 
-def _adagrad(settings: Settings) -> Translated:
+def _adagrad(settings: Settings) -> Translation:
     section = {"name": "adagrad", "eps": float(settings["eps"])}
-    return section, _set(settings, "lr_decay", "initial_accumulator_value")
+    return section, _list_enabled(settings, "lr_decay", "initial_accumulator_value")
 
 
-def _set(settings: Settings, *names: str) -> list[str]:
+def _list_enabled(settings: Settings, *names: str) -> list[str]:
     return [f"{name}={settings[name]!r}" for name in names if settings[name]]
 
 
-KINDS: Final[dict[type, Callable[[Settings], Translated]]] = {
+KINDS: Final[dict[type, Callable[[Settings], Translation]]] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adam: _adam,
     torch.optim.AdamW: partial(_adam, decoupled=True),
@@ -113,7 +113,7 @@ KINDS: Final[dict[type, Callable[[Settings], Translated]]] = {
     torch.optim.Adafactor: _adafactor,
 }
 """Classes that have an exact equivalent."""
-_BY_NAME: Final[dict[str, Callable[[Settings], Translated]]] = {
+_BY_NAME: Final[dict[str, Callable[[Settings], Translation]]] = {
     "transformers.optimization.Adafactor": _adafactor_of_transformers,
 }
-"""Those of packages that are imported only if a script uses them."""
+"""The same, for packages that are imported only if a script uses them."""

@@ -1,4 +1,4 @@
-"""The worker of this process, which runs in a thread of its own beside the caller of `fit`."""
+"""The worker of this process, which runs in a thread beside the caller of `fit`."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ class Stalled:
 
 
 class _LocalBackend:
-    """The engine's `BackendFactory`."""
+    """A `BackendFactory` with one backend, created when first needed."""
 
-    def __init__(self, name: str, wanted: int | str | None) -> None:
-        self._name, self._wanted = name, wanted
+    def __init__(self, name: str, device: int | str | None) -> None:
+        self._name, self._device = name, device
         self._backend: Backend | None = None
 
     def backend(self) -> Backend:
         if self._backend is None:
-            self._backend = choose(self._name, self._wanted).backend
+            self._backend = choose(self._name, self._device).backend
         return self._backend
 
     def task(self, spec: RunSpec) -> Task:
@@ -70,9 +70,9 @@ class _OneRunClient(Client):
     """A client that leaves when its run is over."""
 
     rows: dict[int, dict[str, float]]
-    halted: Callable[[str], None]
-    committed: Callable[[dict[str, float]], None]
-    ended: EndRun | None = None
+    on_halt: Callable[[str], None]
+    on_commit: Callable[[dict[str, float]], None]
+    end_message: EndRun | None = None
     idle_since_s: float | None = None
     """When the coordinator welcomed this worker, if it has offered no run since."""
 
@@ -87,31 +87,31 @@ class _OneRunClient(Client):
             if message.scalars is not None:
                 self.rows[step]["learning_rate"] = message.scalars.learning_rate
             if is_new:
-                self.committed(self.rows[step])
+                self.on_commit(self.rows[step])
         elif isinstance(message, Welcome):
             self.idle_since_s = time.monotonic()
         elif isinstance(message, StartRun):
             self.idle_since_s = None
         elif isinstance(message, EndRun):
-            self.ended = message
+            self.end_message = message
             self.drain()
         elif isinstance(message, Halt):
-            self.halted(message.reason)
+            self.on_halt(message.reason)
 
 
 class WorkerThread:
-    """Takes part in one run.
+    """A worker in a thread, which takes part in one run.
 
     Attributes:
         rows: Loss and learning rate by step, counted from 1, of the steps that were committed
             while this worker took part.
-        ended: The coordinator's message that the run is over; None before.
+        end_message: The coordinator's message that the run is over; None before.
 
     Args:
         target: The coordinator, and the worker's name and backend.
         device: Device of the backend, by number or part of its name; None: the first.
         credentials: Join token or key.
-        tell: Prints a line.
+        print_line: Prints a line.
         event_queue: Receives `WorkerEnded` and `Stalled`.
         find_again: Searches again for a coordinator that was found on the network.
         devices: Several devices, each in a process of its own, instead of `device`.
@@ -123,7 +123,7 @@ class WorkerThread:
         target: Target,
         device: int | str | None,
         credentials: WorkerCredentials,
-        tell: Callable[[str], None],
+        print_line: Callable[[str], None],
         event_queue: EventQueue,
         *,
         find_again: FindAgain | None = None,
@@ -131,7 +131,7 @@ class WorkerThread:
         reports_rows: bool = False,
     ) -> None:
         self.rows: dict[int, dict[str, float]] = {}
-        self._target, self._credentials, self._tell = target, credentials, tell
+        self._target, self._credentials, self._print_line = target, credentials, print_line
         self._toolbox = devices or _LocalBackend(target.backend, device)
         self._event_queue, self._find_again = event_queue, find_again
         self._reports_rows = reports_rows
@@ -142,8 +142,8 @@ class WorkerThread:
         self._thread.start()
 
     @property
-    def ended(self) -> EndRun | None:
-        return self._client.ended if self._client is not None else None
+    def end_message(self) -> EndRun | None:
+        return self._client.end_message if self._client is not None else None
 
     @property
     def idle_s(self) -> float:
@@ -152,7 +152,7 @@ class WorkerThread:
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     @property
-    def at(self) -> str:
+    def address(self) -> str:
         """The coordinator's address."""
         return self._target.address
 
@@ -168,7 +168,7 @@ class WorkerThread:
         self.drain()
         self._thread.join(_END_TIMEOUT_S)
 
-    def _committed(self, row: dict[str, float]) -> None:
+    def _report_row(self, row: dict[str, float]) -> None:
         if self._reports_rows:
             self._event_queue.put(NewRow(dict(row)))
 
@@ -177,19 +177,23 @@ class WorkerThread:
         try:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 runner.run(self._serve())
-        except Exception as raised:  # noqa: BLE001 -- the caller of fit must hear of it
-            error = raised
+        except Exception as exception:  # noqa: BLE001 -- the caller of fit must hear of it
+            error = exception
         finally:
             self._started.set()
             self._event_queue.put(WorkerEnded(error))
 
     async def _serve(self) -> ExitCode:
         client = _OneRunClient(
-            self._target, self._toolbox, self._credentials, self._tell, find_again=self._find_again
+            self._target,
+            self._toolbox,
+            self._credentials,
+            self._print_line,
+            find_again=self._find_again,
         )
         client.rows = self.rows
-        client.halted = lambda reason: self._event_queue.put(Stalled(reason))
-        client.committed = self._committed
+        client.on_halt = lambda reason: self._event_queue.put(Stalled(reason))
+        client.on_commit = self._report_row
         self._client, self._loop = client, asyncio.get_running_loop()
         self._started.set()
         return await client.serve()

@@ -1,4 +1,5 @@
-"""Check that a loss is a sum over samples: the losses of a batch's parts add up to the batch's.
+"""Check that a loss is a sum over samples: the losses of a batch's parts add up to the batch's
+loss.
 
 Otherwise results would depend on how a step is divided into microbatches. The check compares the
 loss and, on request, the gradient of each trained tensor. Random draws are replaced by steady ones
@@ -28,9 +29,9 @@ Arrays = Mapping[str, torch.Tensor]
 LossFunction = Callable[[Any, Arrays], torch.Tensor]
 Gradients = dict[str, torch.Tensor]
 
-_SPREADS: Final = (11, 12, 13)
+_ROUNDING_SEEDS: Final = (11, 12, 13)
 """Seeds of the computations that measure rounding."""
-_TIMES_SPREAD: Final = 64
+_SPREAD_MULTIPLE: Final = 64
 """Tolerance as a multiple of the measured spread."""
 _SPACINGS: Final = 4
 """Smallest tolerance, in spacings of the narrowest type that was computed in."""
@@ -44,11 +45,11 @@ class Evaluation:
 
     Attributes:
         loss: The loss.
-        gradients: Gradients by tensor name, of those that the loss reaches.
+        gradients: Gradients by name, of the tensors that the loss reaches.
         sizes: The largest magnitude in each gradient.
         requires_grad: Whether the loss depends on a trained tensor.
-        drew: Whether anything was drawn at random.
-        undecided: Whether some draws cannot be made steady.
+        has_draws: Whether it draws random values.
+        has_undecided_draws: Whether some draws cannot be made steady.
         epsilon: Machine epsilon of the narrowest floating type seen.
     """
 
@@ -56,12 +57,12 @@ class Evaluation:
     gradients: Gradients
     sizes: Mapping[str, float]
     requires_grad: bool
-    drew: bool
-    undecided: bool
+    has_draws: bool
+    has_undecided_draws: bool
     epsilon: float
 
     @property
-    def counts(self) -> bool:
+    def has_gradients(self) -> bool:
         """Whether any gradient is not zero."""
         return any(self.sizes.values())
 
@@ -79,15 +80,15 @@ class Parts:
         self.gradients: Gradients = {}
         self.sizes: dict[str, float] = {}
         """The sum of the largest magnitudes of each tensor's gradients."""
-        self.drew = self.undecided = False
+        self.has_draws = self.has_undecided_draws = False
         self.is_finite = True
         self.epsilon = 0.0
 
     def add(self, part: Evaluation) -> None:
         """Add a part; the same part may be added several times."""
         self.losses.append(part.loss)
-        self.drew |= part.drew
-        self.undecided |= part.undecided
+        self.has_draws |= part.has_draws
+        self.has_undecided_draws |= part.has_undecided_draws
         self.is_finite &= part.is_finite
         self.epsilon = max(self.epsilon, part.epsilon)
         for name, gradient in part.gradients.items():
@@ -98,180 +99,215 @@ class Parts:
     @staticmethod
     def of(*parts: Evaluation) -> Parts:
         """Return the sum of these parts."""
-        made = Parts()
-        for each in parts:
-            made.add(each)
-        return made
+        total = Parts()
+        for part in parts:
+            total.add(part)
+        return total
 
 
 @dataclass(frozen=True, slots=True)
 class Discrepancy:
-    """A batch whose parts do not add up to it.
+    """A batch whose loss or gradient is not the sum over its parts.
 
     Attributes:
-        whole: The batch's loss.
-        parts: The loss of each part.
+        batch_loss: The batch's loss.
+        part_losses: The loss of each part.
         tensor: The tensor whose gradient does not add up; None if the loss does not.
-        off: The largest difference in the loss or in that gradient.
-        near: The tolerance.
+        difference: The largest difference in the loss or in that gradient.
+        tolerance: The tolerance.
     """
 
-    whole: float
-    parts: tuple[float, ...]
+    batch_loss: float
+    part_losses: tuple[float, ...]
     tensor: str | None
-    off: float
-    near: float
+    difference: float
+    tolerance: float
 
     @property
     def is_mean(self) -> bool:
         """Whether the batch's loss looks like a mean of its parts' losses."""
-        lo, hi = min(self.parts) - self.near, max(self.parts) + self.near
-        return self.tensor is None and lo <= self.whole <= hi
+        lo, hi = min(self.part_losses) - self.tolerance, max(self.part_losses) + self.tolerance
+        return self.tensor is None and lo <= self.batch_loss <= hi
 
 
 class LossTrial:
-    """Computes a loss with steady draws, always from the same state of all generators.
+    """Computes a loss with steady draws, always from the same state of all random generators.
 
     Args:
         module: The module, in training or evaluation mode.
         loss: The loss of the module and a batch.
-        trained: Tensors whose gradients to compare; empty to compare only the loss.
+        trained_tensors: Tensors whose gradients to compare; empty to compare only the loss.
         level: Quantile of the draws; see `SteadyDraws`.
         accumulates: Compute gradients with backward, as a device does, so that all hooks run; the
             module's own gradients are restored.
 
     Attributes:
-        given: The arrays of the last batch.
+        last_batch: The arrays of the last batch.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
         loss: LossFunction,
-        trained: Mapping[str, torch.Tensor],
+        trained_tensors: Mapping[str, torch.Tensor],
         level: float = LEVELS[0],
         *,
         accumulates: bool = False,
     ) -> None:
         self._module = module
         self._loss = loss
-        self._trained = trained
+        self._trained_tensors = trained_tensors
         self._level = level
         self._accumulates = accumulates
-        self.given: Arrays = {}
+        self.last_batch: Arrays = {}
 
-    def of(self, arrays: Arrays, jitter: int | None = None) -> Evaluation:
+    def evaluate(self, arrays: Arrays, jitter: int | None = None) -> Evaluation:
         """Compute the loss and gradients of a batch.
 
         Raises:
-            TooManyDrawsError: It draws too often.
+            TooManyDrawsError: The loss draws too often.
             Exception: Whatever the loss or its backward raises.
         """
         mode = SteadyDraws(self._level, jitter)
         # The loss may make leaves of its inputs, or change them.
-        self.given = given = {n: array.detach().clone() for n, array in arrays.items()}
+        self.last_batch = batch = {
+            array_name: array.detach().clone() for array_name, array in arrays.items()
+        }
         with seeded(0), mode:
-            if not self._trained:
-                loss = measured(lambda: self._loss(self._module, given))
-                found: Gradients = {}
+            if not self._trained_tensors:
+                loss = call_under_no_grad(lambda: self._loss(self._module, batch))
+                gradients: Gradients = {}
             else:
                 with torch.enable_grad():
-                    loss = self._loss(self._module, given)
-                    found = self._gradients(loss)
-        drew = mode.drew or mode.undecided
-        sizes = {name: _largest(gradient) for name, gradient in found.items()}
-        reached = loss.requires_grad
+                    loss = self._loss(self._module, batch)
+                    gradients = self._gradients(loss)
+        has_draws = mode.has_draws or mode.has_undecided_draws
+        sizes = {name: _max_magnitude(gradient) for name, gradient in gradients.items()}
+        requires_grad = loss.requires_grad
         value = float(loss.detach())
-        return Evaluation(value, found, sizes, reached, drew, mode.undecided, mode.epsilon)
+        return Evaluation(
+            value,
+            gradients,
+            sizes,
+            requires_grad,
+            has_draws,
+            mode.has_undecided_draws,
+            mode.epsilon,
+        )
 
     def _gradients(self, loss: torch.Tensor) -> Gradients:
         if not loss.requires_grad:
             return {}
-        tensors = list(self._trained.values())
-        found: Sequence[torch.Tensor | None]
+        tensors = list(self._trained_tensors.values())
+        gradients: Sequence[torch.Tensor | None]
         if self._accumulates:
-            found = _accumulated(loss, tensors, self._module)
+            gradients = _accumulated_gradients(loss, tensors, self._module)
         else:
-            found = torch.autograd.grad(loss, tensors, allow_unused=True)
+            gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
         return {
-            name: (each.to_dense() if each.is_sparse else each).detach()
-            for name, each in zip(self._trained, found, strict=True)
-            if each is not None and each.numel()
+            name: (gradient.to_dense() if gradient.is_sparse else gradient).detach()
+            for name, gradient in zip(self._trained_tensors, gradients, strict=True)
+            if gradient is not None and gradient.numel()
         }
 
-    def apart(self, whole: Arrays, parts: Parts) -> Discrepancy | None:
+    def find_discrepancy(self, batch: Arrays, parts: Parts) -> Discrepancy | None:
         """Compare a batch with the sum of its parts; None if they agree or cannot be compared."""
-        together = self.of(whole)
-        if any((together.undecided, parts.undecided, not together.is_finite, not parts.is_finite)):
+        evaluation = self.evaluate(batch)
+        if any(
+            (
+                evaluation.has_undecided_draws,
+                parts.has_undecided_draws,
+                not evaluation.is_finite,
+                not parts.is_finite,
+            )
+        ):
             return None
-        differences, rounding = _differences(together, parts), _rounding(together, parts)
-        if all(off <= rounding[name] for name, off in differences.items()):
+        differences, rounding = _differences(evaluation, parts), _rounding(evaluation, parts)
+        if all(difference <= rounding[name] for name, difference in differences.items()):
             return None
-        for name, off in self._spread(whole, together).items():
-            rounding[name] += _TIMES_SPREAD * off
-        over = {name: off for name, off in differences.items() if off > rounding[name]}
-        if not over:
+        for name, difference in self._measure_rounding(batch, evaluation).items():
+            rounding[name] += _SPREAD_MULTIPLE * difference
+        excesses = {
+            name: difference
+            for name, difference in differences.items()
+            if difference > rounding[name]
+        }
+        if not excesses:
             return None
-        name = None if None in over else max(over, key=lambda each: over[each])
-        return Discrepancy(together.loss, tuple(parts.losses), name, over[name], rounding[name])
+        name = (
+            None
+            if None in excesses
+            else max(excesses, key=lambda tensor_name: excesses[tensor_name])
+        )
+        return Discrepancy(
+            evaluation.loss, tuple(parts.losses), name, excesses[name], rounding[name]
+        )
 
-    def _spread(self, batch: Arrays, reference: Evaluation) -> dict[str | None, float]:
+    def _measure_rounding(self, batch: Arrays, reference: Evaluation) -> dict[str | None, float]:
         """Return how far the loss (key None) and gradients move with different rounding."""
-        largest: dict[str | None, float] = {}
-        for seed in _SPREADS:
-            for name, off in _differences(self.of(batch, seed), Parts.of(reference)).items():
-                largest[name] = max(largest.get(name, 0.0), off)
-        return largest
+        largest_by_name: dict[str | None, float] = {}
+        for seed in _ROUNDING_SEEDS:
+            for name, difference in _differences(
+                self.evaluate(batch, seed), Parts.of(reference)
+            ).items():
+                largest_by_name[name] = max(largest_by_name.get(name, 0.0), difference)
+        return largest_by_name
 
 
-def _accumulated(
+def _accumulated_gradients(
     loss: torch.Tensor, tensors: Sequence[torch.Tensor], module: torch.nn.Module
 ) -> list[torch.Tensor | None]:
-    leaves = list({id(each): each for each in (*tensors, *module.parameters())}.values())
-    before = [each.grad for each in leaves]
+    leaves = list({id(leaf): leaf for leaf in (*tensors, *module.parameters())}.values())
+    saved_gradients = [leaf.grad for leaf in leaves]
     try:
-        for each in leaves:
-            each.grad = None
+        for leaf in leaves:
+            leaf.grad = None
         loss.backward()  # type: ignore[no-untyped-call]
-        return [each.grad for each in tensors]
+        return [leaf.grad for leaf in tensors]
     finally:
-        for each, gradient in zip(leaves, before, strict=True):
-            each.grad = gradient
+        for leaf, gradient in zip(leaves, saved_gradients, strict=True):
+            leaf.grad = gradient
 
 
-def _largest(values: torch.Tensor) -> float:
+def _max_magnitude(values: torch.Tensor) -> float:
     return float(values.abs().max())
 
 
-def _differences(together: Evaluation, parts: Parts) -> dict[str | None, float]:
+def _differences(evaluation: Evaluation, parts: Parts) -> dict[str | None, float]:
     """Return the largest difference in the loss (key None) and in each gradient."""
     differences: dict[str | None, float] = {
-        None: abs(math.fsum([together.loss, *(-each for each in parts.losses)]))
+        None: abs(math.fsum([evaluation.loss, *(-part_loss for part_loss in parts.losses)]))
     }
-    for name in {**together.gradients, **parts.gradients}:
-        whole_gradient, parts_gradient = together.gradients.get(name), parts.gradients.get(name)
-        if whole_gradient is None or parts_gradient is None:
-            present = whole_gradient if parts_gradient is None else parts_gradient
-            assert present is not None
-            differences[name] = _largest(present)
+    for name in {**evaluation.gradients, **parts.gradients}:
+        batch_gradient, parts_gradient = evaluation.gradients.get(name), parts.gradients.get(name)
+        if batch_gradient is None or parts_gradient is None:
+            only_gradient = batch_gradient if parts_gradient is None else parts_gradient
+            assert only_gradient is not None
+            differences[name] = _max_magnitude(only_gradient)
         else:
-            differences[name] = _largest(whole_gradient - parts_gradient)
+            differences[name] = _max_magnitude(batch_gradient - parts_gradient)
     return differences
 
 
-def _rounding(together: Evaluation, parts: Parts) -> dict[str | None, float]:
+def _rounding(evaluation: Evaluation, parts: Parts) -> dict[str | None, float]:
     """Return the smallest tolerance for sums of these sizes."""
-    spacing = _SPACINGS * max(together.epsilon, parts.epsilon)
+    spacing = _SPACINGS * max(evaluation.epsilon, parts.epsilon)
     sizes = dict(parts.sizes)
-    for name, size in together.sizes.items():
+    for name, size in evaluation.sizes.items():
         sizes[name] = sizes.get(name, 0.0) + size
-    # A gradient that is pure rounding has the size of what cancels, which exceeds its own.
-    largest = max(sizes.values(), default=0.0)
-    losses = abs(together.loss) + sum(map(abs, parts.losses))
-    return {None: spacing * losses, **{n: spacing * (s + largest) for n, s in sizes.items()}}
+    # A gradient that is pure rounding error is as large as the terms that cancel.
+    largest_size = max(sizes.values(), default=0.0)
+    losses = abs(evaluation.loss) + sum(map(abs, parts.losses))
+    return {
+        None: spacing * losses,
+        **{
+            tensor_name: spacing * (tensor_size + largest_size)
+            for tensor_name, tensor_size in sizes.items()
+        },
+    }
 
 
-def measured(measure: Callable[[], T]) -> T:
+def call_under_no_grad(measure: Callable[[], T]) -> T:
     """Call `measure` under no_grad, or with gradients if the loss itself differentiates.
 
     A gradient penalty, a force or a PDE residual is a derivative with respect to inputs.
@@ -287,13 +323,13 @@ def measured(measure: Callable[[], T]) -> T:
 
 
 def refuse_unlike_halves(
-    trial: LossTrial, whole: Arrays, halves: Sequence[Arrays], samples: int
+    trial: LossTrial, batch: Arrays, halves: Sequence[Arrays], samples: int
 ) -> None:
     """Refuse a loss that does not add up over samples.
 
     Args:
         trial: Computes the loss.
-        whole: A batch.
+        batch: A batch.
         halves: The batch's two halves.
         samples: Number of samples in the batch.
 
@@ -301,14 +337,14 @@ def refuse_unlike_halves(
         SamestepError: The losses differ by more than rounding.
     """
     try:
-        apart = trial.apart(whole, Parts.of(*map(trial.of, halves)))
+        discrepancy = trial.find_discrepancy(batch, Parts.of(*map(trial.evaluate, halves)))
     except TooManyDrawsError:
         return
-    if apart is not None:
+    if discrepancy is not None:
         raise SamestepError(
-            f"expected a loss summed over samples, but {samples} samples give {apart.whole:g} and "
-            f"their halves {sum(apart.parts):g}; a mean, a contrastive or a balancing loss cannot "
-            f"be split: {WHOLE_MICROBATCH}"
+            f"expected a loss summed over samples, got {discrepancy.batch_loss:g} for {samples} "
+            f"samples and {sum(discrepancy.part_losses):g} for their halves; a mean, a contrastive "
+            f"or a balancing loss cannot be split: {WHOLE_MICROBATCH}"
         )
 
 
@@ -320,20 +356,20 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
         seed: The seed.
         device: An accelerator whose generator is seeded as well.
     """
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-    on_device: Any = None
+    saved_states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    device_module: Any = None
     if device is not None and device.type != "cpu":
-        on_device = torch.get_device_module(device)
-        state = on_device.get_rng_state(device)
-        on_device.manual_seed(seed)
+        device_module = torch.get_device_module(device)
+        state = device_module.get_rng_state(device)
+        device_module.manual_seed(seed)
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002  (the global generator is what collators draw from)
     random.seed(seed)
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])  # noqa: NPY002
-        random.setstate(before[2])
-        if on_device is not None:
-            on_device.set_rng_state(state, device)
+        torch.set_rng_state(saved_states[0])
+        np.random.set_state(saved_states[1])  # noqa: NPY002
+        random.setstate(saved_states[2])
+        if device_module is not None:
+            device_module.set_rng_state(state, device)

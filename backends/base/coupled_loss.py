@@ -55,13 +55,15 @@ def is_carried_gradient(name: str) -> bool:
 
 def embedded_of(coupled: CoupledLoss, module: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Compute the fields of a microbatch, embeddings in float32."""
-    own = {n: a for n, a in arrays.items() if not is_carried_gradient(n)}
-    fields = dict(coupled.embed(module, own))
-    for each in coupled.layout.fields:
-        if each.name not in fields:
-            raise DataError(f"embed: expected {each.name!r} for every batch, got {sorted(fields)}")
-        if fields[each.name].is_floating_point():
-            fields[each.name] = fields[each.name].float()
+    inputs = {name: array for name, array in arrays.items() if not is_carried_gradient(name)}
+    fields = dict(coupled.embed(module, inputs))
+    for field_spec in coupled.layout.fields:
+        if field_spec.name not in fields:
+            raise DataError(
+                f"embed: expected {field_spec.name!r} for every batch, got {sorted(fields)}"
+            )
+        if fields[field_spec.name].is_floating_point():
+            fields[field_spec.name] = fields[field_spec.name].float()
     return fields
 
 
@@ -79,11 +81,11 @@ def backward_loss(
     if any(name.startswith(EMBEDDING_GRADIENT) for name in arrays):
         observe(fields)
     total = torch.zeros((), device=fields[coupled.layout.fields[0].name].device)
-    for each in coupled.layout.fields:
-        if each.dtype != "float32":
+    for field_spec in coupled.layout.fields:
+        if field_spec.dtype != "float32":
             continue
-        embeddings = fields[each.name]
-        gradient = arrays.get(EMBEDDING_GRADIENT + each.name)
+        embeddings = fields[field_spec.name]
+        gradient = arrays.get(EMBEDDING_GRADIENT + field_spec.name)
         total = (
             total
             + (_placeholder_loss(embeddings) if gradient is None else embeddings * gradient).sum()
@@ -112,7 +114,7 @@ def _placeholder_loss(embeddings: torch.Tensor) -> torch.Tensor:
 
 def rows_of(coupled: CoupledLoss, fields: Mapping[str, Any]) -> Rows:
     """Return a microbatch's fields as rows on the host."""
-    names = [each.name for each in coupled.layout.fields]
+    names = [field_spec.name for field_spec in coupled.layout.fields]
     host = {name: fields[name].detach().cpu().numpy() for name in names}
     return join_fields(coupled.layout, host)
 
@@ -135,9 +137,9 @@ def step_loss(
         for name, values in split_fields(coupled.layout, rows).items()
     }
     embeddings = {
-        each.name: fields[each.name].requires_grad_()
-        for each in coupled.layout.fields
-        if each.dtype == "float32"
+        field_spec.name: fields[field_spec.name].requires_grad_()
+        for field_spec in coupled.layout.fields
+        if field_spec.dtype == "float32"
     }
     losses = coupled.loss(module, changeable(fields))
     check_losses(losses, samples)
@@ -145,15 +147,18 @@ def step_loss(
     gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
         losses.float().sum(), targets, allow_unused=True
     )
-    by_target = [None if each is None else each.detach().cpu().numpy() for each in gradients]
+    by_target = [
+        None if field_spec is None else field_spec.detach().cpu().numpy()
+        for field_spec in gradients
+    ]
     of_embeddings = {
         name: np.zeros(tuple(values.shape), np.float32) if gradient is None else gradient
         for (name, values), gradient in zip(embeddings.items(), by_target, strict=False)
     }
-    rest = by_target[len(embeddings) :]
+    loss_gradients = by_target[len(embeddings) :]
     of_parameters = {
         name: gradient
-        for name, gradient in zip(parameters, rest, strict=True)
+        for name, gradient in zip(parameters, loss_gradients, strict=True)
         if gradient is not None
     }
     return StepLoss(losses.detach().float().cpu().numpy(), of_embeddings, of_parameters)

@@ -1,4 +1,4 @@
-"""Tell a device's errors, which concern this machine alone, from a model's."""
+"""Distinguish a device's errors, which concern this machine alone, from a model's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def has_failed(error: BaseException) -> bool:
 
 
 def is_bad_index(error: BaseException) -> bool:
-    """Whether a kernel was given an index outside its table; the device has failed, too."""
+    """Whether a kernel got an index outside its table, which also makes the device fail."""
     return isinstance(error, RuntimeError) and "device-side assert" in str(error)
 
 
@@ -79,6 +79,6 @@ def why_not_repeatable(error: BaseException) -> str:
 
 
 def concerns_device(error: BaseException) -> bool:
-    """Whether another machine might compute what raised this."""
+    """Whether another machine might compute what raised the error."""
     is_devices = is_out_of_memory(error) or has_failed(error)
     return (is_devices and not is_bad_index(error)) or bool(why_not_repeatable(error))

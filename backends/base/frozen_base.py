@@ -20,18 +20,18 @@ from protocol.spec.sections.model import BaseDtype
 
 def frozen_base(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the weights that may be stored in fewer bits, named as in `named_parameters`."""
-    elsewhere = {
+    embedding_ids = {
         id(parameter)
         for layer in module.modules()
         if not isinstance(layer, torch.nn.Linear)
         for parameter in layer.parameters(recurse=False)
     }
     linear = {id(layer.weight) for layer in module.modules() if isinstance(layer, torch.nn.Linear)}
-    stacks = {id(each) for layer in expert_layers(module) for each in layer.parameters()}
+    stacks = {id(stack) for layer in expert_layers(module) for stack in layer.parameters()}
     return {
         name: parameter
         for name, parameter in module.named_parameters()
-        if id(parameter) in (linear - elsewhere) | stacks
+        if id(parameter) in (linear - embedding_ids) | stacks
         and not parameter.requires_grad
         and group_of(parameter.shape[-1])
     }
@@ -48,11 +48,11 @@ def _has_stacks(layer: Any) -> bool:
         return False
     if getattr(layer, "has_post_expert_norm", True) or not hasattr(layer, "_apply_gate"):
         return False
-    first = "gate_up_proj" if layer.has_gate else "up_proj"
+    first_name = "gate_up_proj" if layer.has_gate else "up_proj"
     stacks = dict(layer.named_parameters())
-    return stacks.keys() == {first, "down_proj"} and all(
-        each.dim() == 3 and not each.requires_grad and group_of(each.shape[-1])
-        for each in stacks.values()
+    return stacks.keys() == {first_name, "down_proj"} and all(
+        stack.dim() == 3 and not stack.requires_grad and group_of(stack.shape[-1])
+        for stack in stacks.values()
     )
 
 
@@ -66,9 +66,9 @@ def widen(module: torch.nn.Module, but: Collection[torch.nn.Parameter] = ()) -> 
     stays = {id(parameter) for parameter in but}
     for parameter in module.parameters():
         if parameter.dtype in (torch.bfloat16, torch.float16) and id(parameter) not in stays:
-            half = parameter.data
-            parameter.data = half.float()
-            release_pages(half)
+            half_values = parameter.data
+            parameter.data = half_values.float()
+            release_pages(half_values)
 
 
 def round_frozen_base(module: torch.nn.Module, base_dtype: BaseDtype) -> None:
@@ -79,6 +79,6 @@ def round_frozen_base(module: torch.nn.Module, base_dtype: BaseDtype) -> None:
     widen(module)
     for parameter in frozen_base(module).values():
         matrix = parameter.detach().flatten(0, -2)
-        narrow = quantize(matrix.cpu().float().numpy(), storage)
+        stored = quantize(matrix.cpu().float().numpy(), storage)
         with torch.no_grad():
-            parameter.copy_(torch.from_numpy(dequantize(narrow)).view_as(parameter))
+            parameter.copy_(torch.from_numpy(dequantize(stored)).view_as(parameter))

@@ -28,12 +28,13 @@ class InnerState:
     Attributes:
         parameters: One flat array per block.
         moments: The same for each moment of the optimizer.
-        missed: By block, the updates that each tensor has missed (`Replica.missed`); empty if none.
+        missed_updates: By block, the updates that each tensor has missed (`Replica.missed`); empty
+            if none.
     """
 
     parameters: list[Array]
     moments: list[list[Array]]
-    missed: list[Array] = field(default_factory=list)
+    missed_updates: list[Array] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +102,13 @@ class HostInnerSteps:
     def begin(self, state: InnerState) -> None:
         """See `InnerSteps`."""
         for values, part in zip([state.parameters, *state.moments], self._arrays(), strict=True):
-            for own, given in zip(part, values, strict=True):
-                np.copyto(own, given)
+            for own_values, new_values in zip(part, values, strict=True):
+                np.copyto(own_values, new_values)
         self._replica.clear_missed()
-        for own, given in zip(self._replica.missed, state.missed, strict=bool(state.missed)):
-            np.copyto(own, given)
+        for own_values, new_values in zip(
+            self._replica.missed, state.missed_updates, strict=bool(state.missed_updates)
+        ):
+            np.copyto(own_values, new_values)
         self._program.load(self._replica.parameters)
 
     def step(
@@ -140,9 +143,11 @@ class HostInnerSteps:
 
     def state(self) -> InnerState:
         """See `InnerSteps`."""
-        parameters, *moments = [[a.copy() for a in arrays] for arrays in self._arrays()]
-        missed = [c.copy() for c in self._replica.missed] if self._replica.has_missed else []
-        return InnerState(parameters, moments, missed)
+        parameters, *moments = [[array.copy() for array in arrays] for arrays in self._arrays()]
+        missed_updates = (
+            [counts.copy() for counts in self._replica.missed] if self._replica.has_missed else []
+        )
+        return InnerState(parameters, moments, missed_updates)
 
     def parameters(self) -> list[Array]:
         """See `InnerSteps`."""

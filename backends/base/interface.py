@@ -156,8 +156,8 @@ class Trainable:
         base_dtype: Storage type of frozen weights; see `backends.base.frozen_base`.
         arithmetic: By whose rules it is computed; where it is canonical, that and the results of a
             probe decide the bits, and nothing of `Backend.numerics_profile`.
-        given_back: The module is used after the run, so the host keeps its frozen weights, too.
-        in_evaluation: Names of the module's parts that the loss puts into evaluation mode.
+        keeps_module: The module is used after the run, so the host keeps its frozen weights, too.
+        evaluation_parts: Names of the module's parts that the loss puts into evaluation mode.
     """
 
     blocks: tuple[Block, ...]
@@ -172,8 +172,8 @@ class Trainable:
     precision: ComputePrecision = "float32"
     base_dtype: BaseDtype = "float32"
     arithmetic: ArithmeticSpec = NATIVE
-    given_back: bool = False
-    in_evaluation: frozenset[str] = frozenset()
+    keeps_module: bool = False
+    evaluation_parts: frozenset[str] = frozenset()
 
 
 Leaf = tuple[Batch, int]
@@ -329,7 +329,7 @@ class Backend(Protocol):
 
     @property
     def info(self) -> DeviceInfo:
-        """Which device this is."""
+        """The device's description."""
 
     def numerics_profile(self, threads: int) -> Mapping[str, str]:
         """What decides the bits of a gradient here: device kind, library versions, driver, threads,
@@ -339,7 +339,7 @@ class Backend(Protocol):
         self,
         trainable: Trainable,
         example: Batch,
-        others: Sequence[Batch] = (),
+        other_batches: Sequence[Batch] = (),
         evaluations: Sequence[Batch] = (),
     ) -> Program:
         """Compile a task for the device.
@@ -347,7 +347,7 @@ class Backend(Protocol):
         Args:
             trainable: The task.
             example: A microbatch.
-            others: Microbatches of other shapes, so that compiling and refusing happen now.
+            other_batches: Microbatches of other shapes, so that compiling and refusing happen now.
             evaluations: Evaluation parts, one of each shape.
 
         Raises:

@@ -39,24 +39,26 @@ def quantize_tensor(weight: torch.Tensor, storage: Storage) -> Quantized:
     scales = np.empty(rows * columns // group if group else 0, np.float32)
     words = np.empty(stored_bytes(rows, columns, storage) // 4 - len(scales), np.uint32)
     # No group reaches beyond a row, so parts of rows have the bits of the whole.
-    at_once = max(1, _ELEMENTS_AT_ONCE // columns)
+    rows_per_part = max(1, _ELEMENTS_AT_ONCE // columns)
 
-    def store(first: int) -> Storage:
-        some = weight[first : first + at_once]
-        part = quantize(some.cpu().float().numpy(), storage)
-        words[first * len(words) // rows :][: len(part.words)] = part.words
-        scales[first * len(scales) // rows :][: len(part.scales)] = part.scales
+    def store(start: int) -> Storage:
+        rows_of_part = weight[start : start + rows_per_part]
+        part = quantize(rows_of_part.cpu().float().numpy(), storage)
+        words[start * len(words) // rows :][: len(part.words)] = part.words
+        scales[start * len(scales) // rows :][: len(part.scales)] = part.scales
         return part.storage
 
-    firsts = range(0, rows, at_once)
-    threads = min(_MOST_THREADS, usable_cores(), len(firsts))
+    starts = range(0, rows, rows_per_part)
+    threads = min(_MOST_THREADS, usable_cores(), len(starts))
     if threads > 1:
         with ThreadPoolExecutor(threads) as pool:
-            held = [*pool.map(store, firsts)]
+            part_scales = [*pool.map(store, starts)]
     else:
-        held = [store(first) for first in firsts]
+        part_scales = [store(part_start) for part_start in starts]
     release_pages(weight)
-    return Quantized(held[0] if held else storage, rows, columns, words, scales, group)
+    return Quantized(
+        part_scales[0] if part_scales else storage, rows, columns, words, scales, group
+    )
 
 
 def release_pages(tensor: torch.Tensor) -> None:

@@ -135,20 +135,20 @@ def _first_outside(
 ) -> Outside | None:
     if indices.is_floating_point():  # probabilities of classes
         return None
-    wrong = (indices < 0) | (indices >= rows)
+    is_outside = (indices < 0) | (indices >= rows)
     if ignored is not None:
-        wrong &= indices != ignored
-    if not wrong.any():
+        is_outside &= indices != ignored
+    if not is_outside.any():
         return None
-    value, name = int(indices[wrong][0]), _name_of(indices, arrays)
-    position: list[int] = wrong.nonzero()[0].tolist()
-    whole = name is not None and arrays[name].shape == indices.shape
-    at = f" at {position}" if whole and position else ""
+    value, name = int(indices[is_outside][0]), _name_of(indices, arrays)
+    position: list[int] = is_outside.nonzero()[0].tolist()
+    is_whole_array = name is not None and arrays[name].shape == indices.shape
+    position_text = f" at {position}" if is_whole_array and position else ""
     text = (
-        f"{'an index is' if name is None else f'input {name!r} has'} {value}{at}, which the model, "
-        f"or its loss, looks up in {rows} rows: expected 0 to {rows - 1}"
+        f"{'an index is' if name is None else f'input {name!r} has'} {value}{position_text}, which "
+        f"the model, or its loss, looks up in {rows} rows: expected 0 to {rows - 1}"
     )
-    return Outside(text, position[0] if whole and position else None)
+    return Outside(text, position[0] if is_whole_array and position else None)
 
 
 def _name_of(indices: torch.Tensor, arrays: Mapping[str, torch.Tensor]) -> str | None:

@@ -52,12 +52,12 @@ BITS: Final[dict[Storage, int]] = {
     "f32": 32, "bf16": 16, "f16": 16, "int8": 8, "q8_0": 8, "int4": 4, "nf4": 4, "q4_0": 4,
 }  # fmt: skip
 
-_BETWEEN_NF4: Final = (NF4[1:] + NF4[:-1]) / np.float32(2)
+_NF4_BOUNDARIES: Final = (NF4[1:] + NF4[:-1]) / np.float32(2)
 _LEAST_FLOAT16: Final = np.float32(2.0**-25)
 """Smaller magnitudes round to zero in float16."""
-_OF_GGUF: Final = ("q8_0", "q4_0")
-_GROUP_OF_GGUF: Final = 32
-_LARGEST: Final[dict[Storage, int]] = {"int8": 127, "int4": 7}
+_GGUF_STORAGE: Final = ("q8_0", "q4_0")
+_GGUF_GROUP: Final = 32
+_LARGEST_CODES: Final[dict[Storage, int]] = {"int8": 127, "int4": 7}
 _SMALLEST_GROUP: Final = 8
 
 
@@ -94,7 +94,7 @@ class Quantized:
 
 def group_of(columns: int, storage: Storage = "int4") -> int:
     """Return the largest power of two that divides a row, at most 64 (GGUF: 32); 0 if below 8."""
-    group = _GROUP_OF_GGUF if storage in _OF_GGUF else GROUP
+    group = _GGUF_GROUP if storage in _GGUF_STORAGE else GROUP
     while columns % group:
         group //= 2
     return group if group >= _SMALLEST_GROUP else 0
@@ -115,42 +115,44 @@ def quantize(values: Array, storage: Storage) -> Quantized:
     assert group, f"expected a multiple of {_SMALLEST_GROUP} columns, got {columns}"
     if not np.isfinite(values).all():
         raise DataError(f"expected finite weights to store in {storage}, got inf or nan")
-    none = np.zeros(0, np.float32)
+    no_scales = np.zeros(0, np.float32)
     if storage in {"bf16", "f16"}:
-        half = _bfloat16(values) if storage == "bf16" else _float16(values)
-        return Quantized(storage, rows, columns, half.reshape(-1).view(np.uint32), none, 0)
+        half_bits = _bfloat16(values) if storage == "bf16" else _float16(values)
+        return Quantized(
+            storage, rows, columns, half_bits.reshape(-1).view(np.uint32), no_scales, 0
+        )
     grouped = values.reshape(-1, group)
     if storage == "q8_0":
-        whole, scales = _as_q8_0(grouped)
+        codes, scales = _as_q8_0(grouped)
     elif storage == "q4_0":
-        whole, scales = _as_q4_0(grouped)
+        codes, scales = _as_q4_0(grouped)
     elif storage == "nf4":
-        whole, scales = _as_nf4(grouped)
+        codes, scales = _as_nf4(grouped)
     else:
-        whole, scales = _as_whole(grouped, _LARGEST[storage])
+        codes, scales = _as_symmetric(grouped, _LARGEST_CODES[storage])
     if BITS[storage] == 8:
-        words = np.ascontiguousarray(whole).reshape(-1).view(np.uint32)
+        words = np.ascontiguousarray(codes).reshape(-1).view(np.uint32)
         return Quantized("int8", rows, columns, words, scales, group)
     storage_kind: Storage = "nf4" if storage == "nf4" else "int4"
-    return Quantized(storage_kind, rows, columns, _nibbles(whole), scales, group)
+    return Quantized(storage_kind, rows, columns, _nibbles(codes), scales, group)
 
 
 _Numbers = tuple[NDArray[np.int8], Array]
 """(groups, group), and the scale of each group."""
 
 
-def _as_whole(grouped: Array, largest: int) -> _Numbers:
-    scales = (np.abs(grouped).max(axis=1) / np.float32(largest)).astype(np.float32)
+def _as_symmetric(grouped: Array, largest_code: int) -> _Numbers:
+    scales = (np.abs(grouped).max(axis=1) / np.float32(largest_code)).astype(np.float32)
     # A group of zeros, or of values too small for a scale, is all zeros.
     divisors = np.where(scales > 0, scales, np.float32(1))[:, None]
-    return np.clip(np.rint(grouped / divisors), -largest, largest).astype(np.int8), scales
+    return np.clip(np.rint(grouped / divisors), -largest_code, largest_code).astype(np.int8), scales
 
 
 def _as_nf4(grouped: Array) -> _Numbers:
     """Return codes minus 8, like the other 4-bit types."""
     scales = np.abs(grouped).max(axis=1)
     divisors = np.where(scales > 0, scales, np.float32(1))[:, None]
-    codes = np.searchsorted(_BETWEEN_NF4, grouped / divisors)
+    codes = np.searchsorted(_NF4_BOUNDARIES, grouped / divisors)
     return (codes - 8).astype(np.int8), scales
 
 
@@ -158,15 +160,15 @@ def _as_q8_0(grouped: Array) -> _Numbers:
     """Round halves away from zero, like `gguf.quants`."""
     scales = np.abs(grouped).max(axis=1) / np.float32(127)
     scaled = grouped * _inverse(scales)
-    floored = np.floor(np.abs(scaled))
-    away = floored + np.floor(np.float32(2) * (np.abs(scaled) - floored))
-    return (np.sign(scaled) * away).astype(np.int8), _half_scales(scales)
+    floor = np.floor(np.abs(scaled))
+    rounded_away = floor + np.floor(np.float32(2) * (np.abs(scaled) - floor))
+    return (np.sign(scaled) * rounded_away).astype(np.int8), _half_scales(scales)
 
 
 def _as_q4_0(grouped: Array) -> _Numbers:
     """Map the largest magnitude to -8, whatever its sign, like `gguf.quants`."""
-    at = np.abs(grouped).argmax(axis=1)[:, None]
-    scales = (np.take_along_axis(grouped, at, axis=1) / np.float32(-8))[:, 0]
+    positions = np.abs(grouped).argmax(axis=1)[:, None]
+    scales = (np.take_along_axis(grouped, positions, axis=1) / np.float32(-8))[:, 0]
     scaled = np.trunc(grouped.astype(np.float64) * _inverse(scales).astype(np.float64) + 8.5)
     return (scaled.clip(0, 15) - 8).astype(np.int8), _half_scales(scales)
 
@@ -182,8 +184,8 @@ def _half_scales(scales: Array) -> Array:
     return _float16(scales).view(np.float16).astype(np.float32)
 
 
-def _nibbles(whole: NDArray[np.int8]) -> NDArray[np.uint32]:
-    nibbles = (whole + np.int8(8)).astype(np.uint32).reshape(-1, 8)
+def _nibbles(codes: NDArray[np.int8]) -> NDArray[np.uint32]:
+    nibbles = (codes + np.int8(8)).astype(np.uint32).reshape(-1, 8)
     words = np.zeros(len(nibbles), np.uint32)
     for position in range(8):
         words |= nibbles[:, position] << np.uint32(4 * position)
@@ -199,13 +201,13 @@ def dequantize(stored: Quantized) -> Array:
     if stored.storage == "f16":
         return stored.words.view(np.float16).astype(np.float32).reshape(shape)
     if stored.storage == "int8":
-        whole = stored.words.view(np.int8).astype(np.float32)
+        integers = stored.words.view(np.int8).astype(np.float32)
     else:
         shifts = np.arange(8, dtype=np.uint32) * np.uint32(4)
         nibbles = ((stored.words[:, None] >> shifts) & np.uint32(15)).reshape(-1)
         nf4 = stored.storage == "nf4"
-        whole = NF4[nibbles] if nf4 else nibbles.astype(np.float32) - np.float32(8)
-    grouped = whole.reshape(-1, stored.group) * stored.scales[:, None]
+        integers = NF4[nibbles] if nf4 else nibbles.astype(np.float32) - np.float32(8)
+    grouped = integers.reshape(-1, stored.group) * stored.scales[:, None]
     return grouped.astype(np.float32, copy=False).reshape(shape)
 
 
@@ -219,13 +221,13 @@ def stored_bytes(rows: int, columns: int, storage: Storage) -> int:
 def _bfloat16(values: Array) -> NDArray[np.uint16]:
     """Round to nearest, ties to even; values are finite."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-    if (rounded & np.uint32(0x7F80) == np.uint32(0x7F80)).any():
+    lowest_bit = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded_bits = (bits + np.uint32(0x7FFF) + lowest_bit) >> np.uint32(16)
+    if (rounded_bits & np.uint32(0x7F80) == np.uint32(0x7F80)).any():
         raise DataError(
             "expected weights within the range of bfloat16, got larger ones; use float32 or int8"
         )
-    return rounded.astype(np.uint16)
+    return rounded_bits.astype(np.uint16)
 
 
 def _float16(values: Array) -> NDArray[np.uint16]:

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 LEVELS: Final = (0.6, 0.93, 0.06)
 """Quantiles that replace draws: the usual one, and one near each end for masks."""
 
-_DRAWS: Final = 4096
-"""Most draws of one computation: a rejection sampler with steady draws would never end."""
+_MAX_DRAWS: Final = 4096
+"""Limit on draws of one computation: a rejection sampler with steady draws would never end."""
 
-_ROUNDING: Final = frozenset({
+_ROUNDING_OPERATORS: Final = frozenset({
     "mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm", "_addmm_activation",
     "convolution", "convolution_backward", "_convolution", "mkldnn_rnn_layer", "_cudnn_rnn",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
@@ -47,14 +47,14 @@ _ROUNDING: Final = frozenset({
 })  # fmt: skip
 """Operators that round in an order, or with a kernel, that may depend on sizes."""
 
-_NEVER_TAGGED: Final = frozenset({
+_UNTAGGED_OPERATORS: Final = frozenset({
     "random_", "random", "binomial", "_sample_dirichlet", "normal_functional",
 })  # fmt: skip
 """Random operators that torch does not tag as such."""
 
 
 class TooManyDrawsError(Exception):
-    """The computation draws more often than `_DRAWS`."""
+    """The computation draws more often than `_MAX_DRAWS`."""
 
 
 class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -65,16 +65,16 @@ class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         jitter: Seed of changes to the last bit of rounded results; None for no changes.
 
     Attributes:
-        drew: Whether anything was drawn.
-        undecided: Whether some draws cannot be made steady, so that two computations may differ
-            because of them.
+        has_draws: Whether anything was drawn.
+        has_undecided_draws: Whether some draws cannot be made steady, so that two computations may
+            differ because of them.
         epsilon: Machine epsilon of the narrowest floating type of a result.
     """
 
     def __init__(self, level: float, jitter: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.drew = False
-        self.undecided = False
+        self.has_draws = False
+        self.has_undecided_draws = False
         self.epsilon = float(torch.finfo(torch.float64).eps)
         self._level = level
         self._draws = 0
@@ -89,60 +89,66 @@ class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     def __enter__(self) -> Self:
         """See torch's."""
-        self._saved_states = _foreign_generators()
+        self._saved_states = _other_generator_states()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         """See torch's."""
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        if _foreign_generators() != self._saved_states:
-            self.undecided = True
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        if _other_generator_states() != self._saved_states:
+            self.has_undecided_draws = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See torch's."""
         del types
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if torch.Tag.nondeterministic_seeded in func.tags or name in _NEVER_TAGGED:
-            result = self._steady(name, func, args, kwargs or {}, result)
+        if torch.Tag.nondeterministic_seeded in func.tags or name in _UNTAGGED_OPERATORS:
+            result = self._replace_draws(name, func, args, kwargs or {}, result)
         results = result if isinstance(result, tuple | list) else (result,)
-        for each in results:
-            if isinstance(each, torch.Tensor) and each.is_floating_point():
-                self.epsilon = max(self.epsilon, float(torch.finfo(each.dtype).eps))
-        if self._jitter is None or name not in _ROUNDING or _schema(func).is_mutable:
+        for output in results:
+            if isinstance(output, torch.Tensor) and output.is_floating_point():
+                self.epsilon = max(self.epsilon, float(torch.finfo(output.dtype).eps))
+        if self._jitter is None or name not in _ROUNDING_OPERATORS or _schema(func).is_mutable:
             return result
         if isinstance(result, tuple):
-            return tuple(map(self._rounded_otherwise, result))
-        return self._rounded_otherwise(result)
+            return tuple(map(self._jitter_rounding, result))
+        return self._jitter_rounding(result)
 
-    def _steady(
+    def _replace_draws(
         self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> Any:
         arguments = _schema(func).arguments
         arguments_by_name = {
-            each.name: each.default_value for each in arguments if each.has_default_value()
+            argument.name: argument.default_value
+            for argument in arguments
+            if argument.has_default_value()
         }
         arguments_by_name |= {
-            each.name: value for each, value in zip(arguments, args, strict=False)
+            argument.name: value for argument, value in zip(arguments, args, strict=False)
         }
         arguments_by_name |= kwargs
         name = name.removesuffix("_functional")
-        steady = _STEADY.get(name.removesuffix("_") or name)
+        value_of = _STEADY_VALUES.get(name.removesuffix("_") or name)
         if name == "native_dropout":
             return self._dropout(arguments_by_name, result)
-        if steady is None:
+        if value_of is None:
             # Fused attention and recurrent layers draw internally, if they have dropout.
-            drops = [
-                arguments_by_name[each]
-                for each in ("dropout_p", "dropout", "p")
-                if each in arguments_by_name
+            dropout_rates = [
+                arguments_by_name[argument]
+                for argument in ("dropout_p", "dropout", "p")
+                if argument in arguments_by_name
             ]
-            self.undecided |= any(drops) if drops else bool(arguments_by_name.get("training", True))
+            self.has_undecided_draws |= (
+                any(dropout_rates)
+                if dropout_rates
+                else bool(arguments_by_name.get("training", True))
+            )
             return result
         self._count()
-        out = result[0] if isinstance(result, tuple) else result
-        value = steady(self._level, arguments_by_name, out)
-        out.copy_(value) if isinstance(value, torch.Tensor) else out.fill_(value)
+        output = result[0] if isinstance(result, tuple) else result
+        value = value_of(self._level, arguments_by_name, output)
+        output.copy_(value) if isinstance(value, torch.Tensor) else output.fill_(value)
         return result
 
     def _dropout(self, arguments_by_name: Mapping[str, Any], result: Any) -> Any:
@@ -155,12 +161,12 @@ class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return arguments_by_name["input"] * scale, torch.full_like(result[1], mask)
 
     def _count(self) -> None:
-        self.drew = True
+        self.has_draws = True
         self._draws += 1
-        if self._draws > _DRAWS:
+        if self._draws > _MAX_DRAWS:
             raise TooManyDrawsError
 
-    def _rounded_otherwise(self, value: Any) -> Any:
+    def _jitter_rounding(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.is_sparse:
             return value
         device = value.device
@@ -178,7 +184,7 @@ def _schema(func: Any) -> Any:
     return func._schema  # noqa: SLF001 -- torch has no public name for it
 
 
-def _foreign_generators() -> tuple[Any, Any]:
+def _other_generator_states() -> tuple[Any, Any]:
     kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 -- the global one
     return (kind, np.asarray(keys).tobytes(), position, has_gauss, cached), random.getstate()
 
@@ -187,12 +193,12 @@ def _normal(level: float, mean: Any, deviation: Any) -> Any:
     return mean + NormalDist().inv_cdf(level) * deviation
 
 
-def _of_normal(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
+def _normal_value(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
     del out
     return _normal(level, arguments_by_name.get("mean", 0.0), arguments_by_name.get("std", 1.0))
 
 
-def _of_whole(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
+def _integer_value(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
     low, high = (
         arguments_by_name.get("low", arguments_by_name.get("from")) or 0,
         arguments_by_name.get("high", arguments_by_name.get("to")),
@@ -202,55 +208,57 @@ def _of_whole(level: float, arguments_by_name: Mapping[str, Any], out: torch.Ten
     return low + (high - low) * level // 1
 
 
-def _of_bernoulli(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
+def _bernoulli_value(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
     p = arguments_by_name.get("p", arguments_by_name.get("self"))
     return (1 - level < p).to(out.dtype) if isinstance(p, torch.Tensor) else float(1 - level < p)
 
 
-def _of_multinomial(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
+def _multinomial_value(
+    level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor
+) -> Any:
     # On the host: cards add `cumsum` in no fixed order, and some have no float64.
     weights: torch.Tensor = arguments_by_name["self"].detach().cpu().double()
     count = out.shape[-1]
     if count > 1 and not arguments_by_name.get("replacement", False):
         return weights.topk(count, dim=-1).indices
-    reached = weights.cumsum(-1) > level * weights.sum(-1, keepdim=True)
-    return reached.long().argmax(-1, keepdim=True).expand(out.shape)
+    is_reached = weights.cumsum(-1) > level * weights.sum(-1, keepdim=True)
+    return is_reached.long().argmax(-1, keepdim=True).expand(out.shape)
 
 
-def _of_gamma(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
+def _gamma_value(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
     del out
     shape: torch.Tensor = arguments_by_name["self"]
     return shape * math.exp(NormalDist().inv_cdf(level) / 4)
 
 
-def _of_poisson(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
+def _poisson_value(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
     del out
     rate: torch.Tensor = arguments_by_name["self"]
     return _normal(level, rate, rate.sqrt()).clamp_min(0).floor()
 
 
-_Steady = Callable[[float, Mapping[str, Any], torch.Tensor], Any]
+_SteadyValue = Callable[[float, Mapping[str, Any], torch.Tensor], Any]
 
-_STEADY: Final[Mapping[str, _Steady]] = {
+_STEADY_VALUES: Final[Mapping[str, _SteadyValue]] = {
     "rand": lambda u, *_: u,
     "rand_like": lambda u, *_: u,
     "uniform": lambda u, a, _: a["from"] + u * (a["to"] - a["from"]),
     "randn": lambda u, *_: _normal(u, 0.0, 1.0),
     "randn_like": lambda u, *_: _normal(u, 0.0, 1.0),
-    "normal": _of_normal,
+    "normal": _normal_value,
     "log_normal": lambda u, a, _: math.exp(_normal(u, a["mean"], a["std"])),
-    "randint": _of_whole,
-    "randint_like": _of_whole,
-    "random": _of_whole,
+    "randint": _integer_value,
+    "randint_like": _integer_value,
+    "random": _integer_value,
     "randperm": lambda _u, _a, out: torch.arange(len(out), dtype=out.dtype, device=out.device),
-    "bernoulli": _of_bernoulli,
+    "bernoulli": _bernoulli_value,
     "exponential": lambda u, a, _: -math.log1p(-u) / a["lambd"],
     "geometric": lambda u, a, _: math.ceil(math.log1p(-u) / math.log1p(-a["p"])),
     "cauchy": lambda u, a, _: a["median"] + a["sigma"] * math.tan(math.pi * (u - 0.5)),
-    "multinomial": _of_multinomial,
-    "poisson": _of_poisson,
+    "multinomial": _multinomial_value,
+    "poisson": _poisson_value,
     "binomial": lambda _u, a, _out: (a["count"] * a["prob"]).round(),
-    "_standard_gamma": _of_gamma,
+    "_standard_gamma": _gamma_value,
     "_sample_dirichlet": lambda _u, a, _out: a["self"] / a["self"].sum(-1, keepdim=True),
 }
 """For each operator, the value to return, given the level, arguments by name and real draws."""

@@ -55,22 +55,22 @@ class _Buffer:
 
     def change(self) -> torch.Tensor:
         """Return its change since the start of the step, in its shape; int64 for a counter."""
-        now: torch.Tensor = self.holder[self.key]
-        if now.shape != self.committed.shape or now.dtype != self.committed.dtype:
+        value: torch.Tensor = self.holder[self.key]
+        if value.shape != self.committed.shape or value.dtype != self.committed.dtype:
             raise DataError(
                 f"expected the buffer {self.name!r} to stay {_description(self.committed)}, got "
-                f"{_description(now)}; give it its final shape and type when the module is built"
+                f"{_description(value)}; give it its final shape and type when the module is built"
             )
         if self.is_counter:
-            return now.long() - self.committed.long()
-        return now.detach() - self.committed
+            return value.long() - self.committed.long()
+        return value.detach() - self.committed
 
     def is_unchanged(self) -> bool:
         """Whether it has the committed bits; NaN equals itself."""
-        now = self.holder[self.key].detach().to(self.committed.device)
-        if now.shape != self.committed.shape or now.dtype != self.committed.dtype:
+        value = self.holder[self.key].detach().to(self.committed.device)
+        if value.shape != self.committed.shape or value.dtype != self.committed.dtype:
             return False
-        return torch.equal(now.nan_to_num(), self.committed.nan_to_num())
+        return torch.equal(value.nan_to_num(), self.committed.nan_to_num())
 
     def restore(self) -> None:
         if self.holder[self.key] is not self.tensor:
@@ -106,10 +106,10 @@ class StepBuffers:
             for tensor, part in block.slices()
         }
         with torch.no_grad():
-            for each in self._buffers:
-                value = by_name[each.name]
-                value = np.rint(value, out=value.copy()) if each.is_counter else value
-                each.committed.copy_(torch.from_numpy(value))
+            for buffer in self._buffers:
+                value = by_name[buffer.name]
+                value = np.rint(value, out=value.copy()) if buffer.is_counter else value
+                buffer.committed.copy_(torch.from_numpy(value))
         self._restore()
 
     @contextmanager
@@ -128,30 +128,30 @@ class StepBuffers:
             DataError: A buffer has another shape or type now, or a counter is too large.
         """
         with torch.no_grad():
-            for each in self._buffers:
-                change = each.change()
-                if each.is_counter:
-                    self._check_count(each, change)
-                yield each.block, each.name, change.reshape(-1).float() * weight
+            for buffer in self._buffers:
+                change = buffer.change()
+                if buffer.is_counter:
+                    self._check_count(buffer, change)
+                yield buffer.block, buffer.name, change.reshape(-1).float() * weight
 
     def _check_count(self, counter: _Buffer, change: torch.Tensor) -> None:
         counts = change.reshape(-1).tolist()
         expected = self._counts.setdefault(counter.name, counts)
-        for one, other in zip(expected, counts, strict=True):
-            if one != other:
-                raise UnlikeCounters(counter.name, one, other)
-        largest = int((counter.committed.long() + change).abs().max()) if counts else 0
-        if largest > LARGEST_COUNT or any(abs(count) > _LARGEST_CHANGE for count in counts):
+        for expected_count, actual_count in zip(expected, counts, strict=True):
+            if expected_count != actual_count:
+                raise UnlikeCounters(counter.name, expected_count, actual_count)
+        largest_value = int((counter.committed.long() + change).abs().max()) if counts else 0
+        if largest_value > LARGEST_COUNT or any(abs(count) > _LARGEST_CHANGE for count in counts):
             raise DataError(
                 f"expected the counter {counter.name!r} within {LARGEST_COUNT}, and changes of at "
-                f"most {_LARGEST_CHANGE}, got {largest} after a change by {max(counts, key=abs)}; "
-                "keep large numbers in a float32 buffer"
+                f"most {_LARGEST_CHANGE}, got {largest_value} after a change by "
+                f"{max(counts, key=abs)}; keep large numbers in a float32 buffer"
             )
 
     def _restore(self) -> None:
         with torch.no_grad():
-            for each in self._buffers:
-                each.restore()
+            for buffer in self._buffers:
+                buffer.restore()
 
 
 def changed_by(module: nn.Module, forward: Callable[[], object]) -> list[str]:
@@ -160,36 +160,36 @@ def changed_by(module: nn.Module, forward: Callable[[], object]) -> list[str]:
     The call is made at perturbed trained weights: a teacher that equals its student would not move.
     """
     tensors = _untrained(module)
-    specs = [TensorSpec(name=name, shape=tuple(each.shape)) for name, each in tensors.items()]
+    specs = [TensorSpec(name=name, shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
     buffers = [_buffer(module, 0, spec, on_host=True) for spec in specs]
-    versions = [each.tensor._version for each in buffers]  # noqa: SLF001
+    versions = [tensor.tensor._version for tensor in buffers]  # noqa: SLF001
     with _perturbed(module):
         forward()
-    changed = [
-        each.name
-        for each, version in zip(buffers, versions, strict=True)
-        if each.tensor._version != version or not each.is_unchanged()  # noqa: SLF001
+    changed_names = [
+        tensor.name
+        for tensor, version in zip(buffers, versions, strict=True)
+        if tensor.tensor._version != version or not tensor.is_unchanged()  # noqa: SLF001
     ]
     with torch.no_grad():
-        for each in buffers:
-            each.restore()
-    return changed
+        for tensor in buffers:
+            tensor.restore()
+    return changed_names
 
 
 @contextmanager
 def _perturbed(module: nn.Module) -> Iterator[None]:
-    trained_parameters = [each for each in module.parameters() if each.requires_grad]
-    saved_values = [each.detach().clone() for each in trained_parameters]
+    trained_parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    saved_values = [parameter.detach().clone() for parameter in trained_parameters]
     factor, summand = _PERTURBATION
     with torch.no_grad():
-        for each in trained_parameters:
-            each.mul_(factor).add_(summand)
+        for parameter in trained_parameters:
+            parameter.mul_(factor).add_(summand)
     try:
         yield
     finally:
         with torch.no_grad():
-            for each, values in zip(trained_parameters, saved_values, strict=True):
-                each.copy_(values)
+            for parameter, values in zip(trained_parameters, saved_values, strict=True):
+                parameter.copy_(values)
 
 
 def buffer_blocks(module: nn.Module, names: Sequence[str], elements: int) -> tuple[Block, ...]:
@@ -214,7 +214,7 @@ def buffer_blocks(module: nn.Module, names: Sequence[str], elements: int) -> tup
                 f"expected {name!r}, which changes in forward, in float32, got {tensor.dtype}; "
                 "convert it with .float()"
             )
-        if not floats or sum(each.elements for each in floats[-1]) >= elements:
+        if not floats or sum(tensor_spec.elements for tensor_spec in floats[-1]) >= elements:
             floats.append([])
         floats[-1].append(spec)
     blocks = [
@@ -227,8 +227,12 @@ def buffer_blocks(module: nn.Module, names: Sequence[str], elements: int) -> tup
 
 
 def _untrained(module: nn.Module) -> dict[str, torch.Tensor]:
-    frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
-    return {**frozen, **dict(module.named_buffers())}
+    frozen_parameters = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad
+    }
+    return {**frozen_parameters, **dict(module.named_buffers())}
 
 
 def _buffer(module: nn.Module, block: int, tensor: TensorSpec, *, on_host: bool = False) -> _Buffer:

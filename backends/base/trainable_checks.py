@@ -13,7 +13,7 @@ from torch.jit._script import RecursiveScriptModule
 from protocol.base.errors import SamestepError
 from protocol.spec.manifest import Block
 
-_WHOLE: Final = {
+_COMPARABLE_DTYPES: Final = {
     1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128
 }  # fmt: skip
 """A type that numpy supports, by element size in bytes."""
@@ -25,7 +25,7 @@ WHOLE_MICROBATCH: Final = (
     'set unit="microbatch" in samestep.Task (batch.unit in a run spec) to train with the whole '
     "microbatch as the unit"
 )
-"""The remedy for what depends on a whole microbatch."""
+"""The remedy for a loss or layer that depends on a whole microbatch."""
 
 
 def trained_blocks(blocks: Sequence[Block]) -> list[Block]:
@@ -44,7 +44,7 @@ def trained_parameters(
     """
     refuse_scripted(module)
     parameters = dict(module.named_parameters())
-    trained = {}
+    parameters_by_name = {}
     for tensor in (tensor for block in blocks for tensor in block.tensors):
         parameter = parameters.get(tensor.name)
         if parameter is None or tuple(parameter.shape) != tensor.shape:
@@ -59,41 +59,50 @@ def trained_parameters(
             )
         if not parameter.requires_grad:
             raise SamestepError(
-                f"expected {tensor.name!r}, which is trained, with requires_grad, got it frozen"
+                f"expected {tensor.name!r}, which is trained, with requires_grad, got it frozen; "
+                "call .requires_grad_()"
             )
-        trained[tensor.name] = parameter
-    refuse_shared_memory(module, trained)
-    return trained
+        parameters_by_name[tensor.name] = parameter
+    refuse_shared_memory(module, parameters_by_name)
+    return parameters_by_name
 
 
 def refuse_shared_memory(
     module: torch.nn.Module,
-    trained: Mapping[str, torch.nn.Parameter],
-    others: Mapping[str, torch.Tensor] | None = None,
+    trained_parameters: Mapping[str, torch.nn.Parameter],
+    other_tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Refuse trained tensors that share memory with another tensor.
 
-    Trained tensors move to memory of their own, which other tensors would not follow. One parameter
-    with several names is fine; torch would update two parameters in one memory twice.
+    Trained tensors move to separate memory, and tensors that shared theirs would not follow. One
+    parameter with several names is fine; torch would update two parameters in one memory twice.
 
     Args:
-        module: On the CPU; its parameters and buffers are checked.
-        trained: Trained parameters by name.
-        others: More tensors that the model's code uses, by a name for errors.
+        module: The module on the CPU; its parameters and buffers are checked.
+        trained_parameters: Trained parameters by name.
+        other_tensors: Further tensors that the model's code uses, by a name for errors.
 
     Raises:
         SamestepError: A trained tensor shares memory with another, or its elements overlap.
     """
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    known_ids = {id(each) for each in tensors.values()}
-    tensors |= {name: each for name, each in (others or {}).items() if id(each) not in known_ids}
-    trained_names = {id(parameter): name for name, parameter in trained.items()}
-    tensors_by_name = {trained_names.get(id(each), name): each for name, each in tensors.items()}
+    known_ids = {id(tensor) for tensor in tensors.values()}
+    tensors |= {
+        name: tensor
+        for name, tensor in (other_tensors or {}).items()
+        if id(tensor) not in known_ids
+    }
+    trained_names = {id(parameter): name for name, parameter in trained_parameters.items()}
+    tensors_by_name = {
+        trained_names.get(id(tensor), name): tensor for name, tensor in tensors.items()
+    }
     for name, other in overlapping(tensors_by_name):
-        if name in trained or other in trained:
-            first, second = (name, other) if name in trained else (other, name)
-            _refuse_one_memory(first, second, tensors_by_name)
-    for name, parameter in trained.items():
+        if name in trained_parameters or other in trained_parameters:
+            trained_name, other_name = (
+                (name, other) if name in trained_parameters else (other, name)
+            )
+            _refuse_one_memory(trained_name, other_name, tensors_by_name)
+    for name, parameter in trained_parameters.items():
         if torch._debug_has_internal_overlap(parameter) == 1:  # noqa: SLF001
             raise SamestepError(
                 f"expected distinct memory for each element of {name!r}, which is trained, got "
@@ -101,74 +110,86 @@ def refuse_shared_memory(
             )
 
 
-def overlapping(named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+def overlapping(tensors_by_name: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
     """Yield the names of tensors that share an element, in pairs; the later one in memory first."""
-    near: list[tuple[int, str]] = []
-    for start, end, name in sorted(s for n, each in named.items() if (s := _span(n, each))):
-        near = [(reach, other) for reach, other in near if reach > start]
-        for _, other in near:
-            if _overlap(named[name], named[other]):
-                yield name, other
-        near.append((end, name))
+    open_spans: list[tuple[int, str]] = []
+    for start, end, name in sorted(
+        span
+        for tensor_name, tensor in tensors_by_name.items()
+        if (span := _span(tensor_name, tensor))
+    ):
+        open_spans = [(reach, other_name) for reach, other_name in open_spans if reach > start]
+        for _, other_name in open_spans:
+            if _overlap(tensors_by_name[name], tensors_by_name[other_name]):
+                yield name, other_name
+        open_spans.append((end, name))
 
 
 def _span(name: str, tensor: torch.Tensor) -> tuple[int, int, str] | None:
     """Return a tensor's first byte, the byte after its last, and its name; None if not on CPU."""
-    dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
-    if not dense or tensor.is_nested or not tensor.numel():
+    is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if not is_dense or tensor.is_nested or not tensor.numel():
         return None
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
+    last_element = sum((size - 1) * stride for size, stride in steps)
     start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size(), name
+    return start, start + (last_element + 1) * tensor.element_size(), name
 
 
 def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors share an element; disjoint rows or columns of a matrix do not."""
-    first, second = (
-        each.detach().view(_WHOLE[each.element_size()]).numpy() for each in (left, right)
+    """Return whether two tensors share an element; disjoint rows or columns of a matrix do not."""
+    left_array, right_array = (
+        tensor.detach().view(_COMPARABLE_DTYPES[tensor.element_size()]).numpy()
+        for tensor in (left, right)
     )
-    shares: Any = np.shares_memory  # its type stubs lack other bounds
+    shares_memory: Any = np.shares_memory  # its type stubs lack other bounds
     try:
-        return bool(shares(first, second, max_work=_OVERLAP_WORK))
+        return bool(shares_memory(left_array, right_array, max_work=_OVERLAP_WORK))
     except np.exceptions.TooHardError:
         return True
 
 
-def _refuse_one_memory(trained: str, other: str, named: Mapping[str, torch.Tensor]) -> None:
-    left, right = named[trained], named[other]
-    if right.requires_grad and isinstance(right, torch.nn.Parameter) and left.shape == right.shape:
+def _refuse_one_memory(
+    trained_name: str, other_name: str, tensors_by_name: Mapping[str, torch.Tensor]
+) -> None:
+    trained_tensor, other_tensor = tensors_by_name[trained_name], tensors_by_name[other_name]
+    if (
+        other_tensor.requires_grad
+        and isinstance(other_tensor, torch.nn.Parameter)
+        and trained_tensor.shape == other_tensor.shape
+    ):
         raise SamestepError(
-            f"expected {trained!r} and {other!r} to be one parameter, got two that share memory, "
-            "which torch would update twice per step; tie them by assigning the parameter itself, "
-            "as in b.weight = a.weight"
+            f"expected {trained_name!r} and {other_name!r} to be one parameter, got two that share "
+            "memory, which torch would update twice per step; tie them by assigning the parameter "
+            "itself, as in b.weight = a.weight"
         )
     raise SamestepError(
-        f"expected {trained!r}, which is trained, to share memory with no other tensor, got "
-        f"{other!r}, which would not follow its updates; compute that in forward, or .clone() it"
+        f"expected {trained_name!r}, which is trained, to share memory with no other tensor, got "
+        f"{other_name!r}, which would not follow its updates; compute that in forward, or .clone() "
+        "it"
     )
 
 
 def refuse_scripted(module: torch.nn.Module) -> None:
-    """Refuse modules compiled by torch.jit.script, which have no hooks; traced ones have.
+    """Refuse modules compiled by torch.jit.script, which have no hooks; traced modules have hooks.
 
     Raises:
         SamestepError: The module, or a trained part of it, is compiled.
     """
     for name, layer in module.named_modules():
-        trained = any(parameter.requires_grad for parameter in layer.parameters())
-        if isinstance(layer, RecursiveScriptModule) and (trained or layer is module):
-            which = f" as {name!r}" if name else ""
+        is_trained = any(parameter.requires_grad for parameter in layer.parameters())
+        if isinstance(layer, RecursiveScriptModule) and (is_trained or layer is module):
+            position = f" as {name!r}" if name else ""
             raise SamestepError(
-                f"expected a plain module, got one compiled by torch.jit.script{which}; pass the "
-                "nn.Module itself"
+                f"expected a plain module, got one compiled by torch.jit.script{position}; pass "
+                "the nn.Module itself"
             )
 
 
 def refuse_running_statistics(
     module: torch.nn.Module,
-    in_evaluation: Collection[str] = (),
-    followed: Collection[str] = (),
+    evaluation_parts: Collection[str] = (),
+    exchanged_buffers: Collection[str] = (),
 ) -> None:
     """Refuse running statistics that replicas do not follow.
 
@@ -176,15 +197,17 @@ def refuse_running_statistics(
 
     Args:
         module: The module.
-        in_evaluation: Names of the parts that stay in evaluation mode during training.
-        followed: Names of the buffers whose changes the run exchanges.
+        evaluation_parts: Names of the parts that stay in evaluation mode during training.
+        exchanged_buffers: Names of the buffers whose changes the run exchanges.
 
     Raises:
         SamestepError: A layer in training mode has running statistics.
     """
     for name, layer in module.named_modules():
-        keeps = getattr(layer, "track_running_stats", False) and name not in in_evaluation
-        if keeps and not {*own_buffers(name, layer)} <= {*followed}:
+        has_statistics = (
+            getattr(layer, "track_running_stats", False) and name not in evaluation_parts
+        )
+        if has_statistics and not {*own_buffers(name, layer)} <= {*exchanged_buffers}:
             raise SamestepError(
                 f"{name!r} ({type(layer).__name__}) keeps running statistics, on which replicas "
                 "would disagree; use LayerNorm or GroupNorm, or keep the layer in evaluation mode "
@@ -196,7 +219,7 @@ def refuse_running_statistics(
 def own_buffers(name: str, layer: torch.nn.Module) -> list[str]:
     """Return the names of a submodule's own buffers, given its name in the module."""
     prefix = f"{name}." if name else ""
-    return [prefix + each for each, _ in layer.named_buffers(recurse=False)]
+    return [prefix + buffer_name for buffer_name, _ in layer.named_buffers(recurse=False)]
 
 
 def refuse_gradients_across_samples(module: torch.nn.Module) -> None:
@@ -230,7 +253,7 @@ def hooks_need_backward(parameter: torch.Tensor) -> bool:
     if not (parameter.is_leaf and parameter.requires_grad):
         return False
     with torch.enable_grad():
-        return _holders(parameter) > _holders(torch.nn.Parameter(torch.zeros(1)))
+        return _node_references(parameter) > _node_references(torch.nn.Parameter(torch.zeros(1)))
 
 
 def has_accumulated_hook(parameter: torch.Tensor) -> bool:
@@ -239,7 +262,7 @@ def has_accumulated_hook(parameter: torch.Tensor) -> bool:
     return bool(hooks)
 
 
-def _holders(parameter: torch.Tensor) -> int:
+def _node_references(parameter: torch.Tensor) -> int:
     """Count references to the accumulation node; graphs that are kept do not add any."""
     graph = parameter.view_as(parameter).grad_fn
     assert graph is not None

@@ -20,8 +20,8 @@ from backends.base.logits_in_parts import LogitsInParts
 
 LOGITS_AT_ONCE: Final = 1 << 25
 """128 MiB of float32; forward passes with fewer are computed as a whole."""
-_MULTIPLE: Final = 64
-"""Of tokens, as products like them."""
+_TOKEN_MULTIPLE: Final = 64
+"""Chunks are a multiple of this, which matrix products prefer."""
 VERSION: Final = "2"
 """Part of the numerics profile of models with a vocabulary: what is computed in parts, and how.
 Increase it with every change of a loss's bits. Earlier releases had none, and less in parts."""
@@ -31,8 +31,8 @@ Reduction = Literal["sum", "none"]
 
 
 def tokens_at_once(vocabulary: int) -> int:
-    """Return how many tokens have their logits computed at once."""
-    return max(_MULTIPLE, LOGITS_AT_ONCE // vocabulary // _MULTIPLE * _MULTIPLE)
+    """Return for how many tokens logits are computed at once."""
+    return max(_TOKEN_MULTIPLE, LOGITS_AT_ONCE // vocabulary // _TOKEN_MULTIPLE * _TOKEN_MULTIPLE)
 
 
 @contextmanager
@@ -48,13 +48,13 @@ def large_logits_in_parts(model: nn.Module) -> Iterator[None]:
         yield
         return
     compute = head.forward
-    at_once = tokens_at_once(vocabulary)
+    chunk_tokens = tokens_at_once(vocabulary)
 
     def forward(states: torch.Tensor) -> Logits:
-        if states.shape[:-1].numel() <= at_once:
+        if states.shape[:-1].numel() <= chunk_tokens:
             logits: torch.Tensor = compute(states)
             return logits
-        return LogitsInParts.of(compute, states, vocabulary, at_once)
+        return LogitsInParts.of(compute, states, vocabulary, chunk_tokens)
 
     own = vars(head).get("forward")
     head.forward = forward
@@ -86,19 +86,19 @@ def token_losses(
     labels: torch.Tensor,
     reduction: Reduction = "sum",
 ) -> torch.Tensor:
-    """Return the cross-entropy of each token, (tokens,), or its sum; in float32.
+    """Return the cross-entropy of each token, (tokens,), or its sum, in float32.
 
     Args:
         module: A model with a head over a vocabulary.
-        inputs: Keywords of its forward.
-        labels: int64, one for each token of its logits; `tokens.NOTHING` counts as zero.
+        inputs: Keywords of the decoder's forward.
+        labels: int64, one for each token of its logits; `tokens.IGNORED_LABEL` counts as zero.
         reduction: Whether to sum.
     """
     logits = logits_of(module, inputs)  # (..., length, vocabulary)
     rows, expected = logits.float().flatten(0, -2), labels.flatten()
     if isinstance(rows, LogitsInParts):
         return rows.cross_entropy(expected, reduction=reduction)
-    # `tokens.NOTHING` is the label that torch ignores by default.
+    # `tokens.IGNORED_LABEL` is the label that torch ignores by default.
     return nn.functional.cross_entropy(rows, expected, reduction=reduction)
 
 

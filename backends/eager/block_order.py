@@ -26,48 +26,50 @@ class BlockOrder:
     are.
     """
 
-    def __init__(self, blocks: Sequence[Block], emit: Emit, unused: frozenset[str]) -> None:
+    def __init__(self, blocks: Sequence[Block], emit: Emit, unused_names: frozenset[str]) -> None:
         self._blocks = blocks
         self._emit = emit
-        self._unused = unused
+        self._unused_names = unused_names
         self._gradients: list[dict[str, torch.Tensor]] = [{} for _ in blocks]
-        self._missing = [len(block.tensors) for block in blocks]
-        if unused:
-            self._missing = [sum(t.name not in unused for t in block.tensors) for block in blocks]
-        self._next = len(blocks) - 1
-        self._give()
+        self._missing_counts = [len(block.tensors) for block in blocks]
+        if unused_names:
+            self._missing_counts = [
+                sum(t.name not in unused_names for t in block.tensors) for block in blocks
+            ]
+        self._next_block = len(blocks) - 1
+        self._emit_complete()
 
     def add(self, number: int, name: str, gradient: torch.Tensor) -> None:
         """Take the final gradient of one tensor of a block, in any layout; it is kept, not
         copied."""
         gradients = self._gradients[number]
-        if number > self._next or name in gradients:
+        if number > self._next_block or name in gradients:
             raise SamestepError(
                 f"expected one gradient of {name!r} per backward, got another, as from reentrant "
                 "checkpointing; pass use_reentrant=False to checkpoint"
             )
         gradients[name] = gradient
-        self._missing[number] -= name not in self._unused
-        if number == self._next:
-            self._give()
+        self._missing_counts[number] -= name not in self._unused_names
+        if number == self._next_block:
+            self._emit_complete()
 
     @property
     def has_released(self) -> bool:
         """Whether any block has been emitted."""
-        return self._next < len(self._blocks) - 1
+        return self._next_block < len(self._blocks) - 1
 
     def flush(self) -> None:
         """Emit all remaining blocks: backward is over, so missing gradients are absent."""
-        while self._next >= 0:
-            self._finish()
+        while self._next_block >= 0:
+            self._finish_block()
 
-    def _give(self) -> None:
+    def _emit_complete(self) -> None:
         """Emit every block that is due and complete."""
-        while self._next >= 0 and not self._missing[self._next]:
-            self._finish()
+        while self._next_block >= 0 and not self._missing_counts[self._next_block]:
+            self._finish_block()
 
-    def _finish(self) -> None:
-        number, self._next = self._next, self._next - 1
+    def _finish_block(self) -> None:
+        number, self._next_block = self._next_block, self._next_block - 1
         gradients, self._gradients[number] = self._gradients[number], {}
         self._emit(number, [_flat(gradients.get(t.name)) for t in self._blocks[number].tensors])
 
@@ -82,15 +84,15 @@ def unused_parameters(
     loss: torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]
 ) -> frozenset[str]:
     """Return the names of the parameters that the graph of `loss` does not reach."""
-    reached: set[int] = set()
-    seen = set()
+    reached_ids: set[int] = set()
+    seen_nodes = set()
     stack = [loss.grad_fn]
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
+        if node is None or node in seen_nodes:
             continue
-        seen.add(node)
+        seen_nodes.add(node)
         if hasattr(node, "variable"):
-            reached.add(id(node.variable))
+            reached_ids.add(id(node.variable))
         stack.extend(source for source, _ in node.next_functions)
-    return frozenset(name for name, value in parameters.items() if id(value) not in reached)
+    return frozenset(name for name, value in parameters.items() if id(value) not in reached_ids)

@@ -23,7 +23,7 @@ from protocol.spec.manifest import Block
 _LEAST_STAGING_ELEMENTS: Final = 1 << 20
 
 
-def joined(
+def join_parts(
     block: Block, parts: Sequence[torch.Tensor | None], device: torch.device
 ) -> torch.Tensor:
     """Return a block's gradient, flat float32; parts that are None are absent
@@ -97,12 +97,12 @@ class SubtreeSums:
         """The number of elements that `with_losses` appends."""
         return sum(self._loss_sizes())
 
-    def loss(self, copied: Array) -> Loss:
+    def loss(self, host_values: Array) -> Loss:
         """Return the subtree's loss from the values that `with_losses` appended."""
         losses, lo = [], 0
         for size in self._loss_sizes():
             # Copied because float64 values must be aligned.
-            values = copied[lo : lo + size].copy()
+            values = host_values[lo : lo + size].copy()
             losses.append(float(values.view(np.float64 if size > 1 else np.float32)[0]))
             lo += size
         return Loss(tree_sum(losses), tree_sum(self._weights))
@@ -167,12 +167,12 @@ class StagingMemory:
     def _free_start(self, elements: int) -> int | None:
         if not self._in_use:
             return 0
-        first, last = self._in_use[0][0], self._in_use[-1][1]
-        if first < last:  # the used part is in one piece
-            if last + elements <= len(self._memory):
-                return last
-            return 0 if elements <= first else None
-        return last if last + elements <= first else None
+        used_start, used_end = self._in_use[0][0], self._in_use[-1][1]
+        if used_start < used_end:  # the used part is in one piece
+            if used_end + elements <= len(self._memory):
+                return used_end
+            return 0 if elements <= used_start else None
+        return used_end if used_end + elements <= used_start else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,19 +182,19 @@ class BlockCopy:
     Attributes:
         block: The block's number.
         host: The destination: flat float32, the block and then the losses.
-        copied: Recorded once the copy is complete.
+        copy_event: Recorded once the copy is complete.
         sums: The sums whose losses are copied too; None if the block is not the last.
     """
 
     block: int
     host: torch.Tensor
-    copied: torch.Event
+    copy_event: torch.Event
     sums: SubtreeSums | None
 
     def finish(self, staging: StagingMemory) -> tuple[Array, Loss | None]:
         """Wait for the copy; return the block's sum, owned by the caller, and the loss if it was
         copied too."""
-        self.copied.synchronize()
+        self.copy_event.synchronize()
         values: Any = np.array(self.host.numpy())
         staging.release(self.host)
         if self.sums is None:
@@ -226,6 +226,6 @@ class BlockCopier:
         with self._stream:
             host.copy_(values, non_blocking=True)
             values.record_stream(self._stream)
-            copied = torch.Event(self.device)
-            copied.record(self._stream)
-        return BlockCopy(number, host, copied, sums)
+            copy_event = torch.Event(self.device)
+            copy_event.record(self._stream)
+        return BlockCopy(number, host, copy_event, sums)

@@ -21,7 +21,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from backends.base import device_errors
-from backends.base.additivity import LossTrial, measured, refuse_unlike_halves
+from backends.base.additivity import LossTrial, call_under_no_grad, refuse_unlike_halves
 from backends.base.coupled_loss import embedded_of, rows_of, step_loss, with_backward_loss
 from backends.base.interface import (
     Array,
@@ -57,7 +57,7 @@ from backends.base.trainable_checks import (
 )
 from backends.eager import numerics, torch_devices
 from backends.eager.block_order import BlockOrder, unused_parameters
-from backends.eager.device_sums import BlockCopier, BlockCopy, SubtreeSums, joined
+from backends.eager.device_sums import BlockCopier, BlockCopy, SubtreeSums, join_parts
 from backends.eager.inner_steps import EagerInnerSteps
 from backends.eager.narrow_base import narrow_frozen_base
 from backends.eager.narrow_linear import convert_again_in_backward
@@ -93,7 +93,7 @@ class EagerBackend:
             torch_devices.set_current(self.device)
         self._kind, self._index = kind, index
 
-    @cached_property  # also a driver that hangs by now does not hold up who names its device
+    @cached_property  # recorded now, since a hanging driver would block a later query
     def info(self) -> DeviceInfo:
         """The device's name and, if it has its own, memory."""
         name = torch_devices.device_name(self.device)
@@ -108,7 +108,7 @@ class EagerBackend:
         self,
         trainable: Trainable,
         example: Batch,
-        others: Sequence[Batch] = (),
+        other_batches: Sequence[Batch] = (),
         evaluations: Sequence[Batch] = (),
     ) -> Program:
         """Take over the module: move it to the device and hook its parameters.
@@ -118,7 +118,7 @@ class EagerBackend:
                 loss does not add up over samples.
             DeviceError: The device fails, or has too little memory.
         """
-        del others, evaluations  # new shapes need no compilation
+        del other_batches, evaluations  # new shapes need no compilation
         torch_devices.release_memory(self.device)  # memory of the previous run
         if trainable.arithmetic.is_canonical:
             raise SamestepError(
@@ -159,7 +159,7 @@ class EagerProgram(HostSummedProgram):
         self._loss: Callable[[Any, Mapping[str, Any]], Any] = trainable.loss
         self._evaluate = trainable.evaluate
         self._rows = trainable.rows
-        self._in_evaluation_mode = trainable.in_evaluation
+        self._in_evaluation_mode = trainable.evaluation_parts
         self._unit = trainable.unit
         self._seed = trainable.seed
         self._precision = trainable.precision
@@ -178,15 +178,15 @@ class EagerProgram(HostSummedProgram):
         if trainable.precision != "float32":
             convert_again_in_backward(self._module, device)
         tied = _names_by_parameter(self._module)
-        self._place(self._module)
+        self._move_to_device(self._module)
         if _names_by_parameter(self._module) != tied:
             raise SamestepError(
                 f"expected tied parameters to stay tied, but moving the model to {device} has "
                 "untied them; build it without tied parameters, or use --backend cpu"
             )
         # After the move: on some devices it creates new parameters, to which hooks must attach.
-        moved = dict(self._module.named_parameters())
-        self._parameters = {name: moved[name] for name in checked}
+        moved_parameters = dict(self._module.named_parameters())
+        self._parameters = {name: moved_parameters[name] for name in checked}
         self._buffers = StepBuffers(self._module, self._blocks)
         self._hooked = [p for p in self._parameters.values() if has_accumulated_hook(p)]
         self._hooks = self._hook()
@@ -216,16 +216,16 @@ class EagerProgram(HostSummedProgram):
         abandoned = threading.Event()
         out: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         work = _Work(leaf, batch, seed, out.put, abandoned, sums)
-        running = self._thread.submit(self._microbatch, work)
-        running.add_done_callback(out.put)
+        computation = self._thread.submit(self._microbatch, work)
+        computation.add_done_callback(out.put)
         copier = self._copier
 
         def stop() -> None:
             abandoned.set()
-            running.cancel()
+            computation.cancel()
             if copier is not None:
                 copier.staging.wake()
-            wait([running])
+            wait([computation])
             if copier is not None:
                 copier.staging.release_all()
 
@@ -287,7 +287,7 @@ class EagerProgram(HostSummedProgram):
     def _narrow(self, module: torch.nn.Module, base_dtype: BaseDtype) -> None:
         narrow_frozen_base(module, base_dtype, self._device)
 
-    def _place(self, module: torch.nn.Module) -> None:
+    def _move_to_device(self, module: torch.nn.Module) -> None:
         numerics.own_storage(module, self._device)
 
     def _hook(self) -> list[torch.utils.hooks.RemovableHandle]:
@@ -299,8 +299,8 @@ class EagerProgram(HostSummedProgram):
                 hooks.append(register(hook))  # type: ignore[no-untyped-call]
         owned = {id(parameter) for parameter in self._parameters.values()}
         for module in self._module.modules():
-            own = module.parameters(recurse=False)
-            if any(id(parameter) in owned for parameter in own):
+            own_parameters = module.parameters(recurse=False)
+            if any(id(parameter) in owned for parameter in own_parameters):
                 hooks.append(module.register_forward_pre_hook(self._forward_reached))
         return hooks
 
@@ -329,14 +329,16 @@ class EagerProgram(HostSummedProgram):
     @contextmanager
     def _shield_hooks(self) -> Iterator[None]:
         """Let the user's own hooks see the gradient of one microbatch, as in `_microbatch`."""
-        earlier = [parameter.grad for parameter in self._hooked]
+        accumulated = [parameter.grad for parameter in self._hooked]
         for parameter in self._hooked:
             parameter.grad = None
         yield
-        for parameter, sum_before in zip(self._hooked, earlier, strict=True):
-            now = parameter.grad
+        for parameter, sum_before in zip(self._hooked, accumulated, strict=True):
+            gradient = parameter.grad
             if sum_before is not None:
-                parameter.grad = sum_before if now is None else _added(sum_before, now)
+                parameter.grad = (
+                    sum_before if gradient is None else _add_gradients(sum_before, gradient)
+                )
 
     def _keeps_subnormals(self) -> bool:
         if self._all_keep_subnormals is None:
@@ -376,19 +378,21 @@ class EagerProgram(HostSummedProgram):
         with torch.no_grad():
             for target, source in self._pairs(parameters):
                 if target.data_ptr() == source.data_ptr():
-                    increment_version(target)  # what keeps something that follows from it sees it
+                    increment_version(
+                        target
+                    )  # so that caches keyed on the version notice the change
                 else:
                     target.copy_(source)
         self._buffers.load(parameters)
 
     def _share(self, parameters: list[Array]) -> None:
         for target, source in self._pairs(parameters):
-            # Where a tensor begins can decide the bits of a product.
+            # A tensor's alignment can affect the bits of a product.
             if source.data_ptr() % numerics.ALIGNMENT_BYTES == 0:
                 target.data = source
 
     def _pairs(self, parameters: list[Array]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each trainable tensor, and what is given for it."""
+        """Yield each trainable tensor and its new values."""
         for block, values in zip(self._blocks, parameters, strict=True):
             for tensor, slice_ in block.slices() if block.is_trained else ():
                 source = _tensor_of(values[slice_].reshape(tensor.shape))
@@ -415,24 +419,24 @@ class EagerProgram(HostSummedProgram):
                 can_retry = False
 
     def _forward_and_backward(self, work: _Work) -> Loss | None:
-        """One microbatch; its loss, unless that is summed on the device."""
+        """Compute one microbatch; return its loss, unless it is summed on the device."""
         self._module.train()
         numerics.seed_everything(work.seed, self._device)
-        loss = self._users_loss(work.batch)
+        loss = self._call_user_loss(work.batch)
         if loss.dim():
             raise SamestepError(f"expected a loss that is one sum, got shape {loss.shape}")
         loss = self._in_sum(loss, work.batch)
-        unused: frozenset[str] = frozenset()
+        unused_names: frozenset[str] = frozenset()
         if self._find_unused:
-            unused = unused_parameters(loss, self._parameters)
+            unused_names = unused_parameters(loss, self._parameters)
         if work.sums is not None:
             work.sums.set_loss(work.leaf, loss, work.batch.weight)
-        self._order = BlockOrder(self._blocks, partial(self._emit, work), unused)
+        self._order = BlockOrder(self._blocks, partial(self._emit, work), unused_names)
         if loss.requires_grad:  # False for a microbatch without tokens
             scaled = loss if self.loss_scale == 1.0 else loss * self.loss_scale
             scaled.backward()  # type: ignore[no-untyped-call]
         for name, parameter in self._parameters.items():
-            if parameter.grad is not None:  # else zeros would be sent for it
+            if parameter.grad is not None:  # otherwise zeros would be sent for it
                 raise SamestepError(
                     f"expected the gradient of {name!r} at its hook, got none there: the model's "
                     f"code, or moving it to {self._device}, has replaced the tensor"
@@ -446,7 +450,7 @@ class EagerProgram(HostSummedProgram):
         return None if work.sums is not None else Loss(float(loss.detach()), work.batch.weight)
 
     def _in_sum(self, loss: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """A microbatch's part of the sum that the step divides by its weight."""
+        """Return the loss as a part of the step's sum: a mean is multiplied by the weight."""
         is_sum = self._unit == "sample" or self._coupled is not None
         return loss if is_sum else loss * batch.weight
 
@@ -454,10 +458,11 @@ class EagerProgram(HostSummedProgram):
         self._fields = fields
 
     def _embed(self, batch: Batch, seed: int) -> Rows:
-        """The embeddings of one microbatch. The graph is built and dropped: without one torch may
-        choose other kernels, and so other bits, than where gradients are computed."""
+        """Compute the embeddings of one microbatch. The graph is built and dropped: without it
+        torch may choose other kernels, and so other bits, than when it computes gradients.
+        """
         coupled = self._coupled
-        assert coupled is not None, "the engine asks for embeddings of a coupled loss alone"
+        assert coupled is not None, "the engine asks only for embeddings of a coupled loss"
         self._abandoned = threading.Event()
         with (
             torch_devices.naming_device_errors(self._device, "one microbatch"),
@@ -465,7 +470,7 @@ class EagerProgram(HostSummedProgram):
         ):
             self._module.train()
             numerics.seed_everything(seed, self._device)
-            return rows_of(coupled, self._users(batch, self._embedded_of))
+            return rows_of(coupled, self._call_user(batch, self._embedded_of))
 
     def _embedded_of(self, arrays: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         assert self._coupled is not None
@@ -491,10 +496,10 @@ class EagerProgram(HostSummedProgram):
                     raise
                 raise DataError(f"batch_loss raised {describe_raised(error)}") from error
 
-    def _users_loss(self, batch: Batch) -> torch.Tensor:
-        return self._users(batch, self._loss_of)
+    def _call_user_loss(self, batch: Batch) -> torch.Tensor:
+        return self._call_user(batch, self._loss_of)
 
-    def _users(self, batch: Batch, function: Callable[[dict[str, torch.Tensor]], T]) -> T:
+    def _call_user(self, batch: Batch, function: Callable[[dict[str, torch.Tensor]], T]) -> T:
         """Call the user's model or loss on a batch; errors refer to the batch."""
         arrays = self._on_device(batch)
         try:
@@ -526,7 +531,7 @@ class EagerProgram(HostSummedProgram):
             )
             work.put(BlockParts(number, tuple(host_parts)))
             return
-        total = sums.add(work.leaf, number, joined(block, parts, self._device))
+        total = sums.add(work.leaf, number, join_parts(block, parts, self._device))
         if total is None:
             work.put(BlockAdded(number))
             return
@@ -551,7 +556,7 @@ class EagerProgram(HostSummedProgram):
             self._buffers.restored(),
         ):
             try:
-                return measured(attempt)
+                return call_under_no_grad(attempt)
             except (IndexError, RuntimeError) as error:
                 if device_errors.concerns_device(error):
                     raise
@@ -574,12 +579,12 @@ class EagerProgram(HostSummedProgram):
             SamestepError: Forward has changed a trained tensor, which may be the replica's own
                 memory.
         """
-        half = torch.float16 if self._precision == "float16" else torch.bfloat16
-        before = self._versions()
-        with torch.autocast(self._device.type, half, enabled=self._precision != "float32"):
+        half_dtype = torch.float16 if self._precision == "float16" else torch.bfloat16
+        versions_before = self._versions()
+        with torch.autocast(self._device.type, half_dtype, enabled=self._precision != "float32"):
             yield
         for name, version in self._versions().items():
-            if version != before[name]:
+            if version != versions_before[name]:
                 raise _changed_in_forward(name)
 
     def _versions(self) -> dict[str, int]:
@@ -603,12 +608,12 @@ class EagerProgram(HostSummedProgram):
             self._check_restored(example)
 
     def _check_restored(self, example: Batch) -> None:
-        followed = {t.name for b in self._blocks if not b.is_trained for t in b.tensors}
-        refuse_running_statistics(self._module, self._in_evaluation_mode, followed)
+        exchanged_buffers = {t.name for b in self._blocks if not b.is_trained for t in b.tensors}
+        refuse_running_statistics(self._module, self._in_evaluation_mode, exchanged_buffers)
         if self._unit == "sample":
             refuse_gradients_across_samples(self._module)
-        before = {name: value.clone() for name, value in self._module.named_buffers()}
-        trained = {name: _sum_of_bits(value) for name, value in self._parameters.items()}
+        buffers_before = {name: value.clone() for name, value in self._module.named_buffers()}
+        bits_before = {name: _sum_of_bits(value) for name, value in self._parameters.items()}
         self._module.train()
         numerics.seed_everything(self._seed, self._device)
         arrays = self._on_device(example)
@@ -617,19 +622,21 @@ class EagerProgram(HostSummedProgram):
             loss = self._loss_of(arrays)
         if lookups is not None:
             self._lookups = frozenset(lookups.lookups)
-        unused = unused_parameters(loss, self._parameters)
-        self._find_unused = bool(unused)
-        if len(unused) == len(self._parameters) and example.weight:
+        unused_names = unused_parameters(loss, self._parameters)
+        self._find_unused = bool(unused_names)
+        if len(unused_names) == len(self._parameters) and example.weight:
             raise SamestepError(
                 "expected a loss that depends on what is trained, got one that reaches no trained "
                 "tensor; compute it from the module that the loss receives"
             )
         self._try_backward(loss)
         for name, weights in self._parameters.items():
-            if _sum_of_bits(weights) != trained[name]:  # changed via `.data`
+            if _sum_of_bits(weights) != bits_before[name]:  # changed via `.data`
                 raise _changed_in_forward(name)
         for name, value in self._module.named_buffers():
-            if name not in followed and not (name in before and torch.equal(before[name], value)):
+            if name not in exchanged_buffers and not (
+                name in buffers_before and torch.equal(buffers_before[name], value)
+            ):
                 raise SamestepError(
                     f"the buffer {name!r} changes in forward, so replicas would differ; "
                     "use a layer without running state, an embedding without max_norm, or a plain "
@@ -654,17 +661,17 @@ class EagerProgram(HostSummedProgram):
         samples = counts.pop() if len(counts) == 1 else 0
         if samples < 2:
             return
-        arrays, half = self._on_device(example), samples // 2
+        arrays, half_count = self._on_device(example), samples // 2
         halves = [
-            {name: a[part] for name, a in arrays.items()}
-            for part in (slice(0, half), slice(half, samples))
+            {name: a[half_rows] for name, a in arrays.items()}
+            for half_rows in (slice(0, half_count), slice(half_count, samples))
         ]
         self._module.train()
-        trial = LossTrial(self._module, lambda _, given: self._loss_of(given), {})
+        trial = LossTrial(self._module, lambda _, trial_arrays: self._loss_of(trial_arrays), {})
         refuse_unlike_halves(trial, arrays, halves, samples)
 
 
-def _added(sum_before: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def _add_gradients(sum_before: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Add gradients, either of which may be sparse: torch adds sparse to dense, not dense to
     sparse."""
     return gradient + sum_before if sum_before.is_sparse else sum_before + gradient

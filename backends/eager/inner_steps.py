@@ -42,7 +42,7 @@ class Accumulates(Protocol):
         """Run forward and backward, add to the accumulated gradients, and return the loss."""
 
 
-class _Chosen(NamedTuple):
+class _TensorGroup(NamedTuple):
     """Tensors with the same scalars: values, gradients, each moment, and whether they decay."""
 
     parameters: Tensors
@@ -83,9 +83,9 @@ class EagerInnerSteps:
         self._rules = [tensor_rule(name, self._unclipped) for name in names]
         self._clip_groups = [tensor_rule(name, optimizer).clip_group for name in names]
         device = next(iter(parameters.values())).device
-        self._wide = torch.float64 if has_float64(device) else torch.float32
+        self._wide_dtype = torch.float64 if has_float64(device) else torch.float32
         self._moments: list[Tensors] = []
-        self._missed: list[int] = []
+        self._missed_updates: list[int] = []
         """Missed updates by tensor, as in `Replica.missed`."""
 
     def begin(self, state: InnerState) -> None:
@@ -121,8 +121,8 @@ class EagerInnerSteps:
     def _begin(self, state: InnerState) -> None:
         self._program.load_blocks(state.parameters)
         self._moments = [self._tensors(moment) for moment in state.moments]
-        counts = [int(count) for block in state.missed for count in block]
-        self._missed = counts or [0] * len(self._parameters)
+        counts = [int(count) for block in state.missed_updates for count in block]
+        self._missed_updates = counts or [0] * len(self._parameters)
         self._clear()
 
     def _clear(self) -> None:
@@ -138,14 +138,14 @@ class EagerInnerSteps:
         ]
 
     def _flat(self, tensors: Sequence[torch.Tensor]) -> list[Array]:
-        left = iter(tensors)
-        found = []
+        remaining = iter(tensors)
+        flat_blocks = []
         for block in self._blocks:
             values = np.empty(block.elements, np.float32)
             for _, part in block.slices():
-                values[part] = next(left).detach().reshape(-1).cpu().numpy()
-            found.append(values)
-        return found
+                values[part] = next(remaining).detach().reshape(-1).cpu().numpy()
+            flat_blocks.append(values)
+        return flat_blocks
 
     def _state(self) -> InnerState:
         parameters = self._flat([p.data for p in self._parameters])
@@ -153,20 +153,24 @@ class EagerInnerSteps:
         return InnerState(parameters, moments, self._missed_by_block())
 
     def _missed_by_block(self) -> list[Array]:
-        if not any(self._missed):
+        if not any(self._missed_updates):
             return []
-        left = iter(self._missed)
-        return [np.array([next(left) for _ in b.tensors], np.float32) for b in self._blocks]
+        remaining = iter(self._missed_updates)
+        return [np.array([next(remaining) for _ in b.tensors], np.float32) for b in self._blocks]
 
     @torch.no_grad()
     def _update(self, losses: Tensors, weight: float, position: SchedulePosition) -> float:
         spec = self._optimizer
         assert len(self._moments) == moment_count(spec)
-        reached = {n: p.grad for n, p in enumerate(self._parameters) if p.grad is not None}
+        gradients_by_number = {
+            index: parameter.grad
+            for index, parameter in enumerate(self._parameters)
+            if parameter.grad is not None
+        }
         self._clear()
-        if gradients := list(reached.values()):
+        if gradients := list(gradients_by_number.values()):
             torch._foreach_mul_(gradients, 1.0 / weight if weight else 0.0)
-            self._clip(reached)
+            self._clip(gradients_by_number)
         # Clipping is done above, on the device.
         scalars = step_scalars(
             self._unclipped,
@@ -175,138 +179,150 @@ class EagerInnerSteps:
             position.steps,
             0.0,
         )
-        for chosen, own_scalars in self._updates(reached, scalars, position.update):
-            self._take(chosen, own_scalars)
-        total = float(torch.stack(losses).to(self._wide).sum())
+        for group, group_scalars in self._updates(gradients_by_number, scalars, position.update):
+            self._update_group(group, group_scalars)
+        total = float(torch.stack(losses).to(self._wide_dtype).sum())
         return total if math.isfinite(total) else math.nan
 
-    def _clip(self, reached: dict[int, torch.Tensor]) -> None:
+    def _clip(self, gradients: dict[int, torch.Tensor]) -> None:
         """Clip by value, or by the norm of each group with a clip_norm and of the rest."""
         spec = self._optimizer
         if spec.clip_value is not None:
-            torch._foreach_clamp_min_(list(reached.values()), -spec.clip_value)
-            torch._foreach_clamp_max_(list(reached.values()), spec.clip_value)
+            torch._foreach_clamp_min_(list(gradients.values()), -spec.clip_value)
+            torch._foreach_clamp_max_(list(gradients.values()), spec.clip_value)
         limits: dict[int | None, float | None] = {None: spec.clip_norm}
-        limits |= {n: group.clip_norm for n, group in enumerate(spec.clipped_groups)}
+        limits |= {n: clip_group.clip_norm for n, clip_group in enumerate(spec.clipped_groups)}
         for number, limit in limits.items():
-            chosen = [g for n, g in reached.items() if self._clip_groups[n] == number]
-            if limit is None or not chosen:
+            group_gradients = [g for n, g in gradients.items() if self._clip_groups[n] == number]
+            if limit is None or not group_gradients:
                 continue
-            norm = torch.stack([g.to(self._wide).square().sum() for g in chosen]).sum().sqrt()
-            torch._foreach_mul_(chosen, torch.clamp(limit / (norm + 1e-6), max=1.0).float())
+            norm = (
+                torch.stack([g.to(self._wide_dtype).square().sum() for g in group_gradients])
+                .sum()
+                .sqrt()
+            )
+            torch._foreach_mul_(
+                group_gradients, torch.clamp(limit / (norm + 1e-6), max=1.0).float()
+            )
 
-    def _take(self, chosen: _Chosen, scalars: StepScalars) -> None:
+    def _update_group(self, group: _TensorGroup, scalars: StepScalars) -> None:
         match self._optimizer.name:
             case "sgd":
-                self._sgd(chosen, scalars)
+                self._sgd(group, scalars)
             case "momentum" | "nesterov":
-                self._momentum(chosen, scalars)
+                self._momentum(group, scalars)
             case "adam" | "adamw":
-                self._adam(chosen, scalars)
+                self._adam(group, scalars)
             case "rmsprop":
-                self._rmsprop(chosen, scalars)
+                self._rmsprop(group, scalars)
             case "adagrad":
-                self._adagrad(chosen, scalars)
+                self._adagrad(group, scalars)
             case "lion":
-                self._lion(chosen, scalars)
+                self._lion(group, scalars)
             case _:
                 raise AssertionError(f"no inner step of {self._optimizer.name}")
 
     def _updates(
-        self, reached: dict[int, torch.Tensor], scalars: StepScalars, update: int
-    ) -> list[tuple[_Chosen, StepScalars]]:
+        self, gradients: dict[int, torch.Tensor], scalars: StepScalars, update: int
+    ) -> list[tuple[_TensorGroup, StepScalars]]:
         """Group the tensors with gradients by rule and by the number of updates missed."""
-        groups: dict[tuple[TensorRule, int], list[int]] = {}
+        numbers_by_rule: dict[tuple[TensorRule, int], list[int]] = {}
         for number, rule in enumerate(self._rules):
-            if number in reached:
-                groups.setdefault((rule, self._missed[number]), []).append(number)
+            if number in gradients:
+                numbers_by_rule.setdefault((rule, self._missed_updates[number]), []).append(number)
             elif counts_updates(self._optimizer):
-                self._missed[number] += 1
-        found = []
-        for (rule, missed), numbers in groups.items():
-            own = scalars_after(self._optimizer, scalars, update - missed) if missed else scalars
-            found.append((self._chosen(numbers, reached, rule), rule.scalars(own)))
-        return found
+                self._missed_updates[number] += 1
+        groups_with_scalars = []
+        for (rule, missed_count), numbers in numbers_by_rule.items():
+            group_scalars = (
+                scalars_after(self._optimizer, scalars, update - missed_count)
+                if missed_count
+                else scalars
+            )
+            groups_with_scalars.append(
+                (self._choose_tensors(numbers, gradients, rule), rule.scalars(group_scalars))
+            )
+        return groups_with_scalars
 
-    def _chosen(
-        self, numbers: list[int], reached: dict[int, torch.Tensor], rule: TensorRule
-    ) -> _Chosen:
+    def _choose_tensors(
+        self, numbers: list[int], gradients: dict[int, torch.Tensor], rule: TensorRule
+    ) -> _TensorGroup:
         parameters = [self._parameters[n].data for n in numbers]
         moments = [[moment[n] for n in numbers] for moment in self._moments]
-        return _Chosen(parameters, [reached[n] for n in numbers], moments, rule.decays)
+        return _TensorGroup(parameters, [gradients[n] for n in numbers], moments, rule.decays)
 
-    def _with_decay(self, chosen: _Chosen, weight_decay: float) -> None:
-        if chosen.decays:
-            torch._foreach_add_(chosen.gradients, chosen.parameters, alpha=weight_decay)
+    def _with_decay(self, group: _TensorGroup, weight_decay: float) -> None:
+        if group.decays:
+            torch._foreach_add_(group.gradients, group.parameters, alpha=weight_decay)
 
-    def _sgd(self, chosen: _Chosen, scalars: StepScalars) -> None:
-        self._with_decay(chosen, scalars.weight_decay)
-        torch._foreach_add_(chosen.parameters, chosen.gradients, alpha=-scalars.learning_rate)
+    def _sgd(self, group: _TensorGroup, scalars: StepScalars) -> None:
+        self._with_decay(group, scalars.weight_decay)
+        torch._foreach_add_(group.parameters, group.gradients, alpha=-scalars.learning_rate)
 
-    def _momentum(self, chosen: _Chosen, scalars: StepScalars) -> None:
-        (velocity,), gradients = chosen.moments, chosen.gradients
-        self._with_decay(chosen, scalars.weight_decay)
+    def _momentum(self, group: _TensorGroup, scalars: StepScalars) -> None:
+        (velocity,), gradients = group.moments, group.gradients
+        self._with_decay(group, scalars.weight_decay)
         torch._foreach_mul_(velocity, scalars.momentum)
         torch._foreach_add_(velocity, gradients)
         if self._optimizer.name == "nesterov":
             torch._foreach_add_(gradients, velocity, alpha=scalars.momentum)
             velocity = gradients
-        torch._foreach_add_(chosen.parameters, velocity, alpha=-scalars.learning_rate)
+        torch._foreach_add_(group.parameters, velocity, alpha=-scalars.learning_rate)
 
-    def _adam(self, chosen: _Chosen, scalars: StepScalars) -> None:
-        first, second = chosen.moments[:2]
-        gradients = chosen.gradients
+    def _adam(self, group: _TensorGroup, scalars: StepScalars) -> None:
+        first_moment, second_moment = group.moments[:2]
+        gradients = group.gradients
         if self._optimizer.name == "adam":
-            self._with_decay(chosen, scalars.weight_decay)
-        elif chosen.decays:
-            torch._foreach_mul_(chosen.parameters, scalars.decay_factor)
-        torch._foreach_lerp_(first, gradients, scalars.one_minus_beta1)
-        torch._foreach_mul_(second, scalars.beta2)
-        torch._foreach_addcmul_(second, gradients, gradients, scalars.one_minus_beta2)
+            self._with_decay(group, scalars.weight_decay)
+        elif group.decays:
+            torch._foreach_mul_(group.parameters, scalars.decay_factor)
+        torch._foreach_lerp_(first_moment, gradients, scalars.one_minus_beta1)
+        torch._foreach_mul_(second_moment, scalars.beta2)
+        torch._foreach_addcmul_(second_moment, gradients, gradients, scalars.one_minus_beta2)
         if self._optimizer.amsgrad:
-            torch._foreach_maximum_(chosen.moments[2], second)
-            second = chosen.moments[2]
-        roots = [values.sqrt() for values in second]
+            torch._foreach_maximum_(group.moments[2], second_moment)
+            second_moment = group.moments[2]
+        roots = [values.sqrt() for values in second_moment]
         torch._foreach_mul_(roots, scalars.root_correction)
         torch._foreach_add_(roots, scalars.epsilon)
-        torch._foreach_addcdiv_(chosen.parameters, first, roots, -scalars.step_size)
+        torch._foreach_addcdiv_(group.parameters, first_moment, roots, -scalars.step_size)
 
-    def _adagrad(self, chosen: _Chosen, scalars: StepScalars) -> None:
-        (squares,), gradients = chosen.moments, chosen.gradients
-        self._with_decay(chosen, scalars.weight_decay)
+    def _adagrad(self, group: _TensorGroup, scalars: StepScalars) -> None:
+        (squares,), gradients = group.moments, group.gradients
+        self._with_decay(group, scalars.weight_decay)
         torch._foreach_addcmul_(squares, gradients, gradients, 1.0)
         roots = [values.sqrt() for values in squares]
         torch._foreach_add_(roots, scalars.epsilon)
-        torch._foreach_addcdiv_(chosen.parameters, gradients, roots, -scalars.learning_rate)
+        torch._foreach_addcdiv_(group.parameters, gradients, roots, -scalars.learning_rate)
 
-    def _rmsprop(self, chosen: _Chosen, scalars: StepScalars) -> None:
-        squares, gradients = chosen.moments[0], chosen.gradients
-        self._with_decay(chosen, scalars.weight_decay)
+    def _rmsprop(self, group: _TensorGroup, scalars: StepScalars) -> None:
+        squares, gradients = group.moments[0], group.gradients
+        self._with_decay(group, scalars.weight_decay)
         torch._foreach_mul_(squares, scalars.beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, scalars.one_minus_beta2)
         variances = squares
         if self._optimizer.centered:
-            means = chosen.moments[-1]
+            means = group.moments[-1]
             torch._foreach_lerp_(means, gradients, scalars.one_minus_beta2)
             variances = [v.addcmul(m, m, value=-1.0) for v, m in zip(squares, means, strict=True)]
             torch._foreach_clamp_min_(variances, 0.0)
         roots = [values.sqrt() for values in variances]
         torch._foreach_add_(roots, scalars.epsilon)
         if not self._optimizer.momentum:
-            torch._foreach_addcdiv_(chosen.parameters, gradients, roots, -scalars.learning_rate)
+            torch._foreach_addcdiv_(group.parameters, gradients, roots, -scalars.learning_rate)
             return
-        velocity = chosen.moments[1]
+        velocity = group.moments[1]
         torch._foreach_mul_(velocity, scalars.momentum)
         torch._foreach_addcdiv_(velocity, gradients, roots)
-        torch._foreach_add_(chosen.parameters, velocity, alpha=-scalars.learning_rate)
+        torch._foreach_add_(group.parameters, velocity, alpha=-scalars.learning_rate)
 
-    def _lion(self, chosen: _Chosen, scalars: StepScalars) -> None:
-        (moment,), gradients = chosen.moments, chosen.gradients
-        if chosen.decays:
-            torch._foreach_mul_(chosen.parameters, scalars.decay_factor)
+    def _lion(self, group: _TensorGroup, scalars: StepScalars) -> None:
+        (moment,), gradients = group.moments, group.gradients
+        if group.decays:
+            torch._foreach_mul_(group.parameters, scalars.decay_factor)
         mixed = [values * scalars.beta1 for values in moment]
         torch._foreach_add_(mixed, gradients, alpha=scalars.one_minus_beta1)
         signs = [values.sign() for values in mixed]
-        torch._foreach_add_(chosen.parameters, signs, alpha=-scalars.learning_rate)
+        torch._foreach_add_(group.parameters, signs, alpha=-scalars.learning_rate)
         torch._foreach_mul_(moment, scalars.beta2)
         torch._foreach_add_(moment, gradients, alpha=scalars.one_minus_beta2)

@@ -35,15 +35,15 @@ class NarrowExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the weighted sum of each token's experts, (tokens, hidden)."""
-        given: Any = self
-        first = "gate_up_proj" if given.has_gate else "up_proj"
-        combine = given._apply_gate if given.has_gate else given.act_fn  # noqa: SLF001
+        experts: Any = self
+        first_name = "gate_up_proj" if experts.has_gate else "up_proj"
+        combine = experts._apply_gate if experts.has_gate else experts.act_fn  # noqa: SLF001
         total = torch.zeros_like(hidden_states)
         for expert in range(len(self.stacks["down_proj"])):
             token, choice = torch.where(top_k_index == expert)
             if not len(token):
                 continue
-            states = combine(self._linear(first, expert, hidden_states[token]))
+            states = combine(self._linear(first_name, expert, hidden_states[token]))
             states = self._linear("down_proj", expert, states)
             states = states * top_k_weights[token, choice, None]
             total = total.index_add(0, token, states.to(total.dtype))
@@ -55,11 +55,20 @@ class NarrowExperts(nn.Module):
         if wrapper is None or wrapper.disable_adapters:
             return out
         for active in wrapper.active_adapters:
-            a, b = wrapper.lora_A[active].weight, wrapper.lora_B[active].weight
-            a = a.reshape(wrapper.num_experts, -1, a.shape[-1])[expert]  # (rank, inputs)
-            b = b.reshape(b.shape[0], -1, wrapper.num_experts)[:, :, expert]  # (outputs, rank)
-            low = nn.functional.linear(nn.functional.linear(states, a), b)
-            out = out + low * wrapper.scaling[active]
+            input_matrix, output_matrix = (
+                wrapper.lora_A[active].weight,
+                wrapper.lora_B[active].weight,
+            )
+            input_matrix = input_matrix.reshape(wrapper.num_experts, -1, input_matrix.shape[-1])[
+                expert
+            ]  # (rank, inputs)
+            output_matrix = output_matrix.reshape(output_matrix.shape[0], -1, wrapper.num_experts)[
+                :, :, expert
+            ]  # (outputs, rank)
+            low_rank = nn.functional.linear(
+                nn.functional.linear(states, input_matrix), output_matrix
+            )
+            out = out + low_rank * wrapper.scaling[active]
         return out
 
 
@@ -83,11 +92,11 @@ def narrow_experts(
         del layer._parameters[name], stack  # noqa: SLF001 -- its stack stands in its place
     kind = type(layer)
     layer.__class__ = type(f"Narrow{kind.__name__}", (NarrowExperts, kind), {})
-    given: Any = layer
-    given.stacks, given.adapters, given.bench = stacks, {}, bench
+    any_layer: Any = layer
+    any_layer.stacks, any_layer.adapters, any_layer.bench = stacks, {}, bench
     for wrapper in module.modules():
         if hasattr(wrapper, "parameter_name") and _base_of(wrapper) is layer:
-            given.adapters[wrapper.parameter_name] = wrapper
+            any_layer.adapters[wrapper.parameter_name] = wrapper
             wrapper.forward = partial(_inner, wrapper)
 
 

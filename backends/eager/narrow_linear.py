@@ -22,7 +22,7 @@ from backends.base.quantize import NF4, Quantized, Storage
 _PART_ELEMENTS_OF_CPU: Final = 1 << 18
 """The same on a CPU: a part fits its cache."""
 _SAME_DTYPE: Final = {"bf16": torch.bfloat16, "f16": torch.float16}
-_PLACES_AT_ONCE: Final = 1 << 16
+_INDICES_AT_ONCE: Final = 1 << 16
 """Bytes of nf4 that are converted to indices at a time: few, to leave no hole in memory; see
 `Bench`."""
 _HALVES: Final = np.arange(256)[:, None] >> np.array([0, 4]) & 15
@@ -52,8 +52,10 @@ class NarrowWeight:
         self.device = device
         self._storage = stored.storage
         self._group = stored.group
-        kept = {"bf16": "int16", "f16": "float16", "int8": "int8"}.get(stored.storage, "uint8")
-        bits = torch.from_numpy(stored.words.view(kept))
+        dtype_name = {"bf16": "int16", "f16": "float16", "int8": "int8"}.get(
+            stored.storage, "uint8"
+        )
+        bits = torch.from_numpy(stored.words.view(dtype_name))
         self.dtype: torch.dtype | None = _SAME_DTYPE.get(stored.storage)
         """The floating-point type in which it is stored; None for numbers with scales."""
         # In memory that torch allocates: an operand's alignment can change the bits of a product.
@@ -75,51 +77,51 @@ class NarrowWeight:
         """The stored values, (rows, columns) of `dtype`."""
         return self._bits.view(self.shape)
 
-    def wide(self, whole: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Write the float32 values of `quantize.dequantize` into `whole`, and return it.
+    def widen_into(self, target: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Write the float32 values of `quantize.dequantize` into `target`, and return it.
 
         Args:
-            whole: float32, (rows, columns), with the number of rows to write.
-            first: The first row.
+            target: float32, (rows, columns), with the number of rows to write.
+            start: The first row.
         """
-        return self.write(whole, whole, first)
+        return self.write(target, target, start)
 
-    def write(self, into: torch.Tensor, wide: torch.Tensor, first: int = 0) -> torch.Tensor:
+    def write(self, target: torch.Tensor, wide: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Write these values into memory of any floating-point type, and return it.
 
         Args:
-            into: (rows, columns), with the number of rows to write.
-            wide: Memory of the same shape in float32, which is overwritten; may be `into`.
-            first: The first row.
+            target: (rows, columns), with the number of rows to write.
+            wide: Memory of the same shape in float32, which is overwritten; may be `target`.
+            start: The first row.
         """
         per_row = len(self._bits) // self.shape[0]
-        bits = self._bits[first * per_row : (first + len(into)) * per_row]
+        bits = self._bits[start * per_row : (start + len(target)) * per_row]
         if self.dtype is not None:
-            into.view(-1).copy_(bits)
-            return into
+            target.view(-1).copy_(bits)
+            return target
         groups = self.shape[1] // self._group
-        scales = self._scales[first * groups : (first + len(into)) * groups][:, None]
+        scales = self._scales[start * groups : (start + len(target)) * groups][:, None]
         if self._multiplies_at_once:
-            numbers = bits if self._storage == "int8" else self._looked_up(bits, wide)
+            numbers = bits if self._storage == "int8" else self._decode_pairs(bits, wide)
             numbers = numbers.view(-1, self._group)
-            torch.mul(numbers, scales, out=into.view(-1, self._group))
-            return into
+            torch.mul(numbers, scales, out=target.view(-1, self._group))
+            return target
         if self._storage == "int8":
             wide.view(-1).copy_(bits)
         elif self._storage == "nf4":
-            self._looked_up(bits, wide)
+            self._decode_pairs(bits, wide)
         else:  # the lower half of a byte comes first
             pairs = wide.view(-1, 2)
             pairs[:, 0] = bits & 15
             pairs[:, 1] = bits >> 4
             wide.sub_(8)
         wide.view(-1, self._group).mul_(scales)
-        return into if into is wide else into.copy_(wide)
+        return target if target is wide else target.copy_(wide)
 
-    def _looked_up(self, bits: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    def _decode_pairs(self, bits: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
         """Write the two numbers of each byte, without their scale."""
         pairs, table = wide.view(-1, 2), _pairs_on(self.device, self._storage)
-        at_once = _PLACES_AT_ONCE if self.device.type == "cpu" else len(bits)
+        at_once = _INDICES_AT_ONCE if self.device.type == "cpu" else len(bits)
         for lo in range(0, len(bits), at_once):
             part = slice(lo, lo + at_once)
             torch.index_select(table, 0, bits[part].int(), out=pairs[part])
@@ -147,25 +149,25 @@ class Bench:
         if isinstance(weight, torch.Tensor):
             if kind == weight.dtype:
                 return weight
-            return self._room(kind, rows, columns, self._elements).copy_(weight)
+            return self._scratch(kind, rows, columns, self._elements).copy_(weight)
         if kind == weight.dtype:
             return weight.matrix
-        converted = self._room(kind, rows, columns, self._elements)
+        converted = self._scratch(kind, rows, columns, self._elements)
         if kind == torch.float32:
-            return weight.wide(converted)
+            return weight.widen_into(converted)
         # Part by part, which avoids writing and reading a float32 copy of the whole weight.
-        at_once = max(1, self._part // columns)
-        for first in range(0, rows, at_once):
-            part = converted[first : first + at_once]
+        rows_per_part = max(1, self._part // columns)
+        for start in range(0, rows, rows_per_part):
+            part = converted[start : start + rows_per_part]
             most = min(max(self._part, columns), self._elements)
-            wide = self._room(torch.float32, len(part), columns, most)
-            weight.write(part, wide, first)
+            wide = self._scratch(torch.float32, len(part), columns, most)
+            weight.write(part, wide, start)
         return converted
 
-    def _room(self, kind: torch.dtype, rows: int, columns: int, most: int) -> torch.Tensor:
+    def _scratch(self, kind: torch.dtype, rows: int, columns: int, capacity: int) -> torch.Tensor:
         elements = rows * columns
         if kind not in self._flat or len(self._flat[kind]) < elements:
-            self._flat[kind] = torch.empty(most, dtype=kind, device=self._device)
+            self._flat[kind] = torch.empty(capacity, dtype=kind, device=self._device)
         return self._flat[kind][:elements].view(rows, columns)
 
 
@@ -178,7 +180,7 @@ class NarrowLinear(nn.Linear):
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """The weight in float32, for code that inspects it; each access converts it again."""
-        return self.narrow.wide(torch.empty(self.narrow.shape, device=self.narrow.device))
+        return self.narrow.widen_into(torch.empty(self.narrow.shape, device=self.narrow.device))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- torch's name
         """As `nn.Linear`'s; the weight is widened again in backward."""
@@ -198,28 +200,28 @@ class ConvertedLinear(nn.Linear):
 
 
 def product(
-    given: torch.Tensor,
+    input_: torch.Tensor,
     weight: NarrowWeight | torch.Tensor,
     bias: torch.Tensor | None,
     bench: Bench,
 ) -> torch.Tensor:
     """Return a linear layer's output; autograd keeps no copy of the weight."""
-    kind = _computed_in(given)
+    kind = _computed_in(input_)
     operand = bench.operand(weight, kind)
     address = operand.untyped_storage().data_ptr()
 
-    def kept(tensor: torch.Tensor) -> Any:
+    def saved_tensor(tensor: torch.Tensor) -> Any:
         if tensor.untyped_storage().data_ptr() != address:
             return tensor
         return tensor.size(), tensor.stride(), tensor.storage_offset()
 
-    def again(stored: Any) -> torch.Tensor:
+    def unpack(stored: Any) -> torch.Tensor:
         if isinstance(stored, torch.Tensor):
             return stored
         return bench.operand(weight, kind).as_strided(*stored)
 
-    with torch.autograd.graph.saved_tensors_hooks(kept, again):
-        return nn.functional.linear(given, operand, bias)
+    with torch.autograd.graph.saved_tensors_hooks(saved_tensor, unpack):
+        return nn.functional.linear(input_, operand, bias)
 
 
 def convert_again_in_backward(module: nn.Module, device: torch.device) -> None:
@@ -240,7 +242,7 @@ def is_plain(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and "forward" not in vars(layer)
 
 
-def _computed_in(given: torch.Tensor) -> torch.dtype:
+def _computed_in(input_: torch.Tensor) -> torch.dtype:
     """Return the type to which autocast would convert the weight, so that it keeps no copy."""
-    kind = given.device.type
+    kind = input_.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32

@@ -93,7 +93,7 @@ def _settings() -> Iterator[tuple[Any, str, object]]:
 @contextmanager
 def settings_restored() -> Iterator[None]:
     """Restore afterwards every setting that `make_deterministic` and `use_threads` change."""
-    before = [(module, name, getattr(module, name)) for module, name, _ in _settings()]
+    saved_settings = [(module, name, getattr(module, name)) for module, name, _ in _settings()]
     legacy_tf32 = _legacy_tf32()
     mode, threads = torch.get_deterministic_debug_mode(), torch.get_num_threads()
     sdp = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ def settings_restored() -> Iterator[None]:
         torch.set_deterministic_debug_mode(mode)
         torch.set_num_threads(threads)
         torch.backends.cuda.enable_cudnn_sdp(sdp)
-        for module, name, value in before:
+        for module, name, value in saved_settings:
             setattr(module, name, value)
         if legacy_tf32 is not None:
             torch.backends.cudnn.allow_tf32 = legacy_tf32
@@ -221,8 +221,8 @@ def _cuda_driver() -> str:
 def _cuda_libraries() -> str:
     """Return one digest of the NVIDIA libraries that are installed beside torch."""
     settings = {
-        f"{each.name} {each.version}"
-        for each in importlib.metadata.distributions()
-        if (each.name or "").startswith("nvidia-") and each.name != "nvidia-ml-py"
+        f"{distribution.name} {distribution.version}"
+        for distribution in importlib.metadata.distributions()
+        if (distribution.name or "").startswith("nvidia-") and distribution.name != "nvidia-ml-py"
     }
     return blake3("\n".join(sorted(settings)).encode()).hexdigest(16)

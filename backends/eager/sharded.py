@@ -65,7 +65,7 @@ class ShardedProgram(EagerProgram):
         if base_dtype != "float32":
             halve_frozen_base(module, base_dtype, self._device)
 
-    def _place(self, module: nn.Module) -> None:
+    def _move_to_device(self, module: nn.Module) -> None:
         shard_frozen(module, self._device, self._mesh)
 
 
@@ -90,11 +90,11 @@ def shard_frozen(module: nn.Module, device: torch.device, mesh: DeviceMesh) -> N
     for unit in (*layers, *heads, module):
         parts = [part for part in unit.modules() if id(part) not in sharded]
         sharded |= {id(part) for part in parts}
-        own = {tensor for part in parts for tensor in part.parameters(recurse=False)}
-        whole |= _others_than_of_most(own - whole)
+        own_trained = {tensor for part in parts for tensor in part.parameters(recurse=False)}
+        whole |= _others_than_of_most(own_trained - whole)
         # A head computes a loss in parts after its forward, and in backward before its unit's.
         stays: dict[str, Any] = {"reshard_after_forward": False} if unit in heads else {}
-        fully_shard(unit, mesh=mesh, ignored_params=own & whole, **stays)
+        fully_shard(unit, mesh=mesh, ignored_params=own_trained & whole, **stays)
     for tensor in (*whole, *module.buffers()):
         _move(tensor, tensor.data.to(device).clone(memory_format=torch.contiguous_format))
         assert tensor.data_ptr() % numerics.ALIGNMENT_BYTES == 0
@@ -122,8 +122,8 @@ def _move(tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor.data = values
         return
     is_parameter = isinstance(tensor, nn.Parameter)
-    moved = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
-    torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
+    moved_tensor = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+    torch.utils.swap_tensors(tensor, moved_tensor)  # type: ignore[no-untyped-call]
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

@@ -81,8 +81,8 @@ def devices_of(backend: str) -> list[DeviceInfo]:
     kind = KINDS[backend]
     if backend == "cpu":
         return [DeviceInfo("cpu", processor_name(), True, "")]
-    if why := _why_none(kind):
-        return [DeviceInfo(backend, kind.title, False, why)]
+    if reason := _why_none(kind):
+        return [DeviceInfo(backend, kind.title, False, reason)]
     count = _module(torch_device(backend)).device_count() if kind.is_numbered else 1
     return [_device_info(backend, index) for index in range(count)]
 
@@ -98,10 +98,14 @@ def _why_none(kind: DeviceKind) -> str:
             return "" if torch.xpu.is_available() else "torch finds no XPU, or was built without it"
         case "mps":
             return "" if torch.backends.mps.is_available() else "torch finds no GPU of a Mac"
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return "torch finds no accelerator"
-    return f"torch's accelerator is {found.type}; ask for that" if found.type in KINDS else ""
+    return (
+        f"torch's accelerator is {accelerator.type}; ask for that"
+        if accelerator.type in KINDS
+        else ""
+    )
 
 
 def _device_info(backend: str, index: int) -> DeviceInfo:
@@ -126,15 +130,15 @@ def _why_too_old(device: torch.device) -> str:
         digits = number.rstrip("abcdefghijklmnopqrstuvwxyz")
         if not digits.isdecimal():
             continue
-        built_for = divmod(int(digits), 10)
-        if built_for <= capability and (form == "compute" or built_for[0] == capability[0]):
+        supported = divmod(int(digits), 10)
+        if supported <= capability and (form == "compute" or supported[0] == capability[0]):
             return ""
     if not architectures:
         return ""
-    have = f"{capability[0]}.{capability[1]}"
+    capability_text = f"{capability[0]}.{capability[1]}"
     return (
-        f"torch {torch.__version__} has no kernels for compute capability {have} (it has "
-        f"{', '.join(architectures)}); use --backend vulkan, or an earlier torch"
+        f"torch {torch.__version__} has no kernels for compute capability {capability_text} (it "
+        f"has {', '.join(architectures)}); use --backend vulkan, or an earlier torch"
     )
 
 
@@ -210,12 +214,12 @@ def release_memory(device: torch.device) -> None:
 
 
 @contextmanager
-def naming_device_errors(device: torch.device, needs: str = "") -> Iterator[None]:
+def naming_device_errors(device: torch.device, need: str = "") -> Iterator[None]:
     """Convert errors of a device to `DeviceError`; other errors pass through.
 
     Args:
         device: The device that computes.
-        needs: What needs the memory, for the error message.
+        need: What needs the memory, for the error message.
 
     Raises:
         DeviceError: The device has failed.
@@ -231,7 +235,7 @@ def naming_device_errors(device: torch.device, needs: str = "") -> Iterator[None
         first_line = str(error).partition("\n")[0]
         if is_out_of_memory(error):
             advice = (
-                f"{needs or 'this'} does not fit; set a smaller batch.microbatch, "
+                f"{need or 'this'} does not fit; set a smaller batch.microbatch, "
                 "model.gradient_checkpointing: true or a narrower model.base_dtype, or end what "
                 "else uses the device"
             )

@@ -19,7 +19,7 @@ from protocol.base.errors import BackendUnavailable
 from protocol.base.limits import MICROBATCHES_PER_DISPATCH
 
 _BINDINGS: Final = 16
-"""Storage buffers per shader: merging kernels further does not pay, each then fills a card."""
+"""Limit on storage buffers per shader: merging more kernels does not pay, as each fills a card."""
 
 
 class VulkanBackend:
@@ -48,7 +48,7 @@ class VulkanBackend:
 
     @property
     def tuner(self) -> MatmulTuner:
-        """Chooses the matmul kernel for each shape; shared by all programs."""
+        """The tuner that chooses the matmul kernel for each shape; shared by all programs."""
         if self._tuner is None:
             self._tuner = MatmulTuner(self.device)
         return self._tuner
@@ -81,7 +81,7 @@ class VulkanBackend:
         self,
         trainable: Trainable,
         example: Batch,
-        others: Sequence[Batch] = (),
+        other_batches: Sequence[Batch] = (),
         evaluations: Sequence[Batch] = (),
     ) -> VulkanProgram:
         """Capture the step for batches like the example, and upload the weights.
@@ -90,7 +90,7 @@ class VulkanBackend:
             SamestepError: The precision is not supported, the step or an evaluation cannot be
                 captured, or an operator has no rule.
         """
-        batches = (example, *others)
+        batches = (example, *other_batches)
         if trainable.arithmetic.is_canonical:
             return canonical_on_device(
                 self.device, self.tuner, trainable, batches, evaluations, adds=self.exact_additions

@@ -23,8 +23,7 @@ from backends.wgpu.graph import passes
 from backends.wgpu.graph.values import NO_MODULE
 
 _FLOOR: Final = 1e-2
-"""Relative to an operator's operands: the smallest norm that a result with cancellation is compared
-to."""
+"""Smallest norm to compare a result with, relative to the operands' norm: results may cancel."""
 _MOST_ELEMENTS: Final = 2**27
 """Limit on the elements of all intermediate values."""
 
@@ -89,16 +88,16 @@ def differing_operator(  # noqa: PLR0917
     inputs = [*(values[name] for name in capture.tensors), seeds]
     inputs += [arrays[name] for name in capture.arrays]
     values_of_nodes = _inputs(graph, inputs)
-    (last,) = (node for node in graph.graph.nodes if node.op == "output")
-    last.args = ([operator.node for operator in tensor_operators],)
+    (output_node,) = (node for node in graph.graph.nodes if node.op == "output")
+    output_node.args = ([operator.node for operator in tensor_operators],)
     capture.outputs = tuple(
         TensorSpec.of(operator.node.meta["val"]) for operator in tensor_operators
     )
     results = program.run_once(capture, batch, seed)
-    for operator, like, result in zip(tensor_operators, capture.outputs, results, strict=True):
-        assert like is not None
+    for operator, spec, result in zip(tensor_operators, capture.outputs, results, strict=True):
+        assert spec is not None
         if result is not None:
-            values_of_nodes[operator.node] = from_words(result, like.shape, like.dtype)
+            values_of_nodes[operator.node] = from_words(result, spec.shape, spec.dtype)
     return next(
         (str(operator) for operator in operators if _differs(operator, values_of_nodes, tolerance)),
         "",
@@ -129,8 +128,8 @@ def _differs(operator: _Operator, values: dict[fx.Node, Any], tolerance: float) 
         return False
     if not expected.is_floating_point():
         return not torch.equal(expected, result)
-    read = [x for x in [*args, *kwargs.values()] if isinstance(x, torch.Tensor)]
-    floor = _FLOOR * max((_norm(x.float().numpy()) for x in read), default=0.0)
+    tensors = [x for x in [*args, *kwargs.values()] if isinstance(x, torch.Tensor)]
+    floor = _FLOOR * max((_norm(x.float().numpy()) for x in tensors), default=0.0)
     expected_values, result_values = expected.double().numpy(), result.double().numpy()
     finite = np.isfinite(expected_values)
     if not np.array_equal(expected_values[~finite], result_values[~finite], equal_nan=True):

@@ -75,9 +75,9 @@ def _refuse_precision(precision: ComputePrecision, no_halves: str) -> None:
     if precision == "float32" or (precision == "float16" and not no_halves):
         return
     supported = "float32" if no_halves else "float32 or float16"
-    why = (
+    reason = (
         no_halves
         if no_halves and precision == "float16"
         else "Vulkan and canonical arithmetic support no other"
     )
-    raise SamestepError(f"expected model.precision {supported}, got {precision}: {why}")
+    raise SamestepError(f"expected model.precision {supported}, got {precision}: {reason}")

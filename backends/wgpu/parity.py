@@ -78,7 +78,7 @@ class _Case:
 
 
 class Parity:
-    """The comparison: the constructor computes torch's side, `check` the device's.
+    """Compares the device with torch: the constructor computes torch's side, `check` the device's.
 
     Constructed before the program moves the module's weights off the host.
 
@@ -103,10 +103,10 @@ class Parity:
         microbatches = _two_microbatches(batches)
         widest = max(microbatches, key=_rows)
         affordable = _BUDGET_S * _operations_per_s() / len(microbatches)
-        whole = program.capture(microbatches[0])
-        program.take(microbatches[0], whole)
-        self._part = part_of(self._module, widest, affordable, whole.calls)
-        self._captures = {} if self._part else {_shapes(microbatches[0]): whole}
+        whole_capture = program.capture(microbatches[0])
+        program.take(microbatches[0], whole_capture)
+        self._part = part_of(self._module, widest, affordable, whole_capture.calls)
+        self._captures = {} if self._part else {_shapes(microbatches[0]): whole_capture}
         seeds = range(trainable.seed, trainable.seed + 2)
         with self._part.isolate():
             self._values = program.hold_values()
@@ -117,9 +117,9 @@ class Parity:
         batch = self._part.of(batch)
         with self._part.isolate():
             capture = self._capture_part(batch)
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             expected, scale = self._finite(capture, batch, seed)
-        self._seconds += time.perf_counter() - began
+        self._seconds += time.perf_counter() - start_s
         return _Case(batch, seed, capture, expected, scale)
 
     def _finite(self, capture: Capture, batch: Batch, seed: int) -> tuple[dict[str, Array], float]:
@@ -158,7 +158,7 @@ class Parity:
         Raises:
             SamestepError: The device's results differ from torch's.
         """
-        began, worst = time.perf_counter(), 0.0
+        start_s, worst = time.perf_counter(), 0.0
         for case in self._cases:
             with self._part.isolate():
                 results = self._on_device(case)
@@ -166,7 +166,7 @@ class Parity:
                 if distance > self._tolerance and not self._is_rounding(case, distance):
                     raise SamestepError(self._refusal(case, name, distance))
             worst = max(worst, distance)
-        seconds = self._seconds + time.perf_counter() - began
+        seconds = self._seconds + time.perf_counter() - start_s
         return f"gradients within {worst:.1e} of torch's ({self._part}; {seconds:.1f} s)"
 
     def _on_device(self, case: _Case) -> dict[str, Array]:
@@ -268,13 +268,13 @@ def _seeds(seed: int, capture: Capture) -> torch.Tensor:
 
 def _two_microbatches(batches: Sequence[Batch]) -> list[Batch]:
     """Return two microbatches: the first two, or the only one and its samples reversed."""
-    first, *more = batches
-    if more:
-        return [first, more[0]]
+    first_batch, *other_batches = batches
+    if other_batches:
+        return [first_batch, other_batches[0]]
     reversed_arrays = {
-        n: array[::-1].copy() if array.ndim else array for n, array in first.arrays.items()
+        n: array[::-1].copy() if array.ndim else array for n, array in first_batch.arrays.items()
     }
-    return [first, Batch(reversed_arrays, first.weight)]
+    return [first_batch, Batch(reversed_arrays, first_batch.weight)]
 
 
 def perturbed(values: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
@@ -312,14 +312,14 @@ class _Part:
     @contextmanager
     def isolate(self) -> Iterator[None]:
         """Remove the other layers from the model within the context."""
-        saved = [(stack, dict(stack._modules)) for stack, _ in self.layers]  # noqa: SLF001
+        saved_layers = [(stack, dict(stack._modules)) for stack, _ in self.layers]  # noqa: SLF001
         try:
             for stack, names in self.layers:
                 for name in stack._modules.keys() - {*names}:  # noqa: SLF001
                     del stack._modules[name]  # noqa: SLF001
             yield
         finally:
-            for stack, modules in saved:
+            for stack, modules in saved_layers:
                 stack._modules.clear()  # noqa: SLF001
                 stack._modules.update(modules)  # noqa: SLF001
 
@@ -327,8 +327,8 @@ class _Part:
         """Return the batch's first `samples` samples."""
         if not self.samples:
             return batch
-        first = {n: a[: self.samples] if a.ndim else a for n, a in batch.arrays.items()}
-        return Batch(first, batch.weight)
+        first_samples = {n: a[: self.samples] if a.ndim else a for n, a in batch.arrays.items()}
+        return Batch(first_samples, batch.weight)
 
 
 def part_of(
@@ -347,17 +347,20 @@ def part_of(
         stacks.setdefault(name, (stack, {}))[1][key] = layer
     weights = _weights(module)
     per_layer = {name: _weights(stack) / len(stack) for name, (stack, _) in stacks.items()}
-    around = weights - sum(_weights(stack) for stack, _ in stacks.values())
+    outside_weights = weights - sum(_weights(stack) for stack, _ in stacks.values())
     affordable = operations / (_PASSES * _rows(batch))
     if weights <= affordable:
         return _Part()
-    first: dict[Any, str] = {}
+    first_by_kind: dict[Any, str] = {}
     for call in calls:
-        first.setdefault(call.kind, call.path)
+        first_by_kind.setdefault(call.kind, call.path)
     names_kept = {
-        name: _telling(name, [*layers], {*first.values()}) for name, (_, layers) in stacks.items()
+        name: _informative_layers(name, [*layers], {*first_by_kind.values()})
+        for name, (_, layers) in stacks.items()
     }
-    smallest = around + sum(per_layer[name] * len(names) for name, names in names_kept.items())
+    smallest = outside_weights + sum(
+        per_layer[name] * len(names) for name, names in names_kept.items()
+    )
     samples = 0
     lengths = {len(array) for array in batch.arrays.values() if array.ndim}
     if smallest > affordable and len(lengths) == 1:
@@ -368,15 +371,21 @@ def part_of(
     )
 
 
-def _telling(stack: str, names: Sequence[str], first: Collection[str]) -> list[str]:
-    """The first layer of each kind, the second and the last."""
+def _informative_layers(
+    stack: str, names: Sequence[str], first_layers: Collection[str]
+) -> list[str]:
+    """Return the first layer of each kind, the second and the last."""
     selected = {names[0], names[1], names[-1]}
-    return [name for name in names if name in selected or f"{stack}.{name}" in first]
+    return [name for name in names if name in selected or f"{stack}.{name}" in first_layers]
 
 
 def _weights(module: nn.Module) -> int:
     """Count the weights that matrix products read."""
-    tables = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
+    tables = {
+        id(embedding.weight)
+        for embedding in module.modules()
+        if isinstance(embedding, nn.Embedding)
+    }
     return sum(
         parameter.numel()
         for parameter in module.parameters()
@@ -390,14 +399,16 @@ def _shapes(batch: Batch) -> tuple[object, ...]:
 
 def _rows(batch: Batch) -> int:
     """Return how often a microbatch uses a weight: its tokens, or else its samples."""
-    whole = [array.size for array in batch.arrays.values() if array.dtype.kind in "iu"]
-    return max([*whole, *(len(array) for array in batch.arrays.values() if array.ndim)], default=1)
+    token_counts = [array.size for array in batch.arrays.values() if array.dtype.kind in "iu"]
+    return max(
+        [*token_counts, *(len(array) for array in batch.arrays.values() if array.ndim)], default=1
+    )
 
 
 def _operations_per_s() -> float:
     """Measure torch's speed on this CPU with one matrix product."""
     ones = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE)
     ones @ ones
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     ones @ ones
-    return 2.0 * _PRODUCT_SIZE**3 / max(time.perf_counter() - began, 1e-6)
+    return 2.0 * _PRODUCT_SIZE**3 / max(time.perf_counter() - start_s, 1e-6)

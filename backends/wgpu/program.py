@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils import _pytree as pytree
 
-from backends.base.additivity import measured
+from backends.base.additivity import call_under_no_grad
 from backends.base.coupled_loss import is_carried_gradient, with_backward_loss
 from backends.base.interface import (
     Array,
@@ -135,7 +135,7 @@ class VulkanProgram:
         """Captures without a plan yet, by shapes."""
         self._temporary_plan: PlacedPlan | None = None
         """The last plan made by `run_once`."""
-        self._running: Running | None = None
+        self._current_run: Running | None = None
         self._lock = threading.RLock()
         self.estimates: list[Estimate] = []
         self.parity = ""
@@ -150,9 +150,9 @@ class VulkanProgram:
     @property
     def memory(self) -> str:
         """The largest estimate, and the device's memory if known."""
-        largest = max(self.estimates, key=lambda estimate: estimate.total)
+        largest_estimate = max(self.estimates, key=lambda estimate: estimate.total)
         has = self._device.adapter.memory_bytes
-        return f"{largest} of {byte_size(has)}" if has else str(largest)
+        return f"{largest_estimate} of {byte_size(has)}" if has else str(largest_estimate)
 
     def check(self, example: Batch) -> None:
         """Compile a training step for batches of this shape.
@@ -164,14 +164,14 @@ class VulkanProgram:
         _refuse_wide_inputs(example)
         refuse_sparse_gradients(self._weights.module)
         refuse_gradient_hooks(trained_parameters(self._weights.module, self._blocks))
-        refuse_running_statistics(self._weights.module, self._trainable.in_evaluation)
+        refuse_running_statistics(self._weights.module, self._trainable.evaluation_parts)
         refuse_gradients_across_samples(self._weights.module)
         capture, arrays = self._take_capture(example), _tensors(example)
         own_arrays = {name: x for name, x in arrays.items() if not is_carried_gradient(name)}
         refuse_non_additive_loss(
             self._weights.module, self._loss, own_arrays, capture.model_results
         )
-        self._plans[_shapes(example)] = self._ready_step(capture)
+        self._plans[_shapes(example)] = self._place_step(capture)
 
     def hold_values(self) -> Callable[[], dict[str, torch.Tensor]]:
         """Return a function that gives the module's current tensors as uploaded to the device,
@@ -220,8 +220,8 @@ class VulkanProgram:
         flat = self.run_once(capture, batch, seed, trained_names)
         ends = np.cumsum([1, *counts])
         results = {}
-        for name, first, end in zip(["", *trained_names], [0, *ends], ends, strict=False):
-            parts = [part for part in flat[first:end] if part is not None]
+        for name, start, end in zip(["", *trained_names], [0, *ends], ends, strict=False):
+            parts = [part for part in flat[start:end] if part is not None]
             results[name] = (
                 np.concatenate(parts) if parts else np.zeros(tensors[name].numel(), "f4")
             )
@@ -238,14 +238,16 @@ class VulkanProgram:
             if self._temporary_plan is None or self._temporary_plan.capture is not capture:
                 parts = sum(len(self._weights.tables.get(name, "1")) - 1 for name in trained_names)
                 groups = [list(range(len(capture.outputs) + parts))]
-                self._temporary_plan = self._ready(capture, groups, trained_names)
+                self._temporary_plan = self._place_plan(capture, groups, trained_names)
                 self.estimates.pop()
-            ready = self._temporary_plan
-            words = self._packed(ready, batch.arrays, seed)
-            arrays = Running(self._device, ready.submissions[1], ready.upload, words).next()
+            placed_plan = self._temporary_plan
+            words = self._packed(placed_plan, batch.arrays, seed)
+            arrays = Running(
+                self._device, placed_plan.submissions[1], placed_plan.upload, words
+            ).next()
         assert arrays is not None
         results = iter(arrays)
-        return [None if output is None else next(results) for output in ready.plan.outputs]
+        return [None if output is None else next(results) for output in placed_plan.plan.outputs]
 
     def warm_up(self, batch: Batch) -> None:
         """Run a microbatch of another shape once: drivers compile shaders on first use."""
@@ -290,21 +292,21 @@ class VulkanProgram:
         if _is_empty(batch):
             return Microbatch(self._absent_gradients(batch), lambda: None)
         with self._lock:
-            ready = self._step(batch)
-            words = self._uploaded(ready, batch, seed)
-            running = Running(self._device, ready.submissions[1], ready.upload, words)
-            self._running = running
-        return Microbatch(self._items(ready, running, batch), running.stop)
+            placed_plan = self._step(batch)
+            words = self._uploaded(placed_plan, batch, seed)
+            run = Running(self._device, placed_plan.submissions[1], placed_plan.upload, words)
+            self._current_run = run
+        return Microbatch(self._items(placed_plan, run, batch), run.stop)
 
     def completed(self, batch: Batch) -> Batch:
         """Return a microbatch with all arrays of a training step; see
         `CoupledCapture.completed`."""
-        return batch if self._coupled is None else self._coupled.completed(batch)
+        return batch if self._coupled is None else self._coupled.complete_batch(batch)
 
     def _completed(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
         if self._coupled is None:
             return leaves
-        return [(self._coupled.completed(batch), seed) for batch, seed in leaves]
+        return [(self._coupled.complete_batch(batch), seed) for batch, seed in leaves]
 
     def embed(self, leaves: Sequence[Leaf]) -> Generator[Rows, None, None]:
         """See `backends.base.interface.ComputesCoupledLoss`: the plan of a training step, up to its
@@ -312,16 +314,18 @@ class VulkanProgram:
         coupled, leaves = self._require_coupled(), self._completed(leaves)
         for group in self._groups(leaves):
             with self._lock:
-                ready = self._step(leaves[group.start][0])
-                parts = self._parts(ready, len(group))
-                first = [*takewhile(lambda part: not part.last, parts)]
-                words = np.concatenate([self._uploaded(ready, *leaves[n]) for n in group])
-                running = Running(self._device, parts[: len(first) + 1], ready.upload, words)
-                self._running = running
-            arrays = running.next()
+                placed_plan = self._step(leaves[group.start][0])
+                parts = self._parts(placed_plan, len(group))
+                first_parts = [*takewhile(lambda part: not part.is_last, parts)]
+                words = np.concatenate([self._uploaded(placed_plan, *leaves[n]) for n in group])
+                run = Running(
+                    self._device, parts[: len(first_parts) + 1], placed_plan.upload, words
+                )
+                self._current_run = run
+            arrays = run.next()
             if arrays is None:
                 return
-            yield from coupled.rows(ready.capture, arrays, len(group))
+            yield from coupled.rows(placed_plan.capture, arrays, len(group))
 
     def step_loss(self, rows: Rows, seed: int) -> StepLoss:
         """See `backends.base.interface.ComputesCoupledLoss`: by a plan of its own."""
@@ -333,13 +337,15 @@ class VulkanProgram:
                 capture = coupled.take(samples)
                 parts = sum(len(self._weights.tables.get(n, "1")) - 1 for n in self._trained_names)
                 groups = [list(range(len(capture.outputs) + parts))]
-                self._plans[key] = self._ready(capture, groups, self._trained_names)
-            ready = self._plans[key]
-            words = self._packed(ready, fields, seed)
-            arrays = Running(self._device, ready.submissions[1], ready.upload, words).next()
+                self._plans[key] = self._place_plan(capture, groups, self._trained_names)
+            placed_plan = self._plans[key]
+            words = self._packed(placed_plan, fields, seed)
+            arrays = Running(
+                self._device, placed_plan.submissions[1], placed_plan.upload, words
+            ).next()
         assert arrays is not None
         results = iter(arrays)
-        outputs = [None if output is None else next(results) for output in ready.plan.outputs]
+        outputs = [None if output is None else next(results) for output in placed_plan.plan.outputs]
         return coupled.step_loss(outputs, samples, self._weights.tables)
 
     def take_embedded(self) -> list[Rows]:
@@ -361,11 +367,11 @@ class VulkanProgram:
         """Number of segments before a step's blocks: 1 if it has embeddings."""
         return int(self._coupled is not None)
 
-    def _read_embeddings(self, leaves: Sequence[Leaf], running: Running, group: range) -> bool:
-        """Read the embeddings of a group; return whether the subtree goes on."""
+    def _read_embeddings(self, leaves: Sequence[Leaf], run: Running, group: range) -> bool:
+        """Read the embeddings of a group; return whether the subtree continues."""
         if self._coupled is None:
             return True
-        arrays = running.next()
+        arrays = run.next()
         if arrays:
             capture = self._step(leaves[group.start][0]).capture
             self._embedded += self._coupled.rows(capture, arrays, len(group))
@@ -397,7 +403,7 @@ class VulkanProgram:
         module = StandIn(self._weights.module, self.forward)
         arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
         try:
-            return measured(lambda: measure(module, arrays))
+            return call_under_no_grad(lambda: measure(module, arrays))
         except (IndexError, RuntimeError) as error:
             if (bad_index := index_outside(error, arrays)) is None:
                 raise
@@ -419,18 +425,20 @@ class VulkanProgram:
                 fuses = self._template.fuses
                 halves = self._template.halves
                 capture = capture_forward(self._weights.module, args, kwargs, fuses, halves=halves)
-                self._plans[key] = self._ready(capture, [list(range(len(capture.outputs)))])
-            ready = self._plans[key]
-            words = self._packed(ready, arrays, 0)
-            results = Running(self._device, ready.submissions[1], ready.upload, words).next()
+                self._plans[key] = self._place_plan(capture, [list(range(len(capture.outputs)))])
+            placed_plan = self._plans[key]
+            words = self._packed(placed_plan, arrays, 0)
+            results = Running(
+                self._device, placed_plan.submissions[1], placed_plan.upload, words
+            ).next()
         assert results is not None
-        assert ready.capture.results is not None
-        likes = [like for like in ready.capture.outputs if like is not None]
+        assert placed_plan.capture.results is not None
+        specs = [spec for spec in placed_plan.capture.outputs if spec is not None]
         tensors = [
-            from_words(result, like.shape, like.dtype)
-            for result, like in zip(results, likes, strict=True)
+            from_words(result, spec.shape, spec.dtype)
+            for result, spec in zip(results, specs, strict=True)
         ]
-        return pytree.tree_unflatten(tensors, ready.capture.results)
+        return pytree.tree_unflatten(tensors, placed_plan.capture.results)
 
     def keeps_subnormals(self) -> bool:
         """Whether the host keeps subnormals; the device's behavior is part of its numerics
@@ -440,8 +448,8 @@ class VulkanProgram:
     def close(self) -> None:
         """Abandon running work and free the device's memory; the device stays open."""
         with self._lock:
-            if self._running is not None:
-                self._running.stop()
+            if self._current_run is not None:
+                self._current_run.stop()
             self._plans.clear()
             self._temporary_plan = None
             self._summing.clear()
@@ -456,71 +464,81 @@ class VulkanProgram:
         for leaf, (batch, _) in enumerate(leaves):
             placed = self._plans.get(_shapes(batch))
             room = placed.plan.at_once if placed else 1
-            last = groups[-1] if groups else range(0)
-            if 0 < len(last) < room and _shapes(leaves[last.start][0]) == _shapes(batch):
-                groups[-1] = range(last.start, leaf + 1)
+            last_group = groups[-1] if groups else range(0)
+            if 0 < len(last_group) < room and _shapes(leaves[last_group.start][0]) == _shapes(
+                batch
+            ):
+                groups[-1] = range(last_group.start, leaf + 1)
             else:
                 groups.append(range(leaf, leaf + 1))
         return groups
 
     def _start(self, sums: SumStack, leaves: Sequence[Leaf], group: range) -> Running:
         """Start a group of microbatches: computed at once, added to the subtree's sums in order."""
-        first = leaves[group.start][0]
+        first_batch = leaves[group.start][0]
         with self._lock:
-            ready = None if _is_empty(first) else self._step(first)
+            placed_plan = None if _is_empty(first_batch) else self._step(first_batch)
             merges = tuple(merge_of(leaf, len(leaves)) for leaf in group)
-            shapes = None if ready is None else _shapes(first)
-            key = (shapes, merges, group.start == 0, merges[-1].last and len(leaves))
+            shapes = None if placed_plan is None else _shapes(first_batch)
+            key = (shapes, merges, group.start == 0, merges[-1].is_last and len(leaves))
             if key not in self._summing:
                 microbatches = len(group)
-                before = self._segments_before
-                segments = len(self._blocks) + before
-                parts = nothing(segments) if ready is None else self._parts(ready, microbatches)
-                sources = self._sources(ready, microbatches)
-                self._summing[key] = tuple(
-                    sums.summing(parts, sources, group.start, len(leaves), before)
+                first_segments = self._segments_before
+                segments = len(self._blocks) + first_segments
+                parts = (
+                    nothing(segments)
+                    if placed_plan is None
+                    else self._parts(placed_plan, microbatches)
                 )
-            if ready is None:
-                self._running = Running(self._device, self._summing[key])
+                sources = self._sources(placed_plan, microbatches)
+                self._summing[key] = tuple(
+                    sums.summing(parts, sources, group.start, len(leaves), first_segments)
+                )
+            if placed_plan is None:
+                self._current_run = Running(self._device, self._summing[key])
             else:
-                each = [self._uploaded(ready, *leaves[n]) for n in group]
-                words = np.concatenate(each)
-                self._running = Running(self._device, self._summing[key], ready.upload, words)
-            self._sums_in_use = not merges[-1].last
-            return self._running
+                uploads = [self._uploaded(placed_plan, *leaves[n]) for n in group]
+                words = np.concatenate(uploads)
+                self._current_run = Running(
+                    self._device, self._summing[key], placed_plan.upload, words
+                )
+            self._sums_in_use = not merges[-1].is_last
+            return self._current_run
 
-    def _parts(self, ready: PlacedPlan, microbatches: int) -> tuple[Submission, ...]:
+    def _parts(self, placed_plan: PlacedPlan, microbatches: int) -> tuple[Submission, ...]:
         """Return the submissions for that many microbatches at once."""
-        if microbatches not in ready.submissions:
-            each = self._field_outputs
-            parts = submissions(ready.plan, ready.buffers, self._device, microbatches, each)
-            ready.submissions[microbatches] = tuple(parts)
-        return ready.submissions[microbatches]
+        if microbatches not in placed_plan.submissions:
+            per_microbatch = self._field_outputs
+            parts = submissions(
+                placed_plan.plan, placed_plan.buffers, self._device, microbatches, per_microbatch
+            )
+            placed_plan.submissions[microbatches] = tuple(parts)
+        return placed_plan.submissions[microbatches]
 
-    def _sources(self, ready: PlacedPlan | None, microbatches: int) -> Sources:
+    def _sources(self, placed_plan: PlacedPlan | None, microbatches: int) -> Sources:
         """Return the buffers of the results; gradients of unreached tensors are absent."""
         gradients = []
         for microbatch in range(microbatches):
             outputs = [
-                ready.output(number, microbatch) if ready else None
+                placed_plan.output(number, microbatch) if placed_plan else None
                 for number in range(1, 1 + sum(map(len, self._results)))
             ]
-            gradient_buffers = [self._absent() if each is None else each for each in outputs]
+            gradient_buffers = [self._absent() if buffer is None else buffer for buffer in outputs]
             gradients.append(
                 [[gradient_buffers[o - 1] for o in self._outputs_of(n)] for n in self._order()]
             )
-        loss = ready.plan.outputs[0] if ready else None
-        if ready is None or loss is None:
+        loss = placed_plan.plan.outputs[0] if placed_plan else None
+        if placed_plan is None or loss is None:
             return Sources(gradients, self._device.buffer(4))
-        stride = ready.plan.strides[loss] if ready.plan.strides else 0
-        return Sources(gradients, ready.buffers[loss], stride)
+        stride = placed_plan.plan.strides[loss] if placed_plan.plan.strides else 0
+        return Sources(gradients, placed_plan.buffers[loss], stride)
 
     def _absent(self) -> Buffer:
         """Return absent values as long as the largest gradient, allocated on first use."""
         if self._absent_gradient is None:
-            largest = max(elements for results in self._results for elements in results)
-            self._absent_gradient = self._device.buffer(4 * largest)
-            self._device.upload(self._absent_gradient, absent(largest).view(np.uint32))
+            largest_elements = max(elements for results in self._results for elements in results)
+            self._absent_gradient = self._device.buffer(4 * largest_elements)
+            self._device.upload(self._absent_gradient, absent(largest_elements).view(np.uint32))
         return self._absent_gradient
 
     def _order(self) -> Sequence[int]:
@@ -528,18 +546,18 @@ class VulkanProgram:
         return range(len(self._blocks) - 1, -1, -1)
 
     def _items(
-        self, ready: PlacedPlan, running: Running, batch: Batch
+        self, placed_plan: PlacedPlan, run: Running, batch: Batch
     ) -> Iterator[BlockGradient | Loss]:
         loss = 0.0
-        if not self._read_embeddings([(batch, 0)], running, range(1)):
+        if not self._read_embeddings([(batch, 0)], run, range(1)):
             return
         for number in self._order():
-            arrays = running.next()
+            arrays = run.next()
             if arrays is None:
                 return
             if number == 0:
                 loss = float(arrays.pop()[0])
-            yield BlockGradient(number, self._flat(ready.plan, number, arrays))
+            yield BlockGradient(number, self._flat(placed_plan.plan, number, arrays))
         yield Loss(loss, batch.weight)
 
     def _flat(self, plan: Plan, number: int, arrays: Sequence[Array]) -> Array:
@@ -581,15 +599,15 @@ class VulkanProgram:
 
     def _outputs_of(self, number: int) -> range:
         """Return the numbers of the outputs that are a block's gradients; output 0 is the loss."""
-        first = 1 + sum(map(len, self._results[:number]))
-        return range(first, first + len(self._results[number]))
+        first_output = 1 + sum(map(len, self._results[:number]))
+        return range(first_output, first_output + len(self._results[number]))
 
     @property
     def _field_outputs(self) -> range:
         """Numbers of the outputs that are embeddings."""
-        first = 1 + sum(map(len, self._results))
+        first_output = 1 + sum(map(len, self._results))
         fields = 0 if self._coupled is None else len(self._coupled.coupled.layout.fields)
-        return range(first, first + fields)
+        return range(first_output, first_output + fields)
 
     def _results_of(self, block: Block) -> list[int]:
         """Return the elements of each gradient output of a block: of a tensor, or of each of its
@@ -607,51 +625,51 @@ class VulkanProgram:
             yield BlockGradient(number, absent(self._blocks[number].elements))
         yield Loss(0.0, batch.weight)
 
-    def _uploaded(self, ready: PlacedPlan, batch: Batch, seed: int) -> NDArray[np.uint32]:
+    def _uploaded(self, placed_plan: PlacedPlan, batch: Batch, seed: int) -> NDArray[np.uint32]:
         """Return the upload of a microbatch of a subtree.
 
         Raises:
             LossRaised: The device cannot compute with the batch's values.
         """
         try:
-            return self._packed(ready, batch.arrays, seed)
+            return self._packed(placed_plan, batch.arrays, seed)
         except OutsideTable as error:
             raise LossRaised(str(error), batch, error.row) from error
         except DataError as error:
             raise LossRaised(str(error), batch) from error
 
     def _packed(
-        self, ready: PlacedPlan, arrays: Mapping[str, NDArray[Any]], seed: int
+        self, placed_plan: PlacedPlan, arrays: Mapping[str, NDArray[Any]], seed: int
     ) -> NDArray[np.uint32]:
         """Pack the upload of a microbatch."""
-        plan, capture = ready.plan, ready.capture
+        plan, capture = placed_plan.plan, placed_plan.capture
         if SCALE in capture.arrays:
             scale = np.array([self.loss_scale, 1.0 / self.loss_scale], np.float32)
             arrays = {**arrays, SCALE: scale}
-        ready.table_indices.refuse_indices_outside(arrays)
-        ready.integer_bounds.refuse_overflow(arrays)
+        placed_plan.table_indices.refuse_indices_outside(arrays)
+        placed_plan.integer_bounds.refuse_overflow(arrays)
         words = seed_words(seed, capture.seeds)
         return pack(capture.arrays, plan.packed, plan.words, arrays, words)
 
     def _step(self, batch: Batch) -> PlacedPlan:
         shapes = _shapes(batch)
         if shapes not in self._plans:
-            self._plans[shapes] = self._ready_step(self._take_capture(batch))
+            self._plans[shapes] = self._place_step(self._take_capture(batch))
         return self._plans[shapes]
 
     def _take_capture(self, batch: Batch) -> Capture:
         return self._captures.pop(_shapes(batch), None) or self.capture(batch)
 
-    def _ready_step(self, capture: Capture) -> PlacedPlan:
+    def _place_step(self, capture: Capture) -> PlacedPlan:
         groups = [list(self._outputs_of(n)) for n in self._order()]
         groups[-1].append(0)  # the loss comes with the last block
         if self._coupled is not None:
             groups.insert(0, [*self._field_outputs])
-        return self._ready(
+        return self._place_plan(
             capture, groups, self._trained_names, at_once=self._template.microbatches
         )
 
-    def _ready(
+    def _place_plan(
         self,
         capture: Capture,
         groups: Sequence[Sequence[int]],
@@ -668,8 +686,10 @@ class VulkanProgram:
         if self._sums is not None:
             plan = with_microbatches(plan, at_once, self._has_room)
         self.estimates.append(estimate(plan, self._weights.nbytes()))
-        adapter, largest = self._device.adapter, self._largest_bytes
-        refuse_insufficient_memory(self.estimates, adapter.memory_bytes, largest, adapter.name)
+        adapter, largest_bytes = self._device.adapter, self._largest_bytes
+        refuse_insufficient_memory(
+            self.estimates, adapter.memory_bytes, largest_bytes, adapter.name
+        )
         self._make_room()
         upload = self._device.buffer(4 * plan.words * plan.at_once)
         buffers = self._buffers(plan, upload)
@@ -685,9 +705,9 @@ class VulkanProgram:
         assert self._sums is not None
         memory = estimate(plan, self._weights.nbytes())
         sums = levels_of(MICROBATCHES_PER_STEP) * self._sums.level_bytes
-        largest = max(plan.slots, default=0)
+        largest_slot = max(plan.slots, default=0)
         memory_bytes = self._device.adapter.memory_bytes
-        return largest <= self._largest_bytes and has_room([memory], sums, memory_bytes)
+        return largest_slot <= self._largest_bytes and has_room([memory], sums, memory_bytes)
 
     def _make_room(self) -> None:
         """Free the memory of subtree sums if a new plan needs it."""

@@ -37,27 +37,27 @@ def sum_on_device(  # noqa: PLR0917
         mark_absent: Takes a block's number and its sum after all groups have started; marks the
             tensors that no microbatch reaches.
         blocks: Number of blocks.
-        read_embeddings: Takes a group's run, and reads what comes before its blocks; whether it
-            goes on.
+        read_embeddings: Takes a group's run and reads the embeddings before its blocks; returns
+            whether to continue.
     """
     weights = [batch.weight for batch, _ in leaves]
 
     def start_leaf(number: int, _batch: Batch, _seed: int) -> Microbatch:
         group = groups[number]
-        running = start(group)
-        return Microbatch(items(running, group), running.stop)
+        run = start(group)
+        return Microbatch(items(run, group), run.stop)
 
-    def items(running: Running, group: range) -> Iterator[GradientItem]:
-        if not read_embeddings(running, group):
+    def items(run: Running, group: range) -> Iterator[GradientItem]:
+        if not read_embeddings(run, group):
             return
         for block in reversed(range(blocks)):
-            arrays = running.next()
+            arrays = run.next()
             if arrays is None:
                 return
             if block == blocks - 1:  # only the group's last microbatch yields gradients
-                for finished in [*reversed(range(blocks))] * (len(group) - 1):
-                    yield BlockAdded(finished)
-                    if running.stopped:
+                for finished_block in [*reversed(range(blocks))] * (len(group) - 1):
+                    yield BlockAdded(finished_block)
+                    if run.stopped:
                         return
             if group.stop < len(leaves):
                 yield BlockAdded(block)

@@ -1,7 +1,7 @@
-"""`samestep.hf.Trainer` and `Seq2SeqTrainer`: in place of transformers' in a script.
+"""`samestep.hf.Trainer` and `Seq2SeqTrainer`: replacements for the trainers of transformers.
 
 Start with `training`. `arguments` lists every training argument as honored, without effect or
-refused; `losses` makes sums of losses; `callbacks` runs callbacks and writes the log. Imports
+refused; `losses` turns losses into sums; `callbacks` runs callbacks and writes the log. Imports
 `samestep` and transformers.
 """
 

@@ -26,7 +26,7 @@ HONORED: Final = frozenset({
     "metric_for_best_model", "greater_is_better", "dataloader_drop_last", "optim_args",
     "neftune_noise_alpha",
 })  # fmt: skip
-"""They do what they do in transformers."""
+"""Arguments with the same effect as in transformers."""
 
 _HARMLESS: Final = {
     "it sets how progress is reported": (
@@ -58,7 +58,7 @@ _HARMLESS: Final = {
         "length_column_name",
     ),
 }  # fmt: skip
-HARMLESS: Final = {name: why for why, names in _HARMLESS.items() for name in names}
+HARMLESS: Final = {name: reason for reason, names in _HARMLESS.items() for name in names}
 """Arguments that have no effect on what is trained, with the reason."""
 
 REFUSED: Final[dict[str, str]] = {
@@ -97,7 +97,8 @@ _SCHEDULES: Final[dict[str, tuple[str, dict[str, str]]]] = {
     "inverse_sqrt": ("inverse-sqrt", {}),
     "polynomial": ("polynomial", {"lr_end": "min_lr", "power": "power"}),
 }
-"""By the name in transformers: the name in a run spec, and the keys of `lr_scheduler_kwargs`."""
+"""Schedules by their name in transformers: the name in a run spec, and `lr_scheduler_kwargs`' keys.
+"""
 _OPTIMIZERS: Final = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd", "rmsprop": "rmsprop",
     "adagrad": "adagrad",
@@ -112,9 +113,9 @@ def check_arguments(arguments: Any, honored_by_class: frozenset[str] = frozenset
         honored_by_class: Fields that the trainer's class uses before it trains (TRL's).
 
     Raises:
-        DataError: One cannot be honored; it is named.
+        DataError: An argument cannot be honored; the message names it.
     """
-    usual = type(arguments)(
+    defaults = type(arguments)(
         output_dir=arguments.output_dir, report_to="none",
         use_cpu=arguments.use_cpu, bf16=arguments.bf16, fp16=arguments.fp16,
     )  # fmt: skip
@@ -122,27 +123,27 @@ def check_arguments(arguments: Any, honored_by_class: frozenset[str] = frozenset
         name = field.name
         if name in HONORED or name in HARMLESS or name in honored_by_class:
             continue
-        given, expected = getattr(arguments, name), getattr(usual, name)
-        if given == expected or not (given or (expected and name not in REFUSED)):
+        value, default = getattr(arguments, name), getattr(defaults, name)
+        if value == default or not (value or (default and name not in REFUSED)):
             continue
-        instead = REFUSED.get(name, "leave it out: this release of samestep does not know it")
-        raise DataError(f"TrainingArguments.{name}={given!r} cannot be honored: {instead}")
+        remedy = REFUSED.get(name, "leave it out: this release of samestep does not know it")
+        raise DataError(f"TrainingArguments.{name}={value!r} cannot be honored: {remedy}")
 
 
 def named_optimizer(
     arguments: Any, steps: int, decay_keys: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the section `optimizer` of a run spec; None if the arguments name no usual one.
+    """Return the section `optimizer` of a run spec; None if it cannot express the arguments.
 
     Args:
         arguments: A `TrainingArguments`.
         steps: Number of steps of the run.
-        decay_keys: Keys that name the tensors without weight decay, if there is any.
+        decay_keys: Keys that name the tensors without weight decay; used if there is weight decay.
     """
     schedule, optimizer = word_of(arguments.lr_scheduler_type), word_of(arguments.optim)
     keys = _schedule_of(schedule, arguments)
-    is_usual = optimizer in _OPTIMIZERS and keys is not None and not arguments.optim_args
-    if not is_usual or (_OPTIMIZERS[optimizer] != "adamw" and arguments.weight_decay):
+    has_named_optimizer = optimizer in _OPTIMIZERS and keys is not None and not arguments.optim_args
+    if not has_named_optimizer or (_OPTIMIZERS[optimizer] != "adamw" and arguments.weight_decay):
         return None
     warmup = 0 if schedule == "constant" else arguments.get_warmup_steps(steps)
     document: dict[str, Any] = {
@@ -206,8 +207,8 @@ def evaluation_interval(arguments: Any, steps_per_epoch: int, steps: int) -> int
         steps_per_epoch: Steps of an epoch.
         steps: Steps of the run.
     """
-    every = arguments.eval_steps or arguments.logging_steps
-    return _interval(arguments.eval_strategy, every, steps_per_epoch, steps)
+    interval = arguments.eval_steps or arguments.logging_steps
+    return _interval(arguments.eval_strategy, interval, steps_per_epoch, steps)
 
 
 def checkpoint_interval(arguments: Any, steps_per_epoch: int, steps: int) -> int:
@@ -232,15 +233,15 @@ def best_metric(arguments: Any) -> dict[str, str]:
     return {"metric": metric, "better": "higher" if is_higher_better else "lower"}
 
 
-def _interval(strategy: Any, every: Any, steps_per_epoch: int, steps: int) -> int:
+def _interval(strategy: Any, steps_or_share: Any, steps_per_epoch: int, steps: int) -> int:
     match word_of(strategy):
         case "no":
             return 0
         case "epoch":
             return steps_per_epoch
         case _:
-            value = float(every)
-            return max(1, math.ceil(steps * value) if value < 1 else int(value))
+            interval = float(steps_or_share)
+            return max(1, math.ceil(steps * interval) if interval < 1 else int(interval))
 
 
 def word_of(choice: Any) -> str:
@@ -251,7 +252,7 @@ def word_of(choice: Any) -> str:
 def _schedule_of(schedule: str, arguments: Any) -> dict[str, Any] | None:
     """Return the keys of a schedule, with transformers' defaults where they differ from ours.
 
-    None: no schedule of a run spec has these options.
+    Return None if no schedule of a run spec has these options.
     """
     if schedule not in _SCHEDULES:
         return None
@@ -262,6 +263,6 @@ def _schedule_of(schedule: str, arguments: Any) -> dict[str, Any] | None:
     if options.keys() - keys.keys():
         return None
     document = {keys[key]: value for key, value in options.items()}
-    if (lowest := document.pop("min_lr", None)) is not None:
-        document["min_lr_ratio"] = lowest / arguments.learning_rate
+    if (min_rate := document.pop("min_lr", None)) is not None:
+        document["min_lr_ratio"] = min_rate / arguments.learning_rate
     return {"schedule": name, **document}

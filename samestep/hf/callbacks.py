@@ -1,8 +1,8 @@
 """A trainer's callbacks, state and log during a run, driven by the rows of its history.
 
-The coordinator owns the loop: callbacks see each step after it is committed. Those that only look
-(progress bars, loggers, one's own printing) run as they are. A callback that tries to change the
-run is refused by name, because what one process decides by itself is not the same on all workers;
+The coordinator owns the loop: callbacks see each step after it is committed. Callbacks that only
+observe (progress bars, loggers) run unchanged. A callback that tries to change the run is refused
+by name, because what one process decides by itself is not the same on all workers;
 `EarlyStoppingCallback` and the default flow become keys of the run spec.
 """
 
@@ -22,7 +22,7 @@ from protocol.base.errors import DataError
 from samestep.hf.arguments import steps_of
 from samestep.result import FitResult
 
-_UNSEEN: Final = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
+_NEVER_CALLED: Final = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
 """Methods of a callback that see gradients or parts of a step, which only workers have."""
 _REMEDIES: Final = {
     "should_training_stop": "write max_steps, or use EarlyStoppingCallback",
@@ -59,12 +59,14 @@ class CallbackLoop:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context of a run: callbacks begin with it, and cannot change it."""
+        """Context of a run, which callbacks observe and cannot change."""
         trainer = self._trainer
         handler, arguments = trainer.callback_handler, trainer.args
-        known = (*handler.callbacks, trainer.control)
-        stateful: Any = [each for each in known if isinstance(each, ExportableState)]
-        state: Any = TrainerState(stateful_callbacks=stateful)
+        candidates = (*handler.callbacks, trainer.control)
+        stateful_callbacks: Any = [
+            candidate for candidate in candidates if isinstance(candidate, ExportableState)
+        ]
+        state: Any = TrainerState(stateful_callbacks=stateful_callbacks)
         trainer.state = state
         state.is_local_process_zero = trainer.is_local_process_zero()
         state.is_world_process_zero = trainer.is_world_process_zero()
@@ -81,8 +83,8 @@ class CallbackLoop:
         finally:
             trainer.callback_handler, trainer.is_in_train = handler, False
 
-    def take(self, row: Mapping[str, float]) -> None:
-        """Take a row of the history: a committed step, or the metrics of an evaluation."""
+    def add_row(self, row: Mapping[str, float]) -> None:
+        """Add a row of the history: a committed step, or the metrics of an evaluation."""
         if "loss" in row:
             self._step(row)
         metrics = {
@@ -91,15 +93,15 @@ class CallbackLoop:
             if name.startswith("held_out_")
         }
         if metrics:
-            self._evaluated(int(row["step"]), metrics)
+            self._log_evaluation(int(row["step"]), metrics)
 
     def restore(self, rows: Iterator[Mapping[str, float]]) -> None:
-        """Take rows of steps before this process took part, without calling callbacks."""
+        """Add the rows of steps before this process took part, without calling callbacks."""
         handler = self._trainer.callback_handler
         silence(self._trainer)
         try:
             for row in rows:
-                self.take(row)
+                self.add_row(row)
         finally:
             self._trainer.callback_handler = handler
 
@@ -146,40 +148,42 @@ class CallbackLoop:
                 trainer.args, trainer.state, trainer.control
             )
 
-    def _evaluated(self, step: int, metrics: dict[str, float]) -> None:
+    def _log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics after `step` steps; later steps may have been committed meanwhile.
 
-        As in transformers, those of each held-out data set are an evaluation of their own.
+        As in transformers, each held-out data set is a separate evaluation.
         """
         trainer, state = self._trainer, self._trainer.state
-        newest = state.global_step, state.epoch
+        latest = state.global_step, state.epoch
         state.global_step, state.epoch = step, self._epoch_after(step)
-        for own in self._by_data_set(metrics):
-            trainer.log(own)
+        for data_set_metrics in self._by_data_set(metrics):
+            trainer.log(data_set_metrics)
             trainer.control = trainer.callback_handler.on_evaluate(
-                trainer.args, state, trainer.control, own
+                trainer.args, state, trainer.control, data_set_metrics
             )
         try:
             trainer._determine_best_metric(metrics, None)  # noqa: SLF001 -- as its own loop does
         except KeyError as error:
             raise DataError(str(error.args[0])) from None
-        state.global_step, state.epoch = newest
+        state.global_step, state.epoch = latest
 
     def _by_data_set(self, metrics: dict[str, float]) -> list[dict[str, float]]:
         """Divide metrics by the data set whose name they begin with."""
-        data = self._trainer.eval_dataset
-        if not isinstance(data, Mapping):
+        data_sets = self._trainer.eval_dataset
+        if not isinstance(data_sets, Mapping):
             return [metrics]
-        found: dict[str, dict[str, float]] = {name: {} for name in data}
+        metrics_by_name: dict[str, dict[str, float]] = {name: {} for name in data_sets}
         for name, value in metrics.items():
-            owners = [each for each in found if name.startswith(f"eval_{each}_")]
-            found[max(owners, key=len)][name] = value
-        return list(found.values())
+            matching_names = [
+                data_set for data_set in metrics_by_name if name.startswith(f"eval_{data_set}_")
+            ]
+            metrics_by_name[max(matching_names, key=len)][name] = value
+        return list(metrics_by_name.values())
 
     def _epoch_after(self, step: int) -> float:
         epoch, index = divmod(step - 1, self._steps_per_epoch)
-        done: int = min((index + 1) * self._accumulated, self._microbatches)
-        return float(epoch + done / self._microbatches)
+        microbatches: int = min((index + 1) * self._accumulated, self._microbatches)
+        return float(epoch + microbatches / self._microbatches)
 
 
 def silence(trainer: Any) -> None:
@@ -191,16 +195,18 @@ def silence(trainer: Any) -> None:
 def early_stopping(trainer: Any) -> EarlyStoppingCallback | None:
     """Return the trainer's `EarlyStoppingCallback`, if it has one."""
     callbacks = trainer.callback_handler.callbacks
-    return next((each for each in callbacks if type(each) is EarlyStoppingCallback), None)
+    return next(
+        (callback for callback in callbacks if type(callback) is EarlyStoppingCallback), None
+    )
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:
     """Refuse callbacks with methods that are never called.
 
     Raises:
-        DataError: There is one; it is named.
+        DataError: A callback has such a method; the message names it.
     """
-    for kind, name in itertools.product(map(type, callbacks), _UNSEEN):
+    for kind, name in itertools.product(map(type, callbacks), _NEVER_CALLED):
         if getattr(kind, name, None) is not getattr(TrainerCallback, name):
             raise DataError(
                 f"{kind.__name__}.{name} cannot be honored: gradients and parts of a step exist "
@@ -209,22 +215,22 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
 
 
 class _WatchedCallbacks(CallbackHandler):
-    """Callbacks that may look at the run, but not change it."""
+    """Callbacks that may observe the run, but not change it."""
 
     def __init__(self, handler: Any) -> None:
         vars(self).update(vars(handler))
 
-    def call_event(self, event: str, args: Any, state: Any, control: Any, **further: Any) -> Any:
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **keywords: Any) -> Any:
         """Call a method of all callbacks.
 
         Raises:
-            DataError: One tried to change the run; it is named.
+            DataError: A callback tried to change the run; the message names it.
         """
         for callback in self.callbacks:
             if type(callback) is EarlyStoppingCallback:
                 continue  # a key of the run spec
             kind = type(callback).__name__
-            before = dict(vars(control))
+            old_flags = dict(vars(control))
             model = _Unavailable(f"the model in {kind}.{event}", self.model, _VISIBLE)
             answer = getattr(callback, event)(
                 args, state, control,
@@ -234,51 +240,51 @@ class _WatchedCallbacks(CallbackHandler):
                 lr_scheduler=_Unavailable(f"the scheduler in {kind}.{event}"),
                 train_dataloader=self.train_dataloader,
                 eval_dataloader=self.eval_dataloader,
-                **further,
+                **keywords,
             )  # fmt: skip
-            after = answer if isinstance(answer, Mapping) else vars(answer or control)
+            new_flags = answer if isinstance(answer, Mapping) else vars(answer or control)
             if not isinstance(callback, DefaultFlowCallback):
-                _refuse_steering(kind, state.global_step, before, after)
+                _refuse_steering(kind, state.global_step, old_flags, new_flags)
             if isinstance(answer, TrainerControl):
                 control = answer
         return control
 
 
 def _refuse_steering(
-    kind: str, step: int, before: Mapping[str, Any], after: Mapping[str, Any]
+    kind: str, step: int, old_flags: Mapping[str, Any], new_flags: Mapping[str, Any]
 ) -> None:
     for flag, remedy in _REMEDIES.items():
-        if after.get(flag) and not before[flag]:
+        if new_flags.get(flag) and not old_flags[flag]:
             raise DataError(
                 f"the callback {kind} cannot be honored: it set {flag} after step {step}, which "
                 f"would not be the same on every worker; {remedy}"
             )
 
 
-class _NotDuringTheRunError(DataError, AttributeError):
-    """An AttributeError too, so that `hasattr` works."""
+class _UnavailableError(DataError, AttributeError):
+    """Also an AttributeError, so that `hasattr` works."""
 
 
 class _Unavailable:
     """Stands for an object whose state belongs to the workers during the run.
 
     Args:
-        name: What to call it in the error.
-        real: The object.
-        visible: Attributes that can be read.
+        name: The object's name in the error.
+        target: The object.
+        readable: Attributes that can be read.
     """
 
     def __init__(
-        self, name: str, real: object = None, visible: frozenset[str] = frozenset()
+        self, name: str, target: object = None, readable: frozenset[str] = frozenset()
     ) -> None:
-        self._name, self._real, self._visible = name, real, visible
+        self._name, self._target, self._readable = name, target, readable
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute in self._visible:
-            return getattr(self._real, attribute)
+        if attribute in self._readable:
+            return getattr(self._target, attribute)
         if attribute.startswith("__"):
             raise AttributeError(attribute)
-        raise _NotDuringTheRunError(
+        raise _UnavailableError(
             f"expected no use of {self._name} during the run, got .{attribute}: its state is on "
             "the workers; read it after train()"
         )

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from backends.base.additivity import measured, seeded
+from backends.base.additivity import call_under_no_grad, seeded
 from backends.base.steady_draws import LEVELS, SteadyDraws
 from backends.base.vocabulary_loss import large_logits_in_parts
 from protocol.base.errors import DataError
@@ -26,13 +26,13 @@ _TOLERANCE: Final = 1e-4
 
 
 @contextmanager
-def _buffers_kept(model: Any) -> Iterator[None]:
-    """Context after which the model's buffers, such as running statistics, are as before."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+def _preserving_buffers(model: Any) -> Iterator[None]:
+    """Restore the model's buffers, such as running statistics, at exit."""
+    saved_buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
-        for buffer, values in before:
+        for buffer, values in saved_buffers:
             buffer.copy_(values)
 
 
@@ -42,7 +42,7 @@ class SummedLoss:
     Args:
         trainer: The trainer.
         samples: Batches of one sample each, or with `is_mean` of several; the first with a loss
-            shows which kind it is.
+            shows how the loss is divided.
         is_mean: Whether `loss` is the mean of a microbatch instead.
 
     Raises:
@@ -56,12 +56,12 @@ class SummedLoss:
         self._divides_by_items, sample = self._find_divisor(samples)
         labels = sample.get("labels")
         self._has_labels = labels is not None
-        dims = 0
+        label_dims = 0
         if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
-            dims = labels.dim()
-        self._is_mean_over_labels = dims > 0 and not self._divides_by_items
-        accumulated = trainer.args.gradient_accumulation_steps
-        if self._is_mean_over_labels and dims > 1 and accumulated > 1 and not is_mean:
+            label_dims = labels.dim()
+        self._is_mean_over_labels = label_dims > 0 and not self._divides_by_items
+        microbatches = trainer.args.gradient_accumulation_steps
+        if self._is_mean_over_labels and label_dims > 1 and microbatches > 1 and not is_mean:
             raise DataError(
                 "gradient_accumulation_steps cannot be honored with this model, whose loss is "
                 "a mean over the labels of each microbatch: write 1, a larger "
@@ -107,22 +107,26 @@ class SummedLoss:
         it."""
         model = self._trainer.model
         sample: Mapping[str, Any] = {}
-        with preserve_modes(model), _buffers_kept(model):
+        with preserve_modes(model), _preserving_buffers(model):
             model.train()
             for sample in samples:
-                one, two = (self._value(sample, torch.tensor(n)) for n in (1, 2))
-                if one and math.isfinite(one) and math.isfinite(two):
-                    return abs(one - 2 * two) <= _TOLERANCE * abs(one), sample
+                loss_for_one, loss_for_two = (
+                    self._value(sample, torch.tensor(items)) for items in (1, 2)
+                )
+                if loss_for_one and math.isfinite(loss_for_one) and math.isfinite(loss_for_two):
+                    return abs(loss_for_one - 2 * loss_for_two) <= _TOLERANCE * abs(
+                        loss_for_one
+                    ), sample
         return False, sample
 
     def _value(self, sample: Mapping[str, Any], items: torch.Tensor) -> float:
         """Return the loss, with the same draws in every call."""
         with seeded(0), SteadyDraws(LEVELS[0]):
-            loss = measured(lambda: self._compute(self._trainer.model, sample, items))
+            loss = call_under_no_grad(lambda: self._compute(self._trainer.model, sample, items))
             return float(loss.detach())
 
     def _compute(self, model: Any, batch: Mapping[str, Any], items: Any) -> Any:
-        inputs = {name: each for name, each in batch.items() if name != SAMPLES}
+        inputs = {name: value for name, value in batch.items() if name != SAMPLES}
         with large_logits_in_parts(model):
             return self._trainer.compute_loss(model, inputs, num_items_in_batch=items)
 

@@ -26,7 +26,7 @@ _CREATORS: Final = (
 
 
 def fit_optimizer(trainer: Any, steps: int) -> dict[str, Any]:
-    """Return arguments of `fit`: the optimizer, and the scheduler if torch's objects say it.
+    """Return the arguments `optimizer`, `scheduler` and `settings` of `fit` for a trainer.
 
     Args:
         trainer: The trainer, with its model; `created_optimizer` restores what this creates.
@@ -37,9 +37,9 @@ def fit_optimizer(trainer: Any, steps: int) -> dict[str, Any]:
     """
     is_custom = _is_custom(trainer)
     if not is_custom:
-        named = named_optimizer(trainer.args, steps, _decay_keys(trainer))
-        if named is not None:
-            return {"optimizer": named}
+        section = named_optimizer(trainer.args, steps, _decay_keys(trainer))
+        if section is not None:
+            return {"optimizer": section}
     try:
         trainer.create_optimizer_and_scheduler(num_training_steps=steps)
     except SamestepError:
@@ -57,37 +57,37 @@ def fit_optimizer(trainer: Any, steps: int) -> dict[str, Any]:
             raise
         raise DataError(
             f"TrainingArguments.optim={word_of(trainer.args.optim)!r}, lr_scheduler_type="
-            f"{word_of(trainer.args.lr_scheduler_type)!r} cannot be honored: {error}; the trainer "
-            "takes that as samestep={...}"
+            f"{word_of(trainer.args.lr_scheduler_type)!r} cannot be honored: {error}; write it as "
+            "Trainer(..., samestep={...})"
         ) from error
-    extra: dict[str, Any] = {}
-    if clip := trainer.args.max_grad_norm:
-        extra["clip_norm"] = clip
+    extra_keys: dict[str, Any] = {}
+    if max_norm := trainer.args.max_grad_norm:
+        extra_keys["clip_norm"] = max_norm
     if isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
         metric = trainer.args.metric_for_best_model or "loss"
-        extra["plateau"] = {"metric": metric.removeprefix("eval_")}
+        extra_keys["plateau"] = {"metric": metric.removeprefix("eval_")}
     return {
         "optimizer": trainer.optimizer,
         "scheduler": trainer.lr_scheduler,
-        "settings": {"optimizer": extra} if extra else {},
+        "settings": {"optimizer": extra_keys} if extra_keys else {},
     }
 
 
 @contextmanager
 def created_optimizer(trainer: Any) -> Iterator[None]:
-    """Context after which a trainer has the optimizer and scheduler that it was given."""
-    given = trainer.optimizer, trainer.lr_scheduler
+    """Restore a trainer's original optimizer and scheduler at exit."""
+    original = trainer.optimizer, trainer.lr_scheduler
     try:
         yield
     finally:
-        trainer.optimizer, trainer.lr_scheduler = given
+        trainer.optimizer, trainer.lr_scheduler = original
 
 
 def _is_custom(trainer: Any) -> bool:
-    given = (trainer.optimizer, trainer.lr_scheduler, trainer.optimizer_cls_and_kwargs)
-    stock = transformers.Trainer
-    return any(each is not None for each in given) or any(
-        getattr(type(trainer), name) is not getattr(stock, name) or name in vars(trainer)
+    custom_values = (trainer.optimizer, trainer.lr_scheduler, trainer.optimizer_cls_and_kwargs)
+    stock_class = transformers.Trainer
+    return any(value is not None for value in custom_values) or any(
+        getattr(type(trainer), name) is not getattr(stock_class, name) or name in vars(trainer)
         for name in _CREATORS
     )
 
@@ -96,11 +96,17 @@ def _decay_keys(trainer: Any) -> dict[str, Any]:
     """Return the keys of a run spec's optimizer that leave the same tensors without decay."""
     if not trainer.args.weight_decay:
         return {}
-    decays = set(trainer.get_decay_parameter_names(trainer.model))
-    names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
-    without = [name for name in names if name not in decays]
-    if any(part.lower() in name.lower() for name in decays for part in without):
+    decayed_names = set(trainer.get_decay_parameter_names(trainer.model))
+    names = [
+        name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad
+    ]
+    undecayed_names = [name for name in names if name not in decayed_names]
+    if any(
+        undecayed_name.lower() in name.lower()
+        for name in decayed_names
+        for undecayed_name in undecayed_names
+    ):
         # no_decay matches parts of names.
-        group = {"match": [escape(name) for name in without], "weight_decay": 0.0}
+        group = {"match": [escape(name) for name in undecayed_names], "weight_decay": 0.0}
         return {"no_decay": [], "groups": [group]}
-    return {"no_decay": without}
+    return {"no_decay": undecayed_names}

@@ -14,4 +14,4 @@ class SFTTrainer(SamestepMixin, PlainSFTTrainer):  # type: ignore[misc]  # it sh
 
     honored_by_class = fields_of(SFTConfig, TrainingArguments)
     # TRL's changes offload activations, count tokens and save model cards.
-    loop_of_the_class = frozenset(PlainSFTTrainer.__mro__)
+    replaced_loop_classes = frozenset(PlainSFTTrainer.__mro__)

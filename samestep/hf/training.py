@@ -1,7 +1,6 @@
 """Trainers of transformers and TRL whose `train` is a run of `samestep.fit`.
 
-Everything else is the class's own: its arguments, collator, loss, `evaluate`, `predict` and
-`save_model`.
+Everything else is inherited: arguments, collator, loss, `evaluate`, `predict` and `save_model`.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ _EVALUATION_METHODS: Final = (
 
 _LOG: Final = logging.getLogger(__name__)
 _PROBED_SAMPLES: Final = 64
-"""Samples that are searched for one with labels that count."""
+"""How many samples to search for one whose labels count."""
 _SUM_ADVICE: Final = (
     "in a Trainer, a sum divided by num_items_in_batch adds up, and so does a mean over samples; "
-    'write Trainer(..., samestep={"unit": "microbatch"}) for any other, such as a mean that '
-    "weights of classes divide"
+    'write Trainer(..., samestep={"unit": "microbatch"}) for any other, such as a mean weighted '
+    "by class"
 )
 
 
@@ -82,7 +81,7 @@ class SamestepMixin:
     honored_by_class: ClassVar[frozenset[str]] = frozenset()
     """Further fields of the training arguments that the class uses before it trains."""
 
-    loop_of_the_class: ClassVar[frozenset[type]] = frozenset()
+    replaced_loop_classes: ClassVar[frozenset[type]] = frozenset()
     """Classes whose changes to the loop have no effect on what is trained."""
 
     only_own_names: ClassVar[bool] = True
@@ -92,30 +91,33 @@ class SamestepMixin:
     """The result of `fit`; its module has the last weights, also if the best ones are loaded."""
 
     def __init__(
-        self, *arguments: Any, samestep: Mapping[str, Any] | None = None, **named: Any
+        self, *arguments: Any, samestep: Mapping[str, Any] | None = None, **keywords: Any
     ) -> None:
-        given = {**dict(zip(("model", "args"), arguments, strict=False)), **named}
-        if given.get("args") is not None:
-            check_arguments(given["args"], self.honored_by_class)
+        constructor_arguments = {
+            **dict(zip(("model", "args"), arguments, strict=False)),
+            **keywords,
+        }
+        if constructor_arguments.get("args") is not None:
+            check_arguments(constructor_arguments["args"], self.honored_by_class)
         self._fit_arguments = _check_fit_arguments(samestep)
         self._unit = self._fit_arguments.pop("unit", "sample")
-        super().__init__(*arguments, **named)
+        super().__init__(*arguments, **keywords)
         trainer: Any = self
         if trainer.args.n_gpu > 1:  # a worker has one; transformers multiplies losses by it
             trainer.args._n_gpu = 1  # noqa: SLF001 -- as transformers itself sets it
 
-    def train(self, resume_from_checkpoint: Any = None, **more: Any) -> TrainOutput:
+    def train(self, resume_from_checkpoint: Any = None, **other_arguments: Any) -> TrainOutput:
         """Train as the class's own `train` does, with `samestep.fit`.
 
         Args:
             resume_from_checkpoint: The directory of a run, or True for the newest in `output_dir`.
-            more: Other arguments of the class's own `train`, which are refused.
+            other_arguments: Other arguments of the class's own `train`, which are refused.
 
         Raises:
-            DataError: Something that was asked for cannot be honored; it is named.
+            DataError: An option cannot be honored; the message names it.
         """
         trainer: Any = self
-        _refuse_what_is_never_called(trainer, more)
+        _refuse_unsupported(trainer, other_arguments)
         check_data("train_dataset", trainer.train_dataset)
         _prepare_model(trainer)
         with created_optimizer(trainer):
@@ -124,9 +126,9 @@ class SamestepMixin:
             silence(trainer)  # they run in the process that the user started
         loop = CallbackLoop(trainer, _epoch_samples(trainer))
         device = _device_of(trainer.model)
-        with loop.watching(), _noisy_embeddings(trainer):
+        with loop.watching(), _adding_embedding_noise(trainer):
             try:
-                on_log = _continued(loop, arguments)
+                on_log = _log_handler(loop, arguments)
                 self.fitted = fit(lambda: _task(trainer, self._unit), on_log=on_log, **arguments)
             except NotASum as error:
                 raise DataError(f"compute_loss: {error}; {_SUM_ADVICE}") from error
@@ -143,51 +145,51 @@ class SamestepMixin:
         trainer: Any = self
         arguments, samples = trainer.args, _epoch_samples(trainer)
         batch, microbatch = batch_of(arguments)
-        steps, per_epoch = steps_of(arguments, samples), -(-samples // batch)
+        steps, steps_per_epoch = steps_of(arguments, samples), -(-samples // batch)
         precision = "bfloat16" if arguments.bf16 else "float32"
         optimizer = {} if "optimizer" in self._fit_arguments else fit_optimizer(trainer, steps)
-        given = {
+        fit_arguments = {
             "steps": steps,
             "batch": batch,
             "microbatch": microbatch,
             **optimizer,
             "seed": arguments.seed,
             "precision": "float16" if arguments.fp16 else precision,
-            "evaluate_every": evaluation_interval(arguments, per_epoch, steps),
+            "evaluate_every": evaluation_interval(arguments, steps_per_epoch, steps),
             **({"device": "cpu"} if arguments.use_cpu else {}),
             **self._fit_arguments,
             "settings": {
                 **optimizer.get("settings", {}),
-                **_checkpoint_settings(trainer, per_epoch, steps),
+                **_checkpoint_settings(trainer, steps_per_epoch, steps),
                 **({} if arguments.data_seed is None else {"data_seed": arguments.data_seed}),
                 **(self._fit_arguments.get("settings") or {}),
             },
         }
-        if not keeps_the_run(given.get("control")):
-            return given
+        if not keeps_the_run(fit_arguments.get("control")):
+            return fit_arguments
         if resume:
-            how = self._fit_arguments.get("resume") or True  # "edited"
-            return {**given, "directory": _run_to_resume(arguments, resume), "resume": how}
-        if "directory" not in given:
-            given["directory"] = new_directory(
+            mode = self._fit_arguments.get("resume") or True  # "edited"
+            return {**fit_arguments, "directory": _run_to_resume(arguments, resume), "resume": mode}
+        if "directory" not in fit_arguments:
+            fit_arguments["directory"] = new_directory(
                 Path(arguments.output_dir), "run", "set another output_dir"
             )
-        return given
+        return fit_arguments
 
 
-def _continued(loop: CallbackLoop, arguments: Mapping[str, Any]) -> Any:
-    """Return the `on_log` of a run; that of a resumed one first restores the earlier steps."""
+def _log_handler(loop: CallbackLoop, arguments: Mapping[str, Any]) -> Any:
+    """Return the `on_log` of a run; for a resumed run it first restores the earlier steps."""
     if not arguments.get("resume"):
-        return loop.take
+        return loop.add_row
     is_first = itertools.chain([True], itertools.repeat(False))
 
-    def take(row: Mapping[str, float]) -> None:
+    def add_row(row: Mapping[str, float]) -> None:
         if next(is_first):
             rows = read_history(Path(arguments["directory"]))
-            loop.restore(each for each in rows if each["step"] < row["step"])
-        loop.take(row)
+            loop.restore(earlier_row for earlier_row in rows if earlier_row["step"] < row["step"])
+        loop.add_row(row)
 
-    return take
+    return add_row
 
 
 def _checkpoint_settings(trainer: Any, steps_per_epoch: int, steps: int) -> dict[str, Any]:
@@ -197,29 +199,29 @@ def _checkpoint_settings(trainer: Any, steps_per_epoch: int, steps: int) -> dict
         DataError: There is early stopping without evaluations.
     """
     arguments = trainer.args
-    save = checkpoint_interval(arguments, steps_per_epoch, steps)
-    kept = arguments.save_total_limit or (steps // save + 2 if save else 1)
-    checkpoint = {"every": save, "keep_last": kept}
-    best, stopping = best_metric(arguments), early_stopping(trainer)
-    if stopping is None:
-        return {"checkpoint": {**checkpoint, **best}}
+    interval = checkpoint_interval(arguments, steps_per_epoch, steps)
+    keep_last = arguments.save_total_limit or (steps // interval + 2 if interval else 1)
+    checkpoint = {"every": interval, "keep_last": keep_last}
+    best_keys, early_stopping_callback = best_metric(arguments), early_stopping(trainer)
+    if early_stopping_callback is None:
+        return {"checkpoint": {**checkpoint, **best_keys}}
     if not evaluation_interval(arguments, steps_per_epoch, steps):
         raise DataError(
             "EarlyStoppingCallback cannot be honored without evaluations: write eval_strategy"
         )
-    best = best or best_metric(_WithBest(arguments))
-    stop = {
-        "figure": best["metric"],
-        "better": best["better"],
-        "patience": stopping.early_stopping_patience,
+    best_keys = best_keys or best_metric(_LoadingBest(arguments))
+    stop_section = {
+        "figure": best_keys["metric"],
+        "better": best_keys["better"],
+        "patience": early_stopping_callback.early_stopping_patience,
     }
-    if threshold := stopping.early_stopping_threshold:
-        stop |= {"min_delta": threshold, "baseline": "best"}
-    return {"checkpoint": checkpoint, "stop": stop}
+    if threshold := early_stopping_callback.early_stopping_threshold:
+        stop_section |= {"min_delta": threshold, "baseline": "best"}
+    return {"checkpoint": checkpoint, "stop": stop_section}
 
 
-class _WithBest:
-    """Training arguments, as if the best checkpoint were to be loaded."""
+class _LoadingBest:
+    """Training arguments, with `load_best_model_at_end` set."""
 
     load_best_model_at_end = True
 
@@ -230,26 +232,26 @@ class _WithBest:
         return getattr(self._arguments, name)
 
 
-def _run_to_resume(arguments: Any, given: object) -> Path:
+def _run_to_resume(arguments: Any, requested: object) -> Path:
     """Return the directory of the run to resume.
 
     Raises:
         UsageError: There is none.
     """
-    below = Path(arguments.output_dir)
-    if given is True:
-        runs = [path for path in below.glob("run-*") if (path / "run.json").is_file()]
+    output_directory = Path(arguments.output_dir)
+    if requested is True:
+        runs = [path for path in output_directory.glob("run-*") if (path / "run.json").is_file()]
         if not runs:
             raise UsageError(
-                f"resume_from_checkpoint=True: expected a run in {str(below)!r}, found none; "
-                "leave it out to start one"
+                f"resume_from_checkpoint=True: expected a run in {str(output_directory)!r}, found "
+                "none; leave it out to start one"
             )
         return max(runs, key=lambda path: int(path.name.partition("-")[2]))
-    path = Path(str(given))
+    path = Path(str(requested))
     if not (path / "run.json").is_file():
         raise UsageError(
             f"resume_from_checkpoint: expected the directory of a run, such as "
-            f"{str(below / 'run-1')!r}, got {str(path)!r}, which has no run.json"
+            f"{str(output_directory / 'run-1')!r}, got {str(path)!r}, which has no run.json"
         )
     return path
 
@@ -267,44 +269,47 @@ def _load_best(trainer: Any, result: FitResult) -> None:
             "best ones are in the run's directory, in best/, where the run was started"
         )
         return
-    best = result.directory / "best"
-    named = dict(trainer.model.named_parameters())
+    best_directory = result.directory / "best"
+    parameters = dict(trainer.model.named_parameters())
     with torch.no_grad():
-        for name, tensor in load_file(best / "model.safetensors").items():
-            named[name].copy_(tensor)
-    trainer.state.best_model_checkpoint = str(best)
+        for name, tensor in load_file(best_directory / "model.safetensors").items():
+            parameters[name].copy_(tensor)
+    trainer.state.best_model_checkpoint = str(best_directory)
 
 
-def _check_fit_arguments(given: object) -> dict[str, Any]:
+def _check_fit_arguments(fit_arguments: object) -> dict[str, Any]:
     """Check the trainer's argument `samestep`.
 
     Raises:
         DataError: It has something other than arguments of `fit`.
     """
-    if given is None:
+    if fit_arguments is None:
         return {}
     parameters = set(inspect.signature(fit).parameters)
-    known = sorted(parameters - {"build", "options", "on_log"} | {"unit"})
-    if not isinstance(given, Mapping):
+    known_names = sorted(parameters - {"build", "options", "on_log"} | {"unit"})
+    if not isinstance(fit_arguments, Mapping):
         raise DataError(
-            f"samestep: expected arguments of fit by name, got {type(given).__name__}: write "
+            f"samestep: expected arguments of fit by name, got {type(fit_arguments).__name__}: "
+            "write "
             'samestep={"workers": 2}'
         )
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+    for name in fit_arguments:
+        if name not in known_names:
+            close_names = difflib.get_close_matches(str(name), known_names, n=1)
+            hint = f"expected one of {', '.join(known_names)}"
+            if close_names:
+                hint = f"did you mean {close_names[0]!r}?"
             raise DataError(f"samestep: expected an argument of fit, got {name!r}; {hint}")
-    return dict(given)
+    return dict(fit_arguments)
 
 
 class Trainer(SamestepMixin, transformers.Trainer):  # type: ignore[misc]  # it ships no types
     """`transformers.Trainer`, trained by samestep."""
 
 
-def _refuse_what_is_never_called(trainer: Any, more: Mapping[str, Any]) -> None:
-    if more:
-        raise DataError(f"train({next(iter(more))}=...) cannot be honored: leave it out")
+def _refuse_unsupported(trainer: Any, other_arguments: Mapping[str, Any]) -> None:
+    if other_arguments:
+        raise DataError(f"train({next(iter(other_arguments))}=...) cannot be honored: leave it out")
     check_evaluation(trainer)
     check_callbacks(trainer.callback_handler.callbacks)
     _refuse_custom_loop(trainer)
@@ -313,26 +318,34 @@ def _refuse_what_is_never_called(trainer: Any, more: Mapping[str, Any]) -> None:
 def _refuse_custom_loop(trainer: Any) -> None:
     """Refuse methods of the loop that a class, or the trainer itself, has changed."""
     evaluates = word_of(trainer.args.eval_strategy) != "no"
-    unused = (*_EVALUATION_METHODS, *(() if trainer.compute_metrics else ("prediction_step",)))
-    names = (*_LOOP_METHODS, *(unused if evaluates else ()))
-    kinds = type(trainer).__mro__
-    ours = {SamestepMixin, *trainer.loop_of_the_class}
-    own = [kind for kind in kinds[: kinds.index(transformers.Trainer)] if kind not in ours]
-    for where in (trainer, *own):
-        if found := [name for name in names if name in vars(where)]:
-            instead = (
+    evaluation_methods = (
+        *_EVALUATION_METHODS,
+        *(() if trainer.compute_metrics else ("prediction_step",)),
+    )
+    names = (*_LOOP_METHODS, *(evaluation_methods if evaluates else ()))
+    classes = type(trainer).__mro__
+    exempt_classes = {SamestepMixin, *trainer.replaced_loop_classes}
+    user_classes = [
+        owner_class
+        for owner_class in classes[: classes.index(transformers.Trainer)]
+        if owner_class not in exempt_classes
+    ]
+    for owner in (trainer, *user_classes):
+        if overridden := [name for name in names if name in vars(owner)]:
+            remedy = (
                 "write eval_strategy='no', and call trainer.evaluate() after train()"
-                if found[0] in unused
+                if overridden[0] in evaluation_methods
                 else "change compute_loss or the collator instead"
             )
-            kind = where if isinstance(where, type) else type(where)
+            owner_class = owner if isinstance(owner, type) else type(owner)
             raise DataError(
-                f"{kind.__name__}.{found[0]} cannot be honored: it would never be called; {instead}"
+                f"{owner_class.__name__}.{overridden[0]} cannot be honored: it would never be "
+                f"called; {remedy}"
             )
 
 
 def _prepare_model(trainer: Any) -> None:
-    """Do to the model what the class's own `train` does before its first step."""
+    """Prepare the model as the class's own `train` does before its first step."""
     arguments = trainer.args
     if trainer.model_init is not None:
         set_seed(arguments.seed)
@@ -345,7 +358,7 @@ def _prepare_model(trainer: Any) -> None:
 
 
 @contextmanager
-def _noisy_embeddings(trainer: Any) -> Iterator[None]:
+def _adding_embedding_noise(trainer: Any) -> Iterator[None]:
     """Context in which the model's embeddings add NEFTune's noise while it trains (Jain et al.,
     arXiv:2310.05914); its draws are seeded like others of forward."""
     alpha = trainer.neftune_noise_alpha
@@ -364,13 +377,15 @@ def _checkpoint_activations(arguments: Any, model: Any) -> None:
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         if getattr(arguments, name, None):
             options = {"use_reentrant": False, **(getattr(arguments, f"{name}_kwargs") or {})}
-            own = {key: options.pop(key) for key in ("every_n_layers", "offload") if key in options}
-            getattr(model, f"{name}_enable")(**{f"{name}_kwargs": options}, **own)
+            enable_options = {
+                key: options.pop(key) for key in ("every_n_layers", "offload") if key in options
+            }
+            getattr(model, f"{name}_enable")(**{f"{name}_kwargs": options}, **enable_options)
             return
 
 
 def _model_columns(trainer: Any, data: Any) -> Any:
-    """Return a data set of columns without those that the model does not take."""
+    """Remove the columns that the model does not take from a data set."""
     if hasattr(data, "column_names") and hasattr(data, "remove_columns"):
         return trainer._remove_unused_columns(data)  # noqa: SLF001 -- as its own loader does
     return data
@@ -381,29 +396,29 @@ def _held_out_columns(trainer: Any, data: Any) -> Any:
     if data is None:
         return None
     if isinstance(data, Mapping) and not hasattr(data, "column_names"):
-        return {name: _model_columns(trainer, each) for name, each in data.items()}
+        return {name: _model_columns(trainer, data_set) for name, data_set in data.items()}
     return _model_columns(trainer, data)
 
 
 def _sampler(trainer: Any) -> Any:
     """Return the sampler of a class that overrides the trainer's, or that of `drop_last`."""
-    stock = getattr(transformers.Trainer, "_get_train_sampler")  # noqa: B009 -- private
-    is_stock = getattr(type(trainer), "_get_train_sampler") is stock  # noqa: B009
+    stock_method = getattr(transformers.Trainer, "_get_train_sampler")  # noqa: B009 -- private
+    is_stock = getattr(type(trainer), "_get_train_sampler") is stock_method  # noqa: B009
     sampler = None if is_stock else trainer._get_train_sampler()  # noqa: SLF001
     if not trainer.args.dataloader_drop_last:
         return sampler
     size = trainer.args.per_device_train_batch_size
-    draws = len(trainer.train_dataset if sampler is None else sampler) // size * size
-    if not draws:
+    epoch_size = len(trainer.train_dataset if sampler is None else sampler) // size * size
+    if not epoch_size:
         raise DataError(
             f"dataloader_drop_last: expected at least {size} training samples, a whole "
             "per_device_train_batch_size, got fewer: leave it out"
         )
     if sampler is None:
-        return RandomSampler(trainer.train_dataset, num_samples=draws)
-    shorter = copy.copy(sampler)
-    shorter.num_samples = draws
-    return shorter
+        return RandomSampler(trainer.train_dataset, num_samples=epoch_size)
+    truncated = copy.copy(sampler)
+    truncated.num_samples = epoch_size
+    return truncated
 
 
 def _epoch_samples(trainer: Any) -> int:
@@ -420,13 +435,16 @@ def _task(trainer: Any, unit: Any = "sample") -> UserTask:
         collate = trainer._get_collator_with_removed_columns(collate)  # noqa: SLF001 -- likewise
     evaluates = word_of(trainer.args.eval_strategy) != "no"
     held_out = trainer.eval_dataset if evaluates else None
-    # transformers has moved the model to the card that it found; a worker moves it to its own.
+    # transformers has moved the model to its default card; a worker moves it to its own device.
     device = _device_of(trainer.model)
     if trainer.neftune_noise_alpha is not None:
         unit = "microbatch"  # its noise depends on the width of the batch
     size = trainer.args.per_device_train_batch_size if unit == "microbatch" else 1
-    singles = (send_to_device(each, device) for each in _small_batches(train, collate, size))
-    losses = SummedLoss(trainer, singles, is_mean=unit == "microbatch")
+    probe_batches = (
+        send_to_device(sample_batch, device)
+        for sample_batch in _small_batches(train, collate, size)
+    )
+    losses = SummedLoss(trainer, probe_batches, is_mean=unit == "microbatch")
     trainer.model.cpu()
     if losses.stock_loop_adds_means:
         _LOG.warning(
@@ -462,11 +480,11 @@ def _small_batches(data: Any, collate: Any, size: int) -> Iterator[Mapping[str, 
     """Yield batches of `size` samples, evenly spread over the data."""
     count = min(len(data), _PROBED_SAMPLES)
     for index in range(count):
-        first = index * len(data) // count
-        yield collate([data[(first + number) % len(data)] for number in range(size)])
+        start = index * len(data) // count
+        yield collate([data[(start + offset) % len(data)] for offset in range(size)])
 
 
 def fields_of(arguments: type, base: type) -> frozenset[str]:
-    """Return the fields that a class of training arguments has beside those of its base."""
-    own = set(inspect.signature(arguments).parameters)
-    return frozenset(own - set(inspect.signature(base).parameters))
+    """Return the fields that a class of training arguments adds to those of its base."""
+    names = set(inspect.signature(arguments).parameters)
+    return frozenset(names - set(inspect.signature(base).parameters))

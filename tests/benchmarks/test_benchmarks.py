@@ -85,11 +85,11 @@ def test_uneven_measures_samestep_and_equal_shares():
     for measurement in (
         uneven.measure(speeds_ms, 3, steps=2),
         uneven.measure_equal_shares(speeds_ms, steps=2),
-        *uneven.solo(speeds_ms, 3, steps=2),
+        *uneven.measure_alone(speeds_ms, 3, steps=2),
     ):
         assert math.isfinite(measurement.typical)
-        assert 0 < measurement.typical <= measurement.best
-    head = uneven.row("both", uneven.Pace(240.0, 250.0), alone=250.0, nominal=300.0)
+        assert 0 < measurement.typical <= measurement.fastest
+    head = uneven.row("both", uneven.Pace(240.0, 250.0), alone_sum=250.0, nominal_sum=300.0)
     assert head == ["both", "240.00", "250.00", "96.0 %", "80.0 %"]
 
 
@@ -143,9 +143,9 @@ def test_hostile_measures_calm_and_attacked_turns():
     ],
 )
 def test_hostile_names_missed_goals(join_ms, step_ms, memory_mib, missed_goals):
-    baseline = hostile.Measured(joins_ms=[900.0] * 9, steps_ms=[100.0], memory_bytes=[99 << 20])
-    attacked = hostile.Measured([join_ms] * 9, [step_ms], [1 << 20, memory_mib << 20])
-    assert hostile.missed(baseline, attacked) == missed_goals
+    baseline = hostile.Measurement(joins_ms=[900.0] * 9, steps_ms=[100.0], memory_bytes=[99 << 20])
+    attacked = hostile.Measurement([join_ms] * 9, [step_ms], [1 << 20, memory_mib << 20])
+    assert hostile.missed_aims(baseline, attacked) == missed_goals
 
 
 @pytest.mark.parametrize("name", ["sync", "uneven", "overlap", "recovery", "durability", "hostile"])
@@ -209,9 +209,9 @@ def test_replicas_are_shown_as_a_table_and_a_plot(tmp_path, capsys, monkeypatch)
         del directory
         return {"curve": [[0, 5.0], [total, 4.0 + case.inner_steps / 100]], "tokens": total}
 
-    monkeypatch.setattr(replicas, "trained", train)
+    monkeypatch.setattr(replicas, "train_case", train)
     replicas.measure_loss(60, tmp_path)
-    monkeypatch.setattr(replicas, "trained", None)  # existing results are not trained again
+    monkeypatch.setattr(replicas, "train_case", None)  # existing results are not trained again
     replicas.measure_loss(60, tmp_path)
     output = capsys.readouterr().out
     assert "K=2 H=30 carry int8" in output
@@ -224,7 +224,8 @@ def test_replicas_are_shown_as_a_table_and_a_plot(tmp_path, capsys, monkeypatch)
 def test_diloco_has_the_same_state_after_a_kill(tmp_path):
     case = diloco.Case(blocks=2, block_elements=64, inner_steps=20, inner_ms=80, rounds=3)
     baseline, with_kill = (
-        diloco.ours(case, kill=kill, directory=tmp_path / str(kill)) for kill in (False, True)
+        diloco.run_samestep(case, kill=kill, directory=tmp_path / str(kill))
+        for kill in (False, True)
     )
     assert with_kill.digest == baseline.digest
     assert with_kill.round_ms > baseline.round_ms  # two machines have three replicas

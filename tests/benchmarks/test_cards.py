@@ -14,7 +14,7 @@ BOTH = Devices(("a card",), "a card")
 
 
 def test_without_a_card_every_part_is_skipped_with_its_reason(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(cards, "found_devices", lambda: NONE)
+    monkeypatch.setattr(cards, "find_devices", lambda: NONE)
     monkeypatch.setattr(sys, "argv", ["cards", "--report", str(tmp_path / "cards.md")])
     cards.main()
     report = (tmp_path / "cards.md").read_text()
@@ -50,6 +50,8 @@ def test_files_of_a_part_exist(part):
 
 def test_driver_crash_ends_only_the_probing_process(monkeypatch):
     monkeypatch.setattr(sys, "executable", "false")
-    devices = cards.found_devices()
-    assert devices.lacking(["card"]) == "looking for them ended with exit code 1: "
-    assert devices.lacking(["vulkan"]).startswith("no card with Vulkan: looking for them ended")
+    devices = cards.find_devices()
+    assert devices.reason_against(["card"]) == "looking for them ended with exit code 1: "
+    assert devices.reason_against(["vulkan"]).startswith(
+        "no card with Vulkan: looking for them ended"
+    )

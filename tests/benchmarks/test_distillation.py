@@ -27,7 +27,7 @@ STUDENT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", duty.WAYS)
+@pytest.mark.parametrize("way", duty.SETUPS)
 def test_steps_of_both_sides_are_timed(way):
     assert all(ms > 0 for ms in duty.measure(way, steps=4))
 
@@ -40,7 +40,7 @@ def test_a_capture_and_reading_are_timed(tmp_path):
     assert len(measurement.step_ms) >= 2
     assert measurement.tokens == 4 * 16 * 32
     assert 8 * 4 + 8 < measurement.token_bytes < 8 * 4 + 8 + 8
-    reading = capture.read(STUDENT, capture.logits_in(tmp_path))
+    reading = capture.time_reading(STUDENT, capture.logits_in(tmp_path))
     assert 0 < reading.share < 1
 
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 import pytest
 
 from benchmarks import overhead, scaling, startup
-from benchmarks.jobs import short
+from benchmarks.jobs import short_job
 from benchmarks.step_time import StepTime, step_times
 from benchmarks.timeline import Timeline
 from protocol.spec.run_spec import parse_run_spec
@@ -18,14 +18,14 @@ from protocol.spec.run_spec import parse_run_spec
 
 @pytest.mark.slow
 def test_the_bare_loop_takes_the_same_steps_as_a_worker():
-    document = short("digits", 3 + overhead.WARMING_STEPS)
+    document = short_job("digits", 3 + overhead.WARMING_STEPS)
     measurement = overhead.measure(document, turns=2)
-    assert [step.step for step in measurement.ours] == [2, 3, 4] * 2
-    assert [step.step for step in measurement.bare] == [2, 3, 4] * 2
-    for step in (*measurement.ours, *measurement.bare):
+    assert [step.step for step in measurement.worker_steps] == [2, 3, 4] * 2
+    assert [step.step for step in measurement.bare_steps] == [2, 3, 4] * 2
+    for step in (*measurement.worker_steps, *measurement.bare_steps):
         assert 0 < step.compute_ms < step.total_ms
         assert 0 < step.update_ms < step.total_ms
-    assert all(ms > 0 for ms in (*measurement.ours_cpu_ms, *measurement.bare_cpu_ms))
+    assert all(ms > 0 for ms in (*measurement.worker_cpu_ms, *measurement.bare_cpu_ms))
     assert measurement.loss_difference < 1e-4
     assert [line[:2] for line in overhead.rows(measurement)] == [
         ["bare loop", "6"],
@@ -35,7 +35,7 @@ def test_the_bare_loop_takes_the_same_steps_as_a_worker():
 
 @pytest.mark.slow
 def test_a_workers_startup_is_timed(tmp_path):
-    times = startup.measure(short("digits", 1), "cpu", tmp_path)
+    times = startup.measure(short_job("digits", 1), "cpu", tmp_path)
     assert 0 < times.connected_s < times.ready_s <= times.started_s < times.committed_s
 
 
@@ -59,10 +59,10 @@ def test_ratios_are_relative_to_the_bare_loop():
     def step_samples(*times_ms):
         return [StepTime(step, ms, ms / 2, 1.0) for step, ms in times_ms]
 
-    measurement = overhead.Measured(
-        ours=step_samples((2, 110.0), (3, 210.0), (2, 120.0), (3, 330.0)),
-        bare=step_samples((2, 100.0), (3, 200.0), (2, 100.0), (3, 100.0)),
-        ours_cpu_ms=[105.0],
+    measurement = overhead.Measurement(
+        worker_steps=step_samples((2, 110.0), (3, 210.0), (2, 120.0), (3, 330.0)),
+        bare_steps=step_samples((2, 100.0), (3, 200.0), (2, 100.0), (3, 100.0)),
+        worker_cpu_ms=[105.0],
         bare_cpu_ms=[100.0],
         loss_difference=0.0,
     )
@@ -99,12 +99,12 @@ def test_startup_times_come_from_the_coordinators_log():
         ]
     )  # fmt: skip
     start = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    assert startup.read(log, start) == startup.Startup(0.5, 4.0, 4.25, 5.5)
+    assert startup.read_log(log, start) == startup.Startup(0.5, 4.0, 4.25, 5.5)
 
 
 @pytest.mark.parametrize("name", ["sms-spam", "digits"])
 def test_short_jobs_are_valid_and_evaluate_little(name):
-    spec = parse_run_spec(short(name, 3))
+    spec = parse_run_spec(short_job(name, 3))
     assert spec.steps == 3
     assert spec.evaluate_every == 0
     assert spec.data is None or spec.data.holdout_samples == 1

@@ -52,7 +52,7 @@ def test_product_kernels_have_no_bank_conflicts_and_two_barriers_a_step(tiles):
         shader, grid = matmul_shader(case.problem, tiles)
         counts = counts_of(shader, grid)
         groups = SIZE // tiles.rows * (SIZE // tiles.columns)
-        assert counts.served == counts.accesses
+        assert counts.served_accesses == counts.accesses
         assert counts.barriers == 2 * STEPS * groups
         operands = groups * STEPS * tiles.depth * (tiles.rows + tiles.columns)
         assert counts.bytes_moved == 4 * (operands + SIZE * SIZE)

@@ -20,4 +20,4 @@ def _forked_coordinators(monkeypatch):
 def _any_port(monkeypatch):
     """Bind to any free port, also when a process listens again: tests run in parallel."""
     monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
-    monkeypatch.setattr(fitting, "_BOUND_TO", [])
+    monkeypatch.setattr(fitting, "_LAST_ADDRESS", [])

@@ -27,7 +27,7 @@ from samestep.coordinator_subprocess import (
     Interrupted,
     Line,
 )
-from samestep.fitting import _until_over
+from samestep.fitting import _handle_events
 from samestep.srun import TaskDeadline
 from samestep.worker_thread import WorkerEnded
 from tests.samestep.specs import SPEC
@@ -228,7 +228,7 @@ class Ended:
         for event in (*lines, *([] if end is None else [end])):
             self.happened.put(event)
         self.asked = 0
-        self.ended = None
+        self.end_message = None
 
     def drain(self):
         self.asked += 1
@@ -238,13 +238,13 @@ class Ended:
 
     def until_over(self, directory, *, alone=True):
         owner: Any = self
-        _until_over(
+        _handle_events(
             owner, owner, self.happened, directory, print,
-            alone=alone, resumed=False, deadline=TaskDeadline(0, None),
+            is_alone=alone, is_resumed=False, deadline=TaskDeadline(0, None),
         )  # fmt: skip
 
 
-UNFIT = Line("worker a cannot take part: no rule for 'sort'", unfit="no rule for 'sort'")
+UNFIT = Line("worker a cannot take part: no rule for 'sort'", unready_reason="no rule for 'sort'")
 FAILED = CoordinatorEnded(1, "worker 'a': no rule for 'sort'")
 READY = Line("worker b ready on cpu")
 

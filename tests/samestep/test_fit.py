@@ -83,7 +83,7 @@ def test_default_port_taken_meanwhile_is_replaced_by_a_free_one(monkeypatch):
         )
         result = samestep.fit(line, steps=1, **FEW)
     assert result.outcome == "finished"
-    assert not fitting._BOUND_TO[0].endswith(f":{usual[1]}")
+    assert not fitting._LAST_ADDRESS[0].endswith(f":{usual[1]}")
 
 
 def test_returned_module_has_its_frozen_weights_and_can_be_trained_again():

@@ -162,7 +162,7 @@ def test_log_equals_the_stock_trainer(tmp_path, samestep_trainer, schedule_optio
         loop = CallbackLoop(samestep_trainer, len(TEXTS))
         with loop.watching():
             for row in samestep_trainer.fitted.history:
-                loop.take(row)
+                loop.add_row(row)
             loop.end(samestep_trainer.fitted)
     stock_log, our_log = log_of(stock), log_of(samestep_trainer)
     assert [list(row) for row in our_log] == [list(row) for row in stock_log]
@@ -303,7 +303,7 @@ def test_mean_is_multiplied_by_samples_for_any_first_entry(tmp_path):
     ("samestep_arguments", "message"),
     [
         ({"worker": 2}, "expected an argument of fit, got 'worker'; did you mean 'workers'?"),
-        ({"lora": {}}, "expected an argument of fit, got 'lora'; there are batch, control"),
+        ({"lora": {}}, "expected an argument of fit, got 'lora'; expected one of batch, control"),
         ([2], "expected arguments of fit by name, got list: write samestep="),
     ],
 )

@@ -193,7 +193,7 @@ def test_named_schedule_is_written_by_its_name():
         partial(SGD, lr=0.1), lambda o: lr_scheduler.StepLR(o, 2, gamma=0.5), interval="epoch"
     )
     assert (steps["rates"], steps["rates_every"]) == ([1.0, 1.0, 0.5], EPOCH)
-    clipped = section_of(partial(AdamW, lr=0.01), extra={"clip_norm": 1.0})
+    clipped = section_of(partial(AdamW, lr=0.01), extra_keys={"clip_norm": 1.0})
     assert clipped["clip_norm"] == 1.0
 
 
@@ -201,7 +201,7 @@ def test_plateau_follows_the_evaluation_loss_or_a_chosen_metric():
     section = section_of(
         partial(SGD, lr=0.1),
         lambda o: lr_scheduler.ReduceLROnPlateau(o, "max", 0.5, 3, min_lr=1e-3, cooldown=2),
-        extra={"plateau": {"metric": "accuracy"}},
+        extra_keys={"plateau": {"metric": "accuracy"}},
         evaluates=True,
     )
     assert (section["schedule"], section["min_lr_ratio"]) == ("plateau", pytest.approx(0.01))
@@ -263,7 +263,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "two optimizers": (lambda: section_of((SGD, SGD)), "expected one optimizer, got 2"),
     "what the object says": (
-        lambda: section_of(AdamW, extra={"betas": [0.9, 0.9]}), "does not set, got 'betas'",
+        lambda: section_of(AdamW, extra_keys={"betas": [0.9, 0.9]}), "does not set, got 'betas'",
     ),
 }  # fmt: skip
 

@@ -163,7 +163,7 @@ def test_digest_of_imports_does_not_depend_on_the_start(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(folder)
         monkeypatch.delitem(sys.modules, "beside_a_script", raising=False)
         importlib.import_module("beside_a_script")
-        digests.add(Script.running().modules_digest())
+        digests.add(Script.of_process().modules_digest())
     assert len(digests) == 1
     assert digests != {""}
 

@@ -14,7 +14,7 @@ import pytest
 from protocol.base.errors import DataError, RunFailed, Unreachable
 from protocol.machine.secret_file import write_secret
 from samestep import fitting, srun
-from samestep.coordinator_subprocess import CoordinatorEnded, WorkersChanged, _Members
+from samestep.coordinator_subprocess import CoordinatorEnded, WorkersChanged, _WorkerRoster
 from samestep.srun import SrunStep, TaskDeadline
 
 TASK = {
@@ -38,7 +38,7 @@ def home(tmp_path, monkeypatch):
 def test_task_knows_its_rank():
     step = step_of()
     assert (step.task, step.tasks, step.nodes, step.local_task) == (2, 3, 2, 1)
-    assert (step.leads, step.name, step.bind) == (False, "7.0.0", "0.0.0.0:0")
+    assert (step.is_leader, step.name, step.bind) == (False, "7.0.0", "0.0.0.0:0")
     assert step_of(TASK | {"SLURM_RESTART_COUNT": "4"}).name == "7.0.4"
     assert step_of(TASK | {"SLURM_STEP_NUM_NODES": "1"}).bind == "127.0.0.1:0"
 
@@ -59,7 +59,7 @@ def test_single_process_trains_alone(environment):
 
 def test_the_others_find_what_task_0_publishes(home):
     step = step_of()
-    with step.leading():
+    with step.reporting_failures():
         step.publish("127.0.0.1", 4321)
         joining = step.join_options("cpu", None)
         assert joining.find() == asyncio.run(joining.find_again()) == ("127.0.0.1", 4321)
@@ -69,11 +69,11 @@ def test_the_others_find_what_task_0_publishes(home):
 @pytest.mark.usefixtures("home")
 def test_the_others_end_with_the_reason_of_task_0():
     step = step_of()
-    with pytest.raises(DataError), step.leading():
+    with pytest.raises(DataError), step.reporting_failures():
         raise DataError("expected more samples")
     with pytest.raises(RunFailed, match="task 0 of this srun step failed: expected more samples"):
         step.join_options("cpu", None).find()
-    with pytest.raises(SystemExit), step.leading():
+    with pytest.raises(SystemExit), step.reporting_failures():
         raise SystemExit
     with pytest.raises(RunFailed, match="it was interrupted"):
         step.join_options("cpu", None).find()
@@ -81,9 +81,9 @@ def test_the_others_end_with_the_reason_of_task_0():
 
 def test_missing_shared_directory_is_explained(home, monkeypatch, capsys):
     """And while it waits, for which task: task 0 may have failed before it called `fit`."""
-    monkeypatch.setattr(srun, "_FIND_FOR_S", 0.0)
-    monkeypatch.setattr(srun, "_LOOK_FOR_S", 0.0)
-    monkeypatch.setattr(srun, "_REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(srun, "_ADDRESS_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(srun, "_POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(srun, "_REPORT_INTERVAL_S", 0.0)
     write_secret(home / "srun" / "other.json", "{}")
     with pytest.raises(Unreachable, match="set SAMESTEP_HOME to one on a shared"):
         step_of().join_options("cpu", None).find()
@@ -109,10 +109,10 @@ def test_later_call_of_fit_keeps_the_reason_of_an_earlier_failure():
     """Task 0 may catch the error and continue at once; the others are still in the earlier call."""
     first = step_of()
     joining = first.join_options("cpu", None)
-    with pytest.raises(DataError), first.leading():
+    with pytest.raises(DataError), first.reporting_failures():
         raise DataError("expected more samples")
     second = replace(first, call=2)
-    with second.leading():
+    with second.reporting_failures():
         assert joining.failure() == "task 0 of this srun step failed: expected more samples"
         assert not second.join_options("cpu", None).failure()
 
@@ -121,7 +121,7 @@ def test_files_of_steps_that_were_killed_are_removed(home):
     for name, modified_s in (("1.0.0.1.json", 0), ("1.0.0.1.failed", 0), ("6.0.0.1.json", 4e9)):
         write_secret(home / "srun" / name, "{}")
         os.utime(home / "srun" / name, (modified_s, modified_s))
-    with step_of().leading():
+    with step_of().reporting_failures():
         assert [path.name for path in (home / "srun").iterdir()] == ["6.0.0.1.json"]
 
 
@@ -130,7 +130,7 @@ def worker(*events, idle_s=0.0):
     event_queue: Any = queue.SimpleQueue()
     for event in events:
         event_queue.put(event)
-    joined_worker: Any = SimpleNamespace(ended=None, idle_s=idle_s, at="127.0.0.1:9000")
+    joined_worker: Any = SimpleNamespace(end_message=None, idle_s=idle_s, address="127.0.0.1:9000")
     return joined_worker, event_queue
 
 
@@ -142,7 +142,7 @@ def worker(*events, idle_s=0.0):
     ],
 )
 def test_worker_does_not_wait_for_a_run_that_never_begins(monkeypatch, failure, idle_s, expected):
-    monkeypatch.setattr(fitting, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(fitting, "_POLL_INTERVAL_S", 0.0)
     joined_worker, event_queue = worker(idle_s=idle_s)
     options = replace(step_of().join_options("cpu", None), failure=lambda: failure)
     with pytest.raises((RunFailed, Unreachable), match=expected):
@@ -168,23 +168,23 @@ class Draining:
 
 
 def test_task_0_does_not_wait_forever_for_a_failed_task(monkeypatch, tmp_path):
-    monkeypatch.setattr(srun, "_ALL_WITHIN_S", 0.0)
+    monkeypatch.setattr(srun, "_TASKS_TIMEOUT_S", 0.0)
     coordinator: Any = Draining(WorkersChanged(frozenset("ab"), has_started=False))
     with pytest.raises(Unreachable, match=r"expected all 3 tasks .* within 0 s, got 2: .*_EXPECT_"):
-        fitting._until_over(
+        fitting._handle_events(
             coordinator, worker()[0], coordinator.event_queue, tmp_path, print,
-            alone=False, resumed=False, deadline=TaskDeadline(3),
+            is_alone=False, is_resumed=False, deadline=TaskDeadline(3),
         )  # fmt: skip
 
 
 def test_only_usable_tasks_are_counted_until_training_starts():
-    members, deadline = _Members(), TaskDeadline(2)
+    members, deadline = _WorkerRoster(), TaskDeadline(2)
 
     def note(event, **fields):
         change = members.note({"event": event, **fields})
         assert change is not None
         deadline.note(change.workers, has_started=change.has_started)
-        return deadline.until_s is not None
+        return deadline.deadline_s is not None
 
     assert members.note({"event": "said"}) is None
     assert [

@@ -52,10 +52,12 @@ TRAINED = {"weight": np.ones(3, np.float32)}
 
 def joined_result(end: EndRun | None) -> Any:
     task = SimpleNamespace(
-        trained=lambda: TRAINED, load=lambda _: None, user=SimpleNamespace(module=None),
+        trained_tensors=lambda: TRAINED, load=lambda _: None, user=SimpleNamespace(module=None),
     )  # fmt: skip
     rows = {5: {"step": 5, "loss": 1.0}}
-    return _joined_result(SimpleNamespace(built=task), SimpleNamespace(ended=end, rows=rows))  # type: ignore[arg-type]
+    call: Any = SimpleNamespace(built_task=task)
+    worker: Any = SimpleNamespace(end_message=end, rows=rows)
+    return _joined_result(call, worker)
 
 
 def end(**changes: Any) -> EndRun:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from protocol.base.errors import DataError, describe_error
 from protocol.datasets.conversations import Conversation
 from protocol.datasets.messages import ChatMessage
-from worker.models.tokens import Tokens, where_said, without_spaces
+from worker.models.tokens import Tokens, message_end, without_spaces
 
 _MARK: Final = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 _BEGIN, _END = "\ue000\ue00a", "\ue000\ue00b"
@@ -342,7 +342,7 @@ class ChatTemplate:
 def _refuse_absent(conversation: Conversation, text: str) -> None:
     rendered = without_spaces(text)
     for tool in conversation.tools:
-        if where_said(rendered, str(tool["function"]["name"])) < 0:
+        if message_end(rendered, str(tool["function"]["name"])) < 0:
             raise DataError(
                 f"{conversation.location}: expected the tools in the chat template's text, got a "
                 "text without them; use a model made for tool calls, or set a template that "
@@ -368,10 +368,10 @@ def _end_of(message: ChatMessage, rendered: str) -> int:
     end = 0
     if message.content:
         content = message.content.rpartition(_REASONING_ENDS)[2] or message.content
-        end = where_said(rendered, content)
+        end = message_end(rendered, content)
     for call in message.tool_calls:
         for words in (call.name, *map(_value_text, call.arguments.values())):
-            position = where_said(rendered, words)
+            position = message_end(rendered, words)
             if position < 0:
                 return -1
             end = max(end, position)

@@ -30,7 +30,7 @@ from worker.data.labeled_data import LabeledTexts, Scale, read_labeled_texts
 from worker.data.language_data import Samples, read_language_data
 from worker.data.preference_data import read_preference_data
 from worker.data.sequence_data import SequenceData, read_pair_data, read_tagged_data
-from worker.models.tokens import NOTHING, Tokens
+from worker.models.tokens import IGNORED_LABEL, Tokens
 
 OPEN, CLOSE = (
     "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}",
@@ -105,7 +105,7 @@ def _sequences(data: SequenceData, spec: ModelRun, samples: int) -> Iterator[str
     for number in _sample_numbers(len(data.train), samples, spec.seed):
         row = int(data.train[number])
         tokens, labels = data.inputs[row], data.labels[row]
-        yield f"sample {number}: {_token_summary(tokens, labels != NOTHING)}"
+        yield f"sample {number}: {_token_summary(tokens, labels != IGNORED_LABEL)}"
         if not data.names:
             for ids, has_loss in ((tokens, False), (labels, True)):
                 loss_mask = np.full(len(ids), has_loss)
@@ -113,7 +113,8 @@ def _sequences(data: SequenceData, spec: ModelRun, samples: int) -> Iterator[str
         else:
             for token, label in zip(tokens.tolist(), labels.tolist(), strict=True):
                 text = data.tokenizer.decode([token])
-                yield f"  {text:{_NAME_WIDTH}}  {'' if label == NOTHING else data.names[label]}"
+                name = "" if label == IGNORED_LABEL else data.names[label]
+                yield f"  {text:{_NAME_WIDTH}}  {name}"
         yield ""
     if not data.names:
         yield from _legend(samples)

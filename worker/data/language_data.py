@@ -36,7 +36,7 @@ from worker.data.document_tokens import encode_documents
 from worker.data.packing import PackedSamples
 from worker.models.added_tokens import add_to_tokenizer
 from worker.models.tokens import (
-    NOTHING,
+    IGNORED_LABEL,
     Tokens,
     answer_ends,
     load_tokenizer,
@@ -61,7 +61,8 @@ class Samples(Protocol):
     def batch(self, rows: NDArray[np.int64] | slice) -> Batch:
         """Build a batch of input_ids and labels, (samples, tokens).
 
-        A label is the token after its input, or `NOTHING`. The weight is the number of labels.
+        A label is the token after its input, or `IGNORED_LABEL`. The weight is the number of
+        labels.
         """
         ...
 
@@ -353,7 +354,7 @@ class Windows:
     """Samples cut from a stream of tokens: inputs and labels, each (samples, length), int64.
 
     A label is the token after its input: every token except the first and the begin tokens is
-    predicted once. The last sample is padded with zeros and `NOTHING`.
+    predicted once. The last sample is padded with zeros and `IGNORED_LABEL`.
     """
 
     stream: TextStream
@@ -366,12 +367,12 @@ class Windows:
         """Build a batch of input_ids and labels; its weight is the number of labels."""
         numbers = np.arange(len(self))[rows].tolist()
         inputs = np.zeros((len(numbers), self.length), np.int64)
-        labels = np.full((len(numbers), self.length), NOTHING, np.int64)
+        labels = np.full((len(numbers), self.length), IGNORED_LABEL, np.int64)
         for row, number in enumerate(numbers):
             tokens, loss_mask = self.sample(number)
             inputs[row, : len(tokens) - 1] = tokens[:-1]
-            labels[row, : len(tokens) - 1] = np.where(loss_mask[1:], tokens[1:], NOTHING)
-        weight = float(np.count_nonzero(labels != NOTHING))
+            labels[row, : len(tokens) - 1] = np.where(loss_mask[1:], tokens[1:], IGNORED_LABEL)
+        weight = float(np.count_nonzero(labels != IGNORED_LABEL))
         return Batch({"input_ids": inputs, "labels": labels}, weight)
 
     def sample(self, number: int) -> tuple[Tokens, LossMask]:
@@ -406,7 +407,7 @@ class CutDocuments:
     def piece(self, number: int) -> tuple[Tokens, Tokens]:
         """See `Pieces`."""
         tokens, loss_mask = self.sample(number)
-        return tokens[:-1], np.where(loss_mask[1:], tokens[1:], NOTHING)
+        return tokens[:-1], np.where(loss_mask[1:], tokens[1:], IGNORED_LABEL)
 
     def sample(self, number: int) -> tuple[Tokens, LossMask]:
         """See `Pieces`."""
@@ -416,7 +417,7 @@ class CutDocuments:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Conversations as tokens; a batch is padded on the right with zeros and `NOTHING`.
+    """Conversations as tokens; a batch is padded on the right with zeros and `IGNORED_LABEL`.
 
     Padding comes last, so no token with loss attends to it.
 
@@ -493,17 +494,17 @@ class Turns:
         longest = max((len(piece_inputs) for piece_inputs, _ in pieces), default=1)
         width = min(-(-longest // self.pad_to) * self.pad_to, self.length)
         inputs = np.zeros((len(pieces), width), np.int64)
-        labels = np.full((len(pieces), width), NOTHING, np.int64)
+        labels = np.full((len(pieces), width), IGNORED_LABEL, np.int64)
         for row, (piece_inputs, piece_labels) in enumerate(pieces):
             inputs[row, : len(piece_inputs)] = piece_inputs
             labels[row, : len(piece_inputs)] = piece_labels
-        weight = float(np.count_nonzero(labels != NOTHING))
+        weight = float(np.count_nonzero(labels != IGNORED_LABEL))
         return Batch({"input_ids": inputs, "labels": labels}, weight)
 
     def piece(self, number: int) -> tuple[Tokens, Tokens]:
         """See `Pieces`."""
         ids, loss_mask = self.sample(number)
-        return ids[:-1], np.where(loss_mask[1:], ids[1:], NOTHING)
+        return ids[:-1], np.where(loss_mask[1:], ids[1:], IGNORED_LABEL)
 
     def sample(self, number: int) -> tuple[Tokens, LossMask]:
         """See `Samples`."""

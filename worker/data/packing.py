@@ -21,7 +21,7 @@ from backends.base.interface import Batch
 from protocol.base.errors import DataError
 from protocol.exact.samples import permutation
 from worker.data.chat_template import LossMask
-from worker.models.tokens import NOTHING, Tokens
+from worker.models.tokens import IGNORED_LABEL, Tokens
 
 _PROBE_TOKENS: Final = 8
 """Tokens of each of two documents that are used to test a model's isolation of documents."""
@@ -105,7 +105,7 @@ class PackedSamples:
         """Build a batch of input_ids, labels and position_ids, (samples, tokens); see `Samples`."""
         numbers = np.arange(len(self))[rows].tolist()
         inputs = np.zeros((len(numbers), self.length), np.int64)
-        labels = np.full((len(numbers), self.length), NOTHING, np.int64)
+        labels = np.full((len(numbers), self.length), IGNORED_LABEL, np.int64)
         positions = np.zeros((len(numbers), self.length), np.int64)
         for row, number in enumerate(numbers):
             offset = 0
@@ -115,7 +115,7 @@ class PackedSamples:
                 inputs[row, span], labels[row, span] = piece_inputs, piece_labels
                 positions[row, span] = np.arange(len(piece_inputs))
                 offset += len(piece_inputs)
-        weight = float(np.count_nonzero(labels != NOTHING))
+        weight = float(np.count_nonzero(labels != IGNORED_LABEL))
         arrays = {"input_ids": inputs, "labels": labels, "position_ids": positions}
         return Batch(arrays, weight)
 

@@ -24,7 +24,7 @@ from worker.data.chat_template import ChatTemplate, LossMask, Rendered
 from worker.data.disk_arrays import DiskArrays
 from worker.data.language_data import bad_rows_note, digest_stored, documents_digest, overlap
 from worker.models.tokens import (
-    NOTHING,
+    IGNORED_LABEL,
     Tokens,
     load_tokenizer,
     sampled_every,
@@ -184,11 +184,11 @@ class EncodedPairs:
         longest = max((len(ids) for pair in pairs for ids, _ in pair), default=2) - 1
         width = min(-(-longest // _PADDING_TOKENS) * _PADDING_TOKENS, self.length)
         inputs = np.zeros((len(pairs), 2, width), np.int64)
-        labels = np.full((len(pairs), 2, width), NOTHING, np.int64)
+        labels = np.full((len(pairs), 2, width), IGNORED_LABEL, np.int64)
         for row, pair in enumerate(pairs):
             for side, (ids, loss_mask) in enumerate(pair):
                 inputs[row, side, : len(ids) - 1] = ids[:-1]
-                labels[row, side, : len(ids) - 1] = np.where(loss_mask[1:], ids[1:], NOTHING)
+                labels[row, side, : len(ids) - 1] = np.where(loss_mask[1:], ids[1:], IGNORED_LABEL)
         return Batch({"input_ids": inputs, "labels": labels}, float(len(pairs)))
 
 

@@ -24,7 +24,7 @@ from protocol.spec.run_spec import ModelRun, Seq2SeqRun, TagRun
 from worker.data import holdout
 from worker.data.disk_arrays import DiskArrays
 from worker.data.language_data import bad_rows_note, digest_stored, documents_digest, overlap
-from worker.models.tokens import NOTHING, Tokens, load_tokenizer, sampled_every, unknown_in
+from worker.models.tokens import IGNORED_LABEL, Tokens, load_tokenizer, sampled_every, unknown_in
 
 _PADDING_TOKENS: Final = 16
 """Batch widths are a multiple of this, as a compromise between shapes and padding."""
@@ -36,8 +36,8 @@ class SequenceData(holdout.DividedData):
 
     Attributes:
         inputs: Input tokens of each row.
-        labels: For tags, the label of each token that begins a word, and `NOTHING` for others. For
-            pairs, the tokens of the target with the end token.
+        labels: For tags, the label of each token that begins a word, and `IGNORED_LABEL` for
+            others. For pairs, the tokens of the target with the end token.
         padding: The padding token.
         max_tokens: Maximum width of a batch.
         names: Names of the tags, by number; empty for pairs.
@@ -61,9 +61,9 @@ class SequenceData(holdout.DividedData):
         arrays = {
             "input_ids": _pad(inputs, width, self.padding),
             "attention_mask": _pad([np.ones_like(tokens) for tokens in inputs], width, 0),
-            "labels": _pad(labels, width if self.names else self._width(labels), NOTHING),
+            "labels": _pad(labels, width if self.names else self._width(labels), IGNORED_LABEL),
         }
-        return Batch(arrays, float(np.count_nonzero(arrays["labels"] != NOTHING)))
+        return Batch(arrays, float(np.count_nonzero(arrays["labels"] != IGNORED_LABEL)))
 
     def _width(self, arrays: Sequence[Tokens]) -> int:
         longest = max((len(tokens) for tokens in arrays), default=1)
@@ -121,7 +121,7 @@ def read_tagged_data(spec: TagRun) -> SequenceData:
             )
         ids, words, is_cut = encode_words(tokenizer, row.words, spec.data.max_tokens)
         tags = np.array([number[tag] for tag in row.tags], np.int64)
-        return ids, np.where(words >= 0, tags[np.maximum(words, 0)], NOTHING), is_cut
+        return ids, np.where(words >= 0, tags[np.maximum(words, 0)], IGNORED_LABEL), is_cut
 
     texts = (" ".join(row.words) for row in rows)
     return _encode_and_split(

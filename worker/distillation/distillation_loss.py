@@ -21,7 +21,7 @@ from protocol.datasets.logits_file import Records
 from protocol.spec.manifest import CaptureLayout
 from protocol.spec.sections.tasks import DistilSpec
 
-NOTHING: Final = -100
+IGNORED_LABEL: Final = -100
 """The label of tokens that are not predicted."""
 _TINY: Final = 1e-30
 _EXCLUDED_LOGIT: Final = -1e30
@@ -80,7 +80,7 @@ class DistillationLoss:
         return nn.functional.cross_entropy(
             logits[..., : self.vocabulary].flatten(0, -2),
             arrays["labels"].flatten(),
-            ignore_index=NOTHING,
+            ignore_index=IGNORED_LABEL,
             reduction="sum",
         )
 
@@ -102,7 +102,7 @@ class DistillationLoss:
             tail_logit = torch.logsumexp(logits_over_t + is_listed * _EXCLUDED_LOGIT, -1)
             tail = arrays["teacher_tail"]
             token_losses = token_losses + tail * (self._logs(tail) - (tail_logit - log_normalizer))
-        is_predicted = arrays["labels"] != NOTHING
+        is_predicted = arrays["labels"] != IGNORED_LABEL
         return torch.where(is_predicted, token_losses, torch.zeros_like(token_losses)).sum()
 
     def _logs(self, teacher: torch.Tensor) -> torch.Tensor:

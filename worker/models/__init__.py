@@ -1,4 +1,4 @@
-"""Models of `transformers` and what belongs to them: loading, LoRA, tokenizer, export.
+"""Models of `transformers`: loading, LoRA, tokenizer, export.
 
 Imports nothing else of the worker. Start with `pretrained`.
 """

@@ -1,8 +1,8 @@
 """Tokens that a run adds to a model's vocabulary (`model.added_tokens`), and their rows.
 
 A new row is the mean of the model's rows (Hewitt 2021, "Initializing new word embeddings for
-pretrained language models"), which is what transformers' resize_token_embeddings draws from a
-distribution about, so that it depends on nothing but the checkpoint.
+pretrained language models"). transformers' resize_token_embeddings samples around that mean; the
+mean itself depends on nothing but the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,74 +21,87 @@ from worker.models.pretrained import Pretrained
 
 
 def add_to_tokenizer(tokenizer: Any, texts: Sequence[str]) -> None:
-    """Make each text a token, wherever it occurs; a mark that is there already stays as it is.
+    """Make each text a token wherever it occurs; existing added tokens are unchanged.
 
     Raises:
         DataError: A text is an ordinary token, which would then split other words.
     """
-    known, marks = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    vocabulary, added_vocabulary = tokenizer.get_vocab(), tokenizer.get_added_vocab()
     for text in texts:
-        if text in known and text not in marks:
+        if text in vocabulary and text not in added_vocabulary:
             raise DataError(
                 f"model.added_tokens names {text!r}, which the tokenizer has as an ordinary token; "
                 "leave it out"
             )
     tokenizer.add_tokens(
-        [AddedToken(text, normalized=False) for text in texts if text not in marks]
+        [AddedToken(text, normalized=False) for text in texts if text not in added_vocabulary]
     )
 
 
-def with_rows(loaded: Pretrained, model: ModelSpec, tokenizer: Any, base: Any) -> Pretrained:
+def with_rows(
+    loaded: Pretrained, model: ModelSpec, tokenizer: Any, original_tokenizer: Any
+) -> Pretrained:
     """Return the model with a row for each token of the tokenizer.
 
     Args:
         loaded: The model; changed in place.
         model: The section `model` of the run spec.
-        tokenizer: With the added tokens.
-        base: The tokenizer without them; None for a model that was made for `tokenizer`.
+        tokenizer: The tokenizer with the added tokens.
+        original_tokenizer: The tokenizer without them; None for a model that was made for
+            `tokenizer`.
     """
-    ids = tuple(int(each) for each in tokenizer.convert_tokens_to_ids([*model.added_tokens]))
-    if base is not None:
-        known = base.get_vocab()
-        names = zip(ids, model.added_tokens, strict=True)
-        fill_rows(loaded.model, len(tokenizer), [n for n, text in names if text not in known])
+    ids = tuple(
+        int(token_id) for token_id in tokenizer.convert_tokens_to_ids([*model.added_tokens])
+    )
+    if original_tokenizer is not None:
+        original_vocabulary = original_tokenizer.get_vocab()
+        token_texts = zip(ids, model.added_tokens, strict=True)
+        fill_rows(
+            loaded.model,
+            len(tokenizer),
+            [new_id for new_id, text in token_texts if text not in original_vocabulary],
+        )
     return replace(loaded, added_tokens=ids)
 
 
-def fill_rows(model: Any, tokens: int, new: Sequence[int]) -> None:
-    """Give a model at least so many rows, and set new ones to the mean of those it had.
+def fill_rows(model: Any, tokens: int, new_ids: Sequence[int]) -> None:
+    """Grow a model to at least `tokens` rows, and set new rows to the mean of the old ones.
 
     Args:
-        model: Any of transformers'; changed in place.
+        model: A model of transformers; changed in place.
         tokens: The size of the tokenizer's vocabulary.
-        new: Further rows that no token has had.
+        new_ids: Existing rows that had no token before.
     """
     count = int(model.get_input_embeddings().weight.shape[0])
-    unused = {*new}
+    unused_rows = {*new_ids}
     means = [
-        tensor.detach()[[n for n in range(count) if n not in unused]].double().mean(dim=0)
-        for tensor in _tables(model)
+        tensor.detach()[[row for row in range(count) if row not in unused_rows]]
+        .double()
+        .mean(dim=0)
+        for tensor in _token_tables(model)
     ]
-    if tokens <= count and not new:
+    if tokens <= count and not new_ids:
         return
     if tokens > count:
         model.resize_token_embeddings(tokens, mean_resizing=False)
-    rows = sorted({*range(count, tokens), *new})
+    rows = sorted({*range(count, tokens), *new_ids})
     with torch.no_grad():
-        for tensor, mean in zip(_tables(model), means, strict=True):
+        for tensor, mean in zip(_token_tables(model), means, strict=True):
             tensor[rows] = mean.to(tensor.dtype)
 
 
-def _tables(model: Any) -> Iterator[torch.Tensor]:
-    """Yield what has a row for each token: embeddings, the head and its bias."""
+def _token_tables(model: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors with a row for each token: embeddings, the head and its bias."""
     table: nn.Module = model.get_input_embeddings()
     yield table.get_parameter("weight")
     head = output_table(model)
     if head is not None:
         yield head.get_parameter("weight")
-    output: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if getattr(output, "bias", None) is not None:
-        yield output.bias
+    output_layer: Any = (
+        model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    )
+    if getattr(output_layer, "bias", None) is not None:
+        yield output_layer.bias
 
 
 def output_table(model: Any) -> nn.Module | None:
@@ -99,6 +112,8 @@ def output_table(model: Any) -> nn.Module | None:
 
 
 def table_names(model: Any) -> list[str]:
-    """Return the names of the modules with a row for each token, a shared one once."""
+    """Return the names of the modules with a row for each token; a shared one is named once."""
     tables = [model.get_input_embeddings(), output_table(model)]
-    return [name for name, child in model.named_modules() if any(child is each for each in tables)]
+    return [
+        name for name, child in model.named_modules() if any(child is table for table in tables)
+    ]

@@ -1,8 +1,8 @@
 """Cuts a torch module's trainable tensors into blocks by looking at its structure.
 
 The repeated layers of a model (BERT's `encoder.layer`, Llama's `layers`, an MLP's layers) are its
-blocks. What is registered before them is the non-block "embeddings", what comes after them the
-non-block "head". Registration order is taken for forward order.
+blocks. Modules registered before them are the non-block "embeddings", those after them the
+non-block "head". Registration order is assumed to be forward order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Stack:
 
 
 def cut_into_blocks(module: nn.Module) -> tuple[Block, ...]:
-    """The trainable tensors by block, in forward order.
+    """Return the trainable tensors by block, in forward order.
 
     A tensor that several layers share belongs to the earliest: its gradient is final only when
     backward has passed all of them. A model without repeated layers is one block.
@@ -52,9 +52,11 @@ def cut_into_blocks(module: nn.Module) -> tuple[Block, ...]:
         if position is not None:
             last_position = max(last_position, position[0])
         if parameter.requires_grad:
-            spec = TensorSpec(name=name, shape=tuple(parameter.shape))
+            tensor_spec = TensorSpec(name=name, shape=tuple(parameter.shape))
             # Even positions lie between stacks, odd ones are the stacks themselves.
-            groups.setdefault(position or (last_position + last_position % 2, ""), []).append(spec)
+            groups.setdefault(position or (last_position + last_position % 2, ""), []).append(
+                tensor_spec
+            )
     if not groups:
         raise DataError(
             "expected a model with trainable tensors, got one with all frozen: set requires_grad"
@@ -84,12 +86,12 @@ def cut_by_size(module: nn.Module, elements: int) -> tuple[Block, ...]:
         return blocks
     parts: list[list[TensorSpec]] = [[]]
     for tensor in blocks[0].tensors:
-        if sum(each.elements for each in parts[-1]) >= elements:
+        if sum(spec.elements for spec in parts[-1]) >= elements:
             parts.append([])
         parts[-1].append(tensor)
     return tuple(
-        Block(name=f"part.{number}", kind="block", tensors=tuple(part))
-        for number, part in enumerate(parts)
+        Block(name=f"part.{number}", kind="block", tensors=tuple(specs))
+        for number, specs in enumerate(parts)
     )
 
 
@@ -106,29 +108,29 @@ def _layer_number(layer: str) -> int:
 
 
 def _layer_positions(stacks: list[_Stack]) -> dict[str, tuple[int, str]]:
-    """For each layer's prefix: its stack's position, and its block's name."""
+    """Map each layer's prefix to its stack's position and its block's name."""
     positions: dict[str, tuple[int, str]] = {}
-    for number, stack in enumerate(stacks):
+    for index, stack in enumerate(stacks):
         for prefix in stack.layers:
-            positions[prefix] = (2 * number + 1, f"layer.{len(positions)}")
+            positions[prefix] = (2 * index + 1, f"layer.{len(positions)}")
     return positions
 
 
 def _prefixes(name: str) -> Iterator[str]:
     parts = name.split(".")
-    return (".".join(parts[:count]) for count in range(1, len(parts)))
+    return (".".join(parts[:depth]) for depth in range(1, len(parts)))
 
 
 def _main_stacks(module: nn.Module) -> list[_Stack]:
     stacks = list(_outermost_stacks(module, ""))
     if not stacks:
         return []
-    largest = max(stacks, key=lambda stack: stack.elements)
+    largest_stack = max(stacks, key=lambda stack: stack.elements)
     return [
         stack
         for stack in stacks
-        if stack.layer_class is largest.layer_class
-        or stack.elements >= _MINOR_STACK * largest.elements
+        if stack.layer_class is largest_stack.layer_class
+        or stack.elements >= _MINOR_STACK * largest_stack.elements
     ]
 
 

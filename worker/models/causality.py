@@ -10,9 +10,9 @@ from torch import nn
 
 from protocol.base.errors import NO_MEMORY, DataError, describe_error
 
-_PROBED: Final = 8
+_PROBE_TOKENS: Final = 8
 """Length in tokens of two probe texts."""
-_SHARED_PREFIX: Final = _PROBED // 2
+_SHARED_PREFIX: Final = _PROBE_TOKENS // 2
 _TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 """Relative to the largest logit, by stored dtype: experts may sum in another order."""
 
@@ -29,16 +29,21 @@ def check_causality(module: nn.Module, vocabulary: int, options: Mapping[str, An
         DataError: Forward fails; or logits depend on later tokens, as an encoder's do, which would
             see the token to predict.
     """
-    one = torch.arange(_PROBED) * 7919 % vocabulary
-    other = torch.where(torch.arange(_PROBED) < _SHARED_PREFIX, one, (one + 1) % vocabulary)
-    dtype = min((each.dtype for each in module.parameters()), key=lambda each: each.itemsize)
-    training = module.training
+    original_ids = torch.arange(_PROBE_TOKENS) * 7919 % vocabulary
+    changed_ids = torch.where(
+        torch.arange(_PROBE_TOKENS) < _SHARED_PREFIX, original_ids, (original_ids + 1) % vocabulary
+    )
+    dtype = min(
+        (parameter.dtype for parameter in module.parameters()),
+        key=lambda parameter: parameter.itemsize,
+    )
+    was_training = module.training
     module.eval()
     try:
         with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            first, second = (
+            original_logits, changed_logits = (
                 module(input_ids=ids[None], **options).logits[:, :_SHARED_PREFIX].float()
-                for ids in (one, other)
+                for ids in (original_ids, changed_ids)
             )
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if describe_error(error) == NO_MEMORY:
@@ -47,9 +52,9 @@ def check_causality(module: nn.Module, vocabulary: int, options: Mapping[str, An
             f"expected a model that computes logits of tokens, got: {describe_error(error)}; "
             "check its configuration"
         ) from None
-    module.train(training)
-    difference = float((first - second).abs().max())
-    if not difference <= _TOLERANCE[dtype] * float(first.abs().max()):
+    module.train(was_training)
+    difference = float((original_logits - changed_logits).abs().max())
+    if not difference <= _TOLERANCE[dtype] * float(original_logits.abs().max()):
         raise DataError(
             "expected a decoder, whose logits do not depend on later tokens, got a model whose "
             f"logits change by {difference:.2g} with them: it would see the token to predict; use "

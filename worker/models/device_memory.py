@@ -1,8 +1,8 @@
-"""Estimate what a run takes of a device's memory, before its model is loaded.
+"""Estimate how much device memory a run takes, before its model is loaded.
 
-Sizes of weights come from the heads of the model's files. Activations are those of decoders as
-Llama's, by sizes in config.json; of other models they are not estimated. docs/workers.md has the
-formula, and tests compare it with a device's counters.
+Sizes of weights come from the headers of the model's files. Activations are estimated for decoders
+like Llama, by the sizes in config.json, and not for other models. docs/workers.md has the formula,
+and tests compare it with a device's counters.
 """
 
 from __future__ import annotations
@@ -27,30 +27,32 @@ from protocol.spec.sections.model import LoraSpec, ModelSpec
 from worker.models.base_tensors import BaseTensor, base_tensors
 from worker.models.lora import ATTENTION, is_named
 
-_FLOAT: Final = 4
-_HALF: Final = 2
+_FLOAT32_BYTES: Final = 4
+_HALF_BYTES: Final = 2
 _SIZES: Final = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
 )  # fmt: skip
-_KEPT: Final = (6.0, 3.0, 1.0)
-"""Floats that a layer keeps of a token for backward: per hidden size, per intermediate size, and
-per head and token of a sample where attention is eager."""
-_KEPT_IN_HALF: Final = (4.5, 1.5, 1.5)
-"""Likewise, in bfloat16 and float16."""
+_LAYER_FLOATS: Final = (6.0, 3.0, 1.0)
+"""Floats per token that a layer stores for backward: as multiples of the hidden size, of the
+intermediate size, and, if attention is eager, per head and token of the sample.
+"""
+_LAYER_FLOATS_HALF: Final = (4.5, 1.5, 1.5)
+"""The same in bfloat16 and float16."""
 _KEPT_BY_EXPERTS: Final = (1.5, 2.0, 3.0)
 """Besides, by a layer of experts: per hidden size; and per hidden and per intermediate size of each
 expert that a token is sent to."""
 _KEPT_BY_EXPERTS_IN_HALF: Final = (1.5, 1.5, 1.5)
 _KEPT_BY_ROUTER: Final = (1.25, 7.0)
 """Likewise, per expert, and per expert that a token is sent to."""
-_KEPT_IF_TRAINED: Final = (4.0, 1.0)
-"""Besides, by a layer that is trained in full: inputs of its products, per hidden and intermediate
-size."""
+_TRAINED_LAYER_FLOATS: Final = (4.0, 1.0)
+"""Further floats per token of a layer that is trained in full, the inputs of its matrix products:
+as multiples of the hidden and of the intermediate size.
+"""
 _OWN_INPUT: Final = (
     "o_proj", "out_proj", "down_proj", "dense", "c_proj", "wo", "fc2", "w2", "dense_4h_to_h",
 )  # fmt: skip
 """Layers that read what no other layer reads; the others of a module share their input."""
-_PASSING: Final = 5
+_TRANSIENT_FLOATS: Final = 5
 """Floats of a token that the backward of one layer takes for a while, per intermediate size; half
 of it in half precision."""
 _PASSING_LOGITS: Final = {"distil": 6, "classify": 0, "tag": 0, "embed": 0}
@@ -63,7 +65,7 @@ _PASSING_EXPERTS: Final = (3.5, 1.0)
 _CHOSEN: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 """Keys of how many experts a token is sent to."""
 
-_LESS_MEMORY: Final = (
+_MEMORY_SAVERS: Final = (
     ("model.gradient_checkpointing", True), ("model.base_dtype", "bfloat16"),
     ("model.base_dtype", "int8"), ("model.base_dtype", "int4"), ("batch.microbatch", 1),
 )  # fmt: skip
@@ -76,10 +78,10 @@ class DeviceMemory:
     """Bytes on a device.
 
     Attributes:
-        weights: The base as it is stored, what is trained, and one weight that is widened.
-        gradients: Sums of trained tensors along the tree, if one device computes a whole step.
-        activations: Of one microbatch of the longest samples; 0 if not estimated.
-        microbatch_gradients: Of one microbatch; they take the place of activations in backward.
+        weights: The stored base, the trained tensors, and one widened weight.
+        gradients: Gradient sums along the tree, if one device computes a whole step.
+        activations: Activations of one microbatch of the longest samples; 0 if not estimated.
+        microbatch_gradients: Gradients of one microbatch; they replace activations during backward.
     """
 
     weights: int
@@ -88,13 +90,13 @@ class DeviceMemory:
     microbatch_gradients: int
 
     @property
-    def certain(self) -> int:
-        """Taken whatever the data is."""
+    def minimum(self) -> int:
+        """Bytes that any data needs."""
         return self.weights + self.gradients + self.microbatch_gradients
 
     @property
     def total(self) -> int:
-        """Taken at most."""
+        """Most bytes that the longest samples need."""
         return self.weights + self.gradients + max(self.activations, self.microbatch_gradients)
 
     def __str__(self) -> str:
@@ -116,25 +118,29 @@ def estimate(run: ModelRun) -> DeviceMemory | None:
         config = json.loads((directory / "config.json").read_bytes())
         length = _sample_tokens(run)
     except (DataError, OSError, ValueError, KeyError, TypeError, SafetensorError):
-        return None  # loading it reports the error, or is not from safetensors
+        return None  # loading reports the error, or does not use safetensors
     if not tensors:
         return None
     base_dtype, lora = run.model.base_dtype, run.lora
     config = config.get("text_config", config)
     weights = sum(each.bytes_in(base_dtype) for each in tensors.values())
-    adapted: Tensors = {}
+    adapted_matrices: Tensors = {}
     if lora is None:
-        trained = sum(each.elements for each in tensors.values())
+        trained_elements = sum(each.elements for each in tensors.values())
     else:
-        weights += _converted(run.model, tensors, is_tied=bool(config.get("tie_word_embeddings")))
-        adapted = _adapted(lora, tensors)
-        trained = sum(_low_rank(lora, name, each) for name, each in adapted.items())
-        trained += sum(each.elements for each in _trained_in_full(lora, tensors))
-        weights += _FLOAT * trained
+        weights += _converted_bytes(
+            run.model, tensors, is_tied=bool(config.get("tie_word_embeddings"))
+        )
+        adapted_matrices = _adapted_matrices(lora, tensors)
+        trained_elements = sum(
+            _low_rank(lora, name, each) for name, each in adapted_matrices.items()
+        )
+        trained_elements += sum(each.elements for each in _trained_in_full(lora, tensors))
+        weights += _FLOAT32_BYTES * trained_elements
     microbatches = -(-run.batch.samples // run.batch.microbatch)
-    gradients = _FLOAT * trained * math.ceil(math.log2(microbatches))
-    activations = _activations(run, config, tensors, adapted, length)
-    return DeviceMemory(weights, gradients, activations, _FLOAT * trained)
+    gradients = _FLOAT32_BYTES * trained_elements * math.ceil(math.log2(microbatches))
+    activations = _activation_bytes(run, config, tensors, adapted_matrices, length)
+    return DeviceMemory(weights, gradients, activations, _FLOAT32_BYTES * trained_elements)
 
 
 def check_device_memory(run: ModelRun, device: str, memory_bytes: int) -> str:
@@ -142,82 +148,94 @@ def check_device_memory(run: ModelRun, device: str, memory_bytes: int) -> str:
 
     Args:
         run: The run.
-        device: What errors call the device.
+        device: Name of the device in errors.
         memory_bytes: Its memory.
 
     Raises:
-        DeviceOutOfMemory: Weights and gradients alone take more; says what to set.
+        DeviceOutOfMemory: Weights and gradients alone need more; the message says what to set.
     """
-    needed = estimate(run)
-    if needed is None:
+    memory = estimate(run)
+    if memory is None:
         return ""
-    if needed.certain > memory_bytes:
+    if memory.minimum > memory_bytes:
         raise DeviceOutOfMemory(
             device,
             f"expected a run that fits into {byte_size(memory_bytes)}, got one that takes "
-            f"{byte_size(needed.total)} ({needed}); {_what_to_set(run, memory_bytes)}",
+            f"{byte_size(memory.total)} ({memory}); {_advice(run, memory_bytes)}",
         )
-    line = f"memory: about {byte_size(needed.total)} of {byte_size(memory_bytes)} ({needed})"
-    if needed.total > memory_bytes:
-        line += f"; if samples are as long as data.max_tokens, {_what_to_set(run, memory_bytes)}"
+    line = f"memory: about {byte_size(memory.total)} of {byte_size(memory_bytes)} ({memory})"
+    if memory.total > memory_bytes:
+        line += f"; if samples are as long as data.max_tokens, {_advice(run, memory_bytes)}"
     return line
 
 
-def _what_to_set(run: ModelRun, memory_bytes: int) -> str:
-    """The first settings with which all of it fits, the cheapest first."""
+def _advice(run: ModelRun, memory_bytes: int) -> str:
+    """Return the settings, cheapest first, with which the run fits."""
     settings: dict[str, str] = {}
-    for key, value in _LESS_MEMORY:
+    for key, value in _MEMORY_SAVERS:
         section, _, name = key.partition(".")
         if run.lora is None and key == "model.base_dtype":
             continue
-        part = getattr(run, section).model_copy(update={name: value})
-        run = run.model_copy(update={section: part})
+        new_section = getattr(run, section).model_copy(update={name: value})
+        run = run.model_copy(update={section: new_section})
         settings[key] = str(value).lower()
-        needed = estimate(run)
-        if needed is not None and needed.total <= memory_bytes:
-            shown = " ".join(f"--set {key}={value}" for key, value in settings.items())
-            return f"{shown} takes {byte_size(needed.total)}"
+        memory = estimate(run)
+        if memory is not None and memory.total <= memory_bytes:
+            flags = " ".join(f"--set {key}={value}" for key, value in settings.items())
+            return f"{flags} takes {byte_size(memory.total)}"
     if run.lora is None:
         return "train with lora (--set lora.r=8), or on a larger device"
     return "use a larger device, or shard the base in bfloat16: torchrun -m worker --shard"
 
 
-def _converted(model: ModelSpec, tensors: Tensors, *, is_tied: bool) -> int:
-    """Room for the largest frozen matrix, converted to the type in which it is computed with."""
-    linear = [
+def _converted_bytes(model: ModelSpec, tensors: Tensors, *, is_tied: bool) -> int:
+    """Return the bytes of the largest frozen matrix, converted to the dtype of its products."""
+    matrices = [
         each
         for name, each in tensors.items()
         if each.is_linear or (is_tied and "embed" in name and len(each.shape) == 2)
     ]
-    narrow = [each.matrix_elements for each in linear if each.is_narrow(model.base_dtype)]
-    wide = [
+    narrow_sizes = [each.matrix_elements for each in matrices if each.is_narrow(model.base_dtype)]
+    wide_sizes = [
         each.elements
-        for each in linear
+        for each in matrices
         if len(each.shape) == 2 and not each.is_narrow(model.base_dtype)
     ]
-    largest = max(narrow, default=0)
+    largest_narrow = max(narrow_sizes, default=0)
     if model.precision == "float32":
-        return _FLOAT * largest
-    room = _HALF * max(wide, default=0)
+        return _FLOAT32_BYTES * largest_narrow
+    bytes_needed = _HALF_BYTES * max(wide_sizes, default=0)
     if model.precision != model.base_dtype:
-        room += _HALF * largest + _FLOAT * min(largest, PART_ELEMENTS)
-    return room
+        bytes_needed += _HALF_BYTES * largest_narrow + _FLOAT32_BYTES * min(
+            largest_narrow, PART_ELEMENTS
+        )
+    return bytes_needed
 
 
-def _adapted(lora: LoraSpec, tensors: Tensors) -> Tensors:
+def _adapted_matrices(lora: LoraSpec, tensors: Tensors) -> Tensors:
     """The matrices, and stacks of them, that LoRA's stand beside."""
     parameters = {
         name: each
         for name, each in tensors.items()
         if any(is_named(name, (asked,)) for asked in lora.target_parameters)
     }
-    matrices = {n.removesuffix(".weight"): t for n, t in tensors.items() if len(t.shape) == 2}
+    matrices = {
+        layer_name.removesuffix(".weight"): t
+        for layer_name, t in tensors.items()
+        if len(t.shape) == 2
+    }
     if lora.targets == "all-linear":
-        return parameters | {n: t for n, t in matrices.items() if t.is_linear and "head" not in n}
+        return parameters | {
+            layer_name: t
+            for layer_name, t in matrices.items()
+            if t.is_linear and "head" not in layer_name
+        }
     leaves = {name.rpartition(".")[2] for name in matrices}
-    usual = next((names for names in ATTENTION if leaves.issuperset(names)), ())
-    targets = lora.targets or usual
-    return parameters | {n: t for n, t in matrices.items() if is_named(n, targets)}
+    default_targets = next((names for names in ATTENTION if leaves.issuperset(names)), ())
+    targets = lora.targets or default_targets
+    return parameters | {
+        layer_name: t for layer_name, t in matrices.items() if is_named(layer_name, targets)
+    }
 
 
 def _low_rank(lora: LoraSpec, name: str, tensor: BaseTensor) -> int:
@@ -292,47 +310,55 @@ def _sample_tokens(run: ModelRun) -> int:
     return read_index(Path(run.data.train)).facts.layout.tokens
 
 
-def _activations(
-    run: ModelRun, config: Mapping[str, Any], tensors: Tensors, adapted: Tensors, length: int
+def _activation_bytes(
+    run: ModelRun,
+    config: Mapping[str, Any],
+    tensors: Tensors,
+    adapted_matrices: Tensors,
+    length: int,
 ) -> int:
     if any(not isinstance(config.get(name), int) for name in _SIZES):
         return 0
-    hidden, inner, layers, heads, vocabulary = (config[name] for name in _SIZES)
+    hidden, intermediate, layers, heads, vocabulary = (config[name] for name in _SIZES)
     is_half = run.model.precision != "float32"
-    experts = _experts(run, config, tensors, adapted)
-    per_hidden, per_inner, per_head = _KEPT_IN_HALF if is_half else _KEPT
+    experts = _experts(run, config, tensors, adapted_matrices)
+    per_hidden, per_inner, per_head = _LAYER_FLOATS_HALF if is_half else _LAYER_FLOATS
     dense = layers if experts is None else layers - experts.layers
-    whole = layers * per_hidden * hidden + dense * per_inner * inner
+    whole = layers * per_hidden * hidden + dense * per_inner * intermediate
     if run.model.attention == "eager":
         whole += layers * per_head * heads * length
     if run.lora is None:
-        whole += layers * (_KEPT_IF_TRAINED[0] * hidden + _KEPT_IF_TRAINED[1] * inner)
+        whole += layers * (
+            _TRAINED_LAYER_FLOATS[0] * hidden + _TRAINED_LAYER_FLOATS[1] * intermediate
+        )
     else:
         chosen = 0 if experts is None else experts.chosen
-        whole += _kept_by_lora(run.lora, adapted, chosen, is_half=is_half)
+        whole += _kept_by_lora(run.lora, adapted_matrices, chosen, is_half=is_half)
     tokens = run.batch.microbatch * length
-    passing = tokens * _PASSING * inner / (1 + is_half) if dense else 0.0
-    copies = float(_kept_in_half(run, tensors, adapted)) if is_half else 0.0
+    transient_floats = tokens * _TRANSIENT_FLOATS * intermediate / (1 + is_half) if dense else 0.0
+    copy_bytes = float(_kept_in_half(run, tensors, adapted_matrices)) if is_half else 0.0
     if experts is not None:
         whole += experts.layers * _kept_by_experts(run, experts, hidden)
         per_hidden, per_inner = _PASSING_EXPERTS
-        passing = max(passing, tokens * (per_hidden * hidden + per_inner * experts.inner))
-        copies += _FLOAT * experts.layers * experts.widened
-    at_once = min(tokens, tokens_at_once(vocabulary))
-    loss = at_once * _PASSING_LOGITS.get(run.task, _PASSING_LOGITS_OF_OTHERS) * vocabulary
-    if run.lora is None and loss and at_once < tokens:  # gradients of the head, of two parts
+        transient_floats = max(
+            transient_floats, tokens * (per_hidden * hidden + per_inner * experts.inner)
+        )
+        copy_bytes += _FLOAT32_BYTES * experts.layers * experts.widened
+    logit_tokens = min(tokens, tokens_at_once(vocabulary))
+    loss = logit_tokens * _PASSING_LOGITS.get(run.task, _PASSING_LOGITS_OF_OTHERS) * vocabulary
+    if run.lora is None and loss and logit_tokens < tokens:  # gradients of the head, for two parts
         loss += 2 * hidden * vocabulary
     if not run.model.gradient_checkpointing:
-        return int(_FLOAT * (tokens * whole + max(passing, loss)) + copies)
-    of_layer = _FLOAT * (tokens * whole / layers + passing) + copies / layers
-    return int(_FLOAT * tokens * layers * hidden + max(of_layer, _FLOAT * loss))
+        return int(_FLOAT32_BYTES * (tokens * whole + max(transient_floats, loss)) + copy_bytes)
+    of_layer = _FLOAT32_BYTES * (tokens * whole / layers + transient_floats) + copy_bytes / layers
+    return int(_FLOAT32_BYTES * tokens * layers * hidden + max(of_layer, _FLOAT32_BYTES * loss))
 
 
 def _kept_in_half(run: ModelRun, tensors: Tensors, adapted: Tensors) -> int:
     """Bytes of the copies in half precision that autograd keeps of what is trained."""
     if run.lora is not None:
-        return _HALF * sum(_low_rank(run.lora, name, each) for name, each in adapted.items())
-    return _HALF * sum(
+        return _HALF_BYTES * sum(_low_rank(run.lora, name, each) for name, each in adapted.items())
+    return _HALF_BYTES * sum(
         each.elements
         for name, each in tensors.items()
         if len(each.shape) == 2 and "embed" not in name
@@ -345,7 +371,7 @@ def _kept_by_experts(run: ModelRun, experts: _Experts, hidden: int) -> float:
     per_hidden, *per_chosen = _KEPT_BY_EXPERTS_IN_HALF if is_half else _KEPT_BY_EXPERTS
     if run.lora is None:  # inputs of products
         per_chosen = [each + 1 for each in per_chosen]
-    per_inner = (_KEPT_IN_HALF if is_half else _KEPT)[1]
+    per_inner = (_LAYER_FLOATS_HALF if is_half else _LAYER_FLOATS)[1]
     of_one = per_chosen[0] * hidden + per_chosen[1] * experts.inner + _KEPT_BY_ROUTER[1]
     router = _KEPT_BY_ROUTER[0] * experts.count
     return per_hidden * hidden + experts.chosen * of_one + router + per_inner * experts.shared_inner
@@ -353,7 +379,7 @@ def _kept_by_experts(run: ModelRun, experts: _Experts, hidden: int) -> float:
 
 def _kept_by_lora(lora: LoraSpec, adapted: Tensors, chosen: int, *, is_half: bool) -> float:
     """Floats of a token that low-rank matrices keep, in all layers: their inputs, and what is
-    between the two. The input of attention is counted in `_KEPT`."""
+    between the two. The input of attention is counted in `_LAYER_FLOATS`."""
     kept, inputs = 0.0, dict[str, float]()
     for name, each in adapted.items():
         module, _, leaf = name.rpartition(".")
@@ -362,7 +388,7 @@ def _kept_by_lora(lora: LoraSpec, adapted: Tensors, chosen: int, *, is_half: boo
             inputs[name] = chosen * each.shape[-1]
             continue
         kept += lora.r
-        if lora.dropout:  # its input as well, and the mask in bytes
+        if lora.dropout:  # its input too, and the mask in bytes
             kept += 1.25 * each.shape[1]
         elif leaf in _OWN_INPUT:
             inputs[name] = each.shape[1]

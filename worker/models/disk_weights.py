@@ -1,10 +1,10 @@
-"""Keeps converted weights on disk while a base is loaded that will be stored narrow.
+"""Keep converted weights on disk while loading a base that will be stored in a narrow dtype.
 
-transformers converts weights before a device narrows the first: all of a GGUF file are widened to
-float32, and so are those of a checkpoint of several dtypes; a mixture's experts are stacked. Here
-each large one is written to an unnamed file as soon as it is converted, and mapped from there, so
-its pages can be dropped. Weights that safetensors has mapped stay where they are. The values are
-the same; with a transformers release that loads differently, loading only takes more memory.
+transformers converts all weights before a device narrows the first: it widens GGUF files and
+checkpoints of several dtypes to float32, and stacks the experts of a mixture. Here each large
+weight is written to an unnamed file as soon as it is converted, and mapped from there, so that its
+pages can be dropped. Weights that safetensors has mapped are not copied. Values do not change; with
+a transformers release that loads differently, loading only takes more memory.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from protocol.machine.allocator import give_back_freed_memory
 from protocol.machine.mapped_pages import is_mapped_file, release_mapped_files
 
 _SMALL_BYTES: Final = limits.MIB
-_RELEASED_AT_ONCE_BYTES: Final = 128 * limits.MIB
+_RELEASE_BATCH_BYTES: Final = 128 * limits.MIB
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-_ONE_BY_ONE: Final = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Else its threads convert weights ahead of the one that places them in the model."""
+_SEQUENTIAL_LOAD: Final = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Without it, transformers' threads convert weights before they are needed."""
 
 
 @contextmanager
@@ -38,14 +38,14 @@ def weights_on_disk(directory: Path) -> Iterator[None]:
     """Context for `from_pretrained` of a model that is loaded for a narrow base.
 
     Args:
-        directory: Of the model's own files, whose pages are let go of.
+        directory: Directory of the model's files, whose pages are released.
 
     Raises:
         StorageFailed: The disk has no room for the converted weights.
     """
     storage = _DiskWeights(directory)
-    asynchronous = os.environ.get(_ONE_BY_ONE)
-    os.environ[_ONE_BY_ONE] = "1"
+    previous_setting = os.environ.get(_SEQUENTIAL_LOAD)
+    os.environ[_SEQUENTIAL_LOAD] = "1"
     register = nn.modules.module.register_module_parameter_registration_hook
     hook = register(storage.parameter)  # type: ignore[arg-type]  # its return value replaces the parameter
     original_numpy = vars(gguf_utils).get("np")
@@ -57,24 +57,24 @@ def weights_on_disk(directory: Path) -> Iterator[None]:
         if original_numpy is not None:
             vars(gguf_utils)["np"] = original_numpy
         hook.remove()
-        if asynchronous is None:
-            del os.environ[_ONE_BY_ONE]
+        if previous_setting is None:
+            del os.environ[_SEQUENTIAL_LOAD]
         else:
-            os.environ[_ONE_BY_ONE] = asynchronous
+            os.environ[_SEQUENTIAL_LOAD] = previous_setting
 
 
 def hide_progress_bar() -> None:
-    """Hide the progress bar for GGUF files, which transformers' own switch does not."""
+    """Hide the progress bar for GGUF files, which transformers' own switch does not hide."""
     if "tqdm" in vars(gguf_utils):
-        vars(gguf_utils)["tqdm"] = _unchanged
+        vars(gguf_utils)["tqdm"] = _no_progress_bar
 
 
-def _unchanged(each: Any, **_: object) -> Any:
-    return each
+def _no_progress_bar(iterable: Any, **_: object) -> Any:
+    return iterable
 
 
 class _DiskWeights:
-    """Weights in an unnamed file, which exists as long as any of them is in use."""
+    """Weights in an unnamed file, which exists as long as one of them is in use."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -82,29 +82,29 @@ class _DiskWeights:
         self._unreleased_bytes = 0
 
     def array(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The values, mapped from the file; small ones copied."""
+        """Return the values mapped from the file, or a copy if they are small."""
         if values.nbytes < _SMALL_BYTES or values.dtype != np.float32:
             return np.copy(values)
-        return self._mapped(np.ascontiguousarray(values))
+        return self._write_and_map(np.ascontiguousarray(values))
 
-    def parameter(self, module: nn.Module, name: str, given: Any) -> nn.Parameter | None:
-        """Replace a parameter that a module registers; None to keep it."""
+    def parameter(self, module: nn.Module, name: str, original: Any) -> nn.Parameter | None:
+        """Return a mapped replacement for a parameter that a module registers; None to keep it."""
         del module, name
-        values = given.detach() if isinstance(given, nn.Parameter) else None
+        values = original.detach() if isinstance(original, nn.Parameter) else None
         if values is None or values.device.type != "cpu" or values.nbytes < _SMALL_BYTES:
             return None
         if values.dtype not in _DTYPES or is_mapped_file(values.data_ptr()):
             return None
-        content = self._mapped(values.contiguous().view(torch.uint8).numpy())
-        stored = torch.from_numpy(content).view(values.dtype)
-        mapped = nn.Parameter(stored, given.requires_grad)
-        vars(mapped).update(vars(given))
-        return mapped
+        content = self._write_and_map(values.contiguous().view(torch.uint8).numpy())
+        mapped_values = torch.from_numpy(content).view(values.dtype)
+        mapped_parameter = nn.Parameter(mapped_values, original.requires_grad)
+        vars(mapped_parameter).update(vars(original))
+        return mapped_parameter
 
-    def _mapped(self, values: NDArray[Any]) -> NDArray[Any]:
+    def _write_and_map(self, values: NDArray[Any]) -> NDArray[Any]:
         content = self._file.mapped(values.reshape(-1).view(np.uint8).data)
         self._unreleased_bytes += len(content)
-        if self._unreleased_bytes > _RELEASED_AT_ONCE_BYTES:
+        if self._unreleased_bytes > _RELEASE_BATCH_BYTES:
             self._unreleased_bytes = 0
             release_mapped_files(self._directory)
             give_back_freed_memory()

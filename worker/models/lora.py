@@ -42,10 +42,10 @@ TaskType = Literal[
 ]
 
 LOG_SCALE: Final = "log_scale"
-"""A learned temperature beside a model, or an adapter, that embeds texts: log(1 / temperature)."""
+"""The learned temperature of a model or adapter that embeds texts, as log(1 / temperature)."""
 _ELEMENTS_AT_ONCE: Final = 1 << 20
-_SHOWN: Final = 16
-"""As many names as a message lists."""
+_SHOWN_NAMES: Final = 16
+"""Most names that a message lists."""
 
 ATTENTION: Final = (
     ("q_proj", "v_proj"),
@@ -58,28 +58,29 @@ ATTENTION: Final = (
     ("Wqkv",),
     ("c_attn",),
 )
-"""What families of models call attention's query and value layers."""
+"""Names of attention's query and value layers, by family of models."""
 
 
 class Lora:
     """A model with low-rank matrices beside its targets; the head, if named, is trained too.
 
     Args:
-        model: Its own parameters are frozen from here on.
-        spec: Rank, scale, dropout, targets and what is seldom used; targets left out are found in
-            the model.
-        task_type: What the adapter is for, in peft's words.
-        heads: Modules that are trained in full: a classifier's head, what the checkpoint lacks.
-        seed: The run's.
-        adapter: The directory of one to go on with, in PEFT's layout.
+        model: The model, whose own parameters are frozen.
+        spec: Rank, scale, dropout, targets and rarer options; without targets, those of attention.
+        task_type: The adapter's task type in peft.
+        heads: Modules that are trained in full: a classifier's head, modules that the checkpoint
+            lacks.
+        seed: The run's seed.
+        adapter: Directory of an adapter to continue, in PEFT's layout.
         added_tokens: Tokens whose rows of the embeddings and the head are trained.
-        base_dtype: In what the frozen base will be stored.
+        base_dtype: Stored dtype of the frozen base.
 
     Attributes:
-        adapter_digest: Of the one it goes on with; empty without.
+        adapter_digest: Digest of the continued adapter; empty if there is none.
 
     Raises:
-        DataError: A target is not in the model, or none can be found; the adapter is another's.
+        DataError: A target is not in the model, or none can be found; the adapter belongs to
+            another model.
     """
 
     def __init__(
@@ -94,37 +95,37 @@ class Lora:
         added_tokens: Sequence[int] = (),
         base_dtype: BaseDtype = "float32",
     ) -> None:
-        import peft  # noqa: PLC0415  (full fine-tuning does without)
+        import peft  # noqa: PLC0415  (full fine-tuning does not need it)
 
-        earlier = None if adapter is None else adapter_directory(adapter)
-        config_of_earlier = None if earlier is None else adapter_config(earlier)
+        earlier_directory = None if adapter is None else adapter_directory(adapter)
+        earlier_config = None if earlier_directory is None else adapter_config(earlier_directory)
         targets = spec.targets if isinstance(spec.targets, tuple) else None
-        if earlier is not None and config_of_earlier is not None:
-            check_lora(earlier, config_of_earlier, spec)
-            targets = targets or targets_of(config_of_earlier)
+        if earlier_directory is not None and earlier_config is not None:
+            check_lora(earlier_directory, earlier_config, spec)
+            targets = targets or targets_of(earlier_config)
         if spec.targets == "all-linear":
-            targets = targets or _all_linear(model, heads)
+            targets = targets or _linear_layers(model, heads)
         targets = targets or _attention_targets(model)
-        if earlier is None:
+        if earlier_directory is None:
             _refuse_unknown_names(model, spec)
         heads = list(dict.fromkeys([*heads, *spec.modules_to_save]))
-        _refuse_what_is_drawn_and_adapted(heads, targets)
+        _refuse_adapted_heads(heads, targets)
         _refuse_tied_modules(model, spec.modules_to_save)
         self._config = {
             "bias": "none",
-            "fan_in_fan_out": _transposed(model, targets),
-            "lora_alpha": _whole(spec.alpha),
+            "fan_in_fan_out": _has_transposed_weights(model, targets),
+            "lora_alpha": _int_if_whole(spec.alpha),
             "lora_dropout": spec.dropout,
             "modules_to_save": list(heads) or None,
             "r": spec.r,
             "target_modules": list(targets),
             "task_type": None if task_type == "MASKED_LM" else task_type,  # peft has none for it
-            **_seldom(spec),
-            **_trained_rows(model, added_tokens, heads, targets),
+            **_optional_keys(spec),
+            **_trained_token_keys(model, added_tokens, heads, targets),
         }
         try:
             with warnings.catch_warnings():
-                # Tied layers among the targets: they are looked at by `cut_into_blocks`.
+                # peft warns about tied layers among the targets; `cut_into_blocks` handles them.
                 warnings.simplefilter("ignore")
                 config = peft.LoraConfig(**self._config)
                 self.module: torch.nn.Module = peft.get_peft_model(model, config)
@@ -133,21 +134,23 @@ class Lora:
                 f"cannot add LoRA to {', '.join(targets)}: {describe_error(error)}; "
                 "check lora.targets"
             ) from None
-        if earlier is None:
-            _refuse_idle_patterns(self.module, spec)
-        _refuse_other_tables(self.module)
-        _start(self.module, seed, STORAGE[base_dtype])
+        if earlier_directory is None:
+            _refuse_unused_patterns(self.module, spec)
+        _refuse_unusual_embeddings(self.module)
+        _initialize_matrices(self.module, seed, STORAGE[base_dtype])
         if spec.dora and base_dtype != "float32":
             _keep_dora_narrow(self.module)
-        self.adapter_digest = "" if earlier is None else _continue(self.module, earlier)
+        self.adapter_digest = (
+            "" if earlier_directory is None else _load_adapter(self.module, earlier_directory)
+        )
 
     def export(self, base: str, blocks: Sequence[Block], files: dict[str, str]) -> Export:
-        """The adapter as `PeftModel.from_pretrained` reads it.
+        """Return the adapter in the layout that `PeftModel.from_pretrained` reads.
 
         Args:
-            base: Where the frozen model came from.
-            blocks: Of the module.
-            files: Text files that go along.
+            base: Source of the frozen model.
+            blocks: Blocks of the module.
+            files: Further text files.
         """
         # Keys that every version of peft knows.
         config = self._config | {
@@ -169,9 +172,9 @@ class Lora:
         )
 
 
-def _seldom(spec: LoraSpec) -> dict[str, Any]:
-    """Return the keys of an adapter's configuration that most adapters do without."""
-    alphas = {name: _whole(alpha) for name, alpha in spec.alpha_pattern.items()}
+def _optional_keys(spec: LoraSpec) -> dict[str, Any]:
+    """Return the keys of an adapter's configuration that most adapters leave out."""
+    alphas = {name: _int_if_whole(alpha) for name, alpha in spec.alpha_pattern.items()}
     keys = {
         "use_rslora": spec.rslora,
         "use_dora": spec.dora,
@@ -182,19 +185,19 @@ def _seldom(spec: LoraSpec) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if value}
 
 
-def _trained_rows(
+def _trained_token_keys(
     model: torch.nn.Module, tokens: Sequence[int], heads: Sequence[str], targets: Sequence[str]
 ) -> dict[str, Any]:
-    """Return peft's key for rows that are trained, unless their whole tables are.
+    """Return peft's key for trained rows of tables that are not trained in full.
 
     Raises:
-        DataError: A table has low-rank matrices, or this peft has no such key.
+        DataError: A table has low-rank matrices, or this release of peft lacks the key.
     """
     tables = [name for name in table_names(model) if not is_named(name, heads)] if tokens else []
-    adapted = [name for name in tables if is_named(name, targets)]
-    if adapted:
+    adapted_tables = [name for name in tables if is_named(name, targets)]
+    if adapted_tables:
         raise DataError(
-            f"lora.targets names {adapted[0].rpartition('.')[2]!r}, whose rows of "
+            f"lora.targets names {adapted_tables[0].rpartition('.')[2]!r}, whose rows of "
             "model.added_tokens are trained beside the matrices: leave it out, or name it in "
             "lora.modules_to_save"
         )
@@ -212,24 +215,27 @@ def is_named(module: str, names: Sequence[str]) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _all_linear(model: torch.nn.Module, heads: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of all linear layers but the head, as short as they can be."""
-    given: Any = model
-    output = given.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    layers = [name for name, child in model.named_modules() if _fits(child)]
-    apart = [
+def _linear_layers(model: torch.nn.Module, heads: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of all linear layers except the head, as short as possible."""
+    any_model: Any = model
+    output_layer = (
+        any_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    )
+    layers = [name for name, child in model.named_modules() if _is_adaptable(child)]
+    head_names = [
         name
         for name, child in model.named_modules()
-        if child is output or any(name == head or name.startswith(f"{head}.") for head in heads)
+        if child is output_layer
+        or any(name == head or name.startswith(f"{head}.") for head in heads)
     ]
-    within = [name for name in layers if name not in apart]
-    short = {name.rpartition(".")[2] for name in within}
-    taken = {name.rpartition(".")[2] for name in apart} & short
+    target_names = [name for name in layers if name not in head_names]
+    last_names = {name.rpartition(".")[2] for name in target_names}
+    ambiguous_names = {name.rpartition(".")[2] for name in head_names} & last_names
     return tuple(
         sorted(
             {
-                name if name.rpartition(".")[2] in taken else name.rpartition(".")[2]
-                for name in within
+                name if name.rpartition(".")[2] in ambiguous_names else name.rpartition(".")[2]
+                for name in target_names
             }
         )
     )
@@ -238,10 +244,10 @@ def _all_linear(model: torch.nn.Module, heads: Sequence[str]) -> tuple[str, ...]
 def _refuse_unknown_names(model: torch.nn.Module, spec: LoraSpec) -> None:
     """Refuse a name of `lora.targets` or `lora.target_parameters` that peft would pass over.
 
-    peft is content if one name of several is found, so a typo would train less than was asked for.
+    peft accepts a list if one of its names is found, so a typo would train less than intended.
 
     Raises:
-        DataError: The model has nothing of that name.
+        DataError: The model has no module or parameter of that name.
     """
     modules = [name for name, _ in model.named_modules()]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -249,30 +255,30 @@ def _refuse_unknown_names(model: torch.nn.Module, spec: LoraSpec) -> None:
         {
             name.rpartition(".")[2]
             for name, child in model.named_modules()
-            if _fits(child) or isinstance(child, torch.nn.Embedding)
+            if _is_adaptable(child) or isinstance(child, torch.nn.Embedding)
         }
     )
     targets = spec.targets if isinstance(spec.targets, tuple) else ()
-    for asked in targets:
-        if not any(is_named(name, (asked,)) for name in modules):
+    for target in targets:
+        if not any(is_named(name, (target,)) for name in modules):
             raise DataError(
-                f"cannot add LoRA to {asked}: expected layers of the model in lora.targets, got "
-                f"{asked!r}; it has {_some(adaptable, asked)}"
+                f"cannot add LoRA to {target}: expected layers of the model in lora.targets, got "
+                f"{target!r}; it has {_similar_names(adaptable, target)}"
             )
-    for asked in spec.target_parameters:
-        if not any(is_named(name, (asked,)) for name in parameters):
+    for target in spec.target_parameters:
+        if not any(is_named(name, (target,)) for name in parameters):
             endings = sorted({".".join(name.split(".")[-3:]) for name in parameters})
             raise DataError(
-                f"expected weights of the model in lora.target_parameters, got {asked!r}; it has "
-                f"{_some(endings, asked)}"
+                f"expected weights of the model in lora.target_parameters, got {target!r}; it has "
+                f"{_similar_names(endings, target)}"
             )
 
 
-def _refuse_idle_patterns(module: torch.nn.Module, spec: LoraSpec) -> None:
+def _refuse_unused_patterns(module: torch.nn.Module, spec: LoraSpec) -> None:
     """Refuse a key of `lora.rank_pattern` or `lora.alpha_pattern` that fits no adapted layer.
 
     Raises:
-        DataError: A key does.
+        DataError: A key fits no layer.
     """
     from peft.tuners.lora import LoraLayer  # noqa: PLC0415
     from peft.utils.other import get_pattern_key  # noqa: PLC0415
@@ -282,51 +288,68 @@ def _refuse_idle_patterns(module: torch.nn.Module, spec: LoraSpec) -> None:
         "rank_pattern": spec.rank_pattern, "alpha_pattern": spec.alpha_pattern,
     }  # fmt: skip
     for key, pattern in patterns.items():
-        # Where two keys fit a layer, peft takes the first: each is asked alone.
-        idle = [end for end in pattern if all(get_pattern_key([end], n) != end for n in layers)]
-        if idle:
-            adapted = sorted({name.rpartition(".")[2] for name in layers})
+        # If two keys fit a layer, peft takes the first, so each is tested alone.
+        unused_keys = [
+            pattern_key
+            for pattern_key in pattern
+            if all(
+                get_pattern_key([pattern_key], layer_name) != pattern_key for layer_name in layers
+            )
+        ]
+        if unused_keys:
+            adapted_names = sorted({name.rpartition(".")[2] for name in layers})
             raise DataError(
-                f"expected names of adapted layers in lora.{key}, got {idle[0]!r}; "
-                f"adapted are {_some(adapted, idle[0])}"
+                f"expected names of adapted layers in lora.{key}, got {unused_keys[0]!r}; "
+                f"adapted are {_similar_names(adapted_names, unused_keys[0])}"
             )
 
 
-def _some(names: Sequence[str], near: str) -> str:
-    """Return these names, or of many those that resemble one, for a message."""
-    shown = names if len(names) <= _SHOWN else difflib.get_close_matches(near, names, _SHOWN, 0.0)
-    return ", ".join(shown)
+def _similar_names(names: Sequence[str], name: str) -> str:
+    """Return these names for a message, or the most similar ones if there are many."""
+    similar = (
+        names
+        if len(names) <= _SHOWN_NAMES
+        else difflib.get_close_matches(name, names, _SHOWN_NAMES, 0.0)
+    )
+    return ", ".join(similar)
 
 
 def _refuse_tied_modules(model: torch.nn.Module, names: Sequence[str]) -> None:
     """Refuse to train in full a module whose weight another module shares.
 
     Raises:
-        DataError: One is, or there is no module of that name.
+        DataError: Its weight is shared, or there is no module of that name.
     """
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(owner_of(name))
-    for asked in names:
-        found = [
-            name for name, _ in model.named_modules() if name == asked or name.endswith(f".{asked}")
+    for module_name in names:
+        matching_modules = [
+            name
+            for name, _ in model.named_modules()
+            if name == module_name or name.endswith(f".{module_name}")
         ]
-        if not found:
+        if not matching_modules:
             raise DataError(
-                f"lora.modules_to_save names {asked!r}, which the model does not have; correct the "
-                "name, or leave it out"
+                f"lora.modules_to_save names {module_name!r}, which the model does not have; "
+                "correct the name, or leave it out"
             )
-        tied = [each for each in owners.values() if len(each) > 1 and {*each} & {*found}]
-        if tied:
-            others = sorted({*tied[0]} - {*found})
+        shared_owners = [
+            sharing_modules
+            for sharing_modules in owners.values()
+            if len(sharing_modules) > 1 and {*sharing_modules} & {*matching_modules}
+        ]
+        if shared_owners:
+            other_modules = sorted({*shared_owners[0]} - {*matching_modules})
             raise DataError(
-                f"lora.modules_to_save names {asked!r}, whose weight {' and '.join(others)} "
-                "shares, so they would become two: name it in lora.targets instead"
+                f"lora.modules_to_save names {module_name!r}, whose weight "
+                f"{' and '.join(other_modules)} shares, so they would become two: name it in "
+                "lora.targets instead"
             )
 
 
 def head_modules(model: torch.nn.Module) -> list[str]:
-    """Names of the parts around the encoder that have parameters: the classification head."""
+    """Return the names of the children beside the encoder that have parameters: the head."""
     encoder = getattr(model, "base_model_prefix", "")
     return [
         name
@@ -335,32 +358,35 @@ def head_modules(model: torch.nn.Module) -> list[str]:
     ]
 
 
-def modules_drawn(drawn: Collection[str], heads: Sequence[str]) -> tuple[str, ...]:
-    """The modules that hold these parameters, as far as they are in none of the heads, sorted."""
-    owners = {owner_of(name) for name in drawn}
-    return tuple(sorted(each for each in owners if each.partition(".")[0] not in heads))
+def modules_drawn(drawn_names: Collection[str], heads: Sequence[str]) -> tuple[str, ...]:
+    """Return the sorted names of the modules that hold these parameters, except those in a head."""
+    owners = {owner_of(name) for name in drawn_names}
+    return tuple(sorted(owner for owner in owners if owner.partition(".")[0] not in heads))
 
 
 def owner_of(parameter: str) -> str:
-    """The name of the module that holds a parameter."""
+    """Return the name of the module that holds a parameter."""
     return parameter.rpartition(".")[0]
 
 
-def _refuse_what_is_drawn_and_adapted(heads: Sequence[str], targets: Sequence[str]) -> None:
-    """A module that is trained in full has no room for low-rank matrices.
+def _refuse_adapted_heads(heads: Sequence[str], targets: Sequence[str]) -> None:
+    """Refuse low-rank matrices in a module that is trained in full.
 
     Raises:
-        DataError: A target is one.
+        DataError: A target is such a module.
     """
-    both = [head for head in heads if head.rpartition(".")[2] in targets or head in targets]
-    if both:
+    adapted_heads = [
+        head for head in heads if head.rpartition(".")[2] in targets or head in targets
+    ]
+    if adapted_heads:
         raise DataError(
-            f"lora.targets names {both[0]!r}, which is trained in full already; leave it out"
+            f"lora.targets names {adapted_heads[0]!r}, which is trained in full already; leave it "
+            "out"
         )
 
 
-def _refuse_other_tables(module: torch.nn.Module) -> None:
-    """Refuse embeddings that are called with other numbers than they look up, or never.
+def _refuse_unusual_embeddings(module: torch.nn.Module) -> None:
+    """Refuse embeddings that forward does not call as plain lookups.
 
     Raises:
         DataError: A target is a table of positions, or the table that encoder and decoder share.
@@ -372,22 +398,26 @@ def _refuse_other_tables(module: torch.nn.Module) -> None:
             continue
         table: Any = layer.get_base_layer()
         target, remedy = name.rpartition(".")[2], "leave it out of lora.targets"
-        plain = type(table).forward is torch.nn.Embedding.forward or hasattr(table, "embed_scale")
+        is_plain = type(table).forward is torch.nn.Embedding.forward or hasattr(
+            table, "embed_scale"
+        )
         if target == "shared":
-            plain, remedy = False, "name embed_tokens, of encoder and decoder, instead"
-        if not plain:
+            is_plain, remedy = False, "name embed_tokens, of encoder and decoder, instead"
+        if not is_plain:
             raise DataError(
                 f"expected lora.targets of linear layers and plain embeddings, got {target!r}, a "
                 f"{type(table).__name__} which the forward pass calls in another way; {remedy}"
             )
 
 
-def _start(module: torch.nn.Module, seed: int, storage: Storage) -> None:
+def _initialize_matrices(module: torch.nn.Module, seed: int, storage: Storage) -> None:
     """Fill A by peft's rule (kaiming_uniform_ with a = sqrt(5)) with our draws, B with zeros.
 
-    DoRA's magnitudes are the norms of the rows of the weight as it will be stored.
+    DoRA's magnitudes are the norms of the rows of the stored weight.
     """
-    narrow = {id(each) for each in frozen_base(module).values()} if storage != "f32" else set()
+    narrow_ids = (
+        {id(tensor) for tensor in frozen_base(module).values()} if storage != "f32" else set()
+    )
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if ".lora_A." in name or ".lora_embedding_B." in name:
@@ -400,31 +430,30 @@ def _start(module: torch.nn.Module, seed: int, storage: Storage) -> None:
                 layer: Any = module.get_submodule(name.partition(".lora_magnitude_vector.")[0])
                 weight = layer.get_base_layer().weight
                 rows = weight.detach()
-                # peft takes the norms of a table's columns: one magnitude for each output, too.
+                # For a table, peft takes the norms of columns: again one magnitude per output.
                 if isinstance(layer.get_base_layer(), Conv1D | torch.nn.Embedding):
                     rows = rows.T
-                fill(parameter, _norms(rows, storage if id(weight) in narrow else "f32"))
+                fill(parameter, _row_norms(rows, storage if id(weight) in narrow_ids else "f32"))
 
 
-def _norms(rows: torch.Tensor, storage: Storage) -> Array:
-    """Return the norm of each row as it is stored, in float64 so that all machines have the same
-    bits."""
+def _row_norms(rows: torch.Tensor, storage: Storage) -> Array:
+    """Return the norm of each stored row, summed in float64 for the same bits on all machines."""
     norms = np.empty(len(rows), np.float32)
-    at_once = max(1, _ELEMENTS_AT_ONCE // rows.shape[1])
-    for first in range(0, len(rows), at_once):
-        part = rows[first : first + at_once]
+    rows_per_part = max(1, _ELEMENTS_AT_ONCE // rows.shape[1])
+    for start in range(0, len(rows), rows_per_part):
+        part = rows[start : start + rows_per_part]
         values = part.double().numpy()
         if storage != "f32":
             values = dequantize(quantize_tensor(part, storage)).astype(np.float64)
-        norms[first : first + at_once] = np.sqrt(np.square(values).sum(axis=1))
+        norms[start : start + rows_per_part] = np.sqrt(np.square(values).sum(axis=1))
     release_pages(rows)
     return norms
 
 
 def _keep_dora_narrow(module: torch.nn.Module) -> None:
-    """Let the base layer compute what DoRA computes from its weight where inputs are dropped.
+    """Let the base layer compute the product that DoRA computes from its weight.
 
-    autograd would keep the widened weight of each layer for that product.
+    Otherwise autograd would keep the widened weight of each layer for that product.
     """
     from peft.tuners.lora.dora import DoraLinearLayer  # noqa: PLC0415
 
@@ -438,41 +467,49 @@ def _keep_dora_narrow(module: torch.nn.Module) -> None:
             layer.register_forward_pre_hook(with_result, with_kwargs=True)
 
 
-def _continue(module: torch.nn.Module, directory: Path) -> str:
-    """Fill in an adapter's values; their digest.
+def _load_adapter(module: torch.nn.Module, directory: Path) -> str:
+    """Copy an adapter's values into the module; return their digest.
 
     Raises:
-        DataError: They are not this module's, name by name and shape by shape.
+        DataError: Their names and shapes are not those of this module.
     """
     from safetensors.torch import load_file  # noqa: PLC0415
 
     path = directory / ADAPTER_WEIGHTS
     try:
-        given = {adapter_name(name): value.float() for name, value in load_file(path).items()}
+        adapter_tensors = {
+            adapter_name(name): value.float() for name, value in load_file(path).items()
+        }
     except (OSError, SafetensorError) as error:
         raise DataError(f"cannot read the adapter's {str(path)!r}: {error}") from None
-    given.pop("log_scale", None)  # of task embed, beside the adapter: set by its run spec anew
-    trained = {
+    adapter_tensors.pop("log_scale", None)  # the temperature of task embed, which the run spec sets
+    trained_parameters = {
         adapter_name(name): parameter
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
-    odd = sorted(given.keys() ^ trained.keys())
-    odd += [name for name in trained if name in given and given[name].shape != trained[name].shape]
-    if odd:
+    wrong_names = sorted(adapter_tensors.keys() ^ trained_parameters.keys())
+    wrong_names += [
+        name
+        for name in trained_parameters
+        if name in adapter_tensors and adapter_tensors[name].shape != trained_parameters[name].shape
+    ]
+    if wrong_names:
         raise DataError(
-            f"the adapter in {str(directory)!r} is another model's: {len(odd)} of its tensors "
-            f"(such as {odd[0]!r}) are not those that the run trains; give its own base, and its "
-            "lora.targets"
+            f"the adapter in {str(directory)!r} is another model's: {len(wrong_names)} of its "
+            f"tensors (such as {wrong_names[0]!r}) are not those that the run trains; give its own "
+            "base, and its lora.targets"
         )
     with torch.no_grad():
-        for name, parameter in trained.items():
-            parameter.copy_(given[name])
-    return digest_arrays({name: value.numpy() for name, value in given.items()})
+        for name, parameter in trained_parameters.items():
+            parameter.copy_(adapter_tensors[name])
+    return digest_arrays({name: value.numpy() for name, value in adapter_tensors.items()})
 
 
 def _attention_targets(model: torch.nn.Module) -> tuple[str, ...]:
-    layers = {name.rpartition(".")[2] for name, child in model.named_modules() if _fits(child)}
+    layers = {
+        name.rpartition(".")[2] for name, child in model.named_modules() if _is_adaptable(child)
+    }
     for targets in ATTENTION:
         if layers.issuperset(targets):
             return targets
@@ -483,25 +520,27 @@ def _attention_targets(model: torch.nn.Module) -> tuple[str, ...]:
     )
 
 
-def _transposed(model: torch.nn.Module, targets: Sequence[str]) -> bool:
-    """GPT-2's layers hold their weights the other way round."""
-    named = (child for name, child in model.named_modules() if name.endswith(tuple(targets)))
-    return any(isinstance(child, Conv1D) for child in named)
+def _has_transposed_weights(model: torch.nn.Module, targets: Sequence[str]) -> bool:
+    """Return whether layers hold transposed weights, as those of GPT-2 do."""
+    target_layers = (
+        child for name, child in model.named_modules() if name.endswith(tuple(targets))
+    )
+    return any(isinstance(child, Conv1D) for child in target_layers)
 
 
-def _fits(module: torch.nn.Module) -> bool:
+def _is_adaptable(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.Linear | Conv1D)
 
 
 def adapter_name(name: str) -> str:
-    """Return the name in an adapter's file of a parameter of a peft module.
+    """Return a parameter's name in an adapter's file.
 
-    Also translates names in files of earlier releases, where those of embeddings end in `.default`.
+    Also translates names in files of earlier releases, whose embeddings end in `.default`.
     """
-    plain = name.replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector")
-    plain = plain.replace(".modules_to_save.default.", ".").replace(".default.", ".")
-    return plain.removesuffix(".default")
+    file_name = name.replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector")
+    file_name = file_name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+    return file_name.removesuffix(".default")
 
 
-def _whole(value: float) -> Any:
-    return int(value) if value.is_integer() else value
+def _int_if_whole(number: float) -> Any:
+    return int(number) if number.is_integer() else number

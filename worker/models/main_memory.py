@@ -18,39 +18,39 @@ from worker.models.base_tensors import base_tensors
 
 
 def check_model_fits(
-    path: str, proc: Path = PROC, groups: Path = GROUPS, base_dtype: BaseDtype = "float32"
+    path: str, proc: Path = PROC, control_groups: Path = GROUPS, base_dtype: BaseDtype = "float32"
 ) -> None:
     """Check a model's size before loading; a model of unknown size passes.
 
     Args:
-        path: The model: a directory of safetensors, or anything else.
+        path: The model: a directory of safetensors, or any other source.
         proc: Mount point of procfs.
-        groups: Mount point of the control groups (version 2).
+        control_groups: Mount point of the control groups (version 2).
         base_dtype: Stored dtype of matrices; embeddings are float32.
 
     Raises:
         MainMemoryTooSmall: It needs more than the machine or the control group has.
     """
     try:
-        needed = converted_bytes(Path(path), base_dtype)
+        needed_bytes = converted_bytes(Path(path), base_dtype)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return  # loading it will report the error
-    check_bytes_fit(needed, proc, groups)
+    check_bytes_fit(needed_bytes, proc, control_groups)
 
 
-def check_bytes_fit(needed: int, proc: Path = PROC, groups: Path = GROUPS) -> None:
-    """Check a number of bytes; arguments and errors as for `check_model_fits`."""
-    give_back_freed_memory()  # of an earlier run's model
+def check_bytes_fit(needed_bytes: int, proc: Path = PROC, groups: Path = GROUPS) -> None:
+    """Check that a number of bytes fits; arguments and errors as for `check_model_fits`."""
+    give_back_freed_memory()  # from an earlier run's model
     try:
-        most = read_memory(proc, groups).most
+        available = read_memory(proc, groups).most
     except (OSError, ValueError):
         return
-    if needed > most:
-        raise MainMemoryTooSmall(needed, most)
+    if needed_bytes > available:
+        raise MainMemoryTooSmall(needed_bytes, available)
 
 
 def converted_bytes(directory: Path, base_dtype: BaseDtype = "float32") -> int:
-    """Bytes of a directory's tensors that are not stored in float32, after conversion.
+    """Return the bytes of a directory's tensors that are not stored in float32, once converted.
 
     0 if it has no safetensors of the usual names.
     """

@@ -1,7 +1,7 @@
 """Loads Hugging Face models, or starts them from a configuration, with the same bits everywhere.
 
-What a checkpoint lacks (a new head) is drawn by `backends.base.draws`, and so are the weights of a
-new model, since transformers draws them with torch's generator. Code that comes with a model is
+Weights that a checkpoint lacks (a new head), and those of a new model, are drawn by
+`backends.base.draws`: transformers would use torch's generator. Code that comes with a model is
 never run.
 """
 
@@ -51,14 +51,14 @@ from worker.models import disk_weights, gguf_config, main_memory, stored_dtypes
 from worker.models.causality import check_causality
 from worker.models.initial_weights import draw_initial_weights
 
-_OTHERS_NARROW_FORMS: Final = ("bitsandbytes", "gptq", "awq")
-_DEVIATION: Final = 0.02
-"""Of new weights, where the model's configuration names none (BERT's own)."""
+_UNSUPPORTED_QUANTIZERS: Final = ("bitsandbytes", "gptq", "awq")
+_DEFAULT_DEVIATION: Final = 0.02
+"""Standard deviation of new weights if the model's configuration has none: BERT's."""
 _PROBLEM_TYPE: Final[Mapping[str, str]] = {
     "multi-label": "multi_label_classification",
     "regression": "regression",
 }
-"""What a saved model's configuration says; of single labels nothing."""
+"""Value of `problem_type` in a saved model's configuration; single labels have none."""
 _HUB_TIMEOUT_S: Final = 5.0
 
 
@@ -67,25 +67,25 @@ class Pretrained:
     """A model ready to train, in float32, and its configuration.
 
     Attributes:
-        model: All of it.
+        model: The whole model.
         config: Its configuration.
-        weights_digest: Of all weights, those that were drawn included.
-        forward_options: Go along with every forward: a cache for generating is of no use here.
+        weights_digest: Digest of all weights, drawn ones included.
+        forward_options: Keywords of every forward: no cache, which only generating needs.
         added_tokens: The tokens that the run adds (`worker.models.added_tokens`).
-        drawn: The parameters that the source lacks, which were drawn, with their elements; none
-            of a model that was started from its configuration.
+        drawn_parameters: Numbers of elements of the parameters that the source lacks and that were
+            drawn; empty for a new model.
     """
 
     model: torch.nn.Module
     config: Any
     weights_digest: str
     forward_options: Mapping[str, Any]
-    drawn: Mapping[str, int] = field(default_factory=dict)
+    drawn_parameters: Mapping[str, int] = field(default_factory=dict)
     added_tokens: tuple[int, ...] = ()
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens it knows: rows of its embedding."""
+        """Size of the vocabulary: rows of the embedding."""
         embedding = getattr(self.model.get_input_embeddings(), "num_embeddings", None)  # type: ignore[operator]
         return int(embedding or self.config.get_text_config().vocab_size)
 
@@ -98,103 +98,105 @@ def load_classifier(
     *,
     problem: Problem = "single-label",
 ) -> Pretrained:
-    """A model with a head for these labels; the head is drawn where the source has none.
+    """Load a model with a head for these labels; the head is drawn if the source has none.
 
     Args:
-        spec: Names the source.
-        labels: In the order of their numbers.
+        spec: The section `model`, which names the source.
+        labels: Names of the labels, by number.
         padding: The tokenizer's padding token: decoders look for the last token before it.
-        seed: The run's.
-        problem: Which kind of labels.
+        seed: The run's seed.
+        problem: The kind of labels.
 
     Raises:
-        DataError: The source has no such model, or it cannot be loaded without running its code.
-        MainMemoryTooSmall: This machine has no room for it.
+        DataError: The source has no such model, or loading it would run its code.
+        MainMemoryTooSmall: This machine has too little memory for it.
     """
-    labeled = {
+    head_options = {
         "id2label": dict(enumerate(labels)),
         "label2id": {label: number for number, label in enumerate(labels)},
         "ignore_mismatched_sizes": True,
         **({"problem_type": _PROBLEM_TYPE[problem]} if problem in _PROBLEM_TYPE else {}),
     }
-    loaded = _load(transformers.AutoModelForSequenceClassification, spec, seed, labeled)
-    if not list(_rows_before_positions(loaded.model)):
+    loaded = _load(transformers.AutoModelForSequenceClassification, spec, seed, head_options)
+    if not list(_padded_position_tables(loaded.model)):
         loaded.config.pad_token_id = padding
     return loaded
 
 
 def load_tagger(spec: ModelSpec, names: Sequence[str], seed: int) -> Pretrained:
-    """An encoder with a head for tags of tokens; errors as of `load_classifier`.
+    """Load an encoder with a head for tags of tokens; errors as for `load_classifier`.
 
     Args:
-        spec: Names the source.
-        names: Of the tags, in the order of their numbers.
-        seed: The run's.
+        spec: The section `model`, which names the source.
+        names: Names of the tags, by number.
+        seed: The run's seed.
     """
-    labeled = {
+    head_options = {
         "id2label": dict(enumerate(names)),
         "label2id": {name: number for number, name in enumerate(names)},
         "ignore_mismatched_sizes": True,
     }
-    return _load(transformers.AutoModelForTokenClassification, spec, seed, labeled)
+    return _load(transformers.AutoModelForTokenClassification, spec, seed, head_options)
 
 
 def load_seq2seq(spec: ModelSpec, seed: int) -> Pretrained:
-    """An encoder-decoder with its language-modeling head; errors as of `load_classifier`."""
+    """Load an encoder-decoder with its language-modeling head; errors as for `load_classifier`."""
     return _load(transformers.AutoModelForSeq2SeqLM, spec, seed, {})
 
 
 def load_encoder(spec: ModelSpec) -> Pretrained:
-    """A model without a head, of encoders and decoders alike; errors as of `load_classifier`."""
+    """Load an encoder or decoder without a head; errors as for `load_classifier`."""
     loaded = _load(transformers.AutoModel, spec, 0, {})
     if loaded.config.is_encoder_decoder:
         raise DataError(
             f"expected an encoder such as BERT, or a decoder such as Qwen, in {spec.source!r}, got "
-            f"an encoder-decoder of type {loaded.config.model_type!r}; {_ANOTHER}"
+            f"an encoder-decoder of type {loaded.config.model_type!r}; {_OTHER_MODEL_OR_TASK}"
         )
     return loaded
 
 
-def without_pooler(loaded: Pretrained) -> Pretrained:
-    """Freeze the head that some encoders put on their first token, which embeddings do not read; it
-    may lack in a checkpoint."""
-    of_pooler = {name for name, _ in loaded.model.named_parameters() if "pooler." in name}
+def freeze_pooler(loaded: Pretrained) -> Pretrained:
+    """Freeze the pooler of an encoder, which embeddings do not use and a checkpoint may lack."""
+    pooler_names = {name for name, _ in loaded.model.named_parameters() if "pooler." in name}
     for name, parameter in loaded.model.named_parameters():
-        parameter.requires_grad_(name not in of_pooler)
-    drawn = {name: size for name, size in loaded.drawn.items() if name not in of_pooler}
-    return replace(loaded, drawn=drawn)
+        parameter.requires_grad_(name not in pooler_names)
+    drawn_parameters = {
+        name: size for name, size in loaded.drawn_parameters.items() if name not in pooler_names
+    }
+    return replace(loaded, drawn_parameters=drawn_parameters)
 
 
 def load_masked_lm(spec: ModelSpec) -> Pretrained:
-    """An encoder with its head for masked tokens; errors as of `load_classifier`."""
+    """Load an encoder with its head for masked tokens; errors as for `load_classifier`."""
     return _load(transformers.AutoModelForMaskedLM, spec, 0, {})
 
 
 def load_text_model(spec: ModelSpec) -> Pretrained:
-    """A model of text without labels: an encoder-decoder, an encoder with its head for masked
-    tokens, or else a decoder."""
+    """Load a model of text without labels: an encoder-decoder, an encoder with its head for masked
+    tokens, or else a decoder.
+    """
     assert spec.source is not None
-    place, keywords = locate(spec.source)
+    location, keywords = locate(spec.source)
     if "gguf_file" not in keywords:
         try:
-            config = json.loads((Path(place) / "config.json").read_bytes())
+            config = json.loads((Path(location) / "config.json").read_bytes())
         except (OSError, ValueError):
             config = {}
         if isinstance(config, dict) and config.get("is_encoder_decoder"):
             return load_seq2seq(spec, 0)
-        kinds = config.get("architectures") if isinstance(config, dict) else None
-        if any(str(kind).endswith("ForMaskedLM") for kind in kinds or []):
+        architectures = config.get("architectures") if isinstance(config, dict) else None
+        if any(str(architecture).endswith("ForMaskedLM") for architecture in architectures or []):
             return load_masked_lm(spec)
     return load_causal_lm(spec, 0)
 
 
 def load_causal_lm(spec: ModelSpec, seed: int) -> Pretrained:
-    """A decoder with its language-modelling head; errors as of `load_classifier`.
+    """Load a decoder with its language-modeling head; errors as for `load_classifier`.
 
     Args:
-        spec: Names the source.
-        seed: Of a head that the source lacks. Beside an adapter it is 0, whatever the run's: so
-            the adapter finds its base again.
+        spec: The section `model`, which names the source.
+        seed: Seed of a head that the source lacks. For an adapter it is always 0, so that the
+            adapter's base can be loaded again without the run's seed.
     """
     return _decoder(_load(transformers.AutoModelForCausalLM, spec, seed, {}), spec)
 
@@ -207,45 +209,50 @@ def _decoder(loaded: Pretrained, spec: ModelSpec) -> Pretrained:
 
 
 def refuse_drawn_weights(loaded: Pretrained, source: str, remedy: str) -> None:
-    """See that all weights came from the source: what is drawn has learned nothing.
+    """Refuse a model with drawn weights, which have learned nothing.
 
     Raises:
-        DataError: Some were drawn; what to do.
+        DataError: Some weights were drawn; the message ends with `remedy`.
     """
-    if loaded.drawn:
+    if loaded.drawn_parameters:
         raise DataError(
-            f"the checkpoint {source!r} lacks {min(loaded.drawn)}, without which its training has "
-            f"no effect; {remedy}"
+            f"the checkpoint {source!r} lacks {min(loaded.drawn_parameters)}, without which its "
+            f"training has no effect; {remedy}"
         )
 
 
-def start_causal_lm(run: RunSpec, vocabulary: int, end: int) -> Pretrained:
-    """A new decoder of `model.config`, its weights as `draw_initial_weights` has them.
+def create_causal_lm(run: RunSpec, vocabulary: int, end_token: int) -> Pretrained:
+    """Create a decoder from `model.config`, with weights from `draw_initial_weights`.
 
     Args:
-        run: Its model's config names model_type and sizes; vocab_size may be left out.
-        vocabulary: How many tokens there are.
-        end: The token that ends a text.
+        run: The run spec, whose `model.config` has model_type and sizes; vocab_size may be left
+            out.
+        vocabulary: Number of tokens of the tokenizer.
+        end_token: The token that ends a text.
 
     Raises:
-        DataError: transformers has no such model, or cannot make it with these sizes.
-        MainMemoryTooSmall: This machine has no room for it.
+        DataError: transformers has no such model, or cannot create it with these sizes.
+        MainMemoryTooSmall: This machine has too little memory for it.
     """
     spec = run.model
     assert spec is not None
     assert spec.config is not None
-    quiet()
-    given: dict[str, Any]
-    given = {"vocab_size": vocabulary, "bos_token_id": end, "eos_token_id": end} | spec.config
-    if given["vocab_size"] < vocabulary:
+    silence_libraries()
+    config_keys: dict[str, Any]
+    config_keys = {
+        "vocab_size": vocabulary,
+        "bos_token_id": end_token,
+        "eos_token_id": end_token,
+    } | spec.config
+    if config_keys["vocab_size"] < vocabulary:
         raise DataError(
             f"expected model.config.vocab_size of at least {vocabulary}, the tokenizer's, "
-            f"got {given['vocab_size']}: --set model.config.vocab_size={vocabulary}"
+            f"got {config_keys['vocab_size']}: --set model.config.vocab_size={vocabulary}"
         )
-    model_type = str(given.pop("model_type"))
+    model_type = str(config_keys.pop("model_type"))
     try:
-        _check_keys(spec.config, transformers.AutoConfig.for_model(model_type), model_type)
-        config = transformers.AutoConfig.for_model(model_type, **given)
+        _check_config_keys(spec.config, transformers.AutoConfig.for_model(model_type), model_type)
+        config = transformers.AutoConfig.for_model(model_type, **config_keys)
         make = partial(
             transformers.AutoModelForCausalLM.from_config,
             config,
@@ -254,62 +261,62 @@ def start_causal_lm(run: RunSpec, vocabulary: int, end: int) -> Pretrained:
             trust_remote_code=False,
         )
         with torch.device("meta"):
-            elements = sum(each.numel() for each in make().parameters())
-        main_memory.check_bytes_fit(4 * elements * _copies(run))
+            elements = sum(parameter.numel() for parameter in make().parameters())
+        main_memory.check_bytes_fit(4 * elements * _parameter_copies(run))
         model = draw_initial_weights(make, run.seed)
     except (DataError, MainMemoryTooSmall):
         raise
-    except Exception as error:  # (sizes that do not fit raise errors of all kinds)
+    except Exception as error:  # (sizes that do not match raise errors of many kinds)
         if describe_error(error) == NO_MEMORY:
             raise
         raise DataError(
-            f"cannot make a {model_type} from model.config: {describe_error(error)}; "
+            f"cannot create a {model_type} from model.config: {describe_error(error)}; "
             "check its sizes"
         ) from None
-    return _decoder(_ready(model, spec, {}), spec)
+    return _decoder(_finish_loading(model, spec, {}), spec)
 
 
-def _copies(run: RunSpec) -> int:
-    """How many times main memory holds the parameters of a new model, at the least.
+def _parameter_copies(run: RunSpec) -> int:
+    """Return how many copies of a new model's parameters main memory holds, at least.
 
-    What is trained is there as it began, twice, and in the replica with its moments; how much more
-    the device takes of it is the device's to say.
+    There are two copies of the initial values, and the replica with its moments. The device's own
+    memory is checked elsewhere.
     """
     if run.captures:
         return 1
-    # A stretch has parameters and moments of its own, and gives their difference away.
-    alone = 0 if run.replicas is None else 2 + moment_count(run.optimizer)
-    return 2 + state_arrays(run.update) + alone
+    # An inner phase has its own parameters and moments, and sends its difference.
+    per_replica = 0 if run.replicas is None else 2 + moment_count(run.optimizer)
+    return 2 + state_arrays(run.update) + per_replica
 
 
 def check_length(model: torch.nn.Module, max_tokens: int) -> None:
     """Refuse samples longer than the model has positions; their length is `data.max_tokens`.
 
     Raises:
-        DataError: They are.
+        DataError: Samples are longer.
     """
-    longest = positions(model)
-    if max_tokens > longest:
+    max_positions = max_sample_tokens(model)
+    if max_tokens > max_positions:
         raise DataError(
-            f"expected data.max_tokens of at most {longest}, the model's positions, "
-            f"got {max_tokens}; --set data.max_tokens={longest}"
+            f"expected data.max_tokens of at most {max_positions}, the model's positions, "
+            f"got {max_tokens}; --set data.max_tokens={max_positions}"
         )
 
 
-def positions(model: torch.nn.Module) -> float:
-    """Return the most tokens that a sample may have, infinity where the model sets no limit.
+def max_sample_tokens(model: torch.nn.Module) -> float:
+    """Return the most tokens that a sample may have, infinity if the model has no limit.
 
-    RoBERTa and the models after it number positions from behind their padding token, so the first
-    `padding_idx + 1` rows of their table stand for no token.
+    RoBERTa and its successors number positions from `padding_idx + 1`, so the rows before it are
+    unused.
     """
-    longest = getattr(model.config, "max_position_embeddings", None)
-    limits = [math.inf if longest is None else int(longest)]
-    limits += [rows - unused for rows, unused in _rows_before_positions(model)]
+    config_positions = getattr(model.config, "max_position_embeddings", None)
+    limits = [math.inf if config_positions is None else int(config_positions)]
+    limits += [row_count - unused_rows for row_count, unused_rows in _padded_position_tables(model)]
     return min(limits)
 
 
-def _rows_before_positions(model: torch.nn.Module) -> Iterator[tuple[int, int]]:
-    """Yield the size of each table of positions that begin behind padding, and its unused rows."""
+def _padded_position_tables(model: torch.nn.Module) -> Iterator[tuple[int, int]]:
+    """Yield rows and unused rows of each table of positions that begins after padding."""
     for module in model.modules():
         table = getattr(getattr(module, "position_embeddings", None), "weight", None)
         padding = getattr(module, "padding_idx", None)
@@ -318,37 +325,39 @@ def _rows_before_positions(model: torch.nn.Module) -> Iterator[tuple[int, int]]:
 
 
 def initial_values(module: torch.nn.Module, blocks: Sequence[Block]) -> list[Array]:
-    """The blocks' tensors as they are in the module, copied: one flat array per block."""
+    """Return a copy of the blocks' tensors in the module, one flat array per block."""
     parameters = dict(module.named_parameters())
     return [
-        np.concatenate([parameters[t.name].detach().numpy().reshape(-1) for t in block.tensors])
+        np.concatenate(
+            [parameters[tensor.name].detach().numpy().reshape(-1) for tensor in block.tensors]
+        )
         for block in blocks
     ]
 
 
 def locate(source: str, *, tokenizer: bool = False) -> tuple[str, dict[str, Any]]:
-    """What `from_pretrained` is given for a run spec's source: a place, and keywords.
+    """Return location and keywords for `from_pretrained`, for a run spec's source.
 
     Args:
-        source: A model's, or a tokenizer's own.
-        tokenizer: What is looked for is a tokenizer, beside a model or alone.
+        source: Source of a model, or of a tokenizer.
+        tokenizer: Whether to locate a tokenizer instead of a model.
 
     Raises:
         DataError: There is no such source.
     """
-    found = (sources.tokenizer_source if tokenizer else sources.model_source)(source)
+    location = (sources.tokenizer_source if tokenizer else sources.model_source)(source)
     keywords: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-    if found.endswith(sources.GGUF):
-        return str(Path(found).parent), keywords | {"gguf_file": Path(found).name}
-    keywords["local_files_only"] = os.path.isdir(found) or not _hub_answers(found)  # noqa: PTH112
-    return found, keywords
+    if location.endswith(sources.GGUF):
+        return str(Path(location).parent), keywords | {"gguf_file": Path(location).name}
+    keywords["local_files_only"] = os.path.isdir(location) or not _hub_answers(location)  # noqa: PTH112
+    return location, keywords
 
 
 def _hub_answers(name: str) -> bool:
-    """Asked once and shortly: the hub's own library tries for a minute, and says so line by line.
+    """Return whether the hub answers within `_HUB_TIMEOUT_S`; its own library retries for a minute.
 
     Raises:
-        DataError: It does not answer, and nothing of that name was fetched before.
+        DataError: It does not answer, and the model was never fetched before.
     """
     address = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT)
     if huggingface_hub.constants.HF_HUB_OFFLINE:
@@ -371,26 +380,28 @@ def _hub_answers(name: str) -> bool:
 
 
 _UNKNOWN_TYPE: Final = "Unrecognized configuration class"
-_ANOTHER: Final = "take another model: --set model.source=DIR, or another task: --set task=NAME"
-_TAKEN: Final = {
+_OTHER_MODEL_OR_TASK: Final = (
+    "take another model: --set model.source=DIR, or another task: --set task=NAME"
+)
+_EXPECTED_MODELS: Final = {
     "AutoModelForSeq2SeqLM": "an encoder-decoder such as T5 or BART",
     "AutoModelForMaskedLM": "an encoder such as BERT or RoBERTa",
     "AutoModelForCausalLM": "a decoder such as Llama or Qwen",
     "AutoModelForSequenceClassification": "a model with a head for classes, such as BERT",
     "AutoModelForTokenClassification": "a model with a head for tags, such as BERT",
 }
-"""What each of transformers' classes takes, for whoever gives it a model of another kind."""
+"""The kind of model that each class of transformers loads, for errors."""
 
 
-def refusal(what: str, source: str, error: Exception) -> DataError:
-    """The error that something cannot be loaded, in one line."""
-    return DataError(f"cannot load the {what} {source!r}: {describe_error(error)}")
+def load_error(kind: str, source: str, error: Exception) -> DataError:
+    """Return the error that a model or tokenizer cannot be loaded, in one line."""
+    return DataError(f"cannot load the {kind} {source!r}: {describe_error(error)}")
 
 
-def quiet() -> None:
-    """A worker's log is its own; and a fork after tokenizing is none of the tokenizer's."""
+def silence_libraries() -> None:
+    """Silence libraries in a worker's log; tokenizers also warn about forks."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # What one of these libraries tells the other is nothing a user can act on.
+    # A user cannot act on deprecations between these libraries.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -398,46 +409,59 @@ def quiet() -> None:
     disk_weights.hide_progress_bar()
 
 
-def _load(kind: Any, spec: ModelSpec, seed: int, extra: Mapping[str, Any]) -> Pretrained:
+def _load(
+    auto_class: Any, spec: ModelSpec, seed: int, head_options: Mapping[str, Any]
+) -> Pretrained:
     assert spec.source is not None
-    quiet()
-    place, keywords = locate(spec.source)
-    narrow, dtype = spec.base_dtype != "float32", torch.float32
+    silence_libraries()
+    location, keywords = locate(spec.source)
+    is_narrow, dtype = spec.base_dtype != "float32", torch.float32
     if "gguf_file" not in keywords:
         keywords["use_safetensors"] = True  # never pickles
-        _refuse_others_narrow_forms(place, spec.source)
-        main_memory.check_model_fits(place, base_dtype=spec.base_dtype)
-        dtype = stored_dtypes.dtype_of(place) if narrow else dtype
+        _refuse_foreign_quantization(location, spec.source)
+        main_memory.check_model_fits(location, base_dtype=spec.base_dtype)
+        dtype = stored_dtypes.dtype_of(location) if is_narrow else dtype
     progress.say(f"reading the model {spec.source!r}")
-    model, report = _read(kind, spec, place, dtype, {**extra, **keywords})
-    drawn = {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
-    if narrow and expert_layers(model):
-        model.set_experts_implementation("eager")  # others compute with a whole stack
-    if dtype != torch.float32 and not stored_dtypes.widen_but_the_base(model, drawn):
-        model, report = _read(kind, spec, place, torch.float32, {**extra, **keywords})
+    model, report = _load_pretrained(
+        auto_class, spec, location, dtype, {**head_options, **keywords}
+    )
+    drawn_names = {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
+    if is_narrow and expert_layers(model):
+        model.set_experts_implementation(
+            "eager"
+        )  # the others need all experts widened in one stack
+    if dtype != torch.float32 and not stored_dtypes.widen_but_the_base(model, drawn_names):
+        model, report = _load_pretrained(
+            auto_class, spec, location, torch.float32, {**head_options, **keywords}
+        )
     if "gguf_file" in keywords:
-        # Its weights are plain float32 now.
+        # The weights are plain float32 now.
         model.hf_quantizer, model.is_quantized = None, False
         vars(model).pop("quantization_method", None)
         vars(model.config).pop("quantization_config", None)
-    _refuse_what_is_not_there(model, drawn, spec.source)
-    _draw(model, drawn, seed)
-    sizes = {name: each.numel() for name, each in model.named_parameters() if name in drawn}
-    return _ready(model, spec, sizes)
+    _refuse_missing_weights(model, drawn_names, spec.source)
+    _draw_parameters(model, drawn_names, seed)
+    drawn_sizes = {
+        name: parameter.numel()
+        for name, parameter in model.named_parameters()
+        if name in drawn_names
+    }
+    return _finish_loading(model, spec, drawn_sizes)
 
 
-def _refuse_others_narrow_forms(place: str, source: str) -> None:
-    """What only a library's own kernels widen has other bits on each device.
+def _refuse_foreign_quantization(location: str, source: str) -> None:
+    """Refuse quantized checkpoints that only a library's kernels can widen: bits depend on the
+    device.
 
     Raises:
-        DataError: The checkpoint is so.
+        DataError: The checkpoint is quantized in such a way.
     """
     try:
-        config = json.loads((Path(place) / "config.json").read_bytes())
+        config = json.loads((Path(location) / "config.json").read_bytes())
         method = str(config["quantization_config"]["quant_method"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return
-    if method.partition("_")[0] in _OTHERS_NARROW_FORMS:
+    if method.partition("_")[0] in _UNSUPPORTED_QUANTIZERS:
         raise DataError(
             f"the checkpoint {source!r} is stored by {method}, which only its own kernels can "
             "read; use the model that it was quantized from, which model.base_dtype nf4 (or int4, "
@@ -445,21 +469,23 @@ def _refuse_others_narrow_forms(place: str, source: str) -> None:
         )
 
 
-def _read(
-    kind: Any, spec: ModelSpec, place: str, dtype: torch.dtype, keywords: Mapping[str, Any]
+def _load_pretrained(
+    auto_class: Any, spec: ModelSpec, location: str, dtype: torch.dtype, keywords: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     assert spec.source is not None
-    narrow = spec.base_dtype != "float32"
-    of_gguf = "gguf_file" in keywords
+    is_narrow = spec.base_dtype != "float32"
+    is_gguf = "gguf_file" in keywords
     try:
-        if of_gguf:
+        if is_gguf:
             labels = {key: keywords[key] for key in ("id2label", "label2id") if key in keywords}
-            config = gguf_config.read_config(place, keywords["gguf_file"], labels)
-            keywords = {k: v for k, v in keywords.items() if k not in labels} | {"config": config}
-        with disk_weights.weights_on_disk(Path(place)) if narrow else nullcontext():
+            config = gguf_config.read_config(location, keywords["gguf_file"], labels)
+            keywords = {
+                keyword: value for keyword, value in keywords.items() if keyword not in labels
+            } | {"config": config}
+        with disk_weights.weights_on_disk(Path(location)) if is_narrow else nullcontext():
             return tuple(
-                kind.from_pretrained(
-                    place,
+                auto_class.from_pretrained(
+                    location,
                     dtype=dtype,
                     attn_implementation=spec.attention,
                     output_loading_info=True,
@@ -468,44 +494,45 @@ def _read(
             )
     except SamestepError:
         raise
-    except Exception as error:  # (half a file raises errors of all kinds)
+    except Exception as error:  # (a truncated file raises errors of many kinds)
         if describe_error(error) == NO_MEMORY:
             raise
-        if _UNKNOWN_TYPE in str(error) and kind.__name__ in _TAKEN:
+        if _UNKNOWN_TYPE in str(error) and auto_class.__name__ in _EXPECTED_MODELS:
             raise DataError(
-                f"expected {_TAKEN[kind.__name__]} in {spec.source!r}, got a model of type "
-                f"{_model_type(place)!r}; {_ANOTHER}"
+                f"expected {_EXPECTED_MODELS[auto_class.__name__]} in {spec.source!r}, got a model "
+                f"of type {_model_type(location)!r}; {_OTHER_MODEL_OR_TASK}"
             ) from None
-        raise refusal("model", spec.source, error) from None
+        raise load_error("model", spec.source, error) from None
 
 
-def _model_type(place: str) -> str:
+def _model_type(location: str) -> str:
     try:
-        return str(json.loads((Path(place) / "config.json").read_bytes())["model_type"])
+        return str(json.loads((Path(location) / "config.json").read_bytes())["model_type"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "unknown"
 
 
-def _refuse_what_is_not_there(model: Any, drawn: Collection[str], source: str) -> None:
-    """A head and a pooler may be new; a body whose layers are drawn is another model.
+def _refuse_missing_weights(model: Any, drawn_names: Collection[str], source: str) -> None:
+    """Refuse a checkpoint that lacks weights of the model's body; a head and a pooler may be new.
 
     Raises:
-        DataError: The checkpoint lacks some of it, or has it in other shapes.
+        DataError: The checkpoint lacks such weights, or has them in other shapes.
     """
-    body = getattr(model, "base_model_prefix", "") + "."
-    lacking = sorted(
+    body_prefix = getattr(model, "base_model_prefix", "") + "."
+    missing_names = sorted(
         name
         for name, _ in model.named_parameters()
-        if name in drawn and name.startswith(body) and ".pooler." not in name
+        if name in drawn_names and name.startswith(body_prefix) and ".pooler." not in name
     )
-    if lacking:
+    if missing_names:
         raise DataError(
-            f"the checkpoint {source!r} lacks {len(lacking)} weights that its config.json asks for "
-            f"(such as {lacking[0]!r}), or has them in other shapes; get the files of one model"
+            f"the checkpoint {source!r} lacks {len(missing_names)} weights that its config.json "
+            f"asks for (such as {missing_names[0]!r}), or has them in other shapes; get the files "
+            "of one model"
         )
 
 
-def _ready(model: Any, spec: ModelSpec, drawn: Mapping[str, int]) -> Pretrained:
+def _finish_loading(model: Any, spec: ModelSpec, drawn_parameters: Mapping[str, int]) -> Pretrained:
     if getattr(model.config, "output_router_logits", False):
         raise DataError(
             "the model's configuration asks for a balancing loss of its experts "
@@ -519,32 +546,32 @@ def _ready(model: Any, spec: ModelSpec, drawn: Mapping[str, int]) -> Pretrained:
                 "expected a model that supports gradient checkpointing, got: "
                 f"{describe_error(error)}; --set model.gradient_checkpointing=false"
             ) from None
-    # Not buffers that are computed anew at each start: their last bits depend on the machine.
+    # Unsaved buffers are not digested: their last bits depend on the machine.
     is_narrow = spec.base_dtype != "float32"
     arrays = stored_dtypes.Float32View(model.state_dict(), releases=is_narrow)
-    cached = "use_cache" in inspect.signature(model.forward).parameters
-    options = {"use_cache": False} if cached else {}
-    return Pretrained(model, model.config, digest_arrays(arrays), options, drawn)
+    has_cache = "use_cache" in inspect.signature(model.forward).parameters
+    options = {"use_cache": False} if has_cache else {}
+    return Pretrained(model, model.config, digest_arrays(arrays), options, drawn_parameters)
 
 
-def _check_keys(given: Mapping[str, Any], config: Any, model_type: str) -> None:
-    """Else transformers takes a misspelt size for one it does not know, and keeps the default."""
-    for key in given:
+def _check_config_keys(config_keys: Mapping[str, Any], config: Any, model_type: str) -> None:
+    """Refuse unknown keys: transformers would ignore a misspelled size and keep the default."""
+    for key in config_keys:
         if not hasattr(config, key):
-            near = difflib.get_close_matches(key, vars(config), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            close_names = difflib.get_close_matches(key, vars(config), n=1)
+            hint = f"; did you mean {close_names[0]!r}?" if close_names else ""
             raise DataError(f"unknown key 'model.config.{key}' of {model_type}{hint}")
 
 
-def _draw(model: Any, names: Collection[str], seed: int) -> None:
-    """Draw these parameters: matrices by the configuration's deviation, about zero.
+def _draw_parameters(model: Any, names: Collection[str], seed: int) -> None:
+    """Draw these parameters: matrices from a normal distribution of the configuration's deviation.
 
-    What transformers sets to one value keeps it: norms are ones, biases zeros.
+    Parameters that transformers sets to a constant keep it: norms are ones, biases zeros.
     """
-    deviation = getattr(model.config, "initializer_range", None) or _DEVIATION
+    deviation = getattr(model.config, "initializer_range", None) or _DEFAULT_DEVIATION
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name not in names or _constant(parameter):
+            if name not in names or _is_constant(parameter):
                 continue
             if parameter.dim() > 1:
                 key = draws.key_of(seed, name)
@@ -553,12 +580,12 @@ def _draw(model: Any, names: Collection[str], seed: int) -> None:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
-def _constant(parameter: torch.Tensor) -> bool:
-    """Whether it holds one plain value, as no random draw does; fresh memory might hold any."""
-    first = float(parameter.reshape(-1)[0]) if parameter.numel() else 0.0
-    return first in {0.0, 1.0} and bool((parameter == first).all())
+def _is_constant(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is all zeros or all ones; fresh memory may hold anything."""
+    first_value = float(parameter.reshape(-1)[0]) if parameter.numel() else 0.0
+    return first_value in {0.0, 1.0} and bool((parameter == first_value).all())
 
 
 def fill(parameter: torch.Tensor, values: Array) -> None:
-    """Copy flat values in."""
+    """Copy flat values into a parameter."""
     parameter.copy_(torch.from_numpy(values.reshape(tuple(parameter.shape))))

@@ -1,4 +1,4 @@
-"""Loads a base that will be stored narrow without widening it: weights keep their files' dtype.
+"""Load a base that will be stored in a narrow dtype without widening it to float32 first.
 
 Safetensors files are memory-mapped, so weights that are not converted occupy only pages, which are
 dropped once they have been read. The device narrows one weight at a time; see
@@ -22,12 +22,14 @@ from backends.base.narrowing import release_pages
 from backends.base.progress import Meter
 from protocol.exact.digest import Streamed
 
-_ELEMENTS_AT_ONCE: Final = 1 << 20
-_HALVES: Final = {"BF16": torch.bfloat16, "F16": torch.float16}
+_PART_ELEMENTS: Final = 1 << 20
+_HALF_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def dtype_of(directory: str) -> torch.dtype:
-    """The common dtype of all tensors in a model's directory if it has 16 bits, else float32."""
+    """Return the common dtype of all tensors in a model's directory if it has 16 bits, else
+    float32.
+    """
     dtypes = set()
     try:
         for file in sorted(Path(directory).glob("*.safetensors")):
@@ -36,38 +38,42 @@ def dtype_of(directory: str) -> torch.dtype:
                 dtypes |= {tensors.get_slice(name).get_dtype() for name in names}
     except (OSError, SafetensorError):
         return torch.float32  # loading it will report the error
-    return _HALVES.get(dtypes.pop(), torch.float32) if len(dtypes) == 1 else torch.float32
+    return _HALF_DTYPES.get(dtypes.pop(), torch.float32) if len(dtypes) == 1 else torch.float32
 
 
-def widen_but_the_base(model: Any, drawn: Collection[str]) -> bool:
+def widen_but_the_base(model: Any, drawn_names: Collection[str]) -> bool:
     """Convert all parameters to float32 except the frozen matrices of the model's body.
 
     Args:
         model: A model loaded in its files' dtype.
-        drawn: Names of parameters that the files lack.
+        drawn_names: Names of parameters that the files lack, which were drawn.
 
     Returns:
         False if the model has computed a buffer in that dtype, and must be loaded in float32.
     """
-    half = (torch.bfloat16, torch.float16)
-    if any(buffer.dtype in half for buffer in model.buffers()):
+    half_dtypes = (torch.bfloat16, torch.float16)
+    if any(buffer.dtype in half_dtypes for buffer in model.buffers()):
         return False
-    flags = {name: each.requires_grad for name, each in model.named_parameters()}
+    requires_grad = {name: tensor.requires_grad for name, tensor in model.named_parameters()}
     model.requires_grad_(requires_grad=False)
-    body = getattr(model, "base_model_prefix", "") + "."
-    base = {name for name in frozen_base(model) if name.startswith(body) and name not in drawn}
+    body_prefix = getattr(model, "base_model_prefix", "") + "."
+    base_names = {
+        name
+        for name in frozen_base(model)
+        if name.startswith(body_prefix) and name not in drawn_names
+    }
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(flags[name])
-        if name not in base:
-            stored = parameter.data
-            parameter.data = stored.float()
-            release_pages(stored)
+        parameter.requires_grad_(requires_grad[name])
+        if name not in base_names:
+            stored_values = parameter.data
+            parameter.data = stored_values.float()
+            release_pages(stored_values)
     return True
 
 
 @contextmanager
 def pages_released_after_use(model: nn.Module) -> Iterator[None]:
-    """While entered, the pages of a layer's weights leave memory when its forward has ended."""
+    """Context in which the pages of a layer's weights are released after its forward."""
 
     def release(layer: nn.Module, *_: object) -> None:
         for parameter in layer.parameters(recurse=False):
@@ -86,13 +92,13 @@ def pages_released_after_use(model: nn.Module) -> Iterator[None]:
 
 
 class Float32View(Mapping[str, Streamed]):
-    """Tensors as arrays in parts, 16-bit ones converted to float32 on access.
+    """A mapping of tensors to arrays in parts; 16-bit ones are converted to float32 on access.
 
-    Mapped files are read here first, so it says how far it is.
+    Mapped files are first read here, so it reports progress.
 
     Args:
-        tensors: By name.
-        releases: Whether the pages of mapped files leave memory once they have been read.
+        tensors: Tensors by name.
+        releases: Whether the pages of mapped files are released once read.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, releases: bool) -> None:
@@ -102,13 +108,13 @@ class Float32View(Mapping[str, Streamed]):
 
     def __getitem__(self, name: str) -> Streamed:
         tensor = self._tensors[name]
-        dtype = torch.float32 if tensor.dtype in _HALVES.values() else tensor.dtype
-        like = torch.empty(0, dtype=dtype).numpy().dtype
-        return Streamed(like, tuple(tensor.shape), self._parts(tensor.reshape(-1), dtype))
+        dtype = torch.float32 if tensor.dtype in _HALF_DTYPES.values() else tensor.dtype
+        array_dtype = torch.empty(0, dtype=dtype).numpy().dtype
+        return Streamed(array_dtype, tuple(tensor.shape), self._parts(tensor.reshape(-1), dtype))
 
     def _parts(self, flat: torch.Tensor, dtype: torch.dtype) -> Iterator[NDArray[Any]]:
-        for first in range(0, len(flat), _ELEMENTS_AT_ONCE):
-            part = flat[first : first + _ELEMENTS_AT_ONCE]
+        for start in range(0, len(flat), _PART_ELEMENTS):
+            part = flat[start : start + _PART_ELEMENTS]
             yield part.to(dtype).numpy()
             self._meter.add(part.nbytes)
         if self._releases:

@@ -1,4 +1,4 @@
-"""Tokenizers: loaded, or trained on a corpus; what they make of text; and how they are saved."""
+"""Tokenizers: loading, training on a corpus, encoding text, and saving."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from protocol.base.errors import DataError
 from protocol.spec.sections.model import ModelSpec
 from worker.models.added_tokens import add_to_tokenizer, with_rows
-from worker.models.pretrained import Pretrained, locate, quiet, refusal
+from worker.models.pretrained import Pretrained, load_error, locate, silence_libraries
 
 END_OF_TEXT: Final = "<|endoftext|>"
 EXPORT_CHARACTERS: Final = 3_000_000
 """A manifest travels in one frame; a tokenizer larger than this is not saved with a model."""
 
-_OF_THIS_MACHINE: Final = {"is_local", "local_files_only", "name_or_path"}
+_LOCAL_KEYS: Final = {"is_local", "local_files_only", "name_or_path"}
 
 SAMPLE_TEXTS: Final = 1_000
 SAMPLE_CHARACTERS: Final = 4_096
-"""So much of a data set shows whether a tokenizer knows its language."""
+"""How much of a data set is read to see whether a tokenizer knows its language."""
 
-_ENCODED_CHARACTERS: Final = 1_000_000
-"""At once, or a little more."""
+_BATCH_CHARACTERS: Final = 1_000_000
+"""Characters to encode at once; the last text may exceed it."""
 
 Tokens = NDArray[np.int64]
 
-NOTHING: Final = -100
-"""The label of what is not predicted."""
+IGNORED_LABEL: Final = -100
+"""The label of a token that is not predicted."""
 
 
-def load_tokenizer(source: str, added: Sequence[str] = ()) -> Any:
-    """The fast tokenizer of a model's source, with a padding token.
+def load_tokenizer(source: str, added_tokens: Sequence[str] = ()) -> Any:
+    """Load the fast tokenizer of a model's source, with a padding token.
 
     Args:
-        source: The model's, or the tokenizer's own.
-        added: `model.added_tokens` of the run spec.
+        source: Source of the model, or of the tokenizer.
+        added_tokens: `model.added_tokens` of the run spec.
 
     Raises:
-        DataError: There is none, or it has neither a padding nor an end token.
+        DataError: There is no tokenizer, or it has neither a padding nor an end token.
     """
     tokenizer = _load(source, *locate(source, tokenizer=True))
-    add_to_tokenizer(tokenizer, added)
+    add_to_tokenizer(tokenizer, added_tokens)
     return tokenizer
 
 
 def with_added_tokens(
     loaded: Pretrained, model: ModelSpec, tokenizer: Any, source: str | None = None
 ) -> Pretrained:
-    """Return a model with rows for `model.added_tokens`; without any, as it is.
+    """Return a model with rows for `model.added_tokens`; unchanged without any.
 
     Args:
         loaded: The model; changed in place.
         model: The section `model` of the run spec.
-        tokenizer: With the added tokens.
-        source: Of the tokenizer, if it is not the model's.
+        tokenizer: The tokenizer with the added tokens.
+        source: Source of the tokenizer, if it is not the model's.
     """
     if not model.added_tokens:
         return loaded
@@ -73,7 +73,7 @@ def with_added_tokens(
 
 
 def tokenizer_in(directory: Path) -> Any:
-    """The tokenizer that a run has saved in a directory, where there need be no model.
+    """Load the tokenizer that a run has saved in a directory, with or without a model.
 
     Raises:
         DataError: It cannot be loaded.
@@ -81,13 +81,13 @@ def tokenizer_in(directory: Path) -> Any:
     return _load(str(directory), str(directory), {"local_files_only": True})
 
 
-def _load(source: str, place: str, keywords: Mapping[str, Any]) -> Any:
-    quiet()
+def _load(source: str, location: str, keywords: Mapping[str, Any]) -> Any:
+    silence_libraries()
     try:
-        tokenizer = _class_of(place).from_pretrained(place, use_fast=True, **keywords)
+        tokenizer = _tokenizer_class(location).from_pretrained(location, use_fast=True, **keywords)
     except Exception as error:  # noqa: BLE001  (half a file raises errors of all kinds)
-        raise refusal("tokenizer", source, error) from None
-    # Without its files transformers makes up one that knows its own marks and no text.
+        raise load_error("tokenizer", source, error) from None
+    # Without files, transformers creates a tokenizer of special tokens only.
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise DataError(
             f"expected a tokenizer beside the model in {source!r}, found no vocabulary; "
@@ -103,24 +103,26 @@ def _load(source: str, place: str, keywords: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def _class_of(place: str) -> Any:
-    """Without a model's configuration, or a class by name, transformers would not know which."""
-    known = Path(place) / "tokenizer_config.json", Path(place) / "config.json"
-    lone = (Path(place) / "tokenizer.json").is_file() and not any(map(Path.is_file, known))
-    return transformers.PreTrainedTokenizerFast if lone else transformers.AutoTokenizer
+def _tokenizer_class(location: str) -> Any:
+    """Return the class to load: without configuration files, `AutoTokenizer` could not choose."""
+    config_files = Path(location) / "tokenizer_config.json", Path(location) / "config.json"
+    is_alone = (Path(location) / "tokenizer.json").is_file() and not any(
+        map(Path.is_file, config_files)
+    )
+    return transformers.PreTrainedTokenizerFast if is_alone else transformers.AutoTokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
-    """A byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909); any text can be written in it.
+    """Train a byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909), which can encode any text.
 
-    Ties are broken by the tokens themselves, so texts decide everything; the digest in the
-    manifest would show it if that were not so.
+    Ties are broken by the tokens themselves, so the result depends only on the texts; the digest in
+    the manifest verifies that.
 
     Args:
-        texts: What it is trained on.
-        vocabulary: How many tokens at most: 256 bytes, the end of a text, and merges.
+        texts: The texts to train on.
+        vocabulary: Most tokens: 256 bytes, the end of a text, and merges.
     """
-    quiet()
+    silence_libraries()
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -136,176 +138,195 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
     )
 
 
-def check_tokens(highest: int, vocabulary: int) -> None:
-    """A tokenizer of another model would name tokens that this one has not.
+def check_tokens(highest_token: int, vocabulary: int) -> None:
+    """Refuse a tokenizer with more tokens than the model, which belongs to another model.
 
     Args:
-        highest: Of the tokens in use, padding included.
-        vocabulary: How many tokens the model knows: rows of its embedding.
+        highest_token: The highest token in use, padding included.
+        vocabulary: Number of tokens of the model: rows of its embedding.
 
     Raises:
-        DataError: It does.
+        DataError: The highest token has no row.
     """
-    if highest >= vocabulary:
+    if highest_token >= vocabulary:
         raise DataError(
             f"expected tokens below {vocabulary}, the rows of the model's embedding, got "
-            f"{highest}; give the tokenizer that belongs to the model"
+            f"{highest_token}; give the tokenizer that belongs to the model"
         )
 
 
 def unknown_per_thousand(tokenizer: Any, texts: Sequence[str]) -> int:
-    """How many of a thousand tokens of these texts stand for what the tokenizer does not know.
-
-    Looks at texts evenly drawn from all of them: see `unknown_in`.
-    """
+    """Return how many of a thousand tokens are unknown, in an even sample of the texts."""
     return unknown_in(tokenizer, [*texts[:: sampled_every(len(texts))]])
 
 
 def sampled_every(count: int) -> int:
-    """Of so many texts each which one is looked at."""
+    """Return the stride with which `count` texts are sampled."""
     return -(-count // SAMPLE_TEXTS)
 
 
 def unknown_in(tokenizer: Any, texts: Iterable[str]) -> int:
-    """How many of a thousand tokens of these texts stand for what the tokenizer does not know.
+    """Return how many of a thousand tokens of these texts are unknown.
 
     Raises:
-        DataError: Most of them do: the tokenizer is another language's, or its files are damaged.
+        DataError: Most are; the tokenizer is for another language, or its files are damaged.
     """
-    # Of spaces alone some tokenizers make nothing.
-    seen = (text.lstrip() if text[:SAMPLE_CHARACTERS].isspace() else text for text in texts)
-    sample = [text[:SAMPLE_CHARACTERS] for text in seen]
+    # Some tokenizers return no tokens for spaces alone.
+    stripped_texts = (
+        text.lstrip() if text[:SAMPLE_CHARACTERS].isspace() else text for text in texts
+    )
+    sample = [text[:SAMPLE_CHARACTERS] for text in stripped_texts]
     ids = tokenizer(sample, add_special_tokens=False, verbose=False)["input_ids"]
-    tokens = np.concatenate([np.array(each, np.int64) for each in ids])
-    unknown = int(np.count_nonzero(tokens == tokenizer.unk_token_id))
-    if 2 * unknown >= len(tokens):
+    tokens = np.concatenate([np.array(text_ids, np.int64) for text_ids in ids])
+    unknown_count = int(np.count_nonzero(tokens == tokenizer.unk_token_id))
+    if 2 * unknown_count >= len(tokens):
         raise DataError(
-            f"the tokenizer does not know {unknown} of {len(tokens)} tokens of the data, so the "
-            "model would read next to nothing of it; give the tokenizer that belongs to the model, "
-            "and a model of the data's language"
+            f"the tokenizer does not know {unknown_count} of {len(tokens)} tokens of the data, so "
+            "the model would read next to nothing of it; give the tokenizer that belongs to the "
+            "model, and a model of the data's language"
         )
-    return 1000 * unknown // len(tokens)
+    return 1000 * unknown_count // len(tokens)
 
 
 def encode_cut(
     tokenizer: Any,
     texts: Iterable[str],
     max_tokens: int,
-    place: Callable[[int], str] = "text {}".format,
+    describe_position: Callable[[int], str] = "text {}".format,
 ) -> Iterator[tuple[Tokens, bool]]:
-    """Tokens of each text with the model's own marks, cut to `max_tokens`, and whether they were
-    cut; some texts are in memory at once.
+    """Yield the tokens of each text with special tokens, cut to `max_tokens`, and whether they were
+    cut. Texts are encoded in batches.
 
     Args:
-        tokenizer: Of the model.
-        texts: Any number.
-        max_tokens: No more than these of each.
-        place: Where a text stands, in words, by its number.
+        tokenizer: The model's tokenizer.
+        texts: Any number of texts.
+        max_tokens: Most tokens per text.
+        describe_position: Describes the position of a text in errors, by its number.
 
     Raises:
-        DataError: The tokenizer makes nothing of a text.
+        DataError: The tokenizer returns no tokens for a text.
     """
-    done = 0
-    for some in _some_at_a_time(texts):
-        encoded = tokenizer(some, truncation=True, max_length=max_tokens)
-        for number, ids in enumerate(encoded["input_ids"]):
+    encoded_count = 0
+    for batch in _batches_of_texts(texts):
+        encoded = tokenizer(batch, truncation=True, max_length=max_tokens)
+        for index, ids in enumerate(encoded["input_ids"]):
             if not ids:
                 raise DataError(
-                    f"{place(done + number)}: expected text, got {some[number][:40]!r}, for which "
-                    "the tokenizer gives no tokens; leave it out"
+                    f"{describe_position(encoded_count + index)}: expected text, got "
+                    f"{batch[index][:40]!r}, for which the tokenizer gives no tokens; leave it out"
                 )
-            cut = encoded.encodings is not None and bool(encoded.encodings[number].overflowing)
-            yield np.array(ids, np.int64), cut
-        done += len(some)
+            is_cut = encoded.encodings is not None and bool(encoded.encodings[index].overflowing)
+            yield np.array(ids, np.int64), is_cut
+        encoded_count += len(batch)
 
 
 def encode_each(tokenizer: Any, texts: Iterable[str]) -> Iterator[Tokens]:
-    """The tokens of each text without any marks; some texts are in memory at once."""
-    for some in _some_at_a_time(texts):
-        found = tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
-        yield from (np.array(ids, np.int64) for ids in found)
+    """Yield the tokens of each text without special tokens. Texts are encoded in batches."""
+    for batch in _batches_of_texts(texts):
+        batch_ids = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+        yield from (np.array(ids, np.int64) for ids in batch_ids)
 
 
 def marks_around_text(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before a text by itself, and what ends a text.
+    """Return the special tokens before a text, and those that end a text.
 
-    The first are the marks that a model of this tokenizer was trained with (Llama's <s>, Gemma's
-    <bos>; none for GPT-2). The end is the end token, or what the tokenizer puts behind a text.
+    The first are those that a model of this tokenizer was trained with (Llama's <s>, Gemma's <bos>;
+    none for GPT-2). The end is the end token, or what the tokenizer appends to a text.
     """
-    plain, marked = (
-        [int(each) for each in tokenizer("a", add_special_tokens=add)["input_ids"]]
-        for add in (False, True)
+    plain_ids, marked_ids = (
+        [int(token_id) for token_id in tokenizer("a", add_special_tokens=with_marks)["input_ids"]]
+        for with_marks in (False, True)
     )
-    count = len(plain)
-    at = next((n for n in range(len(marked)) if marked[n : n + count] == plain), None)
-    before, behind = ([], []) if at is None else (marked[:at], marked[at + count :])
-    return before, behind if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    count = len(plain_ids)
+    text_start = next(
+        (
+            start
+            for start in range(len(marked_ids))
+            if marked_ids[start : start + count] == plain_ids
+        ),
+        None,
+    )
+    leading_marks, trailing_marks = (
+        ([], [])
+        if text_start is None
+        else (marked_ids[:text_start], marked_ids[text_start + count :])
+    )
+    return leading_marks, trailing_marks if tokenizer.eos_token_id is None else [
+        int(tokenizer.eos_token_id)
+    ]
 
 
-def where_said(rendered: str, content: str) -> int:
-    """Where a chat template has written a message, behind its last character; -1 if nowhere.
+def message_end(template_output: str, content: str) -> int:
+    """Return the end of a message's content in the output of a chat template; -1 if it is absent.
 
     Args:
-        rendered: Without any spaces and line ends: see `without_spaces`.
-        content: What the message says; a template may strip it, or write it as JSON or HTML.
+        template_output: The output, without whitespace: see `without_spaces`.
+        content: The message's content; a template may strip it, or write it as JSON or HTML.
     """
     forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
     for form in map(without_spaces, (*forms, html.escape(content))):
-        at = rendered.find(form)
-        if at >= 0:
-            return at + len(form)
+        start = template_output.find(form)
+        if start >= 0:
+            return start + len(form)
     return -1
 
 
 def without_spaces(text: str) -> str:
-    """A text without spaces and line ends, which templates strip and add."""
+    """Return a text without whitespace, which templates strip and add."""
     return "".join(text.split())
 
 
 def answer_ends(tokenizer: Any) -> frozenset[int]:
-    """What ends an answer: the end token, and the mark behind an answer in the chat template."""
-    _, behind = marks_around_text(tokenizer)
-    mark = _mark_after_an_answer(tokenizer) if tokenizer.chat_template else None
-    return frozenset(behind[:1] if mark is None else [*behind[:1], mark])
+    """Return the tokens that end an answer: the end token, and the chat template's mark."""
+    _, trailing_marks = marks_around_text(tokenizer)
+    end_mark = _answer_end_mark(tokenizer) if tokenizer.chat_template else None
+    return frozenset(trailing_marks[:1] if end_mark is None else [*trailing_marks[:1], end_mark])
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """What ends a text that a model writes: the model's own tokens and those of training."""
-    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends = {*answer_ends(tokenizer), *(named if isinstance(named, list) else [named])}
-    return frozenset(each for each in ends if each is not None)
+    """Return the tokens that end a generated text: the model's own and those of training."""
+    model_ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = {
+        *answer_ends(tokenizer),
+        *(model_ends if isinstance(model_ends, list) else [model_ends]),
+    }
+    return frozenset(token for token in ends if token is not None)
 
 
-def _mark_after_an_answer(tokenizer: Any) -> int | None:
-    """The first token behind what the assistant says, if it is one of the tokenizer's marks."""
-    said = "unlikely words"
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+def _answer_end_mark(tokenizer: Any) -> int | None:
+    """Return the first token after an assistant's message, if it is a special token."""
+    answer = "unlikely words"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except (jinja2.TemplateError, TypeError, ValueError):
         return None
-    behind = tokenizer(text.rpartition(said)[2], add_special_tokens=False)["input_ids"]
-    marks = tokenizer.added_tokens_decoder
-    return int(behind[0]) if behind and behind[0] in marks else None
+    ids_after_answer = tokenizer(text.rpartition(answer)[2], add_special_tokens=False)["input_ids"]
+    special_tokens = tokenizer.added_tokens_decoder
+    return (
+        int(ids_after_answer[0])
+        if ids_after_answer and ids_after_answer[0] in special_tokens
+        else None
+    )
 
 
-def _some_at_a_time(texts: Iterable[str]) -> Iterator[list[str]]:
-    waiting: list[str] = []
+def _batches_of_texts(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
     characters = 0
     for text in texts:
-        waiting.append(text)
+        batch.append(text)
         characters += len(text)
-        if characters >= _ENCODED_CHARACTERS:
-            yield waiting
-            waiting, characters = [], 0
-    if waiting:
-        yield waiting
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def tokenizer_files(tokenizer: Any) -> dict[str, str]:
-    """The files from which `AutoTokenizer.from_pretrained` makes it again, the same everywhere.
+    """Return the files from which `AutoTokenizer.from_pretrained` loads the tokenizer.
 
-    None of a tokenizer without a `tokenizer.json`, or of one that is too large.
+    Empty for a tokenizer without a `tokenizer.json`, or for one that is too large.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -319,7 +340,7 @@ def tokenizer_files(tokenizer: Any) -> dict[str, str]:
         template = Path(directory) / "chat_template.jinja"
         if template.is_file():
             files[template.name] = template.read_text("utf-8")
-    config = {key: value for key, value in config.items() if key not in _OF_THIS_MACHINE}
+    config = {key: value for key, value in config.items() if key not in _LOCAL_KEYS}
     files["tokenizer_config.json"] = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    written = sum(len(json.dumps(text)) for text in files.values())
-    return files if written <= EXPORT_CHARACTERS else {}
+    total_characters = sum(len(json.dumps(text)) for text in files.values())
+    return files if total_characters <= EXPORT_CHARACTERS else {}

@@ -1,4 +1,4 @@
-"""A loaded model as a run trains it: in full, or through low-rank matrices beside its layers."""
+"""The model that a run trains: in full, or through low-rank matrices beside its layers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class TrainableModel:
         lora: The low-rank adapter; None if the model is trained in full.
         blocks: Blocks of the trained parameters.
         spec: The section `model` of the run spec.
-        new: Modules that the checkpoint lacks, without a classifier's head.
+        new_modules: Modules that the checkpoint lacks, except a classifier's head.
     """
 
     loaded: pretrained.Pretrained
     lora: Lora | None
     blocks: tuple[Block, ...]
     spec: ModelSpec
-    new: tuple[str, ...]
+    new_modules: tuple[str, ...]
 
     @staticmethod
     def of(
@@ -63,33 +63,37 @@ class TrainableModel:
         Raises:
             DataError: See `Lora`.
         """
-        usual = head_modules(loaded.model) if task_type in ("SEQ_CLS", "TOKEN_CLS") else []
-        new = modules_drawn(loaded.drawn, usual)
+        classifier_heads = (
+            head_modules(loaded.model) if task_type in ("SEQ_CLS", "TOKEN_CLS") else []
+        )
+        new_modules = modules_drawn(loaded.drawn_parameters, classifier_heads)
         if lora is None:
-            told = () if usual else new
-            return TrainableModel(loaded, None, cut_into_blocks(loaded.model), model, told)
-        heads = [*usual, *new] if heads is None else heads
-        added = Lora(
+            reported_modules = () if classifier_heads else new_modules
+            return TrainableModel(
+                loaded, None, cut_into_blocks(loaded.model), model, reported_modules
+            )
+        heads = [*classifier_heads, *new_modules] if heads is None else heads
+        adapter = Lora(
             loaded.model, lora, task_type, heads, seed,
             adapter=model.adapter, added_tokens=loaded.added_tokens, base_dtype=model.base_dtype,
         )  # fmt: skip
-        return TrainableModel(loaded, added, cut_into_blocks(added.module), model, new)
+        return TrainableModel(loaded, adapter, cut_into_blocks(adapter.module), model, new_modules)
 
     @property
     def notes(self) -> dict[str, int]:
-        """Number of tokens added, and of parameters drawn for each module that the checkpoint
-        lacks, for the manifest.
+        """Counts for the manifest: added tokens, and drawn parameters of each module that the
+        checkpoint lacks.
 
-        Without a classifier's head, which a checkpoint is not expected to have.
+        A classifier's head is left out, as a checkpoint is not expected to have it.
         """
-        drawn, added = self.loaded.drawn, len(self.loaded.added_tokens)
+        drawn_parameters, added_count = self.loaded.drawn_parameters, len(self.loaded.added_tokens)
         counts = {
             cut_text(f"drawn_as_the_checkpoint_lacks[{owner}]", limits.NAME_CHARACTERS): sum(
-                elements for name, elements in drawn.items() if owner_of(name) == owner
+                elements for name, elements in drawn_parameters.items() if owner_of(name) == owner
             )
-            for owner in self.new
+            for owner in self.new_modules
         }
-        return {"tokens_added": added, **counts} if added else counts
+        return {"tokens_added": added_count, **counts} if added_count else counts
 
     @property
     def module(self) -> nn.Module:
@@ -109,7 +113,8 @@ class TrainableModel:
         return pretrained.initial_values(self.module, self.blocks)
 
     def export(self, files: Mapping[str, str]) -> Export:
-        """What to export: PEFT's layout for LoRA, else Hugging Face's, with these text files."""
+        """Return the layout to export, PEFT's for LoRA, else Hugging Face's, with these text "
+        "files."""
         if self.lora is None:
             return _full_export(self.loaded, dict(files))
         return self.lora.export(self.spec.name or self.spec.source or "", self.blocks, dict(files))
@@ -121,7 +126,7 @@ class TrainableModel:
         loss: Callable[[nn.Module, Mapping[str, Any]], torch.Tensor] | None,
         evaluate: Callable[[nn.Module, Mapping[str, Any]], Sums],
     ) -> Trainable:
-        """The `Trainable` for a backend; see there for `loss` and `evaluate`."""
+        """Return the `Trainable` for a backend; it documents `loss` and `evaluate`."""
         return Trainable(
             blocks=self.blocks,
             module=self.module,
@@ -135,7 +140,7 @@ class TrainableModel:
 
 
 def _full_export(loaded: pretrained.Pretrained, files: dict[str, str]) -> Export:
-    """The whole model in Hugging Face's layout, which `from_pretrained` loads.
+    """Export the whole model in Hugging Face's layout, which `from_pretrained` loads.
 
     Tied tensors are saved once; the configuration says that they are tied.
     """

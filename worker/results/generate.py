@@ -17,12 +17,12 @@ import torch
 
 from backends.base import draws
 from protocol.base.errors import DataError, describe_error
-from worker.models.pretrained import positions
+from worker.models.pretrained import max_sample_tokens
 from worker.models.tokens import (
     check_tokens,
     end_tokens,
     marks_around_text,
-    where_said,
+    message_end,
     without_spaces,
 )
 from worker.results.load import is_seq2seq, probe_tokens, vocabulary_of
@@ -71,7 +71,7 @@ def prompt_tokens(tokenizer: Any, prompt: str, system: str | None) -> list[int]:
                 f"{describe_error(error)}; change the prompt or --system"
             ) from None
         for value, option in ((system, "--system"), (prompt, "the prompt")):
-            if value and where_said(without_spaces(text), value) < 0:
+            if value and message_end(without_spaces(text), value) < 0:
                 raise DataError(
                     f"{option}: expected it in the text of the tokenizer's chat template, got a "
                     "text without it; use a model whose template writes it"
@@ -122,7 +122,7 @@ def generate(model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling) 
             outside the model's vocabulary.
     """
     check_tokens(max(prompt), vocabulary_of(model))
-    limit = positions(model)
+    limit = max_sample_tokens(model)
     if is_seq2seq(model):
         ends = end_tokens(model, tokenizer)
         return _pieces(tokenizer, _target_tokens(model, prompt, sampling, ends))

@@ -150,7 +150,7 @@ def _describe(writer: Any, gguf: Any, model: Any, name: str, storage: Storage) -
     metadata = {
         add: getattr(config, key)
         for key, add in _KEYS.items()
-        if key in FAMILIES[config.model_type].written and getattr(config, key, None) is not None
+        if key in FAMILIES[config.model_type].stored_keys and getattr(config, key, None) is not None
     }
     for add, value in metadata.items():
         getattr(writer, add)(value)

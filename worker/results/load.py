@@ -70,7 +70,7 @@ def load(saved_model: SavedModel, base: str | None) -> LoadedModel:
     source = model_source(saved_model.base(base))
     pretrained_model = _base(source, result_info, embeds=saved_model.embeds)
     _refuse_another_base(saved_model, source, pretrained_model.weights_digest)
-    if result_info is None and not pretrained_model.drawn.keys() <= _adapter_parameters(
+    if result_info is None and not pretrained_model.drawn_parameters.keys() <= _adapter_parameters(
         saved_model
     ):
         pretrained.refuse_drawn_weights(pretrained_model, source, "use a model with its head")
@@ -116,7 +116,7 @@ def load_bare(
         embeds: Whether it is an encoder of texts.
     """
     if embeds:
-        return pretrained.without_pooler(pretrained.load_encoder(spec))
+        return pretrained.freeze_pooler(pretrained.load_encoder(spec))
     if result_info is None:
         return pretrained.load_text_model(spec)
     if result_info.task == "tag":

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.data import TensorDataset, default_collate
 
 from backends.base import draws
-from backends.base.additivity import measured, seeded
+from backends.base.additivity import call_under_no_grad, seeded
 from backends.base.coupled_loss import backward_loss
 from backends.base.device_errors import concerns_device
 from backends.base.interface import Array, Batch, CoupledLoss, Sums, Trainable
@@ -139,8 +139,8 @@ class ScriptTask:
                 seed=spec.seed,
                 threads=spec.threads,
                 precision=check_precision(spec.options.get("precision", "float32")),
-                given_back=True,
-                in_evaluation=frozenset(self._evaluation_layers),
+                keeps_module=True,
+                evaluation_parts=frozenset(self._evaluation_layers),
             )
             self._initial_values = InitialValues(self._parameters())
             self._sum_trial = None if self._is_microbatch_unit else SumTrial(self, device)
@@ -389,7 +389,7 @@ class ScriptTask:
                 return measure(module, batch)
 
         with _user_errors(description, batch_arrays):
-            return measured(measure_copy)
+            return call_under_no_grad(measure_copy)
 
     def _weight(self, batch: object, samples: int) -> float:
         if self.user.weight is None:

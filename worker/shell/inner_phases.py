@@ -75,7 +75,7 @@ class _Checkpoint:
 
     def to_bytes(self) -> Bytes:
         moments = (a for moment in self.state.moments for a in moment)
-        arrays = [*self.state.parameters, *moments, *self.state.missed]
+        arrays = [*self.state.parameters, *moments, *self.state.missed_updates]
         head = np.frombuffer(_LOSS.pack(self.losses), np.uint8)
         return np.concatenate([head, _concatenate(arrays)])
 
@@ -211,7 +211,7 @@ class InnerPhases:
         updates = run.optimizer_step * self._order.inner_steps  # counted by carried moments
         reported_s, checkpoint = start_s, self._begin(step_id, replica, start)
         counted_updates = updates if self._replicas.inner_state == "carry" else 0
-        _check_counts(replica, checkpoint.state.missed, counted_updates + checkpoint.inner)
+        _check_counts(replica, checkpoint.state.missed_updates, counted_updates + checkpoint.inner)
         steps, losses, inner = self._inner(), checkpoint.losses, checkpoint.inner
         steps.begin(checkpoint.state)
         try:
@@ -294,7 +294,9 @@ class InnerPhases:
         residual: list[Array] = []
         differences = self._differences(step_id.step, replica, start, state.parameters, residual)
         if self._replicas.carries:
-            missed = state.missed or [np.zeros(len(b.tensors), np.float32) for b in self._blocks]
+            missed = state.missed_updates or [
+                np.zeros(len(b.tensors), np.float32) for b in self._blocks
+            ]
             carried = CarriedState(
                 state.moments if carries_moments else [],
                 residual,

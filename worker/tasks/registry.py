@@ -118,7 +118,7 @@ def _build(spec: RunSpec) -> Task:
 def _build_user_task(spec: RunSpec) -> Task:
     """Import a task class that is installed on every worker, and call it with the run spec.
 
-    So anyone who may submit a run can have any installed module imported here.
+    Note that anyone who may submit a run can have any installed module imported here.
 
     Raises:
         DataError: The module is not installed here, the class is not a task class, or it builds

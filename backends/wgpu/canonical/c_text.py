@@ -115,7 +115,7 @@ INLINE vec4f fma_vec4f(vec4f a, vec4f b, vec4f c) { return a * b + c; }
 
 def c_functions(functions: Iterable[Function], prefix: str = "") -> str:
     """Print functions that read no buffer, callees first."""
-    return "\n".join(_Text({}, prefix).function(each) for each in functions)
+    return "\n".join(_Text({}, prefix).function(function) for function in functions)
 
 
 def c_kernel(module: Module, name: str) -> str:
@@ -188,8 +188,8 @@ class _Text:
                 yield "}"
             case For(first, condition, step, body):
                 start = self.declaration(first) if first else ""
-                after = self.assignment(step) if step else ""
-                yield f"for ({start}; {self.expression(condition)}; {after}) {{"
+                step_text = self.assignment(step) if step else ""
+                yield f"for ({start}; {self.expression(condition)}; {step_text}) {{"
                 yield from self.statements(body)
                 yield "}"
             case Return(value):
@@ -247,8 +247,8 @@ class _Text:
         sign, left, right = node.sign, self.expression(node.left), self.expression(node.right)
         if sign in {"&&", "||"} and not _reads(node.right):
             sign = sign[0]
-        whole = node.type in {"u32", "i32"} and sign not in COMPARISONS
-        if whole and sign in {"/", "%"} and not _is_number(node.right):
+        is_integer = node.type in {"u32", "i32"} and sign not in COMPARISONS
+        if is_integer and sign in {"/", "%"} and not _is_number(node.right):
             return f"{'div' if sign == '/' else 'mod'}_{node.type}({left}, {right})"
         if sign in {"<<", ">>"} and not _is_number(node.right):
             right = f"({right} & {63 if node.type == 'u64' else 31}u)"
@@ -266,19 +266,19 @@ class _Text:
     def call(self, node: Application) -> str:
         name, kind = node.name, node.type
         arguments = [self.expression(x) for x in node.arguments]
-        first = node.arguments[0].type if node.arguments else ""
+        first_type = node.arguments[0].type if node.arguments else ""
         argument_list = ", ".join(arguments)
         if name in self.local_functions:
             context = "m, bytes, " if name in self.buffer_readers else ""
             return f"{self.prefix}{name}({context}{argument_list})"
         if name == "bitcast":
-            return self.bits(kind, first, argument_list)
+            return self.bits(kind, first_type, argument_list)
         if name in _C_TYPES:
-            return self.conversion(kind, first, argument_list)
+            return self.conversion(kind, first_type, argument_list)
         if name.startswith("vec"):
             if len(arguments) > 1:
                 return f"(({kind}){{{argument_list}}})"
-            if size_of(first) == 1:
+            if size_of(first_type) == 1:
                 return f"(({kind})({f'-({argument_list})' if kind == 'vec4b' else argument_list}))"
             return f"__builtin_convertvector({argument_list}, {kind})"
         if name == "select":
@@ -313,38 +313,38 @@ class _Text:
             return f"bits_{kind}({argument_list})"
         if name == "countLeadingZeros":
             return f"leading_zeros({argument_list})"
-        if name in _PLAIN:
+        if name in _LIBRARY_NAMES:
             return f"{name}({argument_list})"
         raise UnsupportedKernel(f"a kernel calls {name!r} of {kind}")
 
-    def bits(self, kind: str, first: str, argument_list: str) -> str:
+    def bits(self, kind: str, source_type: str, argument_list: str) -> str:
         if size_of(kind) > 1:
             return f"(({kind})({argument_list}))"
-        if kind == first:
+        if kind == source_type:
             return argument_list
         if kind == "f32":
             return f"f32_of_u32((u32)({argument_list}))"
-        if first == "f32":
+        if source_type == "f32":
             return f"(({_C_TYPES[kind]})u32_of_f32({argument_list}))"
         return f"(({_C_TYPES[kind]})({argument_list}))"
 
-    def conversion(self, kind: str, first: str, argument_list: str) -> str:
+    def conversion(self, kind: str, source_type: str, argument_list: str) -> str:
         if kind == "bool":
             return f"({argument_list} != 0)"
-        if first == "f32" and kind in {"i32", "u32"}:
+        if source_type == "f32" and kind in {"i32", "u32"}:
             return f"{'whole' if kind == 'i32' else 'natural'}({argument_list})"
-        if kind == "f32" and first == "u32":
+        if kind == "f32" and source_type == "u32":
             return f"((float)(u32)({argument_list}))"
         return f"(({_C_TYPES[kind]})({argument_list}))"
 
 
-_PLAIN: set[str] = set()
+_LIBRARY_NAMES: set[str] = set()
 """Names of the library's functions, which every kernel may call."""
 
 
 def add_library_names(names: Iterable[str]) -> None:
     """Register functions that every kernel may call."""
-    _PLAIN.update(names)
+    _LIBRARY_NAMES.update(names)
 
 
 def _c_type(kind: str) -> str:
@@ -435,19 +435,19 @@ class _Kernel:
     def __init__(self, module: Module, name: str) -> None:
         self.module, self.name = module, name
         self.width = module.workgroup
-        function_names = frozenset(each.name for each in module.functions)
-        buffers = {each.name for each in module.arrays.values() if each.binding >= 0}
+        function_names = frozenset(function.name for function in module.functions)
+        buffers = {function.name for function in module.arrays.values() if function.binding >= 0}
         readers: set[str] = set()
         for _ in module.functions:  # callers of a reader are readers, too
-            for each in module.functions:
+            for function in module.functions:
                 calls = {
                     x.name
-                    for e in expressions(each.body)
+                    for e in expressions(function.body)
                     for x in walk(e)
                     if isinstance(x, Application)
                 }
-                if _names(each.body) & buffers or calls & readers:
-                    readers.add(each.name)
+                if _names(function.body) & buffers or calls & readers:
+                    readers.add(function.name)
         built_ins = {name: _BUILT_IN_VALUES[built_in] for name, built_in in module.inputs.items()}
         self.body = tuple(_renamed(module.body, built_ins))
         self.text_of = _Text(
@@ -463,17 +463,19 @@ class _Kernel:
     def text(self) -> str:
         """Print the kernel."""
         functions = [
-            self.functions.function(each) for each in _callees_first(self.module.functions)
+            self.functions.function(function) for function in _callees_first(self.module.functions)
         ]
         linear = self._linear()
         body = linear if linear is not None else self._by_workgroups()
-        shared = [
+        shared_arrays = [
             f"{_c_type(a.element)} v_{a.name}[{a.elements}] __attribute__((aligned(64)));"
             for a in self.module.arrays.values()
             if a.binding < 0
         ]
         head = SIGNATURE.format(name=self.name)
-        return "\n".join([*functions, head + " {", *self.text_of.pointers(), *shared, *body, "}"])
+        return "\n".join(
+            [*functions, head + " {", *self.text_of.pointers(), *shared_arrays, *body, "}"]
+        )
 
     # Kernels that use only the invocation's number.
 
@@ -542,9 +544,9 @@ class _Kernel:
                 lines.extend(self._piece(piece))
                 piece.clear()
 
-        shared = self._shared_variables(body)
+        shared_names = self._shared_variables(body)
         for statement in body:
-            if isinstance(statement, Declare) and statement.name in shared:
+            if isinstance(statement, Declare) and statement.name in shared_names:
                 if self._is_uniform(statement):
                     close()
                     lines.append(self.text_of.declaration(statement) + ";")
@@ -631,8 +633,8 @@ class _Kernel:
                 return self._strides(node)
             case For(first, condition, step, body):
                 start = text.declaration(first) if first else ""
-                after = text.assignment(step) if step else ""
-                head = f"for ({start}; {self._of_first(condition)}; {after}) {{"
+                step_text = text.assignment(step) if step else ""
+                head = f"for ({start}; {self._of_first(condition)}; {step_text}) {{"
                 return [head, *self._pieces(body), "}"]
             case Scope(body):
                 return ["{", *self._pieces(body), "}"]
@@ -683,7 +685,7 @@ class _Kernel:
 
 def _callees_first(functions: Sequence[Function]) -> list[Function]:
     """Order functions so that callees come first."""
-    remaining, ordered = {each.name: each for each in functions}, list[Function]()
+    remaining, ordered = {callee.name: callee for callee in functions}, list[Function]()
 
     def take(function: Function) -> None:
         if remaining.pop(function.name, None) is None:
@@ -739,8 +741,8 @@ def _by_rows(body: Iterable[Statement], number: str, row: int) -> Iterator[State
 
     def change(node: Expression) -> Expression | None:
         if _is_name_of(node, number):
-            whole = Binary("*", rows, Literal(row, "u32"), "u32")
-            return Binary("+", whole, column, "u32")
+            row_start = Binary("*", rows, Literal(row, "u32"), "u32")
+            return Binary("+", row_start, column, "u32")
         if isinstance(node, Binary) and node.sign in {"/", "%"} and _is_name_of(node.left, number):
             assert isinstance(node.right, Literal)
             rows_per_unit = Literal(int(node.right.value) // row, "u32")
@@ -767,9 +769,9 @@ def _renamed(body: Iterable[Statement], names: Mapping[str, str]) -> Iterator[St
 
 def rewrite_expression(node: Expression, change: Change) -> Expression:
     """Replace subexpressions, outermost first; `change` returns the replacement or None."""
-    new = change(node)
-    if new is not None:
-        return new
+    replacement = change(node)
+    if replacement is not None:
+        return replacement
     match node:
         case Unary(_, operand):
             return replace(node, operand=rewrite_expression(operand, change))

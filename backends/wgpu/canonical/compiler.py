@@ -105,7 +105,7 @@ def why_not() -> str:
     return ""
 
 
-def compiled(text: str, made_for: Instructions) -> ctypes.CDLL:
+def compiled(text: str, instruction_set: Instructions) -> ctypes.CDLL:
     """Load the library compiled from `text`, from the cache if possible.
 
     Raises:
@@ -116,7 +116,7 @@ def compiled(text: str, made_for: Instructions) -> ctypes.CDLL:
         raise BackendUnavailable("cpu", reason)
     compiler = zig()
     assert compiler is not None
-    flags = (*FLAGS, *made_for.flags)
+    flags = (*FLAGS, *instruction_set.flags)
     version = _version(str(compiler.parent))
     key = blake3("\0".join((version, *flags, text)).encode()).hexdigest()[:32]
     try:

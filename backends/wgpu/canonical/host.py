@@ -74,39 +74,39 @@ class _Prepared(Prepared):
 
 
 class _Readback:
-    def __init__(self, running: Future[list[NDArray[np.float32]]]) -> None:
-        self._running = running
+    def __init__(self, future: Future[list[NDArray[np.float32]]]) -> None:
+        self._future = future
 
     def result(self) -> list[NDArray[np.float32]]:
-        return self._running.result()
+        return self._future.result()
 
 
 class CpuTarget:
     """The CPU, computing by one convention."""
 
     def __init__(
-        self, convention: Convention, threads: int = 1, made_for: Instructions | None = None
+        self, convention: Convention, threads: int = 1, instruction_set: Instructions | None = None
     ) -> None:
         """Compile the library that all programs share.
 
         Args:
             convention: The convention to follow.
             threads: Number of computing threads.
-            made_for: Instruction set; by default the best that the processor supports.
+            instruction_set: Instruction set; by default the best that the processor supports.
 
         Raises:
             BackendUnavailable: There is no compiler, or no instruction set for this processor.
         """
         self.convention, self.threads = convention, threads
-        self.made_for = made_for or instructions()
+        self.instruction_set = instruction_set or instructions()
         self.adapter = Adapter(processor_name(), "other", "CPU", "", 0, 0, 0, None)
         defined = (
-            f"#define FUSED {int(convention.fused)}\n#define LANES {self.made_for.lanes}\n"
-            f"#define ROWS {self.made_for.rows}\n"
+            f"#define FUSED {int(convention.fused)}\n#define LANES {self.instruction_set.lanes}\n"
+            f"#define ROWS {self.instruction_set.rows}\n"
         )
         arithmetic = FUSED if convention.fused else SEPARATE
         self._head = defined + PRELUDE + arithmetic + c_library()
-        library = compiled(self._head + team.TEXT + products.TEXT, self.made_for)
+        library = compiled(self._head + team.TEXT + products.TEXT, self.instruction_set)
         self._run_calls = library.run_calls
         self._lay_out, self._products = (_address(library, x) for x in ("lay_out", "products"))
         self._libraries = [library]
@@ -128,11 +128,11 @@ class CpuTarget:
         """
         size = max(1, -(-nbytes // 16)) * 16
         try:
-            whole = np.zeros(size + _ALIGNMENT_BYTES, np.uint8)
+            memory = np.zeros(size + _ALIGNMENT_BYTES, np.uint8)
         except MemoryError:
             raise DeviceError(self.adapter.name, "out of memory") from None
-        start = -whole.ctypes.data % _ALIGNMENT_BYTES
-        return Buffer(size, whole[start : start + size])
+        start = -memory.ctypes.data % _ALIGNMENT_BYTES
+        return Buffer(size, memory[start : start + size])
 
     def upload(self, buffer: Buffer, values: NDArray[Any]) -> None:
         """Fill the buffer from its start, before any later submission runs."""
@@ -145,7 +145,7 @@ class CpuTarget:
 
     def prepare(self, dispatches: Sequence[Dispatch], buffers: Sequence[Buffer]) -> Prepared:
         """Compile kernels that are not compiled yet, and bind buffers."""
-        self._compile([each.shader for each in dispatches])
+        self._compile([item.shader for item in dispatches])
         calls: list[_Call] = []
         references: list[Any] = []
         for dispatch in dispatches:
@@ -189,18 +189,20 @@ class CpuTarget:
         ]
 
     def _compile(self, shaders: Sequence[Shader]) -> None:
-        new: dict[str, str] = {}
+        new_sources: dict[str, str] = {}
         for shader in shaders:
             if isinstance(shader, ProductShader) or shader.source in self._kernels:
                 continue
             name = f"k{blake3(shader.source.encode()).hexdigest()[:24]}"
-            new[shader.source] = name
-        if not new:
+            new_sources[shader.source] = name
+        if not new_sources:
             return
-        texts = [c_kernel(with_library(read_module(text)), name) for text, name in new.items()]
-        library = compiled(self._head + "\n".join(texts), self.made_for)
+        texts = [
+            c_kernel(with_library(read_module(text)), name) for text, name in new_sources.items()
+        ]
+        library = compiled(self._head + "\n".join(texts), self.instruction_set)
         self._libraries.append(library)
-        self._kernels |= {text: _address(library, name) for text, name in new.items()}
+        self._kernels |= {text: _address(library, name) for text, name in new_sources.items()}
 
     def _kernel(self, dispatch: Dispatch, bound: Sequence[Buffer], references: list[Any]) -> _Call:
         pointers = _pointers(bound)
@@ -214,7 +216,9 @@ class CpuTarget:
     def _product(
         self, problem: MatmulProblem, bound: Sequence[Buffer], references: list[Any]
     ) -> list[_Call]:
-        product = products.product_of(problem, self.made_for.lanes, self.made_for.rows)
+        product = products.product_of(
+            problem, self.instruction_set.lanes, self.instruction_set.rows
+        )
         if 4 * product.packed_words > self._room.nbytes:
             self._room = self.buffer(4 * product.packed_words)
         pointers, numbers = _pointers([*bound, self._room]), product.words()

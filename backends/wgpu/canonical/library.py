@@ -346,7 +346,7 @@ fn power(x: f32, y: f32) -> f32 {
 @cache
 def functions() -> dict[str, Function]:
     """Return the parsed library functions by name."""
-    return {each.name: each for each in read_functions(_TEXT, {})}
+    return {function.name: function for function in read_functions(_TEXT, {})}
 
 
 @cache
@@ -358,8 +358,8 @@ def c_library() -> str:
 def with_vectors() -> Iterator[Function]:
     """Yield the functions, and vec4f versions of those that kernels call on vectors."""
     library = functions()
-    for each in library.values():
-        yield replace(each, body=tuple(rewrite_statements(each.body, _library_call)))
+    for function in library.values():
+        yield replace(function, body=tuple(rewrite_statements(function.body, _library_call)))
     for name in ("exponential", "most", "least"):
         yield _on_vectors(library[name])
 
@@ -378,7 +378,7 @@ def _on_vectors(function: Function) -> Function:
 def with_library(module: Module) -> Module:
     """Replace a kernel's built-in and local functions by the library's."""
     library = functions()
-    kernel_functions = [each for each in module.functions if each.name not in library]
+    kernel_functions = [function for function in module.functions if function.name not in library]
     return replace(
         module,
         functions=tuple(
@@ -393,10 +393,10 @@ def _library_call(node: Expression) -> Expression | None:
     """Return the call of the library function that replaces a built-in call, else None."""
     if not isinstance(node, Application) or node.name not in BUILT_IN:
         return None
-    first = node.arguments[0].type
-    if node.name in {"max", "min", "clamp"} and first not in {"f32", "vec4f"}:
+    first_type = node.arguments[0].type
+    if node.name in {"max", "min", "clamp"} and first_type not in {"f32", "vec4f"}:
         return None
-    name = BUILT_IN[node.name] + ("_4" if size_of(first) == 4 and node.name != "dot" else "")
+    name = BUILT_IN[node.name] + ("_4" if size_of(first_type) == 4 and node.name != "dot" else "")
     arguments = tuple(_with_library_calls(x) for x in node.arguments)
     return Application(name, arguments, node.type)
 
@@ -409,13 +409,17 @@ def _with_library_calls(node: Expression) -> Expression:
 
 def called_functions(module: Module) -> list[Function]:
     """Return the library functions that a kernel needs, directly or indirectly, callees first."""
-    all_of = {each.name: each for each in with_vectors()}
+    all_of = {function.name: function for function in with_vectors()}
     names: set[str] = set()
-    new = {*_calls(module.body)}.union(*(_calls(x.body) for x in module.functions)) & all_of.keys()
-    while new:
-        names |= new
-        new = set().union(*(_calls(all_of[name].body) for name in new)) & all_of.keys() - names
-    return [each for name, each in all_of.items() if name in names]
+    missing = {*_calls(module.body)}.union(
+        *(_calls(x.body) for x in module.functions)
+    ) & all_of.keys()
+    while missing:
+        names |= missing
+        missing = (
+            set().union(*(_calls(all_of[name].body) for name in missing)) & all_of.keys() - names
+        )
+    return [function for name, function in all_of.items() if name in names]
 
 
 def _calls(body: object) -> set[str]:
@@ -427,4 +431,4 @@ def _calls(body: object) -> set[str]:
     }
 
 
-add_library_names(each.name for each in with_vectors())
+add_library_names(function.name for function in with_vectors())

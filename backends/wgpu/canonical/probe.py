@@ -115,12 +115,12 @@ def hard_cases() -> tuple[NDArray[np.float32], ...]:
     quarter = _CASES // 4
     bits = draw.integers(0, 2**32, (3, _CASES), np.uint32)
     bits[:, :quarter] = draw.choice(edges, (3, quarter))
-    some = draw.normal(size=(3, quarter)).astype(np.float32) * np.float32(8)
-    bits[:, quarter : 2 * quarter] = some.view(np.uint32)
+    moderate = draw.normal(size=(3, quarter)).astype(np.float32) * np.float32(8)
+    bits[:, quarter : 2 * quarter] = moderate.view(np.uint32)
     # Few bits in each factor: products and sums that lie halfway.
-    half = draw.integers(0, 4096, (3, quarter)).astype(np.float32)
-    half *= np.exp2(draw.integers(-20, 20, (3, quarter))).astype(np.float32)
-    bits[:, 2 * quarter : 3 * quarter] = half.view(np.uint32)
+    halfway = draw.integers(0, 4096, (3, quarter)).astype(np.float32)
+    halfway *= np.exp2(draw.integers(-20, 20, (3, quarter))).astype(np.float32)
+    bits[:, 2 * quarter : 3 * quarter] = halfway.view(np.uint32)
     cases = bits.view(np.float32).copy()
     with np.errstate(all="ignore"):  # cancellation: only the last bits of a multiply-add remain
         cases[2, quarter : 2 * quarter] = -(cases[0] * cases[1])[quarter : 2 * quarter]
@@ -134,19 +134,20 @@ class Difference:
     Attributes:
         operator: The operator or function.
         operands: Its operands, as bits.
-        got: The device's result, as bits.
+        result: The device's result, as bits.
         expected: The convention's result, as bits.
     """
 
     operator: str
     operands: tuple[int, ...]
-    got: int
+    result: int
     expected: int
 
     def __str__(self) -> str:
         operands = ", ".join(f"0x{bits:08x}" for bits in self.operands)
         return (
-            f"{self.operator} of {operands} gives 0x{self.got:08x}, expected 0x{self.expected:08x}"
+            f"{self.operator} of {operands} gives 0x{self.result:08x}, expected "
+            f"0x{self.expected:08x}"
         )
 
 
@@ -208,7 +209,7 @@ def _run_kernel(
     inputs: Sequence[NDArray[Any]],
     nbytes: int,
 ) -> NDArray[np.float32]:
-    buffers = [target.buffer(each.nbytes) for each in inputs] + [target.buffer(nbytes)]
+    buffers = [target.buffer(array.nbytes) for array in inputs] + [target.buffer(nbytes)]
     for buffer, values in zip(buffers, inputs, strict=False):
         target.upload(buffer, values)
     prepared = target.prepare(dispatches, buffers)
@@ -219,14 +220,14 @@ def followed(
     device: Device, matmul: MatmulShader
 ) -> tuple[list[Convention], dict[Convention, Difference]]:
     """Return the conventions that a device follows, and its first difference from the others."""
-    follows, departs = [], {}
+    follows, differences = [], {}
     for convention in CONVENTIONS:
         difference = first_difference(CanonicalDevice(device, convention), matmul, convention)
         if difference is None:
             follows.append(convention)
         else:
-            departs[convention] = difference
-    return follows, departs
+            differences[convention] = difference
+    return follows, differences
 
 
 def refuse_unlike(target: CanonicalDevice, matmul: MatmulShader, convention: Convention) -> None:

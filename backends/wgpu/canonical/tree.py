@@ -314,8 +314,10 @@ class _Reader:
     def take(self, token: str = "") -> str:
         text = self.next
         if token and text != token:
-            around = " ".join(t for _, t in self.tokens[max(0, self.at - 12) : self.at + 3])
-            raise UnsupportedKernel(f"a kernel has {text!r} where {token!r} was expected: {around}")
+            context = " ".join(t for _, t in self.tokens[max(0, self.at - 12) : self.at + 3])
+            raise UnsupportedKernel(
+                f"a kernel has {text!r} where {token!r} was expected: {context}"
+            )
         self.at += 1
         return text
 
@@ -534,10 +536,10 @@ class _Reader:
     def _unary(self) -> Expression:
         if self.next in {"-", "!", "~", "&"}:
             sign = self.take()
-            of = self._unary()
-            if sign == "-" and isinstance(of, Literal):
-                return replace(of, value=-of.value)
-            return Unary(sign, of, of.type)
+            operand = self._unary()
+            if sign == "-" and isinstance(operand, Literal):
+                return replace(operand, value=-operand.value)
+            return Unary(sign, operand, operand.type)
         return self._postfix()
 
     def _postfix(self) -> Expression:
@@ -649,8 +651,10 @@ def _built_in(name: str, operands: tuple[Expression, ...]) -> Expression:
         operands = tuple(map(_default_type, same_type(operands)))
         return Application(name, operands, max((x.type for x in operands), key=size_of))
     if name in _LIKE_FIRST:
-        first = _default_type(operands[0])
-        return Application(name, (first, *(concrete(x, "u32") for x in operands[1:])), first.type)
+        first_type = _default_type(operands[0])
+        return Application(
+            name, (first_type, *(concrete(x, "u32") for x in operands[1:])), first_type.type
+        )
     kinds = {
         "dot": "f32", "any": "bool", "all": "bool", "arrayLength": "u32",
         "unpack2x16float": "vec2f", "unpack4xI8": "vec4i",

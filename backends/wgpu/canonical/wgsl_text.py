@@ -132,7 +132,9 @@ def canonical_wgsl(source: str, convention: Convention) -> tuple[str, bool]:
     """
     module = with_library(tree.read_module(source))
     text = _Text()
-    functions = [text.function(each) for each in (*called_functions(module), *module.functions)]
+    functions = [
+        text.function(function) for function in (*called_functions(module), *module.functions)
+    ]
     body = text.main(module.body)
     needs_zero = "kept" in "\n".join([*functions, body])
     inputs = dict(module.inputs)
@@ -195,11 +197,11 @@ _UNNAMED: Final = frozenset({"select", "max", "min", "clamp", "fma"})
 
 class _Text:
     def __init__(self) -> None:
-        self._running: frozenset[tree.Expression] = frozenset()
+        self._sums_in_progress: frozenset[tree.Expression] = frozenset()
 
     def main(self, body: tuple[tree.Statement, ...]) -> str:
         """Print a function's body."""
-        self._running = frozenset(_running_sums(body))
+        self._sums_in_progress = frozenset(_running_sums(body))
         return "\n".join(self.statements(body))
 
     def function(self, node: tree.Function) -> str:
@@ -269,7 +271,7 @@ class _Text:
             case tree.Unary("-", operand, kind) if kind in tree.FLOATS:
                 return _opaque(f"-{self.expression(operand)}", kind)
         text = self.term(node)
-        return _opaque(text, node.type) if node in self._running else text
+        return _opaque(text, node.type) if node in self._sums_in_progress else text
 
     def term(self, node: tree.Expression) -> str:
         """Print a value or the target of an assignment."""
@@ -314,12 +316,12 @@ class _Text:
     def call(self, node: tree.Application) -> str:
         text = self.expression if node.name in _UNNAMED else self.assigned_value
         argument_list = ", ".join(map(text, node.arguments))
-        first = node.arguments[0].type if node.arguments else ""
+        first_type = node.arguments[0].type if node.arguments else ""
         if node.name == "bitcast":
             return f"bitcast<{_type(node.type)}>({argument_list})"
         if node.name == "sqrt":
             return f"square_root({argument_list})"
-        if first == "f32" and node.name in {"i32", "u32"}:
+        if first_type == "f32" and node.name in {"i32", "u32"}:
             return f"{'to_whole' if node.name == 'i32' else 'to_natural'}({argument_list})"
         if node.name == "fma":
             return _opaque(f"fma({argument_list})", node.type)

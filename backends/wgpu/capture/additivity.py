@@ -1,4 +1,4 @@
-"""Check that a loss is a sum over samples: the losses of two halves must add up to the whole.
+"""Check that a loss is a sum over samples: the losses of a batch's halves must add up to its loss.
 
 Only the loss is computed, on random outputs with the shapes of the trace, so the check is cheap for
 any model size.
@@ -34,25 +34,25 @@ def refuse_non_additive_loss(
 
     Args:
         module: The model.
-        loss: Takes the model and the arrays.
+        loss: The loss, a function of the model and the arrays.
         arrays: A microbatch.
         results: Outputs of each call of the model by the loss.
 
     Raises:
-        SamestepError: The loss of the whole is not the sum of its halves' losses.
+        SamestepError: The loss of the batch is not the sum of its halves' losses.
     """
     counts = {len(array) if array.dim() else 0 for array in arrays.values()}
     samples = counts.pop() if len(counts) == 1 else 0
     if samples < 2:
         return
-    made_up = _RandomOutputs(module, samples, results)
+    random_outputs = _RandomOutputs(module, samples, results)
     rows = torch.arange(samples)
-    batch, half = {**arrays, _ROWS: rows}, samples // 2
+    batch, half_count = {**arrays, _ROWS: rows}, samples // 2
     halves = [
-        {name: array[part] for name, array in batch.items()}
-        for part in (slice(0, half), slice(half, samples))
+        {name: array[rows_of_half] for name, array in batch.items()}
+        for rows_of_half in (slice(0, half_count), slice(half_count, samples))
     ]
-    trial = LossTrial(module, lambda _, given: made_up.loss(loss, given), {})
+    trial = LossTrial(module, lambda _, trial_arrays: random_outputs.loss(loss, trial_arrays), {})
     with suppress(_NotBySample):
         refuse_unlike_halves(trial, batch, halves, samples)
 
@@ -72,7 +72,7 @@ class _RandomOutputs:
         self._rows = torch.arange(samples)
         self._calls = 0
         self._outputs = [
-            _random_outputs(each, samples, number) for number, each in enumerate(results)
+            _random_outputs(result, samples, number) for number, result in enumerate(results)
         ]
 
     def loss(
@@ -95,7 +95,7 @@ class _RandomOutputs:
         outputs = self._outputs[number] if number < len(self._outputs) else None
         if outputs is None:
             raise _NotBySample
-        return pytree.tree_unflatten([each[self._rows] for each in outputs[0]], outputs[1])
+        return pytree.tree_unflatten([tensor[self._rows] for tensor in outputs[0]], outputs[1])
 
 
 def _random_outputs(

@@ -98,7 +98,7 @@ class Capture:
 def capture_step(
     module: nn.Module,
     loss: Callable[[Any, Arrays], torch.Tensor],
-    trained: Sequence[str],
+    trained_names: Sequence[str],
     arrays: Arrays,
     fuses: Fuses = never_fuses,
     *,
@@ -111,7 +111,7 @@ def capture_step(
     Args:
         module: The module on the host; it is not changed.
         loss: Returns the summed loss.
-        trained: Names of the trainable tensors.
+        trained_names: Names of the trainable tensors.
         arrays: Arrays with the shapes and dtypes to trace; their values are not used.
         fuses: Which attention becomes one operator.
         closes: Whether a call of a repeated layer becomes one node.
@@ -120,20 +120,20 @@ def capture_step(
         fields: Returns the embeddings that the loss has computed, if any.
 
     Returns:
-        Outputs: the loss, then for each name of `trained` its gradient or None, then the fields.
+        Outputs: the loss, the gradient or None of each of `trained_names`, and the fields.
 
     Raises:
         SamestepError: The step depends on values, or cannot be traced.
     """
 
-    def step(inputs: Arrays, named: Arrays) -> list[torch.Tensor | None]:
+    def step(inputs: Arrays, tensors_by_name: Arrays) -> list[torch.Tensor | None]:
         scale = inputs.get(SCALE)
         value = loss(module, {name: x for name, x in inputs.items() if name != SCALE})
         value = value.float() if halves else value
         if value.dim():
             raise SamestepError(f"expected a loss that is one sum, got shape {tuple(value.shape)}")
-        gradients = _gradients(value, [named[name] for name in trained], scale)
-        embeddings = [each.detach() for each in fields()]
+        gradients = _gradients(value, [tensors_by_name[name] for name in trained_names], scale)
+        embeddings = [embedding.detach() for embedding in fields()]
         field_counts[:] = [len(embeddings)]
         return [value.detach(), *gradients, *embeddings]
 
@@ -142,7 +142,7 @@ def capture_step(
 
     def note(_module: nn.Module, _args: Any, output: Any) -> None:
         flat, structure = pytree.tree_flatten(output)
-        tensors = all(isinstance(each, torch.Tensor) for each in flat)
+        tensors = all(isinstance(item, torch.Tensor) for item in flat)
         results.append(ModelResult(tuple(map(TensorSpec.of, flat)), structure) if tensors else None)
 
     with (
@@ -150,7 +150,7 @@ def capture_step(
         half_products(enabled=halves),
         module.register_forward_hook(note),
     ):
-        trace = _Trace(module, frozenset(trained), checkpoint, fuses, closes)
+        trace = _Trace(module, frozenset(trained_names), checkpoint, fuses, closes)
         scale_array = {SCALE: torch.ones(2)} if halves else {}
         capture = trace.capture(step, {**arrays, **scale_array})
     capture.model_results, (capture.fields,) = tuple(results), field_counts
@@ -160,32 +160,35 @@ def capture_step(
 def capture_coupled(
     module: nn.Module,
     losses: Callable[[Any, Arrays], torch.Tensor],
-    trained: Sequence[str],
+    trained_names: Sequence[str],
     arrays: Arrays,
     fuses: Fuses = never_fuses,
 ) -> Capture:
-    """A loss over all samples of a step, and its gradients.
+    """Trace a loss over all samples of a step, and its gradients.
 
     Args:
-        module: On the host; it is not changed.
-        losses: Gives the loss of each sample, (samples,), of the module and the arrays.
-        trained: Names of the trainable tensors.
-        arrays: Of the shapes and types to trace for, those of float32 with gradients.
-        fuses: Which attention stays in one piece.
+        module: The module on the host; it is not changed.
+        losses: Returns the loss of each sample, (samples,), for the module and the arrays.
+        trained_names: Names of the trainable tensors.
+        arrays: Arrays with the shapes and dtypes to trace; float32 arrays get gradients.
+        fuses: Which attention becomes one operator.
 
     Returns:
-        Outputs of the graph: the losses; for each name of `trained` the gradient of their sum, or
-        None; the same for each array of float32.
+        Outputs: the losses; then for each name of `trained_names`, and for each float32 array, the
+        gradient of their sum or None.
     """
     embeddings = [name for name, array in arrays.items() if array.is_floating_point()]
 
-    def step(inputs: Arrays, named: Arrays) -> list[torch.Tensor | None]:
+    def step(inputs: Arrays, tensors_by_name: Arrays) -> list[torch.Tensor | None]:
         sample_losses = losses(module, changeable(inputs))
-        targets = [*(named[name] for name in trained), *(inputs[name] for name in embeddings)]
+        targets = [
+            *(tensors_by_name[name] for name in trained_names),
+            *(inputs[name] for name in embeddings),
+        ]
         return [sample_losses.detach(), *_gradients(sample_losses.float().sum(), targets, None)]
 
     with prepared(module, train=True, fuses=fuses) as checkpoint:
-        trace = _Trace(module, frozenset(trained), checkpoint, fuses)
+        trace = _Trace(module, frozenset(trained_names), checkpoint, fuses)
         return trace.capture(step, arrays, frozenset(embeddings))
 
 
@@ -211,14 +214,14 @@ def capture_forward(
     """Trace a call of the module in evaluation mode; outputs are the result's tensors, flat.
 
     Raises:
-        SamestepError: As `capture_step`; or a result is not a tensor.
+        SamestepError: As for `capture_step`, or a result is not a tensor.
     """
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     arrays = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
     structures: list[pytree.TreeSpec] = []
 
-    def forward(inputs: Arrays, named: Arrays) -> list[torch.Tensor | None]:
-        del named
+    def forward(inputs: Arrays, tensors_by_name: Arrays) -> list[torch.Tensor | None]:
+        del tensors_by_name
         flat = [inputs.get(str(i), leaf) for i, leaf in enumerate(leaves)]
         arguments, keywords = pytree.tree_unflatten(flat, structure)
         with torch.no_grad():
@@ -240,9 +243,15 @@ def prepared(module: nn.Module, *, train: bool, fuses: Fuses = never_fuses) -> I
     Attention implementations other than torch's function are replaced by the model's eager form,
     which consists of core operators.
     """
-    modes = [(each, each.training) for each in module.modules()]
-    flags = [each for each in module.modules() if getattr(each, "gradient_checkpointing", False)]
-    configs = {id(c): c for each in module.modules() if (c := getattr(each, "config", None))}
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    flags = [
+        submodule
+        for submodule in module.modules()
+        if getattr(submodule, "gradient_checkpointing", False)
+    ]
+    configs = {
+        id(c): c for submodule in module.modules() if (c := getattr(submodule, "config", None))
+    }
     attention = [
         (config, config._attn_implementation)  # noqa: SLF001
         for config in configs.values()
@@ -250,8 +259,8 @@ def prepared(module: nn.Module, *, train: bool, fuses: Fuses = never_fuses) -> I
     ]
     try:
         module.train(train)
-        for each in flags:
-            each.gradient_checkpointing = False  # type: ignore[assignment]
+        for submodule in flags:
+            submodule.gradient_checkpointing = False  # type: ignore[assignment]
         for config, implementation in attention:
             if implementation != "sdpa" or not sdpa_can_be_traced():
                 config._attn_implementation = "eager"  # noqa: SLF001
@@ -265,10 +274,10 @@ def prepared(module: nn.Module, *, train: bool, fuses: Fuses = never_fuses) -> I
     finally:
         for config, implementation in attention:
             config._attn_implementation = implementation  # noqa: SLF001
-        for each in flags:
-            each.gradient_checkpointing = True  # type: ignore[assignment]
-        for each, mode in modes:
-            each.training = mode
+        for submodule in flags:
+            submodule.gradient_checkpointing = True  # type: ignore[assignment]
+        for submodule, mode in modes:
+            submodule.training = mode
 
 
 @contextmanager
@@ -287,7 +296,7 @@ class _Trace:
     """A trace's options."""
 
     module: nn.Module
-    trained: frozenset[str]
+    trained_names: frozenset[str]
     checkpoint: bool
     fuses: Fuses
     closes: bool = True
@@ -313,7 +322,7 @@ class _Trace:
         calls: list[LayerCall] = []
         used_seeds = [0]
 
-        def traced(tensors: list[torch.Tensor], seeds: torch.Tensor, inputs: list[Any]) -> Any:
+        def run_traced(tensors: list[torch.Tensor], seeds: torch.Tensor, inputs: list[Any]) -> Any:
             def next_seed() -> torch.Tensor:
                 used_seeds.append(len(used_seeds))
                 return seeds[used_seeds[-1]]
@@ -334,14 +343,21 @@ class _Trace:
                 return results
 
         with FakeTensorMode(allow_non_fake_inputs=True):
-            tensors = [_fake(tensors_by_name[name], trained=name in self.trained) for name in names]
+            tensors = [
+                _fake(tensors_by_name[name], requires_grad=name in self.trained_names)
+                for name in names
+            ]
             seeds = torch.empty((_SEEDS, 2), dtype=torch.int32)
-            inputs = [_fake(array, trained=n in differentiable) for n, array in arrays.items()]
-            graph = _trace(traced, (tensors, seeds, inputs), self.module, "")
+            inputs = [
+                _fake(array, requires_grad=n in differentiable) for n, array in arrays.items()
+            ]
+            graph = _trace(run_traced, (tensors, seeds, inputs), self.module, "")
             kinds = _kinds(calls)
         _copy_changed_arrays(graph, len(inputs))
-        (last,) = (node for node in graph.graph.nodes if node.op == "output")
-        outputs = tuple(None if n is None else TensorSpec.of(n.meta["val"]) for n in last.args[0])
+        (output_node,) = (node for node in graph.graph.nodes if node.op == "output")
+        outputs = tuple(
+            None if n is None else TensorSpec.of(n.meta["val"]) for n in output_node.args[0]
+        )
         return Capture(graph, names, tuple(arrays), kinds, calls, len(used_seeds), outputs)
 
 
@@ -350,9 +366,9 @@ def _copy_changed_arrays(graph: fx.GraphModule, arrays: int) -> None:
     nodes = list(graph.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     batch = inputs[len(inputs) - arrays :]
-    written = {_view_source(node.args[0]) for node in nodes if _is_in_place(node)}
+    written_sources = {_view_source(node.args[0]) for node in nodes if _is_in_place(node)}
     for holder in batch:
-        if holder in written:
+        if holder in written_sources:
             with graph.graph.inserting_before(holder.next):
                 copy = graph.graph.call_function(torch.ops.aten.clone.default, (holder,))
             copy.meta = dict(holder.meta)
@@ -373,17 +389,17 @@ def _view_source(node: Any) -> Any:
 
 
 def _in_float32(value: Any) -> Any:
-    half = isinstance(value, torch.Tensor) and value.dtype == torch.float16
-    return value.float() if half else value
+    is_half = isinstance(value, torch.Tensor) and value.dtype == torch.float16
+    return value.float() if is_half else value
 
 
-def _fake(tensor: torch.Tensor, *, trained: bool = False) -> torch.Tensor:
+def _fake(tensor: torch.Tensor, *, requires_grad: bool = False) -> torch.Tensor:
     """Return a fake tensor; half-precision tensors become float32, as only their storage is
     narrow."""
     with torch.no_grad():
         dtype = torch.float32 if tensor.dtype in {torch.float16, torch.bfloat16} else tensor.dtype
         tensor_: torch.Tensor = torch.empty(tensor.shape, dtype=dtype)
-    return tensor_.requires_grad_(trained)
+    return tensor_.requires_grad_(requires_grad)
 
 
 def _kinds(calls: Sequence[LayerCall]) -> list[Kind]:
@@ -399,7 +415,7 @@ def _capture_kind(call: LayerCall) -> Kind:
     output_numbers = [
         number for number, has_tangent in enumerate(call.tangents or ()) if has_tangent
     ]
-    inputs = [like.fake() for like in call.inputs]
+    inputs = [spec.fake() for spec in call.inputs]
     tangents = [
         TensorSpec(call.outputs[i].shape, call.outputs[i].dtype).fake() for i in output_numbers
     ]
@@ -408,7 +424,7 @@ def _capture_kind(call: LayerCall) -> Kind:
         results, _ = call.run(inputs)
         if call.tangents is None:
             return [result.detach() for result in results]
-        targets = [x for x, like in zip(inputs, call.inputs, strict=True) if like.differentiable]
+        targets = [x for x, spec in zip(inputs, call.inputs, strict=True) if spec.differentiable]
         outputs = [results[number] for number in output_numbers]
         grads = torch.autograd.grad(outputs, targets, tangents, allow_unused=True)
         return [*(result.detach() for result in results), *grads]
@@ -434,7 +450,7 @@ def _trace(
     except SamestepError:
         raise
     except Exception as error:
-        raise _capture_error(modules.now or "the step", error) from error
+        raise _capture_error(modules.current or "the step", error) from error
     modules.mark(graph)
     refuse_undeclared_draws(graph)
     return graph
@@ -450,7 +466,7 @@ _CAUSES: Final = (
 """(part of torch's message, our explanation)."""
 
 
-def _capture_error(place: str, error: Exception) -> SamestepError:
+def _capture_error(location: str, error: Exception) -> SamestepError:
     description = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
     cause = next((explanation for pattern, explanation in _CAUSES if pattern in description), "")
     reason = (
@@ -460,7 +476,7 @@ def _capture_error(place: str, error: Exception) -> SamestepError:
     )
     suffix = "" if cause else "; a step must not depend on the values of tensors"
     return SamestepError(
-        f"the vulkan backend cannot capture {place}{user_location(error)}: "
+        f"the vulkan backend cannot capture {location}{user_location(error)}: "
         f"{reason.rstrip('.')}{suffix}; use a cpu or cuda worker for this model"
     )
 
@@ -471,15 +487,15 @@ class _ModuleOfNodes:
     def __init__(self, module: nn.Module, prefix: str) -> None:
         dot = "." if prefix else ""
         self._names = {
-            id(each): f"{prefix}{dot if name else ''}{name}"
-            for name, each in module.named_modules()
+            id(submodule): f"{prefix}{dot if name else ''}{name}"
+            for name, submodule in module.named_modules()
         }
         self._stack: list[str] = [prefix]
         self._marks: list[tuple[int, str]] = []
         self._hooks: list[Any] = []
 
     @property
-    def now(self) -> str:
+    def current(self) -> str:
         """The module whose forward is running."""
         return self._stack[-1]
 

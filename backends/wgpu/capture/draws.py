@@ -56,7 +56,7 @@ class Draws:
         return x if noise is None else x * noise
 
     def dropout_(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001
-        """The same, in place: other code may read the tensor."""
+        """Replace `torch.dropout_`, in place, since other code may read the tensor."""
         noise = self._noise(x, x.shape, p) if train else None
         return x if noise is None else x.mul_(noise)
 
@@ -66,24 +66,24 @@ class Draws:
         return x if noise is None else x * noise
 
     def feature_dropout_(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001
-        """The same, in place."""
+        """Replace `feature_dropout_`, in place."""
         noise = self._noise(x, _channels(x), p) if train else None
         return x if noise is None else x.mul_(noise)
 
     def alpha_dropout(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001
-        """Dropout that preserves mean and variance of `selu`'s outputs."""
+        """Apply dropout that preserves mean and variance of `selu`'s outputs."""
         return self._alpha(x, x.shape, p) if train and p else x
 
     def alpha_dropout_(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001
-        """The same, in place."""
+        """Replace `alpha_dropout_`, in place."""
         return x.copy_(self._alpha(x, x.shape, p)) if train and p else x
 
     def feature_alpha_dropout(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001
-        """The same for whole channels."""
+        """Apply `alpha_dropout` to whole channels."""
         return self._alpha(x, _channels(x), p) if train and p else x
 
     def feature_alpha_dropout_(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001
-        """In place."""
+        """Replace `feature_alpha_dropout_`, in place."""
         return x.copy_(self._alpha(x, _channels(x), p)) if train and p else x
 
     def rrelu(
@@ -102,59 +102,59 @@ class Draws:
         return torch.where(x <= 0, x * slope, x)
 
     def rrelu_(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """In place."""
+        """Replace `rrelu_`, in place."""
         return x.copy_(self.rrelu(x, *args, **kwargs))
 
     def rand(self, *size: Any, **options: Any) -> torch.Tensor:
-        """Uniform in [0, 1)."""
+        """Draw uniform numbers in [0, 1)."""
         return _with_options(self._uniform(_size(size, options)), options)
 
     def rand_like(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        """The same."""
+        """Draw uniform numbers in [0, 1), of the shape of `x`."""
         return _with_options(self._uniform(x.shape), {"dtype": x.dtype} | options)
 
     def uniform_(self, x: torch.Tensor, low: float = 0.0, high: float = 1.0, **options: Any) -> Any:
-        """Uniform, in place; torch names the bounds `from` and `to`."""
+        """Fill with uniform numbers; torch names the bounds `from` and `to`."""
         low, high = options.pop("from", low), options.pop("to", high)
         _refuse_generator_and_out(options)
         return x.copy_(low + (high - low) * self._uniform(x.shape))
 
     def randn(self, *size: Any, **options: Any) -> torch.Tensor:
-        """Normal."""
+        """Draw normal numbers."""
         return _with_options(self._normal(_size(size, options)), options)
 
     def randn_like(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        """The same."""
+        """Draw normal numbers, of the shape of `x`."""
         return _with_options(self._normal(x.shape), {"dtype": x.dtype} | options)
 
     def normal_(self, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, **options: Any) -> Any:
-        """In place."""
+        """Fill with normal numbers."""
         _refuse_generator_and_out(options)
         return x.copy_(mean + std * self._normal(x.shape))
 
     def normal(self, mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -> torch.Tensor:
-        """Normal, for numbers and a size, or for tensors."""
+        """Draw normal numbers, for numbers and a size, or for tensors."""
         if size is None:
             shapes = [x.shape for x in (mean, std) if isinstance(x, torch.Tensor)]
             size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
         return _with_options(mean + std * self._normal(size), options)
 
     def exponential_(self, x: torch.Tensor, lambd: float = 1.0, **options: Any) -> torch.Tensor:
-        """In place."""
+        """Fill with exponential numbers."""
         _refuse_generator_and_out(options)
         return x.copy_(self._exponential(x.shape) / lambd)
 
     def bernoulli(self, x: torch.Tensor, p: Any = None, **options: Any) -> torch.Tensor:
-        """1 with the probability in x, or p."""
+        """Draw 1 with the probability in x, or p."""
         _refuse_generator_and_out(options)
         return (self._uniform(x.shape) < (x if p is None else p)).to(x.dtype)
 
     def bernoulli_(self, x: torch.Tensor, p: Any = 0.5, **options: Any) -> torch.Tensor:
-        """In place."""
+        """Fill with 1 with the probability p."""
         return x.copy_(self.bernoulli(x, p, **options))
 
     def randint(self, *bounds: Any, **options: Any) -> torch.Tensor:
-        """Integers; arguments (high, size) or (low, high, size)."""
+        """Draw integers; arguments (high, size) or (low, high, size)."""
         remaining = list(bounds)
         size = options.pop("size") if "size" in options else remaining.pop()
         high = options.pop("high") if "high" in options else remaining.pop()
@@ -162,26 +162,26 @@ class Draws:
         return _with_options(self._integers(low, high, size), {"dtype": torch.int64} | options)
 
     def randint_like(self, x: torch.Tensor, *bounds: Any, **options: Any) -> torch.Tensor:
-        """Integers; arguments (high) or (low, high)."""
+        """Draw integers of the shape of `x`; arguments (high) or (low, high)."""
         remaining = list(bounds)
         high = options.pop("high") if "high" in options else remaining.pop()
         low = options.pop("low", remaining.pop() if remaining else 0)
         return _with_options(self._integers(low, high, x.shape), {"dtype": x.dtype} | options)
 
     def lstm(self, *arguments: Any) -> Any:
-        """Draw the dropout between layers, which torch draws inside its operator."""
+        """Run an LSTM with our dropout between layers, which torch draws inside its operator."""
         return self._recurrent(torch.lstm, *arguments)
 
     def gru(self, *arguments: Any) -> Any:
-        """The same."""
+        """Run a GRU; see `lstm`."""
         return self._recurrent(torch.gru, *arguments)
 
     def rnn_tanh(self, *arguments: Any) -> Any:
-        """The same."""
+        """Run an RNN with tanh; see `lstm`."""
         return self._recurrent(torch.rnn_tanh, *arguments)
 
     def rnn_relu(self, *arguments: Any) -> Any:
-        """The same."""
+        """Run an RNN with ReLU; see `lstm`."""
         return self._recurrent(torch.rnn_relu, *arguments)
 
     def _recurrent(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -196,9 +196,9 @@ class Draws:
         states = [state] if isinstance(state, torch.Tensor) else list(state)
         weights_per_layer, ends = len(weights) // layers, []
         for layer in range(layers):
-            begin = [part.chunk(layers)[layer] for part in states]
+            initial_states = [part.chunk(layers)[layer] for part in states]
             layer_weights = weights[weights_per_layer * layer : weights_per_layer * (layer + 1)]
-            layer_state = begin[0] if isinstance(state, torch.Tensor) else begin
+            layer_state = initial_states[0] if isinstance(state, torch.Tensor) else initial_states
             x, *end = function(x, layer_state, layer_weights, biases, 1, 0.0, training, *form)
             ends.append(end)
             if layer < layers - 1:

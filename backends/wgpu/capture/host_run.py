@@ -31,7 +31,7 @@ class HostStep:
         module: The model; it is not changed.
         loss: Returns the summed loss.
         values: The module's tensors, under all their names.
-        trained: Names of the trainable tensors.
+        trained_names: Names of the trainable tensors.
         calls: The layer calls of the step's capture.
         scale: Loss scale of a float16 step; else 0.
     """
@@ -41,7 +41,7 @@ class HostStep:
         module: nn.Module,
         loss: Loss,
         values: Mapping[str, torch.Tensor],
-        trained: Sequence[str],
+        trained_names: Sequence[str],
         calls: Sequence[LayerCall],
         *,
         scale: float = 0.0,
@@ -49,11 +49,11 @@ class HostStep:
         reference.register()
         self._module = module
         self._loss = loss
-        self._trained = trained
+        self._trained_names = trained_names
         self._calls = calls
         self._scale = scale
         leaves: dict[int, torch.Tensor] = {}
-        trained_ids = {id(values[name]) for name in trained}
+        trained_ids = {id(values[name]) for name in trained_names}
         for value in values.values():
             leaf = value.detach().requires_grad_(id(value) in trained_ids)
             leaves.setdefault(id(value), leaf)
@@ -69,7 +69,7 @@ class HostStep:
         Returns:
             The loss, then each trained tensor's gradient; zeros for unreached tensors.
         """
-        parameters = [self._values[name] for name in self._trained]
+        parameters = [self._values[name] for name in self._trained_names]
         grads: Sequence[torch.Tensor | None] = [None] * len(parameters)
         with ExitStack() as stack:
             stack.enter_context(_training(self._module))
@@ -87,7 +87,7 @@ class HostStep:
             grads = [None if grad is None else grad / self._scale for grad in grads]
         pairs = zip(grads, parameters, strict=True)
         gradients = (torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs)
-        return [value.detach(), *(each.detach() for each in gradients)]
+        return [value.detach(), *(gradient.detach() for gradient in gradients)]
 
     @contextmanager
     def _layers_draw(self, seeds: Iterator[torch.Tensor]) -> Iterator[None]:
@@ -133,15 +133,19 @@ class _Draws(Rewrites):
 @contextmanager
 def _training(module: nn.Module) -> Iterator[None]:
     """Set training mode, without checkpoints, whose recomputation would draw again."""
-    modes = [(each, each.training) for each in module.modules()]
-    flags = [each for each in module.modules() if getattr(each, "gradient_checkpointing", False)]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    flags = [
+        submodule
+        for submodule in module.modules()
+        if getattr(submodule, "gradient_checkpointing", False)
+    ]
     try:
         module.train()
-        for each in flags:
-            each.gradient_checkpointing = False  # type: ignore[assignment]
+        for submodule in flags:
+            submodule.gradient_checkpointing = False  # type: ignore[assignment]
         yield
     finally:
-        for each in flags:
-            each.gradient_checkpointing = True  # type: ignore[assignment]
-        for each, mode in modes:
-            each.training = mode
+        for submodule in flags:
+            submodule.gradient_checkpointing = True  # type: ignore[assignment]
+        for submodule, mode in modes:
+            submodule.training = mode

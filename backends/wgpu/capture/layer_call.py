@@ -30,7 +30,7 @@ from backends.wgpu.capture.substitution import named_tensors, substituted
 from backends.wgpu.graph.opaque import LAYER_BACKWARD, LAYER_FORWARD, CallsOfTrace
 from protocol.base.errors import SamestepError
 
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_CONSTANT_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _HASHED_ELEMENTS = 1 << 16
 
 
@@ -102,7 +102,7 @@ class LayerCall:
         """Run forward; return flat results and the rewrites with the draws from the seed, by
         default the last input."""
         by_name = {name: tensors[index] for name, index in self.names.items()}
-        leaves = [tensors[x.place] if isinstance(x, _Place) else x for x in self.leaves]
+        leaves = [tensors[x.number] if isinstance(x, _InputNumber) else x for x in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments)
         seed = tensors[-1] if seed is None else seed
         with substituted(self.layer, by_name), Rewrites(seed, self.fuses) as rewrites:
@@ -111,8 +111,8 @@ class LayerCall:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    place: int
+class _InputNumber:
+    number: int
 
 
 class NotClosable(Exception):
@@ -193,7 +193,7 @@ class _Closed(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         results = LAYER_FORWARD(list(tensors), call.number)
         pairs = zip(results, call.outputs, strict=True)
-        ctx.mark_non_differentiable(*(x for x, like in pairs if not like.differentiable))
+        ctx.mark_non_differentiable(*(x for x, spec in pairs if not spec.differentiable))
         return tuple(results)
 
     @staticmethod
@@ -201,7 +201,7 @@ class _Closed(torch.autograd.Function):
         call: LayerCall = ctx.call
         call.tangents = tuple(t is not None for t in tangents)
         grads = iter(LAYER_BACKWARD([t for t in tangents if t is not None], call.number))
-        return None, *(next(grads) if like.differentiable else None for like in call.inputs)
+        return None, *(next(grads) if spec.differentiable else None for spec in call.inputs)
 
 
 def _describe_call(  # noqa: PLR0917
@@ -227,8 +227,8 @@ def _describe_call(  # noqa: PLR0917
     leaves: list[Any] = []
     for leaf in flat:
         if isinstance(leaf, torch.Tensor):
-            leaves.append(_Place(number_of(leaf)))
-        elif isinstance(leaf, _PLAIN):
+            leaves.append(_InputNumber(number_of(leaf)))
+        elif isinstance(leaf, _CONSTANT_TYPES):
             leaves.append(leaf)
         else:
             raise NotClosable
@@ -269,8 +269,8 @@ def _run_empty(call: LayerCall) -> tuple[list[torch.Tensor], Rewrites, str]:
     Raises:
         NotClosable: A node cannot express the call.
     """
-    likes = call.inputs[:-1] if call.draws else call.inputs
-    fakes = [like.fake() for like in likes]
+    specs = call.inputs[:-1] if call.draws else call.inputs
+    fakes = [spec.fake() for spec in specs]
     with _Fingerprint(fakes) as fingerprint:
         results, rewrites = call.run(fakes, torch.empty(2, dtype=torch.int32))
         if not results or not all(isinstance(x, torch.Tensor) for x in results):
@@ -316,11 +316,11 @@ def _gradients(
     """Run backward as well if the model has custom autograd functions."""
     if not any(isinstance(node, BackwardCFunction) for node in _nodes(results)):
         return []
-    reached = [x for x in results if x.requires_grad]
+    differentiable_results = [x for x in results if x.requires_grad]
     targets = [x for x in fakes if x.requires_grad]
-    tangents = [torch.empty_like(x) for x in reached]
+    tangents = [torch.empty_like(x) for x in differentiable_results]
     grads: Sequence[torch.Tensor | None]
-    grads = [*torch.autograd.grad(reached, targets, tangents, allow_unused=True)]
+    grads = [*torch.autograd.grad(differentiable_results, targets, tangents, allow_unused=True)]
     return [None if x is None else fingerprint.number(x) for x in grads]
 
 

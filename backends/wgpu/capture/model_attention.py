@@ -19,7 +19,7 @@ from torch import nn
 
 from backends.wgpu.capture.attention import Fuses, fused_attention, sizes_of
 
-_PLAIN: Final = frozenset(
+_IGNORABLE_ARGUMENTS: Final = frozenset(
     {
         "cache_position",
         "deterministic",
@@ -54,8 +54,10 @@ def replaced_attention(module: nn.Module, fuses: Fuses) -> Iterator[None]:
     if not hasattr(interface, "get_interface"):
         yield
         return
-    supporting = [each for each in module.modules() if getattr(each, "_supports_sdpa", False)]
-    parts = {id(part) for each in supporting for part in each.modules()}
+    supporting = [
+        submodule for submodule in module.modules() if getattr(submodule, "_supports_sdpa", False)
+    ]
+    parts = {id(part) for submodule in supporting for part in submodule.modules()}
     original = interface.get_interface
 
     def get_interface(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,15 +91,15 @@ def _attend(  # noqa: PLR0917
     Returns:
         (B, T, H, D), and None for the weights.
     """
-    plain = not extra and all(
-        word in _PLAIN for word, given in options.items() if given is not None
+    is_plain = not extra and all(
+        word in _IGNORABLE_ARGUMENTS for word, argument in options.items() if argument is not None
     )
-    plain = plain and not options.get("dropout") and not options.get("output_attentions")
-    plain = plain and id(module) in parts and not (needs_mask and attention_mask is None)
-    sizes = sizes_of(query, key, value, attention_mask) if plain else None
+    is_plain = is_plain and not options.get("dropout") and not options.get("output_attentions")
+    is_plain = is_plain and id(module) in parts and not (needs_mask and attention_mask is None)
+    sizes = sizes_of(query, key, value, attention_mask) if is_plain else None
     if sizes is None or not fuses(sizes):
         return original(module, query, key, value, attention_mask, *extra, **options)
-    given = options.get("scaling")
-    scale: float = sizes.size**-0.5 if given is None else given
+    argument = options.get("scaling")
+    scale: float = sizes.size**-0.5 if argument is None else argument
     result = fused_attention(query, key, value, attention_mask, scale, causal=False)
     return result.transpose(1, 2).contiguous(), None

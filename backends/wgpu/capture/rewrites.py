@@ -43,7 +43,7 @@ class Rewrites(TorchFunctionMode):
         super().__init__()
         self.draws = Draws(seed)
         self._fuses = fuses
-        self._running: list[FunctionType] = []
+        self._composites_in_progress: list[FunctionType] = []
         """Composites in progress: a nested call of one would recurse without end."""
 
     def __torch_function__(
@@ -64,14 +64,14 @@ class Rewrites(TorchFunctionMode):
         if draw is not None:
             return draw(*args, **kwargs)
         body = _without_mode_check(func) if isinstance(func, FunctionType) else None
-        if body is None or body in self._running:
+        if body is None or body in self._composites_in_progress:
             return func(*args, **kwargs)
-        self._running.append(body)
+        self._composites_in_progress.append(body)
         try:
             with self:
                 return body(*args, **kwargs)
         finally:
-            self._running.pop()
+            self._composites_in_progress.pop()
 
     def _attention(  # noqa: PLR0917
         self,
@@ -95,8 +95,8 @@ class Rewrites(TorchFunctionMode):
         scores = query @ key.transpose(-2, -1)  # (..., queries, keys)
         scores = scores * scale
         if is_causal:  # every query sees a key
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
-            weights = torch.softmax(scores.masked_fill(later, -torch.inf), dim=-1)
+            is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+            weights = torch.softmax(scores.masked_fill(is_later, -torch.inf), dim=-1)
         else:
             weights = _softmax(scores, attn_mask)
         weights = self.draws.dropout(weights, dropout_p, dropout_p > 0)
@@ -134,5 +134,5 @@ def _softmax(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     else:
         scores = scores + mask
         hidden = scores == -torch.inf
-    lowest = torch.finfo(scores.dtype).min
-    return torch.softmax(scores.masked_fill(hidden, lowest), dim=-1).masked_fill(hidden, 0.0)
+    lowest_value = torch.finfo(scores.dtype).min
+    return torch.softmax(scores.masked_fill(hidden, lowest_value), dim=-1).masked_fill(hidden, 0.0)

@@ -24,7 +24,7 @@ def substituted(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Itera
     Raises:
         SamestepError: The module changed one of them.
     """
-    saved: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
+    originals: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
     versions = {name: tensor._version for name, tensor in tensors.items()}  # noqa: SLF001
     try:
         for name, tensor in tensors.items():
@@ -32,10 +32,12 @@ def substituted(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Itera
             owner = module.get_submodule(path)
             owner_tensors: dict[str, torch.Tensor | None]
             owner_tensors = owner._parameters if leaf in owner._parameters else owner._buffers  # type: ignore[assignment]  # noqa: SLF001
-            saved.append((owner_tensors, leaf, owner_tensors[leaf]))
+            originals.append((owner_tensors, leaf, owner_tensors[leaf]))
             owner_tensors[leaf] = tensor
         yield
-        for (owner_tensors, leaf, _), (name, tensor) in zip(saved, tensors.items(), strict=True):
+        for (owner_tensors, leaf, _), (name, tensor) in zip(
+            originals, tensors.items(), strict=True
+        ):
             if owner_tensors[leaf] is not tensor or tensor._version != versions[name]:  # noqa: SLF001
                 raise SamestepError(
                     f"expected tensors that stay the same, got {name!r}, which changes in forward; "
@@ -43,5 +45,5 @@ def substituted(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Itera
                     "attribute for values that depend on shapes alone"
                 )
     finally:
-        for owner_tensors, leaf, original in reversed(saved):
+        for owner_tensors, leaf, original in reversed(originals):
             owner_tensors[leaf] = original

@@ -53,23 +53,25 @@ _CONVERT: Final = """\
 @compute @workgroup_size(64)
 fn main(@builtin(global_invocation_id) id: vec3u) {{ out[id.x] = {}(given[id.x]); }}
 """
-_WIDEN: Final = Shader(_CONVERT.format("f16", "f32", "f32"), 2)
-_NARROW: Final = Shader(_CONVERT.format("f32", "f16", "f16"), 2)
+_WIDENING: Final = Shader(_CONVERT.format("f16", "f32", "f32"), 2)
+_NARROWING: Final = Shader(_CONVERT.format("f32", "f16", "f16"), 2)
 
 
 def hard_cases() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return pairs to add: all pairs of edge values, and random bits with close exponents."""
     edges = np.array([*_EDGES, *(edge | 0x80000000 for edge in _EDGES)], np.uint32)
-    first, second = (grid.reshape(-1) for grid in np.meshgrid(edges, edges))
+    first_edges, second_edges = (grid.reshape(-1) for grid in np.meshgrid(edges, edges))
     draw = np.random.default_rng(0)
     bits = draw.integers(0, 2**32, _RANDOM_CASES, np.uint32)
     # The second's exponent is within 26 of the first's, where rounding happens.
     exponent = (bits >> np.uint32(23)) & np.uint32(0xFF)
-    near = np.clip(exponent.astype(np.int64) + draw.integers(-26, 27, _RANDOM_CASES), 0, 254)
+    close_exponents = np.clip(
+        exponent.astype(np.int64) + draw.integers(-26, 27, _RANDOM_CASES), 0, 254
+    )
     mantissas = draw.integers(0, 2**32, _RANDOM_CASES, np.uint32) & np.uint32(0x807FFFFF)
-    close = (near.astype(np.uint32) << np.uint32(23)) | mantissas
-    a = np.concatenate([first, bits]).view(np.float32)
-    b = np.concatenate([second, close]).view(np.float32)
+    close = (close_exponents.astype(np.uint32) << np.uint32(23)) | mantissas
+    a = np.concatenate([first_edges, bits]).view(np.float32)
+    b = np.concatenate([second_edges, close]).view(np.float32)
     with np.errstate(all="ignore"):
         is_number = ~np.isnan(a + b)
     return a[is_number], b[is_number]
@@ -94,23 +96,23 @@ def changed_halves(device: ComputeTarget) -> int:
     bits = np.arange(_COUNT, dtype=np.uint16)
     values = bits.view(np.float16)
     with np.errstate(all="ignore"):
-        wide = values.astype(np.float32)
-    buffers = [device.buffer(nbytes) for nbytes in (bits.nbytes, wide.nbytes, wide.nbytes)]
+        expected = values.astype(np.float32)
+    buffers = [device.buffer(nbytes) for nbytes in (bits.nbytes, expected.nbytes, expected.nbytes)]
     buffers.append(device.buffer(bits.nbytes))
     device.upload(buffers[0], bits)
-    device.upload(buffers[2], wide)
+    device.upload(buffers[2], expected)
     grid = (_COUNT // _WORKGROUP, 1, 1)
     dispatches = [
-        Dispatch(_WIDEN, (0, 1), grid, "widen"),
-        Dispatch(_NARROW, (2, 3), grid, "narrow"),
+        Dispatch(_WIDENING, (0, 1), grid, "widen"),
+        Dispatch(_NARROWING, (2, 3), grid, "narrow"),
     ]
-    copies = [Copy(buffers[1], wide.nbytes), Copy(buffers[3], bits.nbytes)]
+    copies = [Copy(buffers[1], expected.nbytes), Copy(buffers[3], bits.nbytes)]
     widened, narrowed = device.run(device.prepare(dispatches, buffers), copies).result()
     back = narrowed.view(np.float16).astype(np.float32)
-    return int(np.count_nonzero(_differ(widened, wide) | _differ(back, wide)))
+    return int(np.count_nonzero(_differ(widened, expected) | _differ(back, expected)))
 
 
 def _differ(results: NDArray[np.float32], expected: NDArray[np.float32]) -> NDArray[np.bool_]:
-    small = np.abs(expected) < np.finfo(np.float16).smallest_normal
+    is_subnormal = np.abs(expected) < np.finfo(np.float16).smallest_normal
     both_nan = np.isnan(results) & np.isnan(expected)
-    return np.asarray(~((results == expected) | both_nan | (small & (results == 0))))
+    return np.asarray(~((results == expected) | both_nan | (is_subnormal & (results == 0))))

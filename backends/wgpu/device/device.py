@@ -57,9 +57,9 @@ class Counts:
 class _Readback:
     """The results of a submission."""
 
-    def __init__(self, device: Device, running: Future[_Mapping]) -> None:
+    def __init__(self, device: Device, future: Future[_Mapping]) -> None:
         self._device = device
-        self._running = running
+        self._future = future
 
     def result(self) -> list[NDArray[np.float32]]:
         """Wait, and return one flat float32 array per copy; use `.view` for other types.
@@ -68,7 +68,7 @@ class _Readback:
             DeviceError: The device was lost or is out of memory.
         """
         with failures(self._device.adapter.name):
-            return self._device.fetch(self._running.result())
+            return self._device.fetch(self._future.result())
 
 
 @dataclass(slots=True)
@@ -218,11 +218,11 @@ class Device:
                 copy.buffer.handle, copy.buffer.offset + copy.offset, staging, offset, copy.nbytes
             )
             offset += copy.nbytes
-        finished = encoder.finish()  # keeps the commands alive until they are submitted
-        commands = ffi.new("WGPUCommandBuffer[1]", [finished._internal])  # noqa: SLF001
+        command_buffer = encoder.finish()  # keeps the commands alive until they are submitted
+        commands = ffi.new("WGPUCommandBuffer[1]", [command_buffer._internal])  # noqa: SLF001
         submission = native.libf.wgpuQueueSubmitForIndex(self._queue._internal, 1, commands)  # noqa: SLF001
         self._staged_bytes = 0
-        del finished
+        del command_buffer
         mapping = _Mapping(submission, staging, sizes, [], threading.Event(), None)
         if staging is not None:
             _map(mapping)
@@ -243,11 +243,11 @@ class Device:
         handle = mapping.staging._internal  # noqa: SLF001
         total = sum(mapping.sizes)
         address = native.libf.wgpuBufferGetMappedRange(handle, 0, total)
-        whole = np.frombuffer(ffi.buffer(address, total), np.float32).copy()
+        values = np.frombuffer(ffi.buffer(address, total), np.float32).copy()
         native.libf.wgpuBufferUnmap(handle)
         self._staging[mapping.staging.size].append(mapping.staging)
         ends = np.cumsum(mapping.sizes) // 4
-        return np.split(whole, ends[:-1])
+        return np.split(values, ends[:-1])
 
     def _take_staging(self, nbytes: int) -> Any:
         """Return a staging buffer; sizes are powers of two or multiples of a large part, for
@@ -287,7 +287,7 @@ class Device:
         wgpu's native library offers that; the source is still validated."""
         if not shader.in_bounds:
             return self._device.create_shader_module(label=label, code=shader.module)
-        code, name = (ffi.new("char []", each.encode()) for each in (shader.module, label))
+        code, name = (ffi.new("char []", text.encode()) for text in (shader.module, label))
         source = ffi.new("WGPUShaderSourceWGSL *", {"code": (code, lib.WGPU_STRLEN)})
         source.chain.sType = lib.WGPUSType_ShaderSourceWGSL
         chained = ffi.cast("WGPUChainedStruct *", source)
@@ -304,11 +304,11 @@ def _encode(encoder: Any, calls: list[tuple[Any, Any, int, int, int]]) -> None:
     set_pipeline = lib.wgpuComputePassEncoderSetPipeline
     set_bind_group = lib.wgpuComputePassEncoderSetBindGroup
     dispatch = lib.wgpuComputePassEncoderDispatchWorkgroups
-    last = None
+    last_pipeline = None
     for pipeline, group, x, y, z in calls:
-        if pipeline is not last:
+        if pipeline is not last_pipeline:
             set_pipeline(handle, pipeline)
-            last = pipeline
+            last_pipeline = pipeline
         set_bind_group(handle, 0, group, 0, ffi.NULL)
         dispatch(handle, x, y, z)
     compute.end()
@@ -318,15 +318,15 @@ def _map(mapping: _Mapping) -> None:
     """Request the mapping of the staging buffer after its submission."""
 
     @ffi.callback("void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)")  # type: ignore[untyped-decorator]
-    def mapped(status: int, message: Any, _first: Any, _second: Any) -> None:
+    def on_mapped(status: int, message: Any, _userdata1: Any, _userdata2: Any) -> None:
         if status != lib.WGPUMapAsyncStatus_Success:
             mapping.failed.append(native.from_c_string_view(message))
         mapping.done.set()
 
     info = ffi.new("WGPUBufferMapCallbackInfo *")
     info.mode = lib.WGPUCallbackMode_AllowProcessEvents
-    info.callback = mapped
-    mapping.callback = mapped
+    info.callback = on_mapped
+    mapping.callback = on_mapped
     handle, total = mapping.staging._internal, sum(mapping.sizes)  # noqa: SLF001
     native.libf.wgpuBufferMapAsync(handle, lib.WGPUMapMode_Read, 0, total, info[0])
 

@@ -73,14 +73,14 @@ class MatmulTuner:
         """Return the chosen kernel; measure large products on first use."""
         key = repr(problem.tuning_key)
         if key not in self._choices:
-            plain = replace(problem, finish=None)  # the epilogue hardly affects the time
-            best = candidates(plain, self.traits)[:_CANDIDATES]
+            unfused = replace(problem, finish=None)  # the epilogue hardly affects the time
+            fastest_choices = candidates(unfused, self.traits)[:_CANDIDATES]
             products = problem.batch * problem.m * problem.k * problem.n
             if self._measure and products >= _WORTH_PRODUCTS:
-                self._choices[key] = self.quickest(plain, best)
+                self._choices[key] = self.quickest(unfused, fastest_choices)
                 self._save()
             else:
-                self._choices[key] = best[0]
+                self._choices[key] = fastest_choices[0]
         return self._choices[key]
 
     def quickest(self, problem: MatmulProblem, choices: tuple[Choice, ...]) -> Choice:
@@ -117,9 +117,11 @@ class MatmulTuner:
         }
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            half = self._path.with_suffix(f".{os.getpid()}")
-            half.write_text(json.dumps(document, indent=0, sort_keys=True), encoding="utf-8")
-            half.replace(self._path)
+            temporary_path = self._path.with_suffix(f".{os.getpid()}")
+            temporary_path.write_text(
+                json.dumps(document, indent=0, sort_keys=True), encoding="utf-8"
+            )
+            temporary_path.replace(self._path)
         except OSError:
             self._path = None
 
@@ -162,13 +164,15 @@ def _buffer_bytes(problem: MatmulProblem) -> list[int]:
     left, right = sides(problem)
 
     def elements(batch: int, outer: int, inner: int, extent: int, offset: int) -> int:
-        last = (problem.batch - 1) * batch + (extent - 1) * outer + (problem.k - 1) * inner
-        return offset + last + 1
+        last_output = (problem.batch - 1) * batch + (extent - 1) * outer + (problem.k - 1) * inner
+        return offset + last_output + 1
 
     a = elements(left.batch, left.outer, left.inner, left.extent, left.offset)
     b = elements(right.batch, right.outer, right.inner, right.extent, right.offset)
     form, result = problem.b_form, problem.result
-    last = (problem.batch - 1) * problem.m * problem.n + (problem.m - 1) * result.row + problem.n
+    last_output = (
+        (problem.batch - 1) * problem.m * problem.n + (problem.m - 1) * result.row + problem.n
+    )
     # As if stored in rows of eight, which every form divides.
     stored = 4 * b if form is None else stored_bytes(-(-b // 64), 64, form.storage)
-    return [4 * a, stored, 4 * (result.offset + last)]
+    return [4 * a, stored, 4 * (result.offset + last_output)]

@@ -15,8 +15,8 @@ from protocol.base.errors import DataError
 
 Words = NDArray[np.uint32]
 
-_SMALLEST: Final = -(2**31)
-_LARGEST: Final = 2**31 - 1
+_MIN_INTEGER: Final = -(2**31)
+_MAX_INTEGER: Final = 2**31 - 1
 
 
 def pack(
@@ -57,7 +57,7 @@ def to_words(array: NDArray[Any], name: str = "a tensor") -> Words:
         return flat.astype(np.float32, copy=False).view(np.uint32)
     if flat.dtype.itemsize > 4 and flat.size:
         low, high = int(flat.min()), int(flat.max())
-        if low < _SMALLEST or high > _LARGEST:
+        if low < _MIN_INTEGER or high > _MAX_INTEGER:
             raise DataError(
                 f"expected integers of at most 32 bits in {name}, got {low} to {high}, which the "
                 "vulkan backend does not support; make them smaller, or use a cpu or cuda worker"

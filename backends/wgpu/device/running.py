@@ -34,12 +34,12 @@ class Submission:
 
     Attributes:
         copies: Buffers to read back.
-        last: Whether it is the last of its segment.
+        is_last: Whether it is the last of its segment.
     """
 
     prepared: Prepared
     copies: tuple[Copy, ...]
-    last: bool
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def submissions(
     Outputs are copied back for the first microbatch; those in `of_each` for every microbatch, in
     order.
     """
-    dispatches = [replace(each, microbatches=microbatches) for each in plan.dispatches]
+    dispatches = [replace(dispatch, microbatches=microbatches) for dispatch in plan.dispatches]
     start = 0
     for segment in plan.segments:
         while segment.end - start > _DISPATCHES:
@@ -140,7 +140,7 @@ class Running:
                 arrays = readback.result()
                 if not self._stopped.is_set():
                     self._submit()
-                if submission.last:
+                if submission.is_last:
                     return arrays
         return None
 

@@ -24,19 +24,19 @@ class Merge:
     Attributes:
         pending_sums: Pending sums before it.
         merges: How often the two newest sums are added; the gradient is the newest.
-        last: Whether it is the subtree's last microbatch, after which one sum is left to read.
+        is_last: Whether it is the subtree's last microbatch, after which one sum is left to read.
     """
 
     pending_sums: int
     merges: int
-    last: bool
+    is_last: bool
 
 
 def merge_of(leaf: int, leaves: int) -> Merge:
     """Return the additions for microbatch `leaf` (from 0) of a subtree of `leaves`."""
-    pending, last = leaf.bit_count(), leaf == leaves - 1
+    pending, is_last = leaf.bit_count(), leaf == leaves - 1
     trailing_ones = (leaf + 1 & -(leaf + 1)).bit_length() - 1
-    return Merge(pending, pending if last else trailing_ones, last)
+    return Merge(pending, pending if is_last else trailing_ones, is_last)
 
 
 def levels_of(leaves: int) -> int:
@@ -101,7 +101,7 @@ class SumStack:
         self,
         parts: Sequence[Submission],
         sources: Sources,
-        first: int,
+        first_leaf: int,
         leaves: int,
         segments_before: int = 0,
     ) -> Iterator[Submission]:
@@ -110,16 +110,16 @@ class SumStack:
         Args:
             parts: Submissions that compute the microbatches.
             sources: Buffers with their results.
-            first: Number of the first microbatch in its subtree.
+            first_leaf: Number of the first microbatch in its subtree.
             leaves: Microbatches of the subtree.
             segments_before: Segments before the first block's, which are unchanged.
         """
         count = len(sources.gradients)
-        merges = [merge_of(leaf, leaves) for leaf in range(first, first + count)]
+        merges = [merge_of(leaf, leaves) for leaf in range(first_leaf, first_leaf + count)]
         block = 0
         for part in parts:
-            if segments_before or not part.last:
-                segments_before -= part.last
+            if segments_before or not part.is_last:
+                segments_before -= part.is_last
                 yield part
                 continue
             buffers = _BufferNumbers()
@@ -132,12 +132,12 @@ class SumStack:
             block += 1
             if block == len(self._nbytes):
                 numbers = buffers[sources.loss], buffers[self._losses]
-                note = note_losses(*numbers, count, sources.stride, first=first == 0)
+                note = note_losses(*numbers, count, sources.stride, first=first_leaf == 0)
                 dispatches.append(note)
                 copies.append(Copy(self._losses, 4 * leaves, 4))
             prepared = self._device.prepare(dispatches, [*buffers])
-            last = merges[-1].last
-            yield Submission(part.prepared + prepared, tuple(copies) if last else (), True)
+            is_last = merges[-1].is_last
+            yield Submission(part.prepared + prepared, tuple(copies) if is_last else (), True)
 
     def _of_block(
         self,
@@ -152,12 +152,12 @@ class SumStack:
             nbytes = max(self._nbytes[block][tensor] for tensor in tensors)
             sums = [[buffers[level[tensor]] for tensor in tensors] for level in level_buffers]
             for gradients, merge in zip(gradients_of_microbatches, merges, strict=True):
-                newest = [buffers[gradients[tensor]] for tensor in tensors]
+                newest_buffers = [buffers[gradients[tensor]] for tensor in tensors]
                 if not merge.merges:
-                    yield keep(newest, sums[merge.pending_sums], nbytes)
+                    yield keep(newest_buffers, sums[merge.pending_sums], nbytes)
                 for level in reversed(range(merge.pending_sums - merge.merges, merge.pending_sums)):
-                    yield add(newest, sums[level], nbytes)
-                    newest = sums[level]
+                    yield add(newest_buffers, sums[level], nbytes)
+                    newest_buffers = sums[level]
 
     def _tensor_groups(self, block: int) -> Iterator[Sequence[int]]:
         """Yield groups of a block's tensors for one dispatch each: of similar size, and a power of

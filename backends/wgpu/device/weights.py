@@ -47,10 +47,10 @@ class Weights:
         self._blocks = trainable.blocks
         self._tensors = named_tensors(self.module)
         frozen = {n for n, p in self.module.named_parameters() if not p.requires_grad}
-        self._released = set() if trainable.given_back else frozen
-        first: dict[int, str] = {}
+        self._released = set() if trainable.keeps_module else frozen
+        first_name_by_id: dict[int, str] = {}
         self._first_names = {
-            name: first.setdefault(id(t), name) for name, t in self._tensors.items()
+            name: first_name_by_id.setdefault(id(t), name) for name, t in self._tensors.items()
         }
         self.base = NarrowBase(self.module, trainable.base_dtype)
         widen(self.module)  # parameters without narrow storage
@@ -147,26 +147,26 @@ class Weights:
             release(self._tensors[name])
 
     def load(self, parameters: Sequence[Array]) -> None:
-        """Take new values of the trainable tensors; see `Program.load`.
+        """Load new values of the trainable tensors; see `Program.load`.
 
         Raises:
             SamestepError: The arrays do not fit the blocks.
         """
         check_sizes(parameters, self._blocks)
         for block, values in zip(self._blocks, parameters, strict=True):
-            for tensor, place in block.slices():
-                value = torch.from_numpy(values[place].reshape(tensor.shape))
+            for tensor, span in block.slices():
+                value = torch.from_numpy(values[span].reshape(tensor.shape))
                 with torch.no_grad():
                     self._tensors[tensor.name].copy_(value)
                 self._upload(self._first_names[tensor.name], value)
 
     def _upload(self, name: str, value: torch.Tensor) -> None:
-        """What is on the device of a tensor, whole or in parts."""
+        """Upload a tensor's new values into its buffer, or into those of its parts."""
         pieces = {str(part): value[part.first : part.end] for part in self.tables.get(name, ())}
         for piece, values in (pieces or {name: value}).items():
             if (buffer := self._buffers.get(piece)) is not None:
                 self._device.upload(buffer, values.numpy())
 
     def forget(self) -> None:
-        """Let go of the device's memory."""
+        """Release the device's memory."""
         self._buffers.clear()

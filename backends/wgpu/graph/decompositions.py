@@ -202,18 +202,18 @@ def _indexed_dims_first(
 ) -> tuple[list[int], list[torch.Tensor], list[int]] | None:
     """Return the permutation that moves the indexed dimensions to the front, the indices, and the
     permutation that moves the result back; None if they are first, not adjacent, or boolean."""
-    dims_indexed = [number for number, each in enumerate(indices) if each is not None]
-    present = [each for each in indices if each is not None]
-    first = dims_indexed[0] if dims_indexed else 0
-    is_adjacent = dims_indexed == list(range(first, first + len(dims_indexed)))
-    if not first or not is_adjacent or any(each.dtype == torch.bool for each in present):
+    dims_indexed = [number for number, index in enumerate(indices) if index is not None]
+    present = [index for index in indices if index is not None]
+    first_dim = dims_indexed[0] if dims_indexed else 0
+    is_adjacent = dims_indexed == list(range(first_dim, first_dim + len(dims_indexed)))
+    if not first_dim or not is_adjacent or any(index.dtype == torch.bool for index in present):
         return None
     index_dims = len(_index_shape(present))
     order = [*dims_indexed, *(dim for dim in range(dims) if dim not in dims_indexed)]
     other_dims = dims - len(dims_indexed)
     back = [
-        *range(index_dims, index_dims + first),
+        *range(index_dims, index_dims + first_dim),
         *range(index_dims),
-        *range(index_dims + first, index_dims + other_dims),
+        *range(index_dims + first_dim, index_dims + other_dims),
     ]
     return order, present, back

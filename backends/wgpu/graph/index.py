@@ -57,21 +57,21 @@ def linear(coordinates: Sequence[Coordinate]) -> Coordinate:
     parts = [c for c in coordinates if c.size != 1]
     if not parts:
         return ZERO
-    whole = parts[0]
+    index = parts[0]
     for part in parts[1:]:
-        size = whole.size * part.size
+        size = index.size * part.size
         if (
-            whole.source == part.source
-            and whole.divisor == part.divisor * part.size
+            index.source == part.source
+            and index.divisor == part.divisor * part.size
             and part.modulus == part.size
         ):
-            modulus = None if whole.modulus is None else whole.modulus * part.size
-            whole = Coordinate(whole.source, part.divisor, modulus, size)
-        elif str(whole) == "0u":
-            whole = plain(str(part), size)
+            modulus = None if index.modulus is None else index.modulus * part.size
+            index = Coordinate(index.source, part.divisor, modulus, size)
+        elif str(index) == "0u":
+            index = plain(str(part), size)
         else:
-            whole = plain(f"({whole} * {part.size}u + {part})", size)
-    return whole
+            index = plain(f"({index} * {part.size}u + {part})", size)
+    return index
 
 
 def split(index: Coordinate, sizes: Sequence[int]) -> list[Coordinate]:
@@ -82,9 +82,9 @@ def split(index: Coordinate, sizes: Sequence[int]) -> list[Coordinate]:
     }:  # the index covers a slice of the dimension only
         index = plain(str(index), index.size)
     parts, stride = [], 1
-    first = next((i for i, size in enumerate(sizes) if size != 1), 0)
+    first_dim = next((i for i, size in enumerate(sizes) if size != 1), 0)
     for position, size in reversed([*enumerate(sizes)]):
-        modulus = None if position <= first and index.modulus is None else size
+        modulus = None if position <= first_dim and index.modulus is None else size
         parts.append(Coordinate(index.source, index.divisor * stride, modulus, size))
         stride *= size
     return parts[::-1]
@@ -125,8 +125,8 @@ def reshape(
 
 def broadcast(coordinates: Sequence[Coordinate], shape: Sequence[int]) -> list[Coordinate]:
     """Map coordinates of a broadcast result to coordinates of an operand of this shape."""
-    last = coordinates[len(coordinates) - len(shape) :] if shape else []
-    return [ZERO if size == 1 else c.sized(size) for c, size in zip(last, shape, strict=True)]
+    trailing = coordinates[len(coordinates) - len(shape) :] if shape else []
+    return [ZERO if size == 1 else c.sized(size) for c, size in zip(trailing, shape, strict=True)]
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -23,10 +23,10 @@ from protocol.base.errors import DataError
 _aten = torch.ops.aten
 Bounds = tuple[float, float]
 """Bounds of integers are Python ints, which are exact at any size."""
-_LOWEST: Final = -(2**31)
-_HIGHEST: Final = 2**31 - 1
+_MIN_INT32: Final = -(2**31)
+_MAX_INT32: Final = 2**31 - 1
 _TRUTH: Final[Bounds] = (0, 1)
-_Of = Callable[[Any], Bounds | None]
+_BoundsOf = Callable[[Any], Bounds | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class IntegerBounds:
             if not self._varying.isdisjoint(step.node.all_input_nodes):
                 self._varying.add(step.node)
         if not any(map(_is_cast_from_float, self._steps)):
-            whole = (step for step in self._steps if not step.value.dtype.is_floating_point)
-            self._steps = [*whole]
-        self._fit: set[tuple[Bounds | None, ...]] = set()
+            integer_steps = (step for step in self._steps if not step.value.dtype.is_floating_point)
+            self._steps = [*integer_steps]
+        self._fitting_inputs: set[tuple[Bounds | None, ...]] = set()
 
     def refuse_overflow(self, arrays: Mapping[str, Any]) -> None:
         """Check the arrays' values.
@@ -85,7 +85,7 @@ class IntegerBounds:
         bounds = {name: _bounds(arrays[name]) for name in self._arrays.values()}
         widened = {name: None if b is None else _widen(b) for name, b in bounds.items()}
         key = tuple(widened.values())
-        if key in self._fit:
+        if key in self._fitting_inputs:
             return
         node_bounds: dict[fx.Node, Bounds | None] = {}
         overflow = self._first_overflow(widened, node_bounds)
@@ -98,7 +98,7 @@ class IntegerBounds:
             }
             overflow = self._first_overflow_on_host(arrays, unknown) if unknown else None
             if fits_all and overflow is None and unknown.isdisjoint(self._varying):
-                self._fit.add(key)
+                self._fitting_inputs.add(key)
         if overflow is not None:
             step, (low, high) = overflow
             raise DataError(
@@ -128,18 +128,18 @@ class IntegerBounds:
                 values[step.node] = value
                 if step.node in unknown and value.numel():
                     low, high = int(value.min()), int(value.max())
-                    if low < _LOWEST or high > _HIGHEST:
+                    if low < _MIN_INT32 or high > _MAX_INT32:
                         return step, (low, high)
         return None
 
     def _first_overflow(
         self, input_bounds: Mapping[str, Bounds | None], node_bounds: dict[fx.Node, Bounds | None]
     ) -> tuple[_Step, Bounds] | None:
-        """What may be, and the bounds of all before it in `node_bounds`."""
+        """Return the first step that may overflow, and its bounds; fill `node_bounds` up to it."""
         node_bounds.clear()
         node_bounds.update({node: input_bounds[name] for node, name in self._arrays.items()})
 
-        def of(value: Any) -> Bounds | None:
+        def bounds_of(value: Any) -> Bounds | None:
             if isinstance(value, fx.Node):
                 return node_bounds.get(value)
             if isinstance(value, int | bool):
@@ -147,12 +147,12 @@ class IntegerBounds:
             return (value, value) if isinstance(value, float) else None
 
         for step in self._steps:
-            node_bound = _TRUTH if step.value.dtype == torch.bool else _of_step(step, of)
+            node_bound = _TRUTH if step.value.dtype == torch.bool else _of_step(step, bounds_of)
             if node_bound is not None and (math.isnan(node_bound[0]) or math.isnan(node_bound[1])):
                 node_bound = None
             if node_bound is not None and not step.value.dtype.is_floating_point:
-                node_bound = _whole(node_bound)
-                if node_bound[0] < _LOWEST or node_bound[1] > _HIGHEST:
+                node_bound = _to_integers(node_bound)
+                if node_bound[0] < _MIN_INT32 or node_bound[1] > _MAX_INT32:
                     if step.value.dtype == torch.int64:
                         return step, node_bound
                     node_bound = None  # torch wraps as well
@@ -168,11 +168,11 @@ def _steps_from(steps: Sequence[_Step], sources: Collection[fx.Node]) -> Iterato
         if namespace == "aten" and reachable.issuperset(step.node.all_input_nodes):
             reachable.add(step.node)
             derived.append(step)
-    needed: set[fx.Node] = set()
+    needed_nodes: set[fx.Node] = set()
     for step in reversed(derived):
-        if _is_long(step) or step.node in needed:
-            needed.update([step.node, *step.node.all_input_nodes])
-    return (step for step in derived if step.node in needed)
+        if _is_long(step) or step.node in needed_nodes:
+            needed_nodes.update([step.node, *step.node.all_input_nodes])
+    return (step for step in derived if step.node in needed_nodes)
 
 
 def _step_name(step: _Step) -> str:
@@ -187,20 +187,21 @@ def _is_long(step: _Step) -> bool:
 def _is_cast_from_float(step: _Step) -> bool:
     """Whether the step converts floats to 64-bit integers."""
     return step.value.dtype == torch.int64 and any(
-        isinstance(value := each.meta.get("val"), torch.Tensor) and value.dtype.is_floating_point
-        for each in step.node.all_input_nodes
+        isinstance(value := input_node.meta.get("val"), torch.Tensor)
+        and value.dtype.is_floating_point
+        for input_node in step.node.all_input_nodes
     )
 
 
-def _with_device_infinities(whole: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def _with_device_infinities(integers: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Clamp integers that come from infinities. Torch's are undefined as well, and formulas that
     produce them (such as the logarithm of a zero distance) select another value."""
-    if whole.shape != source.shape or not source.is_floating_point():
-        return whole
-    return torch.where(source.isfinite(), whole, whole.clamp(_LOWEST, _HIGHEST))
+    if integers.shape != source.shape or not source.is_floating_point():
+        return integers
+    return torch.where(source.isfinite(), integers, integers.clamp(_MIN_INT32, _MAX_INT32))
 
 
-def _whole(bounds: Bounds) -> Bounds:
+def _to_integers(bounds: Bounds) -> Bounds:
     """Truncate towards zero, as torch does; infinities stay."""
     low, high = (int(x) if math.isfinite(x) else x for x in bounds)
     return low, high
@@ -221,19 +222,21 @@ def _widen(bounds: Bounds) -> Bounds:
     return -(2 ** (-low).bit_length()) if low < 0 else 0, 2 ** max(high, 0).bit_length() - 1
 
 
-def _of_step(step: _Step, of: _Of) -> Bounds | None:
+def _of_step(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     node = step.node
     if is_view(node) or is_copy(node) or node.target in _SELECTIONS:
-        return of(step.args[0])
+        return bounds_of(step.args[0])
     rule = _RULES.get(node.target)
-    return None if rule is None else rule(step, of)
+    return None if rule is None else rule(step, bounds_of)
 
 
-def _corners(function: Callable[[float, float], float]) -> Callable[[_Step, _Of], Bounds | None]:
+def _corners(
+    function: Callable[[float, float], float],
+) -> Callable[[_Step, _BoundsOf], Bounds | None]:
     """Return the rule of a binary operator whose extremes are at the operands' extremes."""
 
-    def rule(step: _Step, of: _Of) -> Bounds | None:
-        left, right = (of(x) for x in step.args[:2])
+    def rule(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+        left, right = (bounds_of(x) for x in step.args[:2])
         if left is None or right is None:
             return None
         alpha = step.kwargs.get("alpha", 1)
@@ -246,15 +249,15 @@ def _corners(function: Callable[[float, float], float]) -> Callable[[_Step, _Of]
 
 
 def _union(bounds: Sequence[Bounds | None]) -> Bounds | None:
-    known = [each for each in bounds if each is not None]
-    if not known or len(known) < len(bounds):
+    known_bounds = [bound for bound in bounds if bound is not None]
+    if not known_bounds or len(known_bounds) < len(bounds):
         return None
-    return min(low for low, _ in known), max(high for _, high in known)
+    return min(low for low, _ in known_bounds), max(high for _, high in known_bounds)
 
 
-def _sum(step: _Step, of: _Of) -> Bounds | None:
+def _sum(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     """Bound a sum of any part of the terms."""
-    source, operand = step.args[0], of(step.args[0])
+    source, operand = step.args[0], bounds_of(step.args[0])
     if operand is None:
         return None
     shape = source.meta["val"].shape
@@ -265,26 +268,26 @@ def _sum(step: _Step, of: _Of) -> Bounds | None:
     return min(operand[0] * terms, operand[0]), max(operand[1] * terms, operand[1])
 
 
-def _clamp(step: _Step, of: _Of) -> Bounds | None:
+def _clamp(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     args = [*step.args, None, None]
-    low, high = (of(x) if x is not None else None for x in args[1:3])
-    low = low or of(step.kwargs.get("min"))
-    high = high or of(step.kwargs.get("max"))
-    operand = of(step.args[0]) or (_LOWEST, _HIGHEST)
+    low, high = (bounds_of(x) if x is not None else None for x in args[1:3])
+    low = low or bounds_of(step.kwargs.get("min"))
+    high = high or bounds_of(step.kwargs.get("max"))
+    operand = bounds_of(step.args[0]) or (_MIN_INT32, _MAX_INT32)
     lower = max(operand[0], low[0]) if low else operand[0]
     upper = min(operand[1], high[1]) if high else operand[1]
     return min(lower, upper), max(lower, upper)
 
 
-def _remainder(step: _Step, of: _Of) -> Bounds | None:
-    divisor = of(step.args[1])
+def _remainder(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+    divisor = bounds_of(step.args[1])
     if divisor is None or divisor[0] <= 0:
         return None
     return 0, divisor[1] if step.value.dtype.is_floating_point else divisor[1] - 1
 
 
-def _divided(step: _Step, of: _Of) -> Bounds | None:
-    left, right = (of(x) for x in step.args[:2])
+def _divided(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+    left, right = (bounds_of(x) for x in step.args[:2])
     if left is None or right is None or right[0] <= 0:
         return None
     if not isinstance(right[0], int):
@@ -292,43 +295,43 @@ def _divided(step: _Step, of: _Of) -> Bounds | None:
     return min(left[0], 0), max(left[1], 0)
 
 
-def _power(step: _Step, of: _Of) -> Bounds | None:
-    left, right = (of(x) for x in step.args[:2])
+def _power(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+    left, right = (bounds_of(x) for x in step.args[:2])
     if left is None or right is None or not 0 <= right[0] <= right[1] <= 64:
         return None
     if not isinstance(right[1], int):
         return None
-    largest = max(abs(left[0]), abs(left[1]), 1) ** right[1]
-    return (0 if left[0] >= 0 else -largest), largest
+    largest_power = max(abs(left[0]), abs(left[1]), 1) ** right[1]
+    return (0 if left[0] >= 0 else -largest_power), largest_power
 
 
-def _negated(step: _Step, of: _Of) -> Bounds | None:
-    operand = of(step.args[0])
+def _negated(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+    operand = bounds_of(step.args[0])
     return None if operand is None else (-operand[1], -operand[0])
 
 
-def _absolute(step: _Step, of: _Of) -> Bounds | None:
-    operand = of(step.args[0])
+def _absolute(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+    operand = bounds_of(step.args[0])
     return None if operand is None else (0, max(abs(operand[0]), abs(operand[1])))
 
 
-def _arange(step: _Step, of: _Of) -> Bounds | None:
-    del of
+def _arange(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+    del bounds_of
     numbers = [x for x in step.args if isinstance(x, int | float)]
     return (min(0, *numbers), max(0, *numbers)) if len(numbers) == len(step.args) else None
 
 
-def _of_the_first(step: _Step, of: _Of) -> Bounds | None:
-    return of(step.args[0])
+def _of_the_first(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+    return bounds_of(step.args[0])
 
 
-def _positive(step: _Step, of: _Of) -> Bounds | None:
-    operand = of(step.args[0])
+def _positive(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+    operand = bounds_of(step.args[0])
     return None if operand is None else (max(operand[0], 0), max(operand[1], 0))
 
 
-def _to_whole(step: _Step, of: _Of) -> Bounds | None:
-    operand = of(step.args[0])
+def _to_whole(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+    operand = bounds_of(step.args[0])
     return None if operand is None else (operand[0] - 1, operand[1] + 1)
 
 
@@ -342,7 +345,7 @@ _SELECTIONS: Final = frozenset({
     _aten.lift_fresh_copy.default,
 })  # fmt: skip
 """Operators whose result has elements of the first argument."""
-_RULES: Final[Mapping[Any, Callable[[_Step, _Of], Bounds | None]]] = {
+_RULES: Final[Mapping[Any, Callable[[_Step, _BoundsOf], Bounds | None]]] = {
     **dict.fromkeys((_aten.add.Tensor, _aten.add.Scalar), _corners(operator.add)),
     **dict.fromkeys((_aten.sub.Tensor, _aten.sub.Scalar), _corners(operator.sub)),
     **dict.fromkeys((_aten.mul.Tensor, _aten.mul.Scalar), _corners(operator.mul)),
@@ -376,9 +379,9 @@ _RULES: Final[Mapping[Any, Callable[[_Step, _Of], Bounds | None]]] = {
     **dict.fromkeys(
         (_aten.arange.default, _aten.arange.start, _aten.arange.start_step), _arange
     ),
-    _aten.full.default: lambda step, of: of(step.args[1]),
-    _aten.full_like.default: lambda step, of: of(step.args[1]),
-    _aten.scalar_tensor.default: lambda step, of: of(step.args[0]),
-    _aten.where.self: lambda step, of: _union([of(x) for x in step.args[1:3]]),
-    _aten.cat.default: lambda step, of: _union([of(x) for x in step.args[0]]),
+    _aten.full.default: lambda step, bounds_of: bounds_of(step.args[1]),
+    _aten.full_like.default: lambda step, bounds_of: bounds_of(step.args[1]),
+    _aten.scalar_tensor.default: lambda step, bounds_of: bounds_of(step.args[0]),
+    _aten.where.self: lambda step, bounds_of: _union([bounds_of(x) for x in step.args[1:3]]),
+    _aten.cat.default: lambda step, bounds_of: _union([bounds_of(x) for x in step.args[0]]),
 }  # fmt: skip

@@ -136,16 +136,16 @@ def _sum_of_products(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tenso
 @_fake("layer_forward")
 def _layer_forward(inputs: Sequence[torch.Tensor], call: int) -> list[torch.Tensor]:
     del inputs
-    return [torch.empty(like.shape, dtype=like.dtype) for like in _calls[call].outputs]
+    return [torch.empty(spec.shape, dtype=spec.dtype) for spec in _calls[call].outputs]
 
 
 @_fake("layer_backward")
 def _layer_backward(tangents: Sequence[torch.Tensor], call: int) -> list[torch.Tensor]:
     del tangents
     return [
-        torch.empty(like.shape, dtype=like.dtype)
-        for like in _calls[call].inputs
-        if like.differentiable
+        torch.empty(spec.shape, dtype=spec.dtype)
+        for spec in _calls[call].inputs
+        if spec.differentiable
     ]
 
 

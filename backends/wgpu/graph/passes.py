@@ -176,9 +176,9 @@ def _share(graph: fx.Graph) -> None:
 
 def _key(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return tuple(_key(each) for each in value)
+        return tuple(_key(item) for item in value)
     if isinstance(value, dict):
-        return tuple(sorted((name, _key(each)) for name, each in value.items()))
+        return tuple(sorted((name, _key(item)) for name, item in value.items()))
     if isinstance(value, fx.Node):
         return value
     return type(value).__name__, str(value)
@@ -205,11 +205,13 @@ def _is_neutral(node: fx.Node) -> bool:
     if node.target is _aten.pow.Tensor_Scalar:
         return bool(node.args[1] == 1)
     if node.target in {_aten._to_copy.default, _aten.expand.default}:  # noqa: SLF001
-        before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-        return bool(before.dtype == after.dtype and before.shape == after.shape)
+        input_value, output_value = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        return bool(
+            input_value.dtype == output_value.dtype and input_value.shape == output_value.shape
+        )
     if node.target in _TIMES and isinstance(node.args[1], int | float) and node.args[1] == 1:
-        before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-        return bool(before.dtype == after.dtype)
+        input_value, output_value = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        return bool(input_value.dtype == output_value.dtype)
     return False
 
 
@@ -299,12 +301,12 @@ def _split_variance(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def add(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def add(graph: fx.Graph, template: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """Insert a node at the graph's insertion point, attributed to the module of `like`."""
     inserted = graph.call_function(target, args, kwargs)
     values: Any = fx.map_arg(args, lambda node: node.meta["val"])
     inserted.meta["val"] = target(*values, **kwargs)
-    inserted.meta["module"] = like.meta.get("module", "")
+    inserted.meta["module"] = template.meta.get("module", "")
     return inserted
 
 

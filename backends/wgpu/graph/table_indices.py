@@ -74,7 +74,7 @@ class _Lookup:
 
     Attributes:
         array: Name of the input.
-        lowest: Lowest valid index.
+        lowest_index: Lowest valid index.
         rows: Rows of the table.
         ignored: A value that is not looked up.
         views: Operators from the input to the indices, in order; empty if all of it is used.
@@ -82,7 +82,7 @@ class _Lookup:
     """
 
     array: str
-    lowest: int
+    lowest_index: int
     rows: int
     ignored: int | None
     views: tuple[_View, ...]
@@ -92,7 +92,7 @@ class _Lookup:
         """Return the first index outside the table, and its position in the input if it has one."""
         indices = np.asarray(indices)
         values = self._lookups_of(indices)
-        is_outside = (values < self.lowest) | (values >= self.rows)
+        is_outside = (values < self.lowest_index) | (values >= self.rows)
         if self.ignored is not None:
             is_outside &= values != self.ignored
         if not is_outside.any():
@@ -101,8 +101,10 @@ class _Lookup:
         numbers = self._lookups_of(np.arange(indices.size).reshape(indices.shape))
         number = int(numbers[is_outside][0])
         # A constant that the model adds has no position, even if it looks like one.
-        whole = indices.dtype.kind != "f"
-        if not 0 <= number < indices.size or (whole and indices.reshape(-1)[number] != value):
+        are_integers = indices.dtype.kind != "f"
+        if not 0 <= number < indices.size or (
+            are_integers and indices.reshape(-1)[number] != value
+        ):
             return value, None
         return value, tuple(map(int, np.unravel_index(number, indices.shape)))
 
@@ -127,11 +129,11 @@ class TableIndices:
         names = arrays_of(graph, arrays)
         lookups: dict[str, _Lookup] = {}
         for node in graph.graph.nodes:
-            for index, lowest, rows in _lookups_of(node):
+            for index, lowest_index, rows in _lookups_of(node):
                 source, ignored, views = _source(index)
                 if source in names:
                     module = str(node.meta.get("module") or "the model, or its loss,")
-                    lookup = _Lookup(names[source], lowest, rows, ignored, views, module)
+                    lookup = _Lookup(names[source], lowest_index, rows, ignored, views, module)
                     lookups.setdefault(repr(replace(lookup, module="")), lookup)
         self._lookups = tuple(lookups.values())
 
@@ -150,7 +152,7 @@ class TableIndices:
                 at = f" at {[*position]}" if position else ""
                 raise OutsideTable(
                     f"input {lookup.array!r} has {value}{at}, which {lookup.module} looks up in "
-                    f"{lookup.rows} rows: expected {lookup.lowest} to {lookup.rows - 1}",
+                    f"{lookup.rows} rows: expected {lookup.lowest_index} to {lookup.rows - 1}",
                     position[0] if position else None,
                 )
 
@@ -194,8 +196,8 @@ def _source(index: fx.Node) -> tuple[fx.Node, int | None, tuple[_View, ...]]:
             is_other, source, _ = index.args
             if not (isinstance(is_other, fx.Node) and is_other.target is _aten.ne.Scalar):
                 break
-            compared, value = is_other.args
-            if compared is not source or not isinstance(value, int):
+            compared_node, value = is_other.args
+            if compared_node is not source or not isinstance(value, int):
                 break
             ignored = value
         else:

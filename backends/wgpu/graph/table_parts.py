@@ -47,5 +47,7 @@ def row_parts(table: str, rows: int, nbytes: int, largest_bytes: int) -> list[Ro
         return [RowPart(table, 0, rows)]
     unit = _ROWS if rows_per_part >= _ROWS else 1
     count = -(-rows // (rows_per_part // unit * unit))
-    each = -(-rows // (count * unit)) * unit
-    return [RowPart(table, first, min(first + each, rows)) for first in range(0, rows, each)]
+    part_rows = -(-rows // (count * unit)) * unit
+    return [
+        RowPart(table, start, min(start + part_rows, rows)) for start in range(0, rows, part_rows)
+    ]

@@ -58,8 +58,8 @@ def _shader() -> str:
         lines.append(f"  x0 += x1; x1 = ({rotated}) ^ x0;")
         if number % 4 == 3:
             injection = number // 4 + 1
-            first, second = injection % 3, (injection + 1) % 3
-            lines.append(f"  x0 += k{first}; x1 += k{second} + {injection}u;")
+            first_key, second_key = injection % 3, (injection + 1) % 3
+            lines.append(f"  x0 += k{first_key}; x1 += k{second_key} + {injection}u;")
     return "\n".join([*lines, "  return x0;", "}"])
 
 

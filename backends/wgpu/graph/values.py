@@ -64,8 +64,8 @@ class NoRule(SamestepError):
     def __init__(self, node: fx.Node, reason: str = "") -> None:
         value = node.meta.get("val")
         self.operator = str(node.target).removeprefix("aten.")
-        first = value[0] if isinstance(value, list | tuple) and value else value
-        self.shape = tuple(first.shape) if isinstance(first, torch.Tensor) else ()
+        first_value = value[0] if isinstance(value, list | tuple) and value else value
+        self.shape = tuple(first_value.shape) if isinstance(first_value, torch.Tensor) else ()
         self.module = str(node.meta.get("module", "")) or NO_MODULE
         self.reason = reason
         self.further: tuple[NoRule, ...] = ()
@@ -85,15 +85,17 @@ class NoRule(SamestepError):
             f"{_operator_text(self)}, which gives shape {list(self.shape)} in {self.module}"
         )
         if self.further:
-            further = [
-                _operator_text(each) + self._location(each)
-                for each in self.further[:_FURTHER_OPERATORS]
+            further_texts = [
+                _operator_text(error) + self._location(error)
+                for error in self.further[:_FURTHER_OPERATORS]
             ]
-            count = len(self.further) - len(further)
-            description += f"; nor for {', '.join(further)}{f' and {count} more' if count else ''}"
-        operators = [each.operator for each in (self, *self.further)]
+            count = len(self.further) - len(further_texts)
+            description += (
+                f"; nor for {', '.join(further_texts)}{f' and {count} more' if count else ''}"
+            )
+        operators = [error.operator for error in (self, *self.further)]
         advice = [
-            remedy for begin, remedy in _REMEDIES if any(op.startswith(begin) for op in operators)
+            remedy for prefix, remedy in _REMEDIES if any(op.startswith(prefix) for op in operators)
         ]
         remedies = ", or ".join([*advice, f"use {alternative}"])
         return f"{backend} has no rule for {description}; {remedies} for this model"
@@ -109,12 +111,12 @@ def _operator_text(error: NoRule) -> str:
 def combined(errors: Sequence[NoRule]) -> NoRule:
     """Combine errors into the first one, with each further operator once."""
     by_operator: dict[str, NoRule] = {}
-    for each in errors:
-        for error in (each, *each.further):
+    for no_rule in errors:
+        for error in (no_rule, *no_rule.further):
             by_operator.setdefault(error.operator, error)
-    first, *others = by_operator.values()
-    first.further = tuple(others)
-    return first
+    first_error, *other_errors = by_operator.values()
+    first_error.further = tuple(other_errors)
+    return first_error
 
 
 def arrays_of(graph: fx.GraphModule, arrays: Sequence[str]) -> dict[fx.Node, str]:
@@ -150,7 +152,7 @@ def literal(value: object, scalar: Scalar) -> str:
     if scalar == "bool":
         return "true" if value else "false"
     if scalar == "i32":
-        return f"i32({_whole(value)})"
+        return f"i32({_to_int32(value)})"
     number = float(value)  # type: ignore[arg-type]
     if math.isinf(number):
         return f"infinity({'0x80000000u' if number < 0 else '0u'})"
@@ -162,7 +164,7 @@ def literal(value: object, scalar: Scalar) -> str:
     return f"f32({as_float32!r})"
 
 
-def _whole(value: Any) -> int:
+def _to_int32(value: Any) -> int:
     """Convert to a 32-bit integer; infinities saturate.
 
     Raises:

@@ -145,8 +145,11 @@ def _permute(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) ->
 
 
 def _transpose(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
-    first, second = (_int(dim) % len(shape) for dim in node.args[1:3])
-    coordinates[first], coordinates[second] = coordinates[second], coordinates[first]
+    first_dim, second_dim = (_int(dim) % len(shape) for dim in node.args[1:3])
+    coordinates[first_dim], coordinates[second_dim] = (
+        coordinates[second_dim],
+        coordinates[first_dim],
+    )
     return coordinates
 
 
@@ -172,12 +175,12 @@ def _slice(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> C
     arguments: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
     dim, start, step = _int(arguments[0]) % len(shape), arguments[1], _int(arguments[3])
     size = shape[dim]
-    first = _int(start) if start is not None else 0
-    first = min(max(first + size if first < 0 else first, 0), size)
+    first_index = _int(start) if start is not None else 0
+    first_index = min(max(first_index + size if first_index < 0 else first_index, 0), size)
     text = str(coordinates[dim])
     text = f"({text} * {step}u)" if step != 1 else text
-    if first or step != 1:
-        coordinates[dim] = plain(f"({text} + {first}u)" if first else text, size)
+    if first_index or step != 1:
+        coordinates[dim] = plain(f"({text} + {first_index}u)" if first_index else text, size)
     return coordinates
 
 
@@ -201,7 +204,7 @@ def _int(value: Any) -> int:
 
 
 def _ints(value: Any) -> list[int]:
-    return [operator.index(each) for each in value]
+    return [operator.index(item) for item in value]
 
 
 _RESHAPES: Final = frozenset({

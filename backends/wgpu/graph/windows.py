@@ -50,9 +50,9 @@ def _readers(
         taps = padding[d] - torch.arange(window[d]) * dilation[d]
         shape = [1] * (2 * dims)
         shape[d], shape[dims + d] = window[d], input_sizes[d]
-        first = (taps[:, None] + torch.arange(input_sizes[d])).view(shape)
-        at = first // stride[d]
-        in_range = (first >= 0) & (first % stride[d] == 0) & (at < output_sizes[d])
+        first_output = (taps[:, None] + torch.arange(input_sizes[d])).view(shape)
+        at = first_output // stride[d]
+        in_range = (first_output >= 0) & (first_output % stride[d] == 0) & (at < output_sizes[d])
         indices = at if indices is None else indices * output_sizes[d] + at
         valid = in_range if valid is None else valid & in_range
     assert indices is not None
@@ -108,18 +108,18 @@ def _convolution(
 
 
 def _weight_gradient(
-    x: torch.Tensor, tangent: torch.Tensor, like: torch.Tensor, geometry: Any, groups: int
+    x: torch.Tensor, tangent: torch.Tensor, weight: torch.Tensor, geometry: Any, groups: int
 ) -> torch.Tensor:
     """Return the weight gradient (O, C / G, K...) of a convolution from (N, C, P...) to (N, O,
     L...)."""
-    indices = _window_indices(x.shape[2:], tangent.shape[2:], like.shape[2:], geometry)
+    indices = _window_indices(x.shape[2:], tangent.shape[2:], weight.shape[2:], geometry)
     windows = _gather(x, indices)
     count, rows, taps, _ = windows.shape
     windows = windows.reshape(count, groups, rows // groups * taps, -1)
     tangents = tangent.reshape(count, groups, tangent.shape[1] // groups, -1)
     left = tangents.permute(1, 2, 0, 3).reshape(groups, tangents.shape[2], -1)
     right = windows.permute(1, 0, 3, 2).reshape(groups, left.shape[2], -1)
-    return (left @ right).reshape(like.shape)
+    return (left @ right).reshape(weight.shape)
 
 
 def convolution(  # noqa: PLR0917
@@ -183,8 +183,8 @@ def convolution_backward(  # noqa: PLR0917
 
 def _geometry(window: Sequence[int], stride: Sequence[int], padding: Any, dilation: Any) -> Any:
     return [
-        [*each] * 2 if len(each) == 1 else [*each]
-        for each in (stride or window, padding or [0], dilation or [1])
+        [*setting] * 2 if len(setting) == 1 else [*setting]
+        for setting in (stride or window, padding or [0], dilation or [1])
     ]
 
 
@@ -205,9 +205,9 @@ def max_pool2d_with_indices(  # noqa: PLR0917
     output_sizes = _pooled_sizes(x.shape[2:], window, geometry, ceil=ceil_mode)
     indices = _window_indices(x.shape[2:], output_sizes, window, geometry)
     windows = _gather(x, indices, -math.inf)  # (N, C, K, L)
-    chosen = windows.argmax(2)
+    maxima = windows.argmax(2)
     shape = [*x.shape[:2], *output_sizes]
-    numbers = indices.expand(*x.shape[:2], *indices.shape).gather(2, chosen[:, :, None])
+    numbers = indices.expand(*x.shape[:2], *indices.shape).gather(2, maxima[:, :, None])
     return windows.amax(2).reshape(shape), numbers.reshape(shape)
 
 

@@ -107,7 +107,10 @@ def _without_cancellation(k: KernelText, target: Any, left: str, right: str) -> 
     text = _BINARY[target].format(left, right)
     if target not in _ADDITIONS and target not in _SUBTRACTIONS:
         return text
-    left_terms, right_terms = k.terms_of(left), k.terms_of(right, turned=target in _SUBTRACTIONS)
+    left_terms, right_terms = (
+        k.terms_of(left),
+        k.terms_of(right, is_negated=target in _SUBTRACTIONS),
+    )
     cancelled = {
         name for sign, name in right_terms if (-sign, name) in left_terms and name.isidentifier()
     }
@@ -135,7 +138,7 @@ def _with_literal_zero(target: Any, left: str, right: str) -> str:
 
 def _negative(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     x = k.argument(node.args[0], at, scalar_of(node))
-    return k.let_sum(f"(-{x})", k.terms_of(x, turned=True))
+    return k.let_sum(f"(-{x})", k.terms_of(x, is_negated=True))
 
 
 def _unary(k: KernelText, node: fx.Node, at: Coordinates) -> str:
@@ -162,12 +165,12 @@ def _comparison(k: KernelText, node: fx.Node, at: Coordinates) -> str:
 
 
 def _compared_as(node: fx.Node) -> Scalar:
-    first, second = node.args
-    assert isinstance(first, fx.Node)
-    kinds = {scalar_of(first)}
-    if isinstance(second, fx.Node):
-        kinds.add(scalar_of(second))
-    elif isinstance(second, float):
+    left_operand, right_operand = node.args
+    assert isinstance(left_operand, fx.Node)
+    kinds = {scalar_of(left_operand)}
+    if isinstance(right_operand, fx.Node):
+        kinds.add(scalar_of(right_operand))
+    elif isinstance(right_operand, float):
         kinds.add("f32")
     return "f32" if "f32" in kinds else "i32"
 
@@ -281,13 +284,13 @@ def _fill(k: KernelText, node: fx.Node, at: Coordinates) -> str:
 
 def _arange(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     scalar = scalar_of(node)
-    first, step = node.args[0], node.args[2] if len(node.args) > 2 else 1
+    first_value, step = node.args[0], node.args[2] if len(node.args) > 2 else 1
     if node.target is _aten.arange.default:
-        first, step = 0, 1
+        first_value, step = 0, 1
     elif node.target is _aten.arange.start:
         step = 1
     del k
-    return f"({literal(first, scalar)} + {scalar}({at[0]}) * {literal(step, scalar)})"
+    return f"({literal(first_value, scalar)} + {scalar}({at[0]}) * {literal(step, scalar)})"
 
 
 def _keep(k: KernelText, node: fx.Node, at: Coordinates) -> str:

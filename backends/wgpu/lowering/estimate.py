@@ -1,8 +1,8 @@
 """Estimate a plan's memory before anything is allocated, and refuse a plan that does not fit.
 
-What counts: the module's tensors that the plan reads (each once, as they are stored), memory that
-its buffers share over time, constants, the upload, and the buffers that results come back through.
-Drivers keep some for themselves and pad; `ROOM` stands for that.
+The estimate counts the module's tensors that the plan reads (each once, as stored), the memory that
+its buffers share over time, constants, the upload, and readback buffers. `ROOM` accounts for the
+driver's own memory and padding.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Estimate:
         weights: The module's tensors as stored.
         activations: Peak memory of intermediate results.
         transfers: Constants, uploads and readback buffers.
-        largest: Size and name of the largest buffer.
+        largest_buffer: Size and name of the largest buffer.
     """
 
     weights: int
     activations: int
     transfers: int
-    largest: tuple[int, str]
+    largest_buffer: tuple[int, str]
 
     @property
     def total(self) -> int:
@@ -80,8 +80,8 @@ def estimate(plan: Plan, tensor_bytes: Mapping[str, int]) -> Estimate:
 def has_room(estimates: Sequence[Estimate], nbytes: int, memory_bytes: int) -> bool:
     """Whether `nbytes` more fit beside a program's plans; true if the device's memory is unknown,
     since it then is the host's memory, which would hold the data anyway."""
-    largest = max((estimate.total for estimate in estimates), default=0)
-    return not memory_bytes or largest + nbytes <= _usable(memory_bytes)
+    largest_total = max((estimate.total for estimate in estimates), default=0)
+    return not memory_bytes or largest_total + nbytes <= _usable_bytes(memory_bytes)
 
 
 def refuse_insufficient_memory(
@@ -99,7 +99,7 @@ def refuse_insufficient_memory(
         SamestepError: Names the excess.
     """
     for estimate in estimates:
-        nbytes, tensor = estimate.largest
+        nbytes, tensor = estimate.largest_buffer
         if nbytes > largest_bytes:
             advice = "use fewer tokens in a batch or a smaller vocabulary"
             if tensor != _INTERMEDIATE:
@@ -108,15 +108,15 @@ def refuse_insufficient_memory(
                 f"expected buffers of at most {byte_size(largest_bytes)} for {device!r}, got "
                 f"{byte_size(nbytes)} for {tensor!r}; {advice}"
             )
-    usable = _usable(memory_bytes)
+    usable_bytes = _usable_bytes(memory_bytes)
     worst = max(estimates, key=lambda estimate: estimate.total)
-    if memory_bytes and worst.total > usable:
+    if memory_bytes and worst.total > usable_bytes:
         raise SamestepError(
-            f"expected at most {byte_size(usable)} for {device!r}, got {worst}: "
-            f"{byte_size(worst.total - usable)} too much; lower batch.microbatch or "
+            f"expected at most {byte_size(usable_bytes)} for {device!r}, got {worst}: "
+            f"{byte_size(worst.total - usable_bytes)} too much; lower batch.microbatch or "
             "data.max_tokens, set model.gradient_checkpointing, or with lora model.base_dtype"
         )
 
 
-def _usable(memory_bytes: int) -> int:
+def _usable_bytes(memory_bytes: int) -> int:
     return int(memory_bytes * (1 - ROOM))

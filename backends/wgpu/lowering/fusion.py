@@ -160,8 +160,8 @@ def _readers(fusion: Fusion, outputs: list[fx.Node]) -> dict[fx.Node, set[Any]]:
     for node in fusion.nodes:
         if node.op != "call_function" or node in fusion.constants or is_view(node):
             continue
-        for read in node.all_input_nodes:
-            add(read, node)
+        for input_node in node.all_input_nodes:
+            add(input_node, node)
     for node in outputs:
         add(node, "output")
     return readers
@@ -261,7 +261,7 @@ def _inherit(fusion: Fusion, node: fx.Node) -> None:
 
 
 def _inputs_cost(fusion: Fusion, node: fx.Node) -> int:
-    return sum(fusion.cost[read] for read in node.all_input_nodes)
+    return sum(fusion.cost[input_node] for input_node in node.all_input_nodes)
 
 
 def _inputs_read(fusion: Fusion, node: fx.Node) -> frozenset[fx.Node]:

@@ -23,11 +23,11 @@ from backends.wgpu.lowering.fusion import MATMULS, REDUCTIONS
 from backends.wgpu.lowering.kernels import Emitter, Kernel
 from backends.wgpu.shaders.kernel_text import NotFusable
 
-Waiting = list[fx.Node]
+PendingKernel = list[fx.Node]
 """Nodes of a pending kernel: first a product or a reduction along rows."""
 
 
-def ordered(
+def fusion_order(
     reads: Mapping[fx.Node, Collection[fx.Node]], early: Collection[fx.Node]
 ) -> Iterator[fx.Node]:
     """Order values so that fusable ones come before those that force a kernel to be emitted.
@@ -36,25 +36,28 @@ def ordered(
         reads: The values that each value reads, in a valid order of computation.
         early: Values that come first.
     """
-    missing = {node: {each for each in read if each in reads} for node, read in reads.items()}
+    missing_reads = {
+        node: {value for value in sources_read if value in reads}
+        for node, sources_read in reads.items()
+    }
     readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node, sources in missing.items():
-        for each in sources:
-            readers[each].append(node)
+    for node, sources in missing_reads.items():
+        for value in sources:
+            readers[value].append(node)
     positions = {node: position for position, node in enumerate(reads)}
 
     def urgency(node: fx.Node) -> tuple[bool, bool, int]:
         return node not in early, node.target not in ELEMENTWISE, positions[node]
 
-    ready = [(*urgency(node), node) for node, sources in missing.items() if not sources]
-    heapq.heapify(ready)
-    while ready:
-        *_, node = heapq.heappop(ready)
+    ready_nodes = [(*urgency(node), node) for node, sources in missing_reads.items() if not sources]
+    heapq.heapify(ready_nodes)
+    while ready_nodes:
+        *_, node = heapq.heappop(ready_nodes)
         yield node
         for reader in readers[node]:
-            missing[reader].remove(node)
-            if not missing[reader]:
-                heapq.heappush(ready, (*urgency(reader), reader))
+            missing_reads[reader].remove(node)
+            if not missing_reads[reader]:
+                heapq.heappush(ready_nodes, (*urgency(reader), reader))
 
 
 @dataclass(slots=True)
@@ -74,57 +77,57 @@ class Joins:
     reads: Mapping[fx.Node, Collection[fx.Node]]
     outputs: Collection[fx.Node | None]
     early: Collection[fx.Node]
-    _waiting: list[Waiting] = field(default_factory=list)
+    _pending_kernels: list[PendingKernel] = field(default_factory=list)
     _readers: dict[fx.Node, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
 
     def __post_init__(self) -> None:
         """Collect the readers of each value."""
-        for node, read in self.reads.items():
-            for each in read:
-                self._readers[each].add(node)
+        for node, values_read in self.reads.items():
+            for value in values_read:
+                self._readers[value].add(node)
 
-    def flush_before(self, read: Collection[fx.Node]) -> Iterator[Kernel]:
+    def flush_before(self, values_read: Collection[fx.Node]) -> Iterator[Kernel]:
         """Emit the pending kernels that write these values."""
-        for members in [*self._waiting]:
-            if not {*members}.isdisjoint(read):
-                self._waiting.remove(members)
+        for members in [*self._pending_kernels]:
+            if not {*members}.isdisjoint(values_read):
+                self._pending_kernels.remove(members)
                 yield from self._kernels(members)
 
     def add(self, node: fx.Node) -> Iterator[Kernel]:
         """Add a value; emit pending kernels that it reads, and its own if it cannot be fused."""
-        read = self.reads[node]
+        values_read = self.reads[node]
         group = self._group_for(node)
         if group is not None:
-            self._waiting.remove(group)  # so that `flush_before` does not emit it
-        yield from self.flush_before(read)
+            self._pending_kernels.remove(group)  # so that `flush_before` does not emit it
+        yield from self.flush_before(values_read)
         if group is not None:
-            self._waiting.append([*group, node])
+            self._pending_kernels.append([*group, node])
         elif self.bindings and self._readers[node] and self.emitter.may_lead(node):
-            self._waiting.append([node])
+            self._pending_kernels.append([node])
         else:
             yield from self.emitter.kernels(node)
 
     def flush(self) -> Iterator[Kernel]:
         """Emit the remaining kernels."""
-        for members in self._waiting:
+        for members in self._pending_kernels:
             yield from self._kernels(members)
 
-    def _kernels(self, members: Waiting) -> list[Kernel]:
+    def _kernels(self, members: PendingKernel) -> list[Kernel]:
         if len(members) == 1:
             return self.emitter.kernels(members[0])
         return [self.emitter.fused(members, self._stored_members(members))]
 
-    def _stored_members(self, members: Waiting) -> list[fx.Node]:
+    def _stored_members(self, members: PendingKernel) -> list[fx.Node]:
         """Return the members that other kernels read."""
         return [
             node for node in members if node in self.outputs or self._readers[node] - {*members}
         ]
 
-    def _group_for(self, node: fx.Node) -> Waiting | None:
+    def _group_for(self, node: fx.Node) -> PendingKernel | None:
         """Return the last pending kernel into which the node can be fused, if any."""
         if node.target in MATMULS:
             return None
-        for members in reversed(self._waiting):
+        for members in reversed(self._pending_kernels):
             is_other_reduction = node.target in REDUCTIONS and members[0].target in REDUCTIONS
             if {*members}.isdisjoint(self.reads[node]) and not is_other_reduction:
                 continue
@@ -134,7 +137,7 @@ class Joins:
                 return members
         return None
 
-    def _can_fuse(self, members: Waiting) -> bool:
+    def _can_fuse(self, members: PendingKernel) -> bool:
         try:
             kernel = self.emitter.fused(members, self._stored_members(members))
         except NotFusable:

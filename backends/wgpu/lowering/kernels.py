@@ -129,7 +129,7 @@ class Emitter:
 
     def reads(self, node: fx.Node) -> frozenset[fx.Node]:
         """Return the buffers that the value's kernels read."""
-        return frozenset(read for kernel in self.kernels(node) for read in kernel.reads)
+        return frozenset(value for kernel in self.kernels(node) for value in kernel.reads)
 
     def may_lead(self, node: fx.Node) -> bool:
         """Whether its kernel can compute more than the value, see `fused`."""
@@ -158,8 +158,8 @@ class Emitter:
         for node in members[1:]:
             folds = node.target in REDUCTIONS and members[0].target in REDUCTIONS
             has_rule = folds or is_copy(node) or node.target in _RULES
-            half = is_half(node) and not folds
-            if not has_rule or not (half or node.meta["val"].dtype == torch.float32):
+            stores_half = is_half(node) and not folds
+            if not has_rule or not (stores_half or node.meta["val"].dtype == torch.float32):
                 raise NotFusable
         if members[0].target in MATMULS:
             return self._fused_product(members, stored_nodes)
@@ -187,7 +187,7 @@ class Emitter:
         finish = Epilogue(*text.declarations(), types, body, stores, text.looks_up)
         (problem,) = self._problems(product)
         shader, grid = self.matmul(replace(problem, finish=finish))
-        a, b = (self._operand(each)[1] for each in next(factors(product))[:2])
+        a, b = (self._operand(operand)[1] for operand in next(factors(product))[:2])
         writes = (*([product] if finish.stored else []), *outputs)
         label = " + ".join(map(_label, members))
         return Kernel(shader, (a, b, *text.buffers), writes, grid, label)
@@ -196,8 +196,8 @@ class Emitter:
         """Fuse reductions and values along rows, with one workgroup per row."""
         source = members[0].args[0]
         assert isinstance(source, fx.Node)
-        first = _Reduction.of(members[0], source)
-        rows, columns = first.outputs, first.terms
+        first_reduction = _Reduction.of(members[0], source)
+        rows, columns = first_reduction.outputs, first_reduction.terms
         body = [f"let i = group.x + group.y * {WORKGROUPS_PER_DIMENSION}u;"]
         body += [f"if (i >= {rows}u) {{ return; }}"]
         text = self._text()
@@ -217,8 +217,8 @@ class Emitter:
             index = str(linear(at))
             body += [f"for (var r = local.x; r < {columns}u; r += {_WORKGROUP}u) {{"]
             body += [*inner.lines, f"{name}[{index}] = {stored(value, node)};", "}"]
-            read = f"{name}[{index}]"
-            text.registers[node] = index, f"f32({read})" if is_half(node) else read
+            element = f"{name}[{index}]"
+            text.registers[node] = index, f"f32({element})" if is_half(node) else element
             outputs.append(node)
         count = len(outputs)
         shader = Shader(text.module_of(body, outputs), len(text.buffers) + count, count)
@@ -293,11 +293,11 @@ class Emitter:
             return self._elementwise(node, source)
         axis = operator.index(dim) % len(at)  # type: ignore[arg-type]
         _refuse_long_loops(node, at[axis].size)
-        last = str(at[axis])
+        last_index = str(at[axis])
         at[axis] = plain("r", at[axis].size)
         value = text.element(source, at, scalar)
         guard, grid = _threads(count)
-        loop = f"for (var r = 0u; r <= {last}; r++) {{"
+        loop = f"for (var r = 0u; r <= {last_index}; r++) {{"
         body = [*guard, f"var sum = {literal(0, scalar)};", loop, *text.lines]
         body += [f"sum += {value};", "}", "out[i] = sum;"]
         return _kernel(text, node, body, grid)
@@ -405,9 +405,9 @@ class Emitter:
         view = strided(node, self.buffers, widens=True, rounds=True)
         assert view is not None, node
         strides = (0, *view.strides) if len(view.strides) == 2 else view.strides
-        narrow = form_of(view.base) is not None  # narrow storage is not rounded again
+        is_narrow = form_of(view.base) is not None  # narrow storage is not rounded again
         form: ElementForm = "f16" if is_half(view.base) else "f32"
-        form = "rounded" if view.rounds and not narrow else form
+        form = "rounded" if view.rounds and not is_narrow else form
         return Operand((strides[0], strides[1], strides[2]), view.offset, form), view.base
 
 
@@ -461,8 +461,8 @@ class _Reduction:
     @property
     def along_rows(self) -> bool:
         """Whether it reduces the last dimensions, shared by a workgroup."""
-        last = tuple(range(len(self.shape) - len(self.dims), len(self.shape)))
-        return self.shared and self.scalar == "f32" and self.parts == 1 and self.dims == last
+        last_dims = tuple(range(len(self.shape) - len(self.dims), len(self.shape)))
+        return self.shared and self.scalar == "f32" and self.parts == 1 and self.dims == last_dims
 
     def coordinates(self) -> list[Coordinate]:
         """Return the coordinates of term `r` of output `i`; with parts, `i` counts them last."""

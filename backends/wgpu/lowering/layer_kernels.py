@@ -68,10 +68,10 @@ def lower_layer(kind: Kind, forms: Sequence[Narrow | None], template: Templates)
     )
 
 
-def _kernels_for(kernels: list[Kernel], needed: set[fx.Node]) -> list[Kernel]:
+def _kernels_for(kernels: list[Kernel], needed_values: set[fx.Node]) -> list[Kernel]:
     result = []
     for kernel in reversed(kernels):
-        if needed & {*kernel.writes}:
-            needed |= {*kernel.reads}
+        if needed_values & {*kernel.writes}:
+            needed_values |= {*kernel.reads}
             result.append(kernel)
     return result[::-1]

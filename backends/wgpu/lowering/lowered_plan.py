@@ -51,8 +51,10 @@ def lowered_plan(
     constant_inputs = [*(constants.get(name) for name in capture.tensors), *[None] * varying]
     with CallsOfTrace(capture.calls):  # a graph with in-place operators is traced again
         try:
-            first = slice(-capture.fields, None) if capture.fields else slice(0)
-            outer = lower(capture.graph, constant_inputs, base.forms(capture), templates, first)
+            first_outputs = slice(-capture.fields, None) if capture.fields else slice(0)
+            outer = lower(
+                capture.graph, constant_inputs, base.forms(capture), templates, first_outputs
+            )
         except NoRule as error:
             raise combined([*errors, error]) from None
     if errors:

@@ -17,7 +17,7 @@ from backends.wgpu.graph.opaque import LAYER_FORWARD
 from backends.wgpu.graph.values import NoRule, combined, scalar_of
 from backends.wgpu.graph.views import is_view, whole_buffer
 from backends.wgpu.lowering.fusion import LAYERS, Fusion, decide, is_part
-from backends.wgpu.lowering.joins import Joins, ordered
+from backends.wgpu.lowering.joins import Joins, fusion_order
 from backends.wgpu.lowering.kernels import Emitter, Kernel, MatmulShader, is_known
 from backends.wgpu.lowering.merging import merge_independent
 from backends.wgpu.shaders.attention.layout import WORKGROUP_BYTES
@@ -103,7 +103,7 @@ def lower(
     constant_inputs: Sequence[torch.Tensor | None],
     forms: Sequence[Narrow | None],
     template: Templates,
-    first: slice = slice(0),
+    first_outputs: slice = slice(0),
 ) -> LoweredGraph:
     """Lower a graph.
 
@@ -112,7 +112,7 @@ def lower(
         constant_inputs: For each placeholder its value if it never changes, else None.
         forms: Narrow storage of the first placeholders, or None.
         template: How kernels are generated for the device.
-        first: The outputs that must be complete before other kernels start.
+        first_outputs: The outputs that must be complete before other kernels start.
 
     Raises:
         NoRule: Names all operators of the graph without a rule.
@@ -142,17 +142,19 @@ def lower(
     output_buffers = tuple(None if n is None else whole_buffer(n, fusion.buffers) for n in outputs)
     calls = {node: _call(node, fusion.buffers) for node in nodes if node.target in LAYERS}
     reads = _reads(nodes, calls, fusion, emitter)
-    early = _ancestors(outputs[first])
+    early = _ancestors(outputs[first_outputs])
     joins = Joins(emitter, template.bindings if template.joins else 0, reads, output_buffers, early)
     steps: list[Kernel | CallStep] = []
-    for node in ordered(reads, early) if template.joins and not calls else reads:
+    for node in fusion_order(reads, early) if template.joins and not calls else reads:
         if node in calls:
             steps += [*joins.flush_before(reads[node]), calls[node]]
         else:
             steps += joins.add(node)
     steps += joins.flush()
-    read = {r for step in steps for r in step.reads} | {n for n in output_buffers if n is not None}
-    constants = {node: value for node, value in constant_values.items() if node in read}
+    values_read = {r for step in steps for r in step.reads} | {
+        n for n in output_buffers if n is not None
+    }
+    constants = {node: value for node, value in constant_values.items() if node in values_read}
     return LoweredGraph(
         tuple(inputs), output_buffers, tuple(_without_dead_steps(steps, output_buffers)), constants
     )
@@ -194,8 +196,8 @@ def _outputs(
     graph: fx.GraphModule, constant_values: Mapping[fx.Node, torch.Tensor]
 ) -> list[fx.Node | None]:
     """Give each output its own buffer: copy inputs, constants and repeated outputs."""
-    (last,) = [node for node in graph.graph.nodes if node.op == "output"]
-    outputs: Any = last.args[0]
+    (output_node,) = [node for node in graph.graph.nodes if node.op == "output"]
+    outputs: Any = output_node.args[0]
     results: list[fx.Node | None] = []
     roots: set[fx.Node] = set()
     for output in outputs if isinstance(outputs, list | tuple) else [outputs]:
@@ -211,14 +213,14 @@ def _outputs(
             or root.op == "placeholder"
             or root.target is _FULL
         ):
-            with graph.graph.inserting_before(last):
+            with graph.graph.inserting_before(output_node):
                 copy = graph.graph.call_function(_aten.clone.default, (node,))
             copy.meta = dict(node.meta)
             copy.meta["own"] = True
             node = copy
         roots.add(root)
         results.append(node)
-    last.args = (tuple(results),)
+    output_node.args = (tuple(results),)
     return results
 
 
@@ -278,10 +280,10 @@ def _without_dead_steps(
     steps: Sequence[Kernel | CallStep], outputs: Sequence[fx.Node | None]
 ) -> list[Kernel | CallStep]:
     """Drop kernels whose results are not read; fusion may leave some."""
-    needed: set[fx.Node] = {node for node in outputs if node is not None}
+    needed_values: set[fx.Node] = {node for node in outputs if node is not None}
     result: list[Kernel | CallStep] = []
     for step in reversed(steps):
-        if isinstance(step, CallStep) or needed & {*step.writes}:
-            needed |= {*step.reads}
+        if isinstance(step, CallStep) or needed_values & {*step.writes}:
+            needed_values |= {*step.reads}
             result.append(step)
     return result[::-1]

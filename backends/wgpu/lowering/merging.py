@@ -29,9 +29,10 @@ def merge_independent(kernels: Sequence[Kernel], bindings: int) -> list[Kernel]:
         dependencies = (
             group_of[node] for node in (*kernel.reads, *kernel.writes) if node in group_of
         )
-        first = 1 + max(dependencies, default=-1)
+        first_group = 1 + max(dependencies, default=-1)
         index = next(
-            (i for i in range(first, len(groups)) if groups[i].takes(kernel, bindings)), len(groups)
+            (i for i in range(first_group, len(groups)) if groups[i].takes(kernel, bindings)),
+            len(groups),
         )
         if index == len(groups):
             groups.append(_Group())
@@ -55,9 +56,11 @@ class _Group:
     def takes(self, kernel: Kernel, bindings: int) -> bool:
         """Whether a kernel can be added."""
         new_bindings = sum(key not in self.bound for key in _reads(kernel))
-        bindings_used = len(self.bound) + sum(len(each.writes) for each in (*self.members, kernel))
+        bindings_used = len(self.bound) + sum(
+            len(member.writes) for member in (*self.members, kernel)
+        )
         return bindings_used + new_bindings <= bindings and all(
-            can_merge(kernel.shader, each.shader) for each in self.members
+            can_merge(kernel.shader, member.shader) for member in self.members
         )
 
     def add(self, kernel: Kernel) -> None:
@@ -70,16 +73,16 @@ class _Group:
         """Return the merged kernel."""
         if len(self.members) == 1:
             return self.members[0]
-        writes = tuple(node for each in self.members for node in each.writes)
-        last = len(self.bound)
+        writes = tuple(node for member in self.members for node in member.writes)
+        output_start = len(self.bound)
         numbers = []
-        for each in self.members:
-            read_numbers = [self.bound[key] for key in _reads(each)]
-            numbers.append([*read_numbers, *range(last, last + len(each.writes))])
-            last += len(each.writes)
-        shaders = [(each.shader, each.grid) for each in self.members]
+        for member in self.members:
+            read_numbers = [self.bound[key] for key in _reads(member)]
+            numbers.append([*read_numbers, *range(output_start, output_start + len(member.writes))])
+            output_start += len(member.writes)
+        shaders = [(member.shader, member.grid) for member in self.members]
         shader, grid = merged_shader(shaders, numbers, len(writes))
-        label = " | ".join(each.label for each in self.members)
+        label = " | ".join(member.label for member in self.members)
         return Kernel(shader, tuple(node for node, _ in self.bound), writes, grid, label)
 
 

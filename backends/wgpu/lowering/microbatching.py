@@ -43,8 +43,11 @@ def _largest_count(plan: Plan) -> int:
     """Return the largest number of microbatches that the dispatches allow."""
     if not plan.dispatches or not all(_is_repeated(plan, n) for n in range(len(plan.dispatches))):
         return 1
-    sizes = [math.prod(each.grid) * invocations(each.shader.source) for each in plan.dispatches]
-    deepest = max(each.grid[2] for each in plan.dispatches)
+    sizes = [
+        math.prod(dispatch.grid) * invocations(dispatch.shader.source)
+        for dispatch in plan.dispatches
+    ]
+    deepest = max(dispatch.grid[2] for dispatch in plan.dispatches)
     return min(INVOCATIONS_PER_DISPATCH // median_low(sizes), WORKGROUPS_PER_DIMENSION // deepest)
 
 
@@ -64,8 +67,8 @@ def with_room(plan: Plan, count: int) -> Plan:
         if location.slot >= 0:
             slots[location.slot] = max(slots[location.slot], count * stride)
     dispatches = tuple(
-        replace(each, strides=tuple(strides[number] for number in each.buffers))
-        for each in plan.dispatches
+        replace(dispatch, strides=tuple(strides[number] for number in dispatch.buffers))
+        for dispatch in plan.dispatches
     )
     return replace(
         plan,

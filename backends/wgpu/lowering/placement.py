@@ -51,7 +51,7 @@ def leading_indices(node: fx.Node, indices: Any) -> tuple[list[fx.Node], int]:
     Raises:
         NoRule: They index other dimensions, or are boolean.
     """
-    leading = [each for each in indices if each is not None]
+    leading = [index for index in indices if index is not None]
     if leading != list(indices)[: len(leading)] or any(scalar_of(x) == "bool" for x in leading):
         raise NoRule(node, "of dimensions other than the first, or with boolean indices")
     return leading, len(broadcast_shape(leading))
@@ -108,14 +108,14 @@ def _slice_scatter(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     assert isinstance(base, fx.Node)
     assert isinstance(part, fx.Node)
     axis = operator.index(dim) % len(at)
-    first: Any = start or 0
-    first = first + at[axis].size if first < 0 else first
+    first_index: Any = start or 0
+    first_index = first_index + at[axis].size if first_index < 0 else first_index
     size = shape_of(part)[axis]
-    end = first + (size - 1) * step + 1
-    condition = f"({at[axis]} >= {first}u && {at[axis]} < {end}u)"
+    end = first_index + (size - 1) * step + 1
+    condition = f"({at[axis]} >= {first_index}u && {at[axis]} < {end}u)"
     if step != 1:
-        condition = f"({condition} && ({at[axis]} - {first}u) % {step}u == 0u)"
-    value = _window(k, part, at, axis, first, size, scalar, step)
+        condition = f"({condition} && ({at[axis]} - {first_index}u) % {step}u == 0u)"
+    value = _window(k, part, at, axis, first_index, size, scalar, step)
     return f"select({k.element(base, at, scalar)}, {value}, {condition})"
 
 
@@ -135,40 +135,44 @@ def _pad(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     source, widths = node.args[:2]
     assert isinstance(source, fx.Node)
     value = node.args[2] if len(node.args) > 2 else 0
-    sizes, inside, conditions = shape_of(source), [*at], []
+    sizes, source_at, conditions = shape_of(source), [*at], []
     pairs: list[Any] = list(widths)  # type: ignore[arg-type]
     for number in range(len(pairs) // 2):
         dim = len(at) - 1 - number
-        before, after = pairs[2 * number : 2 * number + 2]
-        if before == after == 0:
+        pad_before, pad_after = pairs[2 * number : 2 * number + 2]
+        if pad_before == pad_after == 0:
             continue
-        there = k.let(f"(i32({at[dim]}) - ({before}))")
-        conditions.append(f"{there} >= 0 && {there} < {sizes[dim]}")
-        inside[dim] = plain(k.let(f"u32(clamp({there}, 0, {sizes[dim] - 1}))"), sizes[dim])
-    element = k.element(source, inside, scalar)
+        source_index = k.let(f"(i32({at[dim]}) - ({pad_before}))")
+        conditions.append(f"{source_index} >= 0 && {source_index} < {sizes[dim]}")
+        source_at[dim] = plain(
+            k.let(f"u32(clamp({source_index}, 0, {sizes[dim] - 1}))"), sizes[dim]
+        )
+    element = k.element(source, source_at, scalar)
     if not conditions:
         return element
     return f"select({literal(value, scalar)}, {element}, {' && '.join(conditions)})"
 
 
 def _scatter(k: KernelText, node: fx.Node, at: Coordinates) -> str:
-    """Along a dimension where there is one index for each place of the others."""
+    """Scatter along a dimension, with one index for each position in the other dimensions."""
     scalar = scalar_of(node)
     under, dim, numbers, value = node.args
     assert isinstance(under, fx.Node)
     assert isinstance(numbers, fx.Node)
-    place = operator.index(dim) % len(at)  # type: ignore[arg-type]
+    axis = operator.index(dim) % len(at)  # type: ignore[arg-type]
     if any(
-        size != (1 if number == place else at[number].size)
+        size != (1 if number == axis else at[number].size)
         for number, size in enumerate(shape_of(numbers))
     ):
         raise NoRule(node, "with several indices along the dimension, or not for all others")
     row = [*at]
-    row[place] = ZERO
-    index, there = k.index(numbers, row, at[place].size)
-    new = k.element(value, row, scalar) if isinstance(value, fx.Node) else literal(value, scalar)
-    placed = f"select({k.element(under, at, scalar)}, {new}, {index} == {at[place]})"
-    return where_valid(placed, [there], scalar)
+    row[axis] = ZERO
+    index, is_there = k.index(numbers, row, at[axis].size)
+    new_value = (
+        k.element(value, row, scalar) if isinstance(value, fx.Node) else literal(value, scalar)
+    )
+    placed = f"select({k.element(under, at, scalar)}, {new_value}, {index} == {at[axis]})"
+    return where_valid(placed, [is_there], scalar)
 
 
 PLACEMENT: Final[dict[Any, Rule]] = {

@@ -1,8 +1,8 @@
-"""A whole step, or forward, as dispatches over numbered buffers.
+"""Plan a whole step or forward as dispatches over numbered buffers.
 
-Layer calls are put in place of their nodes, each with buffers of its own for what it saves. Then
-every buffer's life is known from its first writer to its last reader, and buffers that live at
-different times share memory.
+Layer calls are expanded into the kernels of their kind, each with its own buffers for saved values.
+Then every buffer's lifetime is known, from its first writer to its last reader, and buffers with
+disjoint lifetimes share memory.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ _ALIGNMENT_BYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """What a buffer of a plan is.
-
-    Exactly one is given.
+    """What a buffer of a plan holds. Exactly one attribute is set.
 
     Attributes:
         tensor: A tensor of the module, by name.
         constant: A value known before the run.
-        slot: Memory that is shared over time, by number.
+        slot: Number of a slot, memory that is shared over time.
         packed: The upload of the microbatch.
     """
 
@@ -50,7 +48,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Dispatches up to `end`, and the outputs that are read back then, by number of output."""
+    """Dispatches up to `end`, and the numbers of the outputs that are read back after them."""
 
     end: int
     outputs: tuple[int, ...]
@@ -58,21 +56,22 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a device runs.
+    """A program for a device.
 
     Attributes:
-        dispatches: In order.
-        locations: What each buffer is.
-        slots: Bytes of each slot.
-        packed: Where each array, and last the seeds, lies in the upload, in words; None if unread.
+        dispatches: Dispatches in order.
+        locations: Location of each buffer.
+        slots: Size of each slot in bytes.
+        packed: Offset of each array and, last, of the seeds in the upload, in words; None if
+            unread.
         outputs: The buffer of each output; None for an output that is zero.
-        elements: Of each output.
-        segments: In order.
-        nbytes: Of each buffer.
-        at_once: How many microbatches there is room for: all slots, and the upload, hold so many
+        elements: Number of elements of each output.
+        segments: Segments in order.
+        nbytes: Size of each buffer in bytes.
+        at_once: Largest number of microbatches at once: all slots and the upload have as many
             slices.
-        strides: Then of each buffer the bytes from a microbatch's slice to the next one's; 0 for
-            what all read.
+        strides: For each buffer, the distance in bytes between the slices of consecutive
+            microbatches; 0 if all read the same.
     """
 
     dispatches: tuple[Dispatch, ...]
@@ -95,14 +94,14 @@ def make_plan(
     groups: Sequence[Sequence[int]],
     merge_kernels: Callable[[Sequence[Kernel]], Sequence[Kernel]] = lambda kernels: kernels,
 ) -> Plan:
-    """Flatten and allocate.
+    """Make a plan: flatten the step and allocate its buffers.
 
     Args:
-        capture: What was traced.
-        outer: Its graph, lowered.
-        layers: For each layer call its kind's kernels.
-        groups: Outputs that are read back together, in the order they are wanted.
-        merge_kernels: Puts kernels that follow each other into fewer dispatches.
+        capture: The trace.
+        outer: The lowered outer graph.
+        layers: The kernels of each layer call.
+        groups: Groups of outputs that are read back together, in order.
+        merge_kernels: Merges consecutive kernels into fewer dispatches.
     """
     builder = _Builder(layers)
     packed, words = builder.bind_inputs(capture, outer)
@@ -116,11 +115,11 @@ def make_plan(
             (builder.layer_forward if step.forward else builder.layer_backward)(step)
     outputs = tuple(None if node is None else builder.scope[node] for node in outer.outputs)
     segments = _segments(builder.dispatches, outputs, groups)
-    places, slots = _allocate(builder, outputs, segments)
+    locations, slots = _allocate(builder, outputs, segments)
     elements = tuple(0 if node is None else elements_of(node) for node in outer.outputs)
     return Plan(
         tuple(builder.dispatches),
-        places,
+        locations,
         slots,
         packed,
         words,
@@ -133,91 +132,93 @@ def make_plan(
 
 @dataclass(slots=True)
 class _Builder:
-    """Dispatches over buffers that are all distinct as yet."""
+    """Builds dispatches over buffers that do not share memory yet."""
 
     layers: Sequence[LayerKernels]
     dispatches: list[Dispatch] = field(default_factory=list)
-    fixed: dict[int, Location] = field(default_factory=dict)
+    fixed_locations: dict[int, Location] = field(default_factory=dict)
     nbytes: list[int] = field(default_factory=list)
     scope: dict[fx.Node, int] = field(default_factory=dict)
-    saved: dict[int, dict[fx.Node, int]] = field(default_factory=dict)
+    saved_scopes: dict[int, dict[fx.Node, int]] = field(default_factory=dict)
     constants: dict[int, int] = field(default_factory=dict)
 
-    def new(self, words: int) -> int:
-        """A buffer of so many words."""
+    def new_buffer(self, words: int) -> int:
+        """Add a buffer of `words` words; return its number."""
         self.nbytes.append(max(-(-words * _WORD_BYTES // _ALIGNMENT_BYTES), 1) * _ALIGNMENT_BYTES)
         return len(self.nbytes) - 1
 
-    def fix(self, location: Location, words: int) -> int:
-        """A buffer that is not shared."""
-        number = self.new(words)
-        self.fixed[number] = location
+    def fixed_buffer(self, location: Location, words: int) -> int:
+        """Add a buffer that shares no memory; return its number."""
+        number = self.new_buffer(words)
+        self.fixed_locations[number] = location
         return number
 
     def constant(self, value: torch.Tensor) -> int:
-        """The same buffer for the same tensor."""
+        """Return the buffer of a constant, the same for the same tensor."""
         if id(value) not in self.constants:
-            self.constants[id(value)] = self.fix(Location(constant=value), value.numel())
+            self.constants[id(value)] = self.fixed_buffer(Location(constant=value), value.numel())
         return self.constants[id(value)]
 
     def bind_inputs(
         self, capture: Capture, outer: LoweredGraph
     ) -> tuple[tuple[int | None, ...], int]:
-        """Tensors and constants; arrays are unpacked from the upload by a kernel each."""
-        read = {node for step in outer.steps for node in step.reads}
+        """Add buffers of tensors, constants and arrays; a kernel unpacks each array from the
+        upload.
+        """
+        nodes_read = {node for step in outer.steps for node in step.reads}
         tensors, varying = (
             outer.inputs[: len(capture.tensors)],
             outer.inputs[len(capture.tensors) :],
         )
         for name, node in zip(capture.tensors, tensors, strict=True):
-            if node in read:
-                self.scope[node] = self.fix(Location(tensor=name), elements_of(node))
+            if node in nodes_read:
+                self.scope[node] = self.fixed_buffer(Location(tensor=name), elements_of(node))
         for node, value in outer.constants.items():
             self.scope[node] = self.constant(value)
         seeds, *arrays = varying
         offsets: list[int | None] = []
         offset = 0
-        upload = self.fix(Location(packed=True), 0)
+        upload = self.fixed_buffer(Location(packed=True), 0)
         for node in (*arrays, seeds):
-            if node not in read or node in outer.constants:
+            if node not in nodes_read or node in outer.constants:
                 offsets.append(None)
                 continue
             words = 2 * capture.seeds if node is seeds else elements_of(node)
-            self.scope[node] = self.new(words)
+            self.scope[node] = self.new_buffer(words)
             self.dispatches.append(_unpack(upload, self.scope[node], offset, words))
             offsets.append(offset)
             offset += words
         return tuple(offsets), offset
 
     def kernel(self, kernel: Kernel, scope: dict[fx.Node, int]) -> None:
-        """One dispatch, over the buffers that the scope says."""
+        """Add a kernel's dispatch, over the buffers of a scope."""
         for node in kernel.writes:
             if node not in scope:
-                scope[node] = self.new(words_of(node, elements_of(node)))
+                scope[node] = self.new_buffer(words_of(node, elements_of(node)))
         buffers = tuple(scope[node] for node in (*kernel.reads, *kernel.writes))
         self.dispatches.append(Dispatch(kernel.shader, buffers, kernel.grid, kernel.label))
 
     def layer_forward(self, step: CallStep) -> None:
-        """The kernels of a layer's forward; what they make is kept for its backward."""
+        """Add the kernels of a layer's forward; save its buffers for backward."""
         layer = self.layers[step.call]
         inputs = zip(layer.inputs, step.reads, strict=False)
         scope = {inner: self.scope[outer] for inner, outer in inputs}
         for node, value in layer.constants.items():
             scope[node] = self.constant(value)
-        self.saved[step.call] = dict(scope)
+        self.saved_scopes[step.call] = dict(scope)
         for index, outer_node in step.writes.items():
             inner_node = layer.results[index]
             words = words_of(inner_node, elements_of(inner_node))
-            scope[inner_node] = self.scope[outer_node] = self.new(words)
+            scope[inner_node] = self.scope[outer_node] = self.new_buffer(words)
         for kernel in layer.forward:
             self.kernel(kernel, scope)
         if not layer.checkpoint:
-            self.saved[step.call] = scope
+            self.saved_scopes[step.call] = scope
 
     def layer_backward(self, step: CallStep) -> None:
-        """The kernels of a layer's backward."""
+        """Add the kernels of a layer's backward."""
         layer = self.layers[step.call]
-        scope = self.saved.pop(step.call)
+        scope = self.saved_scopes.pop(step.call)
         tangents = layer.inputs[len(layer.inputs) - len(step.reads) :]
         for inner, outer in zip(tangents, step.reads, strict=True):
             scope[inner] = self.scope[outer]
@@ -225,9 +226,11 @@ class _Builder:
             inner_node = layer.gradients[index]
             words = words_of(outer_node, elements_of(outer_node))
             if inner_node is None:
-                self.scope[outer_node] = self.fix(Location(constant=torch.zeros(words)), words)
+                self.scope[outer_node] = self.fixed_buffer(
+                    Location(constant=torch.zeros(words)), words
+                )
             else:
-                scope[inner_node] = self.scope[outer_node] = self.new(words)
+                scope[inner_node] = self.scope[outer_node] = self.new_buffer(words)
         for kernel in layer.backward:
             self.kernel(kernel, scope)
 
@@ -252,7 +255,7 @@ def _segments(
     outputs: Sequence[int | None],
     groups: Sequence[Sequence[int]],
 ) -> list[Segment]:
-    """Each group is read back as soon as it and all before it are complete."""
+    """Return the segments: a group is read back once it and all earlier ones are complete."""
     last_write = {n: at + 1 for at, dispatch in enumerate(dispatches) for n in dispatch.written}
     segments = []
     end = 0
@@ -266,21 +269,21 @@ def _segments(
 def _allocate(
     builder: _Builder, outputs: Sequence[int | None], segments: Sequence[Segment]
 ) -> tuple[tuple[Location, ...], tuple[int, ...]]:
-    """A slot for each buffer; a slot is free again when the last reader is done."""
-    last: dict[int, int] = {}
+    """Allocate a slot for each buffer; it is free again after the buffer's last reader."""
+    last_use: dict[int, int] = {}
     for at, dispatch in enumerate(builder.dispatches):
         for number in dispatch.buffers:
-            last[number] = at
+            last_use[number] = at
     for segment in segments:
         output_buffers = (outputs[output] for output in segment.outputs)
         for number in (number for number in output_buffers if number is not None):
-            last[number] = max(last.get(number, 0), segment.end - 1)
+            last_use[number] = max(last_use.get(number, 0), segment.end - 1)
     last_uses: dict[int, list[int]] = defaultdict(list)
-    for number, at in last.items():
+    for number, at in last_use.items():
         last_uses[at].append(number)
     slots: list[int] = []
     free: list[tuple[int, int]] = []  # (bytes, slot), sorted
-    locations = dict(builder.fixed)
+    locations = dict(builder.fixed_locations)
     take: Callable[[int], int] = lambda nbytes: _take(nbytes, slots, free)  # noqa: E731
     for at, dispatch in enumerate(builder.dispatches):
         for number in dispatch.written:
@@ -290,13 +293,15 @@ def _allocate(
             slot = locations[number_done].slot
             if slot >= 0:
                 insort(free, (slots[slot], slot))
-    unused = Location(slot=0) if slots else Location(packed=True)
-    numbered = tuple(locations.get(number, unused) for number in range(len(builder.nbytes)))
+    unused_location = Location(slot=0) if slots else Location(packed=True)
+    numbered = tuple(
+        locations.get(number, unused_location) for number in range(len(builder.nbytes))
+    )
     return numbered, tuple(slots)
 
 
 def _take(nbytes: int, slots: list[int], free: list[tuple[int, int]]) -> int:
-    """The smallest free slot that is large enough and not twice as large; else a new one."""
+    """Return the smallest free slot of one to two times the size, or a new one."""
     at = bisect_left(free, (nbytes, 0))
     if at < len(free) and free[at][0] <= 2 * nbytes:
         return free.pop(at)[1]
@@ -305,5 +310,5 @@ def _take(nbytes: int, slots: list[int], free: list[tuple[int, int]]) -> int:
 
 
 def memory_bytes(plan: Plan) -> int:
-    """Of all slots together."""
+    """Return the total size of all slots."""
     return sum(plan.slots)

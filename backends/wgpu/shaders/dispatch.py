@@ -16,7 +16,7 @@ SLICE_ALIGNMENT_BYTES: Final = 256
 """Alignment of buffer slices that every adapter supports."""
 
 
-_HALF: Final = re.compile(r"\bf16\b")
+_HALF_TYPE: Final = re.compile(r"\bf16\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Shader:
     @property
     def module(self) -> str:
         """The source with the `enable` directives that it needs."""
-        return f"enable f16;\n{self.source}" if _HALF.search(self.source) else self.source
+        return f"enable f16;\n{self.source}" if _HALF_TYPE.search(self.source) else self.source
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,9 +192,9 @@ _CALL: Final = re.compile(r"\b([a-z_0-9]+)\(")
 def called_functions(text: str) -> list[str]:
     """Return the sources of all functions that a kernel calls, directly or indirectly."""
     needed_names: set[str] = set()
-    new = {*_CALL.findall(text)} & FUNCTIONS.keys()
-    while new:
-        needed_names |= new
-        calls = (_CALL.findall(FUNCTIONS[name]) for name in new)
-        new = {name for names in calls for name in names} & FUNCTIONS.keys() - needed_names
+    new_names = {*_CALL.findall(text)} & FUNCTIONS.keys()
+    while new_names:
+        needed_names |= new_names
+        calls = (_CALL.findall(FUNCTIONS[name]) for name in new_names)
+        new_names = {name for names in calls for name in names} & FUNCTIONS.keys() - needed_names
     return [source for name, source in FUNCTIONS.items() if name in needed_names]

@@ -89,11 +89,11 @@ class KernelText:
         self._terms[name] = terms
         return name
 
-    def terms_of(self, name: str, *, turned: bool = False) -> Terms:
+    def terms_of(self, name: str, *, is_negated: bool = False) -> Terms:
         """Return the terms of a value, negated if `turned`; the value itself if it is no known
         sum."""
         terms = self._terms.get(name, frozenset({(1, name)}))
-        return frozenset((-sign, each) for sign, each in terms) if turned else terms
+        return frozenset((-sign, term) for sign, term in terms) if is_negated else terms
 
     def buffer(self, node: fx.Node) -> str:
         """Return the name of a value's buffer, and add the buffer if necessary."""
@@ -163,9 +163,9 @@ class KernelText:
         if form is not None:
             self.looks_up |= form.looks_up
             return self.let(f"{self.buffer(node)}_at({linear(sized)})")
-        read = f"{self.buffer(node)}[{linear(sized)}]"
-        read = f"f32({read})" if is_half(node) else read
-        return self.let(f"({read} != 0u)" if scalar_of(node) == "bool" else read)
+        element = f"{self.buffer(node)}[{linear(sized)}]"
+        element = f"f32({element})" if is_half(node) else element
+        return self.let(f"({element} != 0u)" if scalar_of(node) == "bool" else element)
 
     def declarations(self) -> tuple[tuple[str, ...], str]:
         """Return the types of the buffers, in order, and the functions that the lines call."""
@@ -190,11 +190,11 @@ class KernelText:
 
     def _module(self, body: Sequence[str], outputs: Mapping[str, str], shared_type: Scalar) -> str:
         text = "\n".join(f"  {line}" for line in body)
-        read = {name: ("read", _element_type(node)) for node, name in self.buffers.items()}
+        read_bindings = {name: ("read", _element_type(node)) for node, name in self.buffers.items()}
         outputs_access = {name: ("read_write", element) for name, element in outputs.items()}
         declarations = [
             f"@group(0) @binding({i}) var<storage, {access}> {name}: array<{element}>;"
-            for i, (name, (access, element)) in enumerate((read | outputs_access).items())
+            for i, (name, (access, element)) in enumerate((read_bindings | outputs_access).items())
         ]
         if "shared_sums[" in text:
             declarations.append(f"var<workgroup> shared_sums: array<{shared_type}, 64>;")

@@ -60,13 +60,13 @@ class _Parts:
 def _parts(source: str) -> _Parts:
     main = _MAIN.search(source)
     assert main is not None
-    before, body = source[: main.start()], source[main.end() :].rstrip().removesuffix("}")
-    bindings = sorted((int(number), binding) for number, *binding in _BINDING.findall(before))
-    shared = {name: (kind, int(count)) for name, kind, count in _SHARED.findall(before)}
-    helpers = _SHARED.sub("", _BINDING.sub("", before))
+    preamble, body = source[: main.start()], source[main.end() :].rstrip().removesuffix("}")
+    bindings = sorted((int(number), binding) for number, *binding in _BINDING.findall(preamble))
+    shared_memory = {name: (kind, int(count)) for name, kind, count in _SHARED.findall(preamble)}
+    helpers = _SHARED.sub("", _BINDING.sub("", preamble))
     return _Parts(
         tuple((access, name, kind) for _, (access, name, kind) in bindings),
-        shared,
+        shared_memory,
         int(main[1]),
         dict(_PARAMETER.findall(main[2])),
         helpers.strip(),
@@ -76,9 +76,9 @@ def _parts(source: str) -> _Parts:
 
 def can_merge(first_shader: Shader, second_shader: Shader) -> bool:
     """Whether two shaders may be merged."""
-    first, second = _parts(first_shader.source), _parts(second_shader.source)
-    return first.invocations == second.invocations and (
-        first.shared.keys() - _ANYWHERE == second.shared.keys() - _ANYWHERE
+    first_parts, second_parts = _parts(first_shader.source), _parts(second_shader.source)
+    return first_parts.invocations == second_parts.invocations and (
+        first_parts.shared.keys() - _ANYWHERE == second_parts.shared.keys() - _ANYWHERE
     )
 
 
@@ -113,31 +113,31 @@ def merged_shader(
     for part, numbers in zip(parts, bound, strict=True):
         for (access, _, kind), number in zip(part.bindings, numbers, strict=True):
             declarations[number] = f"var<storage, {access}> bound{number}: {kind};"
-    shared = _shared([shader for shader, _ in shaders])
+    shared_memory = _shared([shader for shader, _ in shaders])
     lines = [f"@group(0) @binding({number}) {declarations[number]}" for number in range(count)]
-    lines += [f"var<workgroup> {name}: array<{k}, {n}>;" for name, (k, n) in shared.items()]
-    bodies, first = [], 0
+    lines += [f"var<workgroup> {name}: array<{k}, {n}>;" for name, (k, n) in shared_memory.items()]
+    bodies, first_workgroup = [], 0
     for number, (part, numbers, (_, grid)) in enumerate(zip(parts, bound, shaders, strict=True)):
         names = {name: f"part{number}_{name}" for name in part.names}
         names |= {
             name: f"bound{at}" for (_, name, _), at in zip(part.bindings, numbers, strict=True)
         }
-        names |= {n: f"{n}_{k}" for n, (k, _) in part.shared.items() if shared[n][0] != k}
+        names |= {n: f"{n}_{k}" for n, (k, _) in part.shared.items() if shared_memory[n][0] != k}
         if part.helpers:
             lines.append(_renamed(part.helpers, names))
         groups = math.prod(grid)
         bodies += [
-            f"if (which >= {first}u && which < {first + groups}u) {{",
-            f"let at = which - {first}u;",
+            f"if (which >= {first_workgroup}u && which < {first_workgroup + groups}u) {{",
+            f"let at = which - {first_workgroup}u;",
             *_builtins(part, grid),
             _renamed(part.body, names),
             "}",
         ]
-        first += groups
-    grid_of_all = (first, 1, 1)
+        first_workgroup += groups
+    grid_of_all = (first_workgroup, 1, 1)
     workgroup_number = "workgroup.x"
-    if first > WORKGROUPS_PER_DIMENSION:
-        grid_of_all = (WORKGROUPS_PER_DIMENSION, -(-first // WORKGROUPS_PER_DIMENSION), 1)
+    if first_workgroup > WORKGROUPS_PER_DIMENSION:
+        grid_of_all = (WORKGROUPS_PER_DIMENSION, -(-first_workgroup // WORKGROUPS_PER_DIMENSION), 1)
         workgroup_number = f"workgroup.x + workgroup.y * {WORKGROUPS_PER_DIMENSION}u"
     entry = (
         f"@compute @workgroup_size({parts[0].invocations})\n"

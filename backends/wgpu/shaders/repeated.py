@@ -97,9 +97,9 @@ def element_bytes(kind: str) -> int:
 
 def _shifted(source: str, name: str, start: str) -> str:
     """Add `start` to every index into the buffer."""
-    read = re.compile(rf"(?<![\w.]){name}\[")
+    pattern = re.compile(rf"(?<![\w.]){name}\[")
     parts, end = [], 0
-    while access := read.search(source, end):
+    while access := pattern.search(source, end):
         close = _closing(source, access.end())
         index = _shifted(source[access.end() : close], name, start)
         parts += [source[end : access.end()], f"{start} + ({index})"]

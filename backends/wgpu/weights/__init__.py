@@ -1,4 +1,4 @@
-"""A module's tensors as the device keeps them: in few bits, in parts; the host lets go of its own.
+"""A module's tensors on the device: in few bits, in parts; the host releases its copy.
 
 Imports `graph`, `shaders` and `capture`. Start with `narrow_base`.
 """

@@ -1,7 +1,7 @@
-"""The host's copy of a frozen tensor: of no use once the device has it.
+"""Release the host's copy of frozen tensors once the device has them.
 
-Traces look at shapes alone, evaluations run on the device, and only trained tensors are ever given
-away. So a model whose base takes a few bits on the device need not stay on the host in float32.
+Traces read only shapes, evaluations run on the device, and only trained tensors are exported. So a
+model whose base is stored in a few bits on the device need not stay on the host in float32.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from protocol.base.errors import SamestepError
 
 
 def release(parameter: torch.Tensor) -> None:
-    """Let go of the values; the shape stays, and whatever reads it after all gets float32 NaN.
-
-    Whole numbers, which have no NaN, are few, and stay.
+    """Release the values and keep the shape; any later read gets float32 NaN. Integers, which have
+    no NaN and are few, are kept.
     """
     if not parameter.is_floating_point():
         return
@@ -28,14 +27,14 @@ def is_released(parameter: torch.Tensor) -> bool:
 
 
 def refuse_released(module: torch.nn.Module) -> None:
-    """A module can be given to a device once.
+    """Refuse a module whose frozen values were released to another device.
 
     Raises:
-        SamestepError: Its frozen parameters are gone already.
+        SamestepError: Its frozen values were released before.
     """
     for name, parameter in module.named_parameters():
         if is_released(parameter):
             raise SamestepError(
-                f"the values of {name!r} were let go of when a device had taken them; build the "
+                f"the values of {name!r} were released after their upload to a device; build the "
                 "task again for another program"
             )

@@ -1,4 +1,4 @@
-"""The frozen base of a module as the device keeps it: few bits, under the names of its tensors."""
+"""The frozen base of a module in few bits on the device, under the names of its tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ Forms = tuple[Narrow | None, ...]
 
 
 class BaseLayout:
-    """Which weights are stored narrower, and how: by shapes alone, so that plans need no values."""
+    """Which weights have narrow storage, and in which layout; decided by shapes alone, so that
+    plans need no values.
+    """
 
     def __init__(self, module: torch.nn.Module, base_dtype: BaseDtype) -> None:
         self._storage = STORAGE[base_dtype]
@@ -33,41 +35,41 @@ class BaseLayout:
             }
 
     def split(self, tables: Tables) -> None:
-        """Know the parts of these tables by their own names."""
+        """Register the parts of these tables under their own names."""
         for name in tables.keys() & self._shapes.keys():
             columns = self._shapes[name][1]
             self._shapes |= {str(part): (part.rows, columns) for part in tables[name]}
 
     def nbytes(self, name: str) -> int | None:
-        """Of a stored weight on the device."""
+        """Return the size of a narrow weight on the device."""
         shape = self._shapes.get(name)
         return None if shape is None else stored_bytes(*shape, self._storage)
 
     def forms(self, capture: Capture) -> Forms:
-        """How the device holds each of the capture's tensors."""
+        """Return the storage of each of the capture's tensors."""
         return tuple(
             Narrow.of_shape(*self._shapes[name], self._storage) if name in self._shapes else None
             for name in capture.tensors
         )
 
     def layer_forms(self, capture: Capture) -> list[tuple[Kind, Forms]]:
-        """For each layer call its kind, and how its inputs are held."""
+        """Return the kind of each layer call, and the storage of its inputs."""
         tensors = [node for node in capture.graph.graph.nodes if node.op == "placeholder"]
         outer = dict(zip(tensors, self.forms(capture), strict=False))
-        found: dict[int, Forms] = {}
+        forms_by_kind: dict[int, Forms] = {}
         for node in capture.graph.graph.nodes:
             if node.target is LAYER_FORWARD:
                 inputs, number = node.args
-                found[int(number)] = tuple(outer.get(tensor) for tensor in inputs)
-        return [(kind, found.get(i, ())) for i, kind in enumerate(capture.kinds)]
+                forms_by_kind[int(number)] = tuple(outer.get(tensor) for tensor in inputs)
+        return [(kind, forms_by_kind.get(i, ())) for i, kind in enumerate(capture.kinds)]
 
 
 class NarrowBase(BaseLayout):
-    """The frozen base by name; empty where it stays float32.
+    """The frozen base by name; empty if it stays float32.
 
-    Each weight is narrowed when it is fetched for upload, so the host never holds a narrow base.
-    Until then it is held as it was read, which for a mapped file takes no memory; the module itself
-    lets go of it at once.
+    Each weight is narrowed when it is uploaded, so the host never holds a narrow base. Until then
+    the weight is kept as read, which takes no memory for a mapped file; the module releases it at
+    once.
     """
 
     def __init__(self, module: torch.nn.Module, base_dtype: BaseDtype) -> None:
@@ -79,7 +81,7 @@ class NarrowBase(BaseLayout):
             release(parameters[name])
 
     def split(self, tables: Tables) -> None:
-        """Know the parts of these tables by their own names."""
+        """Register the parts of these tables under their own names."""
         super().split(tables)
         for name in tables.keys() & self._sources.keys():
             table = self._sources.pop(name)
@@ -91,6 +93,6 @@ class NarrowBase(BaseLayout):
         return None if source is None else quantize_tensor(source, self._storage)
 
     def take_words(self, name: str) -> NDArray[np.uint32] | None:
-        """A stored weight as it is uploaded, which is once; None for what stays float32."""
+        """Return the words of a narrow weight to upload, once; None if it stays float32."""
         source = self._sources.pop(name, None)
         return None if source is None else quantize_tensor(source, self._storage).packed()

@@ -35,7 +35,7 @@ def split_gradients(graph: fx.GraphModule, tables: Tables, trained_names: Sequen
     """
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     loss, *remaining = output.args[0]
-    gradients, further = remaining[: len(trained_names)], remaining[len(trained_names) :]
+    gradients, other_outputs = remaining[: len(trained_names)], remaining[len(trained_names) :]
     outputs = [loss]
     for name, gradient in zip(trained_names, gradients, strict=True):
         parts = tables.get(name, ())
@@ -43,23 +43,23 @@ def split_gradients(graph: fx.GraphModule, tables: Tables, trained_names: Sequen
             outputs += [gradient] * max(1, len(parts))
         else:
             outputs += [_Gradient(graph.graph, gradient, part).rows() for part in parts]
-    output.args = ([*outputs, *further],)
+    output.args = ([*outputs, *other_outputs],)
     graph.graph.eliminate_dead_code()
 
 
 class _Gradient:
     """The gradient of one part, derived from the table's."""
 
-    def __init__(self, graph: fx.Graph, whole: fx.Node, part: RowPart) -> None:
+    def __init__(self, graph: fx.Graph, table_gradient: fx.Node, part: RowPart) -> None:
         self._graph = graph
-        self._whole = whole
+        self._table_gradient = table_gradient
         self._part = part
 
     def rows(self) -> fx.Node:
         """Return the part's rows of the gradient."""
         (output,) = (node for node in self._graph.nodes if node.op == "output")
         with self._graph.inserting_before(output):
-            return self._rows_of(self._whole)
+            return self._rows_of(self._table_gradient)
 
     def _rows_of(self, node: fx.Node) -> fx.Node:
         arguments: Any = node.args
@@ -116,4 +116,4 @@ class _Gradient:
         return self._add(_aten.index_put.default, rows, [local_indices], selected, True)
 
     def _add(self, target: Any, *args: Any) -> fx.Node:
-        return add(self._graph, self._whole, target, *args)
+        return add(self._graph, self._table_gradient, target, *args)

@@ -25,7 +25,7 @@ from backends.base.interface import (
     Trainable,
 )
 from backends.eager import numerics
-from backends.eager.device_sums import joined
+from backends.eager.device_sums import join_parts
 from backends.eager.eager import EagerBackend
 from protocol.base.errors import SamestepError
 from protocol.exact.reduction.absent import is_absent
@@ -513,7 +513,7 @@ def test_device_sums_mark_reached_elements():
     (first, bias) = (part for _, part in block.slices())
     reach_marks = torch.zeros(block.tensors[0].elements)
     reach_marks[0] = -0.0
-    values = joined(block, [reach_marks, None], torch.device("cpu")).numpy()
+    values = join_parts(block, [reach_marks, None], torch.device("cpu")).numpy()
     assert [is_absent(values[part]) for part in (first, bias)] == [False, True]
 
 

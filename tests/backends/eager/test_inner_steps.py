@@ -246,7 +246,7 @@ def test_unreached_parameters_stay_as_in_torch(name, on):
         for tensor, part in block.slices():
             values_in_torch = expected[tensor.name].detach().numpy().reshape(-1)
             np.testing.assert_allclose(values[part], values_in_torch, rtol=1e-5, atol=1e-6)
-    missed_counts = [count for block in state.missed for count in block]
+    missed_counts = [count for block in state.missed_updates for count in block]
     assert missed_counts == (
         [reaches_expert.count(False)] * 2 + [12, 12, 0, 0] if counts_updates(spec) else []
     )

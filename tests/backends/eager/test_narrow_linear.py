@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 def test_widening_on_a_device_equals_numpy(storage, shape):
     values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     quantized = quantize(values, storage)
-    wide = NarrowWeight(quantized, CPU).wide(torch.empty(shape))
+    wide = NarrowWeight(quantized, CPU).widen_into(torch.empty(shape))
     assert wide.is_contiguous()
     assert np.array_equal(wide.numpy().view(np.uint32), dequantize(quantized).view(np.uint32))
 

@@ -16,7 +16,7 @@ import numpy as np
 from backends.wgpu.canonical.tree import Array, Barrier, Expression, Name, Statement, size_of
 from backends.wgpu.device.device import BUFFER_ALIGNMENT_BYTES
 from backends.wgpu.shaders.dispatch import Shader
-from benchmarks.shader_counts import Known, Run, read_kernel
+from benchmarks.shader_counts import KnownValues, Run, read_kernel
 
 _NOBODY, _SEVERAL = -1, -2
 
@@ -69,12 +69,12 @@ class _Watched(Run):
 
     def statement(self, statement: Statement) -> None:
         if isinstance(statement, Barrier):
-            assert self.here.all(), "a barrier that not all come to"
+            assert self.active_lanes.all(), "a barrier that not all come to"
             self._forget()
         super().statement(statement)
 
     def choose(
-        self, condition: Known, then: Sequence[Statement], otherwise: Sequence[Statement]
+        self, condition: KnownValues, then: Sequence[Statement], otherwise: Sequence[Statement]
     ) -> None:
         if condition is None:
             self.choices += 1
@@ -82,14 +82,14 @@ class _Watched(Run):
                 return
         super().choose(condition, then, otherwise)
 
-    def assign(self, target: Expression, value: Known) -> None:
+    def assign(self, target: Expression, value: KnownValues) -> None:
         self._writes = not isinstance(target, Name)
         super().assign(target, value)
         self._writes = False
 
-    def count(self, array: Array, at: Known) -> None:
+    def count(self, array: Array, at: KnownValues) -> None:
         assert at is not None, f"an index of {array.name} depends on what a buffer holds"
-        places, lanes = at[self.here], np.flatnonzero(self.here)
+        places, lanes = at[self.active_lanes], np.flatnonzero(self.active_lanes)
         elements = array.elements
         if array.binding >= 0:
             elements = self._nbytes[array.binding] // (4 * size_of(array.element))

@@ -195,11 +195,10 @@ def test_a_product_widens_or_rounds_its_operands(device, backend, kind):
 def test_float16_round_trip_through_float32(device, backend, monkeypatch):
     del backend
     assert arithmetic.changed_halves(device) == 0
-    monkeypatch.setattr(
-        arithmetic, "_NARROW", replace(arithmetic._NARROW, source=arithmetic._NARROW.source.replace(
-            "f16(given[id.x])", "f16(clamp(given[id.x], -65504.0, 65504.0))"
-        )),
-    )  # fmt: skip
+    clamped = arithmetic._NARROWING.source.replace(
+        "f16(given[id.x])", "f16(clamp(given[id.x], -65504.0, 65504.0))"
+    )
+    monkeypatch.setattr(arithmetic, "_NARROWING", replace(arithmetic._NARROWING, source=clamped))
     assert arithmetic.changed_halves(device) >= 2, "infinities became numbers"
 
 

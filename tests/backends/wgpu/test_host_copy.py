@@ -54,7 +54,7 @@ def test_released_host_weights_are_not_read(device, base_dtype):
     assert all(np.array_equal(repeat[block], values_by_block[block]) for block in values_by_block)
     program.close()
 
-    with pytest.raises(SamestepError, match=r"'layers.0.weight' were let go of .* build the task"):
+    with pytest.raises(SamestepError, match=r"'layers.0.weight' were released .* build the task"):
         program_of(device, module_copy, base_dtype, batch())
 
 

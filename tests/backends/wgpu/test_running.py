@@ -13,7 +13,7 @@ from tests.backends.wgpu.test_device import doubling
 def test_failure_is_reported_once_and_allows_stop(own_device):
     buffers, steps = doubling(own_device, 2)
     prepared = own_device.prepare(steps, buffers)
-    submission = Submission(prepared, (Copy(buffers[2], 16),), last=True)
+    submission = Submission(prepared, (Copy(buffers[2], 16),), is_last=True)
     own_device._device.destroy()
     execution = Running(own_device, (submission,) * 5)
     with pytest.raises(DeviceError, match="lost"):

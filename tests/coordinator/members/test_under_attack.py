@@ -34,7 +34,7 @@ async def test_run_and_newcomers_under_a_thousand_hostile_connections(tmp_path):
         attacker = Attacker(live.port, CONNECTIONS)
         try:
             with measured_growth() as growth:
-                await loop.run_in_executor(None, attacker.told, "attack")
+                await loop.run_in_executor(None, attacker.send_command, "attack")
                 limit = await newcomers(live, attacker)
                 live.worker("w1")
                 result = await live.result(run_id)
@@ -42,7 +42,7 @@ async def test_run_and_newcomers_under_a_thousand_hostile_connections(tmp_path):
             attacker.close()
         assert growth.peak_bytes <= MEMORY_BYTES
         assert 0 < limit <= limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS
-        assert all(attacker.begun[kind.__name__] for kind in KINDS)
+        assert all(attacker.attempts[kind.__name__] for kind in KINDS)
         assert not live.first("worker_lost", worker="w0")
     assert result["weights_digest"] == reference["weights_digest"]
 
@@ -51,10 +51,10 @@ async def newcomers(live, attacker):
     """Let workers join until the attack has opened enough connections; return the largest number of
     pending attackers."""
     loop, limit = asyncio.get_running_loop(), 0
-    while attacker.begun.total() < BEGUN:
+    while attacker.attempts.total() < BEGUN:
         async with HostileWorker(live.port, "newcomer") as newcomer:
             await newcomer.join()
             pending_hosts = [connection.host for connection in live.service._pending]
             limit = max(limit, pending_hosts.count(FROM))
-        await loop.run_in_executor(None, attacker.told, "count")
+        await loop.run_in_executor(None, attacker.send_command, "count")
     return limit

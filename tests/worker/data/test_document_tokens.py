@@ -19,7 +19,7 @@ from protocol.spec.run_spec import RunSpec, parse_run_spec
 from protocol.spec.sections.data import DataSpec
 from worker.data.document_tokens import encode_text
 from worker.data.language_data import CutDocuments, TextStream, read_language_data
-from worker.models.tokens import NOTHING
+from worker.models.tokens import IGNORED_LABEL
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -277,7 +277,7 @@ def test_packing_splits_a_single_file_like_a_row(tokenizer, tmp_path):
         piece_lists.append([documents.piece(n)[1].tolist() for n in range(len(documents.lengths))])
     assert piece_lists[0] == piece_lists[1]
     labels = [label for document in piece_lists[0] for label in document]
-    assert NOTHING not in labels
+    assert IGNORED_LABEL not in labels
     assert labels == [*tokens_at_once(tokenizer, text), 2]
 
 

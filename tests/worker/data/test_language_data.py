@@ -16,7 +16,7 @@ from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.commands import called
 from tests.small_chat import CHATML, MARKED, conversation, jsonl, save_chat_tokenizer
 from worker.data.language_data import LanguageData, Turns, read_language_data
-from worker.models.tokens import NOTHING
+from worker.models.tokens import IGNORED_LABEL
 from worker.tasks.language.teacher_logits import TeacherLogits
 from worker.tasks.registry import build
 
@@ -133,10 +133,10 @@ def test_batch_predicts_each_counted_token_from_its_prefix(tokenizers, tmp_path)
         tokens, count_mask = all_turns[number]
         length = len(tokens) - 1
         assert inputs[row, :length].tolist() == tokens[:-1]
-        expected = [t if c else NOTHING for t, c in zip(tokens, count_mask, strict=True)][1:]
+        expected = [t if c else IGNORED_LABEL for t, c in zip(tokens, count_mask, strict=True)][1:]
         assert labels[row, :length].tolist() == expected
         assert not inputs[row, length:].any()
-        assert (labels[row, length:] == NOTHING).all()
+        assert (labels[row, length:] == IGNORED_LABEL).all()
     assert batch.weight == sum(sum(all_turns[n][1]) for n in (4, 1, 8))
 
 
@@ -204,9 +204,9 @@ def test_rows_of_a_teacher_have_its_mask(tokenizers, tmp_path):
     program.close()
     for row, record in enumerate(records):
         labels = batch.arrays["labels"][row]
-        last = int(np.flatnonzero(labels != NOTHING)[-1]) + 1
+        last = int(np.flatnonzero(labels != IGNORED_LABEL)[-1]) + 1
         assert record["rows"] == last
-        assert record["loss_mask"][:last].tolist() == (labels[:last] != NOTHING).tolist()
+        assert record["loss_mask"][:last].tolist() == (labels[:last] != IGNORED_LABEL).tolist()
         assert record["input_ids"][:last].tolist() == batch.arrays["input_ids"][row, :last].tolist()
         assert record["input_ids"][last] == labels[last - 1]
         assert (record["lse_1"][:last] != 0).all()
@@ -241,7 +241,7 @@ def test_student_uses_the_mask_of_its_teacher(tokenizers, tmp_path):
         labels = teacher.batch([number]).arrays["labels"]
         batch = student.batch([number])
         np.testing.assert_array_equal(batch.arrays["labels"], labels)
-        assert batch.weight == np.count_nonzero(labels != NOTHING)
+        assert batch.weight == np.count_nonzero(labels != IGNORED_LABEL)
 
 
 def test_worker_data_shows_the_mask_and_its_counts(tokenizers, tmp_path):
@@ -402,7 +402,7 @@ def test_padding_and_batch_neighbors_do_not_change_the_loss(tokenizers, tmp_path
     total = 0.0
     assert task.trainable.module is not None
     for tokens, count_mask in turns(language_data):
-        labels = [t if c else NOTHING for t, c in zip(tokens, count_mask, strict=True)]
+        labels = [t if c else IGNORED_LABEL for t, c in zip(tokens, count_mask, strict=True)]
         with torch.no_grad():
             ids = torch.tensor([tokens])
             mean = task.trainable.module(ids, labels=torch.tensor([labels])).loss

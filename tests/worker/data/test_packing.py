@@ -21,7 +21,7 @@ from tests.small_chat import conversation, jsonl, save_chat_tokenizer
 from worker.data.disk_arrays import DiskArrays
 from worker.data.language_data import CutDocuments, TextStream, read_language_data
 from worker.data.packing import PackedSamples, check_packing, pack_pieces
-from worker.models.tokens import NOTHING
+from worker.models.tokens import IGNORED_LABEL
 from worker.tasks.registry import build
 
 LLAMA = {
@@ -115,7 +115,7 @@ def test_running_text_is_packed_by_document(chat, tmp_path):
     assert isinstance(data.train, PackedSamples)
     assert isinstance(data.held_out, PackedSamples)
     batch = data.train.batch(slice(None))
-    starts = (batch.arrays["position_ids"] == 0) & (batch.arrays["labels"] != NOTHING)
+    starts = (batch.arrays["position_ids"] == 0) & (batch.arrays["labels"] != IGNORED_LABEL)
     assert starts.sum() >= 16  # one document each, some split
     tokens = [data.tokenizer(row["text"], add_special_tokens=False)["input_ids"] for row in rows]
     held_out = data.held_out.batch(slice(None)).weight

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.small_chat import save_chat_tokenizer
 from worker.data.language_data import read_language_data
-from worker.models.tokens import NOTHING, load_tokenizer, marks_around_text
+from worker.models.tokens import IGNORED_LABEL, load_tokenizer, marks_around_text
 from worker.results.generate import prompt_tokens
 
 BEGIN, END = 1, 2
@@ -54,7 +54,7 @@ def inputs_and_labels(spec: RunSpec) -> list[tuple[list[int], list[int]]]:
     """Return the inputs and labels of every sample."""
     samples = read_language_data(spec, 0.0).train
     batch = samples.batch(np.arange(len(samples)))
-    assert batch.weight == (batch.arrays["labels"] != NOTHING).sum()
+    assert batch.weight == (batch.arrays["labels"] != IGNORED_LABEL).sum()
     return list(
         zip(batch.arrays["input_ids"].tolist(), batch.arrays["labels"].tolist(), strict=True)
     )
@@ -75,7 +75,9 @@ def test_document_starts_with_its_unpredicted_mark(tokenizers, tmp_path, packing
     end_counts = [sum(labels.count(END) for _, labels in each) for each in (samples, without_marks)]
     assert end_counts == [8, 8]
     # The first token of each text is predicted from the mark.
-    counts = [sum(len(x) - x.count(NOTHING) for _, x in each) for each in (samples, without_marks)]
+    counts = [
+        sum(len(x) - x.count(IGNORED_LABEL) for _, x in each) for each in (samples, without_marks)
+    ]
     assert counts[0] == counts[1] + (8 if packing else 1)
 
 

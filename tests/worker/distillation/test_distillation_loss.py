@@ -12,7 +12,7 @@ from protocol.base.errors import DataError
 from protocol.datasets.logits_file import Records, record_dtype
 from protocol.spec.manifest import CaptureLayout
 from protocol.spec.sections.tasks import DistilSpec
-from worker.distillation.distillation_loss import NOTHING, DistillationLoss, teacher_arrays
+from worker.distillation.distillation_loss import IGNORED_LABEL, DistillationLoss, teacher_arrays
 
 SAMPLES, LENGTH, VOCABULARY = 2, 12, 600
 
@@ -28,7 +28,7 @@ def random_logits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     teacher = -2 * np.log(ranks) + random.standard_normal(shape) / 2
     student = teacher + random.standard_normal(shape)
     labels = random.integers(0, VOCABULARY, (SAMPLES, LENGTH))
-    labels[1, 7:] = NOTHING
+    labels[1, 7:] = IGNORED_LABEL
     # Both computations get exactly the same inputs.
     return torch.tensor(teacher), torch.tensor(student).float().double(), torch.tensor(labels)
 
@@ -55,7 +55,7 @@ def reference_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return loss and gradient in float64, over the whole vocabulary."""
     student = student.clone().requires_grad_()
-    label_mask = labels != NOTHING
+    label_mask = labels != IGNORED_LABEL
     divergence = torch.nn.functional.kl_div(
         (student / t).log_softmax(-1)[label_mask],
         (teacher / t).log_softmax(-1)[label_mask],
@@ -138,7 +138,7 @@ def test_the_loss_is_zero_where_both_agree():
     loss, gradient = distillation_loss(
         captured_records(teacher, layout), layout, teacher, labels, 1.0
     )
-    label_mask = int((labels != NOTHING).sum())
+    label_mask = int((labels != IGNORED_LABEL).sum())
     assert abs(float(loss)) / label_mask < 1e-3
     assert float(gradient.norm()) / label_mask < 1e-2
 

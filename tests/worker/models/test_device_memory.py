@@ -71,7 +71,7 @@ def test_lora_of_experts_is_counted_and_what_does_not_fit_is_refused(tmp_path):
     narrow = estimate_bytes(run_of(path, "model.base_dtype=int4"))
     assert memory.activations - narrow.activations == 4 * stacks
     with pytest.raises(DeviceOutOfMemory, match=r"got one that takes .*; --set .* takes"):
-        check_device_memory(run, "cuda 0", memory.certain - 1)
+        check_device_memory(run, "cuda 0", memory.minimum - 1)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_oversized_run_is_refused_with_a_remedy(path, changes, memory_bytes, rem
 def test_samples_that_may_be_too_long_are_a_warning(path):
     run = run_of(path, "data.max_tokens=64", "batch.microbatch=4")
     memory = estimate_bytes(run)
-    line = check_device_memory(run, "cuda 0", (memory.certain + memory.total) // 2)
+    line = check_device_memory(run, "cuda 0", (memory.minimum + memory.total) // 2)
     assert "if samples are as long as data.max_tokens, --set" in line
 
 

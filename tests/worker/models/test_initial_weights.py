@@ -15,7 +15,7 @@ import transformers
 from backends.base import draws
 from protocol.base.errors import DataError
 from protocol.spec.run_spec import parse_run_spec
-from worker.models.pretrained import start_causal_lm
+from worker.models.pretrained import create_causal_lm
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2}
 ATTENTION = {"intermediate_size": 32, "num_attention_heads": 2}
@@ -28,7 +28,7 @@ def started_model(model_type: str, seed: int = 7, **config: Any) -> Any:
         "task": "causal-lm", "steps": 1, "seed": seed, "data": {"train": "python-stdlib"},
         "model": {"config": {"model_type": model_type, **config}},
     })  # fmt: skip
-    return start_causal_lm(spec, 300, 2).model
+    return create_causal_lm(spec, 300, 2).model
 
 
 def library_model(model_type: str, seed: int, **config: Any) -> Any:

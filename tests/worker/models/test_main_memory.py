@@ -12,7 +12,7 @@ from protocol.base.errors import MainMemoryTooSmall
 from protocol.spec.run_spec import parse_run_spec
 from tests.cluster import ROOT
 from worker.models.main_memory import check_model_fits, converted_bytes
-from worker.models.pretrained import start_causal_lm
+from worker.models.pretrained import create_causal_lm
 
 GIB = 2**30
 
@@ -83,7 +83,7 @@ def test_a_new_model_that_is_too_large_is_refused_before_it_is_made():
         "task": "causal-lm", "steps": 1, "data": {"train": "text"}, "model": {"config": config},
     })  # fmt: skip
     with pytest.raises(MainMemoryTooSmall) as error:
-        start_causal_lm(run, 1000, 0)
+        create_causal_lm(run, 1000, 0)
     layer = 4 * 65_536**2 + 3 * 65_536 * 262_144 + 2 * 65_536
     elements = 100 * layer + 2 * 1000 * 65_536 + 65_536
     assert error.value.needed_bytes == 5 * 4 * elements

@@ -15,7 +15,7 @@ from protocol.spec.files.run_spec_file import load_run_spec
 from tests.commands import called
 from tests.finished_run import finished_run
 from tests.small_chat import jsonl, save_chat_tokenizer
-from worker.models.pretrained import positions
+from worker.models.pretrained import max_sample_tokens
 from worker.results.generate import Sampling, generate
 from worker.results.load import load, probe
 from worker.results.merge import merge
@@ -236,7 +236,7 @@ def test_positions_after_padding_reduce_the_context(tmp_path, family, padding, l
     spec.write_text(json.dumps(document))
     module = build(load_run_spec(spec)).trainable.module
     assert module is not None
-    assert positions(module.eval()) == limit
+    assert max_sample_tokens(module.eval()) == limit
     text = torch.full((1, limit), 7)
     module(input_ids=text, attention_mask=torch.ones_like(text))
 

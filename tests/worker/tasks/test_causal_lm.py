@@ -23,7 +23,7 @@ from protocol.exact.reduction.absent import is_absent
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from worker.data.disk_arrays import DiskArrays
 from worker.data.language_data import TextStream, Windows
-from worker.models.tokens import NOTHING
+from worker.models.tokens import IGNORED_LABEL
 from worker.tasks.base.task import Task
 from worker.tasks.registry import build
 
@@ -100,7 +100,7 @@ def test_every_token_but_the_first_is_predicted_once(stream, length):
     batch = windows.batch(slice(None))
     inputs, labels = batch.arrays["input_ids"], batch.arrays["labels"]
     pairs = zip(inputs.reshape(-1).tolist(), labels.reshape(-1).tolist(), strict=True)
-    assert [pair for pair in pairs if pair[1] != NOTHING] == list(itertools.pairwise(stream))
+    assert [pair for pair in pairs if pair[1] != IGNORED_LABEL] == list(itertools.pairwise(stream))
     assert inputs.shape == (len(windows), length)
     assert batch.weight == max(len(stream) - 1, 0)
 
@@ -188,7 +188,7 @@ def test_loss_equals_transformers_times_its_tokens(task):
     with torch.no_grad():
         mean = task.trainable.module(inputs).logits.log_softmax(-1)
     labels = torch.tensor(batch.arrays["labels"])
-    label_values = mean.gather(-1, labels.clamp(min=0)[..., None])[..., 0][labels != NOTHING]
+    label_values = mean.gather(-1, labels.clamp(min=0)[..., None])[..., 0][labels != IGNORED_LABEL]
     assert sums["tokens"] == batch.weight == len(label_values)
     assert sums["loss_sum"] == pytest.approx(-float(label_values.sum()), rel=1e-5)
     perplexity = task.manifest.metrics[0].value(dict(sums))

@@ -18,7 +18,7 @@ from protocol.base.errors import DataError, RunSpecError
 from protocol.spec.files.run_spec_file import load_run_spec
 from tests.commands import called
 from tests.small_chat import CHATML, dpo_run, jsonl, preferences
-from worker.models.tokens import NOTHING
+from worker.models.tokens import IGNORED_LABEL
 from worker.tasks.language.dpo import Dpo
 from worker.tasks.registry import build
 
@@ -49,7 +49,7 @@ def test_only_the_last_answers_count(task):
     assert batch.weight == 3
     assert batch.arrays["input_ids"].shape[:2] == (3, 2)
     for pair in batch.arrays["labels"]:
-        chosen, rejected = (tokenizer.decode(side[side != NOTHING]) for side in pair)
+        chosen, rejected = (tokenizer.decode(side[side != IGNORED_LABEL]) for side in pair)
         assert chosen.startswith("It is ")
         assert rejected.startswith("It may be ")
         assert chosen.count("<|im_end|>") == rejected.count("<|im_end|>") == 1
@@ -152,7 +152,7 @@ def test_loss_equals_trl(task, spec):
 
     def log_probabilities(model: Any, side: int) -> torch.Tensor:
         log_probs = model(input_ids=ids[:, side]).logits.log_softmax(-1)
-        mask = labels[:, side] != NOTHING
+        mask = labels[:, side] != IGNORED_LABEL
         label_scores = log_probs.gather(-1, labels[:, side].clamp(min=0)[..., None])[..., 0]
         return (label_scores * mask).sum(-1)
 

@@ -45,7 +45,9 @@ def keep_evaluation_modes(trainable: Trainable) -> Trainable:
             return embed(module, arrays)
 
         coupled = replace(coupled, embed=embed_in_modes)
-    return replace(trainable, loss=loss_in_modes, coupled=coupled, in_evaluation=frozenset(names))
+    return replace(
+        trainable, loss=loss_in_modes, coupled=coupled, evaluation_parts=frozenset(names)
+    )
 
 
 def parts_in_evaluation(module: nn.Module) -> list[str]:
@@ -56,8 +58,12 @@ def parts_in_evaluation(module: nn.Module) -> list[str]:
     """
     if not _has_training_part(module):
         return []
-    parts = {id(each) for name, part in _topmost(module, "") for each in _parts_to_keep(name, part)}
-    return [name for name, part in module.named_modules() if id(part) in parts]
+    parts = {
+        id(submodule)
+        for name, topmost_part in _topmost(module, "")
+        for submodule in _parts_to_keep(name, topmost_part)
+    }
+    return [name for name, topmost_part in module.named_modules() if id(topmost_part) in parts]
 
 
 def put_in_evaluation(module: nn.Module, names: Sequence[str]) -> None:
@@ -80,15 +86,15 @@ def _topmost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 def _parts_to_keep(name: str, part: nn.Module) -> Iterator[nn.Module]:
     if hasattr(type(part), "from_pretrained"):
         if _has_training_part(part):
-            return  # layers were added to it, such as adapters: its mode was not chosen
+            return  # layers such as adapters were added to it: its mode was not chosen
         if any(parameter.requires_grad for parameter in part.parameters()):
             raise DataError(
                 f"expected {name!r}, which is trained, in training mode, got it in evaluation mode "
                 "as from_pretrained leaves it: write module.train() in build, and after that "
                 "eval() of what is to stay in evaluation mode"
             )
-    yield from (each for each in part.modules() if not each.training)
+    yield from (submodule for submodule in part.modules() if not submodule.training)
 
 
 def _has_training_part(module: nn.Module) -> bool:
-    return any(each.training for each in module.modules())
+    return any(submodule.training for submodule in module.modules())

@@ -49,7 +49,7 @@ _CANDIDATES: Final = 64
 _CANDIDATE_BYTES: Final = 1 << 26
 """Limit on the size of the candidates' arrays."""
 _GOLDEN: Final = (math.sqrt(5) - 1) / 2
-"""Multiples of it, modulo 1, are evenly spread and match no period of the data."""
+"""Its multiples, modulo 1, are evenly spread and match no period of the data."""
 _PERTURBATION: Final = 0.02
 """Perturbation of weights, as a share of the tensor's root mean square; 0.01 for zeros."""
 _CPU: Final = torch.device("cpu")
@@ -119,7 +119,7 @@ def _raised_for(trial: LossTrial, numbers: Sequence[int]) -> Iterator[None]:
     except (SamestepError, TooManyDrawsError, MemoryError):
         raise
     except Exception as error:
-        raise _RaisedError(error, trial.given, numbers) from error
+        raise _RaisedError(error, trial.last_batch, numbers) from error
 
 
 class SumTrial:
@@ -139,12 +139,12 @@ class SumTrial:
         self._original: nn.Module = task.trainable.module
         self._elements = sum(parameter.numel() for parameter in self._original.parameters())
         is_small, is_medium = (
-            self._elements <= most for most in (_SMALL_ELEMENTS, _MEDIUM_ELEMENTS)
+            self._elements <= limit for limit in (_SMALL_ELEMENTS, _MEDIUM_ELEMENTS)
         )
         self._sample_count = 8 if is_small else 3 if is_medium else 2
         self._levels = LEVELS if is_small else LEVELS[:2]
-        self._names = [t.name for block in task.manifest.blocks for t in block.tensors]
-        self._module, self._is_wide = self._copy(wide=True)
+        self._names = [tensor.name for block in task.manifest.blocks for tensor in block.tensors]
+        self._module, self._is_wide = self._copy(is_wide=True)
 
     def check(self) -> None:
         """Check the loss before the run.
@@ -154,15 +154,15 @@ class SumTrial:
             DataError: The loss is not finite, or raises.
         """
         if self._task.manifest.train_samples > 1:
-            self._in_either_width(lambda: self._try(0, perturb=True))
+            self._run_in_either_width(lambda: self._try(0, perturb=True))
             if self._module is not self._original and (
                 any(map(hooks_need_backward, self._trained_originals().values()))
                 or self._reaches_the_original()
             ):
-                copied, self._module = (self._module, self._is_wide), self._original
+                copied_module, self._module = (self._module, self._is_wide), self._original
                 self._is_wide = False
-                self._in_either_width(lambda: self._try(0, perturb=True))
-                self._module, self._is_wide = copied
+                self._run_in_either_width(lambda: self._try(0, perturb=True))
+                self._module, self._is_wide = copied_module
         if (
             self._module is None
             or self._elements > _KEPT_ELEMENTS
@@ -199,15 +199,15 @@ class SumTrial:
 
     # The check.
 
-    def _in_either_width(self, attempt: Callable[[], None]) -> None:
+    def _run_in_either_width(self, attempt: Callable[[], None]) -> None:
         """Run the attempt in float64 if the model supports it, else in the model's dtypes."""
         try:
             attempt()
         except _RaisedError as raised:
             if not self._is_wide:
                 raise self._describe_failure(raised) from raised.error
-            self._module, self._is_wide = self._copy(wide=False)
-            self._in_either_width(attempt)
+            self._module, self._is_wide = self._copy(is_wide=False)
+            self._run_in_either_width(attempt)
 
     def _try(self, offset: int, *, perturb: bool) -> None:
         assert self._module is not None
@@ -230,39 +230,41 @@ class SumTrial:
             return
         if has_draws:
             for level in self._levels[1:]:
-                other = _Mode(mode.training, level, mode.gradients)
-                self._check_sums(samples, other, None)
+                other_mode = _Mode(mode.training, level, mode.gradients)
+                self._check_sums(samples, other_mode, None)
         with suppress(_RaisedError):  # in evaluation mode some models take other arguments
             self._check_sums(samples, _Mode(False, LEVELS[0], False), None)
 
     def _choose(self, samples: _Samples, mode: _Mode) -> Parts:
-        """Choose samples, if possible with gradients; return the results of each alone."""
-        trial, silent, parts = self._trial(mode), [], Parts()
-        last: Evaluation | None = None
-        first: Evaluation | None = None
+        """Choose samples, if possible with gradients; return their single results."""
+        trial, without_gradients, parts = self._trial(mode), [], Parts()
+        last_evaluation: Evaluation | None = None
+        first_evaluation: Evaluation | None = None
         for number in samples.candidates():
-            last = self._alone(trial, samples, number)
-            if not last.is_finite:
+            last_evaluation = self._evaluate_single(trial, samples, number)
+            if not last_evaluation.is_finite:
                 continue
-            if not last.counts and mode.gradients:
-                silent.append((number, last))
+            if not last_evaluation.has_gradients and mode.gradients:
+                without_gradients.append((number, last_evaluation))
                 continue
-            first = first or last
+            first_evaluation = first_evaluation or last_evaluation
             samples.choose(number)
-            parts.add(last)
+            parts.add(last_evaluation)
             if samples.has_enough:
                 break
-        for number, computed in silent:
+        for number, evaluation in without_gradients:
             if samples.has_enough:
                 break
-            first = first or computed
+            first_evaluation = first_evaluation or evaluation
             samples.choose(number)
-            parts.add(computed)
-        if first is None:
-            assert last is not None
-            raise DataError(f"expected a finite loss of the first samples, got {last.loss:.9g}")
+            parts.add(evaluation)
+        if first_evaluation is None:
+            assert last_evaluation is not None
+            raise DataError(
+                f"expected a finite loss of the first samples, got {last_evaluation.loss:.9g}"
+            )
         # One sample twice reveals a loss that treats repetitions differently.
-        parts.add(first)
+        parts.add(first_evaluation)
         return parts
 
     def _check_sums(self, samples: _Samples, mode: _Mode, parts: Parts | None) -> bool:
@@ -271,17 +273,19 @@ class SumTrial:
         Raises:
             NotASum: The batch's loss or a gradient is not the sum of the single samples'.
         """
-        trial, chosen = self._trial(mode), samples.chosen
+        trial, numbers = self._trial(mode), samples.chosen_numbers
         if parts is None:
-            chosen = chosen[:_RECHECK_SAMPLES]
-            alone = [self._alone(trial, samples, number) for number in chosen]
-            parts = Parts.of(*alone, alone[0])
-        chosen = [*chosen, chosen[0]]
-        with _raised_for(trial, chosen):
-            discrepancy = trial.apart(samples.batch(chosen), parts)
+            numbers = numbers[:_RECHECK_SAMPLES]
+            single_evaluations = [
+                self._evaluate_single(trial, samples, number) for number in numbers
+            ]
+            parts = Parts.of(*single_evaluations, single_evaluations[0])
+        numbers = [*numbers, numbers[0]]
+        with _raised_for(trial, numbers):
+            discrepancy = trial.find_discrepancy(samples.batch(numbers), parts)
         if discrepancy is not None:
             self._refuse(discrepancy, samples, mode)
-        return parts.drew
+        return parts.has_draws
 
     def _refuse(self, discrepancy: Discrepancy, samples: _Samples, mode: _Mode) -> None:
         diagnosis = _Diagnosis.of(self._trial(mode), samples)
@@ -297,19 +301,22 @@ class SumTrial:
             return False
         return True
 
-    def _alone(self, trial: LossTrial, samples: _Samples, number: int) -> Evaluation:
+    def _evaluate_single(self, trial: LossTrial, samples: _Samples, number: int) -> Evaluation:
         with _raised_for(trial, [number]):
-            return trial.of(samples.batch([number]))
+            return trial.evaluate(samples.batch([number]))
 
     def _describe_failure(self, raised: _RaisedError) -> Exception:
         if concerns_device(raised.error):
             return raised.error
-        alone = len(raised.numbers) == 1
-        which = f"sample {raised.numbers[0]} alone" if alone else f"{len(raised.numbers)} samples"
+        is_single = len(raised.numbers) == 1
+        failing_samples = (
+            f"sample {raised.numbers[0]} alone" if is_single else f"{len(raised.numbers)} samples"
+        )
         if outside := index_outside(raised.error, raised.batch):
-            return DataError(f"the loss of {which}: {outside.text}")
+            return DataError(f"the loss of {failing_samples}: {outside.text}")
         return DataError(
-            f"the loss of {which} raised {describe_raised(raised.error)}{self._hint(raised)}"
+            f"the loss of {failing_samples} raised "
+            f"{describe_raised(raised.error)}{self._hint(raised)}"
         )
 
     def _hint(self, raised: _RaisedError) -> str:
@@ -318,21 +325,29 @@ class SumTrial:
         if "use_reentrant" in text:
             return ": write use_reentrant=False where checkpoint is called"
         if "hooks should return None" in text:
-            named = self._trained_originals()
-            hooked = [name for name, each in named.items() if has_accumulated_hook(each)]
+            parameters_by_name = self._trained_originals()
+            hooked = [
+                name
+                for name, parameter in parameters_by_name.items()
+                if has_accumulated_hook(parameter)
+            ]
             return f": let the hook of {', '.join(map(repr, hooked))} return nothing"
-        alone = len(raised.numbers) == 1
-        return ": is there a layer across the batch?" if alone and self._works_twice(raised) else ""
+        is_single = len(raised.numbers) == 1
+        return (
+            ": is there a layer across the batch?"
+            if is_single and self._works_twice(raised)
+            else ""
+        )
 
     def _works_twice(self, raised: _RaisedError) -> bool:
         """Return whether a batch with the sample twice works, though the sample alone raises."""
-        twice = {
+        doubled_batch = {
             name: torch.cat([array, array]) if array.dim() else array
             for name, array in raised.batch.items()
         }
         try:
             mode = _Mode(training=True, level=LEVELS[0], gradients=self._has_gradients())
-            self._trial(mode).of(twice)
+            self._trial(mode).evaluate(doubled_batch)
         except Exception:  # noqa: BLE001 -- only the hint depends on it
             return False
         return True
@@ -340,54 +355,59 @@ class SumTrial:
     def _reaches_the_original(self) -> bool:
         """Return whether the loss reads weights of the original model through a closure."""
         assert self._module is not None
-        trial = LossTrial(self._module, self._loss_in_its_width, self._trained_originals())
+        trial = LossTrial(self._module, self._compute_loss, self._trained_originals())
         samples = _Samples(self._task, 0, self._sample_count, self._device)
         try:
-            return bool(trial.of(samples.first()).gradients)
+            return bool(trial.evaluate(samples.first()).gradients)
         except Exception:  # noqa: BLE001 -- the check itself has passed
             return False
 
     # The copy.
 
     def _trained_originals(self) -> dict[str, nn.Parameter]:
-        named = dict(self._original.named_parameters())
-        return {name: named[name] for name in self._names}
+        parameters_by_name = dict(self._original.named_parameters())
+        return {name: parameters_by_name[name] for name in self._names}
 
-    def _copy(self, *, wide: bool) -> tuple[nn.Module | None, bool]:
+    def _copy(self, *, is_wide: bool) -> tuple[nn.Module | None, bool]:
         """Copy the module; return it and whether it is in float64."""
         if self._elements > _COPY_ELEMENTS:
             return self._original, False
         try:
-            made = copy.deepcopy(self._original)
+            module_copy = copy.deepcopy(self._original)
         except Exception:  # noqa: BLE001 -- a model that cannot be copied can be trained
             return self._original, False
-        given = dict(self._original.named_parameters())
-        for name, parameter in made.named_parameters():  # deepcopy does not copy hooks
-            hooks: Any = given[name]._backward_hooks  # noqa: SLF001 -- None for most
+        original_parameters = dict(self._original.named_parameters())
+        for name, parameter in module_copy.named_parameters():  # deepcopy does not copy hooks
+            hooks: Any = original_parameters[name]._backward_hooks  # noqa: SLF001 -- None for most
             for hook in (hooks or {}).values():
                 parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-        return (made.double() if wide else made), wide
+        return (module_copy.double() if is_wide else module_copy), is_wide
 
-    def _trained(self) -> dict[str, nn.Parameter]:
+    def _trained_parameters(self) -> dict[str, nn.Parameter]:
         assert self._module is not None
-        named = dict(self._module.named_parameters())
-        return {name: named[name] for name in self._names if name in named}
+        parameters_by_name = dict(self._module.named_parameters())
+        return {
+            name: parameters_by_name[name] for name in self._names if name in parameters_by_name
+        }
 
     def _has_gradients(self) -> bool:
-        return sum(each.numel() for each in self._trained().values()) <= _COPY_ELEMENTS
+        return (
+            sum(parameter.numel() for parameter in self._trained_parameters().values())
+            <= _COPY_ELEMENTS
+        )
 
     def _trial(self, mode: _Mode) -> LossTrial:
         assert self._module is not None
         self._module.train(mode.training)
         return LossTrial(
             self._module,
-            self._loss_in_its_width,
-            self._trained() if mode.gradients else {},
+            self._compute_loss,
+            self._trained_parameters() if mode.gradients else {},
             mode.level,
             accumulates=self._module is self._original,
         )
 
-    def _loss_in_its_width(self, module: Any, arrays: Arrays) -> torch.Tensor:
+    def _compute_loss(self, module: Any, arrays: Arrays) -> torch.Tensor:
         if self._is_wide:
             arrays = {n: a.double() if a.dtype == torch.float32 else a for n, a in arrays.items()}
         with nullcontext() if self._device == _CPU else TableLookups(arrays):
@@ -398,10 +418,10 @@ class SumTrial:
 
     @torch.no_grad()
     def _load(self, parameters: Sequence[Array]) -> None:
-        trained = self._trained()
+        trained_parameters = self._trained_parameters()
         for block, values in zip(self._task.manifest.blocks, parameters, strict=True):
             for tensor, part in block.slices():
-                trained[tensor.name].copy_(
+                trained_parameters[tensor.name].copy_(
                     torch.from_numpy(values[part].reshape(tensor.shape).copy())
                 )
 
@@ -411,20 +431,22 @@ class SumTrial:
         if not should_perturb or not self._has_gradients():
             yield
             return
-        trained, generator = self._trained(), torch.Generator().manual_seed(0)
-        before = {name: each.detach().clone() for name, each in trained.items()}
+        trained_parameters, generator = self._trained_parameters(), torch.Generator().manual_seed(0)
+        saved_values = {
+            name: parameter.detach().clone() for name, parameter in trained_parameters.items()
+        }
         with torch.no_grad():
-            for each in trained.values():
-                size = float(each.square().mean().sqrt()) if each.numel() else 0.0
+            for parameter in trained_parameters.values():
+                size = float(parameter.square().mean().sqrt()) if parameter.numel() else 0.0
                 scale = _PERTURBATION * size or 0.01
-                draws = torch.randn(each.shape, generator=generator, dtype=each.dtype)
-                each.add_(draws.to(each.device), alpha=scale)
+                draws = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.add_(draws.to(parameter.device), alpha=scale)
         try:
             yield
         finally:
             with torch.no_grad():
-                for name, each in trained.items():
-                    each.copy_(before[name])
+                for name, parameter in trained_parameters.items():
+                    parameter.copy_(saved_values[name])
 
 
 class _Samples:
@@ -440,7 +462,7 @@ class _Samples:
     def __init__(self, task: Task, offset: int, count: int, device: torch.device) -> None:
         self._task = task
         self._device = device
-        self.chosen: list[int] = []
+        self.chosen_numbers: list[int] = []
         self._sample_count = count
         self._candidate_count = _CANDIDATES if count > 3 else 12
         samples = task.manifest.train_samples
@@ -448,25 +470,25 @@ class _Samples:
             int((index * _GOLDEN) % 1 * samples) for index in range(offset, offset + _CANDIDATES)
         ))  # fmt: skip
         self._rows: dict[int, int] = {}
-        self._drawn: Arrays = {}
+        self._joint_arrays: Arrays = {}
         if isinstance(task, DrawsBatches) and _draws(task, self.numbers[:2]):
             self._draw_jointly(task)
 
     @property
     def has_enough(self) -> bool:
         """Return whether enough samples are chosen."""
-        return len(self.chosen) >= self._sample_count
+        return len(self.chosen_numbers) >= self._sample_count
 
     def choose(self, number: int) -> None:
         """Choose this sample."""
-        self.chosen.append(number)
+        self.chosen_numbers.append(number)
 
     def batch(self, numbers: Sequence[int]) -> Arrays:
         """Make a batch of these samples."""
         return {name: array.to(self._device) for name, array in self._on_host(numbers).items()}
 
     def _on_host(self, numbers: Sequence[int]) -> Arrays:
-        if self._drawn:
+        if self._joint_arrays:
             rows = [self._rows[number] for number in numbers]
             count = float(len(self._rows))
             return {
@@ -474,7 +496,7 @@ class _Samples:
                 name: array[rows]
                 if array.dim()
                 else torch.where(array == count, len(rows), array).to(array.dtype)
-                for name, array in self._drawn.items()
+                for name, array in self._joint_arrays.items()
             }
         batch = self._task.batch(numbers)
         return {name: torch.tensor(array) for name, array in batch.arrays.items()}
@@ -486,15 +508,15 @@ class _Samples:
     def candidates(self) -> list[int]:
         """Return the candidates, starting with one for each kind of label."""
         kinds: dict[object, int] = {}
-        rest, size = [], 0
+        other_numbers, size = [], 0
         for number in self.numbers:
             arrays = self._on_host([number])
             size += sum(array.nbytes for array in arrays.values())
             if kinds.setdefault(_labels(arrays), number) != number:
-                rest.append(number)
+                other_numbers.append(number)
             if size > _CANDIDATE_BYTES:
                 break
-        return [*kinds.values(), *rest][: self._candidate_count]
+        return [*kinds.values(), *other_numbers][: self._candidate_count]
 
     def _draw_jointly(self, task: DrawsBatches) -> None:
         """Draw one large batch, so that a sample's random draws are the same in every batch."""
@@ -502,16 +524,18 @@ class _Samples:
         arrays = task.drawn_batch(numbers, 1).arrays
         by_sample = all(len(array) == len(numbers) for array in arrays.values() if array.ndim)
         self.numbers = numbers if by_sample and len(numbers) > 1 else []
-        self._drawn = {name: torch.tensor(array) for name, array in arrays.items()}
+        self._joint_arrays = {name: torch.tensor(array) for name, array in arrays.items()}
         self._rows = {number: row for row, number in enumerate(numbers)}
 
 
 def _draws(task: DrawsBatches, numbers: Sequence[int]) -> bool:
-    first, second = (digest_arrays(_plain(task.drawn_batch(numbers, seed))) for seed in (1, 2))
-    return first != second
+    first_digest, second_digest = (
+        digest_arrays(_batch_arrays(task.drawn_batch(numbers, seed))) for seed in (1, 2)
+    )
+    return first_digest != second_digest
 
 
-def _plain(batch: Batch) -> Mapping[str, np.ndarray[Any, Any]]:
+def _batch_arrays(batch: Batch) -> Mapping[str, np.ndarray[Any, Any]]:
     return batch.arrays
 
 
@@ -540,57 +564,67 @@ class _Diagnosis:
     @staticmethod
     def of(trial: LossTrial, samples: _Samples) -> _Diagnosis:
         """Classify a loss by the first two chosen samples."""
-        first, second = samples.chosen[0], samples.chosen[-1]
+        first_number, last_number = samples.chosen_numbers[0], samples.chosen_numbers[-1]
         try:
             computed = [
-                trial.of(samples.batch(numbers))
-                for numbers in ([first], [second], [first, second], [first, first])
+                trial.evaluate(samples.batch(numbers))
+                for numbers in (
+                    [first_number],
+                    [last_number],
+                    [first_number, last_number],
+                    [first_number, first_number],
+                )
             ]
         except Exception:  # noqa: BLE001 -- only the message depends on it
             return _Diagnosis(is_mean=False, constant_term=None)
-        one, other, pair, twice = (each.loss for each in computed)
-        epsilon = max(each.epsilon for each in computed)
-        near = _EQUAL_SPACINGS * epsilon * max(map(abs, (one, other, pair)))
-        constant = 2 * one - twice
-        is_constant_in_pair = abs(one + other - pair - constant) <= near
-        has_constant = first != second and abs(constant) > near and is_constant_in_pair
-        is_mean = abs(twice - one) <= near < abs(one)
+        first_loss, last_loss, pair_loss, doubled_loss = (
+            evaluation.loss for evaluation in computed
+        )
+        epsilon = max(evaluation.epsilon for evaluation in computed)
+        tolerance = _EQUAL_SPACINGS * epsilon * max(map(abs, (first_loss, last_loss, pair_loss)))
+        constant = 2 * first_loss - doubled_loss
+        is_constant_in_pair = abs(first_loss + last_loss - pair_loss - constant) <= tolerance
+        has_constant = (
+            first_number != last_number and abs(constant) > tolerance and is_constant_in_pair
+        )
+        is_mean = abs(doubled_loss - first_loss) <= tolerance < abs(first_loss)
         return _Diagnosis(is_mean and not has_constant, constant if has_constant else None)
 
 
 def _describe(discrepancy: Discrepancy, diagnosis: _Diagnosis, in_mode: str) -> str:
-    shown = (
-        f"{discrepancy.whole:.9g} of {len(discrepancy.parts) - 1} samples and the first once more "
-        f"together and {sum(discrepancy.parts):.9g} as the sum of each alone{in_mode}"
+    sums_text = (
+        f"{discrepancy.batch_loss:.9g} for a batch of {len(discrepancy.part_losses) - 1} samples "
+        f"and the first one again, and {sum(discrepancy.part_losses):.9g} as the sum over these "
+        f"samples alone{in_mode}"
     )
     if diagnosis.is_mean:
         return (
-            f'expected a loss summed over samples, got a mean ({shown}): write reduction="sum" or '
-            f".sum(), as samestep divides by the number of samples, or by weight=; or "
-            f"{WHOLE_MICROBATCH}"
+            f"expected a loss summed over samples, got a mean ({sums_text}): write "
+            f'reduction="sum" or .sum(), as samestep divides by the number of samples, or by '
+            f"weight=; or {WHOLE_MICROBATCH}"
         )
     if diagnosis.constant_term is not None:
         return (
-            f"expected a loss that adds up over samples, got {shown}: a term of "
+            f"expected a loss that adds up over samples, got {sums_text}: a term of "
             f"{diagnosis.constant_term:.3g} counts once for each microbatch, whatever samples it "
             "has; a penalty on weights belongs in the optimizer's weight_decay, any other term "
             "must be multiplied by the number of samples in the batch"
         )
     if discrepancy.tensor is not None:
         return (
-            f"expected gradients that add up over samples, got one of {discrepancy.tensor!r} by "
-            f"samples together that is {discrepancy.off:.3g} off the sum of each alone's{in_mode}, "
-            "though the loss adds up: the result would depend on how many samples a microbatch "
-            "has; leave out what works across the batch in backward, such as scale_grad_by_freq, "
-            "or a Function or hook that normalizes, and state that one call leaves to the next (a "
-            "moving average, a memory bank); a penalty on weights belongs in the optimizer's "
-            "weight_decay"
+            f"expected gradients that add up over samples, got a gradient of "
+            f"{discrepancy.tensor!r} for a batch that differs by {discrepancy.difference:.3g} from "
+            f"the sum over its samples{in_mode}, though the loss adds up: the result would depend "
+            "on how many samples a microbatch has; remove what works across the batch in backward "
+            "(scale_grad_by_freq, a Function or hook that normalizes) and state that one call "
+            "leaves to the next (a moving average, a memory bank); a penalty on weights belongs in "
+            "the optimizer's weight_decay"
         )
     return (
-        f"expected a loss that adds up over samples, got {shown}: a loss across samples "
+        f"expected a loss that adds up over samples, got {sums_text}: a loss across samples "
         "(contrastive, balancing, a mean weighted by class) or one with layers across the batch "
-        f"cannot be divided among microbatches, write it per sample, or {WHOLE_MICROBATCH}; a "
-        "penalty on weights belongs in the optimizer's weight_decay; leave out state that one call "
+        f"cannot be divided among microbatches: write it per sample, or {WHOLE_MICROBATCH}; a "
+        "penalty on weights belongs in the optimizer's weight_decay; remove state that one call "
         "leaves to the next (a moving average, a memory bank)"
     )
 
@@ -620,9 +654,9 @@ def on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
 @contextmanager
 def preserve_modes(module: nn.Module) -> Iterator[None]:
     """Restore the training mode of each submodule at the end of the context."""
-    modes = [(each, each.training) for each in module.modules()]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     try:
         yield
     finally:
-        for each, training in modes:
-            each.training = training
+        for submodule, training in modes:
+            submodule.training = training

@@ -68,7 +68,7 @@ _OF_MODULE: Final = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]"
 _DOT: Final = r".\1"
 """In the path to a tensor, which people know by its name in the state dict."""
 
-_PLAIN = bool, int, float, complex, str, bytes, bytearray, array, np.generic, type(None)
+_SCALAR_TYPES = bool, int, float, complex, str, bytes, bytearray, array, np.generic, type(None)
 _METHODS = MethodType | BuiltinMethodType | MethodWrapperType
 _SKIPPED = ModuleType, io.IOBase, logging.Logger, logging.Handler, torch.dtype, torch.device
 _LIBRARY: Final = tuple(
@@ -116,34 +116,42 @@ def reached_generators(roots: Mapping[str, object]) -> dict[str, object]:
     return walk.generators
 
 
-def moved_state(before: State, after: State) -> str | None:
+def moved_state(first_state: State, second_state: State) -> str | None:
     """Name a generator or a tensor that changed between two calls on the same samples.
 
     There were other calls between the two, so a number may differ (the longest sample so far), as
     may a tensor that was recreated in another shape, and an entry of a list.
     """
-    for path, old in before.items():
-        new = after.get(path, old)
-        if not isinstance(old, Fingerprint) or not isinstance(new, Fingerprint) or old == new:
+    for path, old_value in first_state.items():
+        new_value = second_state.get(path, old_value)
+        if (
+            not isinstance(old_value, Fingerprint)
+            or not isinstance(new_value, Fingerprint)
+            or old_value == new_value
+        ):
             continue
-        is_generator = old.kind.endswith(" at")
-        if is_generator or (old.kind == new.kind and not _ELEMENT.search(path)):
+        is_generator = old_value.kind.endswith(" at")
+        if is_generator or (old_value.kind == new_value.kind and not _ELEMENT.search(path)):
             return _name_of(path)
     return None
 
 
-def unlike_state(one: State, other: State) -> str | None:
+def unlike_state(first_state: State, second_state: State) -> str | None:
     """Name the value that most likely causes a difference: one that changed, else a new one.
 
     Tensors come before numbers, entries of containers before attributes.
     """
-    changed = [path for path in one.keys() & other.keys() if one[path] != other[path]]
-    found = changed or list(other.keys() - one.keys())
+    changed = [
+        path
+        for path in first_state.keys() & second_state.keys()
+        if first_state[path] != second_state[path]
+    ]
+    suspects = changed or list(second_state.keys() - first_state.keys())
 
     def likelihood(path: str) -> tuple[bool, bool, str]:
-        return not isinstance(other[path], Fingerprint), "[" not in path, path
+        return not isinstance(second_state[path], Fingerprint), "[" not in path, path
 
-    return _name_of(min(found, key=likelihood)) if found else None
+    return _name_of(min(suspects, key=likelihood)) if suspects else None
 
 
 def _name_of(path: str) -> str:
@@ -156,14 +164,15 @@ class Containers:
     def __init__(self, roots: Mapping[str, object]) -> None:
         walk = _Walk()
         walk.visit_all(roots)
-        self._contents = [(each, _contents(each)) for each in walk.containers]
+        self._contents = [(container, _contents(container)) for container in walk.containers]
 
     def restore(self) -> None:
         """Undo additions and removals."""
         for container, contents in self._contents:
-            new = _contents(container)
-            is_unchanged = len(new) == len(contents) and all(
-                one is other for one, other in zip(new, contents, strict=True)
+            current = _contents(container)
+            is_unchanged = len(current) == len(contents) and all(
+                current_item is original_item
+                for current_item, original_item in zip(current, contents, strict=True)
             )
             if is_unchanged:
                 continue
@@ -179,20 +188,20 @@ class Containers:
 def _contents(container: Any) -> list[object]:
     """Return the elements of a container; for a dict, keys and values alternately."""
     if isinstance(container, dict):
-        return [each for item in container.items() for each in item]
+        return [element for item in container.items() for element in item]
     return list(container)
 
 
-def refuse_changes(before: State, after: State) -> None:
+def refuse_changes(first_state: State, second_state: State) -> None:
     """Refuse state that changed between two calls on the same samples.
 
     Raises:
         DataError: State changed; names it.
     """
-    for path, old in before.items():
-        new = after.get(path, old)
-        shrunk = isinstance(old, int) and isinstance(new, int) and new < old
-        if shrunk or (isinstance(old, str) and new != old):
+    for path, old_value in first_state.items():
+        new_value = second_state.get(path, old_value)
+        shrunk = isinstance(old_value, int) and isinstance(new_value, int) and new_value < old_value
+        if shrunk or (isinstance(old_value, str) and new_value != old_value):
             remedy = (
                 "take a layer without running state (no spectral_norm, no running statistics), or "
                 f"{WHOLE_MICROBATCH}"
@@ -202,8 +211,8 @@ def refuse_changes(before: State, after: State) -> None:
             )
             raise DataError(
                 f"expected a model, loss, collator and data set that keep nothing from one call "
-                f"to the next, got {_name_of(path)}, which goes from {_abbreviated(old)} to "
-                f"{_abbreviated(new)} on the same samples: {remedy}"
+                f"to the next, got {_name_of(path)}, which goes from {_abbreviated(old_value)} to "
+                f"{_abbreviated(new_value)} on the same samples: {remedy}"
             )
 
 
@@ -226,25 +235,25 @@ class _Walk:
         self.generators: dict[str, object] = {}
         self.containers: list[Any] = []
         self._state: State = {}
-        self._seen: dict[int, object] = {}
-        self._next: deque[tuple[str, object, bool]] = deque()
+        self._visited_objects: dict[int, object] = {}
+        self._queue: deque[tuple[str, object, bool]] = deque()
 
     def visit_all(self, roots: Mapping[str, object]) -> State:
-        self._next.extend((name, root, True) for name, root in roots.items())
-        while self._next and len(self._seen) < _OBJECTS:
-            path, value, counts = self._next.popleft()
+        self._queue.extend((name, root, True) for name, root in roots.items())
+        while self._queue and len(self._visited_objects) < _OBJECTS:
+            path, value, counts = self._queue.popleft()
             self._visit(path, value, counts=counts)
         return self._state
 
     def _visit(self, path: str, value: object, *, counts: bool) -> None:
         """Record a value or queue its members; a library's internal numbers do not count."""
-        if isinstance(value, _PLAIN):
+        if isinstance(value, _SCALAR_TYPES):
             if counts:
                 self._state[path] = repr(value)
             return
-        if id(value) in self._seen or isinstance(value, _SKIPPED):
+        if id(value) in self._visited_objects or isinstance(value, _SKIPPED):
             return
-        self._seen[id(value)] = value  # a reference, so that its id is not reused
+        self._visited_objects[id(value)] = value  # a reference, so that its id is not reused
         position = position_of(value)
         if position is not None:
             self._state[path] = position
@@ -256,10 +265,10 @@ class _Walk:
             if counts:
                 self._state[path] = _elements(value)
         else:
-            counts = _counts_as_state(value, above=counts)
+            counts = _counts_as_state(value, counted_above=counts)
             if counts:
                 self._note_container(path, value)
-            self._next.extend(
+            self._queue.extend(
                 (member_path, member, counts) for member_path, member in _members(path, value)
             )
 
@@ -306,8 +315,8 @@ def _elements(value: torch.Tensor | np.ndarray[Any, Any]) -> int | str:
     try:
         if isinstance(value, torch.Tensor):
             flat = value.detach().reshape(-1)
-            some = flat[:: max(1, flat.numel() // _ELEMENTS)].cpu().contiguous()
-            raw = some.view(torch.uint8).numpy().tobytes()
+            sampled = flat[:: max(1, flat.numel() // _ELEMENTS)].cpu().contiguous()
+            raw = sampled.view(torch.uint8).numpy().tobytes()
         elif value.dtype.hasobject:
             raw = repr(value.flat[:_ENTRIES].tolist()).encode()
         else:
@@ -318,10 +327,10 @@ def _elements(value: torch.Tensor | np.ndarray[Any, Any]) -> int | str:
     return Fingerprint(f"{type(value).__name__} of {shape} {blake3(raw).hexdigest(8)}")
 
 
-def _counts_as_state(value: object, *, above: bool) -> bool:
+def _counts_as_state(value: object, *, counted_above: bool) -> bool:
     """Return whether an object's numbers count as state, as those of user objects and models do."""
     if isinstance(value, list | tuple | deque | set | dict | partial | _METHODS):
-        return above
+        return counted_above
     if isinstance(value, FunctionType):
         return _of_user(value.__code__.co_filename)
     if isinstance(value, nn.Module | SimpleNamespace | Iterator):
@@ -334,12 +343,15 @@ def _members(path: str, value: Any) -> _Members:
     """Yield the members of an object, with their paths."""
     match value:
         case dict():
-            for key, each in itertools.islice(value.items(), _ENTRIES):
-                plain = isinstance(key, str | int | float | tuple)
-                yield f"{path}[{key!r}]" if plain else f"{path}[{type(key)} {id(key)}]", each
+            for key, entry in itertools.islice(value.items(), _ENTRIES):
+                has_stable_text = isinstance(key, str | int | float | tuple)
+                yield (
+                    f"{path}[{key!r}]" if has_stable_text else f"{path}[{type(key)} {id(key)}]",
+                    entry,
+                )
         case list() | tuple() | deque():
-            for number, each in enumerate(itertools.islice(value, _ENTRIES)):
-                yield f"{path}[{number}]", each
+            for number, entry in enumerate(itertools.islice(value, _ENTRIES)):
+                yield f"{path}[{number}]", entry
         case partial():
             yield from ((path, value.func), (path, value.args), (path, value.keywords))
         case MethodType():
@@ -356,14 +368,14 @@ def _members(path: str, value: Any) -> _Members:
                 yield from _attributes(path, value.gi_frame.f_locals)
         case Iterator():
             yield f"{path} (what is left)", operator.length_hint(value, -1)
-            yield from ((path, each) for each in gc.get_referents(value))
+            yield from ((path, entry) for entry in gc.get_referents(value))
             yield from _of_instance(path, value)
         case _:
             yield from _of_instance(path, value)
 
 
-def _attributes(path: str, named: Mapping[str, object]) -> _Members:
-    return ((f"{path}.{name}", each) for name, each in list(named.items()))
+def _attributes(path: str, values_by_name: Mapping[str, object]) -> _Members:
+    return ((f"{path}.{name}", value) for name, value in list(values_by_name.items()))
 
 
 def _of_instance(path: str, value: object) -> _Members:
@@ -371,10 +383,10 @@ def _of_instance(path: str, value: object) -> _Members:
     kind = type(value)
     attributes = dict(getattr(value, "__dict__", {}))
     if getattr(kind, "only_own_names", False):
-        names = {n for each in _users_functions(kind) for n in _names(each.__code__)}
-        attributes = {name: each for name, each in attributes.items() if name in names}
+        names = {n for function in _users_functions(kind) for n in _names(function.__code__)}
+        attributes = {name: function for name, function in attributes.items() if name in names}
     yield from _attributes(path, attributes)
-    for slot in (s for each in kind.__mro__ for s in _slots(each)):
+    for slot in (s for function in kind.__mro__ for s in _slots(function)):
         if hasattr(value, slot):
             yield f"{path}.{slot}", getattr(value, slot)
     yield kind.__name__, kind
@@ -382,32 +394,32 @@ def _of_instance(path: str, value: object) -> _Members:
 
 def _slots(kind: type) -> Iterable[str]:
     slots = vars(kind).get("__slots__", ()) if _functions(kind) else ()
-    named = (slots,) if isinstance(slots, str) else slots
-    return [name for name in named if not name.startswith("__")]
+    slot_names = (slots,) if isinstance(slots, str) else slots
+    return [name for name in slot_names if not name.startswith("__")]
 
 
 def _of_class(kind: type) -> _Members:
     """Yield attributes and functions of an object's user classes."""
-    for each in kind.__mro__:
-        if any(_of_user(f.__code__.co_filename) for f in _functions(each)):
-            for name, value in list(vars(each).items()):
+    for base_class in kind.__mro__:
+        if any(_of_user(f.__code__.co_filename) for f in _functions(base_class)):
+            for name, value in list(vars(base_class).items()):
                 if not name.startswith("__") and not hasattr(type(value), "__get__"):
-                    yield f"{each.__name__}.{name}", value
-            yield from ((f"{each.__name__}.{f.__name__}", f) for f in _functions(each))
+                    yield f"{base_class.__name__}.{name}", value
+            yield from ((f"{base_class.__name__}.{f.__name__}", f) for f in _functions(base_class))
 
 
 def _functions(kind: type) -> list[FunctionType]:
-    found = []
+    functions = []
     for value in list(vars(kind).values()):
         inner = getattr(value, "fget", None) or getattr(value, "__func__", value)
         if isinstance(inner, FunctionType):
-            found.append(inner)
-    return found
+            functions.append(inner)
+    return functions
 
 
 def _users_functions(kind: type) -> Iterator[FunctionType]:
-    for each in kind.__mro__:
-        yield from (f for f in _functions(each) if _of_user(f.__code__.co_filename))
+    for base_class in kind.__mro__:
+        yield from (f for f in _functions(base_class) if _of_user(f.__code__.co_filename))
 
 
 def _of_function(path: str, function: FunctionType) -> _Members:
@@ -425,14 +437,16 @@ def _of_function(path: str, function: FunctionType) -> _Members:
         value = function.__globals__[name]
         if isinstance(value, ModuleType) and _of_user(getattr(value, "__file__", None) or "<"):
             shared_names = names & vars(value).keys()
-            yield from ((f"{name}.{each}", vars(value)[each]) for each in shared_names)
+            yield from (
+                (f"{name}.{shared_name}", vars(value)[shared_name]) for shared_name in shared_names
+            )
         yield f"the global {name}", value
 
 
 def _names(code: CodeType) -> set[str]:
     """Return the globals and attributes that a function and its inner functions mention."""
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+    inner_codes = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names, inner_codes))
 
 
 @lru_cache(maxsize=4096)
@@ -462,11 +476,11 @@ def frozen_tensors(module: nn.Module) -> Digests:
     }
 
 
-def moved_tensor(before: Digests, after: Digests) -> str | None:
+def moved_tensor(first_digests: Digests, second_digests: Digests) -> str | None:
     """Name a tensor whose elements changed; one of another shape was recreated, like a cache."""
-    for name, (shape, digest) in before.items():
-        new = after.get(name, (shape, digest))
-        if new[0] == shape and new[1] != digest:
+    for name, (shape, digest) in first_digests.items():
+        new_digest = second_digests.get(name, (shape, digest))
+        if new_digest[0] == shape and new_digest[1] != digest:
             return name
     return None
 
@@ -481,9 +495,9 @@ def _digest(tensor: torch.Tensor) -> str | None:
     raw = local.contiguous().reshape(-1).view(torch.uint8)
     if local.device.type == "cpu":
         return blake3(raw.numpy().data).hexdigest(16)
-    words = raw.view(torch.int32) if raw.numel() % 4 == 0 and local.element_size() >= 4 else raw
-    whole = words.numel() // _WORDS_PER_SUM * _WORDS_PER_SUM
-    sums = words[:whole].view(-1, _WORDS_PER_SUM).sum(1, dtype=torch.int64)
+    integers = raw.view(torch.int32) if raw.numel() % 4 == 0 and local.element_size() >= 4 else raw
+    whole_length = integers.numel() // _WORDS_PER_SUM * _WORDS_PER_SUM
+    sums = integers[:whole_length].view(-1, _WORDS_PER_SUM).sum(1, dtype=torch.int64)
     hasher = blake3(sums.cpu().numpy().tobytes())
-    hasher.update(words[whole:].cpu().numpy().tobytes())
+    hasher.update(integers[whole_length:].cpu().numpy().tobytes())
     return hasher.hexdigest(16)

@@ -75,17 +75,21 @@ def label_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
     exact = Metric(name="exact_match", numerator={"exact": 1}, denominator={"samples": 1})
     if len(names) > LABELS_IN_FULL:
         return (_f1_of("micro_f1", [""]), exact)
-    scores = [_f1_of(f"f1[{name}]", [str(number)]) for number, name in enumerate(_shown(names))]
-    macro = tuple(Ratio(numerator=each.numerator, denominator=each.denominator) for each in scores)
+    scores = [
+        _f1_of(f"f1[{name}]", [str(number)]) for number, name in enumerate(_printable_names(names))
+    ]
+    macro = tuple(
+        Ratio(numerator=score.numerator, denominator=score.denominator) for score in scores
+    )
     micro = _f1_of("micro_f1", [str(number) for number in range(len(names))])
     return (micro, Metric(name="macro_f1", mean_of=macro), exact, *scores)
 
 
 def _f1_of(name: str, classes: Sequence[str]) -> Metric:
     """Return 2 hits / (2 hits + misses + false alarms), each summed over these classes."""
-    hits = {f"hit{each}": 2.0 for each in classes}
-    others = {f"{kind}{each}": 1.0 for kind in ("missed", "false") for each in classes}
-    return Metric(name=name, numerator=hits, denominator=hits | others)
+    hits = {f"hit{number}": 2.0 for number in classes}
+    errors = {f"{kind}{number}": 1.0 for kind in ("missed", "false") for number in classes}
+    return Metric(name=name, numerator=hits, denominator=hits | errors)
 
 
 def class_metrics(names: Sequence[str], majority: int) -> tuple[Metric, ...]:
@@ -97,7 +101,7 @@ def class_metrics(names: Sequence[str], majority: int) -> tuple[Metric, ...]:
     """
     if len(names) > CLASSES_IN_FULL:
         return (Metric(name="accuracy", numerator={"correct": 1}, denominator={"samples": 1}),)
-    names = _shown(names)
+    names = _printable_names(names)
     classes = range(len(names))
     cells = {_cell(a, b): 1.0 for a in classes for b in classes}
     scores = [_f1(number, len(names)) for number in classes]
@@ -117,21 +121,24 @@ def class_metrics(names: Sequence[str], majority: int) -> tuple[Metric, ...]:
     )
 
 
-def _shown(names: Sequence[str]) -> list[str]:
+def _printable_names(names: Sequence[str]) -> list[str]:
     """Return printable names for metrics, with numbers if two would be equal."""
-    shown = [cut_text(name, _SHOWN_BYTES) for name in names]
-    if len(set(shown)) == len(shown) and not any("][" in name for name in shown):
-        return shown
-    numbered = (f"{number}:{name}" for number, name in enumerate(shown))
+    short_names = [cut_text(name, _SHOWN_BYTES) for name in names]
+    if len(set(short_names)) == len(short_names) and not any("][" in name for name in short_names):
+        return short_names
+    numbered = (f"{number}:{name}" for number, name in enumerate(short_names))
     return [cut_text(name, _SHOWN_BYTES) for name in numbered]
 
 
 def _f1(number: int, classes: int) -> Ratio:
     """Return the F1 of a class, 2 tp / (2 tp + fp + fn), as a ratio of cells."""
-    hit = _cell(number, number)
-    missed = {_cell(number, other): 1.0 for other in range(classes) if other != number}
-    false = {_cell(other, number): 1.0 for other in range(classes) if other != number}
-    return Ratio(numerator={hit: 2}, denominator={hit: 2, **missed, **false})
+    hits_by_cell = _cell(number, number)
+    missed_by_cell = {_cell(number, label): 1.0 for label in range(classes) if label != number}
+    false_by_cell = {_cell(label, number): 1.0 for label in range(classes) if label != number}
+    return Ratio(
+        numerator={hits_by_cell: 2},
+        denominator={hits_by_cell: 2, **missed_by_cell, **false_by_cell},
+    )
 
 
 def _confusion(names: Sequence[str]) -> Iterator[Metric]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from worker.models.lora import TaskType
     from worker.models.trainable_model import TrainableModel
 
-_HALF: Final = 0.5
+_LABEL_THRESHOLD: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,10 @@ def classify(
     from worker.models.tokens import check_tokens, load_tokenizer  # noqa: PLC0415
     from worker.tasks.labels.classify import class_loss  # noqa: PLC0415
 
-    bare = info.lora is None and not (directory / "tokenizer.json").is_file()
-    tokenizer = load_tokenizer(str(info.model.source) if bare else source, info.model.added_tokens)
+    is_partial = info.lora is None and not (directory / "tokenizer.json").is_file()
+    tokenizer = load_tokenizer(
+        str(info.model.source) if is_partial else source, info.model.added_tokens
+    )
     padding = int(tokenizer.pad_token_id)
     classifier = _model(directory, info, source, tokenizer)
     loaded = classifier.loaded
@@ -112,7 +114,7 @@ def classify(
     for text, batch in zip(inputs, batches, strict=True):
         sums = program.evaluate(batch)
         scores = {name: sums[str(number)] for number, name in enumerate(info.labels)}
-        yield Prediction(text, _chosen(info, scores), scores, info.problem)
+        yield Prediction(text, _likeliest_labels(info, scores), scores, info.problem)
     program.close()
 
 
@@ -182,15 +184,15 @@ def _tagged(
 
 def _texts(texts: Sequence[str], info: ResultInfo) -> list[tuple[str, ...]]:
     # A run strips spaces around texts when it reads its data.
-    stripped = [text.strip() for text in texts]
+    stripped_texts = [text.strip() for text in texts]
     if not info.has_pairs:
-        return [(text,) for text in stripped]
-    if len(stripped) % 2:
+        return [(text,) for text in stripped_texts]
+    if len(stripped_texts) % 2:
         raise DataError(
-            f"expected pairs of texts, as the run had, got an odd number, {len(stripped)}; give "
-            "the second text of each pair too"
+            f"expected pairs of texts, as the run had, got an odd number, {len(stripped_texts)}; "
+            "give the second text of each pair too"
         )
-    return [*zip(stripped[::2], stripped[1::2], strict=True)]
+    return [*zip(stripped_texts[::2], stripped_texts[1::2], strict=True)]
 
 
 def _encoded(inputs: Sequence[tuple[str, ...]], tokenizer: Any, info: ResultInfo) -> LabeledSamples:
@@ -198,7 +200,7 @@ def _encoded(inputs: Sequence[tuple[str, ...]], tokenizer: Any, info: ResultInfo
 
     types = None
     if info.has_pairs:
-        pairs = [(first, second) for first, second in inputs]
+        pairs = [(first_text, second_text) for first_text, second_text in inputs]
         tokens, types, _ = encode_pairs(tokenizer, pairs, info.max_tokens)
     else:
         single = (text for (text,) in inputs)
@@ -225,11 +227,11 @@ def _scores(
     return {str(number): float(score) for number, score in enumerate(logits)}
 
 
-def _chosen(info: ResultInfo, scores: Mapping[str, float]) -> tuple[str, ...]:
+def _likeliest_labels(info: ResultInfo, scores: Mapping[str, float]) -> tuple[str, ...]:
     if info.problem == "regression":
         return ()
     if info.problem == "multi-label":
-        return tuple(name for name, score in scores.items() if score > _HALF)
+        return tuple(name for name, score in scores.items() if score > _LABEL_THRESHOLD)
     return (max(scores, key=lambda name: scores[name]),)
 
 

@@ -18,7 +18,7 @@ from protocol.spec.run_spec import TagRun
 from worker.data import holdout
 from worker.data.sequence_data import read_tagged_data
 from worker.models import pretrained
-from worker.models.tokens import NOTHING, check_tokens, tokenizer_files, with_added_tokens
+from worker.models.tokens import IGNORED_LABEL, check_tokens, tokenizer_files, with_added_tokens
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import (
     Objective,
@@ -73,7 +73,7 @@ def _evaluate(
     predicted = logits_of(module, arrays, options).argmax(dim=-1).cpu()
     labels = arrays["labels"].cpu()
     rows = [
-        (a[a != NOTHING].tolist(), b[a != NOTHING].tolist())
+        (a[a != IGNORED_LABEL].tolist(), b[a != IGNORED_LABEL].tolist())
         for a, b in zip(labels, predicted, strict=True)
     ]
     return span_sums([([names[n] for n in a], [names[n] for n in b]) for a, b in rows], names)
@@ -88,24 +88,24 @@ def spans(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
     kind, start = "", 0
     for index, tag in enumerate([*tags, "O"]):
         mark, name = _mark_and_kind(tag)
-        continues = mark in _INSIDE and name == kind
+        continues = mark in _INSIDE_MARKS and name == kind
         if kind and not continues:
             yield kind, start, index
             kind = ""
         if mark and not continues:
             kind, start = name, index
-        if kind and mark in _LAST:
+        if kind and mark in _LAST_MARKS:
             yield kind, start, index + 1
             kind = ""
 
 
-_FIRST, _INSIDE, _LAST = frozenset("BSU"), frozenset("IEL"), frozenset("ELSU")
+_FIRST_MARKS, _INSIDE_MARKS, _LAST_MARKS = frozenset("BSU"), frozenset("IEL"), frozenset("ELSU")
 
 
 def _mark_and_kind(tag: str) -> tuple[str, str]:
     """Split a tag such as B-PER; both parts are empty if the tag marks no entity."""
     mark, _, kind = tag.partition("-")
-    return (mark, kind) if mark in _FIRST | _INSIDE and kind else ("", "")
+    return (mark, kind) if mark in _FIRST_MARKS | _INSIDE_MARKS and kind else ("", "")
 
 
 def _kinds(names: Sequence[str]) -> list[str]:
@@ -146,12 +146,12 @@ def span_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
         return (accuracy,)
     if len(kinds) > KINDS_IN_FULL:
         return (Metric(name="f1", **_f1([""])), accuracy)
-    whole = Metric(name="f1", **_f1([str(n) for n in range(len(kinds))]))
+    overall_f1 = Metric(name="f1", **_f1([str(n) for n in range(len(kinds))]))
     by_kind = [Metric(name=f"f1[{kind}]", **_f1([str(n)])) for n, kind in enumerate(kinds)]
-    return (whole, accuracy, *by_kind)
+    return (overall_f1, accuracy, *by_kind)
 
 
 def _f1(numbers: Sequence[str]) -> dict[str, Any]:
-    hits = {f"hit{each}": 2.0 for each in numbers}
-    others = {f"{kind}{each}": 1.0 for kind in ("missed", "false") for each in numbers}
-    return Ratio(numerator=hits, denominator=hits | others).model_dump()
+    hits = {f"hit{number}": 2.0 for number in numbers}
+    errors = {f"{kind}{number}": 1.0 for kind in ("missed", "false") for number in numbers}
+    return Ratio(numerator=hits, denominator=hits | errors).model_dump()

@@ -21,7 +21,7 @@ from worker.data import holdout
 from worker.data.language_data import read_language_data
 from worker.data.packing import check_packing
 from worker.models import pretrained
-from worker.models.tokens import NOTHING, check_tokens, tokenizer_files, with_added_tokens
+from worker.models.tokens import IGNORED_LABEL, check_tokens, tokenizer_files, with_added_tokens
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import Objective, Split, TransformerTask, split_into_parts
 
@@ -78,7 +78,7 @@ def load_model(spec: ModelRun, tokenizer: Any) -> pretrained.Pretrained:
         loaded = pretrained.load_causal_lm(spec.model, spec.seed if spec.lora is None else 0)
     else:
         end = tokenizer.eos_token_id
-        loaded = pretrained.start_causal_lm(spec, len(tokenizer), end)
+        loaded = pretrained.create_causal_lm(spec, len(tokenizer), end)
     pretrained.check_length(loaded.model, spec.data.max_tokens)
     source = None if spec.tokenizer is None else spec.tokenizer.source
     return with_added_tokens(loaded, spec.model, tokenizer, source)
@@ -93,5 +93,5 @@ def token_loss(
 
 
 def _evaluate(module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Sums:
-    tokens = int((arrays["labels"] != NOTHING).sum())
+    tokens = int((arrays["labels"] != IGNORED_LABEL).sum())
     return {"loss_sum": float(token_loss(module, arrays, options)), "tokens": tokens}

@@ -31,7 +31,7 @@ from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import DistilRun
 from worker.data import holdout
 from worker.distillation.captured_samples import CapturedSamples
-from worker.distillation.distillation_loss import NOTHING, DistillationLoss, teacher_arrays
+from worker.distillation.distillation_loss import IGNORED_LABEL, DistillationLoss, teacher_arrays
 from worker.models import pretrained
 from worker.models.initial_values import InitialValues
 from worker.models.tokens import load_tokenizer, tokenizer_files, tokenizer_in
@@ -54,11 +54,11 @@ class Distil:
     def __init__(self, spec: DistilRun) -> None:
         directory = Path(spec.data.train)
         self._samples = CapturedSamples(directory)
-        facts = self._samples.index.facts
-        self._layout = layout = facts.layout
+        capture_facts = self._samples.index.facts
+        self._layout = layout = capture_facts.layout
         self._temperature = spec.distil.temperature
         self._loss = DistillationLoss.of(spec.distil, layout)
-        tokenizer = _tokenizer(spec, directory, facts.tokenizer)
+        tokenizer = _tokenizer(spec, directory, capture_facts.tokenizer)
         loaded = _student(spec, tokenizer, layout.vocabulary)
         _check_length(spec, loaded, layout.tokens)
         model = TrainableModel.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
@@ -71,9 +71,9 @@ class Distil:
             self._held_out = CapturedSamples(Path(spec.data.validation))
             check_alike(self._samples.index, self._held_out.index, spec.data.validation)
         has_validation = self._held_out is not self._samples
-        first = 0 if has_validation else self._train
-        self._evaluated_samples = first + holdout.evaluation_subset(
-            self._held_out.index.samples - first, spec.data.holdout_samples, spec.seed
+        first_held_out = 0 if has_validation else self._train
+        self._evaluated_samples = first_held_out + holdout.evaluation_subset(
+            self._held_out.index.samples - first_held_out, spec.data.holdout_samples, spec.seed
         )
         self._part_samples = max(1, _PART_TOKENS // layout.tokens)
         self.manifest = Manifest(
@@ -83,8 +83,8 @@ class Distil:
             metrics=_METRICS,
             digests={
                 **model.digests,
-                "teacher": facts.teacher,
-                "vocabulary": facts.tokenizer,
+                "teacher": capture_facts.teacher,
+                "vocabulary": capture_facts.tokenizer,
                 "data": _files_digest(self._samples),
                 **({"validation": _files_digest(self._held_out)} if has_validation else {}),
             },
@@ -153,10 +153,10 @@ class Distil:
 
     def _batch(self, records: Records) -> Batch:
         tokens = records["input_ids"].astype(np.int64)
-        labels = np.where(records["loss_mask"] != 0, tokens[:, 1:], NOTHING)
+        labels = np.where(records["loss_mask"] != 0, tokens[:, 1:], IGNORED_LABEL)
         arrays = {"input_ids": tokens[:, :-1].copy(), "labels": labels}
         arrays |= teacher_arrays(records, self._layout, self._temperature)
-        return Batch(arrays, float(np.count_nonzero(labels != NOTHING)))
+        return Batch(arrays, float(np.count_nonzero(labels != IGNORED_LABEL)))
 
 
 def _tokenizer(spec: DistilRun, directory: Path, digest: str) -> Any:
@@ -165,9 +165,9 @@ def _tokenizer(spec: DistilRun, directory: Path, digest: str) -> Any:
     Raises:
         DataError: The student's tokenizer differs from the teacher's.
     """
-    captured = tokenizer_in(directory) if (directory / TOKENIZER).is_file() else None
+    captured_tokenizer = tokenizer_in(directory) if (directory / TOKENIZER).is_file() else None
     if spec.model.source is None:
-        return captured
+        return captured_tokenizer
     tokenizer = load_tokenizer(spec.model.source)
     if vocabulary_digest(tokenizer.get_vocab()) != digest:
         raise tokenizers_differ(spec.model.name or spec.model.source)
@@ -184,7 +184,7 @@ def _student(spec: DistilRun, tokenizer: Any, vocabulary: int) -> pretrained.Pre
         loaded = pretrained.load_causal_lm(spec.model, spec.seed if spec.lora is None else 0)
     else:
         end = tokenizer.eos_token_id if tokenizer is not None else None
-        loaded = pretrained.start_causal_lm(spec, vocabulary, end or 0)
+        loaded = pretrained.create_causal_lm(spec, vocabulary, end or 0)
     if loaded.vocabulary < vocabulary:
         raise DataError(
             f"expected a student with at least {vocabulary} tokens, the teacher's, got "
@@ -200,13 +200,14 @@ def _check_length(spec: DistilRun, student: pretrained.Pretrained, tokens: int) 
     Raises:
         DataError: It has fewer positions.
     """
-    longest = pretrained.positions(student.model)
-    if tokens > longest:
+    max_positions = pretrained.max_sample_tokens(student.model)
+    if tokens > max_positions:
         new_config = f"--set model.config.max_position_embeddings={tokens}"
         remedy = "take one with more" if spec.model.config is None else new_config
         raise DataError(
             f"expected a student of at least {tokens} positions, as samples of this capture have "
-            f"tokens, got {longest}: {remedy}, or capture with data.max_tokens={longest}"
+            f"tokens, got {max_positions}: {remedy}, or capture with "
+            f"data.max_tokens={max_positions}"
         )
 
 
@@ -251,5 +252,5 @@ def _evaluate(
     return {
         "loss_sum": float(sum_over_tokens(loss.cross_entropy, logits, arrays)),
         "divergence": float(sum_over_tokens(loss.divergence, logits, arrays)),
-        "tokens": int((arrays["labels"] != NOTHING).sum()),
+        "tokens": int((arrays["labels"] != IGNORED_LABEL).sum()),
     }

@@ -30,7 +30,7 @@ PART_PAIRS: Final = 4
 class Dpo(TransformerTask):
     """Batches hold input_ids and labels, both (pairs, 2, tokens), int64: chosen, then rejected.
 
-    A label is the token after its input if that is part of the last answer, else `NOTHING`.
+    A label is the token after its input if that is part of the last answer, else `IGNORED_LABEL`.
     """
 
     def __init__(self, spec: DpoRun) -> None:
@@ -81,16 +81,16 @@ def _margins(
     module: Any, arrays: Mapping[str, Any], beta: float, options: Mapping[str, Any]
 ) -> torch.Tensor:
     """Return the reward of each chosen answer minus that of the rejected, (pairs,), float32."""
-    training = module.training
+    training_modules = module.training
     # Without dropout in the base: its noise would look like a preference of the adapter.
     module.eval()
     with torch.no_grad(), module.disable_adapter():
         reference = _log_likelihoods(module, arrays, options)
-    for name, each in module.named_modules():
+    for name, submodule in module.named_modules():
         if "lora_dropout" in name:
-            each.train(training)
+            submodule.train(training_modules)
     rewards = beta * (_log_likelihoods(module, arrays, options) - reference)  # (pairs, 2)
-    module.train(training)
+    module.train(training_modules)
     return rewards[:, 0] - rewards[:, 1]
 
 

@@ -41,7 +41,7 @@ class Embed(TransformerTask):
 
     def __init__(self, spec: EmbedRun) -> None:
         data = read_embedding_data(spec)
-        loaded = pretrained.without_pooler(pretrained.load_encoder(spec.model))
+        loaded = pretrained.freeze_pooler(pretrained.load_encoder(spec.model))
         pretrained.refuse_drawn_weights(loaded, str(spec.model.source), "take a pretrained one")
         pretrained.check_length(loaded.model, spec.data.max_tokens)
         loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
@@ -139,8 +139,10 @@ class Encoder:
         # The reverse direction: anchors as candidates for each positive, with the same exclusions.
         scores = scale * (candidates[: len(anchors)][part] @ anchors.T)
         excluded = excluded[:, : len(anchors)]
-        others = cross_entropy(scores.masked_fill(excluded, -torch.inf), target, reduction="none")
-        return (losses + others) / 2
+        reverse_losses = cross_entropy(
+            scores.masked_fill(excluded, -torch.inf), target, reduction="none"
+        )
+        return (losses + reverse_losses) / 2
 
     def _scale(self, module: nn.Module) -> torch.Tensor | float:
         if not self.spec.learn_temperature:
@@ -176,8 +178,8 @@ class Encoder:
         """
         embeddings = []
         for part in _slices(len(ids)):
-            longest = int(mask[part].sum(dim=1).max())
-            width = -(-longest // PADDING_TOKENS) * PADDING_TOKENS
+            longest_text = int(mask[part].sum(dim=1).max())
+            width = -(-longest_text // PADDING_TOKENS) * PADDING_TOKENS
             embeddings.append(self.encode(module, ids[part, :width], mask[part, :width]))
         return torch.cat(embeddings)
 
@@ -215,7 +217,7 @@ class Encoder:
                 "similarity_fn_name": "cosine" if self.spec.normalize else "dot",
             },
         }
-        return {name: json.dumps(each, indent=2) + "\n" for name, each in documents.items()}
+        return {name: json.dumps(document, indent=2) + "\n" for name, document in documents.items()}
 
 
 def _not_negatives(
@@ -241,16 +243,16 @@ def ranks(fields: Mapping[str, torch.Tensor]) -> Iterator[int]:
     """
     numbers = fields["passage_numbers"].cpu().numpy()
     anchors = fields["anchor_number"].cpu().numpy()
-    _, first, distinct = np.unique(numbers, return_index=True, return_inverse=True)
-    positives = distinct.reshape(numbers.shape)[:, 0]
-    candidates = fields["passages"].flatten(0, 1)[torch.from_numpy(first)]
+    _, first_rows, passage_numbers = np.unique(numbers, return_index=True, return_inverse=True)
+    positives = passage_numbers.reshape(numbers.shape)[:, 0]
+    candidates = fields["passages"].flatten(0, 1)[torch.from_numpy(first_rows)]
     for part in _slices(len(anchors)):
-        is_answer = np.zeros((len(anchors[part]), len(first)), np.bool_)
+        is_answer = np.zeros((len(anchors[part]), len(first_rows)), np.bool_)
         rows, pairs = np.nonzero(anchors[part, None] == anchors[None])
         is_answer[rows, positives[pairs]] = True
         scores = (fields["anchor"][part] @ candidates.T).cpu().numpy()
-        best = np.where(is_answer, scores, -np.inf).max(axis=1, keepdims=True)
-        yield from (1 + ((scores >= best) & ~is_answer).sum(axis=1)).tolist()
+        best_scores = np.where(is_answer, scores, -np.inf).max(axis=1, keepdims=True)
+        yield from (1 + ((scores >= best_scores) & ~is_answer).sum(axis=1)).tolist()
 
 
 def _slices(count: int) -> Iterator[slice]:

@@ -23,7 +23,7 @@ from protocol.spec.run_spec import MaskedLmRun
 from worker.data import holdout
 from worker.data.language_data import Samples, read_language_data
 from worker.models import pretrained
-from worker.models.tokens import NOTHING, check_tokens, tokenizer_files, with_added_tokens
+from worker.models.tokens import IGNORED_LABEL, check_tokens, tokenizer_files, with_added_tokens
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import (
     Objective,
@@ -122,27 +122,31 @@ class Masks:
     def batch(self, samples: Samples, rows: Rows, length: int, key: int) -> Batch:
         """Mask at least one token of each of these samples, by draws from this key."""
         tokens = [samples.sample(row)[0][:length] for row in rows.tolist()]
-        width = max((len(each) for each in tokens), default=1)
+        width = max((len(text_tokens) for text_tokens in tokens), default=1)
         ids = np.full((len(tokens), width), self.padding, np.int64)
         attention = np.zeros_like(ids)
-        for row, each in enumerate(tokens):
-            ids[row, : len(each)] = each
-            attention[row, : len(each)] = 1
+        for row, text_tokens in enumerate(tokens):
+            ids[row, : len(text_tokens)] = text_tokens
+            attention[row, : len(text_tokens)] = 1
         is_maskable = (attention == 1) & ~np.isin(ids, self.special)
-        choice, replacement, other = draws.uniforms(key, 3 * ids.size).reshape(3, *ids.shape)
-        ranked = np.where(is_maskable, choice, np.float32(2))
+        selection_draws, replacement_draws, other_draws = draws.uniforms(key, 3 * ids.size).reshape(
+            3, *ids.shape
+        )
+        ranked = np.where(is_maskable, selection_draws, np.float32(2))
         is_masked = is_maskable & (
             (ranked < self.share) | (ranked == ranked.min(axis=1, keepdims=True))
         )
-        other_ids = np.minimum(other.astype(np.float64) * self.vocabulary, self.vocabulary - 1)
-        input_ids = np.where(is_masked & (replacement < _BECOME_MASKS), self.mask, ids)
-        is_other = is_masked & (replacement >= 1 - _BECOME_OTHERS)
+        other_ids = np.minimum(
+            other_draws.astype(np.float64) * self.vocabulary, self.vocabulary - 1
+        )
+        input_ids = np.where(is_masked & (replacement_draws < _BECOME_MASKS), self.mask, ids)
+        is_other = is_masked & (replacement_draws >= 1 - _BECOME_OTHERS)
         input_ids = np.where(is_other, other_ids.astype(np.int64), input_ids)
-        labels = np.where(is_masked, ids, NOTHING)
+        labels = np.where(is_masked, ids, IGNORED_LABEL)
         arrays = {"input_ids": input_ids, "attention_mask": attention, "labels": labels}
         return Batch(arrays, float(np.count_nonzero(is_masked)))
 
 
 def _evaluate(module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Sums:
-    tokens = int((arrays["labels"] != NOTHING).sum())
+    tokens = int((arrays["labels"] != IGNORED_LABEL).sum())
     return {"loss_sum": float(labeled_loss(module, arrays, options)), "tokens": tokens}

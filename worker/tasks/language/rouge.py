@@ -23,11 +23,23 @@ def rouge(reference: str, generated: str) -> dict[str, float]:
         reference: The expected text.
         generated: The model's text.
     """
-    a, b = words_of(reference), words_of(generated)
+    reference_words, generated_words = words_of(reference), words_of(generated)
     return {
-        "rouge1": _f1(_shared(a, b), len(a), len(b)),
-        "rouge2": _f1(_shared(_pairs(a), _pairs(b)), max(len(a) - 1, 0), max(len(b) - 1, 0)),
-        "rougeL": _f1(_common_subsequence(a, b), len(a), len(b)),
+        "rouge1": _f1(
+            _shared_count(reference_words, generated_words),
+            len(reference_words),
+            len(generated_words),
+        ),
+        "rouge2": _f1(
+            _shared_count(_pairs(reference_words), _pairs(generated_words)),
+            max(len(reference_words) - 1, 0),
+            max(len(generated_words) - 1, 0),
+        ),
+        "rougeL": _f1(
+            _common_subsequence(reference_words, generated_words),
+            len(reference_words),
+            len(generated_words),
+        ),
     }
 
 
@@ -37,18 +49,18 @@ def words_of(text: str) -> list[str]:
 
 
 def _pairs(words: Sequence[str]) -> list[str]:
-    return [f"{one} {other}" for one, other in itertools.pairwise(words)]
+    return [f"{word} {next_word}" for word, next_word in itertools.pairwise(words)]
 
 
-def _shared(reference: Sequence[str], generated: Sequence[str]) -> int:
+def _shared_count(reference: Sequence[str], generated: Sequence[str]) -> int:
     """Return how many units the texts have in common, counting repetitions."""
     return (Counter(reference) & Counter(generated)).total()
 
 
-def _f1(shared: int, reference: int, generated: int) -> float:
-    if not shared:
+def _f1(shared_count: int, reference: int, generated: int) -> float:
+    if not shared_count:
         return 0.0
-    precision, recall = shared / generated, shared / reference
+    precision, recall = shared_count / generated, shared_count / reference
     return 2 * precision * recall / (precision + recall)
 
 
@@ -61,9 +73,9 @@ def _common_subsequence(reference: Sequence[str], generated: Sequence[str]) -> i
     positions: dict[str, int] = {}
     for index, word in enumerate(reference):
         positions[word] = positions.get(word, 0) | 1 << index
-    everything = (1 << len(reference)) - 1
-    bits = everything
+    all_bits = (1 << len(reference)) - 1
+    bits = all_bits
     for word in generated:
         matches = bits & positions.get(word, 0)
-        bits = ((bits + matches) | (bits - matches)) & everything
+        bits = ((bits + matches) | (bits - matches)) & all_bits
     return len(reference) - bits.bit_count()

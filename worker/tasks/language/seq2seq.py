@@ -25,7 +25,7 @@ from worker.data import holdout
 from worker.data.sequence_data import PairData, read_pair_data
 from worker.models import pretrained
 from worker.models.tokens import (
-    NOTHING,
+    IGNORED_LABEL,
     check_tokens,
     end_tokens,
     tokenizer_files,
@@ -45,7 +45,7 @@ from worker.tasks.language.causal_lm import METRICS, PART_TOKENS
 from worker.tasks.language.greedy_targets import GreedyDecoding
 from worker.tasks.language.rouge import NAMES, rouge, words_of
 
-_PROBE: Final = torch.tensor([[7, 5, 9, 3, NOTHING]])
+_PROBE: Final = torch.tensor([[7, 5, 9, 3, IGNORED_LABEL]])
 
 
 class Seq2Seq(TransformerTask):
@@ -113,11 +113,11 @@ class GeneratedTargets:
         Raises:
             DataError: The model has fewer positions.
         """
-        longest = pretrained.positions(loaded.model)
-        if max_tokens > longest:
+        max_positions = pretrained.max_sample_tokens(loaded.model)
+        if max_tokens > max_positions:
             raise DataError(
-                f"expected data.generate_tokens of at most {longest}, the model's positions, got "
-                f"{max_tokens}; --set data.generate_tokens={longest}"
+                f"expected data.generate_tokens of at most {max_positions}, the model's positions, "
+                f"got {max_tokens}; --set data.generate_tokens={max_positions}"
             )
         ends = end_tokens(loaded.model, data.tokenizer)
         return GeneratedTargets(
@@ -161,9 +161,9 @@ GENERATED_METRICS: Final = (
 
 def shift_right(labels: torch.Tensor, start: int, padding: int) -> torch.Tensor:
     """Return the decoder's inputs: the start token, then all labels but the last."""
-    first = torch.full_like(labels[:, :1], start)
-    before = torch.where(labels[:, :-1] == NOTHING, padding, labels[:, :-1])
-    return torch.cat([first, before], dim=1)
+    start_column = torch.full_like(labels[:, :1], start)
+    previous_labels = torch.where(labels[:, :-1] == IGNORED_LABEL, padding, labels[:, :-1])
+    return torch.cat([start_column, previous_labels], dim=1)
 
 
 def _start_token(loaded: pretrained.Pretrained) -> int:
@@ -201,5 +201,5 @@ def target_loss(
 
 
 def _evaluate(module: nn.Module, arrays: Mapping[str, Any], **settings: Any) -> Sums:
-    tokens = int((arrays["labels"] != NOTHING).sum())
+    tokens = int((arrays["labels"] != IGNORED_LABEL).sum())
     return {"loss_sum": float(target_loss(module, arrays, **settings)), "tokens": tokens}

@@ -25,10 +25,10 @@ from protocol.spec.manifest import Block, CaptureLayout, Export, Manifest, Tenso
 from protocol.spec.run_spec import TeacherLogitsRun
 from worker.data.language_data import read_language_data
 from worker.models import pretrained
-from worker.models.tokens import NOTHING, check_tokens, tokenizer_files
+from worker.models.tokens import IGNORED_LABEL, check_tokens, tokenizer_files
 from worker.tasks.language.causal_lm import load_model, token_loss
 
-_NOTHING_TRAINED = "nothing_trained"
+_PLACEHOLDER_PARAMETER = "nothing_trained"
 """The only parameter of a capture. No step changes it; it makes a capture a run like any other."""
 _NOTES: Final = {"train_tokens": "tokens", "train_tokens_with_loss": "tokens_with_loss"}
 """Names of the data's counts in a run that trains nothing."""
@@ -52,8 +52,8 @@ class TeacherLogits:
         self._samples = data.train
         self._layout = layout = _layout(spec, vocabulary)
         module = loaded.model.requires_grad_(requires_grad=False)
-        module.register_parameter(_NOTHING_TRAINED, nn.Parameter(torch.zeros(1)))
-        tensor = TensorSpec(name=_NOTHING_TRAINED, shape=(1,))
+        module.register_parameter(_PLACEHOLDER_PARAMETER, nn.Parameter(torch.zeros(1)))
+        tensor = TensorSpec(name=_PLACEHOLDER_PARAMETER, shape=(1,))
         self.manifest = Manifest(
             blocks=(Block(name="nothing", kind="block", tensors=(tensor,)),),
             train_samples=len(self._samples),
@@ -74,7 +74,9 @@ class TeacherLogits:
             blocks=self.manifest.blocks,
             module=module,
             loss=partial(token_loss, options=loaded.forward_options),
-            rows=partial(_captured, layout=layout, options=loaded.forward_options, seed=spec.seed),
+            rows=partial(
+                _compute_records, layout=layout, options=loaded.forward_options, seed=spec.seed
+            ),
             seed=spec.seed,
             threads=spec.threads,
             precision=spec.model.precision,
@@ -126,7 +128,7 @@ def _layout(spec: TeacherLogitsRun, vocabulary: int) -> CaptureLayout:
     return layout
 
 
-def _captured(
+def _compute_records(
     module: nn.Module,
     arrays: Mapping[str, Any],
     *,
@@ -139,7 +141,7 @@ def _captured(
     full = module(input_ids=arrays["input_ids"], **options).logits.float()
     logits = full[..., : layout.vocabulary].flatten(0, 1)  # (rows, vocabulary)
     reduced = [
-        _reduced(rows, row_labels.clamp(min=0), layout)
+        _reduce_logits(rows, row_labels.clamp(min=0), layout)
         for rows, row_labels in zip(
             logits.split(_rows_at_once(logits)),
             labels.flatten().split(_rows_at_once(logits)),
@@ -155,7 +157,7 @@ def _captured(
         shifted = shifted - shifted.amax(-1, keepdim=True)
         ids = _draw(shifted, lse_t, layout, seed, arrays["sample_ids"])
         top_logits = shifted.gather(-1, ids)
-    label_losses = torch.where(labels != NOTHING, losses, 0)
+    label_losses = torch.where(labels != IGNORED_LABEL, losses, 0)
     return Captured(
         _records(arrays, layout, ids, top_logits, (lse_1, lse_t)), float(label_losses.sum())
     )
@@ -167,7 +169,7 @@ def _rows_at_once(logits: torch.Tensor) -> int:
     return max(1, _CACHED_BYTES // (4 * vocabulary)) if logits.device.type == "cpu" else rows
 
 
-def _reduced(
+def _reduce_logits(
     logits: torch.Tensor, labels: torch.Tensor, layout: CaptureLayout
 ) -> tuple[torch.Tensor, ...]:
     """Reduce rows of logits, (rows, vocabulary), with their labels, (rows,).
@@ -197,7 +199,7 @@ def _records(
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the records as bytes, (samples, layout.sample_bytes), with zeros after the rows."""
     inputs, labels = (arrays[name].cpu().numpy() for name in ("input_ids", "labels"))
-    counts = labels != NOTHING
+    counts = labels != IGNORED_LABEL
     records = np.zeros(len(inputs), record_dtype(layout))
     records["sample_id"] = arrays["sample_ids"].cpu().numpy()
     # The last row is that of the last token that counts; all tokens before it have rows too.
@@ -207,9 +209,9 @@ def _records(
     records["input_ids"][:, :-1][has_row] = inputs[has_row]
     records["input_ids"][:, 1:][counts] = labels[counts]
     records["loss_mask"] = counts
-    half = top_logits.clamp(min=torch.finfo(torch.float16).min).half()
+    half_logits = top_logits.clamp(min=torch.finfo(torch.float16).min).half()
     for name, tensor in (
-        ("topk_ids", ids), ("topk_logits", half), ("lse_1", lse[0]), ("lse_T", lse[1])
+        ("topk_ids", ids), ("topk_logits", half_logits), ("lse_1", lse[0]), ("lse_T", lse[1])
     ):  # fmt: skip
         records[name][has_row] = tensor.cpu().numpy()[has_row]
     return records.view(np.uint8).reshape(len(records), layout.sample_bytes)
@@ -228,8 +230,8 @@ def _draw(
     every worker draws the same tokens.
     """
     samples = []
-    for number, rows, whole in zip(sample_ids.tolist(), shifted.cpu(), lse.cpu(), strict=True):
-        probabilities = torch.exp(rows.double() / layout.temperature - whole.double()[:, None])
+    for number, rows, log_sum in zip(sample_ids.tolist(), shifted.cpu(), lse.cpu(), strict=True):
+        probabilities = torch.exp(rows.double() / layout.temperature - log_sum.double()[:, None])
         cumulated = probabilities.cumsum(-1)  # (length, vocabulary)
         key = draws.key_of(seed, "capture", number)
         uniforms = draws.uniforms(key, len(rows) * layout.top_k).reshape(len(rows), -1)

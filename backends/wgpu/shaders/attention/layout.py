@@ -113,4 +113,4 @@ def layout_of(part: Part, sizes: AttentionSizes, workgroup_bytes: int) -> Layout
         for width in (2 * ACROSS, ACROSS)
     ]
     budget = min(workgroup_bytes, _MOST_BYTES)
-    return next((each for each in layouts if each.nbytes <= budget), layouts[-1])
+    return next((layout for layout in layouts if layout.nbytes <= budget), layouts[-1])

@@ -33,13 +33,18 @@ def visible_scores(problem: AttentionProblem) -> list[str]:
             conditions.append(f"(vec4u({row}) {'<=' if by_key else '>='} columns)")
         if mask is not None:
             clamped_row = f"min({row}, {rows - 1}u)"
-            each = [f"min(first_column + across * 4u + {c}u, {columns - 1}u)" for c in range(4)]
-            pairs = [(column, clamped_row) if by_key else (clamped_row, column) for column in each]
-            read = ", ".join(f"mask[{mask.at('batch', 'head', *pair)}]" for pair in pairs)
+            clamped_columns = [
+                f"min(first_column + across * 4u + {c}u, {columns - 1}u)" for c in range(4)
+            ]
+            pairs = [
+                (column, clamped_row) if by_key else (clamped_row, column)
+                for column in clamped_columns
+            ]
+            values = ", ".join(f"mask[{mask.at('batch', 'head', *pair)}]" for pair in pairs)
             if problem.truth:
-                conditions.append(f"(vec4u({read}) != vec4u(0u))")
+                conditions.append(f"(vec4u({values}) != vec4u(0u))")
             else:
-                lines.append(f"let bias{i} = vec4f({read});")
+                lines.append(f"let bias{i} = vec4f({values});")
         lines.append(f"let on{i} = {' & '.join(conditions)};")
     return lines
 
@@ -59,8 +64,8 @@ def vote(problem: AttentionProblem, steps: Steps, votes: str, sums: str, invocat
     if not problem.truth:
         lowest = [f"vec4f(highest[{i}])" if problem.part != "keys" else "highest" for i in range(4)]
         visible = [
-            f"({on} & (!(bias{i} <= vec4f({_HIDES})) | ({lowest[i]} < vec4f({_HIDES}))))"
-            for i, on in enumerate(visible)
+            f"({is_visible} & (!(bias{i} <= vec4f({_HIDES})) | ({lowest[i]} < vec4f({_HIDES}))))"
+            for i, is_visible in enumerate(visible)
         ]
     any_visible = f"vec4<bool>(any({' | '.join(visible)}))"
     steps.add([f"{votes}[me] = select(vec4f(0.0), vec4f(1.0), {any_visible});"], writes=[votes])

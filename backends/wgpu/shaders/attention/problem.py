@@ -36,7 +36,7 @@ class View:
 
     strides: tuple[int, ...]
     offset: int
-    half: bool = False
+    is_half: bool = False
 
     def at(self, *indices: str) -> str:
         """Return the index of an element, as WGSL of type u32."""
@@ -52,8 +52,8 @@ class View:
     @property
     def in_fours(self) -> bool:
         """Whether aligned groups of four along the last dimension can be read as a vec4f."""
-        *outer, last = self.strides
-        return last == 1 and all(x % 4 == 0 for x in (*outer, self.offset))
+        *outer, last_stride = self.strides
+        return last_stride == 1 and all(x % 4 == 0 for x in (*outer, self.offset))
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ class _Stage:
     @property
     def parts(self) -> list[tuple[str, int]]:
         """Tiles that it reads and that must be loaded from the device's memory."""
-        return [each for each in self.reads if isinstance(each, tuple)]
+        return [tile for tile in self.reads if isinstance(tile, tuple)]
 
 
 class _Kernel:
@@ -179,13 +179,13 @@ class _Kernel:
 
     def _weights(self) -> list[str]:
         """Compute the forward's weights `p0` to `p3`, and update maxima and sums."""
-        each = [f"select(vec4f(0.0), exp(s{i} - vec4f(highest[{i}])), on{i})" for i in range(4)]
+        weights = [f"select(vec4f(0.0), exp(s{i} - vec4f(highest[{i}])), on{i})" for i in range(4)]
         sums = ", ".join(f"dot(p{i}, vec4f(1.0))" for i in range(4))
         return [
             "let before = highest;",
             "highest = max(highest, top);",
             "let shrink = exp(before - highest);",
-            *(f"let p{i} = {each[i]};" for i in range(4)),
+            *(f"let p{i} = {weights[i]};" for i in range(4)),
             f"total = total * shrink + vec4f({sums});",
             *(f"sum{i}_{n} *= shrink[{i}];" for i in range(4) for n in self.sums),
         ]
@@ -193,13 +193,13 @@ class _Kernel:
     def queries(self) -> list[str]:
         """Compute d query = (weights * (tangent value^T - delta)) key * scale."""
         group = self.sizes.heads // self.sizes.groups
-        last = -(-self.sizes.queries // 4) - 1
+        last_four = -(-self.sizes.queries // 4) - 1
         steps = Steps()
         steps.add(
             [
                 f"let head = group.y; let pair = group.y / {group}u;",
                 *self._sums("sum"),
-                f"let rows = {self._statistics(f'min(first_row / 4u + down, {last}u)')};",
+                f"let rows = {self._statistics(f'min(first_row / 4u + down, {last_four}u)')};",
                 "let highest = packed[rows]; let share_of = packed[rows + 1u];",
                 *self._delta("first_row + down * 4u"),
             ]
@@ -226,7 +226,7 @@ class _Kernel:
     def keys(self) -> list[str]:
         """Compute d value = weights^T tangent; and d key as d query, transposed."""
         group = self.sizes.heads // self.sizes.groups
-        first = "first_row" if self.problem.causal else "0u"
+        first_column = "first_row" if self.problem.causal else "0u"
         steps = Steps()
         steps.add(["let pair = group.y;", *self._sums("by_key"), *self._sums("by_value")])
         self._load_rows(steps)
@@ -248,7 +248,12 @@ class _Kernel:
             *self._accumulated("by_key", "query"),
         ]
         head = f"for (var head = pair * {group}u; head < (pair + 1u) * {group}u; head++) {{"
-        steps.loop(head, lambda each: self._walk(each, first, f"{self.sizes.queries}u", stages))
+        steps.loop(
+            head,
+            lambda inner_steps: self._walk(
+                inner_steps, first_column, f"{self.sizes.queries}u", stages
+            ),
+        )
         return [*steps.lines, *self._store("by_key", "key", 0), *self._store("by_value", "key", 1)]
 
     def _keys(self) -> tuple[str, str]:
@@ -264,13 +269,13 @@ class _Kernel:
             steps.add(self._read(tile, 0, "first_row"))
             steps.add(self._put(tile, 0), writes=[self.layout.array(tile)])
 
-    def _walk(self, steps: Steps, first: str, end: str, stages: Sequence[_Stage]) -> None:
+    def _walk(self, steps: Steps, first_column: str, end: str, stages: Sequence[_Stage]) -> None:
         """Run all stages for each block of columns that is not masked entirely."""
         loads = self._loads_of(stages)
         hides = self.problem.mask is not None
         across_blocks = self.prefetches and not hides
         if across_blocks:
-            steps.add(self._reads(next(filter(None, loads)), first))
+            steps.add(self._reads(next(filter(None, loads)), first_column))
 
         def block(inner: Steps) -> None:
             inner.add(self._at_block())
@@ -283,15 +288,15 @@ class _Kernel:
             )
             inner.choice(head, lambda inner_steps: self._stages(inner_steps, stages, loads, ""))
 
-        head = f"for (var first_column = {first}; first_column < {end}; "
+        head = f"for (var first_column = {first_column}; first_column < {end}; "
         steps.loop(f"{head}first_column += {BLOCK}u) {{", block)
 
     def _at_block(self) -> list[str]:
         """Compute values of a block that need no loaded tile."""
         lines = visible_scores(self.problem)
         if self.problem.part == "keys":
-            last = -(-self.sizes.queries // 4) - 1
-            rows = self._statistics(f"min(first_column / 4u + across, {last}u)")
+            last_four = -(-self.sizes.queries // 4) - 1
+            rows = self._statistics(f"min(first_column / 4u + across, {last_four}u)")
             lines.append(f"let rows = {rows};")
             lines.append("let highest = packed[rows]; let share_of = packed[rows + 1u];")
         return lines
@@ -331,8 +336,10 @@ class _Kernel:
                     self._prefetch(steps, stage, self._reads(next_parts, "first_column"))
                 elif end:
                     next_column = f"first_column + {BLOCK}u"
-                    first = self._reads(next(filter(None, loads)), next_column)
-                    self._prefetch(steps, stage, [f"if ({next_column} < {end}) {{", *first, "}"])
+                    first_reads = self._reads(next(filter(None, loads)), next_column)
+                    self._prefetch(
+                        steps, stage, [f"if ({next_column} < {end}) {{", *first_reads, "}"]
+                    )
             steps.add(stage.lines, self._arrays(stage.reads), self._arrays(stage.writes))
 
     def _prefetch(self, steps: Steps, stage: _Stage, reads: Sequence[str]) -> None:
@@ -340,7 +347,7 @@ class _Kernel:
         steps.add(reads, reads=self._arrays(stage.reads))
 
     def _arrays(self, tiles: Sequence[str | tuple[str, int]]) -> list[str]:
-        names = [each if isinstance(each, str) else each[0] for each in tiles]
+        names = [tile if isinstance(tile, str) else tile[0] for tile in tiles]
         return [name if name == "folds" else self.layout.array(name) for name in names]
 
     def _reads(self, parts: Sequence[tuple[str, int]], first_column: str) -> list[str]:
@@ -356,7 +363,7 @@ class _Kernel:
         return literal(self.problem.scale, "f32")
 
     def _element(self, view: View) -> str:
-        if view.half:
+        if view.is_half:
             return "vec4<f16>" if view.in_fours else "f16"
         return "vec4f" if view.in_fours else "f32"
 
@@ -364,11 +371,13 @@ class _Kernel:
         """Print `name4(at)`, which reads four consecutive elements of a vector."""
         if view.in_fours:
             four = f"{name}[at / 4u]"
-            four = f"vec4f({four})" if view.half else four
+            four = f"vec4f({four})" if view.is_half else four
             return f"fn {name}4(at: u32) -> vec4f {{ return {four}; }}"
-        element = "f32({})" if view.half else "{}"
-        each = ", ".join(element.format(f"{name}[at + {i * view.strides[-1]}u]") for i in range(4))
-        return f"fn {name}4(at: u32) -> vec4f {{ return vec4f({each}); }}"
+        element = "f32({})" if view.is_half else "{}"
+        elements = ", ".join(
+            element.format(f"{name}[at + {i * view.strides[-1]}u]") for i in range(4)
+        )
+        return f"fn {name}4(at: u32) -> vec4f {{ return vec4f({elements}); }}"
 
     def _address(self, name: str, row: str, column: str) -> str:
         head = "head" if name in {"query", "tangent"} else "pair"
@@ -389,15 +398,19 @@ class _Kernel:
         stride, invocations = self.layout.stride(part), self.layout.invocations
         return f"(me / {stride}u + {number * (invocations // stride)}u)", f"(me % {stride}u)"
 
-    def _read(self, tile: str, part: int, first: str) -> list[str]:
+    def _read(self, tile: str, part: int, first_row: str) -> list[str]:
         """Load a tile from the device's memory into registers; rows past the end repeat the
         last."""
-        last, lines = self.vectors[tile][1] - 1, []
+        last_row, lines = self.vectors[tile][1] - 1, []
         start, last_four = part * self.layout.width, self.layout.fours(part) - 1
         for u, name in enumerate(self._registers(tile, part)):
             row, four = self._position(part, u)
-            near = four if last_four % ACROSS == ACROSS - 1 else f"min({four}, {last_four}u)"
-            at = self._address(tile, f"min({first} + {row}, {last}u)", f"({start}u + {near}) * 4u")
+            clamped_four = (
+                four if last_four % ACROSS == ACROSS - 1 else f"min({four}, {last_four}u)"
+            )
+            at = self._address(
+                tile, f"min({first_row} + {row}, {last_row}u)", f"({start}u + {clamped_four}) * 4u"
+            )
             lines.append(f"{name} = {tile}4({at});")
         return lines
 
@@ -452,8 +465,8 @@ class _Kernel:
         tile."""
         reads = [f"folds[down * {ACROSS}u + {t}u]" for t in range(ACROSS)]
         total = reads[0]
-        for read in reads[1:]:
-            total = f"max({total}, {read})" if fold == "max" else f"{total} + {read}"
+        for row_value in reads[1:]:
+            total = f"max({total}, {row_value})" if fold == "max" else f"{total} + {row_value}"
         return f"let top = {total};"
 
     def _to_memory(self, name: str) -> list[str]:
@@ -467,7 +480,7 @@ class _Kernel:
         stages = []
         for part in self.layout.parts:
             stride = self.layout.stride(part)
-            first = part * self.layout.width // ACROSS
+            first_four = part * self.layout.width // ACROSS
             lines = [f"for (var k = 0u; k < {ACROSS}u; k++) {{"]
             lines += [
                 f"let x{i} = {weights}[(down * 4u + {i}u) * {ACROSS}u + k];" for i in range(4)
@@ -477,20 +490,21 @@ class _Kernel:
                     at = f"({t * ACROSS}u + k) * {stride}u + {n * ACROSS}u + (across ^ k)"
                     lines.append(f"let y{t}_{n} = {right}[{at}];")
                     lines += [
-                        f"{name}{i}_{first + n} = "
-                        f"fma(vec4f(x{i}[{t}]), y{t}_{n}, {name}{i}_{first + n});"
+                        f"{name}{i}_{first_four + n} = "
+                        f"fma(vec4f(x{i}[{t}]), y{t}_{n}, {name}{i}_{first_four + n});"
                         for i in range(4)
                     ]
             stages.append(_Stage([*lines, "}"], ["weights", (vectors, part)]))
         return stages
 
-    def _delta(self, first: str) -> list[str]:
+    def _delta(self, first_query: str) -> list[str]:
         """Read `delta4` of four queries, starting at `first`."""
         delta = self.problem.delta
         assert delta is not None
-        last = self.sizes.queries - 1
+        last_query = self.sizes.queries - 1
         reads = [
-            f"delta[{delta.at('batch', 'head', f'min({first} + {i}u, {last}u)')}]" for i in range(4)
+            f"delta[{delta.at('batch', 'head', f'min({first_query} + {i}u, {last_query}u)')}]"
+            for i in range(4)
         ]
         return [f"let delta4 = vec4f({', '.join(reads)});"]
 
@@ -501,10 +515,12 @@ class _Kernel:
         per_head = -(-sizes.queries // 4)
         return f"{start}u + ((batch * {sizes.heads}u + head) * {per_head}u + {four}) * 2u"
 
-    def _store(self, name: str, like: str, number: int = 0) -> list[str]:
+    def _store(self, name: str, shape_name: str, number: int = 0) -> list[str]:
         """Store the sums at (number, batch, row, head, size)."""
-        extent = self.vectors[like][1]
-        count, head = (self.sizes.heads, "head") if like == "query" else (self.sizes.groups, "pair")
+        extent = self.vectors[shape_name][1]
+        count, head = (
+            (self.sizes.heads, "head") if shape_name == "query" else (self.sizes.groups, "pair")
+        )
         lines = []
         for i in range(4):
             row = f"(first_row + down * 4u + {i}u)"

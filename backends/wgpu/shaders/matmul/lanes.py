@@ -77,8 +77,8 @@ class _Kernel:
         return 2 if self.column.extent % 2 == 0 and self.lanes.columns % 2 == 0 else 1
 
     def grid(self) -> tuple[int, int, int]:
-        across = -(-self.column.extent // (self.lanes.columns * self.lanes.subgroup))
-        return across, -(-self.row.extent // self.lanes.rows), self.problem.batch
+        workgroups_across = -(-self.column.extent // (self.lanes.columns * self.lanes.subgroup))
+        return workgroups_across, -(-self.row.extent // self.lanes.rows), self.problem.batch
 
     def shader(self) -> Shader:
         row_type = "u64" if self.row_pairs_k or self.row_pairs else "f32"
@@ -87,7 +87,7 @@ class _Kernel:
             column_type = "u32"
         bindings = {self.row.name: row_type, self.column.name: column_type}
         order = sorted(bindings)
-        read = "".join(
+        read_bindings = "".join(
             f"@group(0) @binding({i}) var<storage, read> {name}: array<{bindings[name]}>;\n"
             for i, name in enumerate(order)
         )
@@ -95,7 +95,7 @@ class _Kernel:
         remainder = self.problem.k % self.unroll
         widen = "" if self._is_f32 else self.column.functions(vector=self.fours or self.fours_k)
         source = f"""\
-{read}@group(0) @binding({len(order)}) var<storage, read_write> out: array<{out}>;
+{read_bindings}@group(0) @binding({len(order)}) var<storage, read_write> out: array<{out}>;
 {widen}
 fn low(pair: u64) -> f32 {{ return bitcast<f32>(u32(pair)); }}
 fn high(pair: u64) -> f32 {{ return bitcast<f32>(u32(pair >> 32u)); }}
@@ -135,22 +135,22 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
             at = f"first_column + {c // per * span}u + lane * {per}u + {c % per}u"
             lines.append(f"  let column{c} = {at};")
             if c % per == 0 or per == 1:
-                last = self.column.extent - per
-                lines.append(f"  let near{c} = min(column{c}, {last}u);")
+                last_column = self.column.extent - per
+                lines.append(f"  let near{c} = min(column{c}, {last_column}u);")
             else:
                 lines.append(f"  let near{c} = near{c // per * per} + {c % per}u;")
-        each = 2 if self.row_pairs else 1
+        rows_per_lane = 2 if self.row_pairs else 1
         for g in range(self._row_groups()):
-            at = f"first_row + {g * each * self.lanes.subgroup}u + lane * {each}u"
-            lines.append(f"  let row{g} = min({at}, {self.row.extent - each}u);")
+            at = f"first_row + {g * rows_per_lane * self.lanes.subgroup}u + lane * {rows_per_lane}u"
+            lines.append(f"  let row{g} = min({at}, {self.row.extent - rows_per_lane}u);")
         for i in range(self.lanes.rows):
             lines += [f"  var c{i}_{c} = zero;" for c in range(self.lanes.columns)]
         return "\n".join(lines)
 
     def _row_groups(self) -> int:
         """Return the number of loads for the rows of one k (or two), one or two rows per lane."""
-        each = 2 if self.row_pairs else 1
-        return -(-self.lanes.rows // (each * self.lanes.subgroup))
+        rows_per_lane = 2 if self.row_pairs else 1
+        return -(-self.lanes.rows // (rows_per_lane * self.lanes.subgroup))
 
     def _read_columns(self, terms: int) -> str:
         side, base = self.column, f"{self.column.name}_base"
@@ -200,9 +200,9 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
     def _products(self, terms: int) -> str:
         """Multiply two rows at a time through all k of an iteration; sums stay in registers."""
         lines = []
-        for first in range(0, self.lanes.rows, 2):
+        for first_row in range(0, self.lanes.rows, 2):
             for t in range(terms):
-                for i in range(first, min(first + 2, self.lanes.rows)):
+                for i in range(first_row, min(first_row + 2, self.lanes.rows)):
                     lines.append(f"    let s{t}_{i} = {self._broadcast(i, t)};")
                     lines += [
                         f"    c{i}_{c} = fma(s{t}_{i}, y{t}_{c}, c{i}_{c});"
@@ -247,7 +247,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
     def _onto(self, sums: Sequence[str], outputs: Sequence[str]) -> list[str]:
         if not self.problem.result.onto:
             return [*sums]
-        return [f"{output} + {each}" for output, each in zip(outputs, sums, strict=True)]
+        return [f"{output} + {sum_}" for output, sum_ in zip(outputs, sums, strict=True)]
 
     def _outputs(self) -> Iterator[tuple[tuple[str, ...], str, str, str]]:
         """Yield the sums of each output (or pair), its index, its row and its column."""

@@ -127,13 +127,13 @@ class MatmulProblem:
         return replace(self, a=a, b=b, into=into, finish=None)
 
 
-def _part_of_batch(problem: MatmulProblem, first: int) -> MatmulProblem:
+def _part_of_batch(problem: MatmulProblem, start: int) -> MatmulProblem:
     """Return the products of a batch from `first` on, as many as fit in a grid."""
-    a = replace(problem.a, offset=problem.a.offset + first * problem.a.strides[0])
-    b = replace(problem.b, offset=problem.b.offset + first * problem.b.strides[0])
+    a = replace(problem.a, offset=problem.a.offset + start * problem.a.strides[0])
+    b = replace(problem.b, offset=problem.b.offset + start * problem.b.strides[0])
     result = problem.result
-    result = replace(result, offset=result.offset + first * problem.m * problem.n)
-    batch = min(WORKGROUPS_PER_DIMENSION, problem.batch - first)
+    result = replace(result, offset=result.offset + start * problem.m * problem.n)
+    batch = min(WORKGROUPS_PER_DIMENSION, problem.batch - start)
     return replace(problem, batch=batch, a=a, b=b, into=result)
 
 
@@ -144,13 +144,13 @@ def dispatched(problem: MatmulProblem) -> Iterator[MatmulProblem]:
     error of 4e-6 to 6e-6 of the norm at 151,936 terms, a vocabulary, instead of 9e-6.
     """
     if problem.batch > WORKGROUPS_PER_DIMENSION:
-        for first in range(0, problem.batch, WORKGROUPS_PER_DIMENSION):
-            yield from dispatched(_part_of_batch(problem, first))
+        for start in range(0, problem.batch, WORKGROUPS_PER_DIMENSION):
+            yield from dispatched(_part_of_batch(problem, start))
         return
     result = problem.result
-    for first in range(0, max(problem.k, 1), MOST_TERMS):
-        a = replace(problem.a, offset=problem.a.offset + first * problem.a.strides[2])
-        b = replace(problem.b, offset=problem.b.offset + first * problem.b.strides[1])
-        k = min(MOST_TERMS, problem.k - first)
-        onto = replace(result, onto=result.onto or first > 0)
+    for start in range(0, max(problem.k, 1), MOST_TERMS):
+        a = replace(problem.a, offset=problem.a.offset + start * problem.a.strides[2])
+        b = replace(problem.b, offset=problem.b.offset + start * problem.b.strides[1])
+        k = min(MOST_TERMS, problem.k - start)
+        onto = replace(result, onto=result.onto or start > 0)
         yield replace(problem, k=k, a=a, b=b, into=onto)

@@ -146,5 +146,5 @@ def _waste(problem: MatmulProblem, tiles: Tiles) -> float:
     across, down = -(-problem.n // tiles.columns), -(-problem.m // tiles.rows)
     outputs = across * tiles.columns * down * tiles.rows
     per_output = 1 / tiles.rows + 1 / tiles.columns
-    idle = max(1.0, 64 / (across * down * problem.batch))
-    return outputs / (problem.m * problem.n) * per_output * idle
+    idle_factor = max(1.0, 64 / (across * down * problem.batch))
+    return outputs / (problem.m * problem.n) * per_output * idle_factor

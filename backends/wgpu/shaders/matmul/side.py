@@ -87,9 +87,11 @@ class Side:
             text = to_float16(round_function)
             parts = ", ".join(f"{round_function}(x[{n}])" for n in range(4))
             value = f"vec4f({parts})" if vector else f"{round_function}({value})"
-        read = f"let x = {self.name}[i / 4u]; " if self.element_form == "rounded" and vector else ""
+        rounded_read = (
+            f"let x = {self.name}[i / 4u]; " if self.element_form == "rounded" and vector else ""
+        )
         kind, name = ("vec4f", vector_name) if vector else ("f32", scalar_name)
-        return f"{text}fn {name}(i: u32) -> {kind} {{ {read}return {value}; }}\n"
+        return f"{text}fn {name}(i: u32) -> {kind} {{ {rounded_read}return {value}; }}\n"
 
 
 def sides(problem: MatmulProblem) -> tuple[Side, Side]:

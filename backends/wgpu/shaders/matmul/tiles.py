@@ -87,7 +87,7 @@ def _row_stride(width: int) -> int:
 def tiles_shader(problem: MatmulProblem, tiles: Tiles) -> tuple[Shader, tuple[int, int, int]]:
     """Return the shader and its grid."""
     left, right = sides(problem)
-    across = -(-problem.n // tiles.columns)
+    workgroups_across = -(-problem.n // tiles.columns)
     down = -(-problem.m // tiles.rows)
     vector_out = problem.n % 4 == 0 and problem.result.aligned(4)
     source = f"""\
@@ -131,7 +131,11 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me
     writes = len(finish.writes) + finish.stored if finish else 1
     looks_up = finish is not None and finish.looks_up
     in_bounds = not (looks_up or (problem.b_form is not None and problem.b_form.looks_up))
-    return Shader(source, reads + writes, writes, in_bounds), (across, down, problem.batch)
+    return Shader(source, reads + writes, writes, in_bounds), (
+        workgroups_across,
+        down,
+        problem.batch,
+    )
 
 
 def _bindings(problem: MatmulProblem, element: str) -> str:
@@ -140,12 +144,12 @@ def _bindings(problem: MatmulProblem, element: str) -> str:
     finish = problem.finish
     if finish is None:
         return f"@group(0) @binding(2) {out}"
-    read = [f"var<storage, read> b{i}: {kind};" for i, kind in enumerate(finish.bindings)]
+    read_bindings = [f"var<storage, read> b{i}: {kind};" for i, kind in enumerate(finish.bindings)]
     write_bindings = [
         f"var<storage, read_write> e{i}: array<{kind}>;" for i, kind in enumerate(finish.writes)
     ]
-    bindings = [*read, *([out] if finish.stored else []), *write_bindings]
-    lines = [f"@group(0) @binding({i}) {each}" for i, each in enumerate(bindings, 2)]
+    bindings = [*read_bindings, *([out] if finish.stored else []), *write_bindings]
+    lines = [f"@group(0) @binding({i}) {binding}" for i, binding in enumerate(bindings, 2)]
     return "\n".join(
         [
             *lines,
@@ -181,28 +185,28 @@ def _blocks_per_invocation(tiles: Tiles) -> int:
     return -(-tiles.blocks // tiles.invocations)
 
 
-def _each_block(tiles: Tiles, of: Callable[[int, str, int], str]) -> str:
+def _each_block(tiles: Tiles, print_block: Callable[[int, str, int], str]) -> str:
     """Print `of(number, tile, width)` for each of an invocation's blocks.
 
     `r` and `t` are the block's coordinates along the outer dimension and k.
     """
-    first = tiles.depth // 4 * tiles.rows // 4
+    left_blocks = tiles.depth // 4 * tiles.rows // 4
     lines = []
     for u in range(_blocks_per_invocation(tiles)):
         low, high = u * tiles.invocations, (u + 1) * tiles.invocations
         begins = [
-            f"if (me + {low}u < {first}u) {{" if low < first < high else "{",
+            f"if (me + {low}u < {left_blocks}u) {{" if low < left_blocks < high else "{",
             f"if (me + {low}u < {tiles.blocks}u) {{" if high > tiles.blocks else "{",
         ]
-        parts = [("left", tiles.rows, 0)] * (low < first) + [("right", tiles.columns, first)] * (
-            high > first
-        )
+        parts = [("left", tiles.rows, 0)] * (low < left_blocks) + [
+            ("right", tiles.columns, left_blocks)
+        ] * (high > left_blocks)
         for number, (name, width, start) in enumerate(parts):
-            begin = begins[0] if name == "left" else begins[1]
-            begin = f"else {begin}" if number and begin.startswith("if") else begin
-            begin = "else {" if number and begin == "{" else begin
+            condition = begins[0] if name == "left" else begins[1]
+            condition = f"else {condition}" if number and condition.startswith("if") else condition
+            condition = "else {" if number and condition == "{" else condition
             position = f"let q = me + {low}u - {start}u; {_block_position(width)}"
-            lines.append(f"{begin} {position}\n{of(u, name, width)}\n}}")
+            lines.append(f"{condition} {position}\n{print_block(u, name, width)}\n}}")
     return "\n".join(lines)
 
 
@@ -238,10 +242,10 @@ def _store_tiles(tiles: Tiles) -> str:
 
 def _block(side: Side, outer: str) -> str:
     """Print v0 to v3: for k to k + 3, four elements along the outer dimension."""
-    base, last = f"{side.name}_base", side.extent - 1
+    base, last_row = f"{side.name}_base", side.extent - 1
     if side.along_k(4):
         clamped = f"min(k, {side.k - 4}u)"
-        rows = [f"min({outer} + {i}u, {last}u)" for i in range(4)]
+        rows = [f"min({outer} + {i}u, {last_row}u)" for i in range(4)]
         reads = [
             f"      let w{i} = {side.name}_four({side.index(base, row, clamped)});"
             for i, row in enumerate(rows)
@@ -260,7 +264,7 @@ def _block(side: Side, outer: str) -> str:
             value = f"{side.name}_four({index})"
         else:
             parts = [
-                f"{side.name}_one({side.index(base, f'min({outer} + {i}u, {last}u)', k)})"
+                f"{side.name}_one({side.index(base, f'min({outer} + {i}u, {last_row}u)', k)})"
                 for i in range(4)
             ]
             value = f"vec4f({', '.join(parts)})"
@@ -301,10 +305,12 @@ def _store(problem: MatmulProblem, tiles: Tiles, *, vector: bool) -> str:
         value = f"{target} + {sums}" if problem.result.onto else sums
         statements = [f"{target} = {value};"]
         if (finish := problem.finish) is not None:
-            first = target.removeprefix("out[").removesuffix("]").removesuffix(" / 4u")
-            each = [(f"{first} + {c}u", f"{sums}[{c}]") for c in range(4)]
+            first_index = target.removeprefix("out[").removesuffix("]").removesuffix(" / 4u")
+            stores = [(f"{first_index} + {c}u", f"{sums}[{c}]") for c in range(4)]
             statements = statements if finish.stored else []
-            statements += [f"finish({i}, {x});" for i, x in (each if vector else [(first, sums)])]
+            statements += [
+                f"finish({i}, {x});" for i, x in (stores if vector else [(first_index, sums)])
+            ]
         lines.append(f"  if ({guard}) {{ {' '.join(statements)} }}")
     return "\n".join(lines)
 

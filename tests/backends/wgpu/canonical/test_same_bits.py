@@ -132,11 +132,13 @@ def test_threads_do_not_change_bits(name: str, threads: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rounding", _WAYS)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("made_for", ["scalar", "avx2", "avx512"])
-def test_instruction_sets_do_not_change_bits(name: str, rounding: str, made_for: str) -> None:
+@pytest.mark.parametrize("instruction_set", ["scalar", "avx2", "avx512"])
+def test_instruction_sets_do_not_change_bits(
+    name: str, rounding: str, instruction_set: str
+) -> None:
     expected = on_one_thread(name, rounding)
     try:
-        with instructions(made_for):
+        with instructions(instruction_set):
             actual = on_backend(CpuBackend(), name, rounding)
     except SamestepError as error:
         pytest.skip(str(error))
