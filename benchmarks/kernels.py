@@ -24,7 +24,7 @@ from protocol.exact.kernels.library import (
     why_not_native,
 )
 from protocol.exact.reduction import bfloat16, codecs, float32, tree_sum
-from protocol.exact.reduction.float32 import Array
+from protocol.exact.reduction.average import Array
 from protocol.exact.reduction.reducer import Reducer
 from protocol.exact.reduction.tree import Subtree
 from protocol.exact.replica import aligned_zeros

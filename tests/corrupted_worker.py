@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from protocol.exact.reduction.float32 import Array
+from protocol.exact.reduction.average import Array
 from protocol.exact.replica import Replica
 from protocol.exact.update import StepScalars
 from worker.cli import main

@@ -36,7 +36,7 @@ from coordinator.storage.log.log_records import Array, ChunkId
 from coordinator.storage.recovery import Recovery, recover
 from coordinator.storage.states.checkpoint import write_checkpoint
 from protocol.exact.digest import weights_digest
-from protocol.exact.reduction.float32 import square_sum
+from protocol.exact.reduction.average import square_sum
 from protocol.exact.replica import Replica
 from protocol.exact.update import global_norm, step_scalars
 from protocol.spec.manifest import Block, Export, Manifest, Metric, TensorSpec

@@ -10,8 +10,8 @@ from protocol.wire.messages import ListenForPeers, Message, Peers
 from worker.logic import actions as act
 from worker.logic import events
 from worker.logic.session import WorkerSession
-from worker.peers.share import Action as ExchangeAction
-from worker.peers.share import GradientExchange
+from worker.peers.gradient_exchange import Action as ExchangeAction
+from worker.peers.gradient_exchange import GradientExchange
 
 
 class ExchangingSession(WorkerSession):

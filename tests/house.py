@@ -180,7 +180,7 @@ PURE: Final = (
 they import."""
 
 PURE_MODULES: Final = (
-    "protocol.wire.connection", "protocol.wire.frames", "worker.peers.share",
+    "protocol.wire.connection", "protocol.wire.frames", "worker.peers.gradient_exchange",
 )  # fmt: skip
 """Pure modules in chapters that also do I/O."""
 

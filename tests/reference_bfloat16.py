@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from protocol.exact.reduction.float32 import Array
+from protocol.exact.reduction.average import Array
 
 
 def nearest(values: Array) -> Array:

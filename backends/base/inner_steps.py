@@ -14,7 +14,7 @@ import numpy as np
 
 from backends.base.interface import Array, BlockGradient, Leaf, Loss, Program
 from protocol.exact.parameter_groups import ClippedGroups
-from protocol.exact.reduction.float32 import average
+from protocol.exact.reduction.average import average
 from protocol.exact.replica import Replica
 from protocol.exact.update import step_scalars
 from protocol.spec.manifest import Block

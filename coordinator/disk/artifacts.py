@@ -13,7 +13,7 @@ from pathlib import Path
 from coordinator.disk.durable_file import NewFile, make_below, replace_file, storing
 from coordinator.disk.safetensors_file import safetensors_pieces
 from protocol.base.errors import DataError
-from protocol.exact.reduction.float32 import Array
+from protocol.exact.reduction.average import Array
 from protocol.exact.replica import Replica
 from protocol.spec.files.sources import model_source
 from protocol.spec.manifest import ADAPTER_CONFIG, Manifest

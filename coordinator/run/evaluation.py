@@ -14,8 +14,8 @@ from coordinator.run.outputs.events import Evaluated, EvaluationMissed, RateLowe
 from coordinator.run.outputs.restart import MetricsByStep
 from coordinator.run.progress import Progress
 from coordinator.run.workers.admission import refuse
-from coordinator.run.workers.leases import Leases
 from coordinator.run.workers.membership import Member, Membership, MemberState
+from coordinator.run.workers.stragglers import Leases
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import RunSpec
 from protocol.spec.sections.checkpoint import StopSpec

@@ -82,7 +82,7 @@ def subtrees_for(division: Shares) -> dict[str, tuple[Subtree, ...]]:
 def spread(
     subtrees: tuple[Subtree, ...], microbatches: int, speeds: Mapping[str, float | None]
 ) -> dict[str, tuple[Subtree, ...]]:
-    """Divide the unfinished subtrees of a lost worker among others, by speed."""
+    """Divide the unfinished subtrees of a lost or late worker among others, by speed."""
     leaves = [leaf for subtree in subtrees for leaf in range(subtree.lo, subtree.hi)]
     shares: dict[str, tuple[Subtree, ...]] = {}
     at = 0

@@ -44,8 +44,8 @@ from coordinator.run.outputs.restart import CommitRecord, Embedded, Resumption
 from coordinator.run.outputs.side_outputs import SideOutputs, replica_state_bytes
 from coordinator.run.planner import Shares, divide, spread, subtrees_for
 from coordinator.run.workers.agreement import MOST_STEPS_AHEAD, Agreement
-from coordinator.run.workers.leases import OwnerLease, Stragglers
 from coordinator.run.workers.membership import COMPUTING, Member, Membership, MemberState
+from coordinator.run.workers.stragglers import OwnerLease, Stragglers
 from protocol.base import limits
 from protocol.base.errors import OutOfOrder
 from protocol.exact.inner_phases import order_of_steps
@@ -148,7 +148,7 @@ class Taken:
     may_complete: bool = True
 
 
-_LATE: Final = Taken(may_complete=False)
+_NO_PROGRESS: Final = Taken(may_complete=False)
 
 
 class Progress:
@@ -474,7 +474,7 @@ class Progress:
                 name: tuple(leaves_of(worker_subtrees))
                 for name, worker_subtrees in subtrees.items()
             }
-        actions = self._may_send(round_, round_.plan(sum(map(len, subtrees.values()))))
+        actions = self._may_send(round_, round_.expect_subtrees(sum(map(len, subtrees.values()))))
         for name, worker_subtrees in subtrees.items():
             parts = [
                 worker_subtrees[at : at + _MAX_SUBTREES]
@@ -612,10 +612,11 @@ class Progress:
             for at in range(0, len(subtrees), _MAX_SUBTREES)
         ]
 
-    def present(self, message: OfRound | PeerMessage) -> Round | None:
+    def round_of(self, message: OfRound | PeerMessage) -> Round | None:
         """Return the round that a message belongs to; None if the message is late.
 
-        A message is late if it belongs to an earlier attempt, or to a step that was skipped.
+        A message is late if it belongs to an earlier attempt, to a step that was skipped, or to a
+        step whose commit is being made durable.
 
         Raises:
             OutOfOrder: It belongs to an attempt that has not begun.
@@ -668,8 +669,11 @@ class Progress:
         self.agreement.answer(worker, message.step, message.state_digest)
 
     def persist(self, round_: Round, *, skip: bool) -> list[Action]:
-        """Make the commit durable, before any worker receives it. The round is complete and all
-        replicas agree on the step before; or, with `skip`, nothing is applied."""
+        """Make the commit record and order its write, before any worker receives the commit.
+
+        The round is complete and all replicas agree on the step before; or, with `skip`, nothing
+        is applied.
+        """
         scalars, norm, loss, digest = None, None, float("nan"), _NO_AVERAGES
         updates = self.optimizer_step
         if not skip:
@@ -780,7 +784,7 @@ class Progress:
         self, incoming: FromMember[GradientPayload | CapturedRows | SubtreeLoss]
     ) -> Round | None:
         """Return the round that a computing worker delivers to; None if its message is late."""
-        round_ = self.present(incoming.message)
+        round_ = self.round_of(incoming.message)
         if round_ is None or incoming.member.state not in COMPUTING:
             return None
         self.delivered(incoming.member.name)
@@ -790,7 +794,7 @@ class Progress:
         """Add a chunk of a subtree's gradient sum, or pass it on to the worker that averages it."""
         round_ = self._round_of(incoming)
         if round_ is None:
-            return _LATE
+            return _NO_PROGRESS
         outcome = round_.payload(incoming.member.name, incoming.message, incoming.values)
         if isinstance(outcome, NonFinite | Differing):
             return Taken(fault=outcome)
@@ -804,7 +808,7 @@ class Progress:
         """Store a chunk of a microbatch's side outputs."""
         round_ = self._round_of(incoming)
         if round_ is None:
-            return _LATE
+            return _NO_PROGRESS
         differing = round_.captured(incoming.member.name, incoming.message, incoming.values)
         return Taken(fault=differing, may_complete=False)
 
@@ -815,14 +819,14 @@ class Progress:
         message, name = incoming.message, incoming.member.name
         if not self.has_replicas:
             raise OutOfOrder(f"{type(message).__name__} in a run without replicas")
-        round_ = self.present(message)
+        round_ = self.round_of(message)
         if round_ is None or incoming.member.state is MemberState.LOADING:
-            return _LATE
+            return _NO_PROGRESS
         self.delivered(name)
         match message:
             case InnerPhaseProgress():
                 round_.note_inner_step(name, message.replica, message.inner)
-                return _LATE
+                return _NO_PROGRESS
             case InnerCheckpointChunk():
                 round_.note_inner_checkpoint(name, message.replica)
                 return Taken([WriteInnerCheckpoint(message, incoming.values)], may_complete=False)
@@ -834,21 +838,21 @@ class Progress:
         """Take the loss of a subtree, the last of its results to arrive."""
         round_ = self._round_of(incoming)
         if round_ is None:
-            return _LATE
+            return _NO_PROGRESS
         fault = self.subtree_loss(round_, incoming.member, incoming.message)
         return Taken(self.release() + self.cancel_surplus(round_), fault)
 
     def on_non_finite(self, incoming: FromMember[NonFiniteSum]) -> Taken:
         """Halt for NaN or infinity that a worker found in its own gradients, or in its sums."""
         round_, name, non_finite = (
-            self.present(incoming.message),
+            self.round_of(incoming.message),
             incoming.member.name,
             incoming.message.found,
         )
         if round_ is None:
-            return _LATE
+            return _NO_PROGRESS
         if non_finite.worker == name and incoming.member.state is MemberState.LOADING:
-            return _LATE
+            return _NO_PROGRESS
         self.delivered(name)
         return Taken(fault=round_.non_finite(name, non_finite))
 
@@ -859,19 +863,19 @@ class Progress:
     def on_peer_linked(self, incoming: FromMember[Linked]) -> Taken:
         """Note that a worker reaches a peer."""
         self.mesh.linked(incoming.member.name, incoming.message.peer, incoming.message.mbit)
-        return _LATE
+        return _NO_PROGRESS
 
     def on_link_traffic(self, incoming: FromMember[LinkTraffic]) -> Taken:
         """Note how much a worker has exchanged with its peers."""
         self.mesh.traffic[incoming.member.name] = parse(Traffic, incoming.document).peers
-        return _LATE
+        return _NO_PROGRESS
 
     def on_sums_arrived(self, incoming: FromMember[SumsArrived]) -> Taken:
         """Note that an owner has received all its chunks of a subtree."""
         message = incoming.message
-        round_ = self.present(message)
+        round_ = self.round_of(message)
         if round_ is None:
-            return _LATE
+            return _NO_PROGRESS
         self.delivered(incoming.member.name)
         round_.sums_arrived(incoming.member.name, message)
         if message.worker in round_.shares:
@@ -881,9 +885,9 @@ class Progress:
     def on_peer_average(self, incoming: FromMember[ChunkReduced | AveragedGradient]) -> Taken:
         """Take the values of a worker's average, or its digest of them."""
         message, name = incoming.message, incoming.member.name
-        round_ = self.present(message)
+        round_ = self.round_of(message)
         if round_ is None:
-            return _LATE
+            return _NO_PROGRESS
         self.delivered(name)
         is_reduced = isinstance(message, ChunkReduced)
         body = parse_origin(incoming.document) if is_reduced else incoming.values

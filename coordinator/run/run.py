@@ -381,7 +381,7 @@ class Run:
 
     def _check_late(self, incoming: FromMember[OfRound | PeerMessage]) -> list[Action]:
         """Drop a message of a step that is interrupted; refuse one that belongs to no step."""
-        self._parts.progress.present(incoming.message)
+        self._parts.progress.round_of(incoming.message)
         return []
 
     def _advance(self) -> list[Action]:
@@ -716,11 +716,11 @@ class Run:
         return [SaveAdmissionRecord(record)]
 
     def _on_durable(self, commit: CommitDurable) -> list[Action]:
-        actions = self._commit(commit)
+        actions = self._after_durable(commit)
         return actions and actions + self._after_commit() + self._advance()
 
     def _durable_in_halt(self, commit: CommitDurable) -> list[Action]:
-        actions = self._commit(commit)
+        actions = self._after_durable(commit)
         self._halts.commit_pending = self._halts.commit_pending or bool(actions)
         return actions
 
@@ -729,7 +729,7 @@ class Run:
         self._parts.progress.durable(commit.step, commit.own_digest)
         return []
 
-    def _commit(self, commit: CommitDurable) -> list[Action]:
+    def _after_durable(self, commit: CommitDurable) -> list[Action]:
         actions = self._parts.progress.durable(commit.step, commit.own_digest)
         if actions:
             self._halts.failures.clear()

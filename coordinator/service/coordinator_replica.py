@@ -10,7 +10,7 @@ from typing import NamedTuple, Self, TypeVar
 import numpy as np
 
 from coordinator.storage.recovery import Recovery
-from protocol.exact.reduction.float32 import Array
+from protocol.exact.reduction.average import Array
 from protocol.exact.replica import Replica
 from protocol.exact.update import StepScalars
 from protocol.machine.machine import Machine

@@ -70,8 +70,8 @@ from protocol.base.errors import (
 )
 from protocol.base.fields import cut_text
 from protocol.exact.parameter_groups import ClippedGroups
+from protocol.exact.reduction.average import Array
 from protocol.exact.reduction.codecs import unpacked
-from protocol.exact.reduction.float32 import Array
 from protocol.machine.machine import Machine
 from protocol.machine.trace import Tracer, now_us
 from protocol.spec.manifest import Block, Manifest

@@ -58,7 +58,7 @@ from protocol.base.errors import (
     UsageError,
 )
 from protocol.base.option_names import option
-from protocol.exact.reduction.float32 import Array
+from protocol.exact.reduction.average import Array
 from protocol.machine.event_loop import LoopWatch
 from protocol.machine.machine import Machine
 from protocol.machine.secret_file import secret_places

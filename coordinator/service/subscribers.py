@@ -17,8 +17,8 @@ from coordinator.run.outputs.actions import Replay
 from coordinator.storage.log.log_index import LoggedStep
 from coordinator.storage.run_storage import LogHold, RunStorage, replay_bytes
 from coordinator.storage.states.checkpoint_state import CheckpointState
+from protocol.exact.reduction.average import Array
 from protocol.exact.reduction.codecs import packed
-from protocol.exact.reduction.float32 import Array
 from protocol.spec.manifest import Manifest
 from protocol.spec.sections.exchange import Codec
 from protocol.wire.connection import Encoded, encode

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.exact.kernels.library import library_for
-from protocol.exact.reduction.float32 import Array, is_finite, nearest_float32, square_sum
+from protocol.exact.reduction.average import Array, is_finite, nearest_float32, square_sum
 from protocol.exact.update import StepScalars, apply_update
 from protocol.spec.sections.optimizer import OptimizerSpec
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from protocol.exact.reduction.float32 import Array, nearest_float32, square_sum
+from protocol.exact.reduction.average import Array, nearest_float32, square_sum
 from protocol.exact.update import GradientNorms, StepScalars, global_norm
 from protocol.spec.manifest import Block
 from protocol.spec.sections.optimizer import OptimizerSpec

@@ -22,7 +22,7 @@ from protocol.exact.adafactor import apply_adafactor, factor_elements
 from protocol.exact.digest import pieces_of, state_digest, state_digest_1, weights_digest
 from protocol.exact.parameter_groups import TensorRule, tensor_rule
 from protocol.exact.reduction.absent import is_absent
-from protocol.exact.reduction.float32 import Array, is_finite
+from protocol.exact.reduction.average import Array, is_finite
 from protocol.exact.subnormals import check_subnormals
 from protocol.exact.update import (
     StepScalars,

@@ -60,7 +60,7 @@ from pydantic import (
 from protocol.base import limits
 from protocol.exact.digest import write_piece_hashes
 from protocol.exact.kernels.library import library_for
-from protocol.exact.reduction.float32 import Array, is_finite, nearest_float32
+from protocol.exact.reduction.average import Array, is_finite, nearest_float32
 from protocol.exact.schedule import learning_rate
 from protocol.spec.sections.optimizer import EmaSpec, OptimizerSpec, SwaSpec
 

@@ -20,7 +20,7 @@ from transformers import (
 
 import samestep
 from protocol.base.errors import DataError
-from protocol.exact.reduction.float32 import square_sum
+from protocol.exact.reduction.average import square_sum
 from protocol.exact.replica import Replica
 from protocol.exact.samples import SampleOrder
 from protocol.exact.update import global_norm, step_scalars

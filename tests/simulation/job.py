@@ -32,8 +32,8 @@ from protocol.datasets.logits_file import record_dtype
 from protocol.exact.digest import weights_digest
 from protocol.exact.embedding_rows import join_fields, split_fields
 from protocol.exact.reduction.absent import absent
-from protocol.exact.reduction.float32 import average as scale_to_average
-from protocol.exact.reduction.float32 import square_sum
+from protocol.exact.reduction.average import average as scale_to_average
+from protocol.exact.reduction.average import square_sum
 from protocol.exact.reduction.tree import Subtree
 from protocol.exact.replica import MISSED, Replica
 from protocol.exact.samples import SampleOrder, microbatch_seed

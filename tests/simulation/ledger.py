@@ -24,7 +24,7 @@ from coordinator.run.outputs.restart import CommitRecord
 from coordinator.service.run_instance import RunInstance
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.states.checkpoint import checkpoint_steps
-from protocol.exact.reduction.float32 import Array
+from protocol.exact.reduction.average import Array
 from protocol.exact.replica import Replica
 from protocol.spec.run_spec import RunSpec
 from protocol.spec.sections.data import OwnData

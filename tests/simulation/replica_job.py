@@ -16,9 +16,9 @@ from blake3 import blake3
 
 from backends.base.interface import Array
 from protocol.exact.digest import weights_digest
+from protocol.exact.reduction.average import average as scale_to_average
+from protocol.exact.reduction.average import square_sum
 from protocol.exact.reduction.codecs import projected
-from protocol.exact.reduction.float32 import average as scale_to_average
-from protocol.exact.reduction.float32 import square_sum
 from protocol.exact.replica import Replica
 from protocol.exact.samples import microbatch_seed
 from protocol.exact.update import global_norm, step_scalars

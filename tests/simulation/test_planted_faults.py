@@ -40,7 +40,7 @@ from worker.logic.actions import LoadEmbeddings, TakeWeights
 from worker.logic.device_group import DeviceGroup
 from worker.logic.events import AveragesReady, StepId, WeightsTaken
 from worker.logic.session import WorkerSession
-from worker.peers.share import GradientExchange
+from worker.peers.gradient_exchange import GradientExchange
 from worker.shell.blob_cache import Part
 from worker.shell.engine import Engine
 

@@ -22,7 +22,7 @@ from typing import Final
 from backends.base.interface import Array, Loss
 from protocol.base.errors import BackendUnavailable, DataError, DeviceError
 from protocol.base.fields import cut_text
-from protocol.exact.reduction.float32 import is_finite
+from protocol.exact.reduction.average import is_finite
 from protocol.exact.reduction.reducer import NonFinite, Reduced, Reducer
 from protocol.exact.reduction.tree import Subtree, cover
 from protocol.exact.reduction.tree_sum import TreeSum

@@ -26,7 +26,7 @@ from protocol.base.errors import (
     ScriptDiffers,
 )
 from protocol.base.fields import cut_text
-from protocol.exact.reduction.float32 import is_finite
+from protocol.exact.reduction.average import is_finite
 from protocol.exact.reduction.tree import Subtree, is_subtree
 from protocol.exact.replica import MISSED, are_counts
 from protocol.spec.manifest import Block

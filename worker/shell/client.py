@@ -27,7 +27,7 @@ from protocol.base.errors import (
     error_for,
 )
 from protocol.base.fields import Duty, cut_text
-from protocol.exact.reduction.float32 import Array
+from protocol.exact.reduction.average import Array
 from protocol.exact.reduction.tree import Subtree
 from protocol.machine import local_socket
 from protocol.machine.machine import Machine
@@ -63,8 +63,8 @@ from worker.logic import events
 from worker.logic.file_fetch import FileEvent
 from worker.logic.join_failures import FRUITLESS_JOINS, JoinFailures
 from worker.logic.session import WorkerSession
+from worker.peers.gradient_exchange import Action, GradientExchange, LastAverage, ToPeer
 from worker.peers.links import MakeLinks, socket_links
-from worker.peers.share import Action, GradientExchange, LastAverage, ToPeer
 from worker.shell.engine import BackendFactory, Engine, Release
 from worker.shell.file_fetcher import FileFetcher
 from worker.shell.group_engine import DeviceSet, GroupEngine
@@ -627,8 +627,9 @@ class Client:
 class PeerExchange:
     """A worker's exchange of gradients in one run, from the end of the build on.
 
-    `share.py` decides, one event at a time: the coordinator's messages are handled in the event
-    loop, those of links in the threads that read them. Actions are always executed in the loop.
+    `gradient_exchange.py` decides, one event at a time: the coordinator's messages are handled in
+    the event loop, those of links in the threads that read them. Actions are always executed in the
+    loop.
 
     Args:
         run_id: The run's ID.

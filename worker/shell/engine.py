@@ -74,15 +74,16 @@ from worker.logic.events import (
     TaskRefused,
     WeightsTaken,
 )
-from worker.shell.batches import (
+from worker.shell.counter_check import CounterCheck
+from worker.shell.coupled_step import CoupledStep, check_embeddings
+from worker.shell.device_watch import DeviceWatch
+from worker.shell.example_batches import (
     evaluation_per_shape,
     microbatch_per_shape,
     report_samples,
 )
-from worker.shell.counter_check import CounterCheck
-from worker.shell.coupled_step import CoupledStep, check_embeddings
-from worker.shell.device_watch import DeviceWatch
 from worker.shell.hashed_replica import HashedReplica, copy_state
+from worker.shell.hidden_state_check import ReplayCheck, refuse_unstable_batch
 from worker.shell.inner_phases import InnerPhases
 from worker.shell.numerics_profile import (
     library_versions,
@@ -91,7 +92,6 @@ from worker.shell.numerics_profile import (
     probe_digest,
     rows_probe,
 )
-from worker.shell.replay import ReplayCheck, refuse_unstable_batch
 from worker.tasks.base.task import DrawsBatches, ReadsFiles, Task
 
 if TYPE_CHECKING:
@@ -811,7 +811,9 @@ class Engine:
         job.is_initial = False
         self._replica.change(job.replica, action)
         action.averages.clear()  # their memory serves the checks that follow
-        has_hidden_state = self._take_step(job, None if action.scalars is None else action.attempt)
+        has_hidden_state = self._follow_step(
+            job, None if action.scalars is None else action.attempt
+        )
         if self._tracer is not None:
             self._tracer.span("apply step", "device", start_us, step=job.replica.step)
         if has_hidden_state:
@@ -826,7 +828,7 @@ class Engine:
             # The numerics profile is from the build; model code can change its thread later.
             raise SubnormalsFlushed("since the run began, a thread that computes gradients")
 
-    def _take_step(self, job: _Job, attempt: int | None) -> bool:
+    def _follow_step(self, job: _Job, attempt: int | None) -> bool:
         """Follow a step of the replica; return whether training changed hidden state.
 
         Args:
@@ -893,7 +895,7 @@ class Engine:
                 job.inner_phases.forget()
             self._load(job)
         else:
-            has_hidden_state = self._take_step(
+            has_hidden_state = self._follow_step(
                 job, action.committed_attempt if action.committed_attempt >= 0 else None
             )
             if not has_hidden_state:

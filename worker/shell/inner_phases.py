@@ -35,7 +35,7 @@ from worker.logic.events import (
     StepId,
     SubtreeDone,
 )
-from worker.shell.batches import report_samples
+from worker.shell.example_batches import report_samples
 
 _PROGRESS_EVERY_S: Final = 0.5
 _FEEDBACK: Final = np.float32(0.95)

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.base.errors import OutOfOrder
+from protocol.exact.reduction.average import Array
 from protocol.exact.reduction.chunk_grid import ChunkGrid, chunk_digest
-from protocol.exact.reduction.float32 import Array
 from protocol.exact.reduction.reducer import Origin
 from protocol.exact.reduction.tree import Subtree, root
 from protocol.exact.reduction.tree_sum import TreeSum

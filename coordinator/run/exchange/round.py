@@ -26,9 +26,9 @@ from protocol.base.errors import OutOfOrder
 from protocol.exact.digest import averages_digest, block_digest
 from protocol.exact.embedding_rows import are_finite
 from protocol.exact.parameter_groups import ClippedGroups
+from protocol.exact.reduction.average import Array, is_finite, square_sum
 from protocol.exact.reduction.chunk_grid import ChunkGrid
 from protocol.exact.reduction.codecs import packed
-from protocol.exact.reduction.float32 import Array, is_finite, square_sum
 from protocol.exact.reduction.reducer import NonFinite, Origin, Reducer
 from protocol.exact.reduction.tree import Subtree, cover, is_subtree, root
 from protocol.exact.reduction.tree_sum import TreeSum
@@ -65,7 +65,7 @@ class Summary(NamedTuple):
     """What a commit records of a block's averaged gradients.
 
     Attributes:
-        square_sum: `protocol.exact.reduction.float32.square_sum` of them.
+        square_sum: `protocol.exact.reduction.average.square_sum` of them.
         digest: `protocol.exact.digest.block_digest` of them.
         by_group: `ClippedGroups.square_sums` of them.
     """
@@ -131,7 +131,7 @@ class Round:
         has_begun: Whether any subtree was assigned.
         double_check: Compares results of subtrees that two workers computed.
         doubled: The subtree that two workers must both finish, preceded by their names.
-        tainted: Whether a sum may include gradients of weights that were never compared.
+        tainted: Whether a sum may include gradients at weights whose digest was never compared.
         inner: Progress of each worker in an inner phase: replica, and inner steps taken.
         has_inner_phases: Whether a leaf is a whole inner phase of a replica: too much work to hold
             back at a worker that may be lost.
@@ -199,15 +199,15 @@ class Round:
         self._loss_origins: TreeSum[Origin] = TreeSum(microbatches, add)
         self._origins: set[Origin] = set()
 
-    def plan(self, subtrees: int) -> list[str]:
-        """Announce that this many more subtrees are about to be assigned.
+    def expect_subtrees(self, subtrees: int) -> list[str]:
+        """Expect this many more subtrees, which are about to be assigned.
 
         Returns:
             The workers with subtrees that may now send more chunks.
         """
         self._given_again = self._given_subtrees > 0
         self._given_subtrees += subtrees
-        return self._raise(self._grid.count)
+        return self._extend_windows(self._grid.count)
 
     def uploads(self, worker: str) -> int:
         """Return how many chunks of a subtree the worker may send."""
@@ -219,9 +219,9 @@ class Round:
         Returns:
             The workers that may now send more.
         """
-        return self._raise(4) if self._mine else []
+        return self._extend_windows(4) if self._mine else []
 
-    def _raise(self, parts: int) -> list[str]:
+    def _extend_windows(self, parts: int) -> list[str]:
         """Raise limits that can grow by at least 1 / `parts` of the window; return the workers."""
         raised: list[str] = []
         self._note_summed()

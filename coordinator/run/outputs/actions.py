@@ -12,7 +12,7 @@ from coordinator.run.outputs.events import Event
 from coordinator.run.outputs.restart import AdmissionRecord, CommitRecord
 from coordinator.run.outputs.side_outputs import Bytes
 from protocol.base.errors import ExitCode
-from protocol.exact.reduction.float32 import Array
+from protocol.exact.reduction.average import Array
 from protocol.exact.update import StepScalars
 from protocol.spec.manifest import Block, Manifest
 from protocol.wire.messages import (

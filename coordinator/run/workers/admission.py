@@ -24,11 +24,11 @@ from coordinator.run.outputs.actions import (
 from coordinator.run.outputs.events import WorkerLate, WorkerRefused
 from coordinator.run.outputs.restart import AdmissionRecord
 from coordinator.run.workers.agreement import Agreement
-from coordinator.run.workers.leases import Leases
 from coordinator.run.workers.membership import Member, Membership, MemberState
+from coordinator.run.workers.stragglers import Leases
 from protocol.base import limits
 from protocol.base.errors import ExitCode, OutOfOrder
-from protocol.exact.reduction.float32 import Array
+from protocol.exact.reduction.average import Array
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import Exactness
 from protocol.wire.messages import (

@@ -14,7 +14,7 @@ import numpy as np
 from coordinator.disk.safetensors_file import SafetensorsFile
 from coordinator.storage.states.checkpoint import STATE_FILE, Checkpoint
 from protocol.base.errors import StorageDamaged
-from protocol.exact.reduction.float32 import Array
+from protocol.exact.reduction.average import Array
 from protocol.exact.replica import (
     MISSED,
     PartKind,

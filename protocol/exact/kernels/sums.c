@@ -1,5 +1,5 @@
 /* Sums, averages and checks. Definitions, in protocol/exact/reduction: `add_rounded` in tree_sum.py,
-   `average`, `is_finite`, `square_sum` in float32.py, `is_absent` in absent.py. A float32 addition alone is one pass in numpy already. */
+   `average`, `is_finite`, `square_sum` in average.py, `is_absent` in absent.py. A float32 addition alone is one pass in numpy already. */
 
 #include "kernels.h"
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.exact.kernels.library import library_for, library_for_bytes
-from protocol.exact.reduction.float32 import Array, is_finite
+from protocol.exact.reduction.average import Array, is_finite
 from protocol.spec.sections.exchange import Precision
 
 _CHUNK_ELEMENTS: Final = 32_768

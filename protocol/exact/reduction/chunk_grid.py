@@ -16,7 +16,7 @@ from typing import Any, Final
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from protocol.exact.reduction.float32 import Array
+from protocol.exact.reduction.average import Array
 from protocol.spec.manifest import Block
 
 DIGEST_BYTES: Final = 16

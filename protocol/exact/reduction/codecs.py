@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from protocol.exact.kernels.library import library_for, library_for_bytes
 from protocol.exact.reduction import bfloat16
-from protocol.exact.reduction.float32 import Array
+from protocol.exact.reduction.average import Array
 from protocol.spec.sections.exchange import Codec
 
 _GROUP: Final = {"int8": 64, "int4": 32}

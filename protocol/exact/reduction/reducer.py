@@ -20,8 +20,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from protocol.base import limits
 from protocol.base.errors import MessageError
 from protocol.base.fields import Number, Small
+from protocol.exact.reduction.average import Array, average, is_finite
 from protocol.exact.reduction.codecs import projected
-from protocol.exact.reduction.float32 import Array, average, is_finite
 from protocol.exact.reduction.tree import Subtree, root
 from protocol.exact.reduction.tree_sum import ADDITIONS, TreeSum
 from protocol.spec.manifest import Block

@@ -13,8 +13,8 @@ from typing import Final, Generic, TypeVar
 import numpy as np
 
 from protocol.exact.kernels.library import library_for
+from protocol.exact.reduction.average import Array
 from protocol.exact.reduction.bfloat16 import rounded
-from protocol.exact.reduction.float32 import Array
 from protocol.exact.reduction.tree import Subtree, parent, root, sibling
 from protocol.spec.sections.exchange import Precision
 

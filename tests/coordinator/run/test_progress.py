@@ -56,7 +56,7 @@ def loss(lo, hi, **where):
 
 def pay(progress, worker, message):
     """Deliver a payload of ones to the round it belongs to."""
-    round_ = progress.present(message)
+    round_ = progress.round_of(message)
     assert round_ is not None
     return round_.payload(worker, message, np.full(2, 8, np.float32))
 
@@ -128,19 +128,19 @@ def test_many_scattered_subtrees_go_in_several_messages():
 def test_current_attempt_is_recognized(where, expected):
     progress, _ = started_progress("ann")
     progress.begin()
-    assert (progress.present(payload(0, 4, **where)) is progress.round) is expected
+    assert (progress.round_of(payload(0, 4, **where)) is progress.round) is expected
 
 
 def test_older_attempts_are_late_and_newer_ones_out_of_order():
     progress, _ = started_progress("ann")
     progress.attempt = 1
     progress.begin()
-    assert not progress.present(payload(0, 4))
+    assert not progress.round_of(payload(0, 4))
     for where in ({"attempt": 2}, {"step": 1}, {"term": 4, "attempt": 1}, {"term": 6}):
         with pytest.raises(OutOfOrder, match="expected"):
-            progress.present(payload(0, 4, **where))
+            progress.round_of(payload(0, 4, **where))
     progress.round = None
-    assert not progress.present(payload(0, 4, attempt=1))
+    assert not progress.round_of(payload(0, 4, attempt=1))
 
 
 def test_a_step_from_plan_to_commit():

@@ -14,7 +14,7 @@ from protocol.exact.parameter_groups import (
     tensor_rule,
     unmatched_pattern,
 )
-from protocol.exact.reduction.float32 import square_sum
+from protocol.exact.reduction.average import square_sum
 from protocol.exact.replica import Replica
 from protocol.exact.update import global_norm, step_scalars
 from protocol.spec.manifest import Block, TensorSpec

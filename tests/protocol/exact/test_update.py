@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from protocol.exact import update
-from protocol.exact.reduction.float32 import square_sum
+from protocol.exact.reduction.average import square_sum
 from protocol.exact.schedule import learning_rate
 from protocol.exact.update import (
     StepScalars,
@@ -403,7 +403,7 @@ DIGEST_PROGRAM = """
 import hashlib
 import numpy as np
 from protocol.spec.sections.optimizer import Adamw
-from protocol.exact.reduction.float32 import square_sum
+from protocol.exact.reduction.average import square_sum
 from protocol.exact.update import apply_update, step_scalars, global_norm
 
 spec = Adamw(name="adamw", lr=1e-2, weight_decay=0.1, clip_norm=0.5)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from protocol.base import limits
 from protocol.exact.reduction.chunk_grid import ChunkGrid
 from protocol.spec.manifest import Block, TensorSpec
-from worker.peers.share import Averages
+from worker.peers.gradient_exchange import Averages
 
 BLOCKS = tuple(
     Block(name=f"b{size}", kind="block", tensors=(TensorSpec(name=f"w{size}", shape=(size,)),))

@@ -13,7 +13,7 @@ import torch
 
 from backends.base.interface import BlockGradient, Loss
 from backends.registry import choose
-from protocol.exact.reduction.float32 import square_sum
+from protocol.exact.reduction.average import square_sum
 from protocol.exact.replica import Replica
 from protocol.exact.samples import SampleOrder, microbatch_seed
 from protocol.exact.update import global_norm, step_scalars

@@ -5,11 +5,12 @@ walk over the objects records every number, text, array and generator that it re
 and after a second one on the same samples: what differs is a counter or a generator. A cache is
 neither, so entries may be added or removed, and so may values that the first call sets.
 
-`worker.shell.replay` and `worker.tasks.checks.additivity` compare results, so they miss state with
-no effect on the calls that they make: a counter that acts in every fiftieth call, a generator whose
-draws are not used yet. Such a run would end with exit code 0, and its weights would depend on which
-worker computed what. Before training, this walk refuses such state (`refuse_changes`); after
-training, it finds generators and tensors that affect no gradient yet, and names the culprit.
+`worker.shell.hidden_state_check` and `worker.tasks.checks.additivity` compare results, so they miss
+state with no effect on the calls that they make: a counter that acts in every fiftieth call, a
+generator whose draws are not used yet. Such a run would end with exit code 0, and its weights would
+depend on which worker computed what. Before training, this walk refuses such state
+(`refuse_changes`); after training, it finds generators and tensors that affect no gradient yet, and
+names the culprit.
 """
 
 from __future__ import annotations

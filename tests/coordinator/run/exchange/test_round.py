@@ -10,7 +10,7 @@ from coordinator.run.exchange.round import Round, summary_of
 from protocol.base import limits
 from protocol.base.errors import OutOfOrder
 from protocol.exact.digest import weights_digest
-from protocol.exact.reduction.float32 import average, square_sum
+from protocol.exact.reduction.average import average, square_sum
 from protocol.exact.reduction.reducer import NonFinite
 from protocol.exact.reduction.tree import Subtree, children, root
 from protocol.exact.update import global_norm
@@ -173,7 +173,7 @@ def test_partial_sums_stay_within_the_limit_in_any_interleaving(data):
         patch.setattr(limits, "UPLOAD_AHEAD_BYTES", ahead_bytes)
         patch.setattr(limits, "UPLOAD_AHEAD_CHUNKS", ahead_chunks)
         round_ = Round(BLOCKS, microbatches, 1, 0, 0)
-        round_.plan(len(subtrees))
+        round_.expect_subtrees(len(subtrees))
         for subtree in subtrees:
             worker = data.draw(st.sampled_from("abc"))
             round_.assign(worker, (subtree,), local=worker == "c")
@@ -205,7 +205,7 @@ def test_worker_at_its_send_limit_owes_nothing_due(monkeypatch):
     monkeypatch.setattr(limits, "PARTIAL_SUMS_BYTES", 1)
     subtrees = cut_leaves(4)
     round_ = Round(BLOCKS, 4, 1, 0, 0)
-    round_.plan(len(subtrees))
+    round_.expect_subtrees(len(subtrees))
     for worker, subtree in zip("abcd", subtrees, strict=True):
         round_.assign(worker, (subtree,))
     assert round_.uploads("a") == 1
@@ -469,7 +469,7 @@ def of_three(local=""):
     """Make a round of three workers with one subtree each."""
     subtrees = cut_leaves(3)
     round_ = Round(BLOCKS, 3, 1, 0, 0)
-    assert round_.plan(len(subtrees)) == []
+    assert round_.expect_subtrees(len(subtrees)) == []
     for worker, subtree in zip("abc", subtrees, strict=True):
         round_.assign(worker, (subtree,), local=worker == local)
         round_.subtree_loss(worker, subtree_loss(subtree))
@@ -505,5 +505,5 @@ def test_reassigned_subtree_blocks_nobody():
     round_, (first, second, _) = of_three()
     send(round_, "a", first)
     send(round_, "b", second)
-    assert round_.plan(1) == ["a", "b", "c"]
+    assert round_.expect_subtrees(1) == ["a", "b", "c"]
     assert round_.uploads("b") == len(chunks())

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.exact.reduction.absent import absent, is_absent, keep_absent, mark_absent, present
+from protocol.exact.reduction.average import average
 from protocol.exact.reduction.bfloat16 import packed, rounded, unpacked
-from protocol.exact.reduction.float32 import average
 from protocol.exact.reduction.tree import Subtree
 from protocol.exact.reduction.tree_sum import ADDITIONS, TreeSum
 from protocol.exact.replica import MISSED, Replica, are_counts, part_slices

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.exact.reduction.float32 import is_finite
+from protocol.exact.reduction.average import is_finite
 from protocol.exact.reduction.tree import Subtree, children, cover, root
 from protocol.exact.reduction.tree_sum import TreeSum, add_arrays, tree_sum
 

@@ -5,8 +5,8 @@ from typing import Any, Final
 import numpy as np
 
 from coordinator.run.exchange.round import Round
-from coordinator.run.workers.leases import Leases, OwnerLease, Stragglers
 from coordinator.run.workers.membership import Membership
+from coordinator.run.workers.stragglers import Leases, OwnerLease, Stragglers
 from protocol.base import limits
 from protocol.exact.reduction.chunk_grid import chunk_digest
 from protocol.exact.reduction.tree import Subtree

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from protocol.base import limits
 from protocol.base.errors import OutOfOrder
+from protocol.exact.reduction.average import Array
 from protocol.exact.reduction.chunk_grid import DIGEST_BYTES, ChunkGrid, chunk_digest
 from protocol.exact.reduction.codecs import packed, unpacked
-from protocol.exact.reduction.float32 import Array
 from protocol.exact.reduction.reducer import NonFinite, Origin, Reducer, origin_document
 from protocol.exact.reduction.tree import Subtree, is_subtree
 from protocol.spec.manifest import Block

@@ -11,7 +11,7 @@ from backends.base.interface import Batch, LossRaised
 from protocol.base.errors import DataError
 from protocol.exact.samples import SampleOrder
 from protocol.spec.sections.tasks import BatchSpec
-from worker.shell.batches import (
+from worker.shell.example_batches import (
     evaluation_per_shape,
     microbatch_per_shape,
     report_samples,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.exact.reduction.float32 import (
+from protocol.exact.reduction.average import (
     SQUARE_SUM_CHUNK_ELEMENTS,
     average,
     nearest_float32,

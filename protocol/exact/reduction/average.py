@@ -1,4 +1,4 @@
-"""What is computed of a whole float32 array in one pass: its average, sum of squares, finiteness.
+"""Average a float32 sum, and take the sum of squares or check finiteness, in one pass each.
 
 Each has one definition, in numpy, and the same bits in C (`protocol/exact/kernels/sums.c`).
 """

@@ -28,7 +28,7 @@ from protocol.wire.peers import OwnerTable
 from tests.message_samples import SCALARS
 from worker.logic.actions import Transmit
 from worker.logic.events import AveragesReady
-from worker.peers.share import GradientExchange, ToPeer
+from worker.peers.gradient_exchange import GradientExchange, ToPeer
 
 BLOCKS = (
     Block(name="layer", kind="block", tensors=(TensorSpec(name="w", shape=(200_000,)),)),
