@@ -166,7 +166,7 @@ def test_resume_is_not_recommended_for_other_data(of_an_older_default, capsys):
     other = partial(line, train=TensorDataset(X, 3 * X))
     capsys.readouterr()
     with pytest.raises(
-        Mismatch, match="'older' can only be resumed with what it was started with: use that"
+        Mismatch, match="'older' can only be resumed with the script and arguments that started it"
     ):
         samestep.fit(other, steps=20, directory=of_an_older_default, resume=True, **FEW)
     streams = capsys.readouterr()

@@ -202,7 +202,7 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
     ("build", "arguments", "message"),
     [
         (loss_of(lambda e: (e**2).mean()), {},
-         r'a mean \(\S+ of 8 samples and .* write reduction="sum" or \.sum\(\)'),
+         r'a mean \(\S+ for a batch of 8 samples and .* write reduction="sum" or \.sum\(\)'),
         (loss_of(lambda e: e**2), {}, r"one sum, got shape \(2, 1\): add \.sum\(\)"),
         (loss_of(lambda e: e.sum().item()), {}, r"got float: leave out \.item\(\)"),
         (loss_of(lambda _: None), {}, r"as loss, got NoneType: its last line must be `return"),
@@ -212,8 +212,8 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (loss_of(lambda e: -(e * 0).log().sum()), {}, "a finite loss of the first.*, got inf"),
         (task(loss=with_penalty), {}, "adds up.*belongs in the optimizer's weight_decay"),
         (loss_of(lambda e: (Normalized.apply(e) ** 2).sum()), {}, "gradients that.*Function"),
-        (task(module=Counted()), {}, "gradients that add up over samples, got one of 'rows'"),
-        *((task(module=hooked(register, change)), {}, "got one of 'weight'")
+        (task(module=Counted()), {}, "that add up over samples, got a gradient of 'rows'"),
+        *((task(module=hooked(register, change)), {}, "got a gradient of 'weight'")
           for register in HOOKS for change in (clamp, torch.sign, decay)),
         (task(module=of_own(lambda p: p.grad)), {},
          "should return None.*: let the hook of 'weight' return nothing$"),
