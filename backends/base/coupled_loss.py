@@ -75,7 +75,7 @@ def backward_loss(
 ) -> torch.Tensor:
     """Return <e, dL/de> of a microbatch, a sum over its samples.
 
-    Without gradients in the arrays, as where a task is checked or probed, another loss stands in.
+    If the arrays carry no gradients, as in a check or a device probe, a placeholder loss is used.
     """
     fields = embedded_of(coupled, module, arrays)
     if any(name.startswith(EMBEDDING_GRADIENT) for name in arrays):
@@ -90,21 +90,21 @@ def backward_loss(
             total
             + (_placeholder_loss(embeddings) if gradient is None else embeddings * gradient).sum()
         )
-    of_loss = {
-        n.removeprefix(PARAMETER_GRADIENT): a
-        for n, a in arrays.items()
-        if n.startswith(PARAMETER_GRADIENT)
+    parameter_gradients = {
+        name.removeprefix(PARAMETER_GRADIENT): array
+        for name, array in arrays.items()
+        if name.startswith(PARAMETER_GRADIENT)
     }
-    for name, parameter in module.named_parameters() if of_loss else ():
-        if name in of_loss:
-            total = total + (parameter * of_loss[name]).sum()
+    for name, parameter in module.named_parameters() if parameter_gradients else ():
+        if name in parameter_gradients:
+            total = total + (parameter * parameter_gradients[name]).sum()
     return total
 
 
 def _placeholder_loss(embeddings: torch.Tensor) -> torch.Tensor:
-    """Return what shows whether each row depends on its own sample alone, once summed.
+    """Return terms whose sum shows whether a row depends on other samples than its own.
 
-    Squares: what a row takes from the others of its batch (a mean) may cancel in a plain sum.
+    They include squares, because a dependence on the batch (a mean) may cancel in a plain sum.
     """
     count = embeddings[0].numel()
     pattern = torch.arange(count, device=embeddings.device) % _PATTERN - _PATTERN // 2
@@ -148,24 +148,23 @@ def step_loss(
         losses.float().sum(), targets, allow_unused=True
     )
     by_target = [
-        None if field_spec is None else field_spec.detach().cpu().numpy()
-        for field_spec in gradients
+        None if gradient is None else gradient.detach().cpu().numpy() for gradient in gradients
     ]
-    of_embeddings = {
+    embedding_gradients = {
         name: np.zeros(tuple(values.shape), np.float32) if gradient is None else gradient
         for (name, values), gradient in zip(embeddings.items(), by_target, strict=False)
     }
     loss_gradients = by_target[len(embeddings) :]
-    of_parameters = {
+    parameter_gradients = {
         name: gradient
         for name, gradient in zip(parameters, loss_gradients, strict=True)
         if gradient is not None
     }
-    return StepLoss(losses.detach().float().cpu().numpy(), of_embeddings, of_parameters)
+    return StepLoss(losses.detach().float().cpu().numpy(), embedding_gradients, parameter_gradients)
 
 
 def changeable(fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what a loss may change in place, which torch forbids for leaves with gradients."""
+    """Return copies that a loss may change in place; torch forbids it for leaves with gradients."""
     return {name: x.clone() if x.requires_grad else x for name, x in fields.items()}
 
 
@@ -173,7 +172,7 @@ def check_losses(losses: object, samples: int) -> None:
     """Check that there is one loss for each sample.
 
     Raises:
-        DataError: There is not.
+        DataError: The losses have another type or shape, or no gradient.
     """
     expected = (
         f"batch_loss: expected one loss for each of the {samples} samples, shape ({samples},)"

@@ -21,7 +21,7 @@ def release(parameter: torch.Tensor) -> None:
 
 
 def is_released(parameter: torch.Tensor) -> bool:
-    """Whether the host has let go of the values."""
+    """Whether the host has released the values."""
     has_one_value = parameter.numel() > 0 and not any(parameter.stride())
     return has_one_value and bool(parameter.view(-1)[0].isnan())
 

@@ -35,7 +35,7 @@ def split_tables(capture: Capture, tables: Tables, trained_names: Sequence[str] 
         capture: A capture.
         tables: Parts of each split table.
         trained_names: Names of the tensors whose gradients are the graph's outputs after the first.
-            That of a table becomes as many outputs as it has parts.
+            A split table's gradient becomes one output per part.
 
     Raises:
         SamestepError: An operator other than a gather or a product uses a split table.

@@ -498,7 +498,7 @@ class _Kernel:
         return stages
 
     def _delta(self, first_query: str) -> list[str]:
-        """Read `delta4` of four queries, starting at `first`."""
+        """Read `delta4` of four queries, starting at `first_query`."""
         delta = self.problem.delta
         assert delta is not None
         last_query = self.sizes.queries - 1

@@ -186,7 +186,7 @@ def _blocks_per_invocation(tiles: Tiles) -> int:
 
 
 def _each_block(tiles: Tiles, print_block: Callable[[int, str, int], str]) -> str:
-    """Print `of(number, tile, width)` for each of an invocation's blocks.
+    """Print each of an invocation's blocks with `print_block(number, tile, width)`.
 
     `r` and `t` are the block's coordinates along the outer dimension and k.
     """
