@@ -175,12 +175,14 @@ def plot_curves(curves: Mapping[Case, Sequence[tuple[float, float]]]) -> str:
         lines = [Line(curve, _style(case)) for case, curve in curves_shown.items()]
         axes = Axis(0.0, most_tokens, millions), Axis(lowest, highest, marks)
         panels.append(Panel(f"{replicas} replicas, or their batch in one", *axes, lines))
-    inner = {tenth: f"H={tenth}" if tenth else "synchronous" for tenth in _COLORS}
+    inner = {
+        inner_steps: f"H={inner_steps}" if inner_steps else "synchronous" for inner_steps in _COLORS
+    }
     return draw_panels(
         "Held-out loss by tokens",
         [panels],
         legend=[
-            *((inner[tenth], f"stroke:{color}") for tenth, color in _COLORS.items()),
+            *((inner[inner_steps], f"stroke:{color}") for inner_steps, color in _COLORS.items()),
             *((name, f"stroke:#555;stroke-dasharray:{dash}") for name, dash in _DASHES.items()),
         ],
         x_name="tokens",

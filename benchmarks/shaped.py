@@ -154,11 +154,11 @@ def measure(row: Row, topologies: Sequence[Topology], rounds: int, turns: int) -
                     gloo_us += spans_us(ranks.run_commands(command))[_WARMING_ROUNDS:]
         timelines = cluster.timelines()
     in_all = turns * rounds_in_all * 1e6
-    out_mb, in_mb = (counts / in_all for counts in bytes_by_side["gloo"])
+    out_mb, in_mb = (byte_count / in_all for byte_count in bytes_by_side["gloo"])
     turns_by_side = {"gloo": Turns([span_us / 1e3 for span_us in gloo_us], out_mb, in_mb)}
     for topology in topologies:
         ms = _averaged_ms(timelines, intervals[topology], row.case.workers)
-        out_mb, in_mb = (counts / in_all for counts in bytes_by_side[topology])
+        out_mb, in_mb = (byte_count / in_all for byte_count in bytes_by_side[topology])
         turns_by_side[topology] = Turns(ms, out_mb, in_mb, coordinator_bytes[topology] / in_all)
     return turns_by_side
 

@@ -229,7 +229,7 @@ def throughput(megabytes: int) -> None:
         core = sorted(sent_mb / turn.process_s for turn in turns)
         loop_ms = median(turn.loop_s for turn in turns) * 1e3 / (sent_mb / 100)
         rates = (clock[-1], median(clock), core[-1], median(core), loop_ms)
-        rows.append([name, *(f"{turn:.0f}" for turn in rates)])
+        rows.append([name, *(f"{figure:.0f}" for figure in rates)])
     head = ["way", "best MB/s", "median", "a core each: best", "median", "loop ms for 100 MB"]
     print_table(head, rows)
 

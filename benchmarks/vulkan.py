@@ -205,7 +205,7 @@ def main() -> None:
         print_table(_PRODUCTS, [matmul_row(backend, side, shape, rounds, peak) for shape in shapes])
     if shows("attention"):
         lengths = SOFTWARE_LENGTHS if software else CARD_LENGTHS
-        print_table(_ATTENTION, [attention_row(backend, shape, rounds) for shape in lengths])
+        print_table(_ATTENTION, [attention_row(backend, length, rounds) for length in lengths])
     steps = []
     if shows("steps"):
         steps += [job_row(backend, side, task, rounds, threads) for task in options.tasks]

@@ -436,7 +436,7 @@ class _Kernel:
         self.module, self.name = module, name
         self.width = module.workgroup
         function_names = frozenset(function.name for function in module.functions)
-        buffers = {function.name for function in module.arrays.values() if function.binding >= 0}
+        buffers = {array.name for array in module.arrays.values() if array.binding >= 0}
         readers: set[str] = set()
         for _ in module.functions:  # callers of a reader are readers, too
             for function in module.functions:
