@@ -104,6 +104,6 @@ def test_worker_prints_memory_and_slow_features_of_its_card(path):
     device._backend = cast("Any", SimpleNamespace(info=info))
     device.task(load_run_spec(path))
     device.task(load_run_spec(path, ["model.precision=bfloat16", "model.attention=sdpa"]))
-    assert [line.partition(" ")[0] for line in lines] == ["memory:", "a", "memory:"]
+    assert [line.partition(" ")[0] for line in lines] == ["memory:", "several", "memory:"]
     assert lines[0].startswith("memory: about ")
     assert lines[1].endswith("--set model.precision=bfloat16 --set model.attention=sdpa")

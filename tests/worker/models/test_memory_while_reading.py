@@ -76,7 +76,7 @@ def peak_in_a_fresh_process(source: Path) -> int:
 
 def main(source: Path) -> None:
     """Print the peak of reading and quantizing a model, in bytes."""
-    vars(disk_weights)["_RELEASED_AT_ONCE_BYTES"] = MIB
+    vars(disk_weights)["_RELEASE_BATCH_BYTES"] = MIB
     read_narrow(source)  # imports and allocations that happen once
     with measured_growth() as growth:
         model = read_narrow(source)

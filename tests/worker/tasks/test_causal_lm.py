@@ -310,10 +310,10 @@ def test_layer_drop_omits_whole_layers_repeatably(texts):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": {"config": {"model_type": "nowhere"}}}, "cannot make a nowhere from"),
-        ({"model": {"config": {"model_type": "vit"}}}, "cannot make a vit from"),
+        ({"model": {"config": {"model_type": "nowhere"}}}, "cannot create a nowhere from"),
+        ({"model": {"config": {"model_type": "vit"}}}, "cannot create a vit from"),
         ({"model": {"config": LLAMA | {"hidden_sise": 8}}}, "did you mean 'hidden_size'"),
-        ({"model": {"config": LLAMA | {"hidden_size": 15}}}, "cannot make a llama"),
+        ({"model": {"config": LLAMA | {"hidden_size": 15}}}, "cannot create a llama"),
         ({"model": {"config": LLAMA | {"vocab_size": 299}}}, "vocab_size of at least 300"),
         ({"data": {"train": "TEXTS", "max_tokens": 65}}, "max_tokens of at most 64"),
         ({"batch": {"samples": 4000, "microbatch": 2000}}, "at least 2000 training samples"),

@@ -292,7 +292,7 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     ),
     "earlier turns left out by the template": (
         "a.jsonl", row(prompt=[ASKED, YES, ASKED], chosen=[YES], rejected=[NO]),
-        {"chat_template": LAST_ALONE}, "message 3: the chat template leaves out what the user says",
+        {"chat_template": LAST_ALONE}, "message 3: expected the user's message in the chat",
     ),
     "too few": ("a.jsonl", GOOD, {}, "expected at least 2 training samples"),
     "too long": ("a.jsonl", GOOD, {"max_tokens": 2}, "reach both answers, found none; raise it"),
