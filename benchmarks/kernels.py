@@ -23,7 +23,7 @@ from protocol.exact.kernels.library import (
     using,
     why_not_native,
 )
-from protocol.exact.reduction import bfloat16, codecs, float32, tree_sum
+from protocol.exact.reduction import average, bfloat16, codecs, tree_sum
 from protocol.exact.reduction.average import Array
 from protocol.exact.reduction.reducer import Reducer
 from protocol.exact.reduction.tree import Subtree
@@ -44,7 +44,7 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
         array[:] = rng.standard_normal(elements, np.float32) * np.float32(1e-2)
 
     def check(arrays: list[Array]) -> None:
-        assert all(float32.is_finite(array) for array in arrays)
+        assert all(average.is_finite(array) for array in arrays)
 
     def step(name: str, hashes: NDArray[np.uint8] | None = None) -> None:
         spec = OptimizerSpec(name=name, lr=1e-6, weight_decay=0.01, clip_norm=0.5)
@@ -65,9 +65,9 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
         np.copyto(out[:1], 0)
         check([addition(out, total)])
 
-    def average() -> None:
-        assert float32.average(total, 3.0, out)
-        float32.square_sum(out)
+    def average_and_check() -> None:
+        assert average.average(total, 3.0, out)
+        average.square_sum(out)
 
     rounded_values = bfloat16.rounded(total.copy())
     bodies = {codec: codecs.packed(rounded_values, codec).view(np.uint8) for codec in CODECS}
@@ -82,7 +82,7 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
         "adamw, check and digest": partial(step_and_digest, step, state),
         f"coordinator's step, {WORKERS} workers": coordinator_step(step, state, total, out),
         "add, bfloat16, and check": partial(add, tree_sum.add_rounded),
-        "average, check, sum of squares": average,
+        "average, check, sum of squares": average_and_check,
         "round to bfloat16": lambda: bfloat16.rounded(rounded_values),
         "check alone": lambda: check([total]),
         **{f"{codec} pack": partial(pack, codec) for codec in CODECS},
@@ -105,7 +105,7 @@ def coordinator_step(
         reducer = Reducer(WORKERS, Codecs(), [0], lambda _: out)
         for worker, values in enumerate(sums):
             reducer.put(0, str(worker), Subtree(worker, worker + 1), 1.0, values)
-        float32.square_sum(out)
+        average.square_sum(out)
         block_digest(block, out)
         step_and_digest(step, state)
 

@@ -17,7 +17,7 @@ from protocol.exact.digest import piece_hashes, pieces_of
 from protocol.exact.kernels import library
 from protocol.exact.kernels.library import Library, library_for, runnable_targets, using
 from protocol.exact.kernels.targets import TARGETS, library_path
-from protocol.exact.reduction import absent, bfloat16, codecs, float32, tree_sum
+from protocol.exact.reduction import absent, average, bfloat16, codecs, tree_sum
 from protocol.machine.compiler import build_kernels, zig
 from protocol.spec.sections.optimizer import EmaSpec, OptimizerSpec
 from tests.protocol.exact.kernels.emulated import EmulatedLibrary
@@ -215,11 +215,11 @@ def test_averages_and_checks(kernels, case):
     for native in (None, kernels):
         out = values(0, elements, 63 - offset)
         with using(native):
-            finite = float32.average(given_values, 1.0 + seed % 7, out)
+            finite = average.average(given_values, 1.0 + seed % 7, out)
             results.append(
-                (finite, float32.is_finite(given_values), absent.is_absent(given_values))
+                (finite, average.is_finite(given_values), absent.is_absent(given_values))
             )
-            results.append((np.float64(float32.square_sum(given_values)).tobytes(),))
+            results.append((np.float64(average.square_sum(given_values)).tobytes(),))
         results.append((bits(out).tobytes(),))
     # otherwise a sum of squares may be a NaN with another payload
     if np.isfinite(given_values).all():
@@ -233,9 +233,9 @@ def test_sums_of_squares_that_overflow(kernels, case):
     seed, elements, offset = prepared(kernels, case)
     given_values = values(seed, elements, offset)
     with using(None):
-        expected = float32.square_sum(given_values)
+        expected = average.square_sum(given_values)
     with using(kernels):
-        native_sum = float32.square_sum(given_values)
+        native_sum = average.square_sum(given_values)
     np.testing.assert_equal(native_sum, expected)
 
 
