@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,9 @@ import safetensors.torch
 import torch
 import transformers
 
-from backends.base.frozen_base import frozen_base
-from backends.eager.narrow_base import narrow_frozen_base
 from protocol.spec.sections.model import ModelSpec
 from tests.processes import ended
-from tests.resident_memory import MIB, measured_growth
-from worker.models import disk_weights
+from tests.resident_memory import MIB
 from worker.models.base_tensors import base_tensors
 from worker.models.pretrained import load_causal_lm
 
@@ -49,14 +45,6 @@ def source(request, tmp_path_factory) -> Path:
     return directory
 
 
-def read_narrow(source: Path) -> Any:
-    """Read and quantize it as a worker with LoRA does."""
-    model: Any = load_causal_lm(ModelSpec(source=str(source), base_dtype="int4"), 0).model
-    model.requires_grad_(requires_grad=False)
-    narrow_frozen_base(model, "int4", torch.device("cpu"))
-    return model
-
-
 def test_peak_is_the_narrow_base_and_one_weight(source):
     tensors = base_tensors(source).values()
     narrow_bytes = sum(each.bytes_in("int4") for each in tensors)
@@ -69,19 +57,9 @@ def test_peak_is_the_narrow_base_and_one_weight(source):
 def peak_in_a_fresh_process(source: Path) -> int:
     """Measure the peak of reading in a fresh process; in this one, earlier tests have set the
     allocator."""
-    process = ended(__name__, str(source))
+    process = ended("tests.narrow_reading", str(source))
     assert process.returncode == 0, process.stderr
     return int(process.stdout)
-
-
-def main(source: Path) -> None:
-    """Print the peak of reading and quantizing a model, in bytes."""
-    vars(disk_weights)["_RELEASE_BATCH_BYTES"] = MIB
-    read_narrow(source)  # imports and allocations that happen once
-    with measured_growth() as growth:
-        model = read_narrow(source)
-    assert not frozen_base(model)
-    sys.stdout.write(str(growth.peak_bytes))
 
 
 def test_files_of_several_dtypes_keep_their_values(source, tmp_path):
@@ -94,7 +72,3 @@ def test_files_of_several_dtypes_keep_their_values(source, tmp_path):
     digest = load_causal_lm(spec, 0).weights_digest
     as_float32 = ModelSpec(source=str(tmp_path), base_dtype="float32")
     assert digest == load_causal_lm(as_float32, 0).weights_digest
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

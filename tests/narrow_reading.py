@@ -1,0 +1,42 @@
+"""Print the peak memory of reading and quantizing a model, in bytes.
+
+`python -m tests.narrow_reading DIRECTORY`. A fresh process, because earlier tests set the allocator of
+theirs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from backends.base.frozen_base import frozen_base
+from backends.eager.narrow_base import narrow_frozen_base
+from protocol.spec.sections.model import ModelSpec
+from tests.resident_memory import MIB, measured_growth
+from worker.models import disk_weights
+from worker.models.pretrained import load_causal_lm
+
+
+def read_narrow(source: Path) -> Any:
+    """Read and quantize it as a worker with LoRA does."""
+    model: Any = load_causal_lm(ModelSpec(source=str(source), base_dtype="int4"), 0).model
+    model.requires_grad_(requires_grad=False)
+    narrow_frozen_base(model, "int4", torch.device("cpu"))
+    return model
+
+
+def main(source: Path) -> None:
+    """Print the peak of reading and quantizing a model, in bytes."""
+    vars(disk_weights)["_RELEASE_BATCH_BYTES"] = MIB
+    read_narrow(source)  # imports and allocations that happen once
+    with measured_growth() as growth:
+        model = read_narrow(source)
+    assert not frozen_base(model)
+    sys.stdout.write(str(growth.peak_bytes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
