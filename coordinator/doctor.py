@@ -335,7 +335,10 @@ def _loopback_only(host: str) -> str:
     """Describe what the host resolves to if only loopback, as a machine's own name often does."""
     if is_loopback(host):
         return host
-    hosts = {each.host for each in asyncio.run(dial.resolve(host, 0, _PATIENCE_S))}
+    hosts = {
+        resolved_address.host
+        for resolved_address in asyncio.run(dial.resolve(host, 0, _PATIENCE_S))
+    }
     if all(is_loopback(address) for address in hosts):
         return f"{host} resolves to {', '.join(sorted(hosts))} here (/etc/hosts)"
     return ""

@@ -424,7 +424,7 @@ def _print_addresses(
     data, page = format_address(*service.address), format_address(*control.address)
     if options.address_file is not None:
         host, port = service.address
-        addresses = [format_address(each, port) for each in reachable_addresses(host)]
+        addresses = [format_address(address, port) for address in reachable_addresses(host)]
         published = PublishedAddress(data=data, control=page, reachable=tuple(addresses[:32]))
         try:
             write_output(options.address_file, published.to_json().encode())

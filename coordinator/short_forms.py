@@ -75,7 +75,7 @@ def run_spec_from(
             raise UsageError("expected --run RUN.yaml or --task with the options of a run")
         return None
     document: dict[str, object] = {"name": _name_of(short_forms.task)}
-    if not any(each.startswith(("steps=", "epochs=")) for each in every):
+    if not any(override.startswith(("steps=", "epochs=")) for override in every):
         document["steps"] = DEFAULT_STEPS
     return parse_run_spec(document, every, "the command line", _LOG.warning)
 

@@ -103,7 +103,9 @@ class Recomputed:
             commit = self._history.commit_of(step)
             assert commit is not None
             recomputed = compute(step, commit.loss_scale or 1.0, replica.parameters)
-            logged_step = next((each for each in index.following(step) if each.step == step), None)
+            logged_step = next(
+                (candidate for candidate in index.following(step) if candidate.step == step), None
+            )
             logged_averages = (
                 None if logged_step is None else read_averages(logged_step, self._manifest.blocks)
             )
@@ -133,8 +135,8 @@ class Recomputed:
         blocks = self._manifest.blocks
         if recomputed.loss != commit.loss:
             yield f"its loss is {recomputed.loss}, in the journal {commit.loss}"
-        each = zip(blocks, recomputed.averages, strict=True)
-        digest = averages_digest(block_digest(block, values) for block, values in each)
+        pairs = zip(blocks, recomputed.averages, strict=True)
+        digest = averages_digest(block_digest(block, values) for block, values in pairs)
         if digest != commit.averages_digest:
             yield f"its gradients have digest {digest}, in the journal {commit.averages_digest}"
         if logged_averages is not None:

@@ -238,23 +238,29 @@ def _workers_over_time(entries: Sequence[Entry]) -> list[tuple[float, float]]:
 def _evaluations(history: History) -> str:
     """Show the metrics of steps that no rollback has voided."""
     figures = [history.figures[step] for step in sorted(history.figures)]
-    if not any(each.metrics for each in figures):
+    if not any(evaluation.metrics for evaluation in figures):
         return ""
-    metric_names = dict.fromkeys(name for each in figures for name in each.metrics)
+    metric_names = dict.fromkeys(name for evaluation in figures for name in evaluation.metrics)
     names = [name for name in metric_names if not _CELL.fullmatch(name)]
     charts = [
         _figure(
             name,
             line_chart(
-                [(float(each.step), _number(each.metrics.get(name))) for each in figures],
+                [
+                    (float(evaluation.step), _number(evaluation.metrics.get(name)))
+                    for evaluation in figures
+                ],
                 x_label="step", y_label=name,
             ),
         )
         for name in names[:_MOST_CHARTS]
     ]  # fmt: skip
     rows = [
-        (each.step, *(_format_value(each.metrics.get(name)) for name in names[:_MOST_COLUMNS]))
-        for each in figures
+        (
+            evaluation.step,
+            *(_format_value(evaluation.metrics.get(name)) for name in names[:_MOST_COLUMNS]),
+        )
+        for evaluation in figures
     ]
     table = _table(("after step", *names[:_MOST_COLUMNS]), rows)
     rest = [(name, _format_value(figures[-1].metrics.get(name))) for name in names[_MOST_COLUMNS:]]

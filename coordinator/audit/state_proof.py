@@ -85,8 +85,10 @@ class StateProof:
                 # A run that has ended has no step whose sync was interrupted.
                 self.faults += [f"{cut}; restore it from a copy" for cut in scan.cuts]
             for number, checkpoint in enumerate(checkpoints, 1):
-                following = checkpoints[number:]
-                until = min([c.info.step for c in following], default=len(self.history.commits))
+                later_checkpoints = checkpoints[number:]
+                until = min(
+                    [c.info.step for c in later_checkpoints], default=len(self.history.commits)
+                )
                 self._from(checkpoint, index, min(until, len(self.history.commits)))
             self._compare_end()
             if checkpoints:
@@ -160,7 +162,7 @@ class StateProof:
         if averages is None or commit.scalars is None:
             return
         _, spec, plateau = next(
-            each for each in reversed(self._specs) if each[0] <= logged_step.step
+            entry for entry in reversed(self._specs) if entry[0] <= logged_step.step
         )
         blocks = list(zip(self._manifest.blocks, averages, strict=True))
         if averages_digest(block_digest(*block) for block in blocks) != commit.averages_digest:

@@ -57,7 +57,7 @@ def line_chart(
     ]
     drawn_points = points if stairs else _thinned(points)
     corners = (_stairs(run) if stairs else run for run in _runs(drawn_points))
-    parts += [_line(each, x_axis, y_axis, "line") for each in corners]
+    parts += [_line(line_points, x_axis, y_axis, "line") for line_points in corners]
     if smooth and len(finite) > _SMOOTHED_FROM:
         parts.append(_line(_thinned(_smoothed(finite)), x_axis, y_axis, "smooth"))
     rotation = f'transform="translate(14 {HEIGHT / 2}) rotate(-90)"'

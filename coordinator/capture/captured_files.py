@@ -209,14 +209,14 @@ def first_lost_step(directory: Path, manifest: Manifest, spec: RunSpec, committe
         StorageFailed: A file cannot be read.
     """
     assert manifest.capture is not None
-    each = steps_of_a_file(spec, manifest.capture)
-    for first in range(0, committed, each):
-        expected_steps = set(range(first, min(first + each, committed)))
-        path = directory / manifest.export.directory / f"{first // each:05}{SUFFIX}"
+    steps_per_file = steps_of_a_file(spec, manifest.capture)
+    for first in range(0, committed, steps_per_file):
+        expected_steps = set(range(first, min(first + steps_per_file, committed)))
+        path = directory / manifest.export.directory / f"{first // steps_per_file:05}{SUFFIX}"
         if path.exists():
             continue
         missing_steps = expected_steps - set(
-            kept_steps(directory / DIRECTORY / f"{first // each:05}{_ROWS}")
+            kept_steps(directory / DIRECTORY / f"{first // steps_per_file:05}{_ROWS}")
         )
         if missing_steps and not path.exists():  # (a running capture may have written it just now)
             return min(missing_steps)

@@ -66,7 +66,7 @@ class BlobServer:
             )
         request = _Request(message, blob, min(limits.BODY_BYTES, blob.size - message.offset))
         chunk_queue = self._waiting.get(channel, deque())
-        unread_bytes = channel.queued_bytes + sum(each.nbytes for each in chunk_queue)
+        unread_bytes = channel.queued_bytes + sum(chunk.nbytes for chunk in chunk_queue)
         if (
             len(chunk_queue) >= limits.UNANSWERED_BLOB_CHUNKS
             or unread_bytes + request.nbytes > _UNREAD_BYTES

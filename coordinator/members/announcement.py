@@ -60,7 +60,9 @@ class Announcement:
         last_addresses: list[str] | None = None
         failure = ""
         while True:
-            reachable = (each for each in reachable_addresses(self._host) if "%" not in each)
+            reachable = (
+                address for address in reachable_addresses(self._host) if "%" not in address
+            )
             addresses = [*itertools.islice(reachable, _MOST_ADDRESSES)]
             if addresses != last_addresses:
                 await self._withdraw()

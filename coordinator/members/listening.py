@@ -63,8 +63,8 @@ def _interface_addresses() -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Add
         with contextlib.suppress(OSError):
             if (_INTERFACES / adapter.nice_name / "operstate").read_text().strip() == "down":
                 continue
-        for each in adapter.ips:
-            address = ipaddress.ip_address(each.ip if isinstance(each.ip, str) else each.ip[0])
+        for ip in adapter.ips:
+            address = ipaddress.ip_address(ip.ip if isinstance(ip.ip, str) else ip.ip[0])
             if not (address.is_loopback or address.is_unspecified):
                 yield address
 

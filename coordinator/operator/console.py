@@ -213,7 +213,9 @@ class ProgressConsole:
         if run.manifest is None or run.manifest.evaluation_parts or not run.spec.evaluate_every:
             return
         sections = ("data", run.spec.task)
-        held_out = [each for each in sections if hasattr(getattr(run.spec, each, 0), "holdout")]
+        held_out = [
+            section for section in sections if hasattr(getattr(run.spec, section, 0), "holdout")
+        ]
         remedy = f"raise {held_out[0]}.holdout" if held_out else "give the task held-out data"
         remedy += ", or set data.validation" if held_out[:1] == ["data"] else ""
         self._print(
@@ -308,7 +310,7 @@ class ProgressConsole:
             )
         waiting_line = f"waiting for {waiting_text}" if waiting_text else ""
         return Group(
-            *(Text(each, no_wrap=True, overflow="ellipsis") for each in (line, waiting_line)), table
+            *(Text(text, no_wrap=True, overflow="ellipsis") for text in (line, waiting_line)), table
         )
 
 

@@ -61,9 +61,9 @@ class _Resolver(AbstractResolver):
         del family  # both
         return [
             ResolveResult(
-                hostname=host, host=each.host, port=port, family=each.family, proto=0, flags=0
+                hostname=host, host=address.host, port=port, family=address.family, proto=0, flags=0
             )
-            for each in await dial.resolve(host, port, _NAME_PATIENCE_S)
+            for address in await dial.resolve(host, port, _NAME_PATIENCE_S)
         ]
 
     async def close(self) -> None:

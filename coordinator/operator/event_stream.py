@@ -59,13 +59,13 @@ class EventStream:
         if last_id is None:
             return self._next
         try:
-            following = int(last_id) + 1
+            next_number = int(last_id) + 1
         except ValueError:
             raise UsageError(
                 "Last-Event-ID: expected the number of an event, or 0 for all stored events, got "
                 f"{last_id!r}"
             ) from None
-        return min(max(following, self._oldest), self._next)
+        return min(max(next_number, self._oldest), self._next)
 
     async def follow(self, start: int, write: Callable[[bytes], Awaitable[None]]) -> None:
         """Write events from `start` on until the stream ends or the reader lags too far."""

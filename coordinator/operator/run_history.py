@@ -46,7 +46,9 @@ class Curve:
     def cut(self, step: int) -> None:
         """Remove the steps after this one: they are done again."""
         self.points = [point for point in self.points if point[0] <= step]
-        self._waiting = [each for each in self._waiting if each[0] <= step]
+        self._waiting = [
+            waiting_point for waiting_point in self._waiting if waiting_point[0] <= step
+        ]
 
     def document(self, after: int) -> dict[str, Any]:
         """Return columns of the points after a step, rounded for display.
@@ -146,11 +148,11 @@ class RunHistory:
             "errors": self._errors,
             "workers": [
                 {
-                    "name": each.name, "device": each.device, "backend": each.backend,
-                    "signature": each.signature[:12], "here": each.here, "since": each.since,
-                    "why": each.why,
+                    "name": worker.name, "device": worker.device, "backend": worker.backend,
+                    "signature": worker.signature[:12], "here": worker.here, "since": worker.since,
+                    "why": worker.why,
                 }
-                for each in self._workers.values()
+                for worker in self._workers.values()
             ],
         }  # fmt: skip
 
@@ -224,9 +226,9 @@ class RunHistory:
     def _add_resumption(self, time: str, record: dict[str, Any]) -> None:
         for curve in (self._losses, self._norms, self._rates, self._times):
             curve.cut(record["step"])
-        evaluations = [each for each in self._evaluations if each[0] <= record["step"]]
+        evaluations = [entry for entry in self._evaluations if entry[0] <= record["step"]]
         self._evaluations = deque(evaluations, maxlen=_EVALUATIONS)
-        self._workers_at = [each for each in self._workers_at if each[0] <= record["step"]]
+        self._workers_at = [entry for entry in self._workers_at if entry[0] <= record["step"]]
         self._last_commit, self._outcome = None, ""
         for worker in self._workers.values():
             worker.here, worker.since, worker.why = False, time, "the coordinator was restarted"

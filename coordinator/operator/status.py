@@ -208,7 +208,9 @@ def _cannot(run: Run) -> str:
     """List workers and devices that are here and take no part, with the reasons."""
     left_out = {member.name: member.left_out for member in run.members if member.left_out}
     sentences = [f"{name} cannot take part: {reason}" for name, reason in sorted(run.unfit.items())]
-    return "".join(f"; {each}" for each in [*sentences, *map(": ".join, sorted(left_out.items()))])
+    return "".join(
+        f"; {sentence}" for sentence in [*sentences, *map(": ".join, sorted(left_out.items()))]
+    )
 
 
 def _inner_phase(run: Run, worker: str) -> dict[str, int] | None:

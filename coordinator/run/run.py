@@ -453,7 +453,7 @@ class Run:
         """Describe a metric in the run spec that the task does not have; empty if there is none."""
         stop, best = self.spec.stop, self.spec.checkpoint.metric
         plateau = self.spec.optimizer.plateau
-        names = [each.name for each in manifest.metrics]
+        names = [known_metric.name for known_metric in manifest.metrics]
         for key, metric in (
             ("stop.figure", stop.figure) if stop else ("checkpoint.metric", best),
             ("optimizer.plateau.metric", plateau.metric if plateau is not None else None),

@@ -294,7 +294,11 @@ def unfinished_runs(path: Path) -> list[Path]:
 
 def given_up_runs(path: Path) -> list[str]:
     """Return the names of the directories below this one whose runs an operator gave up."""
-    return [each.parent.name for each in sorted(path.glob("*/run.json")) if _given_up(each.parent)]
+    return [
+        record_path.parent.name
+        for record_path in sorted(path.glob("*/run.json"))
+        if _given_up(record_path.parent)
+    ]
 
 
 def _given_up(path: Path) -> bool:

@@ -159,7 +159,9 @@ def _directory(to: str) -> Path:
         )
     directory = Path(os.path.expanduser(to))  # noqa: PTH111  (leaves an unknown ~name as it is)
     path = directory.absolute()
-    existing_path = next((each for each in (path, *path.parents) if os.path.lexists(each)), path)
+    existing_path = next(
+        (ancestor for ancestor in (path, *path.parents) if os.path.lexists(ancestor)), path
+    )
     if not existing_path.is_dir():
         obstacle = "that" if existing_path == path else repr(str(existing_path))
         raise UsageError(
@@ -296,9 +298,9 @@ def _is_current(copy: _Copy, entries: Sequence[Entry]) -> bool:
 
 def _to_remove(others: Sequence[_Copy], entries: Sequence[Entry], keep: int) -> list[str]:
     """Return the names of the copies to remove beside the newest, so that `keep` are left."""
-    void = [copy for copy in others if copy.is_obsolete(entries)]
-    older = sorted((copy for copy in others if copy not in void), key=_age)
-    return [copy.name for copy in (*void, *older[: max(0, len(older) + 1 - keep)])]
+    obsolete_copies = [copy for copy in others if copy.is_obsolete(entries)]
+    older = sorted((copy for copy in others if copy not in obsolete_copies), key=_age)
+    return [copy.name for copy in (*obsolete_copies, *older[: max(0, len(older) + 1 - keep)])]
 
 
 def restore_copy(source: Path, to: Path) -> RestoredCopy:

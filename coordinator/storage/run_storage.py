@@ -457,7 +457,9 @@ class RunStorage:
         await self._do("journal", self._note_files)
         checkpoint, intact = await self._do("checkpoint", work)
         self.newest = checkpoint
-        self._metrics = {s: each for s, each in self._metrics.items() if s > checkpoint.info.step}
+        self._metrics = {
+            s: figures for s, figures in self._metrics.items() if s > checkpoint.info.step
+        }
         if intact is not None and not self._spec.checkpoint.keep_log:
             await self._do("log", lambda: self._remove_segments(intact))
         return checkpoint

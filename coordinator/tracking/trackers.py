@@ -105,7 +105,11 @@ class _TensorBoard:
     def _steps(self) -> list[int]:
         loading = _library("tensorboard.backend.event_processing.event_file_loader")
         files = sorted(self._directory.glob("events.out.tfevents.*"))
-        events = (each for file in files for each in loading.EventFileLoader(str(file)).Load())
+        events = (
+            logged_event
+            for file in files
+            for logged_event in loading.EventFileLoader(str(file)).Load()
+        )
         return [int(event.step) for event in events if event.summary.value]
 
     def last(self) -> int:
@@ -155,7 +159,9 @@ class _MLflow:
     def last(self) -> int:
         names = self._client.get_run(self._run).data.metrics
         steps = (
-            each.step for name in names for each in self._client.get_metric_history(self._run, name)
+            metric.step
+            for name in names
+            for metric in self._client.get_metric_history(self._run, name)
         )
         return max(steps, default=-1)
 

@@ -71,13 +71,13 @@ def parse_json(content: bytes | str) -> Any:
         raise ValueError(_TOO_DEEP) from None
     level = [document]
     for _ in range(_LEVELS + 1):
-        containers = [each for each in level if isinstance(each, dict | list)]
+        containers = [container for container in level if isinstance(container, dict | list)]
         if not containers:
             return document
         level = [
             value
-            for each in containers
-            for value in (each.values() if isinstance(each, dict) else each)
+            for container in containers
+            for value in (container.values() if isinstance(container, dict) else container)
         ]
     raise ValueError(_TOO_DEEP)
 

@@ -91,7 +91,11 @@ def report(findings: Iterable[Finding], echo: Callable[[str], None], *, as_json:
     if as_json:
         echo(
             json.dumps(
-                {"ok": is_ok, "checks": [asdict(each) for each in findings_so_far]}, indent=2
+                {
+                    "ok": is_ok,
+                    "checks": [asdict(earlier_finding) for earlier_finding in findings_so_far],
+                },
+                indent=2,
             )
         )
     return ExitCode.OK if is_ok else ExitCode.FAILED

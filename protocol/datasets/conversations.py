@@ -226,7 +226,7 @@ def _of_prompt(location: str, record: Record) -> tuple[ChatMessage, ...]:
         else (ChatMessage(role, read_words(location, record[key], key)),)
         for key, role in zip(("prompt", "completion"), _TURN, strict=True)
     )
-    prompt = tuple(replace(each, trained=each.role != "assistant") for each in prompt)
+    prompt = tuple(replace(message, trained=message.role != "assistant") for message in prompt)
     return with_system(location, record["system"], (*prompt, *completion))
 
 

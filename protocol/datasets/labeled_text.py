@@ -286,8 +286,8 @@ def _table_rows(path: Path, spec: DataSpec, bad_rows: BadRows) -> Iterator[tuple
 def _is_a_label(first: str, every: Iterable[str]) -> bool:
     """Return whether the first row is data: a header would be a label that occurs once."""
     labels = Counter[str]()
-    for each in every:
-        labels[each] += 1
+    for label in every:
+        labels[label] += 1
         if len(labels) > LABELS:
             return False
     return labels[first] > 1
@@ -345,7 +345,7 @@ def _labels(location: Location, value: object) -> tuple[str, ...]:
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list):
         raise DataError(f"{location}: expected a list of labels, got {shown(value)}")
-    return tuple(sorted({_one_label(location, each) for each in parts}))
+    return tuple(sorted({_one_label(location, part) for part in parts}))
 
 
 def _number(location: Location, label: object) -> float:

@@ -371,10 +371,10 @@ def _class_names(metadata: Mapping[bytes, bytes] | None) -> Mapping[str, Sequenc
         return {}
     values = {}
     for column, feature in columns.items():
-        each = feature[0] if isinstance(feature, list) and feature else feature
-        each = each.get("feature", each) if isinstance(each, dict) else {}
-        names = each.get("names") if isinstance(each, dict) else None
-        if isinstance(names, list) and each.get("_type") == "ClassLabel":
+        definition = feature[0] if isinstance(feature, list) and feature else feature
+        definition = definition.get("feature", definition) if isinstance(definition, dict) else {}
+        names = definition.get("names") if isinstance(definition, dict) else None
+        if isinstance(names, list) and definition.get("_type") == "ClassLabel":
             values[str(column)] = [*map(str, names)]
     return values
 
@@ -392,7 +392,7 @@ def _clean_record(record: Record, classes: Mapping[str, Sequence[str]]) -> Recor
 
 def _class_name(value: Any, names: Sequence[str]) -> Any:
     if isinstance(value, list):
-        return [_class_name(each, names) for each in value]
+        return [_class_name(item, names) for item in value]
     if not isinstance(value, int) or value >= len(names):
         return value
     return names[value] if value >= 0 else None
@@ -400,7 +400,7 @@ def _class_name(value: Any, names: Sequence[str]) -> Any:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 

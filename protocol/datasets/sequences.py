@@ -113,7 +113,7 @@ def _read_list(location: Location, value: object, name: str) -> list[str]:
             value = value.split()
     if not isinstance(value, list) or not value:
         raise DataError(f"{location}: expected a list of {name}, got {shown(value)}")
-    texts = [str(each).strip() if isinstance(each, str | int) else "" for each in value]
+    texts = [str(item).strip() if isinstance(item, str | int) else "" for item in value]
     if not all(texts):
         at = texts.index("")
         raise DataError(f"{location}: expected text as each of the {name}, got {shown(value[at])}")

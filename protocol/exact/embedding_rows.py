@@ -24,7 +24,7 @@ _DTYPES: Final = {"float32": "<f4", "int64": "<i8"}
 
 def row_dtype(layout: EmbeddingLayout) -> np.dtype[Any]:
     """Return the packed numpy dtype of a row."""
-    return np.dtype([(each.name, _DTYPES[each.dtype], each.shape) for each in layout.fields])
+    return np.dtype([(field.name, _DTYPES[field.dtype], field.shape) for field in layout.fields])
 
 
 def join_fields(layout: EmbeddingLayout, fields: Mapping[str, NDArray[Any]]) -> Rows:
@@ -36,16 +36,16 @@ def join_fields(layout: EmbeddingLayout, fields: Mapping[str, NDArray[Any]]) -> 
     dtype = row_dtype(layout)
     samples = len(fields[layout.fields[0].name]) if layout.fields[0].name in fields else 0
     rows = np.empty(samples, dtype)
-    for each in layout.fields:
-        values = fields.get(each.name)
-        expected = (samples, *each.shape)
-        if values is None or values.shape != expected or values.dtype != each.dtype:
+    for field in layout.fields:
+        values = fields.get(field.name)
+        expected = (samples, *field.shape)
+        if values is None or values.shape != expected or values.dtype != field.dtype:
             actual = "none" if values is None else f"{values.dtype} {values.shape}"
             raise DataError(
-                f"embed: expected {each.name!r} as {each.dtype} {expected}, got {actual}; its "
+                f"embed: expected {field.name!r} as {field.dtype} {expected}, got {actual}; its "
                 "shape without the samples must be the same for every microbatch"
             )
-        rows[each.name] = values
+        rows[field.name] = values
     return rows.view(np.uint8).reshape(samples, dtype.itemsize)
 
 
@@ -53,11 +53,11 @@ def split_fields(layout: EmbeddingLayout, rows: Rows) -> dict[str, NDArray[Any]]
     """Return contiguous fields of rows, each of shape (samples, ...)."""
     dtype = row_dtype(layout)
     records = np.ascontiguousarray(rows).reshape(-1).view(dtype)
-    return {each.name: np.ascontiguousarray(records[each.name]) for each in layout.fields}
+    return {field.name: np.ascontiguousarray(records[field.name]) for field in layout.fields}
 
 
 def are_finite(layout: EmbeddingLayout, content: NDArray[np.uint8]) -> bool:
     """Whether all embeddings of some rows, given as flat bytes, are finite."""
     records = content.view(row_dtype(layout))
-    floats = (each.name for each in layout.fields if each.dtype == "float32")
+    floats = (field.name for field in layout.fields if field.dtype == "float32")
     return all(bool(np.isfinite(records[name]).all()) for name in floats)

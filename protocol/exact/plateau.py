@@ -42,7 +42,9 @@ class Plateau:
         if plateau is None:
             return 1.0
         factor, best, bad_evaluations, cooldown = 1.0, math.nan, 0, 0
-        for at in sorted(each for each in self._values if each <= step):
+        for at in sorted(
+            evaluated_step for evaluated_step in self._values if evaluated_step <= step
+        ):
             value = self._values[at]
             if _is_better(plateau, value, best):
                 best, bad_evaluations = value, 0

@@ -186,10 +186,10 @@ def draw(seed: int, epoch: int, samples: int, sampling: Sampling) -> NDArray[np.
     turn = 0
     while len(numbers) < draws:
         state = _hash(_DRAW_DOMAIN, seed, epoch, turn)
-        repeated = _draw_by_weight(state, remaining, draws - len(numbers))
-        first = np.sort(np.unique(repeated, return_index=True)[1])
-        numbers = np.concatenate([numbers, repeated[first]])
-        remaining[repeated] = 0
+        drawn_numbers = _draw_by_weight(state, remaining, draws - len(numbers))
+        first = np.sort(np.unique(drawn_numbers, return_index=True)[1])
+        numbers = np.concatenate([numbers, drawn_numbers[first]])
+        remaining[drawn_numbers] = 0
         turn += 1
     return numbers
 

@@ -223,7 +223,7 @@ def step_scalars(
 
 
 def _group_scales(spec: OptimizerSpec, step: int) -> tuple[float, ...]:
-    return tuple(nearest_float32(_entry(each, step)) for each in spec.scheduled_scales)
+    return tuple(nearest_float32(_entry(scales, step)) for scales in spec.scheduled_scales)
 
 
 def _entry(values: tuple[float, ...], step: int) -> float:

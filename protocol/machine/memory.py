@@ -91,7 +91,7 @@ def killed_for_memory(proc: Path = PROC, groups: Path = GROUPS) -> dict[str, int
         `group`: kills in this process's control group; `machine`: kills since boot.
     """
     files = {"machine": [proc / "vmstat"], "group": list(_event_files(proc, groups))}
-    counts = {scope: _first_count(each) for scope, each in files.items()}
+    counts = {scope: _first_count(paths) for scope, paths in files.items()}
     return {scope: count for scope, count in counts.items() if count is not None}
 
 

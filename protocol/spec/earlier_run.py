@@ -71,7 +71,7 @@ def _result_info(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {str(path)!r}: {error}") from None
     labels = document.get("labels")
-    if not isinstance(labels, list) or not all(isinstance(each, str) for each in labels):
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
         raise DataError(
             f"expected the labels of a classify or tag run in {str(path)!r}, found none; copy the "
             "directory again from the run"

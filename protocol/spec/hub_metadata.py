@@ -82,7 +82,7 @@ def hub_metadata(
         head["datasets"] = [data]
     results = [*_results(metrics)]
     if results:
-        head["metrics"] = sorted({each["type"] for each in results})
+        head["metrics"] = sorted({entry["type"] for entry in results})
     if results and pipeline is not None:
         result = {
             "task": {"type": pipeline},

@@ -66,8 +66,8 @@ class CaptureLayout(BaseModel):
     @property
     def sample_bytes(self) -> int:
         """Size of a sample in a message, padded to the longest sample."""
-        each = self.logits_bytes + _TOKEN_BYTES + _MASK_BYTES
-        return _SAMPLE_ID_BYTES + _COUNT_BYTES + _TOKEN_BYTES + self.tokens * each
+        bytes_per_token = self.logits_bytes + _TOKEN_BYTES + _MASK_BYTES
+        return _SAMPLE_ID_BYTES + _COUNT_BYTES + _TOKEN_BYTES + self.tokens * bytes_per_token
 
 
 Name = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARACTERS, pattern=PRINTABLE)]
@@ -255,7 +255,7 @@ def pair_sums(numbers: Sequence[int], x: Sequence[float], y: Sequence[float]) ->
 
 def _pairs(sums: dict[str, float]) -> tuple[Values, Values]:
     numbers = [name.removeprefix(_X) for name in sums if name.startswith(_X)]
-    x, y = (np.array([sums[f"{each}{number}"] for number in numbers]) for each in (_X, _Y))
+    x, y = (np.array([sums[f"{prefix}{number}"] for number in numbers]) for prefix in (_X, _Y))
     return x, y
 
 

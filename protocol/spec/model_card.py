@@ -121,10 +121,10 @@ class CardFacts(BaseModel):
             exact=bool(result["exact"]),
             evaluations=tuple(
                 Measured(
-                    step=each.step,
-                    figures={k: v for k, v in each.figures.items() if k in shown_names},
+                    step=evaluation.step,
+                    figures={k: v for k, v in evaluation.figures.items() if k in shown_names},
                 )
-                for each in evaluations
+                for evaluation in evaluations
             ),
             data=spec.data.train if spec.data is not None else None,
             data_name=spec.data.name if spec.data is not None else None,
@@ -212,7 +212,7 @@ def _rows(facts: CardFacts) -> Iterator[tuple[str, object]]:
         yield "base weights rounded to", facts.base_dtype
     yield "steps", f"{facts.steps} ({facts.outcome})"
     if facts.added_tokens:
-        yield "added tokens", " ".join(f"`{each}`" for each in facts.added_tokens)
+        yield "added tokens", " ".join(f"`{token}`" for token in facts.added_tokens)
     if facts.data is not None:
         yield "data", f"`{facts.data_name or facts.data}`"
     yield "training samples", facts.train_samples
@@ -233,12 +233,12 @@ def _rows(facts: CardFacts) -> Iterator[tuple[str, object]]:
 
 
 def _table(evaluations: Sequence[Measured]) -> Iterator[str]:
-    names = list(dict.fromkeys(name for each in evaluations for name in each.figures))
+    names = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.figures))
     yield "| step | " + " | ".join(name.replace("_", " ") for name in names) + " |"
     yield "|---" * (len(names) + 1) + "|"
-    for each in evaluations:
-        figures = (_figure(each.figures.get(name)) for name in names)
-        yield f"| {each.step} | " + " | ".join(figures) + " |"
+    for evaluation in evaluations:
+        figures = (_figure(evaluation.figures.get(name)) for name in names)
+        yield f"| {evaluation.step} | " + " | ".join(figures) + " |"
 
 
 def _figure(value: float | None) -> str:

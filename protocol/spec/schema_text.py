@@ -136,7 +136,7 @@ def _variants_with(path: list[str]) -> str:
     for union, inner in reversed(unions):
         variants = union.variants.items()
         parents = inner[:-1]
-        candidates = [tag for tag, each in variants if not parents or has_key(each, parents)]
+        candidates = [tag for tag, variant in variants if not parents or has_key(variant, parents)]
         tags_with_key = [tag for tag in candidates if has_key(union.variants[tag], inner)]
         tags_without_key = [tag for tag in candidates if tag not in tags_with_key]
         if len(tags_without_key) == 1:
@@ -167,15 +167,15 @@ def _members(annotation: Any) -> Iterator[Any]:
 
 def _literals(field: FieldInfo) -> list[str]:
     """Return the text values of a field whose type is a Literal or a union with Literals."""
-    literals = [each for each in _members(field.annotation) if get_origin(each) is Literal]
-    return [value for each in literals for value in get_args(each) if isinstance(value, str)]
+    literals = [member for member in _members(field.annotation) if get_origin(member) is Literal]
+    return [value for member in literals for value in get_args(member) if isinstance(value, str)]
 
 
 def _choices(field: FieldInfo) -> str:
     """Return the literal values and the other types of a union with them; else the bounds."""
     if not (literals := _literals(field)):
         return _range(field)
-    kinds = [_type_name(each) for each in _members(field.annotation)]
+    kinds = [_type_name(member) for member in _members(field.annotation)]
     return " | ".join([*literals, *filter(None, dict.fromkeys(kinds))])
 
 
@@ -187,7 +187,7 @@ def _type_name(annotation: Any) -> str:
     """Name a type: `text`, `number`, `list of text`; empty if there is no simple name."""
     if get_origin(annotation) is Literal:
         return ""
-    arguments = [each for each in get_args(annotation) if each not in (NoneType, ...)]
+    arguments = [argument for argument in get_args(annotation) if argument not in (NoneType, ...)]
     origin = get_origin(annotation) or annotation
     if origin in (tuple, list):
         return f"list of {_type_name(arguments[0])}" if arguments else "list"

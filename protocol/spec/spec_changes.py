@@ -91,7 +91,7 @@ def _with_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
     document = spec.model_dump(mode="json", exclude_defaults=True)
     # `init_from` was applied when the run began.
     init_from = document.pop("init_from", None)
-    if any(each.startswith("optimizer.schedule=") for each in overrides):
+    if any(override.startswith("optimizer.schedule=") for override in overrides):
         for key in _OF_SCHEDULES & document.get("optimizer", {}).keys():
             del document["optimizer"][key]
     new = parse_run_spec(document, overrides, "the run's spec")
@@ -102,7 +102,7 @@ def refused_change(spec: RunSpec, new: RunSpec) -> str:
     """Describe a change that a resumed run may not make; empty if there is none."""
     is_schedule_free = spec.optimizer.name == "schedule-free"
     for key, _, _ in _differences(spec, new):
-        is_allowed = any(key == each or key.startswith(f"{each}.") for each in MAY_CHANGE)
+        is_allowed = any(key == prefix or key.startswith(f"{prefix}.") for prefix in MAY_CHANGE)
         if is_schedule_free and key in {"optimizer.lr", "optimizer.warmup_steps"}:
             return f"{key} cannot change: schedule-free weighs its average by the rates; {_NEW_RUN}"
         if not is_allowed:
@@ -122,7 +122,7 @@ def changes_between(spec: RunSpec, new: RunSpec) -> Iterator[str]:
 
 
 def _differences(spec: RunSpec, new: RunSpec) -> Iterator[tuple[str, Any, Any]]:
-    old_keys, new_keys = (dict(_flat(each.model_dump(mode="json"))) for each in (spec, new))
+    old_keys, new_keys = (dict(_flat(run_spec.model_dump(mode="json"))) for run_spec in (spec, new))
     for key in sorted(old_keys | new_keys):
         old_value, new_value = old_keys.get(key), new_keys.get(key)
         if old_value != new_value:

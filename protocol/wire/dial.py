@@ -240,8 +240,15 @@ def _close_if_connected(task: asyncio.Task[socket.socket]) -> None:
 def _interleaved(addresses: list[Address]) -> list[Address]:
     """Alternate address families, starting with the first address's (RFC 8305, 4)."""
     families = dict.fromkeys(address.family for address in addresses)
-    rows = ([each for each in addresses if each.family == family] for family in families)
-    return [each for rank in itertools.zip_longest(*rows) for each in rank if each is not None]
+    rows = (
+        [candidate for candidate in addresses if candidate.family == family] for family in families
+    )
+    return [
+        candidate
+        for rank in itertools.zip_longest(*rows)
+        for candidate in rank
+        if candidate is not None
+    ]
 
 
 def _unanswered(addresses: Iterable[Address], timeout_s: float) -> str:
@@ -251,7 +258,7 @@ def _unanswered(addresses: Iterable[Address], timeout_s: float) -> str:
 def _combined(errors: list[DialError]) -> DialError:
     """Combine the errors of all addresses into one, with the advice for the first cause."""
     first = errors[0]
-    return DialError(first.cause, ", ".join(each.observation for each in errors), first.advice)
+    return DialError(first.cause, ", ".join(error.observation for error in errors), first.advice)
 
 
 async def _in_abandoned_thread(work: Callable[[], list[Address]]) -> list[Address]:

@@ -289,10 +289,10 @@ class Channel(asyncio.BufferedProtocol):
             received = self.connection.buffer_updated(nbytes)
             if self._take_values is None:
                 return Parsed(received)
-            for each in received:
-                if each.message.body == "values" and not self._closing:
-                    self._take_values(each)
-            return Parsed([each for each in received if each.message.body != "values"])
+            for frame in received:
+                if frame.message.body == "values" and not self._closing:
+                    self._take_values(frame)
+            return Parsed([frame for frame in received if frame.message.body != "values"])
         except ProtocolError as error:
             return Parsed([], error)
 

@@ -297,11 +297,11 @@ class Mesh:
         if len(hosts) < _FEWEST_HOSTS:
             return f"a star: fewer than {_FEWEST_HOSTS} hosts"
         total = sum(shares)
-        each = [
+        mesh_members = [
             MeshMember(speeds[name], share / total, here=self._hosts[name] == HERE)
             for name, share in zip(members, shares, strict=True)
         ]
-        star, sharded = star_s(self._volume, each), sharded_s(self._volume, each)
+        star, sharded = star_s(self._volume, mesh_members), sharded_s(self._volume, mesh_members)
         if sharded > _PAYS * star:
             ms = f"{star * 1e3:.0f} ms, a sharded exchange {sharded * 1e3:.0f}"
             return f"a star: it is expected to take {ms}"

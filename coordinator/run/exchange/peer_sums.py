@@ -86,12 +86,14 @@ class PeerSums:
             The workers that must collect sums again, and the chunks that the coordinator takes
             over.
         """
-        changed_owner = {each for each in self._open if table.owner(each) != self.table.owner(each)}
+        changed_owner = {
+            chunk for chunk in self._open if table.owner(chunk) != self.table.owner(chunk)
+        }
         taken_over = changed_owner & table.owned_by(COORDINATOR)
-        gaining = {table.owner(each) for each in changed_owner - taken_over}
+        gaining = {table.owner(chunk) for chunk in changed_owner - taken_over}
         self._open -= taken_over
-        for each in taken_over:
-            self._arrived_digests.pop(each, None)
+        for chunk in taken_over:
+            self._arrived_digests.pop(chunk, None)
         self.number, self.table = number, table
         self._tables.append(table)
         self._arrived = {
@@ -111,13 +113,13 @@ class PeerSums:
     @property
     def owners(self) -> set[str]:
         """Workers whose averages are outstanding."""
-        return {self.table.owner(each) for each in self._open}
+        return {self.table.owner(chunk) for chunk in self._open}
 
     def collecting(self) -> dict[str, int]:
         """Return the number of outstanding averages of each worker."""
         counts = dict.fromkeys(self._arrived, 0)
-        for each in self._open:
-            counts[self.table.owner(each)] += 1
+        for chunk in self._open:
+            counts[self.table.owner(chunk)] += 1
         return counts
 
     # Sums, at their owners.

@@ -433,7 +433,7 @@ class Round:
         self._reducer.own(self._mine)
         self._owed = self._owed_bits()
         first = self._loss_bit + 1
-        resend = sum(1 << each for each in taken_over)
+        resend = sum(1 << chunk for chunk in taken_over)
         resend |= sum(1 << first + self.peers.bits[name] for name in gaining)
         for share in self.shares.values():
             share.owed = {
@@ -537,7 +537,7 @@ class Round:
         trained = (
             self._summaries[number] for number, block in enumerate(self._blocks) if block.is_trained
         )
-        return self._clipped.norms((each.square_sum, each.by_group) for each in trained)
+        return self._clipped.norms((summary.square_sum, summary.by_group) for summary in trained)
 
     def averages_digest(self) -> str:
         """BLAKE3 over the hex digests of the blocks, in block order; the round is complete."""

@@ -450,8 +450,10 @@ def evaluations(path: Path, up_to: int) -> dict[int, dict[str, float]]:
                 case Evaluated() as record:
                     metrics[record.step] = record.figures
                 case Resumed() as record:
-                    metrics = {step: each for step, each in metrics.items() if step <= record.step}
-    return {step: each for step, each in metrics.items() if step <= up_to}
+                    metrics = {
+                        step: figures for step, figures in metrics.items() if step <= record.step
+                    }
+    return {step: figures for step, figures in metrics.items() if step <= up_to}
 
 
 def _records_backwards(path: Path) -> Iterator[dict[str, Any]]:

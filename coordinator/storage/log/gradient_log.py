@@ -216,9 +216,9 @@ class GradientLog:
         removed_files: list[Path] = []
         with storing("remove segments from", self._directory):
             try:
-                for path, following in pairwise(segment_files(self._directory)):
+                for path, next_path in pairwise(segment_files(self._directory)):
                     # The next segment overrides this one from its base step on.
-                    if segment_base(following) > step:
+                    if segment_base(next_path) > step:
                         break
                     path.unlink()
                     removed_files.append(path)

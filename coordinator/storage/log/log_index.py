@@ -150,7 +150,7 @@ class LogIndex:
 
     def forget(self, paths: Sequence[Path]) -> None:
         """Remove segments."""
-        self._segments = [each for each in self._segments if each.path not in paths]
+        self._segments = [segment for segment in self._segments if segment.path not in paths]
 
     def ranges(self) -> list[range]:
         """Return the steps with records, segment by segment."""
@@ -269,7 +269,7 @@ def read_chunks(
                 continue
             block_values = recut.setdefault(number, np.empty(block.elements, np.float32))
             block_values[start : start + length] = values
-            if all(each != number for each, _ in missing):
+            if all(missing_block != number for missing_block, _ in missing):
                 for part in range(block.chunks):
                     yield number, part, block_values[block.chunk_slice(part)]
                 del recut[number], block_values

@@ -91,9 +91,9 @@ def scan_log(directory: Path, run_id: str, manifest: Manifest, *, repair: bool =
         paths = segment_files(directory)
     segments: list[_Segment] = []
     for path in reversed(paths):
-        following = segments[-1] if segments else None
+        next_segment = segments[-1] if segments else None
         with storing("read", path):
-            segment = _scan_segment(path, following)
+            segment = _scan_segment(path, next_segment)
         _check_owner(segment, run_id, manifest)
         segments.append(segment)
     segments.reverse()
@@ -125,7 +125,7 @@ def cuts_before(
         Mismatch: It belongs to another run or manifest.
     """
     cuts: list[tuple[Path, int]] = []
-    following: _Segment | None = None
+    next_segment: _Segment | None = None
     for path in reversed(paths):
         with storing("read", path):
             segment = _walk_file(path)
@@ -134,9 +134,9 @@ def cuts_before(
                 del segment.ends[steps_before:]
                 cuts.append((path, segment.end))
             else:
-                segment = _scan_segment(path, following)
+                segment = _scan_segment(path, next_segment)
         _check_owner(segment, run_id, manifest)
-        following = segment
+        next_segment = segment
     return cuts
 
 

@@ -225,7 +225,7 @@ def _commit_with_term(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _header_with_term(fields: dict[str, Any]) -> dict[str, Any]:
-    redo = tuple(_commit_with_term(each) for each in fields.get("redo", ()))
+    redo = tuple(_commit_with_term(commit_fields) for commit_fields in fields.get("redo", ()))
     return {**with_term(fields), "redo": redo}
 
 

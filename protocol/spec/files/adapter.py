@@ -132,7 +132,7 @@ def check_adapter(spec: RunSpec) -> None:
     base = str(config.get("base_model_name_or_path") or "")
     source = str(model.source)
     names = {source, model.name or source, model_source(source)}
-    if base and Path(base).name not in {Path(each).name for each in names}:
+    if base and Path(base).name not in {Path(name).name for name in names}:
         raise DataError(
             f"the adapter in {str(directory)!r} was trained on {base!r}, the run's model is "
             f"{source!r}: set model.source to that base, or, if it is the same model, "

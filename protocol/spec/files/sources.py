@@ -176,7 +176,7 @@ def row_files(source: str, *, class_folders: bool = False) -> list[Path]:
     if not path.is_dir():
         return pattern_files(source)
     if (path / _SAVED_SPLITS).is_file():
-        splits = sorted(each.parent.name for each in path.glob(f"*/{_SAVED_STATE}"))
+        splits = sorted(state_path.parent.name for state_path in path.glob(f"*/{_SAVED_STATE}"))
         raise DataError(
             f"expected one data set, got the splits {', '.join(splits)} in {source!r}; name one: "
             f"--set data.train={path / (splits or ['train'])[0]}"

@@ -109,7 +109,7 @@ def _check_size(root: yaml.Node) -> None:
             sizes[id(node)] = limits.DOCUMENT_VALUES + 1  # in case it contains itself
             values = node.value
             if isinstance(node, yaml.MappingNode):
-                values = [each for pair in values for each in pair]
+                values = [child for pair in values for child in pair]
             sizes[id(node)] = 1 + sum(map(size, values))
         if sizes[id(node)] > limits.DOCUMENT_VALUES:
             most = limits.DOCUMENT_VALUES

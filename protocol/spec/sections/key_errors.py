@@ -99,10 +99,10 @@ def explain(model: Model, error: ValidationError, overrides: Sequence[str] = ())
 def set_by(keys: Iterable[str], overrides: Sequence[str]) -> list[str]:
     """Return the `key=value` pairs that set one of the keys, a part of it, or its section."""
     prefixes = [f"{key}." for key in keys]
-    pairs = ((each, f"{each.partition('=')[0]}.") for each in overrides)
+    pairs = ((override, f"{override.partition('=')[0]}.") for override in overrides)
     return [
-        each
-        for each, prefix in pairs
+        override
+        for override, prefix in pairs
         if any(prefix.startswith(key) or key.startswith(prefix) for key in prefixes)
     ]
 
@@ -163,10 +163,12 @@ def _key_of_other_variant(location: _Location) -> str:
     """Describe a key that only other variants have; empty if no variant has it."""
     for union, tag, start in reversed(location.unions):
         rest = location.keys[start:]
-        others = [each for each, variant in union.variants.items() if has_key(variant, rest)]
+        others = [
+            other_tag for other_tag, variant in union.variants.items() if has_key(variant, rest)
+        ]
         if not others:
             continue
-        others = [each for each in others if each != Tagged.OTHER] or others
+        others = [other_tag for other_tag in others if other_tag != Tagged.OTHER] or others
         name = tag if union.key == "name" else f"{union.key} {tag}"
         own_keys = _distinct_keys(union, tag) if len(rest) == 1 else []
         expected = f"; expected one of {', '.join(own_keys)}" if own_keys else ""
@@ -182,7 +184,7 @@ def _distinct_keys(union: Tagged, tag: str) -> list[str]:
     variants = {*union.variants.values()}
     few = min(2, len(variants) - 1)
     keys = union.variants[tag].model_fields
-    return [key for key in keys if sum(key in each.lacked for each in variants) >= few]
+    return [key for key in keys if sum(key in variant.lacked for variant in variants) >= few]
 
 
 def _unknown_tag(location: _Location, document: Any) -> str:

@@ -75,7 +75,7 @@ class Needs:
             return value
         if self.values == (None,):
             raise ValueError(f"has no effect with {self.key}, got both; remove one{self.advice}")
-        words = [each for each in self.values if each is not None]
+        words = [word for word in self.values if word is not None]
         condition = " ".join([self.key, *filter(None, [listed(words)])])
         raise ValueError(
             f"has an effect only with {condition}, got {info.data[self.key]}; "
@@ -182,8 +182,8 @@ def model_at(model: type[BaseModel], key: str) -> Model | None:
     if field is None:
         return None
     kinds = [field.annotation, *get_args(field.annotation)]
-    sections = [each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)]
-    tagged = [each for each in field.metadata if isinstance(each, Tagged)]
+    sections = [item for item in kinds if isinstance(item, type) and issubclass(item, BaseModel)]
+    tagged = [item for item in field.metadata if isinstance(item, Tagged)]
     return tagged[0] if tagged else next(iter(sections), None)
 
 
@@ -195,7 +195,7 @@ def flat(model: Model) -> type[BaseModel]:
 def has_key(model: Model | None, path: Sequence[str]) -> bool:
     """Return whether a document can have the key at this path, in this section or any variant."""
     if isinstance(model, Tagged):
-        return any(has_key(each, path) for each in model.variants.values())
+        return any(has_key(variant, path) for variant in model.variants.values())
     if model is None or path[0] not in model.model_fields:
         return False
     return len(path) == 1 or has_key(model_at(model, path[0]), path[1:])
