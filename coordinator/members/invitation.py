@@ -62,7 +62,7 @@ def invitation(
     reachable_at = format_address(reachable_host, port)
     yield f"  SAMESTEP_TOKEN={token} worker --coordinator {reachable_at}{option}"
     if others:
-        yield f"  or at {', '.join(format_address(other_address, port) for other_address in others)}"
+        yield f"  or at {', '.join(format_address(other, port) for other in others)}"
     if name and "%" not in reachable_host:
         yield f"(on the same network it is found without its address, as {name!r})"
 
