@@ -161,7 +161,7 @@ def _secrets(directory: Path) -> Iterator[Finding]:
 
 
 def _token_fault(token: str | None, fingerprint: bytes) -> str:
-    """Describe what is wrong with the join token; empty if nothing is."""
+    """Describe the fault in the join token; empty if there is none."""
     if token is None:
         return "is missing"
     try:

@@ -30,7 +30,7 @@ class Recomputing:
 
     Raises:
         UsageError: The run's steps cannot be recomputed with the same bits.
-        SamestepError: Its model or data are not on this machine.
+        SamestepError: The run's model or data are not on this machine.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -68,7 +68,7 @@ class Recomputing:
         """Recompute a step that starts from these parameters.
 
         Raises:
-            SamestepError: It cannot be recomputed here.
+            SamestepError: The step cannot be recomputed here.
         """
         answer = self._ask({"step": step, "loss_scale": loss_scale}, parameters)
         averages = [

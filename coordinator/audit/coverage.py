@@ -89,7 +89,7 @@ def _check_once(times: np.ndarray, *, is_whole_epoch: bool) -> str:
 
 
 def _check_draws(times: np.ndarray, sampling: Sampling, *, is_whole_epoch: bool) -> str:
-    """Describe what is wrong with an epoch's draws; empty if nothing is."""
+    """Describe the fault in an epoch's draws; empty if there is none."""
     total, weights = int(times.sum()), sampling.weights
     if total > sampling.draws or (is_whole_epoch and total < sampling.draws):
         return f"{total} samples instead of {sampling.draws} draws"
@@ -115,7 +115,7 @@ def _count(
 
 
 def _account_for(history: History, commit: Committed, microbatches: int) -> str | None:
-    """Describe what is wrong with a commit's plans; empty if nothing, None if there are no
+    """Describe the fault in a commit's plans; empty if there is none, None if there are no
     plans."""
     if commit.skipped:
         return ""

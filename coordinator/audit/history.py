@@ -44,7 +44,7 @@ class History:
 
     Attributes:
         run: How the run began.
-        specs: The run specs, as documents, each with the step from which on it counts.
+        specs: The run specs, as documents, each with the first step that it counts for.
         changes: The changes of the run spec.
         manifest: The run's manifest.
         commits: The commits that count, in order, each with its line.

@@ -130,7 +130,7 @@ def kept_steps(path: Path) -> list[int]:
     """Return the steps with intact rows in a spool, which is only read.
 
     Raises:
-        StorageFailed: It cannot be read.
+        StorageFailed: The spool cannot be read.
     """
     with storing("read", path):
         return [frame.step for frame in _scan(path)] if path.exists() else []

@@ -22,14 +22,14 @@ class AppendFile:
     """An open file; one thread at a time.
 
     Attributes:
-        path: Its name.
+        path: The file's name.
         end: The offset of the next write.
         broken: Whether it must be repaired before its next use.
 
     Args:
-        path: Its name.
+        path: The file's name.
         fd: The file, open for writing; closed by `close`.
-        end: How much of it is durable; writes begin there.
+        end: How much of the file is durable; writes begin there.
         rewrite: Called when the file was cut to what was confirmed: writes the rest again.
     """
 

@@ -59,7 +59,7 @@ class DirectoryLock:
 
         Raises:
             UsageError: Another coordinator holds it, or it cannot be written.
-            StorageDamaged: Its term file does not hold a term.
+            StorageDamaged: The directory's term file does not hold a term.
             StorageFailed: The term file cannot be read.
         """
         try:
@@ -138,7 +138,7 @@ class DirectoryLock:
         Raises:
             Superseded: Another coordinator has owned it since.
             UsageError: Another coordinator holds it.
-            StorageFailed: It is missing, cannot be read, or cannot be locked now.
+            StorageFailed: The directory is missing, cannot be read, or cannot be locked now.
         """
         if self._lock is not None:
             return

@@ -66,7 +66,7 @@ def read_if_there(path: Path) -> bytes | None:
     """Return the content of a file; None if it is missing.
 
     Raises:
-        StorageFailed: It cannot be read.
+        StorageFailed: The file cannot be read.
     """
     with storing("read", path):
         return read_regular(path) if path.exists() else None
@@ -76,7 +76,7 @@ def open_to_read(path: Path) -> int:
     """Open a regular file for reading.
 
     Raises:
-        OSError: It cannot be opened, or is not a regular file.
+        OSError: The file cannot be opened, or is not a regular file.
     """
     check_regular(path.stat().st_mode, path)
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -139,7 +139,7 @@ def make_directory(path: Path) -> None:
     """Make a directory and its missing parents, durably; existing ones are synced too.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The directory cannot be made.
     """
     missing = [directory for directory in path.parents if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def make_below(base: Path, path: Path) -> None:
     restored to its place.
 
     Raises:
-        OSError: It cannot be made, or `base` is missing.
+        OSError: The directory cannot be made, or `base` is missing.
     """
     parents = [base / part for part in reversed(path.relative_to(base).parents)]
     for directory in (*parents[1:], path):
@@ -167,7 +167,7 @@ def replace_file(path: Path, content: bytes | Iterable[memoryview]) -> str:
 
     Args:
         path: The file.
-        content: All of it, or its pieces in order.
+        content: The whole content, or its pieces in order.
 
     Returns:
         The content's BLAKE3, 64 hex digits.
@@ -228,7 +228,7 @@ class NewFile:
     As a context manager it closes the file, and removes it after a failed write.
 
     Args:
-        path: Its final name.
+        path: The file's final name.
     """
 
     def __init__(self, path: Path) -> None:

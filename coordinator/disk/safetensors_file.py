@@ -69,11 +69,11 @@ class SafetensorsFile:
         shapes: Shapes of the float32 tensors, by name.
 
     Args:
-        path: Its name.
+        path: The file's name.
 
     Raises:
-        StorageDamaged: It is not a safetensors file.
-        StorageFailed: It cannot be read.
+        StorageDamaged: The file is not a safetensors file.
+        StorageFailed: The file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,7 +99,7 @@ class SafetensorsFile:
 
         Raises:
             StorageDamaged: The file was truncated.
-            StorageFailed: It cannot be read.
+            StorageFailed: The file cannot be read.
         """
         raw, at = out.view(np.uint8).data, self._start + self._begins[name] + start * 4
         with storing("read", self._path):

@@ -31,7 +31,7 @@ class PermittedFiles:
         """Check a source before it is read. Hub names and installed packages are not paths.
 
         Raises:
-            DataError: It is a path that may not be read.
+            DataError: The source is a path that may not be read.
         """
         if self._is_path(source):
             self.check(Path(os.path.expanduser(source)), source)  # noqa: PTH111 (an unknown ~name)
@@ -40,7 +40,7 @@ class PermittedFiles:
         """Check one file of a source.
 
         Raises:
-            DataError: It may not be read.
+            DataError: The file may not be read.
         """
         try:
             resolved = path.resolve()
@@ -52,7 +52,7 @@ class PermittedFiles:
         """Check an open file: since `check`, a link may have been put into its path.
 
         Raises:
-            DataError: It may not be read.
+            DataError: The file may not be read.
         """
         self.check(path, source)
         with suppress(OSError):  # of Linux

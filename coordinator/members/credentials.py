@@ -207,7 +207,7 @@ class CoordinatorCredentials:
             everyone: Revoke all workers' keys as well.
 
         Raises:
-            UsageError: It cannot be written.
+            UsageError: The token cannot be written.
         """
         with _locked(self.token_file.parent):
             self._write_token()
@@ -218,7 +218,7 @@ class CoordinatorCredentials:
         """Replace the reader token; a running coordinator reads it within seconds.
 
         Raises:
-            UsageError: It cannot be written.
+            UsageError: The token cannot be written.
         """
         with _locked(self.token_file.parent):
             self._write_reader_token()

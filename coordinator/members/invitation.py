@@ -29,8 +29,8 @@ def invitation(
     Args:
         credentials: The coordinator's credentials, with the join token.
         address: The address that the coordinator listens on.
-        name: The name that it announces on the network; empty: it announces none.
-        plaintext: Whether it runs without TLS.
+        name: The name that the coordinator announces on the network; empty for none.
+        plaintext: Whether the coordinator runs without TLS.
         to_terminal: Whether the output is a terminal.
         script: The script that workers run; empty for a notebook, which workers cannot run: then
             nothing is yielded.

@@ -161,7 +161,7 @@ class JoinCheck:
     Args:
         credentials: The coordinator's credentials.
         encrypted: Whether the connection has TLS; without it no key is issued, as it could be read.
-        here: Whether it is a Unix socket, which no other user can read.
+        here: Whether the connection is a Unix socket, which no other user can read.
     """
 
     _exchange: Exchange

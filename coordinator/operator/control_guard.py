@@ -55,7 +55,7 @@ class Guard:
         """Write the token where this user's commands find it.
 
         Raises:
-            UsageError: It cannot be written.
+            UsageError: The token cannot be written.
         """
         url_host = f"[{host}]" if ":" in host else host
         self._hosts = _HOSTS | {url_host}

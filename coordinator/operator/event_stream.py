@@ -51,10 +51,10 @@ class EventStream:
         """Return the number of the first event for a new reader.
 
         Args:
-            last_id: Its `Last-Event-ID`: it gets all kept events after that. None: only new ones.
+            last_id: The reader's `Last-Event-ID`: it gets all kept events after that. None: only new ones.
 
         Raises:
-            UsageError: It is not a number.
+            UsageError: The ID is not a number.
         """
         if last_id is None:
             return self._next

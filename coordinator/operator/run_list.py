@@ -32,7 +32,7 @@ class ListedRun:
         """Return the run as the page lists it.
 
         Args:
-            changed_s: When its journal last grew, in seconds since 1970.
+            changed_s: When the run's journal last grew, in seconds since 1970.
         """
         losses = self.result.get("losses") or [None]
         evaluation = (self.result.get("eval") or {}).items()

@@ -423,7 +423,7 @@ class Evaluators:
         """Remove a worker; the evaluation is dropped unless its results are complete and proven.
 
         Args:
-            worker: Its name.
+            worker: The worker's name.
             newest: Steps committed.
             reason: Why there are no metrics, if so.
         """

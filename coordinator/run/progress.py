@@ -619,7 +619,7 @@ class Progress:
         step whose commit is being made durable.
 
         Raises:
-            OutOfOrder: It belongs to an attempt that has not begun.
+            OutOfOrder: The message belongs to an attempt that has not begun.
         """
         message_id = (message.term, message.step, message.attempt)
         own_id = (self.term, self.step, self.attempt)

@@ -109,8 +109,8 @@ class FlapDetector:
         """Count a connection that ended without a step.
 
         Args:
-            worker: Its name, or address.
-            phase: What it was doing.
+            worker: The worker's name, or address.
+            phase: What the worker was doing.
             reason: Why the connection ended.
             is_explained: Whether the worker itself gave the reason, which is then the cause.
 

@@ -87,11 +87,11 @@ def check_memory(
     Args:
         spec: The run spec.
         manifest: The run's manifest.
-        workers: How many workers it has.
+        workers: How many workers the run has.
         is_resumed: Whether the run began before: its run spec is settled.
 
     Raises:
-        RunFailed: It does not fit; says how much is missing, and what to set instead.
+        RunFailed: The run does not fit; says how much is missing, and what to set instead.
     """
     budget = MemoryBudget.of(spec, manifest, workers)
     try:

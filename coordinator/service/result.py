@@ -40,9 +40,9 @@ async def write_result(
 
     Args:
         run: The run, over.
-        storage: Its files.
+        storage: The run's files.
         replica: The trained state.
-        end: How it ended.
+        end: How the run ended.
         wall_s: Seconds since training began, in this process.
 
     Returns:

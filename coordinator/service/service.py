@@ -298,7 +298,7 @@ class Service:
         """Queue a run as `resume` does, but read its files in a thread.
 
         Raises:
-            UsageError: It is queued or in progress, or there is no such run.
+            UsageError: The run is queued or in progress, or there is no such run.
             SamestepError: The run cannot continue.
         """
         directory = self.settings.directory / run_id

@@ -115,7 +115,7 @@ class Subscribers:
         """Unsubscribe a worker and clear its send queue.
 
         Returns:
-            The step from which on it needs everything again, from the log.
+            The first step that the worker needs again, with all later ones, from the log.
         """
         next_step = self._next_step(worker, step)
         self.discard(worker)

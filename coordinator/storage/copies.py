@@ -132,7 +132,7 @@ def check_directory(to: str) -> None:
     """Check before a run begins that copies can be written to a directory; make it if missing.
 
     Raises:
-        UsageError: It is not a directory, or cannot be written.
+        UsageError: The directory is not a directory, or cannot be written.
     """
     directory = _directory(to)
     try:
@@ -235,8 +235,8 @@ def _describe(copy: Path) -> _Copy:
     """Describe a copy by its journal.
 
     Raises:
-        StorageDamaged: Its journal is damaged.
-        StorageFailed: It cannot be read.
+        StorageDamaged: The copy's journal is damaged.
+        StorageFailed: The copy cannot be read.
     """
     journal = RunDirectory(copy).journal
     try:
@@ -338,7 +338,7 @@ def check_no_run(to: Path) -> None:
     """Check that a run can be restored to a directory.
 
     Raises:
-        UsageError: It holds a run.
+        UsageError: The directory holds a run.
     """
     if RunDirectory(to).run_file.exists():
         raise UsageError(

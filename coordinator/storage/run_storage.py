@@ -196,7 +196,7 @@ class RunStorage:
         """Return once the log has begun.
 
         Raises:
-            SamestepError: It cannot begin; `begin_log` reports the same error.
+            SamestepError: The log cannot begin; `begin_log` reports the same error.
         """
         await self._do("log", self._open_log)
 
@@ -339,7 +339,7 @@ class RunStorage:
                 yield chunk
 
     async def averages_from(self) -> int:
-        """Return the first step from which on the log keeps averages.
+        """Return the first step after which the log keeps the averages of every step.
 
         Raises:
             SamestepError: The log cannot begin.
@@ -468,8 +468,8 @@ class RunStorage:
         """Return the checkpoint with the best metric, if the run spec names a metric.
 
         Raises:
-            StorageDamaged: It is damaged.
-            StorageFailed: It cannot be read.
+            StorageDamaged: The checkpoint is damaged.
+            StorageFailed: The checkpoint cannot be read.
         """
         manifest, root = self._begun.manifest, self.directory.checkpoints
 
@@ -504,8 +504,8 @@ class RunStorage:
         """Open a checkpoint's state.
 
         Raises:
-            StorageDamaged: It is damaged.
-            StorageFailed: It cannot be read.
+            StorageDamaged: The state is damaged.
+            StorageFailed: The state cannot be read.
         """
         open_checkpoint = partial(
             CheckpointState, checkpoint, self._begun.manifest, self._spec.update

@@ -142,7 +142,7 @@ EMBEDDED_TENSORS: Final = 16
 EMBEDDING_SAMPLE_BYTES: Final = 1 * MIB
 """Embeddings and labels of one sample."""
 STEP_EMBEDDINGS_BYTES: Final = 1024 * MIB
-"""Embeddings and labels of one step, of which the coordinator and every worker hold a copy."""
+"""Embeddings and labels of one step; the coordinator and every worker hold a copy."""
 UNLIKE_MICROBATCHES: Final = 64
 """Microbatches of a subtree that a worker reports for embeddings with other bits."""
 NAME_CHARACTERS: Final = 200

@@ -154,7 +154,7 @@ def check_writable(path: Path, option: str) -> None:
     """Check that a file can be written, before any work is done for its content.
 
     Raises:
-        UsageError: It cannot be written.
+        UsageError: The file cannot be written.
     """
     try:
         # A regular file is replaced, which needs its directory; a pipe or device is written to.

@@ -299,7 +299,7 @@ def nearest(path: Path) -> Path:
     """Return the path, or its nearest parent that exists.
 
     Raises:
-        UsageError: It is relative to a working directory that was removed.
+        UsageError: The path is relative to a working directory that was removed.
     """
     try:
         path = path.absolute()

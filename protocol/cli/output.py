@@ -76,7 +76,7 @@ def keep_reporting(command: str) -> None:
     """Keep failures of the standard streams from ending this process. Call it first.
 
     Args:
-        command: The prefix of its lines.
+        command: The prefix of the reported lines.
     """
     open_standard_streams()
     reported: set[int] = set()

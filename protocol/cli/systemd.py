@@ -50,7 +50,7 @@ class Supervisor:
         """Report that this daemon has started; from now on send its status and the pings.
 
         Args:
-            status: Returns what it does, in one line.
+            status: Returns what the service does, in one line.
             is_alive: Whether to ping the watchdog.
         """
         if self._socket is not None:

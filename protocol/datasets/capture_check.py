@@ -50,7 +50,7 @@ def check_alike(trained_on: CaptureIndex, measured_on: CaptureIndex, place: str)
         place: The directory of the latter.
 
     Raises:
-        DataError: It is of another teacher, or has another layout.
+        DataError: The capture is of another teacher, or has another layout.
     """
     for name, value_trained in trained_on.facts:
         measured_value = getattr(measured_on.facts, name)
@@ -123,7 +123,7 @@ def check_temperature(spec: DistilSpec, layout: CaptureLayout) -> None:
     """Check that the capture has the log-sum-exp that the loss needs.
 
     Raises:
-        DataError: It does not.
+        DataError: The capture lacks the log-sum-exp.
     """
     if layout.drawn and spec.alpha > 0 and spec.temperature != layout.temperature:
         raise DataError(

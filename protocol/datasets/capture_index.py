@@ -55,7 +55,7 @@ def read_index(directory: Path) -> CaptureIndex:
     """Read the index of a capture's directory.
 
     Raises:
-        DataError: There is none, or it cannot be read.
+        DataError: There is no index, or it cannot be read.
     """
     path = directory / INDEX
     try:

@@ -36,7 +36,7 @@ _STEERING: Final = frozenset({
     "system", "system_prompt", "history", "tools", "functions", "tool_calls", "documents", "image",
     "images", "video", "videos", "audio", "audios", "weight", "label", "chat_template_kwargs",
 })  # fmt: skip
-"""Columns that change a conversation or what is learned of it, in the formats that others read."""
+"""Columns that change a conversation or its learned part, in the formats that others read."""
 _MATCH: Final = frozenset({"label", "score"})
 """Columns of pairs of texts that say whether, or how well, the two belong together."""
 
@@ -199,7 +199,7 @@ def read_messages(location: str, cell: object) -> tuple[ChatMessage, ...]:
     """Read a list of messages, or its JSON text; their order is not checked.
 
     Raises:
-        DataError: It is no such list.
+        DataError: The value is no such list.
     """
     if isinstance(cell, str):  # a cell of a table
         try:
@@ -219,7 +219,7 @@ def is_message_list(cell: object) -> bool:
 
 
 def _of_prompt(location: str, record: Record) -> tuple[ChatMessage, ...]:
-    """Read a prompt and its completion, of which only the completion is learned."""
+    """Read a prompt and its completion; only the completion is learned."""
     prompt, completion = (
         read_messages(f"{location} {key}", record[key])
         if is_message_list(record[key])
@@ -265,7 +265,7 @@ def with_system(
     """Put the row's column `system` before the messages, if it says something.
 
     Raises:
-        DataError: It is no text, or the messages begin with another system message.
+        DataError: The column is no text, or the messages begin with another system message.
     """
     if not has_value(cell) or (isinstance(cell, str) and not cell.strip()):
         return messages

@@ -90,10 +90,10 @@ def pyarrow_modules(reason: str = "logits are kept as Parquet") -> tuple[Any, An
     """Import pyarrow and its Parquet part.
 
     Args:
-        reason: What needs it.
+        reason: What needs pyarrow.
 
     Raises:
-        DataError: It is not installed.
+        DataError: The library is not installed.
     """
     try:
         import pyarrow as pa  # noqa: PLC0415 -- 0.3 s, and an extra
@@ -127,7 +127,7 @@ class LogitsFile:
         row_groups: Samples per row group.
 
     Raises:
-        DataError: It is no file of captured logits, or truncated.
+        DataError: The file is no file of captured logits, or truncated.
     """
 
     def __init__(self, path: Path) -> None:

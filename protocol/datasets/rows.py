@@ -121,7 +121,7 @@ class BadRows:
     def usable(
         self, rows: Iterable[Row], use: Callable[[Row], Parsed]
     ) -> Iterator[tuple[Row, Parsed]]:
-        """Yield each row with what is made of it; a `DataError` makes it a bad one.
+        """Yield each row with the result of `use`; a row that raises `DataError` is bad.
 
         Raises:
             DataError: There are many bad rows, and no good one. `report` raises the others.
@@ -410,7 +410,7 @@ _TAB: Final = "\t"
 _DELIMITERS: Final = (",", _TAB, ";", "|")
 
 TableRow = tuple[int, list[str] | DataError]
-"""The number of a row's last line, and its cells, or what is wrong with it."""
+"""The number of a row's last line, and the row's cells or its error."""
 
 
 def read_table(path: Path, columns_wanted: Collection[str]) -> Iterator[TableRow]:
@@ -421,7 +421,7 @@ def read_table(path: Path, columns_wanted: Collection[str]) -> Iterator[TableRow
         columns_wanted: Columns asked for: what separates the header into them separates the cells.
 
     Raises:
-        DataError: It is not UTF-8, or quotes are wrong somewhere.
+        DataError: The table is not UTF-8, or quotes are wrong somewhere.
     """
     delimiter = _delimiter(path, columns_wanted)
     quoting = csv.QUOTE_MINIMAL

@@ -70,8 +70,8 @@ def open_decompressed(path: Path) -> BinaryIO:
     """Open a regular file for reading, its content decompressed.
 
     Raises:
-        DataError: It is zstandard, and pyarrow is missing.
-        OSError: It cannot be opened.
+        DataError: The file is zstandard, and pyarrow is missing.
+        OSError: The file cannot be opened.
     """
     file = open_regular(path)
     magic = file.read(_MAGIC_BYTES)
@@ -105,7 +105,7 @@ def read_text(path: Path) -> str:
     """Return a file's text with its line ends as they are, without a byte-order mark.
 
     Raises:
-        DataError: It cannot be read, is damaged, or is not UTF-8.
+        DataError: The file cannot be read, is damaged, or is not UTF-8.
     """
     with _file_errors(path), _open_text(path) as file:
         return file.read()
@@ -195,7 +195,7 @@ def _holds_surrogates(record: object) -> bool:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
-    """Read every object of a JSONL file with its line number, or what is wrong with the line.
+    """Read every object of a JSONL file, or the line's error, with the line number.
 
     Raises:
         DataError: The file cannot be read, or is not UTF-8.
@@ -216,12 +216,12 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
 def checked_object(
     location: str, value: object, *, may_hold_half: bool = True
 ) -> dict[str, Any] | DataError:
-    """Return an object of a file, or what is wrong with it.
+    """Return an object of a file, or the error if the value is not a valid object.
 
     Args:
         location: File and row.
         value: The parsed JSON value.
-        may_hold_half: Whether it may contain half a surrogate pair, which only JSON can escape.
+        may_hold_half: Whether the value may contain half a surrogate pair, which only JSON can escape.
     """
     if may_hold_half and _holds_surrogates(value):
         return DataError(
@@ -236,10 +236,10 @@ def json_values(path: Path, pieces: Iterator[str]) -> Iterator[Any]:
 
     Args:
         path: The file, for errors.
-        pieces: Its text.
+        pieces: The list's text.
 
     Raises:
-        DataError: It is not JSON.
+        DataError: The text is not JSON.
     """
     decoder = json.JSONDecoder(object_pairs_hook=_distinct)
     text, at, count, expected = "", 0, 0, "["

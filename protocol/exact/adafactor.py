@@ -1,6 +1,6 @@
 """Adafactor (Shazeer and Stern 2018, arXiv:1804.04235): a rule that reads each tensor as a whole.
 
-Its second moment is a mean for each row and one for each column, of which the update takes sums
+Its second moment is a mean for each row and one for each column; the update sums both
 over whole tensors. Every machine applies the update to its whole replica, however gradients were
 averaged, so all of them see whole tensors. The order of every sum is stated here, and all sums are
 in float64.

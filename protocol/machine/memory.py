@@ -60,7 +60,7 @@ def read_memory(proc: Path = PROC, groups: Path = GROUPS) -> Memory:
 
     Raises:
         OSError: There is no procfs.
-        ValueError: It does not have Linux's format.
+        ValueError: The file does not have Linux's format.
     """
     lines = (proc / "meminfo").read_text().splitlines()
     try:

@@ -16,7 +16,7 @@ from typing import Final
 
 try:
     import fcntl
-except ImportError:  # another system than Linux, where what is left is left
+except ImportError:  # not Linux: leftover directories stay there
     fcntl = None  # type: ignore[assignment]
 
 _PREFIX: Final = "samestep-held-"
@@ -28,7 +28,7 @@ class ScratchDirectory(tempfile.TemporaryDirectory[str]):
     """A temporary directory that this process holds locked.
 
     Raises:
-        OSError: It cannot be created.
+        OSError: The directory cannot be created.
     """
 
     def __init__(self) -> None:

@@ -92,7 +92,7 @@ def write_secret(path: Path, text: str) -> None:
     """Write a file of mode 0600 in a directory of mode 0700, atomically.
 
     Raises:
-        UsageError: It cannot be written.
+        UsageError: The file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -113,7 +113,7 @@ def give_to_owner(fd: int, directory: Path) -> None:
     """Give a file that root writes for a service to the directory's owner.
 
     Raises:
-        OSError: Its owner cannot be changed.
+        OSError: The file's owner cannot be changed.
     """
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         owner = directory.stat()
@@ -124,7 +124,7 @@ def make_private(directory: Path) -> None:
     """Create a directory of mode 0700, unless it exists.
 
     Raises:
-        UsageError: It cannot be created.
+        UsageError: The directory cannot be created.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

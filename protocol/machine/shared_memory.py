@@ -26,7 +26,7 @@ from protocol.base.errors import OutOfOrder, SharedMemoryFull
 from protocol.machine.memory import read_memory
 
 _SPAN_BYTES: Final = 1 << 40
-"""Size of the address range, of which only used pages take memory."""
+"""Size of the address range; only used pages take memory."""
 _PAGE_BYTES: Final = mmap.PAGESIZE
 
 
@@ -133,7 +133,7 @@ class SharedMemory:
         """Check an extent that another process has sent.
 
         Raises:
-            OutOfOrder: It is outside the file, or not aligned to float32.
+            OutOfOrder: The extent is outside the file, or not aligned to float32.
         """
         if extent.offset % 4 or extent.offset + extent.length > _SPAN_BYTES:
             raise OutOfOrder(f"expected an extent of shared memory, got {extent}")

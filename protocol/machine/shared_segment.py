@@ -113,7 +113,7 @@ class SharedSegment:
         """Return an array of the other side's memory; it is returned with its last view.
 
         Raises:
-            OutOfOrder: It is outside the memory.
+            OutOfOrder: The extent is outside the memory.
         """
         extent = Extent(offset, length)
         self._other.check(extent)

@@ -431,7 +431,7 @@ class Manifest(_Frozen):
         """Read a document from the network.
 
         Raises:
-            MessageError: It is not a manifest.
+            MessageError: The document is not a manifest.
         """
         try:
             return Manifest.model_validate_json(bytes(document))

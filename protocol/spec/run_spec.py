@@ -620,7 +620,7 @@ def parse_run_spec_bytes(document: bytes) -> RunSpec:
     """Read a canonical document, as `RunSpec.to_bytes` of this release or an earlier one wrote it.
 
     Raises:
-        MessageError: It is not a run spec that this release can read.
+        MessageError: The document is not a run spec that this release can read.
     """
     try:
         content = used_sections(parse_json(document))

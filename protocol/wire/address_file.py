@@ -60,7 +60,7 @@ def read_address_file(path: Path) -> PublishedAddress | None:
 
     Raises:
         MessageError: The file is not one that a coordinator has written.
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     try:
         content = read_regular(path, _MOST_BYTES)

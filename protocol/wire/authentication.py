@@ -82,7 +82,7 @@ class Exchange:
         """Check the proof of the side that dialed.
 
         Raises:
-            NotAuthorized: It does not know the key.
+            NotAuthorized: The peer does not know the key.
         """
         if hmac.compare_digest(self.prove("worker", key), proof.proof):
             return
@@ -99,7 +99,7 @@ class Exchange:
         """Check the proof of the side that was dialed.
 
         Raises:
-            NotAuthorized: It does not know the key.
+            NotAuthorized: The peer does not know the key.
         """
         if hmac.compare_digest(self.prove("coordinator", key), proof):
             return

@@ -373,7 +373,7 @@ class Connection:
         """Process the end of the peer's data.
 
         Raises:
-            FrameError: It ended in the middle of a frame.
+            FrameError: The data ended in the middle of a frame.
         """
         middle = self._filled or self._body is not None
         was_open = self.phase is not Phase.CLOSED

@@ -50,7 +50,7 @@ class Announced(BaseModel):
         """Validate an announcement from the network.
 
         Raises:
-            MessageError: It is not a coordinator's, or has another format.
+            MessageError: The announcement is not a coordinator's, or has another format.
         """
         try:
             return Announced(
@@ -68,7 +68,7 @@ def check_name(name: str, option: str) -> str:
     """Validate a coordinator's name that the user has given.
 
     Raises:
-        UsageError: It is not a valid name.
+        UsageError: The name is not a valid name.
     """
     if not re.fullmatch(_NAME, name):
         raise UsageError(

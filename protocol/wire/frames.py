@@ -68,7 +68,7 @@ def frame_bytes(header: bytes, body: Buffer | None) -> int:
     """Return the length of a frame.
 
     Raises:
-        LocalProtocolError: It is longer than the limits allow.
+        LocalProtocolError: The frame is longer than the limits allow.
     """
     body_bytes = 0 if body is None else len(body)
     if len(header) > limits.HEADER_BYTES or body_bytes > limits.BODY_BYTES:
@@ -126,7 +126,7 @@ def check_marker(data: Buffer, body_bytes: int) -> None:
     """Check the msgpack marker before a body.
 
     Raises:
-        FrameError: It is not a bin32 of the prefix's length.
+        FrameError: The marker is not a bin32 of the prefix's length.
     """
     kind, length = _BODY_MARKER.unpack_from(data)
     if kind != _BIN32 or length != body_bytes:

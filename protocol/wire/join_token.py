@@ -37,7 +37,7 @@ class JoinToken:
             source: Where it came from, for the error.
 
         Raises:
-            UsageError: It is not a join token.
+            UsageError: The text is not a join token.
         """
         match = _TOKEN.fullmatch(text.strip())
         if match is None:

@@ -107,7 +107,7 @@ class Welcome(Message):
 
 
 class StartRun(Message):
-    """Coordinator: build this run's task, of which `step` steps are committed. Body: the spec.
+    """Coordinator: build this run's task; `step` of its steps are committed. Body: the spec.
 
     `blobs` is the digest of the list of files that the task reads, which is requested like any blob
     (`protocol.spec.files.blob_list`). None: the task reads no files.

@@ -1,7 +1,7 @@
 """Limit unauthenticated connections, in total and per address.
 
 A connection that closes without authenticating keeps its slot for a moment. Otherwise one address
-could start one TLS handshake after another, each of which costs this side more than the other.
+could start one TLS handshake after another, and each costs this side more than the other.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Mesh:
         """Add a ready worker; if links may pay off, ask all workers to listen.
 
         Args:
-            worker: Its name.
+            worker: The worker's name.
             host: The host it connects from; `HERE` for the coordinator's machine.
         """
         self.lost(worker)

@@ -2,7 +2,7 @@
 
 Pure: no clock, socket, file or randomness. Arrival order cannot change a bit of what comes out:
 each chunk of each block has its own sum along the tree, float addition is commutative, and the
-tree fixes what is added to what. So a subtree may arrive twice, from several workers, or as part of
+tree fixes the order of additions. So a subtree may arrive twice, from several workers, or as part of
 a larger subtree that arrives later; a sum that already covers it does not change.
 """
 
@@ -589,8 +589,8 @@ class Round:
         """Remove a worker that has left; what it delivered stays in the sums.
 
         Args:
-            worker: Its name.
-            is_proven: Whether its weights are known to be the run's.
+            worker: The worker's name.
+            is_proven: Whether the worker's weights are known to be the run's.
         """
         # If its weights were not the run's, its sums may be wrong and cannot be subtracted again:
         # then the step restarts. It may also have sent sums directly to other workers.

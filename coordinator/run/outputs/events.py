@@ -324,7 +324,7 @@ class LossScaleHalved(Event):
 
 @dataclass(frozen=True, slots=True)
 class RedoneOtherwise(Event):
-    """A step that is done again after a restart has other averages than before."""
+    """A step repeated after a restart has averages that differ from those before the restart."""
 
     name = "redone_otherwise"
     step: int

@@ -184,7 +184,7 @@ class Admission:
         """Put a chunk of state 0 into the replica, if it belongs to the valid upload.
 
         Raises:
-            OutOfOrder: It was not requested, or is not a chunk of the parameters at step 0.
+            OutOfOrder: The chunk was not requested, or is not a chunk of the parameters at step 0.
         """
         if worker not in self._requested:
             raise OutOfOrder("StateChunk was not requested")

@@ -67,7 +67,7 @@ class Leases:
         """Whether a worker is late.
 
         Args:
-            worker: Its name.
+            worker: The worker's name.
             expected_ms: How long it should take, as measured; None without measurements.
         """
         silent_ms = self.silent_ms(worker)

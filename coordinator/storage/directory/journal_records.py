@@ -157,7 +157,7 @@ def read_record(document: Any) -> Record:
     """Validate a record's JSON document.
 
     Raises:
-        pydantic.ValidationError: Its kind is unknown, or it does not fit its kind.
+        pydantic.ValidationError: The record's kind is unknown, or it does not fit its kind.
     """
     if isinstance(document, dict):
         older = _OLDER.get(document.get("kind", ""), ())

@@ -190,7 +190,7 @@ class RunDirectory:
 
         Raises:
             StorageDamaged: The file is damaged.
-            StorageFailed: It cannot be read.
+            StorageFailed: The record cannot be read.
         """
         content = read_if_there(self.admission_file)
         try:
@@ -214,7 +214,7 @@ class RunDirectory:
         """Say what to do where there is a run already, which may have another run spec.
 
         Raises:
-            StorageFailed: It cannot be read.
+            StorageFailed: The directory cannot be read.
         """
         try:
             run = self.read_run()
@@ -232,7 +232,7 @@ class RunDirectory:
 
         Raises:
             StorageDamaged: `run.json` cannot be parsed by this release.
-            StorageFailed: It cannot be read.
+            StorageFailed: The directory cannot be read.
         """
         content = self.read_run_file()
         if content is None:
@@ -251,7 +251,7 @@ class RunDirectory:
 
         Raises:
             StorageDamaged: There is a run without that file, or with a file for a directory.
-            StorageFailed: It cannot be read.
+            StorageFailed: The file cannot be read.
         """
         content = read_if_there(self.run_file)
         if content is not None:
@@ -292,7 +292,7 @@ class RunDirectory:
 
         Raises:
             StorageDamaged: The file is damaged.
-            StorageFailed: It cannot be read.
+            StorageFailed: The manifest cannot be read.
         """
         content = read_if_there(self.manifest_file)
         try:
@@ -305,8 +305,8 @@ class RunDirectory:
         """Return the content of `result.json`, if the run has ended.
 
         Raises:
-            StorageDamaged: It is not JSON, or not a result of this run.
-            StorageFailed: It cannot be read.
+            StorageDamaged: The file is not JSON, or not a result of this run.
+            StorageFailed: The file cannot be read.
         """
         content, run = read_if_there(self.result_file), self.read_run()
         if content is None:

@@ -161,7 +161,7 @@ class LogIndex:
 
     @property
     def averages_from(self) -> int:
-        """The first step from which on all segments keep averages."""
+        """The base step of the oldest segment after which every segment keeps averages."""
         base = sys.maxsize
         for segment in reversed(self._segments):
             if segment.header.mode != "full":
@@ -174,7 +174,7 @@ class LogIndex:
 
         Raises:
             StorageDamaged: A record is damaged.
-            StorageFailed: It cannot be read.
+            StorageFailed: The log cannot be read.
         """
         at = bisect_right(self._segments, step, key=lambda each: each.header.base_step) - 1
         for segment, limit in self._from(max(at, 0)):
@@ -212,7 +212,7 @@ def read_averages(logged_step: LoggedStep, blocks: tuple[Block, ...]) -> list[Ar
 
     Raises:
         StorageDamaged: A record is damaged or missing.
-        StorageFailed: It cannot be read.
+        StorageFailed: The log cannot be read.
     """
     if logged_step.record.commit.scalars is None or not logged_step.has_averages:
         return None
@@ -234,7 +234,7 @@ def read_chunks(
 
     Raises:
         StorageDamaged: A record is damaged, or at the end: one is missing.
-        StorageFailed: It cannot be read.
+        StorageFailed: The log cannot be read.
     """
     commit = logged_step.record.commit
     with storing("read", logged_step.path):

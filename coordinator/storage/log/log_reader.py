@@ -82,8 +82,8 @@ def scan_log(directory: Path, run_id: str, manifest: Manifest, *, repair: bool =
 
     Raises:
         StorageDamaged: Committed steps are damaged; names file and offset.
-        StorageFailed: It cannot be read, or not be repaired.
-        Mismatch: It belongs to another run or manifest.
+        StorageFailed: The log cannot be read, or not be repaired.
+        Mismatch: The log belongs to another run or manifest.
     """
     if repair:
         remove_temporaries(directory)
@@ -121,8 +121,8 @@ def cuts_before(
 
     Raises:
         StorageDamaged: The remaining part is damaged.
-        StorageFailed: It cannot be read.
-        Mismatch: It belongs to another run or manifest.
+        StorageFailed: The log cannot be read.
+        Mismatch: The log belongs to another run or manifest.
     """
     cuts: list[tuple[Path, int]] = []
     next_segment: _Segment | None = None

@@ -183,8 +183,8 @@ def find_checkpoint(root: Path, step: int, run_id: str, manifest: Manifest) -> C
 
     Raises:
         StorageDamaged: A file is missing or damaged.
-        StorageFailed: It cannot be read.
-        Mismatch: It belongs to another run or manifest.
+        StorageFailed: The checkpoint cannot be read.
+        Mismatch: The checkpoint belongs to another run or manifest.
     """
     path = checkpoint_path(root, step)
     file, info = path / INFO_FILE, _read_info(path)
@@ -362,8 +362,8 @@ def load_tensors(path: Path) -> dict[str, NDArray[np.float32]]:
     """Load every tensor of a safetensors file by name.
 
     Raises:
-        StorageDamaged: It is not a safetensors file.
-        StorageFailed: It cannot be read.
+        StorageDamaged: The file is not a safetensors file.
+        StorageFailed: The file cannot be read.
     """
     try:
         with storing("read", path):

@@ -50,7 +50,7 @@ class CheckpointState:
 
     Raises:
         StorageDamaged: A tensor is missing, or has another shape.
-        StorageFailed: It cannot be read.
+        StorageFailed: The state cannot be read.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CheckpointState:
 
         Raises:
             StorageDamaged: A file was truncated.
-            StorageFailed: It cannot be read.
+            StorageFailed: The state cannot be read.
         """
         part = part_slices(piece.kind, self._blocks[piece.block])[piece.chunk]
         values = np.empty(part.stop - part.start, np.float32)
@@ -131,8 +131,8 @@ def load_replica(checkpoint: Checkpoint, manifest: Manifest, optimizer: Optimize
     """Load the replica in a checkpoint.
 
     Raises:
-        StorageDamaged: Its digest differs from the recorded one, or a tensor is missing.
-        StorageFailed: It cannot be read.
+        StorageDamaged: The state's digest differs from the recorded one, or a tensor is missing.
+        StorageFailed: The state cannot be read.
     """
     replica = Replica(manifest.blocks, optimizer)
     with CheckpointState(checkpoint, manifest, optimizer) as checkpoint_state:

@@ -269,7 +269,7 @@ def read_state_digests(path: Path, own_bytes: int) -> list[bytes] | None:
     """Return the digest before each replica's state; None if the file has another size.
 
     Raises:
-        StorageFailed: It cannot be read, or is missing.
+        StorageFailed: The file cannot be read, or is missing.
     """
     with storing("read", path), open_regular(path) as file:
         count, rest = divmod(path.stat().st_size, own_bytes + DIGEST_BYTES)
@@ -294,7 +294,7 @@ def matching_digests(
         None if the file does not have this digest.
 
     Raises:
-        StorageFailed: It cannot be read, or is missing.
+        StorageFailed: The file cannot be read, or is missing.
     """
     for own_bytes in lengths:
         digests = read_state_digests(path, own_bytes)
@@ -309,7 +309,7 @@ def state_fault(path: Path, lengths: Sequence[int], recorded_digest: str | None)
     All bytes are read. Args as for `matching_digests`.
 
     Raises:
-        StorageFailed: It cannot be read.
+        StorageFailed: The state cannot be read.
     """
     if not path.exists():
         return "it is missing"
@@ -345,8 +345,8 @@ def check_replica_states(
         recorded_digest: The digest in the commit before it.
 
     Raises:
-        StorageDamaged: It is damaged; says which checkpoints can be rolled back to.
-        StorageFailed: It cannot be read.
+        StorageDamaged: The state is damaged; says which checkpoints can be rolled back to.
+        StorageFailed: The state cannot be read.
     """
     lengths = replica_state_sizes(run.spec, manifest)
     if not lengths or not step:
@@ -379,7 +379,7 @@ def recorded_digest(directory: RunDirectory, step: int) -> str | None:
     The journal is synced before the checkpoint of that step is written.
 
     Raises:
-        StorageFailed: It cannot be read.
+        StorageFailed: The journal cannot be read.
     """
     record = newest_commit(directory.journal, step - 1)
     return record.own_digest if record is not None else None

@@ -72,7 +72,7 @@ class Library:
         """Load the library.
 
         Raises:
-            OSError: It is missing or cannot be loaded.
+            OSError: The library is missing or cannot be loaded.
         """
         self.target = target
         self._c = ctypes.CDLL(str(library_path(target)))

@@ -36,7 +36,7 @@ _LEAST: Final = -126
 """Smallest exponent: below it 2^e is subnormal."""
 _REGION: Final = 4096
 _SHARE: Final = 64
-"""Values of which topk sends one."""
+"""The number of values for each one that topk sends."""
 
 Bytes = NDArray[np.uint8]
 

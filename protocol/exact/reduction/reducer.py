@@ -72,7 +72,7 @@ class NonFinite:
     is_embedding: bool = False
 
     def describe(self, blocks: Sequence[Block], *, has_replicas: bool) -> str:
-        """Describe what is not finite. In a run that `has_replicas`, a leaf is a whole replica."""
+        """Describe the value that is not finite. In a run that `has_replicas`, a leaf is a whole replica."""
         gradient = "difference" if has_replicas else "gradient"
         quantity = "embedding" if self.is_embedding else "loss"
         if self.block is not None:
@@ -169,7 +169,7 @@ class Reducer(Generic[Piece]):
         return sums is None or sums.covers(subtree)
 
     def missing(self, subtree: Subtree, known_missing: Collection[int] = ()) -> set[int]:
-        """Return the microbatches of `subtree` of which any piece is missing, and those in
+        """Return the microbatches of `subtree` that lack any piece, and those in
         `known_missing`."""
         missing = set(known_missing)
         for partial in self._partials.values():

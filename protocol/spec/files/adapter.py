@@ -43,7 +43,7 @@ def adapter_config(directory: Path) -> dict[str, Any]:
     """Read an adapter's config.
 
     Raises:
-        DataError: It cannot be read, or a run cannot continue from the adapter.
+        DataError: The config cannot be read, or a run cannot continue from the adapter.
     """
     path = directory / ADAPTER_CONFIG
     try:

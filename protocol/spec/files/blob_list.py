@@ -104,7 +104,7 @@ class BlobList(_Document):
         """Return the document as it is sent: one blob of at most one chunk.
 
         Raises:
-            DataError: It is larger than a chunk.
+            DataError: The document is larger than a chunk.
         """
         document = self.model_dump_json().encode()
         if len(document) > limits.BODY_BYTES:
@@ -119,7 +119,8 @@ class BlobList(_Document):
         """Read a document of `to_bytes` from the network.
 
         Raises:
-            MessageError: It is not such a document, or a name in it leads out of its directory.
+            MessageError: The document is not such a document, or a name in it leads out of its
+                directory.
         """
         try:
             return BlobList.model_validate_json(document, strict=True)

@@ -45,7 +45,7 @@ def package_files(distribution: str) -> list[Path]:
     """List the files of an installed distribution, in the order of its record.
 
     Raises:
-        DataError: It is not installed, or has no record of its files.
+        DataError: The distribution is not installed, or has no record of its files.
     """
     try:
         files = metadata.files(distribution)

@@ -271,14 +271,14 @@ class Conversations(
 
 
 class TeacherText(RunningText, lacks={"validation", "holdout", "holdout_samples", "packing"}):
-    """Running text of which a teacher's logits are captured; nothing is held out."""
+    """Running text whose teacher logits are captured; nothing is held out."""
 
 
 class TeacherConversations(
     Conversations,
     lacks={"validation", "holdout", "holdout_samples", "packing", "group_by_length"},
 ):
-    """Conversations of which a teacher's logits are captured; none is held out."""
+    """Conversations whose teacher logits are captured; none is held out."""
 
 
 class CapturedData(DataSpec, lacks=_KEYS - _HELD_OUT):

@@ -81,7 +81,7 @@ def read_yaml(text: str) -> Any:
     Raises:
         yaml.YAMLError: It is not YAML, has a duplicate key, or is too large (with its aliases
             expanded) or too deeply nested for a run spec.
-        ValueError: It contains an invalid number or date.
+        ValueError: The document contains an invalid number or date.
     """
     loader = _Loader(text)
     try:
@@ -98,7 +98,8 @@ def _check_size(root: yaml.Node) -> None:
     """Bound the size of the document with its aliases expanded: 600 bytes can be a billion values.
 
     Raises:
-        yaml.YAMLError: It has more than `limits.DOCUMENT_VALUES` values, or contains itself.
+        yaml.YAMLError: The document has more than `limits.DOCUMENT_VALUES` values, or contains
+            itself.
     """
     sizes: dict[int, int] = {}
 
