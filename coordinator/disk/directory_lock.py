@@ -58,7 +58,7 @@ class DirectoryLock:
             above: A term known from elsewhere; the new one is greater.
 
         Raises:
-            UsageError: Another coordinator holds it, or it cannot be written.
+            UsageError: Another coordinator holds the directory, or it cannot be written.
             StorageDamaged: The directory's term file does not hold a term.
             StorageFailed: The term file cannot be read.
         """
@@ -88,7 +88,7 @@ class DirectoryLock:
 
         Raises:
             StorageFailed: The directory is missing or cannot be read.
-            Superseded: Another coordinator owns it now; this one must end.
+            Superseded: Another coordinator owns the directory now; this one must end.
         """
         has_lock = self._holds_lock()  # first: without the directory there is no term either
         try:
@@ -136,7 +136,7 @@ class DirectoryLock:
         """Lock a released directory again, with the same term.
 
         Raises:
-            Superseded: Another coordinator has owned it since.
+            Superseded: Another coordinator has owned the directory since.
             UsageError: Another coordinator holds it.
             StorageFailed: The directory is missing, cannot be read, or cannot be locked now.
         """

@@ -51,7 +51,8 @@ class EventStream:
         """Return the number of the first event for a new reader.
 
         Args:
-            last_id: The reader's `Last-Event-ID`: it gets all kept events after that. None: only new ones.
+            last_id: The reader's `Last-Event-ID`: it gets all kept events after that. None: only
+                new ones.
 
         Raises:
             UsageError: The ID is not a number.

@@ -225,7 +225,7 @@ class Service:
         """Lock a directory; the service's own directory is locked only once.
 
         Raises:
-            UsageError: Another coordinator uses it, or it cannot be used.
+            UsageError: Another coordinator uses the directory, or it cannot be used.
         """
         if self._lock is None:
             self._lock = lock_directory(self.settings.directory)

@@ -38,7 +38,7 @@ def lock_directory(path: Path, above: int = 0) -> DirectoryLock:
         above: A term known from elsewhere.
 
     Raises:
-        UsageError: Another coordinator holds it, or it cannot be written.
+        UsageError: Another coordinator holds the directory, or it cannot be written.
         StorageFailed: Journal or log cannot be read.
     """
     lock = DirectoryLock.acquire(path, above)

@@ -339,7 +339,7 @@ class RunStorage:
                 yield chunk
 
     async def averages_from(self) -> int:
-        """Return the first step after which the log keeps the averages of every step.
+        """Return the step from which the log keeps averages.
 
         Raises:
             SamestepError: The log cannot begin.
@@ -647,7 +647,7 @@ class RunStorage:
 
         Raises:
             StorageFailed: The directory is missing.
-            RunFailed: Another coordinator owns it now.
+            RunFailed: Another coordinator owns the directory now.
         """
         await asyncio.to_thread(self._guard)
 

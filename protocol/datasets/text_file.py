@@ -221,7 +221,8 @@ def checked_object(
     Args:
         location: File and row.
         value: The parsed JSON value.
-        may_hold_half: Whether the value may contain half a surrogate pair, which only JSON can escape.
+        may_hold_half: Whether the value may contain half a surrogate pair, which only JSON can
+            escape.
     """
     if may_hold_half and _holds_surrogates(value):
         return DataError(

@@ -676,7 +676,7 @@ def averages(spec: OptimizerSpec) -> bool:
 def averaged(
     spec: OptimizerSpec, parameters: Array, moments: Moments, average: Array | None = None
 ) -> Array:
-    """Return the evaluated and saved values: the parameters, or a new array with their average.
+    """Return the evaluated and saved values: the parameters, or a new array with an average.
 
     With `spec.average` it is p + e, for schedule-free x = y - (1 / beta1 - 1) (z - y).
     """

@@ -117,7 +117,7 @@ def parse(kind: type[_Kind], document: bytes) -> _Kind:
     """Decode a received document.
 
     Raises:
-        MessageError: The document is not a document of this kind.
+        MessageError: The bytes are not a document of this kind.
     """
     try:
         message = kind.model_validate_json(document)

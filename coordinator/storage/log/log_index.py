@@ -161,7 +161,7 @@ class LogIndex:
 
     @property
     def averages_from(self) -> int:
-        """The base step of the oldest segment after which every segment keeps averages."""
+        """The step from which all segments keep averages."""
         base = sys.maxsize
         for segment in reversed(self._segments):
             if segment.header.mode != "full":

@@ -36,7 +36,7 @@ _LEAST: Final = -126
 """Smallest exponent: below it 2^e is subnormal."""
 _REGION: Final = 4096
 _SHARE: Final = 64
-"""The number of values for each one that topk sends."""
+"""topk sends one value in this many."""
 
 Bytes = NDArray[np.uint8]
 

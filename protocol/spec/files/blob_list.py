@@ -119,7 +119,7 @@ class BlobList(_Document):
         """Read a document of `to_bytes` from the network.
 
         Raises:
-            MessageError: The document is not such a document, or a name in it leads out of its
+            MessageError: The bytes are not such a document, or a name in it leads out of its
                 directory.
         """
         try:

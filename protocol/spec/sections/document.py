@@ -79,7 +79,7 @@ def read_yaml(text: str) -> Any:
     """Parse a YAML document.
 
     Raises:
-        yaml.YAMLError: It is not YAML, has a duplicate key, or is too large (with its aliases
+        yaml.YAMLError: The text is not YAML, has a duplicate key, or is too large (with its aliases
             expanded) or too deeply nested for a run spec.
         ValueError: The document contains an invalid number or date.
     """
