@@ -53,7 +53,7 @@ class BlobServer:
         """Send a worker a chunk, after those that it requested before.
 
         Raises:
-            OutOfOrder: The request is not for a chunk of the run's blobs, or too many are in flight.
+            OutOfOrder: The run's blobs have no such chunk, or too many are in flight.
         """
         if message.run_id != self._run_id:
             return  # of the run before, whose end crossed the request

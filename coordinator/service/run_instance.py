@@ -119,7 +119,7 @@ def load_run(
         None if there is no run, or it has finished.
 
     Raises:
-        Mismatch: The run is another run.
+        Mismatch: The directory holds another run.
         RunSpecError: The changed run spec is not valid.
         UsageError: There is no such checkpoint, or the run spec may not change like that.
         StorageDamaged: A file is damaged in a way that no crash explains.

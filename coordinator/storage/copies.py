@@ -132,7 +132,7 @@ def check_directory(to: str) -> None:
     """Check before a run begins that copies can be written to a directory; make it if missing.
 
     Raises:
-        UsageError: The directory is not a directory, or cannot be written.
+        UsageError: The path is not a directory, or cannot be written.
     """
     directory = _directory(to)
     try:

@@ -24,7 +24,7 @@ def check_regular(mode: int, path: Path) -> None:
     """Check that a mode is that of a regular file.
 
     Raises:
-        OSError: The file is another kind of file; `strerror` names it.
+        OSError: The file is of another kind; `strerror` names the kind.
     """
     if not stat.S_ISREG(mode):
         kind = stat.S_IFMT(mode)
@@ -36,7 +36,7 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a regular file, or a link to one, for reading.
 
     Raises:
-        OSError: The file cannot be opened, or is another kind of file.
+        OSError: The file cannot be opened, or is not regular.
     """
     check_regular(path.stat().st_mode, path)
     return path.open("rb")
@@ -50,7 +50,7 @@ def read_regular(path: Path, most: int | None = None) -> bytes:
         most: Largest size in bytes; None for no limit.
 
     Raises:
-        OSError: The file cannot be read, is another kind of file, or is larger.
+        OSError: The file cannot be read, is not regular, or is larger.
     """
     with open_regular(path) as file:
         content = file.read(-1 if most is None else most + 1)

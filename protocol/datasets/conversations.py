@@ -199,7 +199,7 @@ def read_messages(location: str, cell: object) -> tuple[ChatMessage, ...]:
     """Read a list of messages, or its JSON text; their order is not checked.
 
     Raises:
-        DataError: The value is no such list.
+        DataError: The value is not a list of messages.
     """
     if isinstance(cell, str):  # a cell of a table
         try:
@@ -265,7 +265,7 @@ def with_system(
     """Put the row's column `system` before the messages, if it says something.
 
     Raises:
-        DataError: The column is no text, or the messages begin with another system message.
+        DataError: The column is not text, or the messages begin with another system message.
     """
     if not has_value(cell) or (isinstance(cell, str) and not cell.strip()):
         return messages

@@ -93,7 +93,7 @@ def pyarrow_modules(reason: str = "logits are kept as Parquet") -> tuple[Any, An
         reason: What needs pyarrow.
 
     Raises:
-        DataError: The library is not installed.
+        DataError: pyarrow is not installed.
     """
     try:
         import pyarrow as pa  # noqa: PLC0415 -- 0.3 s, and an extra
@@ -127,7 +127,7 @@ class LogitsFile:
         row_groups: Samples per row group.
 
     Raises:
-        DataError: The file is no file of captured logits, or truncated.
+        DataError: The file does not hold captured logits, or is truncated.
     """
 
     def __init__(self, path: Path) -> None:

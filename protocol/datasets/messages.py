@@ -141,7 +141,7 @@ def read_message(location: str, document: object) -> ChatMessage:
         document: The message.
 
     Raises:
-        DataError: The value is no message, or says something that training would ignore.
+        DataError: The value is not a message, or says something that training would ignore.
     """
     if not isinstance(document, dict):
         raise DataError(f"{location}: expected role and content, got {shown(document)}")
@@ -308,7 +308,7 @@ def read_words(location: str, value: object, key: str) -> str:
     """Return a text with its spaces.
 
     Raises:
-        DataError: The value is no text, or blank.
+        DataError: The value is not text, or is blank.
     """
     if value is None:
         raise DataError(f"{location}: expected text as {key}, found no {key}")

@@ -68,7 +68,7 @@ def check_name(name: str, option: str) -> str:
     """Validate a coordinator's name that the user has given.
 
     Raises:
-        UsageError: The name is not a valid name.
+        UsageError: The name is not valid.
     """
     if not re.fullmatch(_NAME, name):
         raise UsageError(

@@ -151,7 +151,7 @@ class PeerSums:
             The chunk, if its average can be used now; or the fault.
 
         Raises:
-            OutOfOrder: The owner never owned that chunk.
+            OutOfOrder: The worker never owned that chunk.
         """
         number = self._checked(owner, message)
         earlier = self._reduced.get(number)

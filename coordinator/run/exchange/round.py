@@ -2,8 +2,8 @@
 
 Pure: no clock, socket, file or randomness. Arrival order cannot change a bit of what comes out:
 each chunk of each block has its own sum along the tree, float addition is commutative, and the
-tree fixes both operands of each addition. So a subtree may arrive twice, from several workers, or as
-part of a larger subtree that arrives later; a sum that already covers it does not change.
+tree fixes both operands of each addition. So a subtree may arrive twice, from several workers, or
+as part of a larger subtree that arrives later; a sum that already covers it does not change.
 """
 
 from __future__ import annotations

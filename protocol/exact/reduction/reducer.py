@@ -2,8 +2,8 @@
 
 One class wherever gradients are reduced: at the owner of a chunk, be it the coordinator or a
 worker, and among the devices of one worker by blocks. Arrival order cannot change a bit: the tree
-fixes both operands of each addition. Sums may arrive twice, from several workers, or as parts of sums that
-arrive later; a sum that is already included changes nothing.
+fixes both operands of each addition. Sums may arrive twice, from several workers, or as parts of
+sums that arrive later; a sum that is already included changes nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class NonFinite:
     is_embedding: bool = False
 
     def describe(self, blocks: Sequence[Block], *, has_replicas: bool) -> str:
-        """Describe the non-finite value. In a run that `has_replicas`, a leaf is a whole replica."""
+        """Describe the non-finite value. If the run `has_replicas`, a leaf is a whole replica."""
         gradient = "difference" if has_replicas else "gradient"
         quantity = "embedding" if self.is_embedding else "loss"
         if self.block is not None:
