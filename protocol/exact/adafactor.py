@@ -1,7 +1,7 @@
 """Adafactor (Shazeer and Stern 2018, arXiv:1804.04235): a rule that reads each tensor as a whole.
 
-Its second moment is a mean for each row and one for each column; the update takes sums of
-both over whole tensors. Every machine applies the update to its whole replica, however gradients were
+Its second moment is a mean for each row and one for each column; the update takes sums of both over
+whole tensors. Every machine applies the update to its whole replica, however gradients were
 averaged, so all of them see whole tensors. The order of every sum is stated here, and all sums are
 in float64.
 
