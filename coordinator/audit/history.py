@@ -135,8 +135,8 @@ def _resume(history: History, record: Resumed, number: int) -> None:
 
     if history.specs and history.specs[-1][0] > record.step:
         # The steps that are done again are those of the newest spec.
-        earlier = [entry for entry in history.specs if entry[0] < record.step]
-        history.specs = [*earlier, (record.step, history.specs[-1][1])]
+        earlier_entries = [entry for entry in history.specs if entry[0] < record.step]
+        history.specs = [*earlier_entries, (record.step, history.specs[-1][1])]
 
 
 def _change_spec(history: History, record: SpecChanged, number: int) -> None:
@@ -149,8 +149,8 @@ def _change_spec(history: History, record: SpecChanged, number: int) -> None:
             f"line {number}: the run spec changed after {record.step} steps, but the lines before "
             f"have {len(history.commits)} commits"
         )
-    earlier = [entry for entry in history.specs if entry[0] < record.step]
-    history.specs = [*earlier, (record.step, record.spec)]
+    earlier_entries = [entry for entry in history.specs if entry[0] < record.step]
+    history.specs = [*earlier_entries, (record.step, record.spec)]
     history.changes.append(record)
 
 

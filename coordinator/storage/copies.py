@@ -299,8 +299,11 @@ def _is_current(copy: _Copy, entries: Sequence[Entry]) -> bool:
 def _to_remove(others: Sequence[_Copy], entries: Sequence[Entry], keep: int) -> list[str]:
     """Return the names of the copies to remove beside the newest, so that `keep` are left."""
     obsolete_copies = [copy for copy in others if copy.is_obsolete(entries)]
-    older = sorted((copy for copy in others if copy not in obsolete_copies), key=_age)
-    return [copy.name for copy in (*obsolete_copies, *older[: max(0, len(older) + 1 - keep)])]
+    older_copies = sorted((copy for copy in others if copy not in obsolete_copies), key=_age)
+    return [
+        copy.name
+        for copy in (*obsolete_copies, *older_copies[: max(0, len(older_copies) + 1 - keep)])
+    ]
 
 
 def restore_copy(source: Path, to: Path) -> RestoredCopy:

@@ -437,9 +437,9 @@ def _delimiter(path: Path, columns_wanted: Collection[str]) -> str:
     by_cells = {
         each: column_names(next(csv.reader([first], delimiter=each))) for each in _DELIMITERS
     }
-    fitting = [each for each, cells in by_cells.items() if {*columns_wanted} <= {*cells}]
-    if fitting:
-        return fitting[0]
+    fitting_delimiters = [each for each, cells in by_cells.items() if {*columns_wanted} <= {*cells}]
+    if fitting_delimiters:
+        return fitting_delimiters[0]
     if all(_TAB in line for line in stream_lines(path) if line.strip()):
         return _TAB
     return max((usual_delimiter, *_DELIMITERS), key=lambda each: len(by_cells[each]))

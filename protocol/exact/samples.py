@@ -178,18 +178,20 @@ def draw(seed: int, epoch: int, samples: int, sampling: Sampling) -> NDArray[np.
     weights, draws = sampling.weights, sampling.draws
     if weights is None and not sampling.replacement:
         return permutation(seed, epoch, samples)[:draws]
-    remaining = np.ones(samples, np.uint64) if weights is None else weights.astype(np.uint64)
+    remaining_weights = (
+        np.ones(samples, np.uint64) if weights is None else weights.astype(np.uint64)
+    )
     if sampling.replacement:
-        return _draw_by_weight(_hash(_DRAW_DOMAIN, seed, epoch), remaining, draws)
+        return _draw_by_weight(_hash(_DRAW_DOMAIN, seed, epoch), remaining_weights, draws)
     # Each draw is in proportion to the weights that are left: later draws of a sample are skipped.
     numbers = np.empty(0, np.int64)
     turn = 0
     while len(numbers) < draws:
         state = _hash(_DRAW_DOMAIN, seed, epoch, turn)
-        drawn_numbers = _draw_by_weight(state, remaining, draws - len(numbers))
+        drawn_numbers = _draw_by_weight(state, remaining_weights, draws - len(numbers))
         first = np.sort(np.unique(drawn_numbers, return_index=True)[1])
         numbers = np.concatenate([numbers, drawn_numbers[first]])
-        remaining[drawn_numbers] = 0
+        remaining_weights[drawn_numbers] = 0
         turn += 1
     return numbers
 

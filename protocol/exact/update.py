@@ -218,8 +218,8 @@ def step_scalars(
     float64_values |= _if_used(spec, optimizer_step)
     groups = zip(spec.clipped_groups, norms.groups, strict=True)
     clips = tuple(nearest_float32(clip_factor(g.clip_norm, norm)) for g, norm in groups)
-    rounded = {name: nearest_float32(value) for name, value in float64_values.items()}
-    return StepScalars(**rounded, group_clips=clips, group_scales=_group_scales(spec, step))
+    rounded_values = {name: nearest_float32(value) for name, value in float64_values.items()}
+    return StepScalars(**rounded_values, group_clips=clips, group_scales=_group_scales(spec, step))
 
 
 def _group_scales(spec: OptimizerSpec, step: int) -> tuple[float, ...]:

@@ -90,25 +90,25 @@ class PeerSums:
             chunk for chunk in self._open if table.owner(chunk) != self.table.owner(chunk)
         }
         taken_over = changed_owner & table.owned_by(COORDINATOR)
-        gaining = {table.owner(chunk) for chunk in changed_owner - taken_over}
+        gaining_workers = {table.owner(chunk) for chunk in changed_owner - taken_over}
         self._open -= taken_over
         for chunk in taken_over:
             self._arrived_digests.pop(chunk, None)
         self.number, self.table = number, table
         self._tables.append(table)
         self._arrived = {
-            name: self._nothing() if name in gaining else self._arrived[name]
+            name: self._nothing() if name in gaining_workers else self._arrived[name]
             for name in table.members
             if name != COORDINATOR
         }
-        self._since.update(dict.fromkeys(gaining, number))
-        return gaining, taken_over
+        self._since.update(dict.fromkeys(gaining_workers, number))
+        return gaining_workers, taken_over
 
     @property
     def owed_to(self) -> int:
         """The bits of all workers that own a chunk, to which sums are therefore owed."""
-        owning = {self.table.members[owner] for owner in {*self.table.owners}}
-        return sum(1 << self.bits[name] for name in owning if name != COORDINATOR)
+        owner_names = {self.table.members[owner] for owner in {*self.table.owners}}
+        return sum(1 << self.bits[name] for name in owner_names if name != COORDINATOR)
 
     @property
     def owners(self) -> set[str]:

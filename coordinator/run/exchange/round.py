@@ -428,13 +428,13 @@ class Round:
 
     def reown(self, number: int, table: OwnerTable) -> None:
         """Switch to a new table: workers owe the new owners the sums already sent to others."""
-        gaining, taken_over = self.peers.reown(number, table)
+        gaining_workers, taken_over = self.peers.reown(number, table)
         self._mine |= taken_over
         self._reducer.own(self._mine)
         self._owed = self._owed_bits()
         first = self._loss_bit + 1
         resend = sum(1 << chunk for chunk in taken_over)
-        resend |= sum(1 << first + self.peers.bits[name] for name in gaining)
+        resend |= sum(1 << first + self.peers.bits[name] for name in gaining_workers)
         for share in self.shares.values():
             share.owed = {
                 subtree: bits
@@ -534,10 +534,12 @@ class Round:
         """Euclidean norms of the averaged gradients; the round is complete."""
         assert self.complete
         self._summarize()
-        trained = (
+        trained_summaries = (
             self._summaries[number] for number, block in enumerate(self._blocks) if block.is_trained
         )
-        return self._clipped.norms((summary.square_sum, summary.by_group) for summary in trained)
+        return self._clipped.norms(
+            (summary.square_sum, summary.by_group) for summary in trained_summaries
+        )
 
     def averages_digest(self) -> str:
         """BLAKE3 over the hex digests of the blocks, in block order; the round is complete."""

@@ -183,8 +183,8 @@ def model_at(model: type[BaseModel], key: str) -> Model | None:
         return None
     kinds = [field.annotation, *get_args(field.annotation)]
     sections = [item for item in kinds if isinstance(item, type) and issubclass(item, BaseModel)]
-    tagged = [item for item in field.metadata if isinstance(item, Tagged)]
-    return tagged[0] if tagged else next(iter(sections), None)
+    tags = [item for item in field.metadata if isinstance(item, Tagged)]
+    return tags[0] if tags else next(iter(sections), None)
 
 
 def flat(model: Model) -> type[BaseModel]:
