@@ -29,7 +29,7 @@ def listening(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Report what is being done."""
+    """Report the current activity."""
     if (listener := _LISTENER.get()) is not None:
         listener(text)
 

@@ -82,7 +82,7 @@ class SamestepMixin:
     """Further fields of the training arguments that the class uses before it trains."""
 
     replaced_loop_classes: ClassVar[frozenset[type]] = frozenset()
-    """Classes whose changes to the loop have no effect on what is trained."""
+    """Classes whose changes to the loop have no effect on the trained parameters."""
 
     only_own_names: ClassVar[bool] = True
     """See `worker.tasks.checks.reachable_state`: what a Trainer counts does not affect training."""

@@ -123,19 +123,19 @@ def estimate(run: ModelRun) -> DeviceMemory | None:
         return None
     base_dtype, lora = run.model.base_dtype, run.lora
     config = config.get("text_config", config)
-    weights = sum(each.bytes_in(base_dtype) for each in tensors.values())
+    weights = sum(tensor.bytes_in(base_dtype) for tensor in tensors.values())
     adapted_matrices: Tensors = {}
     if lora is None:
-        trained_elements = sum(each.elements for each in tensors.values())
+        trained_elements = sum(tensor.elements for tensor in tensors.values())
     else:
         weights += _converted_bytes(
             run.model, tensors, is_tied=bool(config.get("tie_word_embeddings"))
         )
         adapted_matrices = _adapted_matrices(lora, tensors)
         trained_elements = sum(
-            _low_rank(lora, name, each) for name, each in adapted_matrices.items()
+            _low_rank(lora, name, tensor) for name, tensor in adapted_matrices.items()
         )
-        trained_elements += sum(each.elements for each in _trained_in_full(lora, tensors))
+        trained_elements += sum(tensor.elements for tensor in _trained_in_full(lora, tensors))
         weights += _FLOAT32_BYTES * trained_elements
     microbatches = -(-run.batch.samples // run.batch.microbatch)
     gradients = _FLOAT32_BYTES * trained_elements * math.ceil(math.log2(microbatches))
@@ -355,7 +355,7 @@ def _activation_bytes(
 
 
 def _kept_in_half(run: ModelRun, tensors: Tensors, adapted: Tensors) -> int:
-    """Bytes of the copies in half precision that autograd keeps of what is trained."""
+    """Bytes of the copies in half precision that autograd keeps of trained parameters."""
     if run.lora is not None:
         return _HALF_BYTES * sum(_low_rank(run.lora, name, each) for name, each in adapted.items())
     return _HALF_BYTES * sum(

@@ -55,7 +55,7 @@ def converted_bytes(directory: Path, base_dtype: BaseDtype = "float32") -> int:
     0 if it has no safetensors of the usual names.
     """
     return sum(
-        each.bytes_in(base_dtype)
-        for each in base_tensors(directory).values()
-        if each.dtype != "F32"
+        tensor.bytes_in(base_dtype)
+        for tensor in base_tensors(directory).values()
+        if tensor.dtype != "F32"
     )
