@@ -89,7 +89,8 @@ def test_hanging_card_ends_its_worker_and_the_run_continues(tmp_path, environmen
         result(cluster, expected)
         assert card.stderr is not None
         error_text = card.stderr.read()
-    assert "device 'accelerator 0' failed: expected an answer within 1 s" in error_text
+    # The limit follows the slowest answer so far.
+    assert re.search(r"device 'accelerator 0' failed: expected an answer within \d+ s", error_text)
     assert "it hangs" in error_text
 
 
