@@ -1,7 +1,7 @@
 """Print the peak memory of reading and quantizing a model, in bytes.
 
-`python -m tests.narrow_reading DIRECTORY` measures in a fresh process: in others, earlier tests have
-set the allocator.
+`python -m tests.narrow_reading DIRECTORY` measures in a fresh process: in others, earlier tests
+have set the allocator.
 """
 
 from __future__ import annotations
