@@ -1,5 +1,7 @@
 """Whole runs on the stand-in accelerator: the CPU's digest, and the effects of a failing card."""
 
+import re
+
 import pytest
 
 from tests import standin
