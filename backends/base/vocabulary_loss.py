@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -26,6 +27,11 @@ VERSION: Final = "2"
 """Part of the numerics profile of models with a vocabulary: what is computed in parts, and how.
 Increase it with every change of a loss's bits. Earlier releases had none, and less in parts."""
 
+_KEEP_ROWS_APART: Final = frozenset({
+    nn.Dropout, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList,
+})  # fmt: skip
+"""Layers within an adapter."""
+
 Logits = torch.Tensor | LogitsInParts
 Reduction = Literal["sum", "none"]
 
@@ -40,10 +46,11 @@ def large_logits_in_parts(model: nn.Module) -> Iterator[None]:
     """Context in which the model's forward returns `LogitsInParts` for more than
     `LOGITS_AT_ONCE` logits.
 
-    Models without a head over a vocabulary return what they always do.
+    Models without a head over a vocabulary return what they always do, and so do those whose head
+    may not treat each token alone.
     """
     head = output_head(model)
-    vocabulary = 0 if head is None else _outputs_of(head)
+    vocabulary = _outputs_of(head) if head is not None and _is_tokenwise(head) else 0
     if not vocabulary:
         yield
         return
@@ -72,6 +79,29 @@ def output_head(model: Any) -> Any:
         return model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return None
+
+
+def _is_tokenwise(head: nn.Module) -> bool:
+    """Return whether each row of a head's output depends on the same row of its input alone.
+
+    That is known of linear layers, adapters around them, and what backends put in their place. A
+    head with a forward of its own may mix tokens, which it would see as rows of other samples.
+    """
+    return all(map(_is_known_layer, head.modules()))
+
+
+def _is_known_layer(layer: nn.Module) -> bool:
+    replaced = vars(layer).get("forward")
+    if replaced is not None:
+        function = replaced.func if isinstance(replaced, partial) else replaced
+        return _package_of(function) == "backends"
+    kind = type(layer)
+    is_known = kind.forward is nn.Linear.forward or kind in _KEEP_ROWS_APART
+    return is_known or _package_of(kind) in {"peft", "backends"}
+
+
+def _package_of(item: Any) -> str:
+    return str(getattr(item, "__module__", "")).partition(".")[0]
 
 
 def _outputs_of(head: nn.Module) -> int:

@@ -138,6 +138,32 @@ def plain_loss(module: Any, arrays: Any, case: str) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("in_parts")
+class MixingHead(torch.nn.Linear):
+    """A head whose logits depend on the tokens before."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return super().forward(states + states.cumsum(-2) / 2)
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("form", ["class", "instance", "within an adapter"])
+def test_head_that_mixes_tokens_is_computed_whole(form):
+    model: Any = llama()
+    mixing = MixingHead(model.lm_head.in_features, model.lm_head.out_features, bias=False)
+    if form == "instance":
+        model.lm_head.forward = partial(MixingHead.forward.__get__(mixing))
+    elif form == "class":
+        model.lm_head = mixing
+    else:
+        model.lm_head = torch.nn.Sequential(mixing)
+        model.lm_head.out_features = mixing.out_features
+    ids = torch.arange(48).reshape(4, 12) % 7
+    expected = model(input_ids=ids).logits
+    logits = vocabulary_loss.logits_of(model, {"input_ids": ids})
+    assert isinstance(logits, torch.Tensor)
+    assert torch.equal(logits, expected)
+
+
 def test_a_head_s_dropout_is_drawn_once(monkeypatch):
     def parts() -> Any:
         module = adapted(llama(), targets=("q_proj", "lm_head"), dropout=0.5)
