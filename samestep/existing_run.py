@@ -15,7 +15,7 @@ from protocol.base.errors import MessageError, Mismatch
 from protocol.base.regular_file import read_json
 from protocol.exact.schedule import learning_rate
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
-from protocol.spec.spec_changes import changes_between, refused_change
+from protocol.spec.spec_changes import changes_between, may_change, refused_change
 from samestep.arguments import EDITED
 from samestep.script import MODULES, Script
 
@@ -74,6 +74,7 @@ class ExistingRun:
             return replace(script, digest=first, first_modules=modules)
         if script.digest == first:
             return None
+        self._require_script_file()
         before, now = _text_of(Path(self.script_file)), _text_of(script.path)
         is_known = blake3(before.encode()).hexdigest() == first
         if is_known and _is_same_code(before, now):
@@ -85,6 +86,13 @@ class ExistingRun:
             f'edited: {what}; {restored}write resume="{EDITED}" if nothing that is trained '
             "changes, or use another directory"
         )
+
+    def _require_script_file(self) -> None:
+        if self.script_file and not Path(self.script_file).is_file():
+            raise Mismatch(
+                f"resume: expected the run's script at {self.script_file}, got no such file: move "
+                "the run's directory back, put the script back, or use another directory"
+            )
 
     def check(self, spec: RunSpec) -> tuple[str, ...]:
         """Check that this run may be resumed with a run spec.
@@ -105,8 +113,12 @@ class ExistingRun:
             for key in {**old_settings, **new_settings}
             if old_settings.get(key) != new_settings.get(key)
         ]
+        refused_keys = [key for key in changed_keys if not may_change(key)]
+        if not refused_keys:
+            self._require_script_file()
+        shown_keys = (refused_keys or changed_keys)[:3]
         changes = ", ".join(
-            _change(key, old_settings.get(key), new_settings.get(key)) for key in changed_keys[:3]
+            _change(key, old_settings.get(key), new_settings.get(key)) for key in shown_keys
         )
         remedy = "use the same arguments"
         if "script" in changed_keys:

@@ -98,14 +98,18 @@ def _with_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
     return new.model_copy(update={"init_from": init_from})
 
 
+def may_change(key: str) -> bool:
+    """Return whether a resumed run may change a setting."""
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in MAY_CHANGE)
+
+
 def refused_change(spec: RunSpec, new: RunSpec) -> str:
     """Describe a change that a resumed run may not make; empty if there is none."""
     is_schedule_free = spec.optimizer.name == "schedule-free"
     for key, _, _ in _differences(spec, new):
-        is_allowed = any(key == prefix or key.startswith(f"{prefix}.") for prefix in MAY_CHANGE)
         if is_schedule_free and key in {"optimizer.lr", "optimizer.warmup_steps"}:
             return f"{key} cannot change: schedule-free weighs its average by the rates; {_NEW_RUN}"
-        if not is_allowed:
+        if not may_change(key):
             section = key.partition(".")[0]
             reason = _REASONS.get(section, "the steps so far were computed with it")
             return (

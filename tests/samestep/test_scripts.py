@@ -169,6 +169,10 @@ def test_edited_script_resumes_its_run_with_the_user_s_permission(tmp_path):
     assert digests(commented.stdout) == expected, commented.stderr
     assert "the run in 'run' continues with the edited script" in commented.stdout
 
+    (tmp_path / "run").rename(tmp_path / "moved")
+    line = run("how = True\n", "moved").stderr.splitlines()[-1]
+    assert f"expected the run's script at {copy}, got no such file: move the run's" in line
+
 
 @pytest.mark.slow
 def test_edit_that_changes_gradients_makes_the_run_mixed(tmp_path):
