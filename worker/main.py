@@ -153,7 +153,7 @@ async def _serve(options: WorkerOptions, group: GroupBackendFactory | None = Non
     if warning := presence.begin():
         warn(warning)
     try:
-        return await client.serve()
+        exit_code = await client.serve()
     finally:
         presence.end()
         watch_task.cancel()
@@ -164,6 +164,12 @@ async def _serve(options: WorkerOptions, group: GroupBackendFactory | None = Non
             group.is_busy = client.is_device_busy
         if client.is_device_hanging:
             _end_process_soon()
+    if group is None and client.is_device_busy:
+        # The interpreter's end would unload libraries that the device's thread still uses.
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(exit_code)
+    return exit_code
 
 
 def _end_with_lost_rank(reason: str) -> None:

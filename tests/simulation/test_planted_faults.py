@@ -384,7 +384,7 @@ PLANTED = {
         seed=0,
     ),
     "a stale attempt is accepted": PlantedFault(
-        [(Progress, "present", any_round), (Round, "_check_assigned", any_share)],
+        [(Progress, "round_of", any_round), (Round, "_check_assigned", any_share)],
         "a microbatch lost or doubled | other averages | another loss",
         often="flip+slower+stall",
         seed=192,
