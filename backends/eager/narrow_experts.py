@@ -1,8 +1,8 @@
-"""Frozen experts of a mixture in fewer bits: the weights of one expert are widened at a time.
+"""Frozen experts of a mixture, stored in fewer bits and widened one expert at a time.
 
 transformers keeps the experts of a layer as stacks of matrices, (experts, outputs, inputs), which
 peft adapts as parameters: it adds the low-rank products of all experts to a whole stack. Here each
-expert that tokens were sent to is computed alone, its low-rank matrices beside it.
+expert that receives tokens is computed on its own, and its low-rank product is added to the result.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def narrow_experts(
         stacks[name] = [
             NarrowWeight(quantize_tensor(matrix, storage), device) for matrix in stack.detach()
         ]
-        del layer._parameters[name], stack  # noqa: SLF001 -- its stack stands in its place
+        del layer._parameters[name], stack  # noqa: SLF001 -- the narrow stack replaces it
     kind = type(layer)
     layer.__class__ = type(f"Narrow{kind.__name__}", (NarrowExperts, kind), {})
     any_layer: Any = layer

@@ -1,6 +1,6 @@
-"""A run's journal in order: which commits count, and what was planned for them.
+"""A run's journal in order: which commits are valid, and what was planned for them.
 
-A restart may void commits (`Resumed.step`); those steps are done again.
+A restart may roll back commits (see `Resumed.step`); their steps are repeated.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class Attempt(NamedTuple):
 
 @dataclass(slots=True)
 class History:
-    """The records of a journal that count.
+    """The valid records of a journal: those that no restart has rolled back.
 
     Attributes:
         run: How the run began.
-        specs: The run specs, as documents, each with the first step that it counts for.
+        specs: The run specs, as documents, each with the first step that it applies to.
         changes: The changes of the run spec.
         manifest: The run's manifest.
-        commits: The commits that count, in order, each with its line.
+        commits: The valid commits, in order, each with its line.
         plans: The plans, by attempt.
         checkpoints: The newest record of each checkpoint, by step.
         figures: The newest evaluation of each step.
         files: The newest digests of the run's small files.
-        resumed: How often a coordinator resumed the run.
-        void: How many commits restarts have voided.
+        resumed: How many times a coordinator has resumed the run.
+        void: How many commits restarts have rolled back.
         end: How the run ended, with its line; None if it has not, or was resumed after that.
         faults: What is wrong with the order of lines.
     """
@@ -78,7 +78,7 @@ class History:
         return self.specs[-1][1] if self.specs else None
 
     def commit_of(self, step: int) -> Committed | None:
-        """Return the commit of a step that counts."""
+        """Return a step's valid commit; None without one."""
         return self.commits[step][1] if step < len(self.commits) else None
 
 
@@ -134,7 +134,7 @@ def _resume(history: History, record: Resumed, number: int) -> None:
             del records[step]
 
     if history.specs and history.specs[-1][0] > record.step:
-        # The steps that are done again are those of the newest spec.
+        # The newest spec applies to the repeated steps.
         earlier_entries = [entry for entry in history.specs if entry[0] < record.step]
         history.specs = [*earlier_entries, (record.step, history.specs[-1][1])]
 

@@ -16,30 +16,32 @@ from protocol.base.errors import UsageError
 from protocol.base.fields import finite_or_none
 
 KEPT_EVENTS: Final = 4096
-"""Events that a reader can lag behind, or miss while disconnected."""
+"""How many events a reader may lag by, or miss while disconnected, without losing any."""
 
 
 class EventStream:
     """Numbers events and passes them to every reader at its own pace.
 
-    The stream of a reader that lags by more than is stored ends; it can reconnect.
+    If a reader lags by more than `KEPT_EVENTS` events, its stream ends; the reader can reconnect.
 
     Args:
-        first_id: Number of the first event. If it is higher than that of any earlier process, a
-            reader that reconnects to a new process misses none of its events.
+        first_id: Number of the first event. Choose it above all numbers of earlier processes:
+            then a reader that reconnects after a restart misses no event of the new process.
     """
 
     def __init__(self, first_id: int) -> None:
-        self._recent: deque[str] = deque(maxlen=KEPT_EVENTS)
-        self._next = first_id
+        self._recent_events: deque[str] = deque(maxlen=KEPT_EVENTS)
+        self._next_id = first_id
         self._has_ended = False
         self._readers: set[asyncio.Event] = set()
 
     def publish(self, event: str, fields: Mapping[str, object]) -> None:
         """Add one event."""
         document = {"event": event, **{key: finite_or_none(value) for key, value in fields.items()}}
-        self._recent.append(f"id: {self._next}\ndata: {json.dumps(document, default=str)}\n\n")
-        self._next += 1
+        self._recent_events.append(
+            f"id: {self._next_id}\ndata: {json.dumps(document, default=str)}\n\n"
+        )
+        self._next_id += 1
         self._wake()
 
     def end(self) -> None:
@@ -51,14 +53,14 @@ class EventStream:
         """Return the number of the first event for a new reader.
 
         Args:
-            last_id: The reader's `Last-Event-ID`: it gets all kept events after that. None: only
-                new ones.
+            last_id: The reader's `Last-Event-ID` header: the reader gets all stored events after
+                it. None: new events only.
 
         Raises:
-            UsageError: The ID is not a number.
+            UsageError: `last_id` is not a number.
         """
         if last_id is None:
-            return self._next
+            return self._next_id
         try:
             next_number = int(last_id) + 1
         except ValueError:
@@ -66,7 +68,7 @@ class EventStream:
                 "Last-Event-ID: expected the number of an event, or 0 for all stored events, got "
                 f"{last_id!r}"
             ) from None
-        return min(max(next_number, self._oldest), self._next)
+        return min(max(next_number, self._oldest), self._next_id)
 
     async def follow(self, start: int, write: Callable[[bytes], Awaitable[None]]) -> None:
         """Write events from `start` on until the stream ends or the reader lags too far."""
@@ -75,9 +77,9 @@ class EventStream:
         self._readers.add(published)
         try:
             while position >= self._oldest:
-                unread_events = itertools.islice(self._recent, position - self._oldest, None)
+                unread_events = itertools.islice(self._recent_events, position - self._oldest, None)
                 text = "".join(unread_events)
-                position = self._next
+                position = self._next_id
                 if text:
                     await write(text.encode())
                 elif self._has_ended:
@@ -90,7 +92,7 @@ class EventStream:
 
     @property
     def _oldest(self) -> int:
-        return self._next - len(self._recent)
+        return self._next_id - len(self._recent_events)
 
     def _wake(self) -> None:
         for published in self._readers:

@@ -21,8 +21,8 @@ class DividedData:
 
     Attributes:
         tokenizer: The model's tokenizer.
-        train: Numbers of the training samples in ascending order, (samples,).
-        held_out: Numbers of the evaluation samples in ascending order, (samples,).
+        train: Indices of the training samples, ascending, (samples,).
+        held_out: Indices of the evaluation samples, ascending, (samples,).
         digests: Digests of the data and of its tokens, for the manifest.
         notes: Counts for the manifest.
     """
@@ -35,13 +35,13 @@ class DividedData:
 
 
 def split(keys: Sequence[str], seed: int, fraction: float) -> tuple[list[int], list[int]]:
-    """Return the numbers of the training and of the held-out samples, both in ascending order.
+    """Return the indices of the training and of the held-out samples, both ascending.
 
     The samples with the smallest keyed hashes are held out, regardless of their order. At least one
     sample remains for training.
 
     Args:
-        keys: The key of each sample; samples with equal keys are ranked by number.
+        keys: The key of each sample; samples with equal keys are ranked by index.
         seed: The run's seed.
         fraction: Share of the samples to hold out, in [0, 1).
     """

@@ -303,7 +303,8 @@ class PeerLinks:
         """Return the peer that sent this hello.
 
         Raises:
-            NotAuthorized: The coordinator has not listed it, or it expects another worker.
+            NotAuthorized: The coordinator has not listed the sender, or the hello is addressed to
+                another worker.
         """
         link = self._links.get(hello.name)
         if link is None or hello.to != self.me:
@@ -356,7 +357,7 @@ class PeerLinks:
         replaced, link.connection = link.connection, connection
         link.is_down.clear()
         if replaced is not None:
-            # Queued messages are lost: the owner must learn of it before it sends more.
+            # Queued messages are lost; the owner must be told before it sends more.
             replaced.channel.abort("replaced by a new connection")
             self.owner.on_unlinked(connection.name, "replaced by a new connection")
         self.owner.on_linked(connection.name, mbit)

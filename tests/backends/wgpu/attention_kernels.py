@@ -21,7 +21,10 @@ Grid = tuple[int, int, int]
 def problem_of(
     part: Part, sizes: AttentionSizes, mask: str = "", *, causal: bool = False
 ) -> AttentionProblem:
-    """For whole tensors; `mask` holds booleans, added floats, or is None."""
+    """Return a problem on contiguous tensors.
+
+    `mask` is "truth" for a boolean mask, another text for an added one, empty for none.
+    """
     queries = _whole(sizes.heads, sizes.queries, sizes.size)
     keys = _whole(sizes.groups, sizes.keys, sizes.size)
     masks = _whole(sizes.heads, sizes.queries, sizes.keys) if mask else None
@@ -45,15 +48,15 @@ def nbytes_of(problem: AttentionProblem) -> list[int]:
     packed = queries + s.batch * s.heads * -(-s.queries // 4) * 8
     masks = [] if problem.mask is None else [s.batch * s.heads * s.queries * s.keys]
     out = {"forward": [packed], "queries": [queries], "keys": [2 * keys]}[problem.part]
-    is_backward = (
+    backward_inputs = (
         [packed, queries, s.batch * s.heads * s.queries] if problem.tangent is not None else []
     )
-    return [4 * count for count in (queries, keys, keys, *masks, *is_backward, *out)]
+    return [4 * count for count in (queries, keys, keys, *masks, *backward_inputs, *out)]
 
 
 @dataclass
 class Operands:
-    """Random operands; where a mask hides a value, it is a number that no sum may contain."""
+    """Random operands; an added mask holds -1e38 where it hides a score."""
 
     sizes: AttentionSizes
     mask: str

@@ -107,11 +107,13 @@ def test_page_shows_only_spec_keys_of_the_task(tmp_path):
         assert part not in page.text
 
 
-def test_a_confusion_is_a_grid(tmp_path):
+def test_confusion_matrix_is_shown_as_a_grid(tmp_path):
     run = WrittenRun(tmp_path / "run")
     run.step()
     counts = {("ham", "ham"): 90.0, ("ham", EVIL): 10.0, (EVIL, "ham"): 3.0, (EVIL, EVIL): 7.0}
-    figures = {f"confusion[{true}][{texts}]": count for (true, texts), count in counts.items()}
+    figures = {
+        f"confusion[{true}][{predicted}]": count for (true, predicted), count in counts.items()
+    }
     metrics = {"accuracy": 97 / 110, **figures}
     run.journal.append(Evaluated(term=1, step=1, metrics=metrics))
     run.journal.sync()

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Part = Literal["forward", "queries", "keys"]
-"""Output and its rows' statistics; the gradient of the queries; those of the keys and values."""
+"""What a kernel computes: the output with the statistics of its rows (`forward`), the gradient of
+the queries, or the gradients of keys and values (`keys`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +33,14 @@ class AttentionSizes:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor in a buffer: strides and offset in elements; `half` for float16."""
+    """A tensor in a buffer: strides and offset in elements; `is_half` for float16."""
 
     strides: tuple[int, ...]
     offset: int
     is_half: bool = False
 
     def at(self, *indices: str) -> str:
-        """Return the index of an element, as WGSL of type u32."""
+        """Return the index of an element, as a WGSL expression of type u32."""
         terms = [
             index if stride == 1 else f"{index} * {stride}u"
             for index, stride in zip(indices, self.strides, strict=True)
