@@ -27,10 +27,10 @@ VERSION: Final = "2"
 """Part of the numerics profile of models with a vocabulary: what is computed in parts, and how.
 Increase it with every change of a loss's bits. Earlier releases had none, and less in parts."""
 
-_KEEP_ROWS_APART: Final = frozenset({
-    nn.Dropout, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList,
+_TOKENWISE: Final = frozenset({
+    nn.Linear.forward, nn.Dropout.forward, nn.Identity.forward, nn.ModuleDict.forward,
 })  # fmt: skip
-"""Layers within an adapter."""
+"""Of layers in a head and in adapters. Containers inherit the last one, which is never called."""
 
 Logits = torch.Tensor | LogitsInParts
 Reduction = Literal["sum", "none"]
@@ -95,9 +95,8 @@ def _is_known_layer(layer: nn.Module) -> bool:
     if replaced is not None:
         function = replaced.func if isinstance(replaced, partial) else replaced
         return _package_of(function) == "backends"
-    kind = type(layer)
-    is_known = kind.forward is nn.Linear.forward or kind in _KEEP_ROWS_APART
-    return is_known or _package_of(kind) in {"peft", "backends"}
+    forward = type(layer).forward  # sharding makes subclasses that inherit it
+    return forward in _TOKENWISE or _package_of(forward) in {"peft", "backends"}
 
 
 def _package_of(item: Any) -> str:
