@@ -31,7 +31,7 @@ class StepTime:
 
 
 def step_times(timeline: Timeline, start_us: float, end_us: float) -> list[StepTime]:
-    """Return one worker's steps between two instants in order, except the first."""
+    """Return one worker's steps between two instants, without the first, in order."""
     updates: dict[int, tuple[float, float]] = {}
     compute_us: dict[int, float] = {}
     for event in timeline.events:
@@ -45,9 +45,9 @@ def step_times(timeline: Timeline, start_us: float, end_us: float) -> list[StepT
     return [
         StepTime(
             step,
-            (updates[step][0] - updates[previous_start][0]) / 1e3,
+            (updates[step][0] - updates[previous_step][0]) / 1e3,
             compute_us[step] / 1e3,
-            updates[previous_start][1] / 1e3,
+            updates[previous_step][1] / 1e3,
         )
-        for previous_start, step in pairwise(sorted(updates))
+        for previous_step, step in pairwise(sorted(updates))
     ]

@@ -104,6 +104,7 @@ class LogitsInParts:
             at_once: For how many tokens they are computed at once.
         """
         settings = _Settings.of_now(states.device.type)
+        states = states.clone()  # the model may change its own in place before they are used
         return LogitsInParts(
             states,
             vocabulary,
@@ -261,8 +262,8 @@ class LogitsInParts:
 
     def apply(self, function: _Function, *arguments: Any) -> Any:
         """Note `function(logits, *arguments)` if the arguments are constants; else compute it."""
-        constants = [_constant_of(each, self) for each in arguments]
-        if any(each is None for each in constants):
+        constants = [_constant_of(argument, self) for argument in arguments]
+        if any(constant is None for constant in constants):
             return function(self.whole(), *_with_tensors(arguments))
         return self._derive(
             self.states,
@@ -295,7 +296,7 @@ class LogitsInParts:
             settings=self._settings,
         )
         derived._source = self
-        self._derived = [each for each in self._derived if each() is not None]
+        self._derived = [reference for reference in self._derived if reference() is not None]
         self._derived.append(weakref.ref(derived))
         if self._tensor is not None:
             derived.whole()
@@ -328,29 +329,29 @@ def _cross_entropy_of(arguments: Mapping[str, Any]) -> torch.Tensor | None:
     Args:
         arguments: Of `torch.nn.functional.cross_entropy`, by its names.
     """
-    given = {name: each for name, each in arguments.items() if each is not None}
-    logits, labels = given.pop("input"), given.pop("target")
+    options = {name: value for name, value in arguments.items() if value is not None}
+    logits, labels = options.pop("input"), options.pop("target")
     if not isinstance(logits, LogitsInParts) or not isinstance(labels, torch.Tensor):
         return None
     is_of_labels = logits.ndim - 1 == labels.dim() == 1 and labels.dtype == torch.int64
-    if not is_of_labels or given.keys() - {"reduction", "ignore_index", "label_smoothing"}:
+    if not is_of_labels or options.keys() - {"reduction", "ignore_index", "label_smoothing"}:
         return None
-    return logits.cross_entropy(labels, **given)
+    return logits.cross_entropy(labels, **options)
 
 
 def _split(at_once: int, *arrays: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
-    pieces: list[tuple[torch.Tensor, ...]] = [each.split(at_once) for each in arrays]  # type: ignore[no-untyped-call]
+    pieces: list[tuple[torch.Tensor, ...]] = [array.split(at_once) for array in arrays]  # type: ignore[no-untyped-call]
     return zip(*pieces, strict=True)
 
 
 def _slices_of(index: Any, dimensions: int) -> tuple[slice, ...] | None:
     """Return an index as one slice for each dimension; None if it is another kind of index."""
-    each_index = [*index] if isinstance(index, tuple) else [index]
-    places = [place for place, each in enumerate(each_index) if each is Ellipsis]
-    place = places[0] if places else len(each_index)
-    missing = dimensions - len(each_index) + len(places)
-    each_index[place : place + 1] = [slice(None)] * missing
-    return tuple(each_index) if all(isinstance(each, slice) for each in each_index) else None
+    indices = [*index] if isinstance(index, tuple) else [index]
+    ellipses = [dimension for dimension, entry in enumerate(indices) if entry is Ellipsis]
+    first = ellipses[0] if ellipses else len(indices)
+    missing = dimensions - len(indices) + len(ellipses)
+    indices[first : first + 1] = [slice(None)] * missing
+    return tuple(indices) if all(isinstance(entry, slice) for entry in indices) else None
 
 
 def _constant_of(value: Any, logits: LogitsInParts) -> Any:
@@ -360,9 +361,9 @@ def _constant_of(value: Any, logits: LogitsInParts) -> Any:
     if not isinstance(value, torch.Tensor) or value.dim() > logits.ndim:
         return None
     if value.dim() == 0:
-        return value
+        return value.clone()  # as it may change in place before it is used
     is_row = value.numel() == value.shape[-1] and value.shape[-1] in {1, logits.shape[-1]}
-    return value.reshape(-1) if is_row else None
+    return value.reshape(-1).clone() if is_row else None
 
 
 def _with_tensors(values: Any) -> Any:
@@ -370,5 +371,5 @@ def _with_tensors(values: Any) -> Any:
     if isinstance(values, LogitsInParts):
         return values.whole()
     if isinstance(values, list | tuple):
-        return type(values)(_with_tensors(each) for each in values)
+        return type(values)(_with_tensors(value) for value in values)
     return {k: _with_tensors(v) for k, v in values.items()} if isinstance(values, dict) else values

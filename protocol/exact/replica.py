@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -442,7 +443,8 @@ def aligned_zeros(elements: int) -> Array:
     """
     if elements * 4 >= _MAPPED_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         memory = mmap.mmap(-1, elements * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
         return np.frombuffer(memory, np.float32)
     raw = np.zeros(elements * 4 + _ALIGNMENT_BYTES, np.uint8)
     lead = -raw.ctypes.data % _ALIGNMENT_BYTES

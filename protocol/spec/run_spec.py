@@ -258,7 +258,7 @@ class RunSpec(Section):
         return min(self.steps, passes * -(-train_samples // self.batch.samples))
 
     def epochs_after(self, step: int, train_samples: int) -> str:
-        """Format the progress after some steps: `1.25 of 3 epochs`; empty if the run has steps."""
+        """Format the progress after some steps, `1.25 of 3 epochs`; empty if `steps` is set."""
         if self.epochs is None:
             return ""
         return f"{step / -(-train_samples // self.batch.samples):.3g} of {self.epochs} epochs"

@@ -145,7 +145,8 @@ def values_of(module):
     return {name: value.tolist() for name, value in module.state_dict().items()}
 
 
-def test_resuming_with_other_arguments_names_each_that_differs(of_an_older_default):
+def test_resuming_with_other_arguments_names_what_may_not_change(of_an_older_default):
+    """The steps and the learning rate may change; they are not blamed."""
     changes = {
         "steps": 7,
         "optimizer": {"name": "sgd", "lr": 0.2},
@@ -156,9 +157,9 @@ def test_resuming_with_other_arguments_names_each_that_differs(of_an_older_defau
     ) as error_info:
         samestep.fit(line, **{**FEW, "directory": of_an_older_default, **changes}, resume=True)
     message = str(error_info.value)
-    assert "steps (20, now 7)" in message
-    assert "optimizer.lr (0.1, now 0.2)" in message
-    assert "log ('full', now 'checkpoint')" in message
+    assert "another log ('full', now 'checkpoint');" in message
+    assert "steps" not in message
+    assert "optimizer.lr" not in message
     assert "--" not in message
 
 

@@ -401,9 +401,9 @@ class Stage:
         return self._hear(name, message, None)
 
     def _of_table(self, table: str, **where: str) -> dict[str, int]:
-        owner_table = self.run.settled
-        assert owner_table is not None
-        return {**self._where(**where), "owners": int(table or owner_table.progress.mesh.number)}
+        settled = self.run.settled
+        assert settled is not None
+        return {**self._where(**where), "owners": int(table or settled.progress.mesh.number)}
 
     def _sums(self, owner: str, name: str, subtree: str, table: str = "", **where: str) -> Actions:
         lo, hi = _ends(subtree)

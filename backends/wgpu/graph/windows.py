@@ -41,7 +41,7 @@ def _window_indices(
 def _readers(
     input_sizes: Sequence[int], output_sizes: Sequence[int], window: Sequence[int], geometry: Any
 ) -> torch.Tensor:
-    """Return (K, P): the output that reads an input position by a window position, or L if none."""
+    """Return (K, P): for each window and input position the output that reads it, or L if none."""
     stride, padding, dilation = geometry
     indices: torch.Tensor | None = None
     valid: torch.Tensor | None = None
@@ -50,9 +50,9 @@ def _readers(
         taps = padding[d] - torch.arange(window[d]) * dilation[d]
         shape = [1] * (2 * dims)
         shape[d], shape[dims + d] = window[d], input_sizes[d]
-        first_output = (taps[:, None] + torch.arange(input_sizes[d])).view(shape)
-        at = first_output // stride[d]
-        in_range = (first_output >= 0) & (first_output % stride[d] == 0) & (at < output_sizes[d])
+        offsets = (taps[:, None] + torch.arange(input_sizes[d])).view(shape)
+        at = offsets // stride[d]
+        in_range = (offsets >= 0) & (offsets % stride[d] == 0) & (at < output_sizes[d])
         indices = at if indices is None else indices * output_sizes[d] + at
         valid = in_range if valid is None else valid & in_range
     assert indices is not None
@@ -196,8 +196,10 @@ def max_pool2d_with_indices(  # noqa: PLR0917
     dilation: Sequence[int] = (1,),
     ceil_mode: bool = False,  # noqa: FBT001, FBT002
 ) -> Any:
-    """Decompose max pooling: as in torch, the first maximum is chosen, and NaN before any
-    number."""
+    """Decompose max pooling.
+
+    As in torch, ties go to the first maximum, and NaN counts as larger than any number.
+    """
     if x.dim() != 4:
         return NotImplemented
     window = [*kernel_size] * (2 if len(kernel_size) == 1 else 1)
@@ -205,10 +207,10 @@ def max_pool2d_with_indices(  # noqa: PLR0917
     output_sizes = _pooled_sizes(x.shape[2:], window, geometry, ceil=ceil_mode)
     indices = _window_indices(x.shape[2:], output_sizes, window, geometry)
     windows = _gather(x, indices, -math.inf)  # (N, C, K, L)
-    maxima = windows.argmax(2)
+    argmax = windows.argmax(2)
     shape = [*x.shape[:2], *output_sizes]
-    numbers = indices.expand(*x.shape[:2], *indices.shape).gather(2, maxima[:, :, None])
-    return windows.amax(2).reshape(shape), numbers.reshape(shape)
+    positions = indices.expand(*x.shape[:2], *indices.shape).gather(2, argmax[:, :, None])
+    return windows.amax(2).reshape(shape), positions.reshape(shape)
 
 
 def _pooled_sizes(

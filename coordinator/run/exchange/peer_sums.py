@@ -45,13 +45,13 @@ class PeerSums:
     Attributes:
         number: The number of the table in force.
         table: The table in force.
-        bits: Bit of each worker of the first table in `Share.owed`.
+        bits: The bit in `Share.owed` of each worker that the first table lists.
         origins: The workers and subtrees that made up the averages.
 
     Args:
         grid: The run's chunks.
-        microbatches: How many the step has.
-        owners: The table at the start, and its number.
+        microbatches: Number of microbatches in the step.
+        owners: The number of the table at the start, and the table.
         average_of: Returns the array of a chunk's average.
     """
 

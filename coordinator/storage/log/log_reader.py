@@ -156,7 +156,7 @@ def _scan_segment(path: Path, following: _Segment | None) -> _Segment:
         if not (segment.torn or following):
             damage = _damage_in_newest(fd, segment)
         if damage < segment.size:
-            _judge(fd, segment, damage, following)
+            _mark_torn_tail(fd, segment, damage, following)
     finally:
         os.close(fd)
     return segment
@@ -200,11 +200,11 @@ def _damage_in_newest(fd: int, segment: _Segment) -> int:
     return segment.size
 
 
-def _judge(fd: int, segment: _Segment, damage: int, following: _Segment | None) -> None:
-    """Cut the segment at the damage if a crash explains it.
+def _mark_torn_tail(fd: int, segment: _Segment, damage: int, following: _Segment | None) -> None:
+    """Mark the segment as torn at the damage if a crash explains the damage.
 
     Raises:
-        StorageDamaged: Nothing explains it.
+        StorageDamaged: No crash explains the damage.
     """
     while segment.ends and segment.end > damage:
         segment.ends.pop()

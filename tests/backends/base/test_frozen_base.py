@@ -1,4 +1,4 @@
-"""Tests of which weights belong to a module's frozen base, and how the eager backend uses them."""
+"""Tests of which weights belong to a module's frozen base, and how they are rounded."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from backends.base.frozen_base import frozen_base, round_frozen_base
 from backends.base.quantize import dequantize, quantize
 
 
-class Tied(nn.Module):
+class TiedModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(16, 64)
@@ -22,20 +22,20 @@ class Tied(nn.Module):
         self.trained.weight.requires_grad_(True)
 
 
-def test_frozen_base_is_weights_of_frozen_linear_layers():
-    assert list(frozen_base(Tied())) == ["frozen.weight"]
+def test_frozen_base_contains_only_weights_of_frozen_linear_layers():
+    assert list(frozen_base(TiedModel())) == ["frozen.weight"]
 
 
 @pytest.mark.parametrize("base_dtype", ["float32", "bfloat16", "float16", "int8", "int4", "nf4"])
 def test_rounded_module_holds_dequantized_values(base_dtype):
     torch.manual_seed(1)
-    module = Tied()
+    module = TiedModel()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     round_frozen_base(module, base_dtype)
-    overrides = {
+    changed_names = {
         name for name, value in module.state_dict().items() if not torch.equal(value, before[name])
     }
-    assert overrides == (set() if base_dtype == "float32" else {"frozen.weight"})
+    assert changed_names == (set() if base_dtype == "float32" else {"frozen.weight"})
     if base_dtype == "int8":
         expected = dequantize(quantize(before["frozen.weight"].numpy(), "int8"))
         np.testing.assert_array_equal(module.frozen.weight.numpy(), expected)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backends.base import logits_in_parts, vocabulary_loss
 from backends.base.interface import Batch, BlockGradient, Trainable
+from backends.base.logits_in_parts import LogitsInParts
 from backends.base.vocabulary_loss import tokens_at_once
 from backends.eager.eager import EagerBackend
 from protocol.spec.sections.model import LoraSpec
@@ -240,6 +241,18 @@ def test_logits_are_those_of_a_few_tokens_in_forward_and_backward(kind, monkeypa
         assert evaluated.elements == largest_tensor.elements
         largest.append(largest_tensor.elements)
     assert largest == [48 * LARGE, 33 * LARGE]
+
+
+def test_what_the_model_changes_after_its_head_does_not_change_the_logits():
+    states, scale, bias = torch.ones(4, 3), torch.tensor(2.0), torch.ones(5)
+    head = torch.nn.Linear(3, 5, bias=False).requires_grad_(False)
+    logits: Any = LogitsInParts.of(head, states, 5, 2)
+    logits = logits * scale + bias
+    expected = head(states) * scale + bias
+    for tensor in (states, scale, bias):
+        tensor.fill_(7)
+    [first, second] = logits.compute(lambda part: part)
+    assert torch.equal(torch.cat([first, second]), expected)
 
 
 def test_how_many_tokens_is_decided_by_the_vocabulary_alone():

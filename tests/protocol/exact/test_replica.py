@@ -1,5 +1,6 @@
 """The replica: update, counters, digests, and moving a state from one to another."""
 
+import mmap
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -129,6 +130,11 @@ def test_aligned_zeros(elements):
     arrays = [aligned_zeros(elements) for _ in range(20)]
     assert all(array.shape == (elements,) and not array.any() for array in arrays)
     assert all(array.ctypes.data % 64 == 0 for array in arrays if elements)
+
+
+def test_zeros_are_mapped_without_huge_pages(monkeypatch):
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)  # unknown to the kernel, as without them
+    assert not aligned_zeros(300_000).any()
 
 
 def test_counters():
