@@ -83,14 +83,18 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     "coordinator": ("*",),
     "worker.logic": (*_LOGIC, "backends.base"),
     "worker.join": _SHELL,
-    "worker.models": (*_LOGIC, "protocol.datasets", "protocol.machine", "backends.base"),
+    "worker.models": (
+        *_LOGIC, "protocol.datasets", "protocol.machine", "backends.base",
+        "backends.losses", "backends.quantization",
+    ),
     "worker.data": (*_LOGIC, "protocol.datasets", "backends.base", "worker.models"),
     "worker.distillation": (*_LOGIC, "protocol.datasets"),
-    "worker.tasks.base": (*_LOGIC, "backends.base", "worker.models"),
-    "worker.tasks.checks": (*_LOGIC, "backends.base", "worker.tasks.base"),
+    "worker.tasks.base": (*_LOGIC, "backends.base", "backends.losses", "worker.models"),
+    "worker.tasks.checks": (*_LOGIC, "backends.base", "backends.checks", "worker.tasks.base"),
     "worker.tasks.small": (*_LOGIC, "backends.base", "worker.models", "worker.data"),
     "worker.tasks.language": (
-        *_LOGIC, "protocol.datasets", "backends.base", "worker.models", "worker.data",
+        *_LOGIC, "protocol.datasets", "backends.base", "backends.losses", "worker.models",
+        "worker.data",
         "worker.distillation", "worker.tasks.base",
     ),
     "worker.tasks.labels": (
@@ -103,15 +107,18 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     ),
     "worker.peers": (*_SHELL, "worker.logic"),
     "worker.shell": (
-        *_SHELL, "protocol.exact.kernels", "backends.base", "worker.logic", "worker.join",
+        *_SHELL, "protocol.exact.kernels", "backends.base", "backends.losses",
+        "worker.logic", "worker.join",
         "worker.tasks.base", "worker.tasks.checks", "worker.peers",
     ),
     "worker.scripts": (
-        *_LOGIC, "backends.base", "worker.models", "worker.join", "worker.tasks.base",
+        *_LOGIC, "backends.base", "backends.losses", "backends.checks", "worker.models",
+        "worker.join", "worker.tasks.base",
         "worker.tasks.checks", "worker.shell",
     ),
     "worker.results": (
-        *_LOGIC, "protocol", "protocol.datasets", "backends.base", "worker.models",
+        *_LOGIC, "protocol", "protocol.datasets", "backends.base", "backends.quantization",
+        "worker.models",
         "worker.tasks.labels",
     ),
     "worker.torchrun": (
@@ -120,17 +127,24 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     ),
     "worker": ("*",),
     "backends.base": (*_LOGIC, "protocol.machine"),
-    "backends.eager": (*_LOGIC, "protocol.machine", "backends.base"),
+    "backends.losses": (*_LOGIC, "backends.base"),
+    "backends.quantization": (*_LOGIC, "protocol.machine", "backends.base"),
+    "backends.checks": (*_LOGIC, "backends.base"),
+    "backends.eager": (
+        *_LOGIC, "protocol.machine", "backends.base", "backends.losses",
+        "backends.quantization", "backends.checks",
+    ),
     "backends.wgpu.graph": ("protocol.base",),
-    "backends.wgpu.shaders": ("protocol.base", "backends.base", "backends.wgpu.graph"),
+    "backends.wgpu.shaders": ("protocol.base", "backends.quantization", "backends.wgpu.graph"),
     "backends.wgpu.shaders.attention": ("backends.wgpu.graph", "backends.wgpu.shaders"),
     "backends.wgpu.shaders.matmul": ("backends.wgpu.shaders",),
     "backends.wgpu.capture": (
-        "protocol.base", "backends.base", "backends.wgpu.graph", "backends.wgpu.shaders",
+        "protocol.base", "backends.losses", "backends.checks", "backends.wgpu.graph",
+        "backends.wgpu.shaders",
         "backends.wgpu.shaders.attention",
     ),
     "backends.wgpu.weights": (
-        "protocol.base", *_SPEC[:2], "backends.base", "backends.wgpu.graph",
+        "protocol.base", *_SPEC[:2], "backends.quantization", "backends.wgpu.graph",
         "backends.wgpu.shaders", "backends.wgpu.capture",
     ),
     "backends.wgpu.lowering": (
@@ -138,7 +152,8 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         "backends.wgpu.weights",
     ),
     "backends.wgpu.device": (
-        "protocol.base", "protocol.machine", "backends.base", "backends.wgpu.graph", *_SHADERS,
+        "protocol.base", "protocol.machine", "backends.base", "backends.quantization",
+        "backends.wgpu.graph", *_SHADERS,
         "backends.wgpu.capture", "backends.wgpu.weights", "backends.wgpu.lowering",
     ),
     "backends.wgpu.canonical": (
@@ -147,12 +162,14 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
     ),
     "backends.wgpu": (
         "protocol.base", *_SPEC[:2], *_EXACT, "protocol.machine", "backends.base",
+        "backends.losses", "backends.checks",
         "backends.wgpu.graph", *_SHADERS, "backends.wgpu.capture", "backends.wgpu.weights",
         "backends.wgpu.lowering", "backends.wgpu.device", "backends.wgpu.canonical",
     ),
     "backends": ("*",),
     "samestep.hf": (
-        "protocol.base", "backends.base", "worker.tasks.checks", "worker.scripts", "samestep",
+        "protocol.base", "backends.losses", "backends.checks", "worker.tasks.checks",
+        "worker.scripts", "samestep",
     ),
     "samestep": (
         *_SHELL, "backends", "backends.base", "worker", "worker.join", "worker.tasks",

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from backends.base.frozen_base import frozen_base
 from backends.eager.narrow_base import narrow_frozen_base
+from backends.quantization.frozen_base import frozen_base
 from protocol.spec.sections.model import ModelSpec
 from tests.resident_memory import MIB, measured_growth
 from worker.models import disk_weights

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from backends.base.interface import DeviceInfo
-from backends.base.quantize import GROUP, STORAGE, stored_bytes
+from backends.quantization.quantize import GROUP, STORAGE, stored_bytes
 from protocol.base.limits import byte_size
 from protocol.machine.memory import Memory, read_memory
 from protocol.spec.sections.model import BaseDtype

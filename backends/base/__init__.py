@@ -1,4 +1,4 @@
-"""The interface of backends, and what they share: sums along the tree, narrow weights, checks.
+"""The interface of backends, and what they share: sums along the tree, buffers, draws.
 
 Imports no other chapter of `backends`. Start with `interface`.
 """

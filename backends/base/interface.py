@@ -149,11 +149,11 @@ class Trainable:
         evaluate: Takes the same; returns evaluation sums by name (counts are whole numbers).
         rows: Takes the same; returns captured data. None for a task that trains.
         coupled: A loss over all samples of a step; then `loss` is that of
-            `backends.base.coupled_loss`, which carries its gradient into each microbatch.
+            `backends.losses.coupled_loss`, which carries its gradient into each microbatch.
         seed: The run's seed; `gradients` takes a seed for each microbatch.
         threads: CPU threads.
         precision: Type in which forward may compute; parameters, gradients and sums are float32.
-        base_dtype: Storage type of frozen weights; see `backends.base.frozen_base`.
+        base_dtype: Storage type of frozen weights; see `backends.quantization.frozen_base`.
         arithmetic: By whose rules it is computed; where it is canonical, that and the results of a
             probe decide the bits, and nothing of `Backend.numerics_profile`.
         keeps_module: The module is used after the run, so the host keeps its frozen weights, too.

@@ -21,8 +21,6 @@ import torch
 from torch.autograd.graph import increment_version
 
 from backends.base import device_errors
-from backends.base.additivity import LossTrial, call_under_no_grad, refuse_unlike_halves
-from backends.base.coupled_loss import embedded_of, rows_of, step_loss, with_backward_loss
 from backends.base.interface import (
     Array,
     Batch,
@@ -38,7 +36,6 @@ from backends.base.interface import (
     Sums,
     Trainable,
 )
-from backends.base.outside_table import TableLookup, TableLookups, index_outside, outside_any
 from backends.base.step_buffers import StepBuffers
 from backends.base.subtree_gradients import (
     BlockParts,
@@ -47,7 +44,9 @@ from backends.base.subtree_gradients import (
     SubtreeGradients,
     check_sizes,
 )
-from backends.base.trainable_checks import (
+from backends.checks.additivity import LossTrial, call_under_no_grad, refuse_unlike_halves
+from backends.checks.outside_table import TableLookup, TableLookups, index_outside, outside_any
+from backends.checks.trainable_checks import (
     WHOLE_MICROBATCH,
     has_accumulated_hook,
     refuse_gradients_across_samples,
@@ -61,6 +60,7 @@ from backends.eager.device_sums import BlockCopier, BlockCopy, SubtreeSums, join
 from backends.eager.inner_steps import EagerInnerSteps
 from backends.eager.narrow_base import narrow_frozen_base
 from backends.eager.narrow_linear import convert_again_in_backward
+from backends.losses.coupled_loss import embedded_of, rows_of, step_loss, with_backward_loss
 from protocol.base.errors import (
     NO_MEMORY,
     DataError,

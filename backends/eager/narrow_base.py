@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from backends.base.frozen_base import expert_layers, frozen_base, widen
-from backends.base.narrowing import quantize_tensor
 from backends.base.progress import Meter
-from backends.base.quantize import STORAGE, dequantize
 from backends.eager.narrow_experts import narrow_experts
 from backends.eager.narrow_linear import Bench, NarrowLinear, NarrowWeight, is_plain
+from backends.quantization.frozen_base import expert_layers, frozen_base, widen
+from backends.quantization.narrowing import quantize_tensor
+from backends.quantization.quantize import STORAGE, dequantize
 from protocol.machine.allocator import give_back_freed_memory
 from protocol.spec.sections.model import BaseDtype
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from backends.base.narrowing import quantize_tensor
-from backends.base.quantize import Storage
 from backends.eager.narrow_linear import Bench, NarrowWeight, product
+from backends.quantization.narrowing import quantize_tensor
+from backends.quantization.quantize import Storage
 
 
 class NarrowExperts(nn.Module):
@@ -79,7 +79,7 @@ def narrow_experts(
 
     Args:
         module: The module that contains the layer, adapted by peft or not.
-        layer: See `backends.base.frozen_base.expert_stacks`.
+        layer: See `backends.quantization.frozen_base.expert_stacks`.
         storage: Any storage type except f32.
         device: The device that stores and widens them.
         bench: The memory in which a matrix is widened; all layers share it.

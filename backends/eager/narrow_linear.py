@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from backends.base.narrowing import PART_ELEMENTS
-from backends.base.quantize import NF4, Quantized, Storage
+from backends.quantization.narrowing import PART_ELEMENTS
+from backends.quantization.quantize import NF4, Quantized, Storage
 
 _PART_ELEMENTS_OF_CPU: Final = 1 << 18
 """The same on a CPU: a part fits its cache."""
@@ -40,7 +40,7 @@ def _pairs_on(device: torch.device, storage: Storage) -> torch.Tensor:
 
 
 class NarrowWeight:
-    """A matrix in fewer bits on a device; `backends.base.quantize` defines the encoding.
+    """A matrix in fewer bits on a device; `backends.quantization.quantize` defines the encoding.
 
     Args:
         stored: The matrix.

@@ -12,10 +12,10 @@ from typing import Final
 import torch
 from torch import nn
 
-from backends.base.frozen_base import expert_layers, frozen_base, widen
-from backends.base.narrowing import quantize_tensor
-from backends.base.quantize import STORAGE, dequantize
 from backends.eager.narrow_linear import Bench, NarrowWeight, is_plain, product
+from backends.quantization.frozen_base import expert_layers, frozen_base, widen
+from backends.quantization.narrowing import quantize_tensor
+from backends.quantization.quantize import STORAGE, dequantize
 from protocol.base.errors import SamestepError
 from protocol.machine.allocator import give_back_freed_memory
 from protocol.spec.sections.model import BaseDtype

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from backends.base.coupled_loss import with_backward_loss
 from backends.base.interface import Batch, Trainable
+from backends.losses.coupled_loss import with_backward_loss
 from backends.wgpu.device.target import ComputeTarget
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.parity import Parity

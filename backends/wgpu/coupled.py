@@ -1,4 +1,4 @@
-"""A loss over all samples of a step (`backends.base.coupled_loss`) on a compiled device.
+"""A loss over all samples of a step (`backends.losses.coupled_loss`) on a compiled device.
 
 There are two programs. The first is the training step of a microbatch, whose plan reads back the
 embeddings before backward begins. The first pass of a step runs this plan up to that point, so both
@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from backends.base.coupled_loss import changeable, check_losses
 from backends.base.interface import (
     EMBEDDING_GRADIENT,
     PARAMETER_GRADIENT,
@@ -31,6 +30,7 @@ from backends.base.interface import (
     CoupledLoss,
     StepLoss,
 )
+from backends.losses.coupled_loss import changeable, check_losses
 from backends.wgpu.capture.attention import Fuses
 from backends.wgpu.capture.capture import Capture, capture_coupled
 from backends.wgpu.capture.host_run import HostStep
@@ -67,7 +67,7 @@ class CoupledCapture:
     _read_parameters: tuple[str, ...] | None = None
 
     def observe(self, fields: Mapping[str, torch.Tensor]) -> None:
-        """See `backends.base.coupled_loss.with_backward_loss`."""
+        """See `backends.losses.coupled_loss.with_backward_loss`."""
         self.observed_fields = fields
 
     def take_observed(self) -> list[torch.Tensor]:

@@ -14,8 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch.utils import _pytree as pytree
 
-from backends.base.additivity import call_under_no_grad
-from backends.base.coupled_loss import is_carried_gradient, with_backward_loss
 from backends.base.interface import (
     Array,
     Batch,
@@ -28,15 +26,17 @@ from backends.base.interface import (
     Sums,
     Trainable,
 )
-from backends.base.outside_table import index_outside
 from backends.base.subtree_gradients import Microbatch, SubtreeGradients, sum_on_host
-from backends.base.trainable_checks import (
+from backends.checks.additivity import call_under_no_grad
+from backends.checks.outside_table import index_outside
+from backends.checks.trainable_checks import (
     refuse_gradient_hooks,
     refuse_gradients_across_samples,
     refuse_running_statistics,
     refuse_sparse_gradients,
     trained_parameters,
 )
+from backends.losses.coupled_loss import is_carried_gradient, with_backward_loss
 from backends.wgpu.capture.additivity import refuse_non_additive_loss
 from backends.wgpu.capture.capture import SCALE, Capture, capture_forward, capture_step
 from backends.wgpu.capture.stand_in import StandIn

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import torch
 
-from backends.base.additivity import call_under_no_grad, seeded
-from backends.base.steady_draws import LEVELS, SteadyDraws
-from backends.base.vocabulary_loss import large_logits_in_parts
+from backends.checks.additivity import call_under_no_grad, seeded
+from backends.checks.steady_draws import LEVELS, SteadyDraws
+from backends.losses.vocabulary_loss import large_logits_in_parts
 from protocol.base.errors import DataError
 from worker.tasks.checks.additivity import preserve_modes
 

@@ -22,13 +22,13 @@ import pytest
 import torch
 import transformers
 
-from backends.base import vocabulary_loss
 from backends.base.inner_steps import InnerState, SchedulePosition
 from backends.base.interface import Batch, BlockGradient, Loss, LossRaised, Trainable
-from backends.base.quantize import quantize
 from backends.eager import device_sums, torch_devices
 from backends.eager.eager import EagerBackend, EagerProgram
 from backends.eager.narrow_linear import Bench, NarrowWeight
+from backends.losses import vocabulary_loss
+from backends.quantization.quantize import quantize
 from backends.registry import choose, devices, trial_device
 from protocol.base.errors import BackendUnavailable, DeviceError, SamestepError
 from protocol.datasets.capture_check import vocabulary_digest

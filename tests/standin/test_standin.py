@@ -14,7 +14,7 @@ SUITES = {
     "the stand-in's own": ["tests/standin/suite.py"],
     "losses over a vocabulary": [
         "tests/standin/vocabulary.py",
-        "tests/backends/base/test_vocabulary_loss.py",
+        "tests/backends/losses/test_vocabulary_loss.py",
     ],
     "the library's": ["tests/standin/library.py"],
     "model families": ["tests/backends/eager/models.py"],

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.backends.base.test_vocabulary_loss import LARGE, LARGE_CASES
 
 import samestep.hf
-from backends.base import vocabulary_loss
 from backends.base.interface import Trainable
 from backends.eager.eager import EagerBackend
+from backends.losses import vocabulary_loss
 from samestep.hf.losses import SAMPLES, SummedLoss
 from tests import standin
-from tests.backends.base.test_vocabulary_loss import LARGE, LARGE_CASES
 from tests.samestep.test_hf_large_vocabulary import batch as trainer_batch
 from tests.samestep.test_hf_large_vocabulary import items, trainer_of
 from tests.small_heads import masked

@@ -8,9 +8,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from backends.base.frozen_base import frozen_base
 from backends.base.interface import DeviceInfo
-from backends.base.quantize import STORAGE, stored_bytes
+from backends.quantization.frozen_base import frozen_base
+from backends.quantization.quantize import STORAGE, stored_bytes
 from protocol.machine.memory import Memory
 from worker.cli import app
 from worker.device_table import (

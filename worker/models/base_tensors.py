@@ -15,7 +15,7 @@ from typing import Final
 
 from safetensors import safe_open
 
-from backends.base.quantize import STORAGE, group_of, stored_bytes
+from backends.quantization.quantize import STORAGE, group_of, stored_bytes
 from protocol.base.regular_file import read_json
 from protocol.spec.sections.model import BaseDtype
 

@@ -19,10 +19,10 @@ from safetensors import SafetensorError
 from transformers.pytorch_utils import Conv1D
 
 from backends.base import draws
-from backends.base.frozen_base import frozen_base
 from backends.base.interface import Array
-from backends.base.narrowing import quantize_tensor, release_pages
-from backends.base.quantize import STORAGE, Storage, dequantize
+from backends.quantization.frozen_base import frozen_base
+from backends.quantization.narrowing import quantize_tensor, release_pages
+from backends.quantization.quantize import STORAGE, Storage, dequantize
 from protocol.base.errors import DataError, describe_error
 from protocol.exact.digest import digest_arrays
 from protocol.spec.files.adapter import (

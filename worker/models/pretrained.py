@@ -29,8 +29,8 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 from backends.base import draws, progress
-from backends.base.frozen_base import expert_layers
 from backends.base.interface import Array
+from backends.quantization.frozen_base import expert_layers
 from protocol.base.errors import (
     NO_MEMORY,
     DataError,

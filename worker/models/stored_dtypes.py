@@ -2,7 +2,7 @@
 
 Safetensors files are memory-mapped, so weights that are not converted occupy only pages, which are
 dropped once they have been read. The device narrows one weight at a time; see
-`backends.base.narrowing`.
+`backends.quantization.narrowing`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from backends.base.frozen_base import frozen_base
-from backends.base.narrowing import release_pages
 from backends.base.progress import Meter
+from backends.quantization.frozen_base import frozen_base
+from backends.quantization.narrowing import release_pages
 from protocol.exact.digest import Streamed
 
 _PART_ELEMENTS: Final = 1 << 20

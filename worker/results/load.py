@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from backends.base import draws
-from backends.base.frozen_base import round_frozen_base
+from backends.quantization.frozen_base import round_frozen_base
 from protocol.base.errors import DataError, describe_error
 from protocol.spec.earlier_run import RESULT_INFO_FILE
 from protocol.spec.files.sources import model_source

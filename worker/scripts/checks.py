@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from backends.base.trainable_checks import refuse_running_statistics, refuse_scripted
+from backends.checks.trainable_checks import refuse_running_statistics, refuse_scripted
 from protocol.base.errors import DataError, SamestepError
 from protocol.exact.digest import digest_arrays
 from protocol.spec.sections.model import ComputePrecision

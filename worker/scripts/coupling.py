@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from backends.base.coupled_loss import changeable, check_losses
 from backends.base.interface import CoupledLoss
+from backends.losses.coupled_loss import changeable, check_losses
 from protocol.base.errors import DataError
 from protocol.spec.manifest import EmbeddingField, EmbeddingLayout
 from worker.scripts.user_task import UserTask

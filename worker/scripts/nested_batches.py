@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from backends.base.trainable_checks import overlapping
+from backends.checks.trainable_checks import overlapping
 from protocol.base.errors import DataError, SamestepError
 from protocol.exact.digest import digest_arrays
 

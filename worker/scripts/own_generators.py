@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from backends.base.additivity import seeded
 from backends.base.draws import key_of
+from backends.checks.additivity import seeded
 from worker.tasks.checks.reachable_state import position_of, reached_generators
 
 _GLOBAL: Final = (torch.default_generator, random._inst, np.random.mtrand._rand)  # noqa: SLF001

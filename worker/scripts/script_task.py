@@ -15,13 +15,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.data import TensorDataset, default_collate
 
 from backends.base import draws
-from backends.base.additivity import call_under_no_grad, seeded
-from backends.base.coupled_loss import backward_loss
 from backends.base.device_errors import concerns_device
 from backends.base.interface import Array, Batch, CoupledLoss, Sums, Trainable
-from backends.base.outside_table import TableLookups, index_outside
 from backends.base.step_buffers import StepBuffers, buffer_blocks, changed_by
-from backends.base.trainable_checks import own_buffers, refuse_shared_memory
+from backends.checks.additivity import call_under_no_grad, seeded
+from backends.checks.outside_table import TableLookups, index_outside
+from backends.checks.trainable_checks import own_buffers, refuse_shared_memory
+from backends.losses.coupled_loss import backward_loss
 from protocol.base import limits
 from protocol.base.errors import DataError, SamestepError, describe_error, describe_raised
 from protocol.exact.digest import digest_arrays
@@ -277,7 +277,7 @@ class ScriptTask:
         return self._call_with_batch(self.user.embed, module, arrays)
 
     def _loss(self, module: Any, arrays: Mapping[str, Any]) -> Any:
-        """Compute the user's loss, or the loss of embeddings (`backends.base.coupled_loss`)."""
+        """Compute the user's loss, or the loss of embeddings (`backends.losses.coupled_loss`)."""
         if self._coupled is not None:
             return backward_loss(self._coupled, module, arrays)
         return self._call_with_batch(self.user.loss, module, arrays)

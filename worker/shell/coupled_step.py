@@ -1,6 +1,6 @@
 """A step whose loss couples all its samples: embeddings first, then gradients.
 
-See `coordinator.run.exchange.embeddings` for the two phases, and `backends.base.coupled_loss` for
+See `coordinator.run.exchange.embeddings` for the two phases, and `backends.losses.coupled_loss` for
 the gradient. Every worker computes the loss over all rows of the step, with the same operations in
 the same order, and uses the gradient rows of its own microbatches.
 """

@@ -78,7 +78,7 @@ def loss_version(module: Any) -> dict[str, str]:
     """
     if module is None:
         return {}
-    from backends.base import vocabulary_loss  # noqa: PLC0415  (torch)
+    from backends.losses import vocabulary_loss  # noqa: PLC0415  torch
 
     has_head = vocabulary_loss.output_head(module) is not None
     return {"vocabulary_loss": vocabulary_loss.VERSION} if has_head else {}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from backends.base.additivity import LossTrial, refuse_unlike_halves
+from backends.checks.additivity import LossTrial, refuse_unlike_halves
 from backends.wgpu.capture.capture import ModelResult
 from backends.wgpu.capture.stand_in import StandIn
 from protocol.base.errors import SamestepError

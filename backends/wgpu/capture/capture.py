@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
 
-from backends.base.coupled_loss import changeable
+from backends.losses.coupled_loss import changeable
 from backends.wgpu.capture.added_rows import added_rows_apart
 from backends.wgpu.capture.attention import Fuses, never_fuses
 from backends.wgpu.capture.draws import refuse_foreign_draws, refuse_undeclared_draws

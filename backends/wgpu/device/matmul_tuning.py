@@ -17,7 +17,7 @@ from typing import Final
 
 from blake3 import blake3
 
-from backends.base.quantize import stored_bytes
+from backends.quantization.quantize import stored_bytes
 from backends.wgpu.device.device import Device
 from backends.wgpu.device.subgroups import matmul_traits
 from backends.wgpu.shaders.dispatch import Dispatch, Shader

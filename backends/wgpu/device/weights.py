@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from backends.base.frozen_base import widen
 from backends.base.interface import Array, Trainable
-from backends.base.quantize import Quantized, dequantize
 from backends.base.subtree_gradients import check_sizes
+from backends.quantization.frozen_base import widen
+from backends.quantization.quantize import Quantized, dequantize
 from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.device.packing import tensor_words
 from backends.wgpu.device.target import Buffer, ComputeTarget, Copy, Prepared

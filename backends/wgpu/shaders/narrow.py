@@ -2,7 +2,7 @@
 
 A buffer has the layout of `Quantized.packed`: words, then scales. Element i of an int8, int4 or nf4
 buffer is its number times the scale of group `i / group`, one float32 product; bf16 and f16 are
-widened. The bits equal those of `backends.base.quantize.dequantize`.
+widened. The bits equal those of `backends.quantization.quantize.dequantize`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from backends.base.quantize import BITS, NF4, Quantized, Storage, group_of
+from backends.quantization.quantize import BITS, NF4, Quantized, Storage, group_of
 from protocol.base.errors import SamestepError
 
 _META = "narrow"

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from backends.base.frozen_base import frozen_base
-from backends.base.narrowing import quantize_tensor
-from backends.base.quantize import STORAGE, Quantized, stored_bytes
+from backends.quantization.frozen_base import frozen_base
+from backends.quantization.narrowing import quantize_tensor
+from backends.quantization.quantize import STORAGE, Quantized, stored_bytes
 from backends.wgpu.capture.capture import Capture, Kind
 from backends.wgpu.graph.opaque import LAYER_FORWARD
 from backends.wgpu.graph.table_parts import Tables

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from backends.base.frozen_base import round_frozen_base
 from backends.base.interface import Batch, BlockGradient, Trainable
-from backends.base.quantize import dequantize, quantize
 from backends.eager import eager
 from backends.eager.narrow_base import narrow_frozen_base
 from backends.eager.narrow_linear import Bench, NarrowLinear, NarrowWeight
+from backends.quantization.frozen_base import round_frozen_base
+from backends.quantization.quantize import dequantize, quantize
 from protocol.spec.files.run_spec_file import load_run_spec
 from protocol.spec.manifest import Block, TensorSpec
 from tests.resident_memory import MIB, Growth, measured_growth

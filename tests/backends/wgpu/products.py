@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.base.quantize import dequantize, quantize
+from backends.quantization.quantize import dequantize, quantize
 from backends.wgpu.device.target import Copy
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
 from backends.wgpu.shaders.matmul.shader import (

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from backends.base.interface import Batch, Loss, Trainable
-from backends.base.quantize import GROUP, quantize, stored_bytes
 from backends.eager.eager import EagerBackend
+from backends.quantization.quantize import GROUP, quantize, stored_bytes
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.estimate import Estimate, refuse_insufficient_memory
 from backends.wgpu.lowering.lowering import Templates

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from backends.base import vocabulary_loss
 from backends.base.interface import Batch, BlockGradient, Loss, Trainable
+from backends.losses import vocabulary_loss
 from backends.wgpu.backend import VulkanBackend
 from backends.wgpu.capture.capture import capture_step
 from backends.wgpu.device.adapters import adapters

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from backends.base.frozen_base import round_frozen_base
 from backends.base.interface import Batch, BlockGradient, Loss
+from backends.quantization.frozen_base import round_frozen_base
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.graph.table_parts import row_parts
 from backends.wgpu.lowering.lowering import Templates

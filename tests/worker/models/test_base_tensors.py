@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from backends.base.frozen_base import frozen_base
+from backends.quantization.frozen_base import frozen_base
 from worker.models.base_tensors import base_tensors
 
 SIZES: Final[dict[str, Any]] = {

@@ -142,9 +142,9 @@ def test_training_beside_a_quantized_base_equals_peft_on_its_values(
     import torch
     import transformers
 
-    from backends.base.frozen_base import round_frozen_base
     from backends.base.interface import BlockGradient, Loss
     from backends.eager.eager import EagerBackend
+    from backends.quantization.frozen_base import round_frozen_base
     from worker.models.lora import adapter_name
 
     name, base, options = NARROW[case]

@@ -12,9 +12,9 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from backends.base.frozen_base import frozen_base
 from backends.eager.narrow_base import narrow_frozen_base
 from backends.eager.narrow_linear import NarrowLinear
+from backends.quantization.frozen_base import frozen_base
 from protocol.base.errors import DataError, SamestepError
 from protocol.spec.model_card import Measured, card_text, read_card
 from protocol.spec.sections.model import ModelSpec

@@ -29,9 +29,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from backends.base.coupled_loss import with_backward_loss
 from backends.base.interface import Array, Batch, CoupledLoss, Sums
-from backends.base.vocabulary_loss import token_losses
+from backends.losses.coupled_loss import with_backward_loss
+from backends.losses.vocabulary_loss import token_losses
 from protocol.spec.manifest import Manifest, Metric
 from protocol.spec.run_spec import ModelRun
 from protocol.spec.sampling import Sampling

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from backends.base.additivity import Arrays, Discrepancy, Evaluation, LossTrial, Parts
 from backends.base.device_errors import concerns_device
 from backends.base.interface import Array, Batch
-from backends.base.outside_table import TableLookups, index_outside
-from backends.base.steady_draws import LEVELS, TooManyDrawsError
-from backends.base.trainable_checks import (
+from backends.checks.additivity import Arrays, Discrepancy, Evaluation, LossTrial, Parts
+from backends.checks.outside_table import TableLookups, index_outside
+from backends.checks.steady_draws import LEVELS, TooManyDrawsError
+from backends.checks.trainable_checks import (
     WHOLE_MICROBATCH,
     has_accumulated_hook,
     hooks_need_backward,

@@ -46,7 +46,7 @@ import torch
 from blake3 import blake3
 from torch import nn
 
-from backends.base.trainable_checks import WHOLE_MICROBATCH
+from backends.checks.trainable_checks import WHOLE_MICROBATCH
 from protocol.base.errors import DataError
 
 State = dict[str, int | str]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from backends.base.interface import Array, Batch, Sums
-from backends.base.vocabulary_loss import logits_of, sum_over_tokens
+from backends.losses.vocabulary_loss import logits_of, sum_over_tokens
 from protocol.base.errors import DataError
 from protocol.datasets.capture_check import (
     TOKENIZER,

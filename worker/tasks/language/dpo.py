@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from backends.base.interface import Sums
-from backends.base.vocabulary_loss import token_losses
+from backends.losses.vocabulary_loss import token_losses
 from protocol.spec.manifest import Metric
 from protocol.spec.run_spec import DpoRun
 from worker.data import holdout

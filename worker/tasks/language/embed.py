@@ -1,7 +1,7 @@
 """Task embed: an encoder or decoder learns embeddings of texts for retrieval.
 
 Each anchor should score highest with its own passage among all passages of the step, on whichever
-worker they were embedded: the loss couples all samples of a step (`backends.base.coupled_loss`).
+worker they were embedded: the loss couples all samples of a step (`backends.losses.coupled_loss`).
 """
 
 from __future__ import annotations

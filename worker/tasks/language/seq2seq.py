@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from backends.base.interface import Batch, Sums
-from backends.base.vocabulary_loss import token_losses
+from backends.losses.vocabulary_loss import token_losses
 from protocol.base.errors import DataError
 from protocol.spec.manifest import Metric
 from protocol.spec.run_spec import Seq2SeqRun

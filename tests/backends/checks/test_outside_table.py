@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from backends.base.outside_table import index_outside
+from backends.checks.outside_table import index_outside
 
 LABELS = torch.tensor([0, 2, 7, -100])
 LOGITS, TABLE = torch.zeros(4, 3), torch.zeros(5, 2)

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from backends.base.logits_in_parts import LogitsInParts
+from backends.losses.logits_in_parts import LogitsInParts
 
 LOGITS_AT_ONCE: Final = 1 << 25
 """128 MiB of float32; forward passes with fewer are computed as a whole."""

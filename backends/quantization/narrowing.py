@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from backends.base.quantize import Quantized, Storage, group_of, quantize, stored_bytes
+from backends.quantization.quantize import Quantized, Storage, group_of, quantize, stored_bytes
 from protocol.machine.mapped_pages import release_mapped_pages
 from protocol.machine.processor import usable_cores
 

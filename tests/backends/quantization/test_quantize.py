@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from backends.base.quantize import NF4, dequantize, group_of, quantize, stored_bytes
+from backends.quantization.quantize import NF4, dequantize, group_of, quantize, stored_bytes
 from protocol.base.errors import DataError
 
 WHOLE = {"int8": 127, "int4": 7}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from backends.base.logits_in_parts import LogitsInParts
+from backends.losses.logits_in_parts import LogitsInParts
 from backends.wgpu.capture.half_products import half_products
 
 VOCABULARY, HIDDEN, AT_ONCE = 11, 4, 5

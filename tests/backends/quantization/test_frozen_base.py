@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from backends.base.frozen_base import frozen_base, round_frozen_base
-from backends.base.quantize import dequantize, quantize
+from backends.quantization.frozen_base import frozen_base, round_frozen_base
+from backends.quantization.quantize import dequantize, quantize
 
 
 class TiedModel(nn.Module):

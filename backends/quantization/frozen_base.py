@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from backends.base.narrowing import release_pages
-from backends.base.quantize import STORAGE, dequantize, group_of, quantize
+from backends.quantization.narrowing import release_pages
+from backends.quantization.quantize import STORAGE, dequantize, group_of, quantize
 from protocol.spec.sections.model import BaseDtype
 
 

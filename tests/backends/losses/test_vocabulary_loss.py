@@ -12,11 +12,11 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from backends.base import logits_in_parts, vocabulary_loss
 from backends.base.interface import Batch, BlockGradient, Trainable
-from backends.base.logits_in_parts import LogitsInParts
-from backends.base.vocabulary_loss import tokens_at_once
 from backends.eager.eager import EagerBackend
+from backends.losses import logits_in_parts, vocabulary_loss
+from backends.losses.logits_in_parts import LogitsInParts
+from backends.losses.vocabulary_loss import tokens_at_once
 from protocol.spec.sections.model import LoraSpec
 from tests.small_heads import (
     MASKED,

@@ -3,7 +3,7 @@ loss.
 
 Otherwise results would depend on how a step is divided into microbatches. The check compares the
 loss and, on request, the gradient of each trained tensor. Random draws are replaced by steady ones
-(`backends.base.steady_draws`). The tolerance for rounding is measured: by how far the batch's loss
+(`steady_draws`). The tolerance for rounding is measured: by how far the batch's loss
 moves when its operators round differently.
 """
 
@@ -19,8 +19,8 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import torch
 
-from backends.base.steady_draws import LEVELS, SteadyDraws, TooManyDrawsError
-from backends.base.trainable_checks import WHOLE_MICROBATCH
+from backends.checks.steady_draws import LEVELS, SteadyDraws, TooManyDrawsError
+from backends.checks.trainable_checks import WHOLE_MICROBATCH
 from protocol.base.errors import SamestepError
 
 T = TypeVar("T")

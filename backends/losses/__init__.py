@@ -1,0 +1,1 @@
+"""Losses that a backend computes in parts: a large vocabulary, and losses that couple samples."""
