@@ -7,13 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.backends.base.test_vocabulary_loss import AT_ONCE, LARGE, assert_same_gradients
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
 
 import samestep.hf
 from backends.losses import logits_in_parts, vocabulary_loss
 from samestep.hf.losses import SAMPLES, SummedLoss
+from tests.backends.losses.test_vocabulary_loss import AT_ONCE, LARGE, assert_same_gradients
 from tests.small_heads import VOCABULARY, LargestTensor, bart, bert, gemma, llama, masked, t5
 
 MODELS: dict[str, Any] = {"llama": llama, "gemma": gemma, "bert": bert, "t5": t5, "bart": bart}

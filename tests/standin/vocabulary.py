@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.backends.base.test_vocabulary_loss import LARGE, LARGE_CASES
 
 import samestep.hf
 from backends.base.interface import Trainable
@@ -18,6 +17,7 @@ from backends.eager.eager import EagerBackend
 from backends.losses import vocabulary_loss
 from samestep.hf.losses import SAMPLES, SummedLoss
 from tests import standin
+from tests.backends.losses.test_vocabulary_loss import LARGE, LARGE_CASES
 from tests.samestep.test_hf_large_vocabulary import batch as trainer_batch
 from tests.samestep.test_hf_large_vocabulary import items, trainer_of
 from tests.small_heads import masked

@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from tests.backends.base.test_vocabulary_loss import adapted
 from torch.distributed.tensor import DTensor
 
 from backends.base.interface import BlockGradient, Trainable
@@ -22,6 +21,7 @@ from backends.eager.eager import EagerBackend
 from backends.eager.sharded import ShardedBackend
 from backends.losses import vocabulary_loss
 from protocol.base.errors import SamestepError
+from tests.backends.losses.test_vocabulary_loss import adapted
 from tests.small_heads import OF_TOKENS, llama, model_of, texts
 from worker.models.blocks import cut_into_blocks
 

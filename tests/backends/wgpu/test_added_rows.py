@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from backends.wgpu.capture.added_rows import added_rows_apart
-from tests.backends.base.test_vocabulary_loss import adapted
+from tests.backends.losses.test_vocabulary_loss import adapted
 from tests.small_heads import OF_TOKENS, llama, texts
 
 

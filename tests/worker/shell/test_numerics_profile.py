@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.backends.base.test_vocabulary_loss import adapted
 
 from backends.base.interface import Batch
 from backends.losses import vocabulary_loss
 from backends.scripted import ScriptedBackend, ScriptedProgram
 from protocol.spec.sections.model import ArithmeticSpec
+from tests.backends.losses.test_vocabulary_loss import adapted
 from tests.small_heads import bert, llama
 from tests.worker.shell.test_engine import SPEC
 from worker.shell import engine
