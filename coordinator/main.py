@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from coordinator.disk.directory_lock import forget
-from coordinator.disk.durable_file import TEMPORARY_SUFFIX, storing, write_output
+from coordinator.disk.durable_file import TEMPORARY_SUFFIX, storage_errors, write_output
 from coordinator.files.blob_index import BlobIndex, index_blobs
 from coordinator.local_workers import LocalWorkers
 from coordinator.members.invitation import invitation, status_line
@@ -83,7 +83,7 @@ async def _serve(
 ) -> int:
     _check_data_roots(options)
     if options.out is not None:
-        with storing("read", options.out):
+        with storage_errors("read", options.out):
             options.out.exists()  # the result does not matter: the name must be valid
     if options.from_copies is not None:
         _restore(options, options.from_copies)

@@ -2,7 +2,7 @@
 
 It only reads. It needs no run in progress, no worker, no model and no data: journal, checkpoints,
 log and result are compared with each other, and every step whose gradients are in the log is
-applied again.
+replayed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from coordinator.audit.coverage import cover_samples
 from coordinator.audit.history import History, read_history
-from coordinator.audit.recomputed import Recomputed, RecomputeRequest
+from coordinator.audit.recomputed import RecomputeCheck, RecomputeRequest
 from coordinator.audit.state_proof import Progress, StateProof
 from coordinator.capture.captured_files import first_lost_step
 from coordinator.disk.canonical_json import json_digest
@@ -101,8 +101,8 @@ def audit(
 
     Args:
         path: The directory.
-        progress: Called with the number of repeated steps, and the total.
-        request: Which steps to recompute, and how.
+        progress: Called with the number of replayed steps, and the total.
+        request: How many steps to recompute, and the function that does it; None: no steps.
 
     Raises:
         UsageError: There is no run, or it has not begun.
@@ -157,8 +157,9 @@ def _check_journal(evidence: _Evidence) -> None:
         evidence.note("journal", ok=True, text=text)
     for fault in history.faults:
         evidence.note("journal", ok=False, text=fault)
-    if history.resumed:
-        text = f"resumed {history.resumed} times; {history.void} commits were voided and redone"
+    if history.resume_count:
+        text = f"resumed {history.resume_count} times; {history.rolled_back_commits} commits were "
+        text += "rolled back and redone"
         evidence.note("journal", ok=True, text=text)
 
 
@@ -187,19 +188,19 @@ def _check_head(evidence: _Evidence) -> None:
 
 
 def _check_files(evidence: _Evidence) -> None:
-    """Check the small files that a restart reads, the term, and list other files."""
+    """Check the small files that a restart reads, and the term; list other files."""
     directory, recorded_digests = evidence.directory, evidence.history.files
     if recorded_digests is None and evidence.verified.bad_line is not None:
-        return  # the journal's record of them is lost
+        return  # the journal's record of the files' digests is lost
     try:
         changes = changed_files(directory, recorded_digests)
     except StorageFailed as error:
         changes = [(Path(error.path), f"it cannot be read: {error.reason}")]
     list_file = directory.files_file
-    was_there = recorded_digests is not None and None not in recorded_digests.digests.get(
+    was_recorded = recorded_digests is not None and None not in recorded_digests.digests.get(
         list_file.name, (None,)
     )
-    if was_there and not list_file.exists():
+    if was_recorded and not list_file.exists():
         changes.append((list_file, "it is missing; a resumed run hashes the files again"))
     for path, reason in changes:
         evidence.note("files", ok=False, text=f"{str(path)!r}: {reason}")
@@ -250,9 +251,9 @@ def _check_captured(evidence: _Evidence, manifest: Manifest) -> None:
 def _check_changes(evidence: _Evidence) -> None:
     """Name the changes of the run spec; only some keys may change in a run that has begun."""
     history = evidence.history
-    if history.run is None:
+    if history.start is None:
         return
-    spec = parse_run_spec_bytes(json.dumps(history.run.spec).encode())
+    spec = parse_run_spec_bytes(json.dumps(history.start.spec).encode())
     for record in history.changes:
         new = parse_run_spec_bytes(json.dumps(record.spec).encode())
         fault, changes_text = refused_change(spec, new), "; ".join(changes_between(spec, new))
@@ -263,21 +264,21 @@ def _check_changes(evidence: _Evidence) -> None:
 
 def _check_inputs(evidence: _Evidence) -> None:
     history, run, manifest = evidence.history, evidence.run, evidence.manifest
-    recorded_run = history.run
-    same = (
+    recorded_run = history.start
+    is_same = (
         recorded_run is not None
         and history.spec == run.document
         and recorded_run.run_id == run.run_id
     )
-    text = "run.json is as recorded in the journal" if same else "run.json differs from the journal"
-    evidence.note("inputs", ok=same, text=text)
+    text = f"run.json {'is as recorded in' if is_same else 'differs from'} the journal"
+    evidence.note("inputs", ok=is_same, text=text)
     _check_changes(evidence)
     if manifest is None and history.manifest is None:
         evidence.note("inputs", ok=True, text="no worker was ever ready: there is no manifest")
         return
     digest = manifest.digest() if manifest is not None else None
-    settled = history.manifest.manifest_digest if history.manifest is not None else None
-    if digest != settled or manifest is None:
+    journal_digest = history.manifest.manifest_digest if history.manifest is not None else None
+    if digest != journal_digest or manifest is None:
         text = "manifest.json differs from the journal's digest"
         evidence.note("inputs", ok=False, text=text)
         return
@@ -323,7 +324,7 @@ def _check_states(
     if not intact and evidence.history.commits:
         text = f"expected an intact checkpoint in {str(root)!r}, found none"
         evidence.note("checkpoints", ok=False, text=f"{text}; restore one from a copy")
-    _check_own_states(evidence, manifest)
+    _check_replica_states(evidence, manifest)
     proof = StateProof(evidence.directory, evidence.run, manifest, evidence.history, progress)
     proof.replay(intact)
     for fault in proof.faults:
@@ -331,16 +332,16 @@ def _check_states(
     total = len(evidence.history.commits)
     text = f"{proof.steps} of {total} steps replayed from the log, every digest compared"
     if proof.steps < total:
-        text += "; the gradients of the others are not kept"
+        text += "; the gradients of the other steps are not kept"
     evidence.note("digests", ok=not proof.faults, text=text)
     if request is not None:
-        recomputed = Recomputed(evidence.directory, evidence.run, manifest, intact, proof)
+        recomputed = RecomputeCheck(evidence.directory, evidence.run, manifest, intact, proof)
         _check_recomputed(evidence, recomputed, request)
     return proof
 
 
 def _check_recomputed(
-    evidence: _Evidence, recomputed: Recomputed, request: RecomputeRequest
+    evidence: _Evidence, recomputed: RecomputeCheck, request: RecomputeRequest
 ) -> None:
     """Check that recomputed steps equal the committed ones."""
     recomputed.compare(request)
@@ -354,11 +355,11 @@ def _check_recomputed(
     text = f"{len(steps)} of {total} steps recomputed on this CPU, every bit compared: "
     text += ", ".join(map(str, steps)) or "none"
     if len(steps) < request.steps and len(candidates) < total:
-        text += "; the states before the others are not kept (checkpoint.keep_log=true keeps all)"
+        text += "; the states before other steps are not kept (checkpoint.keep_log=true keeps all)"
     evidence.note("recomputed", ok=bool(steps) and not recomputed.faults, text=text)
 
 
-def _check_own_states(evidence: _Evidence, manifest: Manifest) -> None:
+def _check_replica_states(evidence: _Evidence, manifest: Manifest) -> None:
     """Check the per-replica state of each round against the digest in its commit."""
     directory, spec = evidence.directory, evidence.run.spec
     lengths, commits = replica_state_sizes(spec, manifest), evidence.history.commits
@@ -390,15 +391,15 @@ def _check_own_states(evidence: _Evidence, manifest: Manifest) -> None:
 def _check_checkpoint(evidence: _Evidence, checkpoint: Checkpoint) -> None:
     """Check a checkpoint's state and metrics against the journal."""
     history, info = evidence.history, checkpoint.info
-    journal_digest, step = history.checkpoints.get(info.step), info.step
+    journal_record, step = history.checkpoints.get(info.step), info.step
     text, ok = f"step {step}: files intact, state {info.state_digest}", True
     if (
-        journal_digest is None
+        journal_record is None
         and history.end is None
         and step > max(history.checkpoints, default=-1)
     ):
-        text += "; the journal has no line of it yet: the coordinator ended in between"
-    elif journal_digest is None or journal_digest.state_digest != info.state_digest:
+        text += "; the journal has no line for it: the coordinator ended before writing one"
+    elif journal_record is None or journal_record.state_digest != info.state_digest:
         text, ok = (
             f"step {step}: its state {info.state_digest} differs from the journal's",
             False,
@@ -409,11 +410,11 @@ def _check_checkpoint(evidence: _Evidence, checkpoint: Checkpoint) -> None:
     except SamestepError as error:
         evidence.note("checkpoints", ok=False, text=str(error))
         return
-    figures = history.figures.get(step)
-    if metrics is None or (figures is None and history.end is None):
+    evaluation = history.evaluations.get(step)
+    if metrics is None or (evaluation is None and history.end is None):
         return
-    told_figures = {} if figures is None else figures.metrics
-    if metrics.figures != {name: v for name, v in told_figures.items() if v is not None}:
+    journal_values = {} if evaluation is None else evaluation.metrics
+    if metrics.figures != {name: v for name, v in journal_values.items() if v is not None}:
         text = f"step {step}: its metrics {metrics.figures} differ from the journal's"
         evidence.note("checkpoints", ok=False, text=text)
 
@@ -436,18 +437,24 @@ def _check_result(evidence: _Evidence, manifest: Manifest, proof: StateProof) ->
                 name: value for name, value in result.items() if name != "journal_head"
             }
             claims["content of digest"] = (json_digest(result_fields), end.result_digest)
-    for name, (claimed, journal_digest) in claims.items():
-        if claimed != journal_digest:
-            text = f"result.json says {name} {claimed!r:.80}, the journal {journal_digest!r:.80}"
+    for name, (result_value, journal_value) in claims.items():
+        if result_value != journal_value:
+            text = (
+                f"result.json says {name} {result_value!r:.80}, the journal {journal_value!r:.80}"
+            )
             evidence.note("result", ok=False, text=text)
     if proof.replica is not None and proof.reached_end:
         replayed_digest = proof.replica.weights_digest()
-        same = replayed_digest == digest
-        source = "reached by replay" if proof.since else "are those of the last checkpoint"
+        is_same = replayed_digest == digest
+        source = (
+            "reached by replay"
+            if proof.steps_since_checkpoint
+            else "are those of the last checkpoint"
+        )
         text = f"weights {replayed_digest} {source}"
-        if not same:
+        if not is_same:
             text += f", but result.json says {digest}"
-        evidence.note("result", ok=same, text=text)
+        evidence.note("result", ok=is_same, text=text)
     if manifest.capture is None:
         _check_export(evidence, manifest, digest)
     _check_exported_files(evidence, result.get("exported"))
@@ -492,8 +499,8 @@ def _check_export(evidence: _Evidence, manifest: Manifest, digest: object) -> No
         text = f"{str(path)!r} is not the trained model: {error}; {RESULT_REMEDY}"
         evidence.note("result", ok=False, text=text)
         return
-    same = export_digest == digest
+    is_same = export_digest == digest
     text = f"{export.directory}/{export.weights_file} has the digest {export_digest}"
-    if not same:
+    if not is_same:
         text += f", but result.json says {digest}"
-    evidence.note("result", ok=same, text=text)
+    evidence.note("result", ok=is_same, text=text)

@@ -43,32 +43,32 @@ class History:
     """The valid records of a journal: those that no restart has rolled back.
 
     Attributes:
-        run: How the run began.
+        start: How the run began.
         specs: The run specs, as documents, each with the first step that it applies to.
         changes: The changes of the run spec.
         manifest: The run's manifest.
         commits: The valid commits, in order, each with its line.
         plans: The plans, by attempt.
         checkpoints: The newest record of each checkpoint, by step.
-        figures: The newest evaluation of each step.
+        evaluations: The newest evaluation of each step.
         files: The newest digests of the run's small files.
-        resumed: How many times a coordinator has resumed the run.
-        void: How many commits restarts have rolled back.
+        resume_count: How many times a coordinator has resumed the run.
+        rolled_back_commits: How many commits restarts have rolled back.
         end: How the run ended, with its line; None if it has not, or was resumed after that.
-        faults: What is wrong with the order of lines.
+        faults: Contradictions between lines of the journal.
     """
 
-    run: RunStarted | None = None
+    start: RunStarted | None = None
     specs: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     changes: list[SpecChanged] = field(default_factory=list)
     manifest: ManifestSettled | None = None
     commits: list[tuple[int, Committed]] = field(default_factory=list)
     plans: dict[Attempt, list[Planned]] = field(default_factory=dict)
     checkpoints: dict[int, Checkpointed] = field(default_factory=dict)
-    figures: dict[int, Evaluated] = field(default_factory=dict)
+    evaluations: dict[int, Evaluated] = field(default_factory=dict)
     files: FileDigests | None = None
-    resumed: int = 0
-    void: int = 0
+    resume_count: int = 0
+    rolled_back_commits: int = 0
     end: tuple[int, Ended] | None = None
     faults: list[str] = field(default_factory=list)
 
@@ -78,19 +78,19 @@ class History:
         return self.specs[-1][1] if self.specs else None
 
     def commit_of(self, step: int) -> Committed | None:
-        """Return a step's valid commit; None without one."""
+        """Return a step's valid commit, or None."""
         return self.commits[step][1] if step < len(self.commits) else None
 
 
 def read_history(entries: Iterable[Entry]) -> History:
-    """Read the lines of a journal in order."""
+    """Read a journal's lines in order."""
     history = History()
     for entry in entries:
         if not isinstance(entry.record, Ended):
             history.end = None
         match entry.record:
             case RunStarted() as record:
-                history.run = _require_single(history, history.run, record, entry.number)
+                history.start = _require_single(history, history.start, record, entry.number)
                 history.specs = history.specs or [(0, record.spec)]
             case ManifestSettled() as record:
                 history.manifest = _require_single(history, history.manifest, record, entry.number)
@@ -106,7 +106,7 @@ def read_history(entries: Iterable[Entry]) -> History:
             case Checkpointed() as record:
                 history.checkpoints[record.step] = record
             case Evaluated() as record:
-                history.figures[record.step] = record
+                history.evaluations[record.step] = record
             case FileDigests() as record:
                 history.files = record
             case Ended() as record:
@@ -116,20 +116,21 @@ def read_history(entries: Iterable[Entry]) -> History:
 
 def _require_single(history: History, earlier: T | None, record: T, number: int) -> T:
     if earlier is not None and earlier != record:
-        history.faults.append(f"line {number}: another {type(record).__name__} than before")
+        name = type(record).__name__
+        history.faults.append(f"line {number}: a second {name}, which differs from the first")
     return earlier or record
 
 
 def _resume(history: History, record: Resumed, number: int) -> None:
-    history.resumed += 1
+    history.resume_count += 1
     if record.step > len(history.commits):
         history.faults.append(
-            f"line {number}: resumed after {record.step} steps, but the lines before have "
-            f"{len(history.commits)} commits"
+            f"line {number}: resumed after {record.step} steps, but the preceding lines "
+            f"contain {len(history.commits)} commits"
         )
-    history.void += len(history.commits[record.step :])
+    history.rolled_back_commits += len(history.commits[record.step :])
     del history.commits[record.step :]
-    for records in (history.checkpoints, history.figures):
+    for records in (history.checkpoints, history.evaluations):
         for step in [step for step in records if step > record.step]:
             del records[step]
 
@@ -141,13 +142,15 @@ def _resume(history: History, record: Resumed, number: int) -> None:
 
 def _change_spec(history: History, record: SpecChanged, number: int) -> None:
     if history.spec is None or json_digest(history.spec) != record.before:
-        history.faults.append(f"line {number}: the run spec before this change is another one")
+        history.faults.append(
+            f"line {number}: the run spec before this change does not match the journal"
+        )
     if json_digest(record.spec) != record.spec_digest:
         history.faults.append(f"line {number}: the changed run spec does not match its digest")
     if record.step != len(history.commits):
         history.faults.append(
-            f"line {number}: the run spec changed after {record.step} steps, but the lines before "
-            f"have {len(history.commits)} commits"
+            f"line {number}: the run spec changed after {record.step} steps, but the preceding "
+            f"lines contain {len(history.commits)} commits"
         )
     earlier_entries = [entry for entry in history.specs if entry[0] < record.step]
     history.specs = [*earlier_entries, (record.step, record.spec)]
@@ -162,5 +165,5 @@ def _commit(history: History, record: Committed, number: int) -> None:
         )
         return
     if history.commits and record.term < history.commits[-1][1].term:
-        history.faults.append(f"line {number}: a commit of an older term than the one before")
+        history.faults.append(f"line {number}: a commit of an older term than the previous commit")
     history.commits.append((number, record))

@@ -1,7 +1,8 @@
 """Recompute a few steps of a run from the state before them, and compare them bit for bit.
 
 Digests prove that the files are consistent; only recomputing proves that a gradient is that of the
-model on its samples. The function that computes is an argument: this chapter knows no model.
+model on its samples. The function that recomputes is an argument: this package does not depend on
+models.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ class Recompute(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RecomputeRequest:
-    """How many random steps to recompute, and how."""
+    """How many random steps to recompute, and the function that does it."""
 
     steps: int
     compute: Recompute
 
 
-class Recomputed:
+class RecomputeCheck:
     """The comparison of recomputed steps.
 
-    A step can be recomputed if the state before it is available: at a checkpoint, or by the
-    gradients in the log after one.
+    A step can be recomputed if the state before it is available: from a checkpoint, or from a
+    checkpoint and the logged gradients that follow it.
 
     Attributes:
         steps: The recomputed steps.
@@ -74,8 +75,11 @@ class Recomputed:
         self.faults: list[str] = []
         self._directory, self._run, self._manifest = directory, run, manifest
         self._checkpoints, self._history = checkpoints, proof.history
-        starts = (checkpoint.info.step for checkpoint in checkpoints)
-        commits = ((step, self._history.commit_of(step)) for step in {*proof.repeated, *starts})
+        checkpoint_steps = (checkpoint.info.step for checkpoint in checkpoints)
+        commits = (
+            (step, self._history.commit_of(step))
+            for step in {*proof.replayed_steps, *checkpoint_steps}
+        )
         self.candidates = sorted(
             step for step, commit in commits if commit is not None and not commit.skipped
         )
@@ -83,7 +87,7 @@ class Recomputed:
     def compare(self, request: RecomputeRequest) -> None:
         """Draw steps, recompute them and compare.
 
-        Nobody can know beforehand which: that deters forging steps.
+        Nobody can predict which steps are drawn, which deters forgery.
 
         Raises:
             SamestepError: A step cannot be recomputed on this machine.
@@ -104,41 +108,44 @@ class Recomputed:
             assert commit is not None
             recomputed = compute(step, commit.loss_scale or 1.0, replica.parameters)
             logged_step = next(
-                (candidate for candidate in index.following(step) if candidate.step == step), None
+                (candidate for candidate in index.steps_from(step) if candidate.step == step), None
             )
             logged_averages = (
                 None if logged_step is None else read_averages(logged_step, self._manifest.blocks)
             )
             self.faults += [
-                f"step {step}: recomputed, {difference}"
-                for difference in self._differing(commit, logged_averages, recomputed)
+                f"step {step}: {difference}"
+                for difference in self._differences(commit, logged_averages, recomputed)
             ]
 
     def _state_before(self, step: int, replica: Replica | None, index: LogIndex) -> Replica:
         """Return the state before a step, continuing from `replica` if no checkpoint is nearer."""
-        until = [each for each in self._checkpoints if each.info.step <= step]
-        checkpoint = max(until, key=lambda each: each.info.step)
+        earlier_checkpoints = [c for c in self._checkpoints if c.info.step <= step]
+        checkpoint = max(earlier_checkpoints, key=lambda c: c.info.step)
         if replica is None or replica.step < checkpoint.info.step:
             replica = load_replica(checkpoint, self._manifest, self._run.spec.update)
-        for logged_step in index.following(replica.step):
+        for logged_step in index.steps_from(replica.step):
             if logged_step.step == step:
                 break
             apply_logged_step(
                 replica, logged_step.record, read_averages(logged_step, self._manifest.blocks)
             )
-        assert replica.step == step, "the proof repeated all steps before"
+        assert replica.step == step, "the proof replayed all steps before this one"
         return replica
 
-    def _differing(
+    def _differences(
         self, commit: Committed, logged_averages: Sequence[Array] | None, recomputed: RecomputedStep
     ) -> Iterator[str]:
         blocks = self._manifest.blocks
         if recomputed.loss != commit.loss:
-            yield f"its loss is {recomputed.loss}, in the journal {commit.loss}"
+            yield f"the recomputed loss is {recomputed.loss}, the journal's is {commit.loss}"
         pairs = zip(blocks, recomputed.averages, strict=True)
         digest = averages_digest(block_digest(block, values) for block, values in pairs)
         if digest != commit.averages_digest:
-            yield f"its gradients have digest {digest}, in the journal {commit.averages_digest}"
+            yield (
+                f"the recomputed gradients have digest {digest}, the journal's have "
+                f"{commit.averages_digest}"
+            )
         if logged_averages is not None:
             yield from _differing_elements(blocks, logged_averages, recomputed.averages)
 
@@ -149,15 +156,16 @@ def _differing_elements(
     for block, logged_average, recomputed_average in zip(
         blocks, logged_averages, recomputed, strict=True
     ):
-        bits, others = logged_average.view(np.uint32), recomputed_average.view(np.uint32)
-        positions = np.flatnonzero(bits != others)
+        logged_bits = logged_average.view(np.uint32)
+        recomputed_bits = recomputed_average.view(np.uint32)
+        positions = np.flatnonzero(logged_bits != recomputed_bits)
         if not positions.size:
             continue
         first = int(positions[0])
         tensor, part = next((t, p) for t, p in block.slices() if p.start <= first < p.stop)
         yield (
-            f"block {block.name!r}, tensor {tensor.name!r}, element {first - part.start} is "
-            f"{recomputed_average[first]} (0x{others[first]:08x}), in the log "
-            f"{logged_average[first]} (0x{bits[first]:08x}); of {logged_average.size} elements "
-            f"{positions.size} differ"
+            f"block {block.name!r}, tensor {tensor.name!r}, element {first - part.start}: "
+            f"recomputed {recomputed_average[first]} (0x{recomputed_bits[first]:08x}), logged "
+            f"{logged_average[first]} (0x{logged_bits[first]:08x}); {positions.size} of "
+            f"{logged_average.size} elements differ"
         )

@@ -142,9 +142,9 @@ def _epochs(history: History) -> list[tuple[str, object]]:
 
 def _unit(history: History) -> list[tuple[str, object]]:
     """The row that says what gradients depend on; tensors that forward changes are in a note."""
-    if history.run is None:
+    if history.start is None:
         return []
-    batch = BatchSpec.model_validate(history.run.spec["batch"])
+    batch = BatchSpec.model_validate(history.start.spec["batch"])
     return [("unit", unit_text(batch, None))]
 
 
@@ -159,7 +159,7 @@ def _summary(verified: Verified, history: History) -> str:
         *_unit(history),
         ("skipped steps", sum(commit.skipped for _, commit in history.commits)),
         ("last loss", f"{losses[-1]:.6g}" if losses else "-"),
-        ("resumed", history.resumed),
+        ("resumed", history.resume_count),
         ("from", _moment(entries[0]) if entries else "-"),
         ("to", _moment(entries[-1]) if entries else "-"),
         ("lines in the journal", len(entries)),
@@ -237,7 +237,7 @@ def _workers_over_time(entries: Sequence[Entry]) -> list[tuple[float, float]]:
 
 def _evaluations(history: History) -> str:
     """Show the metrics of steps that no rollback has voided."""
-    figures = [history.figures[step] for step in sorted(history.figures)]
+    figures = [history.evaluations[step] for step in sorted(history.evaluations)]
     if not any(evaluation.metrics for evaluation in figures):
         return ""
     metric_names = dict.fromkeys(name for evaluation in figures for name in evaluation.metrics)
@@ -353,10 +353,10 @@ def _inputs(history: History) -> str:
         rows.append(("manifest", history.manifest.manifest_digest))
         rows.append(("training samples", history.manifest.train_samples))
         rows += sorted(history.manifest.notes.items())
-    if history.run is not None:
-        rows.append(("run spec", history.run.spec_digest))
-        rows += sorted(history.run.versions.items())
-        rows += [(f"spec: {key}", value) for key, value in _flat(used_sections(history.run.spec))]
+    if history.start is not None:
+        rows.append(("run spec", history.start.spec_digest))
+        rows += sorted(history.start.versions.items())
+        rows += [(f"spec: {key}", value) for key, value in _flat(used_sections(history.start.spec))]
     for change in history.changes:
         rows += [
             (f"changed after {change.step} steps", change_text) for change_text in change.changes

@@ -1,4 +1,4 @@
-"""Repeat every step whose gradients are in the log, and compare its digests with the journal."""
+"""Replay every step whose gradients are in the log, and compare the digests with the journal."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ Progress = Callable[[int, int], None]
 
 
 class StateProof:
-    """The repeated steps, from the oldest checkpoint on.
+    """Replays the logged steps, from the oldest checkpoint on.
 
     Attributes:
         faults: The differences, step by step.
-        repeated: The steps that were repeated.
+        replayed_steps: The steps that were replayed.
         history: The content of the journal.
-        since: How many of them follow the checkpoint that the last state stems from.
+        steps_since_checkpoint: How many steps were replayed on top of the checkpoint from which the
+            last state was computed.
         replica: The last state; None without an intact checkpoint.
     """
 
@@ -44,8 +45,8 @@ class StateProof:
         history: History,
         progress: Progress,
     ) -> None:
-        self.since = 0
-        self.repeated: set[int] = set()
+        self.steps_since_checkpoint = 0
+        self.replayed_steps: set[int] = set()
         self.faults: list[str] = []
         self.replica: Replica | None = None
         self._log = directory.log
@@ -53,28 +54,28 @@ class StateProof:
         self._manifest = manifest
         self.history = history
         self._progress = progress
-        figures = {step: record.figures for step, record in history.figures.items()}
+        figures = {step: record.figures for step, record in history.evaluations.items()}
         self._specs = [
-            (since, spec, Plateau(spec.update, figures))
-            for since, document in history.specs
+            (first_step, spec, Plateau(spec.update, figures))
+            for first_step, document in history.specs
             for spec in [parse_run_spec_bytes(json.dumps(document).encode())]
         ]
 
     @property
     def steps(self) -> int:
-        """How many steps were repeated."""
-        return len(self.repeated)
+        """How many steps were replayed."""
+        return len(self.replayed_steps)
 
     @property
     def reached_end(self) -> bool:
-        """Whether the last state is that after the newest commit."""
+        """Whether the last state is the one after the newest commit."""
         return self.replica is not None and self.replica.step == len(self.history.commits)
 
     def replay(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Repeat every step; after a gap in the log, continue from the next checkpoint.
+        """Replay every step; after a gap in the log, continue from the next checkpoint.
 
         Args:
-            checkpoints: The intact ones, by step.
+            checkpoints: The intact checkpoints, in the order of their steps.
         """
         try:
             scan = scan_log(self._log, self._run.run_id, self._manifest)
@@ -86,29 +87,30 @@ class StateProof:
                 self.faults += [f"{cut}; restore it from a copy" for cut in scan.cuts]
             for number, checkpoint in enumerate(checkpoints, 1):
                 later_checkpoints = checkpoints[number:]
-                until = min(
+                end = min(
                     [c.info.step for c in later_checkpoints], default=len(self.history.commits)
                 )
-                self._from(checkpoint, index, min(until, len(self.history.commits)))
+                self._replay_from(checkpoint, index, min(end, len(self.history.commits)))
             self._compare_end()
             if checkpoints:
                 self._find_gap(index, newest_checkpoint)
-            self._read_others(index)
+            self._check_remaining(index)
         except SamestepError as error:
             self.faults.append(str(error))
 
-    def _from(self, checkpoint: Checkpoint, index: LogIndex, until: int) -> None:
-        """Continue from the replica if it has reached the checkpoint, else from the checkpoint."""
+    def _replay_from(self, checkpoint: Checkpoint, index: LogIndex, end: int) -> None:
+        """Replay steps below `end` from the replica if it has reached the checkpoint, else from the
+        checkpoint."""
         info = checkpoint.info
         if self.replica is None or self.replica.step < info.step:
             self.replica = load_replica(checkpoint, self._manifest, self._run.spec.update)
-            self.since = 0
+            self.steps_since_checkpoint = 0
         elif not self.replica.has_state(info.state_digest):
             self.faults.append(
                 f"replaying the steps does not lead to the checkpoint of step {info.step}"
             )
-        for logged_step in index.following(self.replica.step):
-            if logged_step.step >= until:
+        for logged_step in index.steps_from(self.replica.step):
+            if logged_step.step >= end:
                 break
             averages = read_averages(logged_step, self._manifest.blocks)
             if averages is None and logged_step.record.commit.scalars is not None:
@@ -119,16 +121,17 @@ class StateProof:
             ]
             self.faults += [f"step {logged_step.step}: {difference}" for difference in differences]
             apply_logged_step(self.replica, logged_step.record, averages)
-            self.repeated.add(logged_step.step)
-            self.since += 1
+            self.replayed_steps.add(logged_step.step)
+            self.steps_since_checkpoint += 1
             self._progress(logged_step.step + 1, len(self.history.commits))
 
     def _compare_log_and_journal(self, replica: Replica, logged_step: LoggedStep) -> Iterator[str]:
         record, commit = logged_step.record, logged_step.record.commit
         journal_commit = self.history.commit_of(logged_step.step)
         assert journal_commit is not None
-        older = journal_commit.rate is None  # or a skipped step
-        rate = None if older or commit.scalars is None else commit.scalars.learning_rate
+        # None in a skipped step, and in the journal of an older release.
+        has_no_rate = journal_commit.rate is None
+        rate = None if has_no_rate or commit.scalars is None else commit.scalars.learning_rate
         for name, logged_value, recorded_value in (
             ("term", commit.term, journal_commit.term),
             ("attempt", commit.attempt, journal_commit.attempt),
@@ -143,7 +146,7 @@ class StateProof:
         ):
             if logged_value != recorded_value:
                 yield f"the log has {name} {logged_value}, the journal {recorded_value}"
-        figures = self.history.figures.get(logged_step.step)
+        figures = self.history.evaluations.get(logged_step.step)
         for name, digest in (
             ("log says", record.state_before),
             ("journal says", journal_commit.state_before),
@@ -151,8 +154,8 @@ class StateProof:
         ):
             if digest is not None and not replica.has_state(digest):
                 yield (
-                    f"the {name} that the state before had digest {digest}, replaying the steps "
-                    f"gives {replica.state_digest()}"
+                    f"the {name} that the state before this step had digest {digest}; replaying "
+                    f"the steps gives {replica.state_digest()}"
                 )
 
     def _compare_gradients_and_commit(
@@ -166,7 +169,7 @@ class StateProof:
         )
         blocks = list(zip(self._manifest.blocks, averages, strict=True))
         if averages_digest(block_digest(*block) for block in blocks) != commit.averages_digest:
-            yield "the digest of the averaged gradients differs from the commit's"
+            yield "the digest of the averaged gradients differs from that in the commit"
         norms = ClippedGroups(spec.update).norms_of(self._manifest.blocks, averages)
         updates = logged_step.record.optimizer_step
         if logged_step.record.norm not in {None, norms.whole}:
@@ -181,22 +184,23 @@ class StateProof:
             yield "the scalars of the update do not follow from run spec and gradients"
 
     def _compare_lengths(self, index: LogIndex, newest_checkpoint: int) -> None:
-        """Check that log and checkpoints reach as far as the journal, which is written last."""
-        journal_steps, last = len(self.history.commits), -1 if index.last is None else index.last
-        present = max(newest_checkpoint, last + 1)
-        if journal_steps > present + 1:  # the newest step's records may be a torn tail
+        """Check that log and checkpoints have all steps of the journal, which is written last."""
+        journal_steps = len(self.history.commits)
+        logged_steps = 0 if index.last is None else index.last + 1
+        stored_steps = max(newest_checkpoint, logged_steps)
+        if journal_steps > stored_steps + 1:  # the newest step's records may be a torn tail
             self.faults.append(
                 f"the journal has {journal_steps} steps, {str(self._log)!r} and the checkpoints "
-                f"have {present}; restore the log from a copy"
+                f"have {stored_steps}; restore the log from a copy"
             )
-        extra = sum(1 for _ in index.following(journal_steps))
+        extra = sum(1 for _ in index.steps_from(journal_steps))
         if extra > 1:
-            # One may be missing: a crash between the log's sync and the journal's.
+            # The journal may lack one commit: after a crash between the log's sync and its own.
             self.faults.append(f"the log has {extra} commits that the journal lacks")
 
     def _find_gap(self, index: LogIndex, newest_checkpoint: int) -> None:
         """Check that the newest checkpoint leads to the log's last step."""
-        last_step = newest_checkpoint + sum(1 for _ in index.following(newest_checkpoint))
+        last_step = newest_checkpoint + sum(1 for _ in index.steps_from(newest_checkpoint))
         if index.last is not None and index.last >= last_step:
             self.faults.append(
                 f"the log has steps up to {index.last}, but no checkpoint before them: the newest, "
@@ -204,21 +208,22 @@ class StateProof:
                 "from a copy"
             )
 
-    def _read_others(self, index: LogIndex) -> None:
-        """Check the digests of gradients that follow no checkpoint."""
-        for step in (s for steps in index.ranges() for s in steps if s not in self.repeated):
-            read_averages(next(index.following(step)), self._manifest.blocks)
+    def _check_remaining(self, index: LogIndex) -> None:
+        """Check the hashes of logged gradients that were not replayed."""
+        for step in (s for steps in index.ranges() for s in steps if s not in self.replayed_steps):
+            read_averages(next(index.steps_from(step)), self._manifest.blocks)
 
     def _compare_end(self) -> None:
         end = self.history.end
         if self.replica is None or end is None or not self.reached_end:
             return
-        figures = self.history.figures.get(self.replica.step)
+        figures = self.history.evaluations.get(self.replica.step)
         for description, recorded_digest in (
             ("the run ended with", end[1].state_digest),
             ("the last metrics are of", figures.state_digest if figures else None),
         ):
             if recorded_digest is not None and not self.replica.has_state(recorded_digest):
                 self.faults.append(
-                    f"{description} state {recorded_digest}, replaying the steps gives another"
+                    f"{description} state {recorded_digest}; replaying the steps gives "
+                    f"{self.replica.state_digest()}"
                 )

@@ -22,7 +22,7 @@ from coordinator.disk.durable_file import (
     TEMPORARY_SUFFIX,
     make_below,
     replace_file,
-    storing,
+    storage_errors,
     sync_directory,
 )
 from protocol.base import limits
@@ -130,7 +130,7 @@ class CapturedFiles:
         if self._spool is None or self._spool[0] != number:
             self.close()
             path = self._spool_directory / f"{number:05}{_ROWS}"
-            with storing("make", self._spool_directory):
+            with storage_errors("make", self._spool_directory):
                 make_below(self._run_directory, self._spool_directory)
             first = number * self._steps
             committed_steps = min(self._committed, first + self._steps)
@@ -145,13 +145,13 @@ class CapturedFiles:
                 self._write(path, self._spool_of(number))
             if rows.exists():
                 self.close()
-                with storing("remove", rows):
+                with storage_errors("remove", rows):
                     rows.unlink()
                     sync_directory(rows.parent)
 
     def _write(self, path: Path, spool: Spool) -> None:
         """Write one file of logits, durable before it gets its name."""
-        with storing("write", path):
+        with storage_errors("write", path):
             make_below(self._run_directory, path.parent)
             temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
             write_logits(temporary, self._facts, self._groups(spool))
@@ -181,7 +181,7 @@ class CapturedFiles:
     def _describe_file(self, number: int) -> CapturedFile | None:
         """Describe a file; None if it has no rows because all its steps were skipped."""
         path = self._path(number)
-        with storing("read", path), open_plain(path) as file:
+        with storage_errors("read", path), open_plain(path) as file:
             size, digest = open_file_digest(file)
         logits = LogitsFile(path)
         if logits.facts != self._facts:

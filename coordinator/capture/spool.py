@@ -24,7 +24,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from coordinator.disk.append_file import AppendFile
-from coordinator.disk.durable_file import storing, sync_directory
+from coordinator.disk.durable_file import storage_errors, sync_directory
 from protocol.base.errors import StorageDamaged
 
 Bytes = NDArray[np.uint8]
@@ -63,7 +63,7 @@ class Spool:
 
     def __init__(self, path: Path, first: int, committed: int) -> None:
         self.path = path
-        with storing("open", path):
+        with storage_errors("open", path):
             if not path.exists():
                 path.touch()
                 sync_directory(path.parent)
@@ -76,7 +76,7 @@ class Spool:
                 "copy, or capture again"
             )
             raise StorageDamaged(str(path), "", reason)
-        with storing("open", path):
+        with storage_errors("open", path):
             self._file = self._truncate(self._frames[-1].end if self._frames else 0)
 
     def append(self, step: int, content: Sequence[Bytes]) -> None:
@@ -85,7 +85,7 @@ class Spool:
         Raises:
             StorageFailed: A write failed.
         """
-        with storing("keep logits in", self.path):
+        with storage_errors("keep logits in", self.path):
             while self._frames and self._frames[-1].step >= step:
                 self._file.close()
                 self._file = self._truncate(self._frames.pop().offset)
@@ -106,7 +106,7 @@ class Spool:
         """
         if not self._frames:
             return
-        with storing("read", self.path):
+        with storage_errors("read", self.path):
             mapped = np.memmap(self.path, np.uint8, "r")
         for frame in self._frames:
             content = mapped[frame.content]
@@ -132,7 +132,7 @@ def kept_steps(path: Path) -> list[int]:
     Raises:
         StorageFailed: The spool cannot be read.
     """
-    with storing("read", path):
+    with storage_errors("read", path):
         return [frame.step for frame in _scan(path)] if path.exists() else []
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from coordinator.disk.durable_file import is_same_file, storing, write_all
+from coordinator.disk.durable_file import is_same_file, storage_errors, write_all
 from protocol.base import limits
 from protocol.base.errors import StorageFailed
 
@@ -52,7 +52,7 @@ class AppendFile:
             StorageFailed: A read or write failed; the use can be repeated.
         """
         try:
-            with storing(doing, self.path):
+            with storage_errors(doing, self.path):
                 if self.broken:
                     self._repair()
                 yield

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from coordinator.disk.durable_file import NewFile, make_below, replace_file, storing
+from coordinator.disk.durable_file import NewFile, make_below, replace_file, storage_errors
 from coordinator.disk.safetensors_file import safetensors_pieces
 from protocol.base.errors import DataError
 from protocol.exact.reduction.average import Array
@@ -54,7 +54,7 @@ def begin_model(
     """
     export = manifest.export
     target = directory / export.directory
-    with storing("make", target):
+    with storage_errors("make", target):
         make_below(directory, target)
     tensors = {export.names.get(name, name): values for name, values in tensors_by_name.items()}
     contents: dict[str, bytes | Iterator[memoryview]] = {
@@ -66,7 +66,7 @@ def begin_model(
     files = {}
     for name, content in contents.items():
         if "/" in name:
-            with storing("make", (target / name).parent):
+            with storage_errors("make", (target / name).parent):
                 make_below(directory, (target / name).parent)
         file = files[f"{export.directory}/{name}"] = stack.enter_context(NewFile(target / name))
         file.write(content)

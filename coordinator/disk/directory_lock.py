@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from coordinator.disk.durable_file import is_same_file, make_directory, replace_file, storing
+from coordinator.disk.durable_file import is_same_file, make_directory, replace_file, storage_errors
 from coordinator.disk.older_names import OLDER_TERM, OLDER_TERM_FILE
 from protocol.base.errors import (
     SamestepError,
@@ -192,7 +192,7 @@ def stored_term(directory: Path) -> int:
 
 
 def _term_in(file: Path, key: str = "term") -> int:
-    with storing("read", file):
+    with storage_errors("read", file):
         content = read_regular(file) if file.exists() else None
     if content is None:
         return 0

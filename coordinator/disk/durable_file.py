@@ -44,7 +44,7 @@ _REMEDIES: Final = {
 
 
 @contextmanager
-def storing(doing: str, path: Path) -> Iterator[None]:
+def storage_errors(doing: str, path: Path) -> Iterator[None]:
     """Turn every OSError inside into a StorageFailed that names file and remedy.
 
     A name that is too long for any disk is a UsageError.
@@ -68,7 +68,7 @@ def read_if_there(path: Path) -> bytes | None:
     Raises:
         StorageFailed: The file cannot be read.
     """
-    with storing("read", path):
+    with storage_errors("read", path):
         return read_regular(path) if path.exists() else None
 
 
@@ -192,7 +192,7 @@ def write_output(path: Path, content: bytes) -> bool:
     Raises:
         StorageFailed: A write failed.
     """
-    with storing("write", path):
+    with storage_errors("write", path):
         descriptor = _own_descriptor(path)
         if descriptor is not None:
             write_all(descriptor, [memoryview(content)])
@@ -236,7 +236,7 @@ class NewFile:
         self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
         self._digest = blake3(max_threads=blake3.AUTO)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        with storing("write", path):
+        with storage_errors("write", path):
             self._fd = os.open(self._temporary, flags, 0o666)
 
     def __enter__(self) -> Self:
@@ -254,7 +254,7 @@ class NewFile:
         Raises:
             StorageFailed: A write failed.
         """
-        with storing("write", self.path):
+        with storage_errors("write", self.path):
             for piece in [memoryview(content)] if isinstance(content, bytes) else content:
                 write_all(self._fd, [piece])
                 self._digest.update(piece)
@@ -268,7 +268,7 @@ class NewFile:
         Raises:
             StorageFailed: A write failed; the old content is untouched.
         """
-        with storing("write", self.path):
+        with storage_errors("write", self.path):
             os.fsync(self._fd)
             self._temporary.replace(self.path)
             sync_directory(self.path.parent)
@@ -283,7 +283,7 @@ def remove_temporaries(directory: Path) -> None:
     """
     if not directory.is_dir():
         return
-    with storing("clear", directory):
+    with storage_errors("clear", directory):
         for path in directory.glob("*" + TEMPORARY_SUFFIX):
             if path.is_dir():
                 shutil.rmtree(path)

@@ -23,7 +23,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.disk.durable_file import open_to_read, storing
+from coordinator.disk.durable_file import open_to_read, storage_errors
 from protocol.base.errors import StorageDamaged
 from protocol.base.regular_file import parse_json
 
@@ -78,10 +78,10 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with storing("read", path):
+        with storage_errors("read", path):
             self._fd = open_to_read(path)
         try:
-            with storing("read", path):
+            with storage_errors("read", path):
                 header, self._start = self._read_header()
             self._begins, self.shapes = self._checked(header)
         except BaseException:
@@ -102,7 +102,7 @@ class SafetensorsFile:
             StorageFailed: The file cannot be read.
         """
         raw, at = out.view(np.uint8).data, self._start + self._begins[name] + start * 4
-        with storing("read", self._path):
+        with storage_errors("read", self._path):
             while raw:
                 count = os.preadv(self._fd, [raw[:_PIECE_BYTES]], at)
                 if not count:

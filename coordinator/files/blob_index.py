@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from coordinator.disk.durable_file import replace_file, storing
+from coordinator.disk.durable_file import replace_file, storage_errors
 from coordinator.files.permitted_files import PermittedFiles
 from protocol.base.errors import DataError, MessageError, StorageDamaged
 from protocol.base.regular_file import parse_json, read_regular
@@ -160,7 +160,7 @@ def read_or_build_index(
         StorageFailed: A read or write failed.
         DataError: A file that the run spec names is missing.
     """
-    with storing("read", path):
+    with storage_errors("read", path):
         content = read_regular(path) if path.exists() else None
     if content is None:
         index = index_blobs(spec, permitted_files)

@@ -308,14 +308,14 @@ def _waiting_in_step(run: Run, progress: Progress) -> Waiting:
     if owing_names and round_ is not None:
         payload_kind = "gradients" if run.spec.replicas is None else "differences"
         computing = set(owing_names) & set(round_.computing())
-        lacking = ", ".join(sorted(round_.peers.lacking()))
+        lacking = ", ".join(sorted(round_.peers.owners_lacking_sums()))
         if computing or not lacking:
             return _workers(
                 owing_names, f"{payload_kind} of {{}}", "compute" if computing else "up"
             )
         return _workers(owing_names, f"gradients of {{}} to reach {lacking}", "up")
-    if round_ is not None and round_.peers.owners:
-        return _workers(sorted(round_.peers.owners), "averages of {}", "reduce")
+    if round_ is not None and round_.peers.outstanding_owners:
+        return _workers(sorted(round_.peers.outstanding_owners), "averages of {}", "reduce")
     if round_ is not None and round_.summarizes:
         return Waiting("the coordinator to take the norm of the gradients", (), "reduce")
     if not progress.agreement.reached or (round_ is None and progress.agreement.catching_up):

@@ -505,7 +505,7 @@ class Progress:
         step_id, view = self.step_id(), self._members.view
         if is_member:
             return [Send(worker, Assign(**step_id, view=view, subtrees=subtrees))]
-        number = round_.peers.number
+        number = round_.peers.table_number
         plan = StepPlan(
             **step_id, view=view, subtrees=subtrees, microbatches=round_.microbatches,
             uploads=round_.uploads(worker), owners=number, loss_scale=self.loss_scale,
@@ -733,7 +733,7 @@ class Progress:
         commit = record.commit
         digests = self._average_digests(round_, commit)
         if commit.scalars is not None and self.attempt < self._attempts_per_try:
-            sharded = round_.peers.number > 0
+            sharded = round_.peers.table_number > 0
             self.mesh.took(self._now_ms - self._began_ms, sharded=sharded)
         apply = ApplyStep(self.step, round_.averages, commit.scalars)
         self.optimizer_step = record.optimizer_step
@@ -751,7 +751,7 @@ class Progress:
 
     def _average_digests(self, round_: Round, commit: Commit) -> list[Send]:
         """Send the digests of all averages to workers that receive averages from other workers."""
-        if not round_.peers.number or commit.scalars is None:
+        if not round_.peers.table_number or commit.scalars is None:
             return []
         body = round_.peers.digests()
         message = AverageDigests(term=commit.term, step=commit.step, attempt=commit.attempt)

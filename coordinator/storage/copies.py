@@ -34,7 +34,7 @@ from coordinator.disk.durable_file import (
     read_if_there,
     remove_temporaries,
     replace_file,
-    storing,
+    storage_errors,
     sync_directory,
 )
 from coordinator.run.outputs.events import Committed
@@ -194,7 +194,7 @@ def copy_checkpoint(directory: RunDirectory, step: int, to: str, keep: int) -> b
     run = directory.read_run()
     assert run is not None
     target = _directory(to) / run.run_id / _copy_name(step)
-    with storing("copy a checkpoint to", target):
+    with storage_errors("copy a checkpoint to", target):
         make_directory(target.parent)
     remove_temporaries(target.parent)
     copies = [_describe(copy) for copy in _copies(target.parent)]
@@ -216,13 +216,13 @@ def _make(directory: RunDirectory, step: int, target: Path) -> tuple[Entry, ...]
     temporary = target.with_name(target.name + TEMPORARY_SUFFIX)
     source = checkpoint_path(directory.checkpoints, step)
     try:
-        with storing("copy a checkpoint to", target):
+        with storage_errors("copy a checkpoint to", target):
             temporary.mkdir()
         _copy_small_files(directory, temporary)
         _copy_tree(source, checkpoint_path(RunDirectory(temporary).checkpoints, step))
         entries = _verify(RunDirectory(temporary)).entries
         remove_checkpoint(target)
-        with storing("copy a checkpoint to", target):
+        with storage_errors("copy a checkpoint to", target):
             temporary.replace(target)
             sync_directory(target.parent)
     except SamestepError:
@@ -324,7 +324,7 @@ def restore_copy(source: Path, to: Path) -> RestoredCopy:
     copy = RunDirectory(_newest_copy(source))
     verified = _verify(copy)
     summary = _summary(copy.path, verified)
-    with storing("restore a run to", to):
+    with storage_errors("restore a run to", to):
         make_directory(to)
     _copy_tree(copy.checkpoints, RunDirectory(to).checkpoints)
     names = [path.name for path in (*copy.small_files, copy.journal) if path.exists()]
@@ -471,19 +471,19 @@ def _copy_small_files(directory: RunDirectory, to: Path) -> None:
 
 
 def _copy_tree(source: Path, to: Path) -> None:
-    with storing("read", source):
+    with storage_errors("read", source):
         files = sorted(
             path for path in source.rglob("*")
             if path.suffix != TEMPORARY_SUFFIX and path.is_file()
         )  # fmt: skip
     for path in files:
         target = to / path.relative_to(source)
-        with storing("make", target.parent):
+        with storage_errors("make", target.parent):
             make_directory(target.parent)
         replace_file(target, _pieces(path))
 
 
 def _pieces(path: Path) -> Iterator[memoryview]:
-    with storing("read", path), open_regular(path) as file:
+    with storage_errors("read", path), open_regular(path) as file:
         while piece := file.read(limits.BODY_BYTES):
             yield memoryview(piece)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.capture.captured_files import result_bytes
-from coordinator.disk.durable_file import storing
+from coordinator.disk.durable_file import storage_errors
 from coordinator.run.outputs.side_outputs import replica_state_bytes
 from coordinator.storage.states.replica_states import LATEST
 from protocol.base import limits
@@ -94,7 +94,7 @@ def check_disk_space(directory: Path, spec: RunSpec, manifest: Manifest) -> None
     Raises:
         StorageFailed: They do not; says what to set instead, or how much space to free.
     """
-    with storing("look at", directory):
+    with storage_errors("look at", directory):
         free_bytes = shutil.disk_usage(directory).free
     budget = DiskBudget.of(spec, manifest)
     if budget.total_bytes > free_bytes:

@@ -14,7 +14,7 @@ from typing import Final
 from blake3 import blake3
 
 from coordinator.disk.directory_lock import DirectoryLock
-from coordinator.disk.durable_file import storing
+from coordinator.disk.durable_file import storage_errors
 from coordinator.run.outputs.events import ManifestSettled
 from coordinator.storage.directory.journal import first_record, newest_record, newest_term
 from coordinator.storage.directory.journal_records import FileDigests, RunStarted
@@ -57,7 +57,7 @@ def known_term(directory: RunDirectory) -> int:
     Raises:
         StorageFailed: They cannot be read.
     """
-    with storing("read", directory.log):
+    with storage_errors("read", directory.log):
         segments = segment_files(directory.log)
     return max([newest_term(directory.journal), *map(segment_term, segments)])
 
@@ -74,7 +74,7 @@ def present_digests(directory: RunDirectory) -> Digests:
 
 def file_digest(path: Path) -> str | None:
     """Return the BLAKE3 of a small file; None if it is missing."""
-    with storing("read", path):
+    with storage_errors("read", path):
         return blake3(path.read_bytes()).hexdigest() if path.exists() else None
 
 

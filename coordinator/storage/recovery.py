@@ -107,7 +107,7 @@ def recover(directory: RunDirectory) -> Recovery | None:
     checkpoint, skipped = latest_checkpoint(directory.checkpoints, run.run_id, manifest)
     scan = scan_log(directory.log, run.run_id, manifest, repair=True)
     base = checkpoint.info.step if checkpoint is not None else 0
-    logged_steps, redo = _split_steps(list(scan.index.following(base)))
+    logged_steps, redo = _split_steps(list(scan.index.steps_from(base)))
     if checkpoint is None:
         if skipped or scan.index.last is not None:
             raise _no_state(directory, scan.index.last, skipped)

@@ -3,8 +3,8 @@
     set-aside/term-TTTTTT/    the files that the coordinator of that term set aside
 
 Every move leaves a directory that a plain restart can continue: the result goes first, then
-checkpoints and log segments, the newest first. Captured logits and per-replica states go last:
-their steps are committed until the log is cut.
+checkpoints and log segments, from new to old. Captured logits and per-replica states go last: their
+steps are committed until the log is cut.
 
 Everything that a restart would refuse is checked before the first move: a refused rollback changes
 nothing.
@@ -17,10 +17,10 @@ import shutil
 from pathlib import Path
 
 from coordinator.capture.captured_files import files_from
-from coordinator.disk.durable_file import storing, sync_directory
+from coordinator.disk.durable_file import storage_errors, sync_directory
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.log.log_index import segment_base, segment_files
-from coordinator.storage.log.log_reader import cuts_before
+from coordinator.storage.log.log_reader import find_cuts
 from coordinator.storage.states.checkpoint import checkpoint_path, checkpoint_steps, find_checkpoint
 from coordinator.storage.states.replica_states import (
     check_replica_states,
@@ -38,14 +38,14 @@ def roll_back(directory: RunDirectory, step: int, term: int) -> str:
 
     Args:
         directory: Directory of the run.
-        step: Step of an existing checkpoint.
+        step: Number of steps before the checkpoint.
         term: Term of the coordinator.
 
     Returns:
         What was done, for the user and the journal.
 
     Raises:
-        UsageError: There is no such checkpoint, or a capture has too few files to continue there.
+        UsageError: There is no such checkpoint, or captured files are missing before it.
         StorageDamaged: A segment of the log, or the per-replica state of that round, is damaged.
         Mismatch: The log belongs to another run.
         StorageFailed: A write failed; the call can be repeated.
@@ -64,13 +64,13 @@ def roll_back(directory: RunDirectory, step: int, term: int) -> str:
     assert manifest is not None
     if run.spec.replicas is not None:
         check_replica_states(directory, run, manifest, step, recorded_digest(directory, step))
-    with storing("read", directory.log):
+    with storage_errors("read", directory.log):
         segments = segment_files(directory.log)
     remaining = [path for path in segments if segment_base(path) < step]
-    ends = dict(cuts_before(remaining, step, run.run_id, manifest))
+    cut_offsets = dict(find_cuts(remaining, step, run.run_id, manifest))
     captured = files_from(directory.path, manifest, run.spec, step) if manifest.capture else []
     aside = directory.set_aside / f"term-{term:06d}"
-    with storing("set aside what follows in", directory.path):
+    with storage_errors("set aside what follows in", directory.path):
         _move(directory.result_file, aside)
         if manifest.capture is None:
             _move(directory.path / manifest.export.directory, aside)
@@ -79,14 +79,14 @@ def roll_back(directory: RunDirectory, step: int, term: int) -> str:
         for segment in reversed(segments):
             if segment not in remaining:
                 _move(segment, aside / "log")
-            elif segment in ends:
-                _cut_segment(segment, ends[segment], aside / "log")
+            elif segment in cut_offsets:
+                _cut_segment(segment, cut_offsets[segment], aside / "log")
         for later in [s for s in reversed(replica_state_steps(directory.replicas)) if s > step]:
             _move(directory.own_file(later), aside / "replicas")
         for path in reversed(captured):
             _move(path, aside / manifest.export.directory)
     return (
-        f"rolled back to the checkpoint of step {step} (--from-step); what came later is in "
+        f"rolled back to the checkpoint of step {step} (--from-step); later files are in "
         f"{aside.relative_to(directory.path)}"
     )
 
@@ -101,7 +101,7 @@ def set_result_aside(directory: RunDirectory, term: int) -> str:
         StorageFailed: A write failed; the call can be repeated.
     """
     manifest, aside = directory.read_manifest(), directory.set_aside / f"term-{term:06d}"
-    with storing("set aside the result in", directory.path):
+    with storage_errors("set aside the result in", directory.path):
         _move(directory.result_file, aside)
         if manifest is not None and manifest.capture is None:
             _move(directory.path / manifest.export.directory, aside)
@@ -123,7 +123,7 @@ def _intact_steps(directory: RunDirectory, run_id: str, manifest: Manifest) -> l
 def _cut_segment(path: Path, end: int, aside: Path) -> None:
     """Copy a segment aside and cut it, even if newer segments override its later steps.
 
-    Without those, the steps would count again.
+    Once the newer segments are set aside, those steps would count again.
     """
     aside.mkdir(parents=True, exist_ok=True)
     copy = aside / path.name

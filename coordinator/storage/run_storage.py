@@ -319,7 +319,7 @@ class RunStorage:
         """
 
         def work() -> list[LoggedStep]:
-            return list(islice(self._open_log().index.following(step), _STEPS_AT_ONCE))
+            return list(islice(self._open_log().index.steps_from(step), _STEPS_AT_ONCE))
 
         return await self._do("log", work)
 
@@ -537,7 +537,7 @@ class RunStorage:
             hold.is_dropped |= hold.step < oldest
             if not hold.is_dropped:
                 first = min(first, hold.step)
-        self._open_log().cut(first)
+        self._open_log().remove_segments(first)
 
     def keep_metrics(self, step: int, state_digest: str, metrics: dict[str, float]) -> None:
         """Keep the metrics of an evaluation with the checkpoint of that state, if there is one."""

@@ -159,7 +159,7 @@ class CoordinatorProcess(Process):
             assert running_instance is not None
             self.ledger.found(running_instance)
             assert running_instance.restart is not None
-            for segment, limit in running_instance.restart.recovery.index._from(0):
+            for segment, limit in running_instance.restart.recovery.index._segments_from(0):
                 count = min(limit, segment.next_step) - segment.header.base_step
                 end = segment.ends[count - 1] if count else segment.start
                 durable = cluster.disk.has_synced(segment.path, end)

@@ -25,7 +25,7 @@ from protocol.wire.peers import COORDINATOR, OwnerTable
 
 @dataclass(frozen=True, slots=True)
 class WrongAverage:
-    """An owner's average does not match the digest it announced, or another owner's."""
+    """An average contradicts its owner's digest, or two owners' digests contradict each other."""
 
     owner: str
     block: str
@@ -43,7 +43,7 @@ class PeerSums:
     """The chunks of one attempt that workers average; in a star there are none.
 
     Attributes:
-        number: The number of the table in force.
+        table_number: The number of the table in force.
         table: The table in force.
         bits: The bit in `Share.owed` of each worker that the first table lists.
         origins: The workers and subtrees that made up the averages.
@@ -51,15 +51,15 @@ class PeerSums:
     Args:
         grid: The run's chunks.
         microbatches: Number of microbatches in the step.
-        owners: The number of the table at the start, and the table.
+        numbered_table: The number of the first table, and the table.
         average_of: Returns the array of a chunk's average.
     """
 
     def __init__(
-        self, grid: ChunkGrid, microbatches: int, owners: tuple[int, OwnerTable],
+        self, grid: ChunkGrid, microbatches: int, numbered_table: tuple[int, OwnerTable],
         average_of: Callable[[int], Array],
     ) -> None:  # fmt: skip
-        self.number, self.table = number, table = owners
+        self.table_number, self.table = table_number, table = numbered_table
         self._tables = [table]
         workers = [name for name in table.members if name != COORDINATOR]
         self.bits = {name: bit for bit, name in enumerate(workers)}
@@ -67,19 +67,19 @@ class PeerSums:
         self._grid = grid
         self._average_of = average_of
         self._microbatches = microbatches
-        self._reduced: dict[int, tuple[str, bytes]] = {}
-        self._arrived_digests: dict[int, bytes] = {}
+        self._owner_digests: dict[int, tuple[str, bytes]] = {}
+        self._average_digests: dict[int, bytes] = {}
         own_chunks = table.owned_by(COORDINATOR)
-        self._open = {number for number in range(grid.count) if number not in own_chunks}
-        self._arrived = {name: self._nothing() for name in workers}
-        self._since = dict.fromkeys(workers, number)
+        self._outstanding_chunks = {chunk for chunk in range(grid.count) if chunk not in own_chunks}
+        self._arrived_sums = {name: self._empty_sum() for name in workers}
+        self._first_table_numbers = dict.fromkeys(workers, table_number)
 
-    def _nothing(self) -> TreeSum[bool]:
+    def _empty_sum(self) -> TreeSum[bool]:
         return TreeSum(self._microbatches, lambda left, right: left and right)
 
     # Tables.
 
-    def reown(self, number: int, table: OwnerTable) -> tuple[set[str], set[int]]:
+    def switch_table(self, table_number: int, table: OwnerTable) -> tuple[set[str], set[int]]:
         """Switch to another table of owners.
 
         Returns:
@@ -87,62 +87,76 @@ class PeerSums:
             over.
         """
         changed_owner = {
-            chunk for chunk in self._open if table.owner(chunk) != self.table.owner(chunk)
+            chunk
+            for chunk in self._outstanding_chunks
+            if table.owner(chunk) != self.table.owner(chunk)
         }
-        taken_over = changed_owner & table.owned_by(COORDINATOR)
-        gaining_workers = {table.owner(chunk) for chunk in changed_owner - taken_over}
-        self._open -= taken_over
-        for chunk in taken_over:
-            self._arrived_digests.pop(chunk, None)
-        self.number, self.table = number, table
+        chunks_taken_over = changed_owner & table.owned_by(COORDINATOR)
+        gaining_workers = {table.owner(chunk) for chunk in changed_owner - chunks_taken_over}
+        self._outstanding_chunks -= chunks_taken_over
+        for chunk in chunks_taken_over:
+            self._average_digests.pop(chunk, None)
+        self.table_number, self.table = table_number, table
         self._tables.append(table)
-        self._arrived = {
-            name: self._nothing() if name in gaining_workers else self._arrived[name]
+        self._arrived_sums = {
+            name: self._empty_sum() if name in gaining_workers else self._arrived_sums[name]
             for name in table.members
             if name != COORDINATOR
         }
-        self._since.update(dict.fromkeys(gaining_workers, number))
-        return gaining_workers, taken_over
+        self._first_table_numbers.update(dict.fromkeys(gaining_workers, table_number))
+        return gaining_workers, chunks_taken_over
 
     @property
-    def owed_to(self) -> int:
-        """The bits of all workers that own a chunk, to which sums are therefore owed."""
+    def owner_bits(self) -> int:
+        """The bits of all workers that own chunks: every worker owes them its sums."""
         owner_names = {self.table.members[owner] for owner in {*self.table.owners}}
         return sum(1 << self.bits[name] for name in owner_names if name != COORDINATOR)
 
     @property
-    def owners(self) -> set[str]:
+    def outstanding_owners(self) -> set[str]:
         """Workers whose averages are outstanding."""
-        return {self.table.owner(chunk) for chunk in self._open}
+        return {self.table.owner(chunk) for chunk in self._outstanding_chunks}
 
-    def collecting(self) -> dict[str, int]:
+    def outstanding_counts(self) -> dict[str, int]:
         """Return the number of outstanding averages of each worker."""
-        counts = dict.fromkeys(self._arrived, 0)
-        for chunk in self._open:
+        counts = dict.fromkeys(self._arrived_sums, 0)
+        for chunk in self._outstanding_chunks:
             counts[self.table.owner(chunk)] += 1
         return counts
 
     # Sums, at their owners.
 
-    def arrived(self, owner: str, message: SumsArrived) -> bool:
-        """Note that an owner has all its chunks of a subtree; return whether that counts."""
-        if owner not in self._arrived or message.owners < self._since[owner]:
+    def take_arrival(self, owner: str, message: SumsArrived) -> bool:
+        """Note that an owner has all its chunks of a subtree.
+
+        Returns:
+            False if the owner must collect them again, because its table is out of date.
+        """
+        if owner not in self._arrived_sums or message.owners < self._first_table_numbers[owner]:
             return False
-        self._arrived[owner].put(message.subtree, value=True)
+        self._arrived_sums[owner].put(message.subtree, value=True)
         return True
 
-    def missing(self, subtree: Subtree) -> set[int]:
+    def missing_microbatches(self, subtree: Subtree) -> set[int]:
         """Return the microbatches of a subtree that some owner lacks."""
-        return {leaf for name in self.owners for leaf in self._arrived[name].missing(subtree)}
+        return {
+            leaf
+            for name in self.outstanding_owners
+            for leaf in self._arrived_sums[name].missing(subtree)
+        }
 
-    def lacking(self) -> set[str]:
+    def owners_lacking_sums(self) -> set[str]:
         """Return the owners that lack sums."""
         everything = root(self._microbatches)
-        return {name for name in self.owners if any(self._arrived[name].missing(everything))}
+        return {
+            name
+            for name in self.outstanding_owners
+            if any(self._arrived_sums[name].missing(everything))
+        }
 
     # Averages.
 
-    def reduced(
+    def take_digest(
         self, owner: str, message: ChunkReduced, origin: Origin
     ) -> int | WrongAverage | None:
         """Take an owner's digest of its average.
@@ -153,63 +167,66 @@ class PeerSums:
         Raises:
             OutOfOrder: The worker never owned that chunk.
         """
-        number = self._checked(owner, message)
-        earlier = self._reduced.get(number)
+        chunk = self._chunk_of_sender(owner, message)
+        earlier = self._owner_digests.get(chunk)
         if earlier is not None and earlier[1] != message.digest:
-            return self._wrong_average(owner, number, f"worker {earlier[0]!r} computed others")
+            return self._wrong_average(owner, chunk, f"worker {earlier[0]!r} reported another")
         if earlier is None:
-            self._reduced[number] = (owner, message.digest)
+            self._owner_digests[chunk] = (owner, message.digest)
             self.origins.add(origin)
-        return self._compare_digests(number)
+        return self._compare_digests(chunk)
 
-    def average(
+    def take_average(
         self, sender: str, message: AveragedGradient, values: Array
     ) -> int | WrongAverage | None:
-        """Take the values of an average; returns and raises like `reduced`."""
-        number = self._checked(sender, message)
-        if number in self._arrived_digests:
+        """Take the values of an average; returns and raises like `take_digest`."""
+        chunk = self._chunk_of_sender(sender, message)
+        if chunk in self._average_digests:
             return None
-        if number in self._open:
-            self._average_of(number)[:] = values
-            self._arrived_digests[number] = chunk_digest(values)
-        return self._compare_digests(number)
+        if chunk in self._outstanding_chunks:
+            self._average_of(chunk)[:] = values
+            self._average_digests[chunk] = chunk_digest(values)
+        return self._compare_digests(chunk)
 
-    def _checked(self, sender: str, message: ChunkReduced | AveragedGradient) -> int:
-        """Return the number of a chunk that the sender owns or owned, or writes for its owner."""
+    def _chunk_of_sender(self, sender: str, message: ChunkReduced | AveragedGradient) -> int:
+        """Return the number of a chunk that the sender owns or owned, or sends as the scribe."""
         kind = type(message).__name__
-        if message.owners > self.number or not self._grid.has(message.block, message.chunk):
+        if message.owners > self.table_number or not self._grid.has(message.block, message.chunk):
             raise OutOfOrder(f"{kind}: there is no such chunk or table")
-        number = self._grid.number(message.block, message.chunk)
+        chunk = self._grid.number(message.block, message.chunk)
         # A late or repeated message may refer to an earlier table.
-        owned = any(table.owner(number) == sender for table in self._tables)
-        writes = isinstance(message, AveragedGradient)
-        if not owned and not (writes and any(table.scribe == sender for table in self._tables)):
+        is_owner = any(table.owner(chunk) == sender for table in self._tables)
+        may_be_scribe = isinstance(message, AveragedGradient)
+        if not is_owner and not (
+            may_be_scribe and any(table.scribe == sender for table in self._tables)
+        ):
             raise OutOfOrder(
-                f"{kind}: {sender!r} does not own chunk {message.chunk} of block {message.block}"
+                f"{kind}: worker {sender!r} does not own chunk {message.chunk} of block "
+                f"{message.block}"
             )
-        return number
+        return chunk
 
-    def _compare_digests(self, number: int) -> int | WrongAverage | None:
-        if number not in self._reduced or number not in self._arrived_digests:
+    def _compare_digests(self, chunk: int) -> int | WrongAverage | None:
+        if chunk not in self._owner_digests or chunk not in self._average_digests:
             return None
-        owner, digest = self._reduced[number]
-        if digest != self._arrived_digests[number]:
+        owner, digest = self._owner_digests[chunk]
+        if digest != self._average_digests[chunk]:
             return self._wrong_average(
-                owner, number, f"they came from {self.table.scribe or owner!r}"
+                owner, chunk, f"they came from {self.table.scribe or owner!r}"
             )
-        if number not in self._open:
+        if chunk not in self._outstanding_chunks:
             return None
-        self._open.discard(number)
-        return number
+        self._outstanding_chunks.discard(chunk)
+        return chunk
 
-    def _wrong_average(self, owner: str, number: int, detail: str) -> WrongAverage:
-        block, _ = self._grid.chunk(number)
+    def _wrong_average(self, owner: str, chunk: int, detail: str) -> WrongAverage:
+        block, _ = self._grid.chunk(chunk)
         return WrongAverage(owner, self._grid.blocks[block].name, detail)
 
     def digests(self) -> NDArray[np.uint8]:
         """Return the digests of all averages, in order; all have arrived."""
         digests = b"".join(
-            self._arrived_digests.get(number) or chunk_digest(self._average_of(number))
-            for number in range(self._grid.count)
+            self._average_digests.get(chunk) or chunk_digest(self._average_of(chunk))
+            for chunk in range(self._grid.count)
         )
         return np.frombuffer(digests, np.uint8)

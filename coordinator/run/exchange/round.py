@@ -300,7 +300,7 @@ class Round:
     def _owed_bits(self) -> int:
         """Return all bits of a subtree; see `Share.owed`."""
         chunks = sum(1 << number for number in self._mine)
-        return chunks | 1 << self._loss_bit | self.peers.owed_to << self._loss_bit + 1
+        return chunks | 1 << self._loss_bit | self.peers.owner_bits << self._loss_bit + 1
 
     def payload(
         self, worker: str, message: GradientPayload, values: Array
@@ -315,16 +315,18 @@ class Round:
             OutOfOrder: No such subtree or table, or not this worker's.
         """
         share = self._check_assigned(worker, message.subtree)
-        if message.owners > self.peers.number:
+        if message.owners > self.peers.table_number:
             raise OutOfOrder(
-                f"{type(message).__name__}: expected table {self.peers.number}, "
+                f"{type(message).__name__}: expected table {self.peers.table_number}, "
                 f"got {message.owners}"
             )
         number = self._grid.number(message.block, message.chunk)
         owner = self.peers.table.owner(number)
         if owner != COORDINATOR:
             self._delivered.add(worker)
-            forwarded = message.model_copy(update={"owners": self.peers.number, "worker": worker})
+            forwarded = message.model_copy(
+                update={"owners": self.peers.table_number, "worker": worker}
+            )
             return Send(owner, forwarded, packed(values, self._exchange.precision))
         # Counts as sent even if it is not needed: the lease covers what the worker still owes.
         share.arrived(message.subtree, number)
@@ -403,7 +405,7 @@ class Round:
         """
         if not is_subtree(message.subtree, self.microbatches):
             raise OutOfOrder(f"SumsArrived: {message.subtree} is not a subtree of this step")
-        if self.peers.arrived(owner, message):
+        if self.peers.take_arrival(owner, message):
             self._delivered.add(message.worker)
             share = self.shares.get(message.worker)
             if share is not None:
@@ -420,20 +422,20 @@ class Round:
         result: int | WrongAverage | None
         if isinstance(message, ChunkReduced):
             assert isinstance(body, tuple)
-            result = self.peers.reduced(sender, message, body)
+            result = self.peers.take_digest(sender, message, body)
         else:
             assert isinstance(body, np.ndarray)
-            result = self.peers.average(sender, message, body)
+            result = self.peers.take_average(sender, message, body)
         return self._broadcast_average(result) if isinstance(result, int) else result
 
     def reown(self, number: int, table: OwnerTable) -> None:
         """Switch to a new table: workers owe the new owners the sums already sent to others."""
-        gaining_workers, taken_over = self.peers.reown(number, table)
-        self._mine |= taken_over
+        gaining_workers, chunks_taken_over = self.peers.switch_table(number, table)
+        self._mine |= chunks_taken_over
         self._reducer.own(self._mine)
         self._owed = self._owed_bits()
         first = self._loss_bit + 1
-        resend = sum(1 << chunk for chunk in taken_over)
+        resend = sum(1 << chunk for chunk in chunks_taken_over)
         resend |= sum(1 << first + self.peers.bits[name] for name in gaining_workers)
         for share in self.shares.values():
             share.owed = {
@@ -640,7 +642,7 @@ class Round:
 
     def _missing_leaves(self, subtree: Subtree) -> set[int]:
         """Return the microbatches with a result in no sum yet; subtrees are assigned whole."""
-        missing = set(self._losses.missing(subtree)) | self.peers.missing(subtree)
+        missing = set(self._losses.missing(subtree)) | self.peers.missing_microbatches(subtree)
         return self._reducer.missing(subtree, missing)
 
     def _summarize(self) -> None:

@@ -123,7 +123,7 @@ class OwnerLease:
 
     def _waited_for(self, round_: Round) -> tuple[str, int] | None:
         """Return the only owner with missing averages, and how many are missing."""
-        collecting = round_.peers.collecting()
+        collecting = round_.peers.outstanding_counts()
         owing_owners = [(name, count) for name, count in collecting.items() if count]
         return owing_owners[0] if len(owing_owners) == 1 and len(collecting) > 1 else None
 

@@ -35,7 +35,7 @@ from pydantic import ValidationError
 
 from coordinator.disk.append_file import AppendFile
 from coordinator.disk.canonical_json import canonical_json
-from coordinator.disk.durable_file import open_to_read, storing, sync_directory, write_again
+from coordinator.disk.durable_file import open_to_read, storage_errors, sync_directory, write_again
 from coordinator.disk.older_names import with_term
 from coordinator.run.outputs.events import Committed, Evaluated, Record
 from coordinator.storage.directory.journal_records import Resumed, kind_of, read_record
@@ -107,7 +107,7 @@ class Journal:
         self._guard = guard
         self._clock = clock
         self._waiting: list[bytes] = []
-        with storing("open", path):
+        with storage_errors("open", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -179,7 +179,7 @@ def verify_journal(path: Path) -> Verified:
     Raises:
         StorageFailed: The journal cannot be read.
     """
-    with storing("read", path):
+    with storage_errors("read", path):
         content = read_regular(path)
     entries: list[Entry] = []
     head = NO_HASH
@@ -329,7 +329,7 @@ def first_record(path: Path) -> Record | None:
     Raises:
         StorageFailed: The journal cannot be read.
     """
-    with storing("read", path):
+    with storage_errors("read", path):
         if not path.exists():
             return None
         with open_regular(path) as file:
@@ -442,7 +442,7 @@ def evaluations(path: Path, up_to: int) -> dict[int, dict[str, float]]:
     A bad line is skipped: the audit reports it.
     """
     metrics: dict[int, dict[str, float]] = {}
-    with storing("read", path), open_regular(path) as file:
+    with storage_errors("read", path), open_regular(path) as file:
         for line in file:
             if b'"evaluation"' not in line and b'"resumed"' not in line:
                 continue
@@ -468,7 +468,7 @@ def _records_backwards(path: Path) -> Iterator[dict[str, Any]]:
 
 def _lines_backwards(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file, the last one first; the file may be missing."""
-    with storing("read", path):
+    with storage_errors("read", path):
         try:
             fd = open_to_read(path)
         except FileNotFoundError:

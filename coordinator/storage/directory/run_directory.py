@@ -34,7 +34,7 @@ from coordinator.disk.durable_file import (
     read_if_there,
     remove_temporaries,
     replace_file,
-    storing,
+    storage_errors,
     sync_directory,
 )
 from coordinator.run.outputs.restart import AdmissionRecord
@@ -132,7 +132,7 @@ class RunDirectory:
         if self.read_run_file() is not None:
             if self.manifest_file.exists() or self.log.exists() or self.checkpoints.exists():
                 raise UsageError(f"{str(self.path)!r} holds a run already{self._way_on(spec)}")
-            with storing("remove the files of a run that never began in", self.path):
+            with storage_errors("remove the files of a run that never began in", self.path):
                 for leftover in (
                     self.journal,
                     self.files_file,
@@ -140,7 +140,7 @@ class RunDirectory:
                     self.result_file,
                 ):
                     leftover.unlink(missing_ok=True)
-        with storing("make", self.path):
+        with storage_errors("make", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         document = {
             "format": FORMAT,
@@ -157,7 +157,7 @@ class RunDirectory:
             StorageDamaged: `run.json` cannot be read.
             StorageFailed: Likewise.
         """
-        with storing("read", self.run_file):
+        with storage_errors("read", self.run_file):
             document = read_json(self.run_file)
         return _sealed({**document, "spec": spec.model_dump(mode="json")})
 
@@ -205,7 +205,7 @@ class RunDirectory:
         Raises:
             StorageFailed: A write failed.
         """
-        with storing("remove", self.result_file):
+        with storage_errors("remove", self.result_file):
             if self.result_file.exists():
                 self.result_file.unlink()
                 sync_directory(self.path)
@@ -256,7 +256,7 @@ class RunDirectory:
         content = read_if_there(self.run_file)
         if content is not None:
             self._check_directories()
-        with storing("read", self.log):
+        with storage_errors("read", self.log):
             has_begun = self.journal.exists() or bool(segment_files(self.log))
         if content is None and has_begun:
             reason = "it is missing, though there is a journal or a log; restore it from a copy"

@@ -1,19 +1,19 @@
 """The gradient log: every step's averaged gradients, durable before any worker applies them.
 
-A run's write-ahead log. Chunks are appended as they are broadcast; a step's commit record after
-them is the only commit point: `commit` returns when all of it is on disk. A segment (a file of
-`log_records`) holds the steps from one checkpoint to the next, so that a checkpoint makes whole
-files unnecessary. `log_reader` reads it.
+A run's write-ahead log. Chunks are appended as they are broadcast; the commit record that follows
+them is the step's only commit point: `commit` returns when the whole step is on disk. A segment (a
+file of `log_records`) holds the steps from one checkpoint to the next, so a checkpoint makes whole
+files unnecessary. `log_reader` reads the log.
 
-With mode `checkpoint` only commit records are kept, without gradients: a resumed run repeats the
-steps since the last checkpoint, and can compare their digests. Each segment has its own mode: while
-a worker joins such a run, the averages that it will need are kept.
+Mode `checkpoint` keeps only commit records, without gradients: a resumed run recomputes the steps
+since the last checkpoint, and can compare their digests. Each segment has its own mode: while a
+worker joins such a run, the averages that it will need are kept.
 
-A failed write (disk full, read-only, gone) is a `StorageFailed`. Nothing before it is damaged, and
+A failed write (disk full, read-only, gone) is a `StorageFailed`. Earlier data is not damaged, and
 the call can be repeated: everything written since the last commit is kept in memory (by reference,
-the arrays must not change) and rewritten (see `append_file`).
+so the arrays must not change) and rewritten (see `append_file`).
 
-One thread at a time; every call may block on the disk.
+Use it from one thread at a time; every call may block on the disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from coordinator.disk.append_file import AppendFile
 from coordinator.disk.durable_file import (
     TEMPORARY_SUFFIX,
     make_below,
-    storing,
+    storage_errors,
     sync_directory,
     write_all,
 )
@@ -53,20 +53,20 @@ from protocol.spec.run_spec import LogMode
 
 
 class GradientLog:
-    """The log of one run, for its coordinator to write; begins with a new segment.
+    """Writes the log of one run, beginning with a new segment.
 
     Attributes:
         next_step: The step that is committed next.
-        index: Where the committed steps are.
+        index: The committed steps and their offsets.
 
     Args:
-        directory: Directory of the segments; made if missing.
+        directory: Directory of the segments; created if missing.
         run_id: The run's ID.
-        manifest: Says which chunks a step has.
+        manifest: The run's manifest, which lists the chunks of a step.
         term: Term of the coordinator, above that of all existing segments.
         next_step: Steps committed so far. Later steps in older segments are overridden.
         mode: See the module's docstring.
-        redo: Commits of later steps that will be done again; they stay known.
+        redo: Commits of later steps that will be redone; they stay known.
         index: Index of the existing segments, as `scan_log` returns it; updated here.
         guard: Called after each sync, before `commit` returns; raises if this coordinator does not
             own the directory any more (`DirectoryLock.check`).
@@ -104,7 +104,7 @@ class GradientLog:
         }
         self._attempt: tuple[int, int] | None = None
         self._pending: dict[ChunkId, Array] = {}
-        with storing("make", directory):
+        with storage_errors("make", directory):
             make_below(directory.parent, directory)
         self._file = self._new_segment()
         try:
@@ -120,15 +120,15 @@ class GradientLog:
 
     @property
     def mode(self) -> LogMode:
-        """What is kept of later steps."""
+        """What the log keeps of later steps."""
         return self._mode
 
     def append_chunk(self, key: ChunkId, values: Array) -> None:
-        """Append a chunk of averaged gradients of the next step; it is not synced yet.
+        """Append a chunk of averaged gradients of the next step, without a sync.
 
         Args:
-            key: Identifies the chunk. One of a newer attempt voids those of older attempts; one
-                that was appended before changes nothing.
+            key: Identifies the chunk. A chunk of a newer attempt replaces all chunks of older
+                attempts; a chunk that was already appended changes nothing.
             values: Flat float32, shape (n,), n at most `limits.CHUNK_ELEMENTS`. Must not change
                 until the step is committed.
 
@@ -153,8 +153,8 @@ class GradientLog:
         """Commit the next step, and return when it is durable.
 
         Args:
-            record: Its `commit` is the message that may be sent then. Unless the step is skipped
-                (no scalars), every chunk of its attempt was appended.
+            record: The commit record. After the return, `record.commit` may be sent. Unless the
+                step is skipped (no scalars), every chunk of its attempt was appended.
 
         Raises:
             StorageFailed: The step is not committed; the call can be repeated.
@@ -175,7 +175,7 @@ class GradientLog:
             if self._guard is not None:
                 self._guard()
         self._file.confirm()
-        self.index.committed(self._file.end)
+        self.index.add_step(self._file.end)
         self._pending.clear()
         self.next_step += 1
 
@@ -183,13 +183,13 @@ class GradientLog:
         """Begin a new segment: a checkpoint of the current step is about to be written.
 
         Args:
-            mode: From now on; None to keep it.
+            mode: The mode of the new segment; None: the current mode.
 
         Returns:
             The new segment.
 
         Raises:
-            StorageFailed: The log continues in the old segment, or in the new one; the call can be
+            StorageFailed: The log continues in the old segment or in the new one; the call can be
                 repeated.
         """
         mode, self._mode = self._mode, mode or self._mode
@@ -204,7 +204,7 @@ class GradientLog:
         self._sync_name()
         return self._file.path
 
-    def cut(self, step: int) -> list[Path]:
+    def remove_segments(self, step: int) -> list[Path]:
         """Remove the segments that a checkpoint after `step` steps makes unnecessary.
 
         Returns:
@@ -214,7 +214,7 @@ class GradientLog:
             StorageFailed: Some may remain; the call can be repeated.
         """
         removed_files: list[Path] = []
-        with storing("remove segments from", self._directory):
+        with storage_errors("remove segments from", self._directory):
             try:
                 for path, next_path in pairwise(segment_files(self._directory)):
                     # The next segment overrides this one from its base step on.
@@ -235,7 +235,8 @@ class GradientLog:
     def _new_segment(self) -> AppendFile:
         """Make a segment with a durable header; its name may not be durable yet.
 
-        Once it has its name, older segments hold no later step, so the log continues in this one.
+        The name overrides later steps of older segments, so the log continues in the new segment
+        from then on.
         """
         header = SegmentHeader(
             run_id=self._run_id,
@@ -248,7 +249,7 @@ class GradientLog:
         path = self._directory / segment_name(self._term, self.next_step)
         temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
         buffers = record_buffers(RecordKind.HEADER, [memoryview(header.to_bytes())], 0)
-        with storing("make", path):
+        with storage_errors("make", path):
             fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             try:
                 write_all(fd, buffers)
@@ -259,19 +260,19 @@ class GradientLog:
                 raise
         self._is_name_durable = False
         end = sum(buffer.nbytes for buffer in buffers)
-        self.index.begin(SegmentIndex(path, header, end))
+        self.index.add_segment(SegmentIndex(path, header, end))
         return AppendFile(path, fd, end, self._rewrite)
 
     def _sync_name(self) -> None:
         """Make the segment's name durable: nothing in it counts before that."""
         if not self._is_name_durable:
-            with storing("make", self.segment):
+            with storage_errors("make", self.segment):
                 sync_directory(self._directory)
             self._is_name_durable = True
 
     def _check_before_mending(self) -> None:
-        """Check ownership: another coordinator may have found a commit in what would be cut
-        away."""
+        """Check ownership: another coordinator may have read a commit in the part that mending
+        cuts off."""
         if self._file.broken and self._guard is not None:
             self._guard()
 

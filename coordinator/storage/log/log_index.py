@@ -1,8 +1,9 @@
 """The index of the gradient log: where each committed step is, and how to read it.
 
-A segment's steps follow each other without a gap, so the index holds only where each ends: eight
-bytes a step. `log_reader` builds it once, when a log is opened, and `gradient_log` updates it while
-it writes. So readers of a log, however long, read only what they need.
+A segment's steps follow each other without a gap, so the index holds only the offset at which each
+step ends: eight bytes a step. `log_reader` builds the index once, when a log is opened;
+`gradient_log` updates it with every commit. So readers of a log, however long, read only what they
+need.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from coordinator.disk.durable_file import storing
+from coordinator.disk.durable_file import storage_errors
 from coordinator.disk.older_names import OLDER_TERM
 from coordinator.run.outputs.restart import CommitRecord
 from coordinator.storage.log.log_records import (
@@ -45,7 +46,7 @@ _NAME: Final = re.compile(rf"(?:term|{OLDER_TERM})-(\d{{6,}})-step-(\d{{10,}})\.
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """A committed step: its commit, where in `path` its chunks may be, and where it ends."""
+    """A committed step in file `path`: commit, heads of its chunks, and the offset of its end."""
 
     path: Path
     record: CommitRecord
@@ -65,7 +66,7 @@ class SegmentIndex:
 
     Attributes:
         path: The file.
-        header: Its first record.
+        header: The first record of the file.
         start: Where the header ends.
         ends: Where each step ends, from step `header.base_step` on.
     """
@@ -86,34 +87,34 @@ class SegmentIndex:
         return self.ends[-1] if self.ends else self.start
 
     @property
-    def newest_begins(self) -> int:
+    def newest_step_offset(self) -> int:
         """Where the newest step begins."""
         return self.ends[-2] if len(self.ends) > 1 else self.start
 
     def read(self, fd: int, step: int) -> LoggedStep:
-        """Read one of its steps: heads and the commit, no gradients.
+        """Read one step of the segment: heads and the commit, no gradients.
 
         Raises:
             StorageDamaged: The records are damaged.
             OSError: The file cannot be read.
         """
         number = step - self.header.base_step
-        at, end = self.ends[number - 1] if number else self.start, self.ends[number]
+        offset, end = self.ends[number - 1] if number else self.start, self.ends[number]
         chunks: list[Head] = []
-        while at < end:
-            head = read_head(fd, at)
+        while offset < end:
+            head = read_head(fd, offset)
             if head is None or head.end > end:
-                raise damaged(self.path, at, "a record does not match its checksum")
+                raise segment_damage(self.path, offset, "a record does not match its checksum")
             if head.kind is RecordKind.COMMIT:
                 payload = read_payload(fd, head)
                 record = read_commit(payload) if payload is not None else None
                 if record is None or record.commit.step != step or head.end != end:
-                    raise damaged(self.path, at, f"expected the commit of step {step}")
+                    raise segment_damage(self.path, offset, f"expected the commit of step {step}")
                 has_gradients = self.header.mode == "full"
                 return LoggedStep(self.path, record, tuple(chunks), has_gradients, end)
             chunks.append(head)
-            at = head.end
-        raise damaged(self.path, at, f"expected the commit of step {step}")
+            offset = head.end
+        raise segment_damage(self.path, offset, f"expected the commit of step {step}")
 
 
 class LogIndex:
@@ -126,26 +127,26 @@ class LogIndex:
     def __init__(self, segments: Sequence[SegmentIndex] = ()) -> None:
         self._segments: list[SegmentIndex] = []
         for segment in segments:
-            self.begin(segment)
+            self.add_segment(segment)
 
     @property
     def last(self) -> int | None:
-        """The greatest known step; None without steps."""
+        """The highest known step; None without steps."""
         if not self._segments:
             return None
         newest = self._segments[-1]
         last = max(newest.next_step - 1, *(r.commit.step for r in newest.header.redo), -1)
         return last if last >= 0 else None
 
-    def begin(self, segment: SegmentIndex) -> None:
+    def add_segment(self, segment: SegmentIndex) -> None:
         """Add a newer segment, which overrides older ones from its base step on."""
         base = segment.header.base_step
         while self._segments and self._segments[-1].header.base_step >= base:
             self._segments.pop()
         self._segments.append(segment)
 
-    def committed(self, end: int) -> None:
-        """Add a step to the newest segment, which ends at this byte."""
+    def add_step(self, end: int) -> None:
+        """Add a committed step, which ends at offset `end` of the newest segment."""
         self._segments[-1].ends.append(end)
 
     def forget(self, paths: Sequence[Path]) -> None:
@@ -153,10 +154,10 @@ class LogIndex:
         self._segments = [segment for segment in self._segments if segment.path not in paths]
 
     def ranges(self) -> list[range]:
-        """Return the steps with records, segment by segment."""
+        """Return the steps that have records, segment by segment."""
         return [
             range(segment.header.base_step, min(limit, segment.next_step))
-            for segment, limit in self._from(0)
+            for segment, limit in self._segments_from(0)
         ]
 
     @property
@@ -169,18 +170,18 @@ class LogIndex:
             base = segment.header.base_step
         return base
 
-    def following(self, step: int) -> Iterator[LoggedStep]:
-        """Yield committed steps from this one on up to the first gap; each is read when needed.
+    def steps_from(self, step: int) -> Iterator[LoggedStep]:
+        """Yield committed steps from `step` on, up to the first gap; read each when it is needed.
 
         Raises:
             StorageDamaged: A record is damaged.
             StorageFailed: The log cannot be read.
         """
-        at = bisect_right(self._segments, step, key=lambda each: each.header.base_step) - 1
-        for segment, limit in self._from(max(at, 0)):
+        number = bisect_right(self._segments, step, key=lambda s: s.header.base_step) - 1
+        for segment, limit in self._segments_from(max(number, 0)):
             if step < segment.header.base_step:
                 return
-            yield from self._of_segment(segment, step, min(limit, segment.next_step))
+            yield from self._read_steps(segment, step, min(limit, segment.next_step))
             step = max(step, min(limit, segment.next_step))
             redo = {record.commit.step: record for record in segment.header.redo}
             while step < limit and step in redo:
@@ -189,17 +190,17 @@ class LogIndex:
             if step < limit:
                 return
 
-    def _from(self, at: int) -> Iterator[tuple[SegmentIndex, int]]:
-        """Yield segments from this one on, each with the base step of the next."""
-        for index in range(at, len(self._segments)):
+    def _segments_from(self, number: int) -> Iterator[tuple[SegmentIndex, int]]:
+        """Yield the segments from index `number` on, each with the base step of the next."""
+        for index in range(number, len(self._segments)):
             newer = self._segments[index + 1 : index + 2]
             yield self._segments[index], newer[0].header.base_step if newer else sys.maxsize
 
-    def _of_segment(self, segment: SegmentIndex, step: int, until: int) -> Iterator[LoggedStep]:
-        if step >= until:
+    def _read_steps(self, segment: SegmentIndex, step: int, stop: int) -> Iterator[LoggedStep]:
+        if step >= stop:
             return
-        with storing("read", segment.path), open_regular(segment.path) as file:
-            while step < until:
+        with storage_errors("read", segment.path), open_regular(segment.path) as file:
+            while step < stop:
                 yield segment.read(file.fileno(), step)
                 step += 1
 
@@ -227,17 +228,17 @@ def read_chunks(
 ) -> Iterator[tuple[int, int, Array]]:
     """Read the averaged gradients of a step chunk by chunk.
 
-    An earlier build may have cut a block into other chunks: such a block comes once it is whole.
+    A block whose logged chunks have another size is yielded in new chunks, once it is complete.
 
     Yields:
-        Block, chunk, and its values, flat.
+        The index of the block, that of the chunk, and the chunk's values, flat.
 
     Raises:
-        StorageDamaged: A record is damaged, or at the end: one is missing.
+        StorageDamaged: A record is damaged; or, after the last chunk, a record is missing.
         StorageFailed: The log cannot be read.
     """
     commit = logged_step.record.commit
-    with storing("read", logged_step.path):
+    with storage_errors("read", logged_step.path):
         file = open_regular(logged_step.path)
     with file:
         lengths = _chunk_lengths(file.fileno(), logged_step, blocks)
@@ -248,21 +249,27 @@ def read_chunks(
         }
         recut: dict[int, Array] = {}
         for head in logged_step.chunks:
-            with storing("read", logged_step.path):
+            with storage_errors("read", logged_step.path):
                 payload = read_payload(file.fileno(), head)
             record = split_chunk(payload) if payload is not None else None
             if record is None:
-                raise damaged(logged_step.path, head.offset, "a chunk does not match its checksum")
+                raise segment_damage(
+                    logged_step.path, head.offset, "a chunk does not match its checksum"
+                )
             key, values = record
             if (key.term, key.attempt) != (commit.term, commit.attempt):
                 continue
             number, chunk = key.block, key.chunk
             if key.step != commit.step or (number, chunk) not in missing:
-                raise damaged(logged_step.path, head.offset, "a chunk does not fit the manifest")
+                raise segment_damage(
+                    logged_step.path, head.offset, "a chunk does not fit the manifest"
+                )
             block, length = blocks[number], lengths[number]
             start = chunk * length
             if values.size != min(length, block.elements - start):
-                raise damaged(logged_step.path, head.offset, "a chunk does not fit the manifest")
+                raise segment_damage(
+                    logged_step.path, head.offset, "a chunk does not fit the manifest"
+                )
             missing.discard((number, chunk))
             if length == block.chunk_elements:
                 yield number, chunk, values
@@ -275,14 +282,14 @@ def read_chunks(
                 del recut[number], block_values
     if missing:
         reason = f"step {commit.step} is committed without {len(missing)} of its chunks"
-        raise damaged(logged_step.path, None, reason)
+        raise segment_damage(logged_step.path, None, reason)
 
 
 def _chunk_lengths(fd: int, logged_step: LoggedStep, blocks: tuple[Block, ...]) -> list[int]:
-    """Return the elements per chunk of each block as logged: those of its first chunk."""
+    """Return the elements per chunk with which each block was logged, from its first chunk."""
     lengths = [block.chunk_elements for block in blocks]
     for head in logged_step.chunks:
-        with storing("read", logged_step.path):
+        with storage_errors("read", logged_step.path):
             key = read_chunk_id(fd, head)
         if key is None or key.chunk or key.block >= len(blocks):
             continue
@@ -310,16 +317,16 @@ def segment_files(directory: Path) -> list[Path]:
 
 
 def segment_term(path: Path) -> int:
-    """Return the term in a segment's name, of the coordinator that made it."""
+    """Return the term of the coordinator that made a segment, from its name."""
     return _numbers(path)[0]
 
 
 def segment_base(path: Path) -> int:
-    """Return the number of steps before a segment, in its name."""
+    """Return the number of steps before a segment, from its name."""
     return _numbers(path)[1]
 
 
-def damaged(path: Path, offset: int | None, reason: str) -> StorageDamaged:
+def segment_damage(path: Path, offset: int | None, reason: str) -> StorageDamaged:
     """Make the error of a damaged segment."""
     location = "" if offset is None else f"byte {offset}"
     remedy = "restore it from a copy, or roll back to a checkpoint before it (--from-step N)"
@@ -335,7 +342,7 @@ def _numbers(path: Path) -> tuple[int, int]:
 def apply_logged_step(
     replica: Replica, record: CommitRecord, averages: Sequence[Array] | None
 ) -> None:
-    """Apply a logged step to the replica that has taken all before it, or skip it."""
+    """Apply a logged step to a replica that has applied all earlier steps, or skip it."""
     commit = record.commit
     assert commit.step == replica.step
     if commit.scalars is None:

@@ -4,7 +4,7 @@
               u32      kind
               u32      payload bytes
               u64      XXH3 of the payload
-              u32      low half of XXH3 of the 20 bytes before
+              u32      low half of XXH3 of the preceding 20 bytes
     payload   HEADER   msgpack of `SegmentHeader`
               CHUNK    u64 term, u64 step, u64 attempt, u32 block, u32 chunk, then float32 values
               COMMIT   msgpack of `CommitRecord`
@@ -61,9 +61,9 @@ T = TypeVar("T", bound=Packed)
 class SegmentHeader(Packed):
     """The first record of a segment.
 
-    `base_step` is how many steps were committed before it. A segment overrides the steps from there
-    on in earlier segments; `redo` are the commits among those that count all the same until the
-    steps are done again: their averages were not kept.
+    `base_step` is the number of steps committed before the segment. A segment overrides these and
+    later steps of earlier segments, except the commits in `redo`: their averages were not kept, and
+    they stay valid until their steps are redone.
     """
 
     format: Annotated[int, Field(ge=1)] = FORMAT
@@ -86,7 +86,7 @@ class ChunkId(NamedTuple):
 
 
 def chunk_id(message: AveragedGradient) -> ChunkId:
-    """Return the identity of a chunk that is broadcast."""
+    """Return the ID of a broadcast chunk."""
     return ChunkId(message.term, message.step, message.attempt, message.block, message.chunk)
 
 
@@ -107,31 +107,31 @@ class Head(NamedTuple):
 def record_buffers(
     kind: RecordKind, payload: Sequence[memoryview], offset: int
 ) -> list[memoryview]:
-    """Encode a record for that offset; the payload's parts are not copied."""
+    """Encode a record for this offset, without a copy of the payload's parts."""
     checksum = xxhash.xxh3_64(seed=offset)
     for part in payload:
         checksum.update(part)
     payload_bytes = sum(part.nbytes for part in payload)
     assert payload_bytes <= _PAYLOAD_BYTES
     head = _HEAD.pack(MAGIC, kind, payload_bytes, checksum.intdigest())
-    return [memoryview(head + _head_check(head, offset)), *payload]
+    return [memoryview(head + _head_checksum(head, offset)), *payload]
 
 
 def chunk_payload(key: ChunkId, values: Array) -> list[memoryview]:
-    """Encode a chunk record's payload; on a little-endian machine without a copy of the values."""
+    """Encode a chunk record's payload, without a copy of the values on a little-endian machine."""
     assert values.dtype == np.float32
     flat = np.ascontiguousarray(values).reshape(-1).astype("<f4", copy=False)
     return [memoryview(CHUNK_ID.pack(*key)), flat.view(np.uint8).data]
 
 
 def read_head(fd: int, offset: int) -> Head | None:
-    """Read the head at that offset; None if it is missing, partial or damaged.
+    """Read the head at this offset; None if it is missing, partial or damaged.
 
     Raises:
         OSError: The file cannot be read.
     """
     raw = os.pread(fd, HEAD_BYTES, offset)
-    if len(raw) < HEAD_BYTES or raw[_HEAD.size :] != _head_check(raw[: _HEAD.size], offset):
+    if len(raw) < HEAD_BYTES or raw[_HEAD.size :] != _head_checksum(raw[: _HEAD.size], offset):
         return None
     magic, kind, payload_bytes, checksum = _HEAD.unpack_from(raw)
     record_kind = _KINDS.get(kind)
@@ -154,7 +154,7 @@ def read_payload(fd: int, head: Head) -> bytes | None:
 
 
 def read_chunk_id(fd: int, head: Head) -> ChunkId | None:
-    """Return which chunk a record says it has, unchecked; None if the record is not a chunk.
+    """Return the chunk ID in a record, unchecked; None if the record is not a chunk.
 
     Raises:
         OSError: The file cannot be read.
@@ -166,7 +166,7 @@ def read_chunk_id(fd: int, head: Head) -> ChunkId | None:
 
 
 def split_chunk(payload: bytes) -> tuple[ChunkId, Array] | None:
-    """Return a chunk record's identity and values (a view of the payload); None if it is not a
+    """Return a chunk record's ID and values (a view of the payload); None if the payload is not a
     chunk."""
     if len(payload) < CHUNK_ID.size or (len(payload) - CHUNK_ID.size) % 4:
         return None
@@ -176,7 +176,7 @@ def split_chunk(payload: bytes) -> tuple[ChunkId, Array] | None:
 
 def read_commit(payload: bytes) -> CommitRecord | None:
     """Decode a commit record; None if it is invalid."""
-    return _validated(CommitRecord, payload, _commit_with_term)
+    return _decode(CommitRecord, payload, _commit_with_term)
 
 
 def step_of_commit(payload: bytes) -> int | None:
@@ -190,30 +190,30 @@ def step_of_commit(payload: bytes) -> int | None:
 
 def read_header(payload: bytes) -> SegmentHeader | None:
     """Decode a segment's header; None if it is invalid."""
-    return _validated(SegmentHeader, payload, _header_with_term)
+    return _decode(SegmentHeader, payload, _header_with_term)
 
 
 def steps_after(fd: int, offset: int, size: int) -> Iterator[int]:
-    """Yield the steps of all intact records from an offset on, found by looking at every byte.
+    """Yield the steps of all intact records from an offset on, trying every byte as a start.
 
     Raises:
         OSError: The file cannot be read.
     """
-    at = offset
-    while at < size:
-        window = os.pread(fd, _SEARCH_BYTES, at)
+    position = offset
+    while position < size:
+        window = os.pread(fd, _SEARCH_BYTES, position)
         start = window.find(MAGIC)
         if start < 0:
             # The magic may cross the end of the window.
-            at += max(1, len(window) - len(MAGIC) + 1)
+            position += max(1, len(window) - len(MAGIC) + 1)
             continue
-        at += start
-        head = read_head(fd, at)
+        position += start
+        head = read_head(fd, position)
         payload = read_payload(fd, head) if head is not None else None
         if head is None or payload is None:
-            at += 1
+            position += 1
             continue
-        at = head.end
+        position = head.end
         if head.kind is RecordKind.CHUNK and (chunk := split_chunk(payload)) is not None:
             yield chunk[0].step
         elif head.kind is RecordKind.COMMIT and (record := read_commit(payload)) is not None:
@@ -229,7 +229,7 @@ def _header_with_term(fields: dict[str, Any]) -> dict[str, Any]:
     return {**with_term(fields), "redo": redo}
 
 
-def _validated(
+def _decode(
     kind: type[T], payload: bytes, translate: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> T | None:
     try:
@@ -246,5 +246,5 @@ def _validated(
         return None
 
 
-def _head_check(head: bytes, offset: int) -> bytes:
+def _head_checksum(head: bytes, offset: int) -> bytes:
     return _HEAD_CHECK.pack(xxhash.xxh3_64_intdigest(head, seed=offset) & 0xFFFFFFFF)

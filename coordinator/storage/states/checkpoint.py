@@ -39,7 +39,7 @@ from coordinator.disk.durable_file import (
     make_below,
     remove_temporaries,
     replace_file,
-    storing,
+    storage_errors,
     sync_directory,
 )
 from coordinator.disk.older_names import with_term
@@ -113,7 +113,7 @@ def checkpoint_steps(root: Path) -> list[int]:
     """
     if not root.is_dir():
         return []
-    with storing("read", root):
+    with storage_errors("read", root):
         matches = (_NAME.fullmatch(path.name) for path in root.iterdir())
         return sorted(int(match[1]) for match in matches if match is not None)
 
@@ -144,7 +144,7 @@ def write_checkpoint(
     """
     assert len(losses) == replica.step
     path = checkpoint_path(root, replica.step)
-    with storing("make", root):
+    with storage_errors("make", root):
         make_below(root.parent, root)
     remove_temporaries(root)
     info = CheckpointInfo(
@@ -161,12 +161,12 @@ def write_checkpoint(
     )
     existing = _same_state(root, info, manifest, replica)
     if existing is not None:
-        with storing("sync", root):
+        with storage_errors("sync", root):
             sync_directory(root)  # its writer may not have got this far
         return existing
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
-        with storing("write", path):
+        with storage_errors("write", path):
             info = _write_files(temporary, manifest, replica, info, state_read)
             remove_checkpoint(path)
             temporary.rename(path)
@@ -194,7 +194,7 @@ def find_checkpoint(root: Path, step: int, run_id: str, manifest: Manifest) -> C
     if info.step != step:
         reason = f"expected step {step}, got {info.step}; {_REMEDY}"
         raise StorageDamaged(str(file), "", reason)
-    with storing("read", path):
+    with storage_errors("read", path):
         files = sorted(path.rglob("*"))
     digests = _file_digests(path, files)
     for name, digest in info.files.items():
@@ -214,7 +214,7 @@ def _read_sealed(file: Path, key: str, kind: type[Sealed], remedy: str) -> Seale
     if not file.exists():
         raise StorageDamaged(str(file), "", f"it is missing; {remedy}")
     try:
-        with storing("read", file):
+        with storage_errors("read", file):
             document = read_json(file)
         content = kind.model_validate_json(json.dumps(with_term(document[key])), strict=True)
         is_intact = document["blake3"] == json_digest(document[key])
@@ -274,7 +274,7 @@ def read_metrics(root: Path, step: int) -> Metrics | None:
     """
     path = checkpoint_path(root, step)
     file = path / METRICS_FILE
-    with storing("read", file):
+    with storage_errors("read", file):
         if not file.exists():
             return None
         older = _parse_older(file.read_bytes())
@@ -303,7 +303,7 @@ def remove_checkpoint(path: Path) -> None:
     """
     if not path.is_dir():
         return
-    with storing("remove", path):
+    with storage_errors("remove", path):
         path.rename(path.with_name(f"{path.name}-removed{TEMPORARY_SUFFIX}"))
         sync_directory(path.parent)
 
@@ -350,7 +350,7 @@ def _file_digests(path: Path, files: Sequence[Path]) -> dict[str, str]:
     for file in files:
         name = file.relative_to(path).as_posix()
         if file.is_file() and name not in {INFO_FILE, METRICS_FILE}:
-            with storing("read", file), open_regular(file) as content:
+            with storage_errors("read", file), open_regular(file) as content:
                 hasher = blake3(max_threads=blake3.AUTO)
                 while piece := content.read(1 << 24):
                     hasher.update(piece)
@@ -366,7 +366,7 @@ def load_tensors(path: Path) -> dict[str, NDArray[np.float32]]:
         StorageFailed: The file cannot be read.
     """
     try:
-        with storing("read", path):
+        with storage_errors("read", path):
             return load_file(path)
     except SafetensorError as error:
         raise StorageDamaged(str(path), "", str(error)) from None

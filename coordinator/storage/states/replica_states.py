@@ -29,7 +29,7 @@ from coordinator.disk.durable_file import (
     TEMPORARY_SUFFIX,
     make_below,
     replace_file,
-    storing,
+    storage_errors,
 )
 from coordinator.run.outputs.side_outputs import Bytes, replica_state_sizes
 from coordinator.storage.directory.journal import newest_commit
@@ -124,7 +124,7 @@ class ReplicaStates:
     def _make(self) -> None:
         """Create the directory once: one that has vanished since must be restored."""
         if not self._exists:
-            with storing("make", self._path):
+            with storage_errors("make", self._path):
                 make_below(self._path.parent, self._path)
             self._exists = True
 
@@ -170,7 +170,7 @@ class ReplicaStates:
         self._guard()
         replica, inner = message.replica, message.inner
         path = self._path / f"boundary-{replica}"
-        with storing("write", path):
+        with storage_errors("write", path):
             self._make()
             temporary = path.with_name(f"{path.name}-{inner}{TEMPORARY_SUFFIX}")
             with temporary.open("ab" if message.chunk else "wb") as file:
@@ -220,7 +220,7 @@ class ReplicaStates:
         """
         path = self._path / f"boundary-{replica}"
         with contextlib.suppress(StorageFailed):
-            with storing("read", path):
+            with storage_errors("read", path):
                 length = path.stat().st_size
             checkpoint = verified(path, 0, length)
             if next(checkpoint) == digest:
@@ -271,7 +271,7 @@ def read_state_digests(path: Path, own_bytes: int) -> list[bytes] | None:
     Raises:
         StorageFailed: The file cannot be read, or is missing.
     """
-    with storing("read", path), open_regular(path) as file:
+    with storage_errors("read", path), open_regular(path) as file:
         count, rest = divmod(path.stat().st_size, own_bytes + DIGEST_BYTES)
         digests = []
         for replica in range(count):
@@ -387,7 +387,7 @@ def recorded_digest(directory: RunDirectory, step: int) -> str | None:
 
 def verified(path: Path, start: int, length: int) -> Generator[bytes]:
     """Yield the digest of a part of a file, then the part in pieces; close it to stop early."""
-    with storing("read", path), open_regular(path) as file:
+    with storage_errors("read", path), open_regular(path) as file:
         hasher = blake3()
         for piece in _pieces(file, start, length):
             hasher.update(piece)

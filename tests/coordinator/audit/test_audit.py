@@ -281,7 +281,7 @@ def test_a_kill_between_a_checkpoint_and_its_line_is_no_damage(tmp_path):
         run.step()
     lines = run.directory.journal.read_bytes()
     run.checkpoint()
-    run.log.cut(3)
+    run.log.remove_segments(3)
     run.journal.close()
     run.directory.journal.write_bytes(lines)
     result = audit(tmp_path / "run")
@@ -428,16 +428,16 @@ def commit_twice(record):
         (without_plan, "committed without a plan"),
         (plan_with_hole, "microbatches 1 were not assigned"),
         (plan_off_the_tree, "is not a subtree over 2"),
-        (counted_twice, "do not hold every microbatch once"),
+        (counted_twice, "do not contain every microbatch exactly once"),
         (
             counted_of_another,
-            "subtree [0,2) of 'stranger' is counted, and was not assigned to it",
+            "subtree [0,2) of 'stranger' is counted, but was not assigned to it",
         ),
         (
             embedded_by_another,
-            "embeddings: subtree [0,2) of 'ann' is counted, and was not assigned",
+            "embeddings: subtree [0,2) of 'ann' is counted, but was not assigned",
         ),
-        (embedded_in_part, "do not hold every microbatch once"),
+        (embedded_in_part, "do not contain every microbatch exactly once"),
         (commit_left_out, "result.json says steps 9, the journal 8"),
         (commit_twice, "expected the commit of step 5, got that of 4"),
     ],

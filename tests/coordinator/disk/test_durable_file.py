@@ -15,7 +15,7 @@ from coordinator.disk.durable_file import (
     read_if_there,
     remove_temporaries,
     replace_file,
-    storing,
+    storage_errors,
     write_all,
     write_output,
 )
@@ -104,7 +104,7 @@ def test_short_writes_are_continued(parts, sizes):
      (errno.EIO, "check the disk"), (errno.EMFILE, "Too many open files")],
 )  # fmt: skip
 def test_system_error_comes_with_a_remedy(tmp_path, number, remedy):
-    with pytest.raises(StorageFailed, match=remedy), storing("sync", tmp_path):
+    with pytest.raises(StorageFailed, match=remedy), storage_errors("sync", tmp_path):
         raise OSError(number, os.strerror(number))
 
 

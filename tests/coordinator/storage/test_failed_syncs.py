@@ -61,7 +61,8 @@ def fail_work(disk, where, work):
 
 def kept_steps(directory):
     return [
-        logged_step.step for logged_step in scan_log(directory, RUN_ID, MANIFEST).index.following(0)
+        logged_step.step
+        for logged_step in scan_log(directory, RUN_ID, MANIFEST).index.steps_from(0)
     ]
 
 

@@ -50,7 +50,7 @@ def read_naively(path, checkpoint_step):
     history = read_history(read_journal(path))
     assert history.faults == []
     return JournalEnd(
-        has_run=history.run is not None,
+        has_run=history.start is not None,
         has_manifest=history.manifest is not None,
         commits=len(history.commits),
         has_checkpoint=checkpoint_step in history.checkpoints,

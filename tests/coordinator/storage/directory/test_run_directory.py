@@ -241,7 +241,7 @@ def test_state_after_the_last_commit_is_recovered(tmp_path, log_mode):
         if step + 1 == log_mode:
             log.roll()
             keep(directory, trained_replica(log_mode))
-            log.cut(log_mode)
+            log.remove_segments(log_mode)
     append_step(log, 5)
     log.close()
     recovery = recover(directory)
@@ -305,7 +305,7 @@ def test_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path):
     assert "checkpoint skipped" in recovery.notes[0]
     assert recovery.replica().state_digest() == trained_replica(5).state_digest()
     # With the log truncated, its remainder follows no state.
-    open_log(directory, term=2, next_step=5).cut(4)
+    open_log(directory, term=2, next_step=5).remove_segments(4)
     recovery = recover(directory)
     assert recovery is not None
     assert recovery.step == 0

@@ -44,7 +44,7 @@ def scan(directory, **options):
 def steps(directory, step=0, **options):
     """Return the committed steps from this one on, and the other findings of the scan."""
     scan_result = scan(directory, **options)
-    return list(scan_result.index.following(step)), scan_result.cuts
+    return list(scan_result.index.steps_from(step)), scan_result.cuts
 
 
 def numbers(directory, step=0, **options):
@@ -116,7 +116,7 @@ def test_block_of_many_chunks_is_assembled_in_any_order(tmp_path):
     for chunk in (2, 0, 3, 1):
         log.append_chunk(ChunkId(1, 0, 0, 0, chunk), values[block.chunk_slice(chunk)])
     log.commit(record_of(0, 1))
-    [logged_step] = scan_log(tmp_path, RUN_ID, manifest).index.following(0)
+    [logged_step] = scan_log(tmp_path, RUN_ID, manifest).index.steps_from(0)
     arrays = read_averages(logged_step, manifest.blocks)
     assert arrays is not None
     assert arrays[0].tobytes() == values.tobytes()
@@ -141,7 +141,7 @@ def test_log_with_other_chunk_sizes_is_read_in_current_chunks(tmp_path, monkeypa
             part = values[n][blocks[n].chunk_slice(chunk)]
             log.append_chunk(ChunkId(1, 0, 0, n, chunk), part)
         log.commit(record_of(0, 1))
-    [logged_step] = scan_log(tmp_path, RUN_ID, manifest).index.following(0)
+    [logged_step] = scan_log(tmp_path, RUN_ID, manifest).index.steps_from(0)
     read = list(read_chunks(logged_step, blocks))
     now = sorted((n, chunk) for n, block in enumerate(blocks) for chunk in range(block.chunks))
     assert sorted((n, chunk) for n, chunk, _ in read) == now != sorted(chunks)
@@ -191,7 +191,7 @@ def test_repeated_commits_stay_known_after_restarts_and_checkpoints(tmp_path):
     log_step(log, 0, term=3)
     log_step(log, 1, term=3)
     log.roll()
-    log.cut(2)
+    log.remove_segments(2)
     log.close()
     assert [step_id for step_id, _ in contents(tmp_path, 2)] == [(1, 2, 0), (1, 3, 0)]
 
@@ -276,7 +276,7 @@ def test_any_history_reads_back_like_a_dictionary(tmp_path_factory, history, dat
                 log.roll()
             case "cut":
                 base = data.draw(st.integers(base, step))
-                log.cut(base)
+                log.remove_segments(base)
             case "crash" | "torn":
                 log.close()
                 if event == "torn":
@@ -441,11 +441,11 @@ def test_only_segments_before_a_checkpoint_are_removed(tmp_path):
         "0004.log",
         "0006.log",
     ]
-    assert [path.name[-8:] for path in log.cut(5)] == ["0000.log", "0002.log"]
-    assert log.cut(5) == []
+    assert [path.name[-8:] for path in log.remove_segments(5)] == ["0000.log", "0002.log"]
+    assert log.remove_segments(5) == []
     assert contents(tmp_path, 4) == expected((1, 4, 0), (1, 5, 0))
     log_step(log, 6)
-    assert log.cut(1_000)
+    assert log.remove_segments(1_000)
     assert segment_files(tmp_path) == [log.segment]
 
 
@@ -454,7 +454,7 @@ def test_rolling_within_a_step_moves_its_chunks(tmp_path):
     log_step(log, 0)
     log.append_chunk(ChunkId(1, 1, 0, 0, 0), averages(1)[0])
     log.roll()
-    log.cut(1)
+    log.remove_segments(1)
     log.append_chunk(ChunkId(1, 1, 0, 1, 0), averages(1)[1])
     log.commit(record_of(1, 2))
     assert contents(tmp_path, 1) == expected((1, 1, 0))
@@ -475,16 +475,16 @@ def test_maintained_index_equals_the_scanned_index(tmp_path):
             log.roll()
         if step == 2:
             append_step(log, 3, attempt=3)  # it counts for nothing, but takes space
-    indexed = [(s.step, s.record, s.chunks, s.end) for s in log.index.following(0)]
+    indexed = [(s.step, s.record, s.chunks, s.end) for s in log.index.steps_from(0)]
     assert indexed == index_of(tmp_path)
     log.close()
     new_log = open_log(tmp_path, term=2, next_step=3, index=scan(tmp_path).index)
-    assert [s.step for s in new_log.index.following(0)] == [0, 1, 2]  # step 3 is void
+    assert [s.step for s in new_log.index.steps_from(0)] == [0, 1, 2]  # step 3 is void
     log_step(new_log, 3, term=2)
     new_log.roll()
-    new_log.cut(3)
-    assert [s.record.commit.term for s in new_log.index.following(3)] == [2]
-    assert list(new_log.index.following(0)) == []
+    new_log.remove_segments(3)
+    assert [s.record.commit.term for s in new_log.index.steps_from(3)] == [2]
+    assert list(new_log.index.steps_from(0)) == []
 
 
 class Reads:
@@ -511,7 +511,7 @@ def test_missed_steps_are_read_independently_of_log_length(tmp_path, monkeypatch
                 log.roll()
         with monkeypatch.context() as patch:
             read_counter = Reads(patch)
-            missed_steps = list(log.index.following(length - 3))
+            missed_steps = list(log.index.steps_from(length - 3))
         assert len(missed_steps) == 3
         costs.append((read_counter.calls, read_counter.bytes // 16))  # step numbers grow in digits
         log.close()
