@@ -40,6 +40,9 @@ class LocalWorkers:
         token_file: The file of the join token, which is passed instead of the token.
         tell: Prints a line about a restart.
         plaintext: Without TLS.
+
+    Attributes:
+        name: What the worker calls itself, once it has been started.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class LocalWorkers:
             "--quiet", "--end-with-stdin", "--backend", backend,
             *(["--plaintext"] if plaintext else []),
         ]  # fmt: skip
+        self.name = ""
         self._environment = {**child_environment(), "SAMESTEP_TOKEN_FILE": str(token_file)}
         self._environment.pop("SAMESTEP_TOKEN", None)
         self._devices = devices
@@ -72,12 +76,12 @@ class LocalWorkers:
         """Start local workers: one process for one device, or one worker with several devices."""
         if not count:
             return
-        name = "local-0" if count == 1 else "local"
+        self.name = "local-0" if count == 1 else "local"
         devices = ",".join(map(str, self._devices))
-        arguments = ["--name", name, *(["--gpus", devices] if devices else [])]
+        arguments = ["--name", self.name, *(["--gpus", devices] if devices else [])]
         arguments += ["--processes", str(count)] if count > 1 else []
-        await self._begin(name, arguments)
-        self._supervised.append(asyncio.create_task(self._supervise(name, arguments)))
+        await self._begin(self.name, arguments)
+        self._supervised.append(asyncio.create_task(self._supervise(self.name, arguments)))
 
     async def all_ended(self) -> list[int]:
         """Wait until all have ended; return their exit codes."""

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from coordinator.members.announcement import Announcement
 
 DEFAULT_OUT = Path("runs")
+_RECHECK_S = 0.1
 
 
 def main(options: CoordinatorOptions, events: EventPipe | None = None) -> int:
@@ -341,6 +342,9 @@ async def _until_over(service: Service, local: LocalWorkers | None) -> None:
     async def end_with_workers() -> None:
         assert local is not None
         await local.all_ended()
+        # The end of a process may be noticed before the end of its connection.
+        while local.name in {each.hello.name for each in service.sessions.values()}:  # noqa: ASYNC110 -- rare and short
+            await asyncio.sleep(_RECHECK_S)
         if not service.trainers and service.settings.once:
             reasons = service.current.run.unfit if service.current is not None else {}
             cannot = "".join(f"; {name}: {reason}" for name, reason in sorted(reasons.items()))

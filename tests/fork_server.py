@@ -13,12 +13,14 @@ import array
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
 import os
 import runpy
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -28,6 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tests.forked_command import ADDRESS
 from tests.no_disk_sync import wait_for_no_disk
 
 PRELOADED = (
@@ -42,11 +45,17 @@ PRELOADED = (
 PRELOADED_IF_THERE = (
     "sklearn.datasets", "transformers.models.auto", "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama", "peft", "peft.utils.transformers_weight_conversion",
-    "worker.tasks.labels.classify", "worker.tasks.language.causal_lm", "worker.tasks.small.digits",
+    "worker.tasks.labels.classify", "worker.tasks.language.causal_lm",
+    "worker.tasks.language.distil", "worker.tasks.language.dpo",
+    "worker.tasks.language.teacher_logits", "worker.tasks.small.digits", "pyarrow.parquet",
+    "coordinator.capture.captured_files",
 )  # fmt: skip
 """The same for extras that may not be installed."""
 
 REQUEST_BYTES = 1 << 20
+_MOST_FILES = 64
+_FREE_NUMBERS = 500
+"""Inherited files get lower numbers than this."""
 _NEW_NETWORK = 0x40000000
 """CLONE_NEWNET of sched.h."""
 
@@ -59,6 +68,8 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._open: dict[int, socket.socket] = {}
         self._ends: dict[int, tuple[int, int]] = {}
+        self._callers: dict[int, int] = {}
+        """Children that end with their caller, by the pipe that breaks when it ends."""
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(sys.stdin, selectors.EVENT_READ)
@@ -66,11 +77,16 @@ class Server:
     def serve(self) -> dict[str, Any] | None:
         """Return, in a child, the command to run; in the server, None at the end."""
         while True:
-            for key, _ in self._selector.select():
+            # Ended children last: closing their files frees numbers that other events may name.
+            events = sorted(self._selector.select(), key=lambda each: each[0].fd in self._ends)
+            for key, _ in events:
                 if key.fileobj is sys.stdin:
                     return None
                 if key.fd in self._ends:
                     self._has_ended(key.fd)
+                elif key.fd in self._callers:
+                    self._selector.unregister(key.fd)
+                    os.kill(self._callers.pop(key.fd), signal.SIGKILL)
                 elif key.fileobj is self._listener:
                     connection, _ = self._listener.accept()
                     self._open[connection.fileno()] = connection
@@ -86,8 +102,9 @@ class Server:
             del self._open[connection.fileno()]
             connection.close()
             return None
-        *standard, notice = files
+        *standard, notice = files[:4]
         request: dict[str, Any] = json.loads(text)
+        inherited = dict(zip(request.get("inherited", ()), files[4:], strict=True))
         _import_all(with_tests=request["code"] is not None)
         # Before the answer: the network may end with its thread.
         networks = [os.open(path, os.O_RDONLY) for path in request["networks"]]
@@ -99,21 +116,28 @@ class Server:
                 os.dup2(source, target)
                 os.close(source)
             _enter(networks)
+            _restore_numbers(inherited)
             if request["session"]:
                 os.setsid()
             return request
-        for each in (*standard, *networks):
+        for each in (*standard, *networks, *inherited.values()):
             os.close(each)
+        if request.get("ends_with_caller"):
+            self._callers[notice] = pid
+            self._selector.register(notice, selectors.EVENT_READ)  # it can only break
         follower = os.pidfd_open(pid)
         self._ends[follower] = (pid, notice)
         self._selector.register(follower, selectors.EVENT_READ)
-        connection.sendall(b"%d" % pid)
+        with contextlib.suppress(BrokenPipeError):  # the caller has already ended
+            connection.sendall(b"%d" % pid)
         return None
 
     def _has_ended(self, follower: int) -> None:
         pid, notice = self._ends.pop(follower)
         self._selector.unregister(follower)
         os.close(follower)
+        if self._callers.pop(notice, None) is not None:
+            self._selector.unregister(notice)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with contextlib.suppress(BrokenPipeError):  # the requesting process has already ended
             os.write(notice, b"%d" % code)
@@ -128,11 +152,33 @@ class Server:
 
 
 def _request(connection: socket.socket) -> tuple[bytes, array.array[int]]:
-    text, ancillary, _, _ = connection.recvmsg(REQUEST_BYTES, socket.CMSG_LEN(4 * 4))
+    text, ancillary, _, _ = connection.recvmsg(REQUEST_BYTES, socket.CMSG_LEN(4 * _MOST_FILES))
     files = array.array("i")
     for _, _, data in ancillary:
         files.frombytes(data)
     return text, files
+
+
+def _restore_numbers(inherited: dict[int, int]) -> None:
+    """Give files the numbers that they have in the caller."""
+    moved_files = {}
+    for target, source in inherited.items():
+        moved_files[target] = fcntl.fcntl(source, fcntl.F_DUPFD, _FREE_NUMBERS)
+        os.close(source)
+    for target, source in moved_files.items():
+        os.dup2(source, target)
+        os.close(source)
+
+
+def _fork_subprocesses() -> None:
+    """Make the product fork the commands that it starts from this server, too."""
+    command_line = importlib.import_module("protocol.cli.command_line")
+    command_of = command_line.command_of
+    forked = [sys.executable, "-SE", str(Path(__file__).with_name("forked_command.py"))]
+    for module in [*sys.modules.values()]:
+        names = getattr(module, "__dict__", {})
+        if names.get("command_of") is command_of:
+            names["command_of"] = lambda package: [*forked, package]
 
 
 def _enter(networks: list[int]) -> None:
@@ -185,6 +231,8 @@ def main() -> None:
         sys.argv = ["-c"]
         main = sys.modules["__main__"] = ModuleType("__main__")
         _end(_run(lambda: exec(code, vars(main))))
+    if ADDRESS in os.environ:
+        _fork_subprocesses()
     sys.argv = [request["module"], *request["arguments"]]
     module = request["module"]
     _end(_run(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)))

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from tests.fork_server import REQUEST_BYTES
+from tests.forked_command import ADDRESS
 
 ROOT = Path(__file__).parent.parent
-ADDRESS = "TESTS_FORK_SERVER"
-"""Environment variable with the address of the fork server."""
 PATIENCE_S = 400.0
 """Limit for any wait: only a failing test waits this long."""
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from coordinator import local_workers
 from coordinator.local_workers import RESTARTS
+from coordinator.main import _until_over
 from protocol.base.errors import RunFailed
 from protocol.cli.command_line import child_environment
 from tests.cluster import PATIENCE_S, Cluster
+from tests.live_service import live_service, scripted_spec
 
 RUN = """
 task: scripted
@@ -39,6 +43,25 @@ def test_killed_local_worker_is_restarted_a_few_times(tmp_path):
     line = "coordinator: local worker 'local-0' was ended by SIGKILL; restarted, {} of at most 3"
     assert [each.removesuffix(" times") for each in lines] == [line.format(n) for n in (1, 2, 3)]
     assert last.startswith("coordinator: all local workers have ended")
+
+
+async def test_run_ends_when_the_connection_outlives_the_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_workers, "command_of", lambda _: ["true"])
+    async with live_service(tmp_path, 1) as live:
+        live.service.settings = replace(live.service.settings, once=True)
+        live.service.submit(scripted_spec(steps=1_000_000))
+        worker = live.worker("local-0")
+        await live.wait_for("committed")
+        local = local_workers.LocalWorkers(
+            ("127.0.0.1", 1), "scripted", (), tmp_path / "token", print
+        )
+        await local.start(1)
+        ending = asyncio.create_task(_until_over(live.service, local))
+        await local.all_ended()
+        worker.drain()
+        run_end = await live.wait_for("run_ended")
+        await ending
+    assert run_end["outcome"] == "failed"
 
 
 def only_child(pid: int) -> int:
