@@ -35,7 +35,7 @@ from backends.wgpu.shaders.matmul.shader import (
     candidates,
     matmul_shader,
 )
-from backends.wgpu.weights.narrow_base import BaseLayout
+from backends.wgpu.weights.quantized_base import BaseLayout
 from benchmarks.machine import print_heading, print_table
 from benchmarks.shader_counts import Counts, counts_of
 from benchmarks.vulkan_steps import JOBS, SUBTREE_LEAVES, Decoder, job_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from backends.eager.narrow_base import narrow_frozen_base
+from backends.eager.quantized_base import quantize_frozen_base
 from backends.quantization.frozen_base import frozen_base
 from protocol.spec.sections.model import ModelSpec
 from tests.resident_memory import MIB, measured_growth
@@ -24,7 +24,7 @@ def read_narrow(source: Path) -> Any:
     """Read and quantize it as a worker with LoRA does."""
     model: Any = load_causal_lm(ModelSpec(source=str(source), base_dtype="int4"), 0).model
     model.requires_grad_(requires_grad=False)
-    narrow_frozen_base(model, "int4", torch.device("cpu"))
+    quantize_frozen_base(model, "int4", torch.device("cpu"))
     return model
 
 

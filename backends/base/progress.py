@@ -1,4 +1,4 @@
-"""Report the progress of preparing a model: bytes read and narrowed, with the time left.
+"""Report the progress of preparing a model: bytes read and quantized, with the time left.
 
 Code that prepares calls `say` and `Meter`; code that waits enters `listening`, in the same thread.
 """

@@ -58,8 +58,8 @@ from backends.eager import numerics, torch_devices
 from backends.eager.block_order import BlockOrder, unused_parameters
 from backends.eager.device_sums import BlockCopier, BlockCopy, SubtreeSums, join_parts
 from backends.eager.inner_steps import EagerInnerSteps
-from backends.eager.narrow_base import narrow_frozen_base
-from backends.eager.narrow_linear import convert_again_in_backward
+from backends.eager.quantized_base import quantize_frozen_base
+from backends.eager.quantized_linear import convert_again_in_backward
 from backends.losses.coupled_loss import embedded_of, rows_of, step_loss, with_backward_loss
 from protocol.base.errors import (
     NO_MEMORY,
@@ -174,7 +174,7 @@ class EagerProgram(HostSummedProgram):
             self._copier = BlockCopier(device, self._blocks)
         # Before the move, which gives each parameter memory of its own even if it was shared.
         checked = trained_parameters(self._module, trained_blocks(self._blocks))
-        self._narrow(self._module, trainable.base_dtype)
+        self._quantize_base(self._module, trainable.base_dtype)
         if trainable.precision != "float32":
             convert_again_in_backward(self._module, device)
         tied = _names_by_parameter(self._module)
@@ -284,8 +284,8 @@ class EagerProgram(HostSummedProgram):
         """Refuse a module or loss that cannot be trained exactly; also warms up the model."""
         self._thread.submit(self._check, example).result()
 
-    def _narrow(self, module: torch.nn.Module, base_dtype: BaseDtype) -> None:
-        narrow_frozen_base(module, base_dtype, self._device)
+    def _quantize_base(self, module: torch.nn.Module, base_dtype: BaseDtype) -> None:
+        quantize_frozen_base(module, base_dtype, self._device)
 
     def _move_to_device(self, module: torch.nn.Module) -> None:
         numerics.own_storage(module, self._device)

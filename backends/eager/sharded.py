@@ -61,7 +61,7 @@ class ShardedProgram(EagerProgram):
         self._mesh = mesh
         super().__init__(device, trainable)
 
-    def _narrow(self, module: nn.Module, base_dtype: BaseDtype) -> None:
+    def _quantize_base(self, module: nn.Module, base_dtype: BaseDtype) -> None:
         if base_dtype != "float32":
             halve_frozen_base(module, base_dtype, self._device)
 

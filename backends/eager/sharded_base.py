@@ -1,8 +1,8 @@
 """A frozen base in half precision as parameters, which torch's FSDP2 can shard.
 
-On one device a base in fewer bits is memory of the layers (`narrow_base`). Sharded, each weight is
-a parameter of the type in which it is stored: FSDP2 gathers it before a layer computes. Values,
-layout and products are those on one device, so the bits are the same.
+On one device each layer holds its quantized weight (`quantized_base`). In a sharded model each
+weight is a parameter of the type in which it is stored: FSDP2 gathers it before a layer computes.
+Values, layout and products are those on one device, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from typing import Final
 import torch
 from torch import nn
 
-from backends.eager.narrow_linear import Bench, NarrowWeight, is_plain, product
-from backends.quantization.frozen_base import expert_layers, frozen_base, widen
-from backends.quantization.narrowing import quantize_tensor
+from backends.eager.quantized_linear import QuantizedWeight, ScratchBuffer, is_plain, linear
+from backends.quantization.frozen_base import convert_to_float32, expert_layers, frozen_base
+from backends.quantization.mapped_weights import quantize_tensor
 from backends.quantization.quantize import STORAGE, dequantize
 from protocol.base.errors import SamestepError
 from protocol.machine.allocator import give_back_freed_memory
 from protocol.spec.sections.model import BaseDtype
 
 HALVES: Final = ("bfloat16", "float16")
-"""The types that are sharded: one tensor of floats for each weight. Others are integers and scales,
-which FSDP2 gathers in separate groups."""
+"""The types that can be sharded: a weight is one tensor of floats. The other types store integers
+and scales, which FSDP2 gathers in separate groups."""
 
 
 class HalfLinear(nn.Linear):
     """A frozen `nn.Linear` with its weight in half precision."""
 
-    bench: Bench
+    scratch: ScratchBuffer
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- torch's name
-        """As `nn.Linear`'s; the weight is converted again in backward."""
-        return product(input, self.weight.detach(), self.bias, self.bench)
+        """Compute as `nn.Linear`; the weight is converted again in backward."""
+        return linear(input, self.weight.detach(), self.bias, self.scratch)
 
 
 def halve_frozen_base(module: nn.Module, base_dtype: BaseDtype, device: torch.device) -> None:
-    """Convert every weight of the frozen base on the host, if its layer can compute with it.
+    """Convert every weight of the frozen base whose layer can compute with it, on the host.
 
-    A layer with its own forward keeps the rounded weight in float32.
+    A layer with its own forward gets the rounded weight in float32.
 
     Args:
         module: The module.
@@ -54,7 +54,7 @@ def halve_frozen_base(module: nn.Module, base_dtype: BaseDtype, device: torch.de
             "a mixture; use a float32 base, or remove --shard"
         )
     base = [*frozen_base(module).values()]
-    bench = Bench(max((parameter.numel() for parameter in base), default=0), device)
+    scratch = ScratchBuffer(max((parameter.numel() for parameter in base), default=0), device)
     for parameter in base:
         layers = [
             layer
@@ -65,9 +65,9 @@ def halve_frozen_base(module: nn.Module, base_dtype: BaseDtype, device: torch.de
         if not all(is_plain(layer) for layer in layers):
             parameter.data = torch.from_numpy(dequantize(stored)).to(parameter.device)
             continue
-        parameter.data = NarrowWeight(stored, torch.device("cpu")).matrix
+        parameter.data = QuantizedWeight(stored, torch.device("cpu")).matrix
         for layer in layers:
             layer.__class__ = HalfLinear
-            layer.bench = bench  # type: ignore[assignment]
-    widen(module, but=base)
+            layer.scratch = scratch  # type: ignore[assignment]
+    convert_to_float32(module, excluded=base)
     give_back_freed_memory()

@@ -1,1 +1,1 @@
-"""Frozen weights in fewer bits: the formats, and how a module's base is narrowed as it is read."""
+"""Quantized frozen weights: the formats, and how a module's base is quantized as it is read."""

@@ -1,9 +1,8 @@
-"""The frozen base of a module, and its weights in fewer bits.
+"""The frozen base of a module: which weights `model.base_dtype` quantizes.
 
-`model.base_dtype` stores the frozen base in fewer bits: the weights of frozen `nn.Linear` layers,
-and the stacks of a mixture's experts, which only matrix products read. Embeddings, norms and biases
-stay float32, and so does a head that shares its weight with an embedding. The values are the same
-on every backend.
+The base is the weights of frozen `nn.Linear` layers and the stacks of a mixture's experts, which
+only matrix products read. Embeddings, norms and biases stay float32, and so does a head that shares
+its weight with an embedding. The values are the same on every backend.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import Any
 
 import torch
 
-from backends.quantization.narrowing import release_pages
+from backends.quantization.mapped_weights import release_pages
 from backends.quantization.quantize import STORAGE, dequantize, group_of, quantize
 from protocol.spec.sections.model import BaseDtype
 
 
 def frozen_base(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the weights that may be stored in fewer bits, named as in `named_parameters`."""
+    """Return the weights that may be quantized, named as in `named_parameters`."""
     embedding_ids = {
         id(parameter)
         for layer in module.modules()
@@ -38,8 +37,11 @@ def frozen_base(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def expert_layers(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the layers of frozen experts: stacks of matrices, (experts, outputs, inputs), which
-    transformers computes one expert at a time, without biases or norms of their own."""
+    """Return the layers of frozen experts that transformers computes one expert at a time.
+
+    Their weights are stacks of matrices, (experts, outputs, inputs); the experts have no biases or
+    norms of their own.
+    """
     return [layer for layer in module.modules() if _has_stacks(layer)]
 
 
@@ -56,16 +58,18 @@ def _has_stacks(layer: Any) -> bool:
     )
 
 
-def widen(module: torch.nn.Module, but: Collection[torch.nn.Parameter] = ()) -> None:
+def convert_to_float32(
+    module: torch.nn.Module, excluded: Collection[torch.nn.Parameter] = ()
+) -> None:
     """Convert weights that are still in their file's 16-bit type to float32.
 
     Args:
         module: The module.
-        but: Parameters that stay as they are.
+        excluded: Parameters that keep their type.
     """
-    stays = {id(parameter) for parameter in but}
+    excluded_ids = {id(parameter) for parameter in excluded}
     for parameter in module.parameters():
-        if parameter.dtype in (torch.bfloat16, torch.float16) and id(parameter) not in stays:
+        if parameter.dtype in (torch.bfloat16, torch.float16) and id(parameter) not in excluded_ids:
             half_values = parameter.data
             parameter.data = half_values.float()
             release_pages(half_values)
@@ -76,7 +80,7 @@ def round_frozen_base(module: torch.nn.Module, base_dtype: BaseDtype) -> None:
     storage = STORAGE[base_dtype]
     if storage == "f32":
         return
-    widen(module)
+    convert_to_float32(module)
     for parameter in frozen_base(module).values():
         matrix = parameter.detach().flatten(0, -2)
         stored = quantize(matrix.cpu().float().numpy(), storage)

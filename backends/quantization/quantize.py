@@ -1,4 +1,4 @@
-"""Store frozen weights in fewer bits: bf16, f16, or 8 or 4 bits with one scale per group.
+"""Quantize frozen weights: bf16, f16, or 8 or 4 bits with one scale per group.
 
 int8, int4: symmetric, round to nearest, ties to even (Dettmers et al. 2022, arXiv:2208.07339, with
 groups along a row as in Frantar et al. 2023, arXiv:2210.17323): the largest magnitude of a group
@@ -7,7 +7,7 @@ arXiv:2305.14314). q8_0, q4_0: llama.cpp's types, with a float16 scale for every
 a GGUF file's values are preserved. Plain numpy in a fixed order gives the same bits everywhere.
 
 `dequantize` is the definition for all backends: element (r, c) is its number times its group's
-scale, one float32 product, which is also what a device computes that widens weights as it reads.
+scale, one float32 product. A device that dequantizes weights as it reads them computes the same.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ _SMALLEST_GROUP: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A matrix in fewer bits.
+    """A quantized matrix.
 
     Attributes:
         storage: The storage type; q8_0 is stored as int8 and q4_0 as int4.
         rows: Rows of the matrix.
         columns: Columns of the matrix, the contiguous dimension.
         words: uint32, little-endian, the first element of a row in the lowest bits. int4 stores
-            its number plus 8, nf4 the index in `NF4`.
+            the number plus 8, nf4 the index in `NF4`.
         scales: float32, shape (rows * columns / group,); empty for bf16 and f16.
-        group: Neighbors in a row that share a scale; 0 for bf16 and f16.
+        group: Number of neighbors in a row that share a scale; 0 for bf16 and f16.
     """
 
     storage: Storage
@@ -82,7 +82,7 @@ class Quantized:
     scales: Array
     group: int
 
-    def packed(self) -> NDArray[np.uint32]:
+    def pack(self) -> NDArray[np.uint32]:
         """Return words and scales in one buffer."""
         return np.concatenate([self.words, self.scales.view(np.uint32)])
 
@@ -93,7 +93,10 @@ class Quantized:
 
 
 def group_of(columns: int, storage: Storage = "int4") -> int:
-    """Return the largest power of two that divides a row, at most 64 (GGUF: 32); 0 if below 8."""
+    """Return how many elements share a scale: the largest power of two that divides a row.
+
+    At most 64 (GGUF types: 32); 0 if below 8.
+    """
     group = _GGUF_GROUP if storage in _GGUF_STORAGE else GROUP
     while columns % group:
         group //= 2
@@ -101,7 +104,7 @@ def group_of(columns: int, storage: Storage = "int4") -> int:
 
 
 def quantize(values: Array, storage: Storage) -> Quantized:
-    """Store a matrix of float32 in fewer bits.
+    """Quantize a float32 matrix.
 
     Args:
         values: float32, shape (rows, columns), with a multiple of 8 columns.
@@ -123,32 +126,32 @@ def quantize(values: Array, storage: Storage) -> Quantized:
         )
     grouped = values.reshape(-1, group)
     if storage == "q8_0":
-        codes, scales = _as_q8_0(grouped)
+        codes, scales = _q8_0_codes(grouped)
     elif storage == "q4_0":
-        codes, scales = _as_q4_0(grouped)
+        codes, scales = _q4_0_codes(grouped)
     elif storage == "nf4":
-        codes, scales = _as_nf4(grouped)
+        codes, scales = _nf4_codes(grouped)
     else:
-        codes, scales = _as_symmetric(grouped, _LARGEST_CODES[storage])
+        codes, scales = _symmetric_codes(grouped, _LARGEST_CODES[storage])
     if BITS[storage] == 8:
         words = np.ascontiguousarray(codes).reshape(-1).view(np.uint32)
         return Quantized("int8", rows, columns, words, scales, group)
-    storage_kind: Storage = "nf4" if storage == "nf4" else "int4"
-    return Quantized(storage_kind, rows, columns, _nibbles(codes), scales, group)
+    four_bit_storage: Storage = "nf4" if storage == "nf4" else "int4"
+    return Quantized(four_bit_storage, rows, columns, _pack_nibbles(codes), scales, group)
 
 
-_Numbers = tuple[NDArray[np.int8], Array]
-"""(groups, group), and the scale of each group."""
+_Codes = tuple[NDArray[np.int8], Array]
+"""Codes, (groups, group), and the scale of each group."""
 
 
-def _as_symmetric(grouped: Array, largest_code: int) -> _Numbers:
+def _symmetric_codes(grouped: Array, largest_code: int) -> _Codes:
     scales = (np.abs(grouped).max(axis=1) / np.float32(largest_code)).astype(np.float32)
     # A group of zeros, or of values too small for a scale, is all zeros.
     divisors = np.where(scales > 0, scales, np.float32(1))[:, None]
     return np.clip(np.rint(grouped / divisors), -largest_code, largest_code).astype(np.int8), scales
 
 
-def _as_nf4(grouped: Array) -> _Numbers:
+def _nf4_codes(grouped: Array) -> _Codes:
     """Return codes minus 8, like the other 4-bit types."""
     scales = np.abs(grouped).max(axis=1)
     divisors = np.where(scales > 0, scales, np.float32(1))[:, None]
@@ -156,35 +159,35 @@ def _as_nf4(grouped: Array) -> _Numbers:
     return (codes - 8).astype(np.int8), scales
 
 
-def _as_q8_0(grouped: Array) -> _Numbers:
+def _q8_0_codes(grouped: Array) -> _Codes:
     """Round halves away from zero, like `gguf.quants`."""
     scales = np.abs(grouped).max(axis=1) / np.float32(127)
-    scaled = grouped * _inverse(scales)
+    scaled = grouped * _inverses(scales)
     floor = np.floor(np.abs(scaled))
     rounded_away = floor + np.floor(np.float32(2) * (np.abs(scaled) - floor))
-    return (np.sign(scaled) * rounded_away).astype(np.int8), _half_scales(scales)
+    return (np.sign(scaled) * rounded_away).astype(np.int8), _float16_scales(scales)
 
 
-def _as_q4_0(grouped: Array) -> _Numbers:
+def _q4_0_codes(grouped: Array) -> _Codes:
     """Map the largest magnitude to -8, whatever its sign, like `gguf.quants`."""
     positions = np.abs(grouped).argmax(axis=1)[:, None]
     scales = (np.take_along_axis(grouped, positions, axis=1) / np.float32(-8))[:, 0]
-    scaled = np.trunc(grouped.astype(np.float64) * _inverse(scales).astype(np.float64) + 8.5)
-    return (scaled.clip(0, 15) - 8).astype(np.int8), _half_scales(scales)
+    scaled = np.trunc(grouped.astype(np.float64) * _inverses(scales).astype(np.float64) + 8.5)
+    return (scaled.clip(0, 15) - 8).astype(np.int8), _float16_scales(scales)
 
 
-def _inverse(scales: Array) -> Array:
-    """Return each group's inverse scale; 0 if the scale is zero in float16."""
-    is_normal = np.abs(scales) >= _LEAST_FLOAT16
-    divisors = np.where(is_normal, scales, np.float32(1))
-    return np.where(is_normal, np.float32(1) / divisors, np.float32(0))[:, None]
+def _inverses(scales: Array) -> Array:
+    """Return each group's inverse scale, 0 if the scale rounds to zero in float16."""
+    is_nonzero = np.abs(scales) >= _LEAST_FLOAT16
+    divisors = np.where(is_nonzero, scales, np.float32(1))
+    return np.where(is_nonzero, np.float32(1) / divisors, np.float32(0))[:, None]
 
 
-def _half_scales(scales: Array) -> Array:
+def _float16_scales(scales: Array) -> Array:
     return _float16(scales).view(np.float16).astype(np.float32)
 
 
-def _nibbles(codes: NDArray[np.int8]) -> NDArray[np.uint32]:
+def _pack_nibbles(codes: NDArray[np.int8]) -> NDArray[np.uint32]:
     nibbles = (codes + np.int8(8)).astype(np.uint32).reshape(-1, 8)
     words = np.zeros(len(nibbles), np.uint32)
     for position in range(8):
@@ -201,21 +204,21 @@ def dequantize(stored: Quantized) -> Array:
     if stored.storage == "f16":
         return stored.words.view(np.float16).astype(np.float32).reshape(shape)
     if stored.storage == "int8":
-        integers = stored.words.view(np.int8).astype(np.float32)
+        numbers = stored.words.view(np.int8).astype(np.float32)
     else:
         shifts = np.arange(8, dtype=np.uint32) * np.uint32(4)
         nibbles = ((stored.words[:, None] >> shifts) & np.uint32(15)).reshape(-1)
-        nf4 = stored.storage == "nf4"
-        integers = NF4[nibbles] if nf4 else nibbles.astype(np.float32) - np.float32(8)
-    grouped = integers.reshape(-1, stored.group) * stored.scales[:, None]
+        is_nf4 = stored.storage == "nf4"
+        numbers = NF4[nibbles] if is_nf4 else nibbles.astype(np.float32) - np.float32(8)
+    grouped = numbers.reshape(-1, stored.group) * stored.scales[:, None]
     return grouped.astype(np.float32, copy=False).reshape(shape)
 
 
 def stored_bytes(rows: int, columns: int, storage: Storage) -> int:
     """Return the size of the result of `quantize` without computing it."""
     words = rows * columns * BITS[storage] // 8
-    scaled = BITS[storage] <= 8
-    return words + (4 * rows * columns // group_of(columns, storage) if scaled else 0)
+    has_scales = BITS[storage] <= 8
+    return words + (4 * rows * columns // group_of(columns, storage) if has_scales else 0)
 
 
 def _bfloat16(values: Array) -> NDArray[np.uint16]:

@@ -26,7 +26,7 @@ from backends.base.inner_steps import InnerState, SchedulePosition
 from backends.base.interface import Batch, BlockGradient, Loss, LossRaised, Trainable
 from backends.eager import device_sums, torch_devices
 from backends.eager.eager import EagerBackend, EagerProgram
-from backends.eager.narrow_linear import Bench, NarrowWeight
+from backends.eager.quantized_linear import QuantizedWeight, ScratchBuffer
 from backends.losses import vocabulary_loss
 from backends.quantization.quantize import quantize
 from backends.registry import choose, devices, trial_device
@@ -414,15 +414,18 @@ def test_what_a_conversion_moves(storage, in_float32, in_bfloat16):
     """Bytes of an element, with scales; a weight in the type of the product is the operand."""
     values = np.random.default_rng(0).standard_normal((512, 1024)).astype(np.float32)
     device = torch.device("standin", 0)
-    narrow, bench = NarrowWeight(quantize(values, storage), device), Bench(values.size, device)
+    weight, scratch = (
+        QuantizedWeight(quantize(values, storage), device),
+        ScratchBuffer(values.size, device),
+    )
     for kind, expected in ((torch.float32, in_float32), (torch.bfloat16, in_bfloat16)):
-        bench.operand(narrow, kind)
+        scratch.operand(weight, kind)
         standin.take_kernel_bytes()
-        operand = bench.operand(narrow, kind)
+        operand = scratch.operand(weight, kind)
         moved_bytes = standin.take_kernel_bytes()
         assert moved_bytes / values.size == pytest.approx(expected, abs=0.13)
-        host = NarrowWeight(quantize(values, storage), torch.device("cpu"))
-        on_host = Bench(values.size, torch.device("cpu")).operand(host, kind)
+        host = QuantizedWeight(quantize(values, storage), torch.device("cpu"))
+        on_host = ScratchBuffer(values.size, torch.device("cpu")).operand(host, kind)
         assert torch.equal(operand.cpu(), on_host), "the bits of the host"
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from safetensors import SafetensorError
 
 from backends.losses.vocabulary_loss import tokens_at_once
-from backends.quantization.narrowing import PART_ELEMENTS
+from backends.quantization.mapped_weights import PART_ELEMENTS
 from protocol.base.errors import DataError, DeviceOutOfMemory
 from protocol.base.limits import byte_size
 from protocol.datasets.capture_index import read_index

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from backends.base import draws
 from backends.base.interface import Array
 from backends.quantization.frozen_base import frozen_base
-from backends.quantization.narrowing import quantize_tensor, release_pages
+from backends.quantization.mapped_weights import quantize_tensor, release_pages
 from backends.quantization.quantize import STORAGE, Storage, dequantize
 from protocol.base.errors import DataError, describe_error
 from protocol.exact.digest import digest_arrays

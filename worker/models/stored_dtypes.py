@@ -2,7 +2,7 @@
 
 Safetensors files are memory-mapped, so weights that are not converted occupy only pages, which are
 dropped once they have been read. The device narrows one weight at a time; see
-`backends.quantization.narrowing`.
+`backends.quantization.mapped_weights`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 from backends.base.progress import Meter
 from backends.quantization.frozen_base import frozen_base
-from backends.quantization.narrowing import release_pages
+from backends.quantization.mapped_weights import release_pages
 from protocol.exact.digest import Streamed
 
 _PART_ELEMENTS: Final = 1 << 20

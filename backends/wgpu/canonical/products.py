@@ -17,7 +17,7 @@ from typing import Final
 
 from backends.wgpu.shaders.matmul.problem import MatmulProblem
 from backends.wgpu.shaders.matmul.side import Side, sides
-from backends.wgpu.shaders.narrow import Narrow
+from backends.wgpu.shaders.quantized_layout import QuantizedLayout
 
 _STORAGES: Final = {"f32": 0, "bf16": 1, "f16": 2, "int8": 3, "int4": 4}
 
@@ -257,5 +257,5 @@ def _candidate(
     )
 
 
-def _stored(form: Narrow | None) -> tuple[int, int, int]:
+def _stored(form: QuantizedLayout | None) -> tuple[int, int, int]:
     return (0, 0, 0) if form is None else (_STORAGES[form.storage], form.group, form.scales)

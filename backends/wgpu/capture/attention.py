@@ -134,13 +134,13 @@ class _Fused(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         query, key, value, mask, packed, result = ctx.saved_tensors
-        (tangent,) = tangents
+        (grad_output,) = grad_outputs
         # The softmax's gradient subtracts each row's sum of weights times their gradients.
-        delta = (tangent * result).sum(-1)
-        arguments = (query, key, value, mask, packed, tangent, delta, *ctx.formula)
-        by_query = ATTENTION_QUERIES(*arguments)  # (B, T, H, D)
-        by_key, by_value = ATTENTION_KEYS(*arguments).unbind()  # each (B, S, G, D)
-        gradients = (x.transpose(1, 2) for x in (by_query, by_key, by_value))
+        delta = (grad_output * result).sum(-1)
+        arguments = (query, key, value, mask, packed, grad_output, delta, *ctx.formula)
+        grad_query = ATTENTION_QUERIES(*arguments)  # (B, T, H, D)
+        grad_key, grad_value = ATTENTION_KEYS(*arguments).unbind()  # each (B, S, G, D)
+        gradients = (x.transpose(1, 2) for x in (grad_query, grad_key, grad_value))
         return *gradients, None, None, None

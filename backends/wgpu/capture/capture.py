@@ -27,7 +27,7 @@ from backends.wgpu.capture.half_products import half_products
 from backends.wgpu.capture.layer_call import LayerCall, TensorSpec, closed_layers, refuse_changed
 from backends.wgpu.capture.model_attention import replaced_attention, sdpa_can_be_traced
 from backends.wgpu.capture.rewrites import Rewrites
-from backends.wgpu.capture.substitution import named_tensors, substituted
+from backends.wgpu.capture.substitution import named_tensors, substitute_tensors
 from backends.wgpu.graph.decompositions import decompositions
 from backends.wgpu.graph.passes import quiet_torch
 from protocol.base.errors import SamestepError, user_location
@@ -332,7 +332,7 @@ class _Trace:
                 name: by_name[first_names[id(tensor)]] for name, tensor in tensors_by_name.items()
             }
             with ExitStack() as stack:
-                stack.enter_context(substituted(self.module, tensors_under_all_names))
+                stack.enter_context(substitute_tensors(self.module, tensors_under_all_names))
                 closed = closed_layers(
                     self.module, next_seed, checkpoint=self.checkpoint, fuses=self.fuses
                 )

@@ -1,7 +1,7 @@
 """Compute a training step with torch on the CPU, as the reference for a program.
 
-Of the capture only the assignment of seeds to layer calls is used: random numbers come from
-`backends.wgpu.graph.reference`, so that dropout masks equal the device's.
+The capture supplies only the assignment of seeds to layer calls. Random numbers come from
+`backends.wgpu.graph.reference`, so dropout masks equal the device's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from backends.wgpu.capture.capture import Arrays
 from backends.wgpu.capture.half_products import half_products
 from backends.wgpu.capture.layer_call import LayerCall, repeated_layers
 from backends.wgpu.capture.rewrites import Rewrites
-from backends.wgpu.capture.substitution import substituted
+from backends.wgpu.capture.substitution import substitute_tensors
 from backends.wgpu.graph import reference
 
 Loss = Callable[[Any, Arrays], torch.Tensor]
@@ -63,7 +63,7 @@ class HostStep:
         """Compute one microbatch.
 
         Args:
-            arrays: Its arrays.
+            arrays: The microbatch's arrays.
             seeds: (count, 2) int32, as for the program.
 
         Returns:
@@ -72,40 +72,40 @@ class HostStep:
         parameters = [self._values[name] for name in self._trained_names]
         grads: Sequence[torch.Tensor | None] = [None] * len(parameters)
         with ExitStack() as stack:
-            stack.enter_context(_training(self._module))
-            stack.enter_context(substituted(self._module, self._values))
+            stack.enter_context(_training_mode(self._module))
+            stack.enter_context(substitute_tensors(self._module, self._values))
             stack.enter_context(half_products(enabled=bool(self._scale)))
-            stack.enter_context(self._layers_draw(iter(seeds[1:])))
-            stack.enter_context(_Draws(seeds[0]))
+            stack.enter_context(self._seed_layer_calls(iter(seeds[1:])))
+            stack.enter_context(_RandomRewrites(seeds[0]))
             stack.enter_context(torch.enable_grad())
-            value = self._loss(self._module, arrays)
-            value = value.float() if self._scale else value
+            loss = self._loss(self._module, arrays)
+            loss = loss.float() if self._scale else loss
             initial_gradient = torch.tensor(self._scale) if self._scale else None
-            if value.requires_grad and parameters:
-                grads = torch.autograd.grad(value, parameters, initial_gradient, allow_unused=True)
+            if loss.requires_grad and parameters:
+                grads = torch.autograd.grad(loss, parameters, initial_gradient, allow_unused=True)
         if self._scale:
             grads = [None if grad is None else grad / self._scale for grad in grads]
         pairs = zip(grads, parameters, strict=True)
         gradients = (torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs)
-        return [value.detach(), *(gradient.detach() for gradient in gradients)]
+        return [loss.detach(), *(gradient.detach() for gradient in gradients)]
 
     @contextmanager
-    def _layers_draw(self, seeds: Iterator[torch.Tensor]) -> Iterator[None]:
-        """Give each closed layer call its own seed within the context."""
+    def _seed_layer_calls(self, seeds: Iterator[torch.Tensor]) -> Iterator[None]:
+        """Seed each layer call that the capture recorded as one node, within the context."""
         calls = list(self._calls)[::-1]
 
         def wrap(path: str, layer: nn.Module) -> None:
             forward = layer.forward
 
-            def run(*args: Any, **kwargs: Any) -> Any:
-                if not calls or calls[-1].path != path:  # the capture could not close this call
+            def seeded_forward(*args: Any, **kwargs: Any) -> Any:
+                if not calls or calls[-1].path != path:  # the call is not one node
                     return forward(*args, **kwargs)
                 if not calls.pop().draws:
                     return forward(*args, **kwargs)
-                with _Draws(next(seeds)):
+                with _RandomRewrites(next(seeds)):
                     return forward(*args, **kwargs)
 
-            layer.forward = run
+            layer.forward = seeded_forward
 
         layers = dict(repeated_layers(self._module, ""))
         try:
@@ -117,7 +117,7 @@ class HostStep:
                 vars(layer).pop("forward", None)
 
 
-class _Draws(Rewrites):
+class _RandomRewrites(Rewrites):
     """Replace random functions; attention without dropout remains torch's."""
 
     def __init__(self, seed: torch.Tensor) -> None:
@@ -131,21 +131,22 @@ class _Draws(Rewrites):
 
 
 @contextmanager
-def _training(module: nn.Module) -> Iterator[None]:
-    """Set training mode, without checkpoints, whose recomputation would draw again."""
+def _training_mode(module: nn.Module) -> Iterator[None]:
+    """Set training mode and disable gradient checkpointing, whose recomputation would draw random
+    numbers again."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
-    flags = [
+    checkpointed_modules = [
         submodule
         for submodule in module.modules()
         if getattr(submodule, "gradient_checkpointing", False)
     ]
     try:
         module.train()
-        for submodule in flags:
+        for submodule in checkpointed_modules:
             submodule.gradient_checkpointing = False  # type: ignore[assignment]
         yield
     finally:
-        for submodule in flags:
+        for submodule in checkpointed_modules:
             submodule.gradient_checkpointing = True  # type: ignore[assignment]
         for submodule, mode in modes:
             submodule.training = mode

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends.wgpu.capture.attention import Fuses, never_fuses
 from backends.wgpu.capture.rewrites import Rewrites
-from backends.wgpu.capture.substitution import named_tensors, substituted
+from backends.wgpu.capture.substitution import named_tensors, substitute_tensors
 from backends.wgpu.graph.opaque import LAYER_BACKWARD, LAYER_FORWARD, CallsOfTrace
 from protocol.base.errors import SamestepError
 
@@ -105,7 +105,7 @@ class LayerCall:
         leaves = [tensors[x.number] if isinstance(x, _InputNumber) else x for x in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments)
         seed = tensors[-1] if seed is None else seed
-        with substituted(self.layer, by_name), Rewrites(seed, self.fuses) as rewrites:
+        with substitute_tensors(self.layer, by_name), Rewrites(seed, self.fuses) as rewrites:
             results, self.results = pytree.tree_flatten(self.forward(*args, **kwargs))
         return results, rewrites
 

@@ -100,6 +100,6 @@ def _attend(  # noqa: PLR0917
     if sizes is None or not fuses(sizes):
         return original(module, query, key, value, attention_mask, *extra, **options)
     argument = options.get("scaling")
-    scale: float = sizes.size**-0.5 if argument is None else argument
+    scale: float = sizes.head_size**-0.5 if argument is None else argument
     result = fused_attention(query, key, value, attention_mask, scale, causal=False)
     return result.transpose(1, 2).contiguous(), None

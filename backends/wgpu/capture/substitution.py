@@ -1,4 +1,4 @@
-"""Run a module with substituted parameters and buffers, then restore them."""
+"""Run a module with substitute_tensors parameters and buffers, then restore them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def substituted(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def substitute_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Substitute the module's tensors of these names within the context.
 
     Raises:

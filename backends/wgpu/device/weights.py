@@ -9,14 +9,14 @@ import torch
 
 from backends.base.interface import Array, Trainable
 from backends.base.subtree_gradients import check_sizes
-from backends.quantization.frozen_base import widen
+from backends.quantization.frozen_base import convert_to_float32
 from backends.quantization.quantize import Quantized, dequantize
 from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.device.packing import tensor_words
 from backends.wgpu.device.target import Buffer, ComputeTarget, Copy, Prepared
 from backends.wgpu.graph.table_parts import RowPart, Tables, row_parts
 from backends.wgpu.weights.host_copy import is_released, refuse_released, release
-from backends.wgpu.weights.narrow_base import NarrowBase
+from backends.wgpu.weights.quantized_base import QuantizedBase
 
 
 class Weights:
@@ -25,7 +25,7 @@ class Weights:
     Attributes:
         module: The module on the host, with the values loaded last; frozen parameters are freed
             after their upload unless the module is returned to the user.
-        base: Parameters in narrow storage.
+        base: The quantized parameters.
         tables: Parts of each table that is larger than one buffer; each part has its own name.
     """
 
@@ -52,8 +52,8 @@ class Weights:
         self._first_names = {
             name: first_name_by_id.setdefault(id(t), name) for name, t in self._tensors.items()
         }
-        self.base = NarrowBase(self.module, trainable.base_dtype)
-        widen(self.module)  # parameters without narrow storage
+        self.base = QuantizedBase(self.module, trainable.base_dtype)
+        convert_to_float32(self.module)  # parameters that are not quantized
         self.tables: Tables = self._split(largest_bytes)
         self._parts = {str(part): part for parts in self.tables.values() for part in parts}
         self.base.split(self.tables)
@@ -79,8 +79,8 @@ class Weights:
     def hold_values(self, names: Iterable[str]) -> Callable[[], dict[str, torch.Tensor]]:
         """Return a function that gives these tensors' values, before and after their upload.
 
-        It holds narrow weights as they are stored and widens them at each call. Other frozen
-        weights, which the host gives up, are read back from the device. Tied tensors stay shared.
+        The function holds quantized weights and dequantizes them at each call. Other frozen
+        weights, which the host releases, are read back from the device. Tied tensors stay shared.
         """
         tensors = {name: self._tensors[name] for name in names}
         stored: dict[int, list[Quantized]] = {}
@@ -93,8 +93,10 @@ class Weights:
             values_by_id: dict[int, torch.Tensor] = {}
             for name, tensor in tensors.items():
                 if id(tensor) not in values_by_id:
-                    wide = [torch.from_numpy(dequantize(part)) for part in stored[id(tensor)]]
-                    value = torch.cat(wide) if wide else self._value(name)
+                    dequantized = [
+                        torch.from_numpy(dequantize(part)) for part in stored[id(tensor)]
+                    ]
+                    value = torch.cat(dequantized) if dequantized else self._value(name)
                     values_by_id[id(tensor)] = value.float() if value.is_floating_point() else value
             return {name: values_by_id[id(tensor)] for name, tensor in tensors.items()}
 
@@ -105,8 +107,7 @@ class Weights:
         return [str(part) for part in self.tables.get(name, ())] or [name]
 
     def _value(self, name: str) -> torch.Tensor:
-        """Return a tensor that is not in narrow storage, from the device if the host has released
-        it."""
+        """Return a tensor that is not quantized, from the device if the host has released it."""
         tensor = self._tensors[name]
         if not is_released(tensor):
             return tensor.detach()

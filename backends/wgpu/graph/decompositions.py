@@ -89,8 +89,8 @@ def _softshrink(x: torch.Tensor, lambd: float = 0.5) -> torch.Tensor:
     return torch.where(x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, x * 0.0))
 
 
-def _shrink_backward(tangent: torch.Tensor, x: torch.Tensor, lambd: float) -> torch.Tensor:
-    return torch.where((x >= -lambd) & (x <= lambd), 0.0, tangent)
+def _shrink_backward(grad_output: torch.Tensor, x: torch.Tensor, lambd: float) -> torch.Tensor:
+    return torch.where((x >= -lambd) & (x <= lambd), 0.0, grad_output)
 
 
 def _normalize(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

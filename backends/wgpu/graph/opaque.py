@@ -19,8 +19,8 @@ _library.define("uniform(Tensor seed, int[] shape, int site) -> Tensor")
 _library.define("partial(Tensor x, int[] dims, int parts, str fold) -> Tensor")
 for _name, _arguments in {
     "attention": "",
-    "attention_queries": "Tensor packed, Tensor tangent, Tensor delta, ",
-    "attention_keys": "Tensor packed, Tensor tangent, Tensor delta, ",
+    "attention_queries": "Tensor packed, Tensor grad_output, Tensor delta, ",
+    "attention_keys": "Tensor packed, Tensor grad_output, Tensor delta, ",
 }.items():
     _library.define(
         f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? mask, {_arguments}"

@@ -28,20 +28,21 @@ def _window_indices(
         taps = torch.arange(window[d]) * dilation[d] - padding[d]
         shape = [1] * (2 * dims)
         shape[d], shape[dims + d] = window[d], output_sizes[d]
-        at = (taps[:, None] + torch.arange(output_sizes[d]) * stride[d]).view(shape)
-        in_range = (at >= 0) & (at < input_sizes[d])
-        indices = at if indices is None else indices * input_sizes[d] + at
+        positions = (taps[:, None] + torch.arange(output_sizes[d]) * stride[d]).view(shape)
+        in_range = (positions >= 0) & (positions < input_sizes[d])
+        indices = positions if indices is None else indices * input_sizes[d] + positions
         valid = in_range if valid is None else valid & in_range
     assert indices is not None
     assert valid is not None
-    padded = torch.where(valid, indices, math.prod(input_sizes))
-    return padded.reshape(math.prod(window), math.prod(output_sizes))
+    indices_or_padding = torch.where(valid, indices, math.prod(input_sizes))
+    return indices_or_padding.reshape(math.prod(window), math.prod(output_sizes))
 
 
-def _readers(
+def _reading_outputs(
     input_sizes: Sequence[int], output_sizes: Sequence[int], window: Sequence[int], geometry: Any
 ) -> torch.Tensor:
-    """Return (K, P): for each window and input position the output that reads it, or L if none."""
+    """Return (K, P): for each position in a window and each input position, the output that
+    reads the input there, or L if none does."""
     stride, padding, dilation = geometry
     indices: torch.Tensor | None = None
     valid: torch.Tensor | None = None
@@ -51,29 +52,29 @@ def _readers(
         shape = [1] * (2 * dims)
         shape[d], shape[dims + d] = window[d], input_sizes[d]
         offsets = (taps[:, None] + torch.arange(input_sizes[d])).view(shape)
-        at = offsets // stride[d]
-        in_range = (offsets >= 0) & (offsets % stride[d] == 0) & (at < output_sizes[d])
-        indices = at if indices is None else indices * output_sizes[d] + at
+        outputs = offsets // stride[d]
+        in_range = (offsets >= 0) & (offsets % stride[d] == 0) & (outputs < output_sizes[d])
+        indices = outputs if indices is None else indices * output_sizes[d] + outputs
         valid = in_range if valid is None else valid & in_range
     assert indices is not None
     assert valid is not None
-    padded = torch.where(valid, indices, math.prod(output_sizes))
-    return padded.reshape(math.prod(window), math.prod(input_sizes))
+    indices_or_padding = torch.where(valid, indices, math.prod(output_sizes))
+    return indices_or_padding.reshape(math.prod(window), math.prod(input_sizes))
 
 
 def _gather(x: torch.Tensor, indices: torch.Tensor, value: float = 0.0) -> torch.Tensor:
     """Gather (N, C, ...) at (K, L) into (N, C, K, L)."""
     flat = _aten.constant_pad_nd(x.flatten(2), [0, 1], value)
-    picked: torch.Tensor = flat[:, :, indices]
-    return picked
+    windows: torch.Tensor = flat[:, :, indices]
+    return windows
 
 
 def _products(weight: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
     """Multiply (G, M, R) with (N, G, R, L) into (N, G * M, L)."""
-    count, groups, _, positions = windows.shape
-    rows = weight.shape[1]
-    product = weight.expand(count, *weight.shape) @ windows
-    return product.reshape(count, groups * rows, positions)
+    batch, groups, _, positions = windows.shape
+    channels = weight.shape[1]
+    product = weight.expand(batch, *weight.shape) @ windows
+    return product.reshape(batch, groups * channels, positions)
 
 
 def _transposed_convolution(
@@ -81,14 +82,16 @@ def _transposed_convolution(
 ) -> torch.Tensor:
     """Apply the transpose of a convolution with (O, C / G, K...) to (N, O, L...)."""
     input_sizes, output_sizes, window = shape[2:], x.shape[2:], weight.shape[2:]
-    windows = _gather(x, _readers(input_sizes, output_sizes, window, geometry))  # (N, O, K, P)
-    count, rows, taps, positions = windows.shape
-    transposed = weight.reshape(groups, rows // groups, -1, taps).transpose(
+    windows = _gather(
+        x, _reading_outputs(input_sizes, output_sizes, window, geometry)
+    )  # (N, O, K, P)
+    batch, channels, taps, positions = windows.shape
+    transposed_weight = weight.reshape(groups, channels // groups, -1, taps).transpose(
         1, 2
     )  # (G, C/G, O/G, K)
-    transposed = transposed.reshape(groups, -1, rows // groups * taps)
+    transposed_weight = transposed_weight.reshape(groups, -1, channels // groups * taps)
     product = _products(
-        transposed, windows.reshape(count, groups, rows // groups * taps, positions)
+        transposed_weight, windows.reshape(batch, groups, channels // groups * taps, positions)
     )
     return product.reshape(shape)
 
@@ -101,23 +104,23 @@ def _convolution(
     windows = _gather(
         x, _window_indices(x.shape[2:], output_sizes, window, geometry)
     )  # (N, C, K, L)
-    count, rows, taps, positions = windows.shape
-    windows = windows.reshape(count, groups, rows // groups * taps, positions)
+    batch, channels, taps, positions = windows.shape
+    windows = windows.reshape(batch, groups, channels // groups * taps, positions)
     product = _products(weight.reshape(groups, weight.shape[0] // groups, -1), windows)
-    return product.reshape(count, weight.shape[0], *output_sizes)
+    return product.reshape(batch, weight.shape[0], *output_sizes)
 
 
 def _weight_gradient(
-    x: torch.Tensor, tangent: torch.Tensor, weight: torch.Tensor, geometry: Any, groups: int
+    x: torch.Tensor, grad_output: torch.Tensor, weight: torch.Tensor, geometry: Any, groups: int
 ) -> torch.Tensor:
     """Return the weight gradient (O, C / G, K...) of a convolution from (N, C, P...) to (N, O,
     L...)."""
-    indices = _window_indices(x.shape[2:], tangent.shape[2:], weight.shape[2:], geometry)
+    indices = _window_indices(x.shape[2:], grad_output.shape[2:], weight.shape[2:], geometry)
     windows = _gather(x, indices)
-    count, rows, taps, _ = windows.shape
-    windows = windows.reshape(count, groups, rows // groups * taps, -1)
-    tangents = tangent.reshape(count, groups, tangent.shape[1] // groups, -1)
-    left = tangents.permute(1, 2, 0, 3).reshape(groups, tangents.shape[2], -1)
+    batch, channels, taps, _ = windows.shape
+    windows = windows.reshape(batch, groups, channels // groups * taps, -1)
+    grad_outputs = grad_output.reshape(batch, groups, grad_output.shape[1] // groups, -1)
+    left = grad_outputs.permute(1, 2, 0, 3).reshape(groups, grad_outputs.shape[2], -1)
     right = windows.permute(1, 0, 3, 2).reshape(groups, left.shape[2], -1)
     return (left @ right).reshape(weight.shape)
 
@@ -153,7 +156,7 @@ def convolution(  # noqa: PLR0917
 
 
 def convolution_backward(  # noqa: PLR0917
-    tangent: torch.Tensor,
+    grad_output: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias_sizes: Sequence[int] | None,
@@ -168,17 +171,17 @@ def convolution_backward(  # noqa: PLR0917
     """Decompose `aten.convolution_backward`."""
     del bias_sizes, output_padding
     geometry = stride, padding, dilation
-    by_x = by_weight = by_bias = None
+    grad_x = grad_weight = grad_bias = None
     if output_mask[0] and transposed:
-        by_x = _convolution(tangent, weight, x.shape[2:], geometry, groups)
+        grad_x = _convolution(grad_output, weight, x.shape[2:], geometry, groups)
     elif output_mask[0]:
-        by_x = _transposed_convolution(tangent, weight, x.shape, geometry, groups)
+        grad_x = _transposed_convolution(grad_output, weight, x.shape, geometry, groups)
     if output_mask[1]:
-        pair = (tangent, x) if transposed else (x, tangent)
-        by_weight = _weight_gradient(*pair, weight, geometry, groups)
+        pair = (grad_output, x) if transposed else (x, grad_output)
+        grad_weight = _weight_gradient(*pair, weight, geometry, groups)
     if output_mask[2]:
-        by_bias = tangent.sum([0, *range(2, tangent.dim())])
-    return by_x, by_weight, by_bias
+        grad_bias = grad_output.sum([0, *range(2, grad_output.dim())])
+    return grad_x, grad_weight, grad_bias
 
 
 def _geometry(window: Sequence[int], stride: Sequence[int], padding: Any, dilation: Any) -> Any:
@@ -209,8 +212,8 @@ def max_pool2d_with_indices(  # noqa: PLR0917
     windows = _gather(x, indices, -math.inf)  # (N, C, K, L)
     argmax = windows.argmax(2)
     shape = [*x.shape[:2], *output_sizes]
-    positions = indices.expand(*x.shape[:2], *indices.shape).gather(2, argmax[:, :, None])
-    return windows.amax(2).reshape(shape), positions.reshape(shape)
+    max_positions = indices.expand(*x.shape[:2], *indices.shape).gather(2, argmax[:, :, None])
+    return windows.amax(2).reshape(shape), max_positions.reshape(shape)
 
 
 def _pooled_sizes(
@@ -228,7 +231,7 @@ def _pooled_sizes(
 
 
 def max_pool2d_with_indices_backward(  # noqa: PLR0917
-    tangent: torch.Tensor,
+    grad_output: torch.Tensor,
     x: torch.Tensor,
     kernel_size: Sequence[int],
     stride: Sequence[int],
@@ -237,16 +240,21 @@ def max_pool2d_with_indices_backward(  # noqa: PLR0917
     ceil_mode: bool,  # noqa: FBT001
     indices: torch.Tensor,
 ) -> Any:
-    """Sum for each input position the gradients of the outputs that chose it."""
+    """Sum for each input position the gradients of the outputs whose maximum is there."""
     del ceil_mode
     if x.dim() != 4:
         return NotImplemented
     window = [*kernel_size] * (2 if len(kernel_size) == 1 else 1)
     geometry = _geometry(window, stride, padding, dilation)
-    readers = _readers(x.shape[2:], tangent.shape[2:], window, geometry)  # (K, P)
-    tangents, sources = _gather(tangent, readers), _gather(indices, readers, -1)
-    is_source = sources == torch.arange(readers.shape[1])
-    return torch.where(is_source, tangents, 0.0).sum(2).reshape(x.shape)
+    output_indices = _reading_outputs(
+        x.shape[2:], grad_output.shape[2:], window, geometry
+    )  # (K, P)
+    grad_outputs, max_positions = (
+        _gather(grad_output, output_indices),
+        _gather(indices, output_indices, -1),
+    )
+    is_max = max_positions == torch.arange(output_indices.shape[1])
+    return torch.where(is_max, grad_outputs, 0.0).sum(2).reshape(x.shape)
 
 
 def avg_pool2d(  # noqa: PLR0917
@@ -265,12 +273,12 @@ def avg_pool2d(  # noqa: PLR0917
     geometry = _geometry(window, stride, padding, (1,))
     output_sizes = _pooled_sizes(x.shape[2:], window, geometry, ceil=False)
     indices = _window_indices(x.shape[2:], output_sizes, window, geometry)
-    share = _share(x, indices, count_include_pad, divisor_override)
-    return (_gather(x, indices).sum(2) * share).reshape(*x.shape[:2], *output_sizes)
+    term_weights = _term_weights(x, indices, count_include_pad, divisor_override)
+    return (_gather(x, indices).sum(2) * term_weights).reshape(*x.shape[:2], *output_sizes)
 
 
 def avg_pool2d_backward(  # noqa: PLR0917
-    tangent: torch.Tensor,
+    grad_output: torch.Tensor,
     x: torch.Tensor,
     kernel_size: Sequence[int],
     stride: Sequence[int],
@@ -279,24 +287,24 @@ def avg_pool2d_backward(  # noqa: PLR0917
     count_include_pad: bool,  # noqa: FBT001
     divisor_override: int | None,
 ) -> Any:
-    """Sum for each input position its shares of the outputs' gradients."""
+    """Sum for each input position the weighted gradients of the outputs that read it."""
     if x.dim() != 4 or ceil_mode:
         return NotImplemented
     window = [*kernel_size] * (2 if len(kernel_size) == 1 else 1)
     geometry = _geometry(window, stride, padding, (1,))
-    indices = _window_indices(x.shape[2:], tangent.shape[2:], window, geometry)
-    share = _share(x, indices, count_include_pad, divisor_override)
-    readers = _readers(x.shape[2:], tangent.shape[2:], window, geometry)
-    return _gather(tangent.flatten(2) * share, readers).sum(2).reshape(x.shape)
+    indices = _window_indices(x.shape[2:], grad_output.shape[2:], window, geometry)
+    term_weights = _term_weights(x, indices, count_include_pad, divisor_override)
+    output_indices = _reading_outputs(x.shape[2:], grad_output.shape[2:], window, geometry)
+    return _gather(grad_output.flatten(2) * term_weights, output_indices).sum(2).reshape(x.shape)
 
 
-def _share(
+def _term_weights(
     x: torch.Tensor,
     indices: torch.Tensor,
-    all_count: bool,  # noqa: FBT001
+    counts_padding: bool,  # noqa: FBT001
     divisor: int | None,
 ) -> torch.Tensor:
     """Return (L,): the weight of each term in an output."""
-    if divisor is not None or all_count:
+    if divisor is not None or counts_padding:
         return torch.full((indices.shape[1],), 1.0 / (divisor or indices.shape[0]))
     return 1.0 / (indices < math.prod(x.shape[2:])).sum(0).float()

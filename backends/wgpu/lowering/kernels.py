@@ -51,7 +51,7 @@ from backends.wgpu.shaders.matmul.shader import (
     dispatched,
     matmul_shader,
 )
-from backends.wgpu.shaders.narrow import form_of, refuse_on_the_left
+from backends.wgpu.shaders.quantized_layout import form_of, refuse_on_the_left
 
 _aten = torch.ops.aten
 _WORKGROUP: Final = 64
@@ -398,16 +398,16 @@ class Emitter:
         problem, reads = attention_problem(node, self.buffers)
         shader, grid = attention_shader(problem, self.workgroup_bytes)
         s = problem.sizes
-        sizes = f"{s.batch}x{s.heads}x{s.queries}x{s.keys}x{s.size}"
+        sizes = f"{s.batch}x{s.heads}x{s.queries}x{s.keys}x{s.head_size}"
         return Kernel(shader, reads, (node,), grid, f"{_label(node)} {sizes}")
 
     def _operand(self, node: fx.Node) -> tuple[Operand, fx.Node]:
         view = strided(node, self.buffers, widens=True, rounds=True)
         assert view is not None, node
         strides = (0, *view.strides) if len(view.strides) == 2 else view.strides
-        is_narrow = form_of(view.base) is not None  # narrow storage is not rounded again
+        is_quantized = form_of(view.base) is not None  # quantized weights are not rounded again
         form: ElementForm = "f16" if is_half(view.base) else "f32"
-        form = "rounded" if view.rounds and not is_narrow else form
+        form = "rounded" if view.rounds and not is_quantized else form
         return Operand((strides[0], strides[1], strides[2]), view.offset, form), view.base
 
 

@@ -16,7 +16,7 @@ from torch import fx
 from backends.wgpu.capture.capture import Kind
 from backends.wgpu.lowering.kernels import Kernel
 from backends.wgpu.lowering.lowering import CallStep, Templates, lower
-from backends.wgpu.shaders.narrow import Narrow
+from backends.wgpu.shaders.quantized_layout import QuantizedLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,9 @@ class LayerKernels:
     checkpoint: bool
 
 
-def lower_layer(kind: Kind, forms: Sequence[Narrow | None], template: Templates) -> LayerKernels:
+def lower_layer(
+    kind: Kind, forms: Sequence[QuantizedLayout | None], template: Templates
+) -> LayerKernels:
     """Lower a kind and split its kernels; `forms` as for `lower`.
 
     Raises:

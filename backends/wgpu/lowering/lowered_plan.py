@@ -16,7 +16,7 @@ from backends.wgpu.graph.values import NoRule, combined
 from backends.wgpu.lowering.layer_kernels import LayerKernels, lower_layer
 from backends.wgpu.lowering.lowering import Templates, lower
 from backends.wgpu.lowering.plan import Plan, make_plan
-from backends.wgpu.weights.narrow_base import BaseLayout, Forms
+from backends.wgpu.weights.quantized_base import BaseLayout, Forms
 
 
 def lowered_plan(
@@ -30,7 +30,7 @@ def lowered_plan(
 
     Args:
         capture: The trace; its graphs are modified.
-        base: Narrow storage of the module's frozen tensors.
+        base: Layouts of the module's quantized tensors.
         constants: Tensors that never change, by name.
         templates: How kernels are generated for the device.
         groups: Groups of outputs that are read back together, in order.

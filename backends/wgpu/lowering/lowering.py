@@ -22,7 +22,7 @@ from backends.wgpu.lowering.kernels import Emitter, Kernel, MatmulShader, is_kno
 from backends.wgpu.lowering.merging import merge_independent
 from backends.wgpu.shaders.attention.layout import WORKGROUP_BYTES
 from backends.wgpu.shaders.attention.problem import AttentionSizes
-from backends.wgpu.shaders.narrow import Narrow, mark
+from backends.wgpu.shaders.quantized_layout import QuantizedLayout, set_form
 from protocol.base.errors import SamestepError
 
 _aten = torch.ops.aten
@@ -101,7 +101,7 @@ class LoweredGraph:
 def lower(
     graph: fx.GraphModule,
     constant_inputs: Sequence[torch.Tensor | None],
-    forms: Sequence[Narrow | None],
+    forms: Sequence[QuantizedLayout | None],
     template: Templates,
     first_outputs: slice = slice(0),
 ) -> LoweredGraph:
@@ -110,7 +110,7 @@ def lower(
     Args:
         graph: A traced graph; it is modified.
         constant_inputs: For each placeholder its value if it never changes, else None.
-        forms: Narrow storage of the first placeholders, or None.
+        forms: Quantized layouts of the first placeholders, or None.
         template: How kernels are generated for the device.
         first_outputs: The outputs that must be complete before other kernels start.
 
@@ -121,7 +121,7 @@ def lower(
     graph = passes.simplified(graph)
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node, form in zip(inputs, forms, strict=False):  # the others have plain storage
-        mark(node, form)
+        set_form(node, form)
     pairs = zip(inputs, constant_inputs, strict=True)
     values = {node: value for node, value in pairs if value is not None}
     constant_values = passes.constants(graph, values, portable=template.canonical)

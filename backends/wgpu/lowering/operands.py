@@ -17,10 +17,15 @@ from backends.wgpu.graph.opaque import (
 )
 from backends.wgpu.graph.values import scalar_of, shape_of
 from backends.wgpu.graph.views import strided
-from backends.wgpu.shaders.attention.problem import AttentionProblem, AttentionSizes, Part, View
+from backends.wgpu.shaders.attention.problem import (
+    AttentionKernel,
+    AttentionProblem,
+    AttentionSizes,
+    View,
+)
 from backends.wgpu.shaders.matmul.shader import Result
 
-_PARTS: Final[dict[Any, Part]] = {
+_KERNELS: Final[dict[Any, AttentionKernel]] = {
     ATTENTION: "forward",
     ATTENTION_QUERIES: "queries",
     ATTENTION_KEYS: "keys",
@@ -38,20 +43,20 @@ def attention_problem(
         None if x is None else View(x.strides, x.offset, is_half(x.base)) for x in strided_views
     ]
     query, key, value, mask, *gradient_views = views
-    _packed, tangent, delta = gradient_views or (None, None, None)
+    _packed, grad_output, delta = gradient_views or (None, None, None)
     assert query is not None
     assert key is not None
     assert value is not None
     (batch, heads, queries, size), (_, groups, keys, _) = map(shape_of, tensors[:2])
     problem = AttentionProblem(
-        _PARTS[node.target],
+        _KERNELS[node.target],
         AttentionSizes(batch, heads, groups, queries, keys, size),
         query,
         key,
         value,
         mask,
         mask is not None and scalar_of(tensors[3]) == "bool",
-        tangent,
+        grad_output,
         delta,
         float(scale),  # type: ignore[arg-type]
         bool(causal),

@@ -28,7 +28,7 @@ from backends.wgpu.graph.values import (
 )
 from backends.wgpu.graph.views import Coordinates, is_copy, is_view, source_of, through
 from backends.wgpu.shaders.functions import called_functions
-from backends.wgpu.shaders.narrow import form_of
+from backends.wgpu.shaders.quantized_layout import form_of
 
 _NUMBER: Final = re.compile(r"[fi]32\(-?[\d.]+(?:e[+-]?\d+)?\)")
 
@@ -161,7 +161,7 @@ class KernelText:
             return self.let(value)
         form = form_of(node)
         if form is not None:
-            self.looks_up |= form.looks_up
+            self.looks_up |= form.uses_table
             return self.let(f"{self.buffer(node)}_at({linear(sized)})")
         element = f"{self.buffer(node)}[{linear(sized)}]"
         element = f"f32({element})" if is_half(node) else element
@@ -174,7 +174,7 @@ class KernelText:
 
     def _widening(self) -> list[str]:
         return [
-            form.one(f"{name}_at", name)
+            form.scalar_reader(f"{name}_at", name)
             for node, name in self.buffers.items()
             if (form := form_of(node)) is not None
         ]

@@ -1,4 +1,4 @@
-"""A module's tensors on the device: in few bits, in parts; the host releases its copy.
+"""A module's tensors on the device: quantized, in parts; the host releases its copy.
 
-Imports `graph`, `shaders` and `capture`. Start with `narrow_base`.
+Imports `graph`, `shaders` and `capture`. Start with `quantized_base`.
 """

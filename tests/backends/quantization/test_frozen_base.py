@@ -14,7 +14,7 @@ class TiedModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(16, 64)
         self.frozen = nn.Linear(64, 8)
-        self.narrow = nn.Linear(12, 8)
+        self.indivisible = nn.Linear(12, 8)  # 8 does not divide a row
         self.trained = nn.Linear(64, 8)
         self.head = nn.Linear(64, 16, bias=False)
         self.head.weight = self.embedding.weight

@@ -19,7 +19,7 @@ from backends.wgpu.shaders.matmul.shader import (
     dispatched,
     matmul_shader,
 )
-from backends.wgpu.shaders.narrow import Narrow
+from backends.wgpu.shaders.quantized_layout import QuantizedLayout
 
 SMALL_TILES = Tiles(16, 32, 8, 4, 4)
 """Quick to compile: for tests that need a card's kernels of any size."""
@@ -92,9 +92,11 @@ def stored_product(storage, tokens, columns, rows, *, backward):
     b = Operand((0, columns, 1) if backward else (0, 1, columns))
     a = Operand((0, k, 1))
     expected = x.astype(np.float64) @ (weight if backward else weight.T)
-    narrow = MatmulProblem(1, tokens, k, n, a, b, Narrow.of(quantized))
+    quantized_problem = MatmulProblem(1, tokens, k, n, a, b, QuantizedLayout.of(quantized))
     wide = MatmulProblem(1, tokens, k, n, a, b)
-    return Product(narrow, [x, quantized.packed()], expected), Product(wide, [x, weight], expected)
+    return Product(quantized_problem, [x, quantized.pack()], expected), Product(
+        wide, [x, weight], expected
+    )
 
 
 _CARD = MatmulTraits(workgroup_bytes=2**15, invocations=1024)

@@ -25,7 +25,7 @@ from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
 from backends.wgpu.shaders.attention.problem import AttentionSizes
-from backends.wgpu.weights.narrow_base import BaseLayout
+from backends.wgpu.weights.quantized_base import BaseLayout
 from tests.backends.wgpu.examples import examples
 from tests.backends.wgpu.on_device import Function, on_device
 from tests.backends.wgpu.products import small_tiles

@@ -9,100 +9,96 @@ from backends.wgpu.shaders.attention.layout import layout_of
 from backends.wgpu.shaders.attention.problem import AttentionSizes
 from backends.wgpu.shaders.attention.tiles import attention_shader
 from benchmarks.shader_counts import counts_of
-from tests.backends.wgpu.attention_kernels import PARTS, Operands, nbytes_of, problem_of
+from tests.backends.wgpu.attention_kernels import KERNELS, Operands, nbytes_of, problem_of
 from tests.backends.wgpu.checked_indices import assert_valid_accesses
 
-LEAST, USUAL = 16_384, 32_768
+SMALLEST, COMMON = 16_384, 32_768
 BARRIER = "workgroupBarrier();"
 
 # Single rows, partial tiles and vectors, shared key heads, vectors in two parts.
-QUICK = (AttentionSizes(2, 2, 2, 33, 70, 20), "truth", False, USUAL)
+QUICK = (AttentionSizes(2, 2, 2, 33, 70, 20), "boolean", False, COMMON)
 SIZES = [
     (AttentionSizes(1, 2, 1, 1, 1, 4), "", False),
     QUICK[:3],
     (AttentionSizes(1, 2, 1, 70, 97, 64), "", False),
     (AttentionSizes(1, 1, 1, 65, 65, 36), "added", True),
     (AttentionSizes(1, 2, 1, 600, 600, 64), "", True),
-    (AttentionSizes(1, 4, 2, 599, 600, 32), "truth", False),
+    (AttentionSizes(1, 4, 2, 599, 600, 32), "boolean", False),
     (AttentionSizes(1, 2, 1, 130, 131, 128), "", False),
     (AttentionSizes(1, 2, 2, 131, 70, 96), "added", False),
-    (AttentionSizes(1, 1, 1, 20, 520, 80), "truth", True),
+    (AttentionSizes(1, 1, 1, 20, 520, 80), "boolean", True),
 ]
-CASES = [(*each, workgroup_bytes) for each in SIZES for workgroup_bytes in (LEAST, USUAL)]
+CASES = [(*sizes, workgroup_bytes) for sizes in SIZES for workgroup_bytes in (SMALLEST, COMMON)]
 
 
 @pytest.mark.parametrize(
     ("sizes", "mask", "causal", "workgroup_bytes"),
-    [pytest.param(*each, marks=() if each == QUICK else pytest.mark.slow) for each in CASES],
+    [pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow) for case in CASES],
 )
 def test_kernels_equal_float64_in_every_layout(device, sizes, mask, causal, workgroup_bytes):
-    operands = Operands.drawn(sizes, mask, causal=causal)
-    for one, expected in zip(
-        operands.on(device, workgroup_bytes), operands.expected(), strict=True
+    operands = Operands.random(sizes, mask, causal=causal)
+    for actual, expected in zip(
+        operands.run_on(device, workgroup_bytes), operands.expected(), strict=True
     ):
-        assert float((one - expected).norm()) <= 3e-6 * max(float(expected.norm()), 1e-3)
+        assert float((actual - expected).norm()) <= 3e-6 * max(float(expected.norm()), 1e-3)
 
 
 @pytest.mark.slow
 def test_layouts_do_not_change_bits(device):
-    """Vectors whole or in parts; tiles in their own arrays or in a reused one."""
-    operands = Operands.drawn(AttentionSizes(1, 2, 1, 45, 70, 32), "truth", causal=True)
-    least, usual = (operands.on(device, nbytes) for nbytes in (LEAST, USUAL))
-    assert all(one.numpy().tobytes() == other.numpy().tobytes()
-               for one, other in zip(least, usual, strict=True))  # fmt: skip
+    """Vectors are stored whole or in parts, tiles in their own arrays or in a reused one."""
+    operands = Operands.random(AttentionSizes(1, 2, 1, 45, 70, 32), "boolean", causal=True)
+    least, usual = (operands.run_on(device, nbytes) for nbytes in (SMALLEST, COMMON))
+    for a, b in zip(least, usual, strict=True):
+        assert a.numpy().tobytes() == b.numpy().tobytes()
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
     ("size", "mask", "causal", "workgroup_bytes"),
     [
-        (32, "added", False, USUAL),
-        (36, "", True, LEAST),
-        pytest.param(80, "truth", False, USUAL, marks=pytest.mark.slow),
-        pytest.param(128, "truth", False, LEAST, marks=pytest.mark.slow),
+        (32, "added", False, COMMON),
+        (36, "", True, SMALLEST),
+        pytest.param(80, "boolean", False, COMMON, marks=pytest.mark.slow),
+        pytest.param(128, "boolean", False, SMALLEST, marks=pytest.mark.slow),
     ],
 )
-def test_no_access_is_out_of_range_or_races(part, size, mask, causal, workgroup_bytes):
+def test_no_access_is_out_of_range_or_races(kernel, size, mask, causal, workgroup_bytes):
     sizes = AttentionSizes(2, 2, 1, 70, 70, size)
-    problem = problem_of(part, sizes, mask, causal=causal)
+    problem = problem_of(kernel, sizes, mask, causal=causal)
     shader, grid = attention_shader(problem, workgroup_bytes)
     assert shader.in_bounds
     assert_valid_accesses(shader, grid, nbytes_of(problem))
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("size", [32, pytest.param(128, marks=pytest.mark.slow)])
-def test_workgroup_memory_has_no_overlap(part, size):
-    problem = problem_of(part, AttentionSizes(1, 1, 1, 128, 128, size), "truth")
-    for workgroup_bytes in (LEAST, USUAL):
+def test_workgroup_memory_accesses_have_no_bank_conflicts(kernel, size):
+    problem = problem_of(kernel, AttentionSizes(1, 1, 1, 128, 128, size), "boolean")
+    for workgroup_bytes in (SMALLEST, COMMON):
         counts = counts_of(*attention_shader(problem, workgroup_bytes))
         assert counts.served_accesses == counts.accesses
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("size", [4, 32, 36, 64, 80, 128])
-@pytest.mark.parametrize("workgroup_bytes", [LEAST, USUAL, 49_152])
-def test_layouts_fit(part, size, workgroup_bytes):
+@pytest.mark.parametrize("workgroup_bytes", [SMALLEST, COMMON, 49_152])
+def test_layouts_fit_the_workgroup_memory(kernel, size, workgroup_bytes):
     for rows in (1, 33):
-        layout = layout_of(part, AttentionSizes(1, 1, 1, rows, rows, size), workgroup_bytes)
-        assert layout.nbytes <= min(workgroup_bytes, USUAL)
+        layout = layout_of(kernel, AttentionSizes(1, 1, 1, rows, rows, size), workgroup_bytes)
+        assert layout.nbytes <= min(workgroup_bytes, COMMON)
         assert layout.invocations == (64 if rows == 1 else 128)
         assert sum(4 * layout.fours(part) for part in layout.parts) == size
 
 
 # With 32 KiB: a block of 32 columns and 64 rows. In parts of 32 elements, loaded on demand, there
 # were 5, 6 and 8 barriers for 32 rows of 32 elements, and 9, 12 and 16 of 64.
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("size", "limit"), [(32, (3, 3, 5)), (64, (4, 6, 8)), (128, (8, 12, 16))])
-def test_barriers_per_block(part, size, limit):
-    shader, _ = attention_shader(problem_of(part, AttentionSizes(1, 1, 1, 64, 64, size)), USUAL)
-    _, _, walk = shader.source.partition("for (var first_column")
-    walk, _, _ = walk.partition("let share0")
-    assert walk.count(BARRIER) <= limit[PARTS.index(part)]
-
-
-def barriers(steps: Steps) -> list[int]:
-    return [offset for offset, line in enumerate(steps.lines) if line == BARRIER]
+def test_number_of_barriers_per_block_is_limited(kernel, size, limit):
+    shader, _ = attention_shader(problem_of(kernel, AttentionSizes(1, 1, 1, 64, 64, size)), COMMON)
+    _, _, block_loop = shader.source.partition("for (var first_column")
+    block_loop, _, _ = block_loop.partition("let share0")
+    assert block_loop.count(BARRIER) <= limit[KERNELS.index(kernel)]
 
 
 def test_barrier_separates_writes_from_reads():

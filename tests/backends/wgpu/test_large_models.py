@@ -15,7 +15,7 @@ from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.lowering.estimate import ROOM, estimate
 from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.weights.narrow_base import BaseLayout
+from backends.wgpu.weights.quantized_base import BaseLayout
 from tests.backends.wgpu.products import small_tiles
 
 TOKENS = 512

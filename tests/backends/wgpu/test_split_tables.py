@@ -175,7 +175,7 @@ def test_frozen_head_in_any_storage_form(device, base_dtype, largest):
 @pytest.mark.parametrize("base_dtype", ["float32", "int4"])
 @pytest.mark.parametrize("largest_bytes", [LARGEST, 1 << 20])
 def test_values_are_readable_after_the_host_released_them(device, base_dtype, largest_bytes):
-    """Narrow weights are kept as stored; others are read back, tables in parts."""
+    """Quantized weights are kept as stored; other weights are read back, tables in parts."""
     job = trainable(
         widened(qwen3_with_lora, tie_word_embeddings=True), next_token_loss, base_dtype=base_dtype
     )

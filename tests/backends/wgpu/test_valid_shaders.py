@@ -6,16 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from backends.wgpu.shaders.attention.problem import AttentionProblem, AttentionSizes, Part, View
+from backends.wgpu.shaders.attention.problem import (
+    AttentionKernel,
+    AttentionProblem,
+    AttentionSizes,
+    View,
+)
 from backends.wgpu.shaders.attention.tiles import attention_shader
 from backends.wgpu.shaders.dispatch import Shader
 from backends.wgpu.shaders.matmul.shader import Epilogue, matmul_shader
 from backends.wgpu.shaders.merged_shader import merged_shader
-from backends.wgpu.shaders.narrow import Narrow
+from backends.wgpu.shaders.quantized_layout import QuantizedLayout
 from tests.backends.wgpu.checked_shaders import hidden_names
 from tests.backends.wgpu.products import SMALL_TILES, TILES, product
 
-PARTS: tuple[Part, ...] = ("queries", "keys")
+KERNELS: tuple[AttentionKernel, ...] = ("queries", "keys")
 READ = 20
 """More buffers than any product in a model reads in its epilogue."""
 
@@ -37,7 +42,7 @@ def finish(*, is_stored: bool) -> Epilogue:
 @pytest.mark.parametrize("columns", [64, 63])
 def test_a_product_continues_with_any_number_of_buffers(device, columns, storage, stored):
     """As vectors of four and one by one."""
-    form = Narrow.of_shape(64, columns + 1, storage) if storage else None
+    form = QuantizedLayout.of_shape(64, columns + 1, storage) if storage else None
     problem = replace(
         product(1, 9, 64, columns).problem, b_form=form, finish=finish(is_stored=stored)
     )
@@ -47,21 +52,25 @@ def test_a_product_continues_with_any_number_of_buffers(device, columns, storage
         assert_valid(device, shader)
 
 
-def gradients_of_one_projection(part: Part, *, masked: bool) -> tuple[Shader, tuple[int, int, int]]:
+def gradients_of_one_projection(
+    kernel: AttentionKernel, *, masked: bool
+) -> tuple[Shader, tuple[int, int, int]]:
     """Attention whose queries, keys and values share one buffer."""
     sizes = AttentionSizes(1, 1, 1, 40, 40, 8)
     query, key, value = (View((960, 8, 24, 1), 8 * n) for n in range(3))
     mask = View((1600, 1600, 40, 1), 0) if masked else None
-    tangent, delta = View((320, 8, 8, 1), 0), View((40, 40, 1), 0)
+    grad_output, delta = View((320, 8, 8, 1), 0), View((40, 40, 1), 0)
     return attention_shader(
-        AttentionProblem(part, sizes, query, key, value, mask, False, tangent, delta, 1.0, False)
+        AttentionProblem(
+            kernel, sizes, query, key, value, mask, False, grad_output, delta, 1.0, False
+        )
     )
 
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_kernels_side_by_side_read_their_buffers(device, masked):
     """The scores of a block once had the names of the buffers: a wrong number, and no error."""
-    shaders = [gradients_of_one_projection(part, masked=masked) for part in PARTS]
+    shaders = [gradients_of_one_projection(kernel, masked=masked) for kernel in KERNELS]
     read = [0, 0, 0, *range(1, 4 + masked)]
     bound = [[*read, max(read) + 1 + n] for n in range(2)]
     shader, _ = merged_shader(shaders, bound, 2)

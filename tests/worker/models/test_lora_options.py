@@ -188,13 +188,13 @@ def test_training_beside_a_quantized_base_equals_peft_on_its_values(
 def test_dora_with_dropout_keeps_no_wide_weight_for_backward(directory, monkeypatch):
     import torch
 
-    from backends.eager.narrow_base import narrow_frozen_base
+    from backends.eager.quantized_base import quantize_frozen_base
     from worker.models import lora
 
     def step() -> tuple[int, Any]:
         task: Any = build(spec_of(directory, base="int4", dora=True, dropout=0.5))
         module, wide_counts = task.trainable.module, [0]
-        narrow_frozen_base(module, "int4", torch.device("cpu"))
+        quantize_frozen_base(module, "int4", torch.device("cpu"))
         for name, parameter in module.named_parameters():
             if "lora_B" in name:
                 parameter.data.fill_(0.01)

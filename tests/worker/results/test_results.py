@@ -12,8 +12,8 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from backends.eager.narrow_base import narrow_frozen_base
-from backends.eager.narrow_linear import NarrowLinear
+from backends.eager.quantized_base import quantize_frozen_base
+from backends.eager.quantized_linear import QuantizedLinear
 from backends.quantization.frozen_base import frozen_base
 from protocol.base.errors import DataError, SamestepError
 from protocol.spec.model_card import Measured, card_text, read_card
@@ -221,10 +221,10 @@ def test_gguf_base_keeps_the_storage_form_of_the_file(run, tmp_path):
     model.requires_grad_(requires_grad=False)
     names = frozen_base(model)
     as_it_was = {name: model.get_parameter(name).detach().clone() for name in names}
-    narrow_frozen_base(model, "q8_0", torch.device("cpu"))
+    quantize_frozen_base(model, "q8_0", torch.device("cpu"))
     for name, values in as_it_was.items():
         layer = model.get_submodule(name.removesuffix(".weight"))
-        assert isinstance(layer, NarrowLinear)
+        assert isinstance(layer, QuantizedLinear)
         assert torch.equal(layer.weight, values)
     assert len(as_it_was) == 15  # seven in each layer, and the head
 

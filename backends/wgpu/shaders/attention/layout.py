@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from backends.wgpu.shaders.attention.mask import ACROSS, BLOCK
-from backends.wgpu.shaders.attention.problem import AttentionSizes, Part
+from backends.wgpu.shaders.attention.problem import AttentionKernel, AttentionSizes
 
 WORKGROUP_BYTES: Final = 16_384
 """Workgroup memory that every adapter has."""
@@ -29,10 +29,10 @@ _MOST_BYTES: Final = 32_768
 _ROWS: Final = 64
 _VECTOR_BYTES: Final = 16
 
-TILES: Final[Mapping[Part, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+TILES: Final[Mapping[AttentionKernel, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "forward": (("query",), ("key", "value")),
-    "queries": (("query", "tangent"), ("key", "value")),
-    "keys": (("key", "value"), ("query", "tangent")),
+    "queries": (("query", "grad_output"), ("key", "value")),
+    "keys": (("key", "value"), ("query", "grad_output")),
 }
 """By kernel: vectors of a workgroup's rows, and of a block's columns."""
 
@@ -42,15 +42,15 @@ class Layout:
     """Tiles in workgroup memory.
 
     Attributes:
-        part: The kernel.
-        size: Elements of a vector.
+        kernel: What the kernel computes.
+        head_size: Elements of a vector.
         rows: Rows of a workgroup.
         width: Vec4 of a vector in workgroup memory at a time; a multiple of 8.
         resident: Whether each tile has its own array.
     """
 
-    part: Part
-    size: int
+    kernel: AttentionKernel
+    head_size: int
     rows: int
     width: int
     resident: bool
@@ -63,19 +63,19 @@ class Layout:
     @property
     def parts(self) -> range:
         """Indices of the parts that a vector is split into."""
-        return range(-(-self.size // 4 // self.width))
+        return range(-(-self.head_size // 4 // self.width))
 
     def fours(self, part: int) -> int:
         """Return the number of vec4 of a part."""
-        return min(self.width, self.size // 4 - part * self.width)
+        return min(self.width, self.head_size // 4 - part * self.width)
 
     def stride(self, part: int) -> int:
-        """Return the distance between rows, in vec4."""
+        """Return the distance between rows of a part, in vec4."""
         return -(-self.fours(part) // ACROSS) * ACROSS
 
     def array(self, tile: str) -> str:
         """Return the name of the array that holds a tile."""
-        rows, columns = TILES[self.part]
+        rows, columns = TILES[self.kernel]
         if tile in columns:
             return ("right", "other")[columns.index(tile) if self.resident else 0]
         if tile in rows:
@@ -86,13 +86,13 @@ class Layout:
     def arrays(self) -> dict[str, int]:
         """Size of each array, in vec4."""
         sizes: dict[str, int] = {}
-        rows, columns = TILES[self.part]
+        rows, columns = TILES[self.kernel]
         for tile in rows:
             sizes[self.array(tile)] = self.rows * self.width
         for tile in columns:
             sizes[self.array(tile)] = BLOCK * self.width
         sizes.setdefault(self.array("weights"), self.rows * ACROSS)
-        if self.part == "forward":
+        if self.kernel == "forward":
             sizes["folds"] = self.invocations
         return sizes
 
@@ -102,14 +102,14 @@ class Layout:
         return _VECTOR_BYTES * sum(self.arrays.values())
 
 
-def layout_of(part: Part, sizes: AttentionSizes, workgroup_bytes: int) -> Layout:
+def layout_of(kernel: AttentionKernel, sizes: AttentionSizes, workgroup_bytes: int) -> Layout:
     """Return the best layout that fits in `workgroup_bytes`."""
-    extent = sizes.keys if part == "keys" else sizes.queries
+    extent = sizes.keys if kernel == "keys" else sizes.queries
     rows = _ROWS if extent > BLOCK else BLOCK
-    full_width = -(-sizes.size // BLOCK) * ACROSS
-    layouts = [Layout(part, sizes.size, rows, full_width, resident=True)]
+    full_width = -(-sizes.head_size // BLOCK) * ACROSS
+    layouts = [Layout(kernel, sizes.head_size, rows, full_width, resident=True)]
     layouts += [
-        Layout(part, sizes.size, rows, min(width, full_width), resident=False)
+        Layout(kernel, sizes.head_size, rows, min(width, full_width), resident=False)
         for width in (2 * ACROSS, ACROSS)
     ]
     budget = min(workgroup_bytes, _MOST_BYTES)

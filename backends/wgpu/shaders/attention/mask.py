@@ -21,7 +21,7 @@ _HIDES: Final = "-1e30"
 
 def visible_scores(problem: AttentionProblem) -> list[str]:
     """Declare `on0` to `on3`, four columns each, and `bias0` to `bias3` for an additive mask."""
-    by_key = problem.part == "keys"
+    by_key = problem.kernel == "keys"
     sizes, mask = problem.sizes, problem.mask
     rows, columns = (sizes.keys, sizes.queries) if by_key else (sizes.queries, sizes.keys)
     lines = ["let columns = vec4u(first_column + across * 4u) + vec4u(0u, 1u, 2u, 3u);"]
@@ -41,7 +41,7 @@ def visible_scores(problem: AttentionProblem) -> list[str]:
                 for column in clamped_columns
             ]
             values = ", ".join(f"mask[{mask.at('batch', 'head', *pair)}]" for pair in pairs)
-            if problem.truth:
+            if problem.is_mask_boolean:
                 conditions.append(f"(vec4u({values}) != vec4u(0u))")
             else:
                 lines.append(f"let bias{i} = vec4f({values});")
@@ -61,8 +61,10 @@ def vote(problem: AttentionProblem, steps: Steps, votes: str, sums: str, invocat
         invocations: Invocations of a workgroup.
     """
     visible = [f"on{i}" for i in range(4)]
-    if not problem.truth:
-        lowest = [f"vec4f(highest[{i}])" if problem.part != "keys" else "highest" for i in range(4)]
+    if not problem.is_mask_boolean:
+        lowest = [
+            f"vec4f(highest[{i}])" if problem.kernel != "keys" else "highest" for i in range(4)
+        ]
         visible = [
             f"({is_visible} & (!(bias{i} <= vec4f({_HIDES})) | ({lowest[i]} < vec4f({_HIDES}))))"
             for i, is_visible in enumerate(visible)

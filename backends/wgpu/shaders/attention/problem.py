@@ -9,21 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Part = Literal["forward", "queries", "keys"]
+AttentionKernel = Literal["forward", "queries", "keys"]
 """What a kernel computes: the output with the statistics of its rows (`forward`), the gradient of
 the queries, or the gradients of keys and values (`keys`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """B, H, G, T, S and D."""
+    """The sizes B, H, G, T, S and D, in this order."""
 
     batch: int
     heads: int
     groups: int
     queries: int
     keys: int
-    size: int
+    head_size: int
 
     @property
     def score_bytes(self) -> int:
@@ -51,7 +51,7 @@ class View:
         return " + ".join(terms) or "0u"
 
     @property
-    def in_fours(self) -> bool:
+    def is_vec4_readable(self) -> bool:
         """Whether aligned groups of four along the last dimension can be read as a vec4f."""
         *outer, last_stride = self.strides
         return last_stride == 1 and all(x % 4 == 0 for x in (*outer, self.offset))
@@ -62,25 +62,27 @@ class AttentionProblem:
     """One attention kernel.
 
     Attributes:
+        kernel: What the kernel computes.
+        sizes: Sizes of the operands.
         query: (B, H, T, D).
         key: (B, G, S, D).
         value: (B, G, S, D).
         mask: (B, H, T, S), or None.
-        truth: Whether the mask is boolean; otherwise it is added.
-        tangent: (B, H, T, D); for gradients.
-        delta: (B, H, T); for gradients.
+        is_mask_boolean: Whether the mask is boolean; otherwise it is added.
+        grad_output: (B, H, T, D), the gradient of the output; None in the forward pass.
+        delta: (B, H, T), the sums of output times its gradient; None in the forward pass.
         scale: Factor of the scores.
         causal: Whether query t sees only keys up to t.
     """
 
-    part: Part
+    kernel: AttentionKernel
     sizes: AttentionSizes
     query: View
     key: View
     value: View
     mask: View | None
-    truth: bool
-    tangent: View | None
+    is_mask_boolean: bool
+    grad_output: View | None
     delta: View | None
     scale: float
     causal: bool

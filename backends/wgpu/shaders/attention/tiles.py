@@ -47,14 +47,14 @@ def attention_shader(
 ) -> tuple[Shader, tuple[int, int, int]]:
     """Return the shader and its grid, for an adapter with `workgroup_bytes` of workgroup memory.
 
-    Bindings: query, key, value; the mask, if any; for gradients, the forward's output, the tangent
+    Bindings: query, key, value; the mask, if any; for gradients, the forward's output, grad_output
     and delta; the output. See `backends.wgpu.graph.opaque` for the layout of outputs.
     """
-    kernel = _Kernel(problem, layout_of(problem.part, problem.sizes, workgroup_bytes))
+    kernel = _Kernel(problem, layout_of(problem.kernel, problem.sizes, workgroup_bytes))
     sizes, rows = problem.sizes, kernel.layout.rows
-    if problem.part == "keys":
+    if problem.kernel == "keys":
         return kernel.shader(kernel.keys()), (-(-sizes.keys // rows), sizes.groups, sizes.batch)
-    body = kernel.forward() if problem.part == "forward" else kernel.queries()
+    body = kernel.forward() if problem.kernel == "forward" else kernel.queries()
     return kernel.shader(body), (-(-sizes.queries // rows), sizes.heads, sizes.batch)
 
 
@@ -101,26 +101,26 @@ class _Stage:
 class _Kernel:
     def __init__(self, problem: AttentionProblem, layout: Layout) -> None:
         self.problem, self.sizes, self.layout = problem, problem.sizes, layout
-        self.fours = self.sizes.size // 4
+        self.fours = self.sizes.head_size // 4
         self.sums = range(-(-self.fours // ACROSS))
         self.vectors: dict[str, tuple[View, int]] = {
             "query": (problem.query, self.sizes.queries),
             "key": (problem.key, self.sizes.keys),
             "value": (problem.value, self.sizes.keys),
         }
-        if problem.tangent is not None:
-            self.vectors["tangent"] = (problem.tangent, self.sizes.queries)
-        sums = 16 * len(self.sums) * (2 if problem.part == "keys" else 1)
+        if problem.grad_output is not None:
+            self.vectors["grad_output"] = (problem.grad_output, self.sizes.queries)
+        sums = 16 * len(self.sums) * (2 if problem.kernel == "keys" else 1)
         self.prefetches = sums <= _MOST_SUMS
 
     def shader(self, body: list[str]) -> Shader:
         """Wrap the body in declarations."""
         bindings = {name: self._element(view) for name, (view, _) in self.vectors.items()}
-        tangent = bindings.pop("tangent", "")
+        grad_output = bindings.pop("grad_output", "")
         if self.problem.mask is not None:
-            bindings["mask"] = "u32" if self.problem.truth else "f32"
-        if tangent:
-            bindings |= {"packed": "vec4f", "tangent": tangent, "delta": "f32"}
+            bindings["mask"] = "u32" if self.problem.is_mask_boolean else "f32"
+        if grad_output:
+            bindings |= {"packed": "vec4f", "grad_output": grad_output, "delta": "f32"}
         declarations = [
             f"@group(0) @binding({i}) var<storage, read> {name}: array<{element}>;"
             for i, (name, element) in enumerate(bindings.items())
@@ -191,7 +191,7 @@ class _Kernel:
         ]
 
     def queries(self) -> list[str]:
-        """Compute d query = (weights * (tangent value^T - delta)) key * scale."""
+        """Compute d query = (weights * (grad_output value^T - delta)) key * scale."""
         group = self.sizes.heads // self.sizes.groups
         last_four = -(-self.sizes.queries // 4) - 1
         steps = Steps()
@@ -215,7 +215,7 @@ class _Kernel:
             *self._to_memory("g"),
         ]
         stages = [
-            *self._score_stages(("query", "key"), ("tangent", "value")),
+            *self._score_stages(("query", "key"), ("grad_output", "value")),
             _Stage(gradients, writes=["weights"]),
             *self._accumulated("sum", "key"),
         ]
@@ -224,7 +224,7 @@ class _Kernel:
         return [*steps.lines, *self._store("sum", "query")]
 
     def keys(self) -> list[str]:
-        """Compute d value = weights^T tangent; and d key as d query, transposed."""
+        """Compute d value = weights^T grad_output; and d key as d query, transposed."""
         group = self.sizes.heads // self.sizes.groups
         first_column = "first_row" if self.problem.causal else "0u"
         steps = Steps()
@@ -241,9 +241,9 @@ class _Kernel:
             *self._to_memory("p"),
         ]
         stages = [
-            *self._score_stages(("key", "query"), ("value", "tangent")),
+            *self._score_stages(("key", "query"), ("value", "grad_output")),
             _Stage(gradients, writes=["weights"]),
-            *reversed(self._accumulated("by_value", "tangent")),
+            *reversed(self._accumulated("by_value", "grad_output")),
             _Stage(self._to_memory("g"), writes=["weights"]),
             *self._accumulated("by_key", "query"),
         ]
@@ -265,7 +265,7 @@ class _Kernel:
 
     def _load_rows(self, steps: Steps) -> None:
         """Load the rows' vectors if they stay resident in workgroup memory."""
-        for tile in TILES[self.problem.part][0] if self.layout.resident else ():
+        for tile in TILES[self.problem.kernel][0] if self.layout.resident else ():
             steps.add(self._read(tile, 0, "first_row"))
             steps.add(self._put(tile, 0), writes=[self.layout.array(tile)])
 
@@ -282,7 +282,7 @@ class _Kernel:
             if not hides:
                 self._stages(inner, stages, loads, end if across_blocks else "")
                 return
-            votes = "folds" if self.problem.part == "forward" else self.layout.array("weights")
+            votes = "folds" if self.problem.kernel == "forward" else self.layout.array("weights")
             head = vote(
                 self.problem, inner, votes, self.layout.array("weights"), self.layout.invocations
             )
@@ -294,7 +294,7 @@ class _Kernel:
     def _at_block(self) -> list[str]:
         """Compute values of a block that need no loaded tile."""
         lines = visible_scores(self.problem)
-        if self.problem.part == "keys":
+        if self.problem.kernel == "keys":
             last_four = -(-self.sizes.queries // 4) - 1
             rows = self._statistics(f"min(first_column / 4u + across, {last_four}u)")
             lines.append(f"let rows = {rows};")
@@ -303,7 +303,7 @@ class _Kernel:
 
     def _loads_of(self, stages: Sequence[_Stage]) -> list[list[tuple[str, int]]]:
         """List for each stage the tiles that its arrays do not already hold."""
-        rows = TILES[self.problem.part][0] if self.layout.resident else ()
+        rows = TILES[self.problem.kernel][0] if self.layout.resident else ()
         contents: dict[str, tuple[str, int]] = {}
         loads = []
         for stage in stages:
@@ -351,7 +351,7 @@ class _Kernel:
         return [name if name == "folds" else self.layout.array(name) for name in names]
 
     def _reads(self, parts: Sequence[tuple[str, int]], first_column: str) -> list[str]:
-        rows = TILES[self.problem.part][0]
+        rows = TILES[self.problem.kernel][0]
         return [
             line
             for tile, part in parts
@@ -364,12 +364,12 @@ class _Kernel:
 
     def _element(self, view: View) -> str:
         if view.is_half:
-            return "vec4<f16>" if view.in_fours else "f16"
-        return "vec4f" if view.in_fours else "f32"
+            return "vec4<f16>" if view.is_vec4_readable else "f16"
+        return "vec4f" if view.is_vec4_readable else "f32"
 
     def _four(self, name: str, view: View) -> str:
         """Print `name4(at)`, which reads four consecutive elements of a vector."""
-        if view.in_fours:
+        if view.is_vec4_readable:
             four = f"{name}[at / 4u]"
             four = f"vec4f({four})" if view.is_half else four
             return f"fn {name}4(at: u32) -> vec4f {{ return {four}; }}"
@@ -380,7 +380,7 @@ class _Kernel:
         return f"fn {name}4(at: u32) -> vec4f {{ return vec4f({elements}); }}"
 
     def _address(self, name: str, row: str, column: str) -> str:
-        head = "head" if name in {"query", "tangent"} else "pair"
+        head = "head" if name in {"query", "grad_output"} else "pair"
         return self.vectors[name][0].at("batch", head, f"({row})", f"({column})")
 
     def _sums(self, name: str) -> list[str]:
@@ -388,7 +388,7 @@ class _Kernel:
 
     def _registers(self, tile: str, part: int = 0) -> list[str]:
         """Return the registers that hold an invocation's vec4 of a tile during loading."""
-        rows = self.layout.rows if tile in TILES[self.problem.part][0] else BLOCK
+        rows = self.layout.rows if tile in TILES[self.problem.kernel][0] else BLOCK
         count = rows * self.layout.stride(part) // self.layout.invocations
         return [f"{tile}_held{u}" for u in range(count)]
 
@@ -420,7 +420,7 @@ class _Kernel:
         lines = []
         for u, name in enumerate(self._registers(tile, part)):
             row, four = self._position(part, u)
-            if tile in TILES[self.problem.part][1]:
+            if tile in TILES[self.problem.kernel][1]:
                 row, four = f"({row} % 4u * {ACROSS}u + {row} / 4u)", f"({four} ^ {row} / 4u)"
             lines.append(f"{array}[{row} * {stride}u + {four}] = {name};")
         return lines
@@ -452,7 +452,7 @@ class _Kernel:
         ]
 
     def _scaled(self) -> list[str]:
-        bias = self.problem.mask is not None and not self.problem.truth
+        bias = self.problem.mask is not None and not self.problem.is_mask_boolean
         return [f"s{i} = s{i} * {self._scale}{f' + bias{i}' if bias else ''};" for i in range(4)]
 
     def _fold_of(self, fold: str, name: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION
-from backends.wgpu.shaders.narrow import Narrow
+from backends.wgpu.shaders.quantized_layout import QuantizedLayout
 
 MOST_TERMS: Final = 1 << 15
 """Terms per dispatch, for every kernel. Its loops then take fewer than 60,000 iterations: Mesa's
@@ -102,7 +102,7 @@ class MatmulProblem:
     n: int
     a: Operand
     b: Operand
-    b_form: Narrow | None = None
+    b_form: QuantizedLayout | None = None
     into: Result | None = None
     finish: Epilogue | None = None
 

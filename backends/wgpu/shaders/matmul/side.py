@@ -1,7 +1,7 @@
 """One operand of a product as both kernels see it: an outer dimension (m or n) and k.
 
 If the outer dimension or k is contiguous and aligned, four elements are loaded at once. Storage
-narrower than float32 is widened on loading (`backends.wgpu.shaders.narrow`).
+narrower than float32 is widened on loading (`backends.wgpu.shaders.quantized_layout`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from backends.wgpu.shaders.functions import to_float16
 from backends.wgpu.shaders.matmul.problem import ElementForm, MatmulProblem
-from backends.wgpu.shaders.narrow import Narrow
+from backends.wgpu.shaders.quantized_layout import QuantizedLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Side:
     outer: int
     inner: int
     offset: int
-    form: Narrow | None = None
+    form: QuantizedLayout | None = None
     element_form: ElementForm = "f32"
 
     def along_k(self, elements: int) -> bool:
@@ -76,8 +76,8 @@ class Side:
         """
         scalar_name, vector_name = f"{self.name}_one", f"{self.name}_four"
         if self.form is not None:
-            text = self.form.one(scalar_name, self.name)
-            return text + self.form.four(vector_name, self.name) if vector else text
+            text = self.form.scalar_reader(scalar_name, self.name)
+            return text + self.form.vector_reader(vector_name, self.name) if vector else text
         value = f"{self.name}[i / 4u]" if vector else f"{self.name}[i]"
         text = ""
         if self.element_form == "f16":

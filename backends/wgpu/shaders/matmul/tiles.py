@@ -130,7 +130,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me
     reads = 2 + (len(finish.bindings) if finish else 0)
     writes = len(finish.writes) + finish.stored if finish else 1
     looks_up = finish is not None and finish.looks_up
-    in_bounds = not (looks_up or (problem.b_form is not None and problem.b_form.looks_up))
+    in_bounds = not (looks_up or (problem.b_form is not None and problem.b_form.uses_table))
     return Shader(source, reads + writes, writes, in_bounds), (
         workgroups_across,
         down,

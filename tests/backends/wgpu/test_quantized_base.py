@@ -1,4 +1,4 @@
-"""Frozen bases in fewer bits: the gradients of the CPU, in less memory."""
+"""A quantized frozen base gives the CPU's gradients in less memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.estimate import Estimate, refuse_insufficient_memory
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
-from backends.wgpu.weights.narrow_base import NarrowBase
+from backends.wgpu.weights.quantized_base import QuantizedBase
 from protocol.base.errors import SamestepError
 from worker.models.blocks import cut_into_blocks
 
 WIDTH, RANK, SAMPLES = 64, 4, 6
 
 
-class Adapted(nn.Module):
-    """A frozen layer with a trained low-rank path beside it."""
+class AdaptedLayer(nn.Module):
+    """A frozen layer with a trained low-rank path in parallel."""
 
     def __init__(self):
         super().__init__()
@@ -37,10 +37,10 @@ class Adapted(nn.Module):
         return x + torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
-class Model(nn.Module):
+class AdaptedModel(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([Adapted() for _ in range(3)])
+        self.layers = nn.ModuleList([AdaptedLayer() for _ in range(3)])
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x):
@@ -66,14 +66,14 @@ def gradients(program, batch):
 @pytest.mark.parametrize("base_dtype", ["bfloat16", "float16", "int8", "int4", "nf4", "q4_0"])
 def test_gradients_are_those_of_the_cpu_with_the_same_weights(device, base_dtype):
     torch.manual_seed(5)
-    module = Model()
-    draw = np.random.default_rng(2)
+    module = AdaptedModel()
+    rng = np.random.default_rng(2)
     arrays = {
-        "x": draw.standard_normal((SAMPLES, WIDTH)).astype(np.float32),
-        "y": draw.standard_normal((SAMPLES, 1)).astype(np.float32),
+        "x": rng.standard_normal((SAMPLES, WIDTH)).astype(np.float32),
+        "y": rng.standard_normal((SAMPLES, 1)).astype(np.float32),
     }
     batch = Batch(arrays, SAMPLES)
-    exact = gradients(
+    unquantized = gradients(
         EagerBackend("cpu").compile(trainable(copy.deepcopy(module), "float32"), batch), batch
     )
     reference = EagerBackend("cpu").compile(trainable(copy.deepcopy(module), base_dtype), batch)
@@ -83,9 +83,10 @@ def test_gradients_are_those_of_the_cpu_with_the_same_weights(device, base_dtype
     expected, on_device = gradients(reference, batch), gradients(program, batch)
     program.close()
     assert on_device[0] == pytest.approx(expected[0], rel=1e-5)
-    for one, other in zip(on_device[1], expected[1], strict=True):
-        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
-    assert exact[0] != pytest.approx(expected[0], rel=1e-5), "fewer bits would show"
+    for actual, reference_values in zip(on_device[1], expected[1], strict=True):
+        distance = np.linalg.norm(actual - reference_values)
+        assert distance <= 1e-5 * np.linalg.norm(reference_values)
+    assert unquantized[0] != pytest.approx(expected[0], rel=1e-5), "quantization must show"
     (memory,) = program.estimates
     float32_bytes = sum(p.numel() * 4 for p in module.parameters())
     storage = {"bfloat16": "bf16", "float16": "f16"}.get(base_dtype, base_dtype)
@@ -94,17 +95,17 @@ def test_gradients_are_those_of_the_cpu_with_the_same_weights(device, base_dtype
     assert memory.weights == float32_bytes - saved_bytes
 
 
-def test_16_bit_base_is_quantized_at_upload_and_never_widened():
+def test_16_bit_base_is_quantized_at_upload_and_never_converted_to_float32():
     frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(requires_grad=False)
     module = nn.Sequential(frozen, nn.Linear(WIDTH, 1))
     values = frozen.weight.detach().bfloat16()
     frozen.weight.data = values
-    base = NarrowBase(module, "int4")
+    base = QuantizedBase(module, "int4")
     source = base._sources["0.weight"]
     assert source.data_ptr() == values.data_ptr(), "no copy is made before the upload"
     assert frozen.weight.dtype == torch.float32
     assert frozen.weight.untyped_storage().nbytes() == 4, "a trace needs shape and dtype alone"
-    expected = quantize(values.float().numpy(), "int4").packed()
+    expected = quantize(values.float().numpy(), "int4").pack()
     packed_words = base.take_words("0.weight")
     assert packed_words is not None
     assert packed_words.tobytes() == expected.tobytes()

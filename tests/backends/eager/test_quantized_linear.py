@@ -1,4 +1,4 @@
-"""Frozen weights in few bits give the bits of the same weights in float32."""
+"""Quantized frozen weights give the same bits as their values in float32."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 
 from backends.base.interface import Batch, BlockGradient, Trainable
 from backends.eager import eager
-from backends.eager.narrow_base import narrow_frozen_base
-from backends.eager.narrow_linear import Bench, NarrowLinear, NarrowWeight
+from backends.eager.quantized_base import quantize_frozen_base
+from backends.eager.quantized_linear import QuantizedLinear, QuantizedWeight, ScratchBuffer
 from backends.quantization.frozen_base import round_frozen_base
 from backends.quantization.quantize import dequantize, quantize
 from protocol.spec.files.run_spec_file import load_run_spec
@@ -28,12 +28,14 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4", "nf4", "q8_0", "q4_0"])
 @pytest.mark.parametrize("shape", [(3, 8), (5, 64), (64, 192)])
-def test_widening_on_a_device_equals_numpy(storage, shape):
+def test_dequantizing_on_a_device_equals_numpy(storage, shape):
     values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     quantized = quantize(values, storage)
-    wide = NarrowWeight(quantized, CPU).widen_into(torch.empty(shape))
-    assert wide.is_contiguous()
-    assert np.array_equal(wide.numpy().view(np.uint32), dequantize(quantized).view(np.uint32))
+    dequantized = QuantizedWeight(quantized, CPU).dequantize_into(torch.empty(shape))
+    assert dequantized.is_contiguous()
+    assert np.array_equal(
+        dequantized.numpy().view(np.uint32), dequantize(quantized).view(np.uint32)
+    )
 
 
 def gradients(spec: Any) -> list[bytes]:
@@ -50,7 +52,7 @@ def gradients(spec: Any) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("base_dtype", "how"),
+    ("base_dtype", "overrides"),
     [
         ("bfloat16", {}),
         ("bfloat16", {"precision": "bfloat16"}),
@@ -64,18 +66,20 @@ def gradients(spec: Any) -> list[bytes]:
         ("q4_0", {"precision": "float16"}),
     ],
 )
-def test_narrow_base_has_the_bits_of_the_widened_base(tmp_path, monkeypatch, base_dtype, how):
+def test_quantized_base_has_the_bits_of_the_dequantized_base(
+    tmp_path, monkeypatch, base_dtype, overrides
+):
     run = chat_run(tmp_path)
-    model = {"source": str(tmp_path / "model"), "base_dtype": base_dtype, **how}
+    model = {"source": str(tmp_path / "model"), "base_dtype": base_dtype, **overrides}
     spec = load_run_spec(run, [f"model={json.dumps(model)}"])
-    narrow = gradients(spec)
+    expected = gradients(spec)
     monkeypatch.setattr(
-        eager, "narrow_frozen_base", lambda module, kind, _: round_frozen_base(module, kind)
+        eager, "quantize_frozen_base", lambda module, kind, _: round_frozen_base(module, kind)
     )
-    assert gradients(spec) == narrow
+    assert gradients(spec) == expected
 
 
-class Shared(nn.Module):
+class TiedLayers(nn.Module):
     """Two layers that share a weight, one with its own computation, and a trained layer."""
 
     def __init__(self) -> None:
@@ -93,20 +97,20 @@ class Shared(nn.Module):
         return out
 
 
-def test_layers_that_share_a_weight_share_its_bits():
+def test_layers_that_share_a_weight_share_the_quantized_weight():
     torch.manual_seed(0)
-    wide, narrow = Shared(), Shared()
-    narrow.load_state_dict(wide.state_dict())
-    round_frozen_base(wide, "int4")
-    narrow_frozen_base(narrow, "int4", CPU)
-    assert isinstance(narrow.first, NarrowLinear)
-    assert isinstance(narrow.second, NarrowLinear)
-    assert narrow.first.narrow is narrow.second.narrow
-    assert not isinstance(narrow.attention.out_proj, NarrowLinear)
-    assert torch.equal(narrow.first.weight, wide.first.weight)
+    rounded, quantized = TiedLayers(), TiedLayers()
+    quantized.load_state_dict(rounded.state_dict())
+    round_frozen_base(rounded, "int4")
+    quantize_frozen_base(quantized, "int4", CPU)
+    assert isinstance(quantized.first, QuantizedLinear)
+    assert isinstance(quantized.second, QuantizedLinear)
+    assert quantized.first.quantized_weight is quantized.second.quantized_weight
+    assert not isinstance(quantized.attention.out_proj, QuantizedLinear)
+    assert torch.equal(quantized.first.weight, rounded.first.weight)
     x = torch.randn(4, 16)
     results = []
-    for module in (wide, narrow):
+    for module in (rounded, quantized):
         out = module(x)
         out.sum().backward()
         assert module.trained.weight.grad is not None
@@ -114,8 +118,8 @@ def test_layers_that_share_a_weight_share_its_bits():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-class Deep(nn.Module):
-    """Mostly frozen weights."""
+class DeepModel(nn.Module):
+    """A trained layer, then many frozen ones."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -139,17 +143,17 @@ def test_half_precision_base_has_the_bits_of_torch_autocast(tmp_path, monkeypatc
 
 def test_weight_in_compute_dtype_is_used_without_a_copy():
     quantized = quantize(np.ones((8, 64), np.float32), "bf16")
-    narrow, bench = NarrowWeight(quantized, CPU), Bench(8 * 64, CPU)
-    assert bench.operand(narrow, torch.bfloat16).data_ptr() == narrow.matrix.data_ptr()
-    assert bench.operand(narrow, torch.float16).data_ptr() != narrow.matrix.data_ptr()
+    weight, scratch = QuantizedWeight(quantized, CPU), ScratchBuffer(8 * 64, CPU)
+    assert scratch.operand(weight, torch.bfloat16).data_ptr() == weight.matrix.data_ptr()
+    assert scratch.operand(weight, torch.float16).data_ptr() != weight.matrix.data_ptr()
 
 
-def step_of(module: Deep, **options: Any) -> Growth:
+def growth_of_step(module: DeepModel, **options: Any) -> Growth:
     """Measure the memory growth of one microbatch."""
     tensors = tuple(
-        TensorSpec(name=name, shape=tuple(each.shape))
-        for name, each in module.named_parameters()
-        if each.requires_grad
+        TensorSpec(name=name, shape=tuple(parameter.shape))
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
     )
     trainable = Trainable(
         (Block(name="head", kind="block", tensors=tensors),), module,
@@ -164,16 +168,18 @@ def step_of(module: Deep, **options: Any) -> Growth:
 
 
 def test_stored_weights_and_step_peak_are_small():
-    """64 MiB of frozen weights in 16 layers: int4 keeps a seventh, and widens one layer at a
-    time."""
-    module = Deep(16, 1024)
-    assert step_of(module, base_dtype="int4").peak_bytes < 64 * MIB / 2
+    """Of 64 MiB of frozen weights in 16 layers, int4 stores a seventh and dequantizes one layer at
+    a time."""
+    module = DeepModel(16, 1024)
+    assert growth_of_step(module, base_dtype="int4").peak_bytes < 64 * MIB / 2
     stored_bytes = sum(
-        layer.narrow.nbytes for layer in module.layers if isinstance(layer, NarrowLinear)
+        layer.quantized_weight.nbytes
+        for layer in module.layers
+        if isinstance(layer, QuantizedLinear)
     )
     assert stored_bytes < 64 * MIB / 7
 
 
 def test_no_half_copy_of_a_float32_base_is_kept_for_backward():
-    """For 64 MiB in 16 layers, bfloat16 copies of all would take 32 MiB."""
-    assert step_of(Deep(16, 1024), precision="bfloat16").peak_bytes < 64 * MIB / 4
+    """bfloat16 copies of all 16 layers, 64 MiB in float32, would take 32 MiB."""
+    assert growth_of_step(DeepModel(16, 1024), precision="bfloat16").peak_bytes < 64 * MIB / 4

@@ -1,4 +1,4 @@
-"""Frozen experts of a mixture, stored in fewer bits and widened one expert at a time.
+"""Quantized frozen experts of a mixture: weights are dequantized one expert at a time.
 
 transformers keeps the experts of a layer as stacks of matrices, (experts, outputs, inputs), which
 peft adapts as parameters: it adds the low-rank products of all experts to a whole stack. Here each
@@ -13,51 +13,51 @@ from typing import Any
 import torch
 from torch import nn
 
-from backends.eager.narrow_linear import Bench, NarrowWeight, product
-from backends.quantization.narrowing import quantize_tensor
+from backends.eager.quantized_linear import QuantizedWeight, ScratchBuffer, linear
+from backends.quantization.mapped_weights import quantize_tensor
 from backends.quantization.quantize import Storage
 
 
-class NarrowExperts(nn.Module):
-    """A layer of frozen experts; see `narrow_experts`.
+class QuantizedExperts(nn.Module):
+    """A layer of frozen experts; see `quantize_experts`.
 
     Attributes:
         stacks: The matrices of each expert, by the name of the original parameter.
         adapters: peft's wrapper of each adapted parameter, by name.
-        bench: The memory in which a matrix is widened.
+        scratch: Memory for one dequantized matrix.
     """
 
-    stacks: dict[str, list[NarrowWeight]]
+    stacks: dict[str, list[QuantizedWeight]]
     adapters: dict[str, Any]
-    bench: Bench
+    scratch: ScratchBuffer
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the weighted sum of each token's experts, (tokens, hidden)."""
         experts: Any = self
-        first_name = "gate_up_proj" if experts.has_gate else "up_proj"
+        up_name = "gate_up_proj" if experts.has_gate else "up_proj"
         combine = experts._apply_gate if experts.has_gate else experts.act_fn  # noqa: SLF001
         total = torch.zeros_like(hidden_states)
         for expert in range(len(self.stacks["down_proj"])):
             token, choice = torch.where(top_k_index == expert)
             if not len(token):
                 continue
-            states = combine(self._linear(first_name, expert, hidden_states[token]))
-            states = self._linear("down_proj", expert, states)
-            states = states * top_k_weights[token, choice, None]
-            total = total.index_add(0, token, states.to(total.dtype))
+            hidden = combine(self._linear(up_name, expert, hidden_states[token]))
+            hidden = self._linear("down_proj", expert, hidden)
+            hidden = hidden * top_k_weights[token, choice, None]
+            total = total.index_add(0, token, hidden.to(total.dtype))
         return total
 
-    def _linear(self, name: str, expert: int, states: torch.Tensor) -> torch.Tensor:
-        out = product(states, self.stacks[name][expert], None, self.bench)
+    def _linear(self, name: str, expert: int, hidden: torch.Tensor) -> torch.Tensor:
+        out = linear(hidden, self.stacks[name][expert], None, self.scratch)
         wrapper = self.adapters.get(name)
         if wrapper is None or wrapper.disable_adapters:
             return out
-        for active in wrapper.active_adapters:
+        for adapter in wrapper.active_adapters:
             input_matrix, output_matrix = (
-                wrapper.lora_A[active].weight,
-                wrapper.lora_B[active].weight,
+                wrapper.lora_A[adapter].weight,
+                wrapper.lora_B[adapter].weight,
             )
             input_matrix = input_matrix.reshape(wrapper.num_experts, -1, input_matrix.shape[-1])[
                 expert
@@ -66,43 +66,47 @@ class NarrowExperts(nn.Module):
                 :, :, expert
             ]  # (outputs, rank)
             low_rank = nn.functional.linear(
-                nn.functional.linear(states, input_matrix), output_matrix
+                nn.functional.linear(hidden, input_matrix), output_matrix
             )
-            out = out + low_rank * wrapper.scaling[active]
+            out = out + low_rank * wrapper.scaling[adapter]
         return out
 
 
-def narrow_experts(
-    module: nn.Module, layer: nn.Module, storage: Storage, device: torch.device, bench: Bench
+def quantize_experts(
+    module: nn.Module,
+    layer: nn.Module,
+    storage: Storage,
+    device: torch.device,
+    scratch: ScratchBuffer,
 ) -> None:
-    """Store the stacks of a layer of experts in fewer bits.
+    """Quantize the stacks of a layer of experts.
 
     Args:
         module: The module that contains the layer, adapted by peft or not.
         layer: See `backends.quantization.frozen_base.expert_stacks`.
         storage: Any storage type except f32.
-        device: The device that stores and widens them.
-        bench: The memory in which a matrix is widened; all layers share it.
+        device: The device that stores and dequantizes them.
+        scratch: Memory for one dequantized matrix; all layers share it.
     """
-    stacks: dict[str, list[NarrowWeight]] = {}
+    stacks: dict[str, list[QuantizedWeight]] = {}
     for name, stack in [*layer.named_parameters(recurse=False)]:
         stacks[name] = [
-            NarrowWeight(quantize_tensor(matrix, storage), device) for matrix in stack.detach()
+            QuantizedWeight(quantize_tensor(matrix, storage), device) for matrix in stack.detach()
         ]
-        del layer._parameters[name], stack  # noqa: SLF001 -- the narrow stack replaces it
-    kind = type(layer)
-    layer.__class__ = type(f"Narrow{kind.__name__}", (NarrowExperts, kind), {})
+        del layer._parameters[name], stack  # noqa: SLF001 -- the quantized stack replaces it
+    layer_class = type(layer)
+    layer.__class__ = type(f"Quantized{layer_class.__name__}", (QuantizedExperts, layer_class), {})
     any_layer: Any = layer
-    any_layer.stacks, any_layer.adapters, any_layer.bench = stacks, {}, bench
+    any_layer.stacks, any_layer.adapters, any_layer.scratch = stacks, {}, scratch
     for wrapper in module.modules():
         if hasattr(wrapper, "parameter_name") and _base_of(wrapper) is layer:
             any_layer.adapters[wrapper.parameter_name] = wrapper
-            wrapper.forward = partial(_inner, wrapper)
+            wrapper.forward = partial(_forward_to_base, wrapper)
 
 
 def _base_of(wrapper: Any) -> Any:
     return wrapper.get_base_layer()
 
 
-def _inner(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward_to_base(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
     return wrapper.base_layer(*args, **kwargs)

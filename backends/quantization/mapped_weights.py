@@ -1,7 +1,7 @@
-"""Narrow the weights of a frozen base one at a time, as they are read from a model's mapped file.
+"""Quantize the weights of a frozen base one at a time, as they are read from a mapped file.
 
 A weight is read in parts, by several threads, and its pages of the file leave memory at once. So
-memory holds the narrow base, one original weight and a few parts, for models of any size.
+memory holds the quantized base, one original weight and a few parts, for models of any size.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _ELEMENTS_AT_ONCE: Final = 1 << 18
 _MOST_THREADS: Final = 4
 
 PART_ELEMENTS: Final = 1 << 22
-"""Elements of a weight in few bits that a device other than the CPU widens to float32 at a time,
-when it converts the weight to half precision."""
+"""Elements of a quantized weight that a device other than the CPU dequantizes to float32 at a time
+to convert the weight to half precision."""
 
 
 def quantize_tensor(weight: torch.Tensor, storage: Storage) -> Quantized:
-    """Store a matrix in fewer bits, and release its pages if it is mapped from a file.
+    """Quantize a matrix, and release its pages if it is mapped from a file.
 
     Args:
-        weight: Of any float dtype, shape (rows, columns), with a multiple of 8 columns.
+        weight: A matrix of any float dtype, shape (rows, columns), with a multiple of 8 columns.
         storage: Any storage type except f32.
 
     Raises:
@@ -38,7 +38,7 @@ def quantize_tensor(weight: torch.Tensor, storage: Storage) -> Quantized:
     group = 0 if storage in ("bf16", "f16") else group_of(columns, storage)
     scales = np.empty(rows * columns // group if group else 0, np.float32)
     words = np.empty(stored_bytes(rows, columns, storage) // 4 - len(scales), np.uint32)
-    # No group reaches beyond a row, so parts of rows have the bits of the whole.
+    # No group reaches beyond a row, so quantizing in parts of whole rows does not change the bits.
     rows_per_part = max(1, _ELEMENTS_AT_ONCE // columns)
 
     def store(start: int) -> Storage:
@@ -52,12 +52,12 @@ def quantize_tensor(weight: torch.Tensor, storage: Storage) -> Quantized:
     threads = min(_MOST_THREADS, usable_cores(), len(starts))
     if threads > 1:
         with ThreadPoolExecutor(threads) as pool:
-            part_scales = [*pool.map(store, starts)]
+            part_storages = [*pool.map(store, starts)]
     else:
-        part_scales = [store(part_start) for part_start in starts]
+        part_storages = [store(part_start) for part_start in starts]
     release_pages(weight)
     return Quantized(
-        part_scales[0] if part_scales else storage, rows, columns, words, scales, group
+        part_storages[0] if part_storages else storage, rows, columns, words, scales, group
     )
 
 

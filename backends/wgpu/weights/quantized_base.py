@@ -1,4 +1,4 @@
-"""The frozen base of a module in few bits on the device, under the names of its tensors."""
+"""The quantized frozen base of a module on the device, under the names of its tensors."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import torch
 from numpy.typing import NDArray
 
 from backends.quantization.frozen_base import frozen_base
-from backends.quantization.narrowing import quantize_tensor
+from backends.quantization.mapped_weights import quantize_tensor
 from backends.quantization.quantize import STORAGE, Quantized, stored_bytes
 from backends.wgpu.capture.capture import Capture, Kind
 from backends.wgpu.graph.opaque import LAYER_FORWARD
 from backends.wgpu.graph.table_parts import Tables
-from backends.wgpu.shaders.narrow import Narrow
+from backends.wgpu.shaders.quantized_layout import QuantizedLayout
 from backends.wgpu.weights.host_copy import release
 from protocol.spec.sections.model import BaseDtype
 
-Forms = tuple[Narrow | None, ...]
+Forms = tuple[QuantizedLayout | None, ...]
 
 
 class BaseLayout:
-    """Which weights have narrow storage, and in which layout; decided by shapes alone, so that
-    plans need no values.
+    """Which weights are quantized, and in which layout.
+
+    Shapes alone decide, so plans need no values.
     """
 
     def __init__(self, module: torch.nn.Module, base_dtype: BaseDtype) -> None:
@@ -35,25 +36,28 @@ class BaseLayout:
             }
 
     def split(self, tables: Tables) -> None:
-        """Register the parts of these tables under their own names."""
+        """Register the parts of these tables as weights with names of their own."""
         for name in tables.keys() & self._shapes.keys():
             columns = self._shapes[name][1]
             self._shapes |= {str(part): (part.rows, columns) for part in tables[name]}
 
     def nbytes(self, name: str) -> int | None:
-        """Return the size of a narrow weight on the device."""
+        """Return the size of a quantized weight on the device, None if the tensor is not
+        quantized."""
         shape = self._shapes.get(name)
         return None if shape is None else stored_bytes(*shape, self._storage)
 
     def forms(self, capture: Capture) -> Forms:
-        """Return the storage of each of the capture's tensors."""
+        """Return the layout of each of the capture's tensors, None if not quantized."""
         return tuple(
-            Narrow.of_shape(*self._shapes[name], self._storage) if name in self._shapes else None
+            QuantizedLayout.of_shape(*self._shapes[name], self._storage)
+            if name in self._shapes
+            else None
             for name in capture.tensors
         )
 
     def layer_forms(self, capture: Capture) -> list[tuple[Kind, Forms]]:
-        """Return the kind of each layer call, and the storage of its inputs."""
+        """Return each kind of layer call with the layouts of its inputs."""
         tensors = [node for node in capture.graph.graph.nodes if node.op == "placeholder"]
         outer = dict(zip(tensors, self.forms(capture), strict=False))
         forms_by_kind: dict[int, Forms] = {}
@@ -64,10 +68,10 @@ class BaseLayout:
         return [(kind, forms_by_kind.get(i, ())) for i, kind in enumerate(capture.kinds)]
 
 
-class NarrowBase(BaseLayout):
-    """The frozen base by name; empty if it stays float32.
+class QuantizedBase(BaseLayout):
+    """The quantized weights of the frozen base by name; empty if the base stays float32.
 
-    Each weight is narrowed when it is uploaded, so the host never holds a narrow base. Until then
+    A weight is quantized when it is uploaded, so the host never holds a quantized base. Until then
     the weight is kept as read, which takes no memory for a mapped file; the module releases it at
     once.
     """
@@ -81,18 +85,19 @@ class NarrowBase(BaseLayout):
             release(parameters[name])
 
     def split(self, tables: Tables) -> None:
-        """Register the parts of these tables under their own names."""
+        """Register the parts of these tables as weights with names of their own."""
         super().split(tables)
         for name in tables.keys() & self._sources.keys():
             table = self._sources.pop(name)
             self._sources |= {str(part): table[part.first : part.end] for part in tables[name]}
 
     def stored(self, name: str) -> Quantized | None:
-        """A weight as it will be uploaded; None for what stays float32 or is on the device."""
+        """Return a weight as it will be uploaded; None if it stays float32 or is uploaded
+        already."""
         source = self._sources.get(name)
         return None if source is None else quantize_tensor(source, self._storage)
 
     def take_words(self, name: str) -> NDArray[np.uint32] | None:
-        """Return the words of a narrow weight to upload, once; None if it stays float32."""
+        """Return the words of a weight to upload, once; None if it stays float32."""
         source = self._sources.pop(name, None)
-        return None if source is None else quantize_tensor(source, self._storage).packed()
+        return None if source is None else quantize_tensor(source, self._storage).pack()

@@ -1,8 +1,8 @@
-"""Read weights in narrow storage in shaders.
+"""Read quantized weights in shaders.
 
 A buffer has the layout of `Quantized.packed`: words, then scales. Element i of an int8, int4 or nf4
 buffer is its number times the scale of group `i / group`, one float32 product; bf16 and f16 are
-widened. The bits equal those of `backends.quantization.quantize.dequantize`.
+converted to float32. The bits equal those of `backends.quantization.quantize.dequantize`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import fx
 from backends.quantization.quantize import BITS, NF4, Quantized, Storage, group_of
 from protocol.base.errors import SamestepError
 
-_META = "narrow"
+_META = "quantized_layout"
 
 
 @dataclass(frozen=True, slots=True)
-class Narrow:
-    """Narrow storage of float32 values in a buffer.
+class QuantizedLayout:
+    """How a buffer stores quantized float32 values.
 
     Attributes:
         storage: bf16, f16, int8, int4 or nf4.
         group: Elements per scale; 0 without scales.
-        scales: Index of the first scale's word.
+        scales: Index of the word that holds the first scale.
     """
 
     storage: Storage
@@ -32,28 +32,28 @@ class Narrow:
     scales: int = 0
 
     @staticmethod
-    def of(stored: Quantized) -> Narrow:
+    def of(stored: Quantized) -> QuantizedLayout:
         """Return the layout of a quantized matrix."""
-        return Narrow(stored.storage, stored.group, len(stored.words))
+        return QuantizedLayout(stored.storage, stored.group, len(stored.words))
 
     @staticmethod
-    def of_shape(rows: int, columns: int, storage: Storage) -> Narrow:
+    def of_shape(rows: int, columns: int, storage: Storage) -> QuantizedLayout:
         """Return the layout of a matrix of this shape."""
         if storage in {"bf16", "f16"}:
-            return Narrow(storage, 0, rows * columns // 2)
+            return QuantizedLayout(storage, 0, rows * columns // 2)
         packed_storage: Storage = (
             "nf4" if storage == "nf4" else "int8" if BITS[storage] == 8 else "int4"
         )
         words = rows * columns * BITS[storage] // 32
-        return Narrow(packed_storage, group_of(columns, storage), words)
+        return QuantizedLayout(packed_storage, group_of(columns, storage), words)
 
     @property
-    def looks_up(self) -> bool:
+    def uses_table(self) -> bool:
         """Whether elements are indices into a table."""
         return self.storage == "nf4"
 
-    def one(self, function: str, buffer: str) -> str:
-        """Print `function(i: u32) -> f32`, which reads element i."""
+    def scalar_reader(self, function: str, buffer: str) -> str:
+        """Return WGSL of `function(i: u32) -> f32`, which reads element i."""
         per, value = _SCALAR[self.storage]
         value = value.replace("NF4", f"{function}_nf4")
         return self._table(function) + (
@@ -61,9 +61,11 @@ class Narrow:
             f"return {value}{self._scale(buffer)}; }}\n"
         )
 
-    def four(self, function: str, buffer: str) -> str:
-        """Print `function(i: u32) -> vec4f`, which reads elements i to i + 3; i is a multiple of
-        4."""
+    def vector_reader(self, function: str, buffer: str) -> str:
+        """Return WGSL of `function(i: u32) -> vec4f`, which reads elements i to i + 3.
+
+        `i` is a multiple of 4.
+        """
         words, value = _VECTOR[self.storage]
         value = value.replace("NF4", f"{function}_nf4")
         return self._table(function) + (
@@ -72,7 +74,7 @@ class Narrow:
         )
 
     def _table(self, function: str) -> str:
-        if not self.looks_up:
+        if not self.uses_table:
             return ""
         values = ", ".join(repr(float(value)) for value in NF4)
         return f"var<private> {function}_nf4 = array<f32, 16>({values});\n"
@@ -112,27 +114,28 @@ _VECTOR: dict[Storage, tuple[str, str]] = {
 """WGSL that loads the words of four elements, and that converts them to a vector."""
 
 
-def mark(node: fx.Node, form: Narrow | None) -> None:
+def set_form(node: fx.Node, form: QuantizedLayout | None) -> None:
     """Set the storage of an input's buffer."""
     if form is not None:
         node.meta[_META] = form
 
 
-def form_of(node: fx.Node) -> Narrow | None:
+def form_of(node: fx.Node) -> QuantizedLayout | None:
     """Return the storage of a value's buffer, or None for its plain dtype."""
     form = node.meta.get(_META)
-    assert form is None or isinstance(form, Narrow)
+    assert form is None or isinstance(form, QuantizedLayout)
     return form
 
 
 def refuse_on_the_left(base: fx.Node, label: str) -> None:
-    """Refuse a narrow left operand: only the right operand of a product is widened on loading.
+    """Refuse a quantized left operand: only the right operand of a product is dequantized on
+    loading.
 
     Raises:
-        SamestepError: The operand has narrow storage.
+        SamestepError: The operand is quantized.
     """
     if form_of(base) is not None:
         raise SamestepError(
             f"expected model.base_dtype float32, got {form_of(base)}: {label} multiplies by a "
-            "frozen weight from the left, which narrow storage does not support"
+            "frozen weight from the left, which quantized storage does not support"
         )

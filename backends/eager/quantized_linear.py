@@ -1,10 +1,10 @@
 """Frozen linear layers whose weights are converted to compute, in forward and again in backward.
 
-A weight in few bits is widened for its product, so only one is wide at any time. One that is stored
-in the type in which the layer computes (bfloat16 under autocast to bfloat16) is the operand itself.
-A float32 weight under autocast is converted twice, since autograd would keep a copy of each. The
-products are torch's, on the same values in the same layout, so the bits are those of a layer with
-float32 weights.
+A quantized weight is dequantized for its product, so there is only one dequantized weight at any
+time. A weight that is stored in the type in which the layer computes (bfloat16 under autocast to
+bfloat16) is the operand itself. A float32 weight under autocast is converted twice, since autograd
+would keep a copy of each. The products are torch's, on the same values in the same layout, so the
+bits are those of a layer with float32 weights.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from backends.quantization.narrowing import PART_ELEMENTS
+from backends.quantization.mapped_weights import PART_ELEMENTS
 from backends.quantization.quantize import NF4, Quantized, Storage
 
 _PART_ELEMENTS_OF_CPU: Final = 1 << 18
-"""The same on a CPU: a part fits its cache."""
+"""`PART_ELEMENTS` of a CPU: a part fits its cache."""
 _SAME_DTYPE: Final = {"bf16": torch.bfloat16, "f16": torch.float16}
 _INDICES_AT_ONCE: Final = 1 << 16
-"""Bytes of nf4 that are converted to indices at a time: few, to leave no hole in memory; see
-`Bench`."""
+"""Bytes of nf4 that are converted to indices at a time: few, so that the indices leave no hole in
+memory; see `ScratchBuffer`."""
 _HALVES: Final = np.arange(256)[:, None] >> np.array([0, 4]) & 15
 """The two codes of each byte: (256, 2), the lower half first."""
 _PAIRS: Final = {
     "nf4": torch.from_numpy(NF4[_HALVES]),
     "int4": torch.from_numpy(_HALVES.astype(np.float32) - 8),
 }
-"""The two numbers of each byte."""
+"""The two numbers of each byte, as a table of 256 rows."""
 
 
 @cache
@@ -39,12 +39,12 @@ def _pairs_on(device: torch.device, storage: Storage) -> torch.Tensor:
     return _PAIRS[storage].to(device)
 
 
-class NarrowWeight:
-    """A matrix in fewer bits on a device; `backends.quantization.quantize` defines the encoding.
+class QuantizedWeight:
+    """A quantized matrix on a device; `backends.quantization.quantize` defines the encoding.
 
     Args:
         stored: The matrix.
-        device: The device that stores and widens it.
+        device: The device that stores and dequantizes it.
     """
 
     def __init__(self, stored: Quantized, device: torch.device) -> None:
@@ -57,8 +57,8 @@ class NarrowWeight:
         )
         bits = torch.from_numpy(stored.words.view(dtype_name))
         self.dtype: torch.dtype | None = _SAME_DTYPE.get(stored.storage)
-        """The floating-point type in which it is stored; None for numbers with scales."""
-        # In memory that torch allocates: an operand's alignment can change the bits of a product.
+        """The floating-point type in which the matrix is stored; None for integers with scales."""
+        # Copied to memory that torch allocates: an operand's alignment can change a product's bits.
         self._bits = bits.to(device, copy=self.dtype is not None)
         if self.dtype is not None:
             self._bits = self._bits.view(self.dtype)
@@ -77,17 +77,19 @@ class NarrowWeight:
         """The stored values, (rows, columns) of `dtype`."""
         return self._bits.view(self.shape)
 
-    def widen_into(self, target: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Write the float32 values of `quantize.dequantize` into `target`, and return it.
+    def dequantize_into(self, target: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Write the float32 values of `quantize.dequantize` into `target`; return `target`.
 
         Args:
             target: float32, (rows, columns), with the number of rows to write.
             start: The first row.
         """
-        return self.write(target, target, start)
+        return self.convert_into(target, target, start)
 
-    def write(self, target: torch.Tensor, wide: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Write these values into memory of any floating-point type, and return it.
+    def convert_into(
+        self, target: torch.Tensor, wide: torch.Tensor, start: int = 0
+    ) -> torch.Tensor:
+        """Write the dequantized values into `target`, of any floating-point type; return `target`.
 
         Args:
             target: (rows, columns), with the number of rows to write.
@@ -119,7 +121,7 @@ class NarrowWeight:
         return target if target is wide else target.copy_(wide)
 
     def _decode_pairs(self, bits: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-        """Write the two numbers of each byte, without their scale."""
+        """Write the two numbers of each byte into `wide`, without their scale."""
         pairs, table = wide.view(-1, 2), _pairs_on(self.device, self._storage)
         at_once = _INDICES_AT_ONCE if self.device.type == "cpu" else len(bits)
         for lo in range(0, len(bits), at_once):
@@ -128,9 +130,11 @@ class NarrowWeight:
         return wide
 
 
-class Bench:
-    """Reused memory in which one weight at a time is converted. New memory for each layer would
-    fragment the allocator's, since tensors that autograd keeps would fill the gaps.
+class ScratchBuffer:
+    """Reused memory for one converted weight at a time.
+
+    New memory for each layer would fragment the allocator's memory, since tensors that autograd
+    keeps would fill the gaps.
 
     Args:
         elements: Size of the largest weight.
@@ -143,74 +147,76 @@ class Bench:
         self._part = PART_ELEMENTS if device.type != "cpu" else _PART_ELEMENTS_OF_CPU
         self._flat: dict[torch.dtype, torch.Tensor] = {}
 
-    def operand(self, weight: NarrowWeight | torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-        """Return a weight's values, (rows, columns) of this type; valid until the next call."""
+    def operand(self, weight: QuantizedWeight | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a weight's values as (rows, columns) of `dtype`, valid until the next call."""
         rows, columns = weight.shape
         if isinstance(weight, torch.Tensor):
-            if kind == weight.dtype:
+            if dtype == weight.dtype:
                 return weight
-            return self._scratch(kind, rows, columns, self._elements).copy_(weight)
-        if kind == weight.dtype:
+            return self._memory(dtype, rows, columns, self._elements).copy_(weight)
+        if dtype == weight.dtype:
             return weight.matrix
-        converted = self._scratch(kind, rows, columns, self._elements)
-        if kind == torch.float32:
-            return weight.widen_into(converted)
-        # Part by part, which avoids writing and reading a float32 copy of the whole weight.
+        converted = self._memory(dtype, rows, columns, self._elements)
+        if dtype == torch.float32:
+            return weight.dequantize_into(converted)
+        # Converting in parts avoids writing and reading a float32 copy of the whole weight.
         rows_per_part = max(1, self._part // columns)
         for start in range(0, rows, rows_per_part):
             part = converted[start : start + rows_per_part]
-            most = min(max(self._part, columns), self._elements)
-            wide = self._scratch(torch.float32, len(part), columns, most)
-            weight.write(part, wide, start)
+            capacity = min(max(self._part, columns), self._elements)
+            wide = self._memory(torch.float32, len(part), columns, capacity)
+            weight.convert_into(part, wide, start)
         return converted
 
-    def _scratch(self, kind: torch.dtype, rows: int, columns: int, capacity: int) -> torch.Tensor:
+    def _memory(self, dtype: torch.dtype, rows: int, columns: int, capacity: int) -> torch.Tensor:
         elements = rows * columns
-        if kind not in self._flat or len(self._flat[kind]) < elements:
-            self._flat[kind] = torch.empty(capacity, dtype=kind, device=self._device)
-        return self._flat[kind][:elements].view(rows, columns)
+        if dtype not in self._flat or len(self._flat[dtype]) < elements:
+            self._flat[dtype] = torch.empty(capacity, dtype=dtype, device=self._device)
+        return self._flat[dtype][:elements].view(rows, columns)
 
 
-class NarrowLinear(nn.Linear):
-    """A frozen `nn.Linear` with its weight in fewer bits; see `backends.eager.narrow_base`."""
+class QuantizedLinear(nn.Linear):
+    """A frozen `nn.Linear` with a quantized weight; see `backends.eager.quantized_base`."""
 
-    narrow: NarrowWeight
-    bench: Bench
+    quantized_weight: QuantizedWeight
+    scratch: ScratchBuffer
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """The weight in float32, for code that inspects it; each access converts it again."""
-        return self.narrow.widen_into(torch.empty(self.narrow.shape, device=self.narrow.device))
+        return self.quantized_weight.dequantize_into(
+            torch.empty(self.quantized_weight.shape, device=self.quantized_weight.device)
+        )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- torch's name
-        """As `nn.Linear`'s; the weight is widened again in backward."""
-        return product(input, self.narrow, self.bias, self.bench)
+        """Compute as `nn.Linear`; the weight is dequantized again in backward."""
+        return linear(input, self.quantized_weight, self.bias, self.scratch)
 
 
 class ConvertedLinear(nn.Linear):
     """A frozen float32 `nn.Linear` of a model that computes in half precision."""
 
-    bench: Bench
+    scratch: ScratchBuffer
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- torch's name
-        """As `nn.Linear`'s; the weight is converted again in backward."""
-        if _computed_in(input) == self.weight.dtype:
+        """Compute as `nn.Linear`; the weight is converted again in backward."""
+        if _compute_dtype(input) == self.weight.dtype:
             return super().forward(input)
-        return product(input, self.weight.detach(), self.bias, self.bench)
+        return linear(input, self.weight.detach(), self.bias, self.scratch)
 
 
-def product(
+def linear(
     input_: torch.Tensor,
-    weight: NarrowWeight | torch.Tensor,
+    weight: QuantizedWeight | torch.Tensor,
     bias: torch.Tensor | None,
-    bench: Bench,
+    scratch: ScratchBuffer,
 ) -> torch.Tensor:
     """Return a linear layer's output; autograd keeps no copy of the weight."""
-    kind = _computed_in(input_)
-    operand = bench.operand(weight, kind)
+    dtype = _compute_dtype(input_)
+    operand = scratch.operand(weight, dtype)
     address = operand.untyped_storage().data_ptr()
 
-    def saved_tensor(tensor: torch.Tensor) -> Any:
+    def pack(tensor: torch.Tensor) -> Any:
         if tensor.untyped_storage().data_ptr() != address:
             return tensor
         return tensor.size(), tensor.stride(), tensor.storage_offset()
@@ -218,23 +224,23 @@ def product(
     def unpack(stored: Any) -> torch.Tensor:
         if isinstance(stored, torch.Tensor):
             return stored
-        return bench.operand(weight, kind).as_strided(*stored)
+        return scratch.operand(weight, dtype).as_strided(*stored)
 
-    with torch.autograd.graph.saved_tensors_hooks(saved_tensor, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return nn.functional.linear(input_, operand, bias)
 
 
 def convert_again_in_backward(module: nn.Module, device: torch.device) -> None:
-    """Let frozen float32 layers convert their weights in backward, too, under autocast."""
+    """Make frozen float32 layers convert their weights again in backward under autocast."""
     layers = [
         layer
         for layer in module.modules()
         if isinstance(layer, nn.Linear) and is_plain(layer) and not layer.weight.requires_grad
     ]
-    bench = Bench(max((layer.weight.numel() for layer in layers), default=0), device)
+    scratch = ScratchBuffer(max((layer.weight.numel() for layer in layers), default=0), device)
     for layer in layers:
         layer.__class__ = ConvertedLinear
-        layer.bench = bench  # type: ignore[assignment]
+        layer.scratch = scratch  # type: ignore[assignment]
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -242,7 +248,9 @@ def is_plain(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and "forward" not in vars(layer)
 
 
-def _computed_in(input_: torch.Tensor) -> torch.dtype:
-    """Return the type to which autocast would convert the weight, so that it keeps no copy."""
-    kind = input_.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+def _compute_dtype(input_: torch.Tensor) -> torch.dtype:
+    """Return the type to which autocast would convert the weight."""
+    device_type = input_.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return torch.float32
+    return torch.get_autocast_dtype(device_type)
