@@ -1,47 +1,55 @@
 """Read and run a transcript: commands to one `Run`, and the actions that each must cause.
 
-A command stands on a line after `> `; its consequences follow, indented by two spaces, one action
-per line, in order, with the phase in brackets when it changes. `#` begins a remark. The job has 4
-microbatches of one sample and two blocks of one chunk each.
+Each command is on a line that begins with `> `. The actions that it causes follow, one per line, in
+order, indented by two spaces, then the phase in brackets if it changed. `#` begins a comment. The
+job has 4 microbatches of one sample and two blocks of one chunk each.
 
     run [workers=1] [steps=2] [evaluate_every=0] [parts=0] [exactness=prefer] [every=0] [disk=slow]
-        [scale=8]             float16, with this scale of losses at first
-        [embeds=yes]          the loss couples all samples of a step: one embedding of each
-        [way=star|sharded]    sharded: workers may average among themselves
+        [scale=8]             float16, with this initial loss scale
+        [embeds=yes]          the loss couples all samples of a step, by one embedding per sample
+        [topology=star|sharded]   sharded: workers may average among themselves
     restart STEP [saved=0] [skipped=N] [signature=S] [state=S] [steps=2] [disk=slow] ...
-                              a new coordinator, instead of `run`; `state` if it is known at once
+                              a new coordinator resumes at STEP, in place of `run`; `state`: name of
+                              the state, if its digest is known at the start
     invite NAME [duty=evaluate] [devices=1]   a worker is connected and free
     ready NAME [initial=S] [signature=S] [run=ID] [data=D] [step=N] [state=S]
     unready NAME [run=ID] [own=yes]
-    chunk NAME [block=layer] [last=yes]   of state 0
-    loaded [state=S]          all of it is in the replica
+    chunk NAME [block=layer] [last=yes]   a worker sends a chunk of state 0
+    loaded [state=S]          the coordinator's replica holds all chunks of the state
     subtree NAME LO-HI [nan=embedding|layer|loss] [step=S] [attempt=A]   its payloads and its loss
     payload NAME LO-HI [block=layer] [value=1]   one payload
-    loss NAME LO-HI [unlike=0+1]   a subtree's loss; microbatches with other embeddings than joined
-    embeds NAME LO-HI [value=1] [step=S] [attempt=A]   its embeddings, and that they are all
-    applied NAME STEP [state=S]   a worker has taken so many steps, and is in this state
-    replica STEP [state=S]        so has the coordinator's own replica
-    replayed NAME                 it was sent the state, or the steps that it had missed
-    behind NAME STEP              it reads too slowly: it is sent nothing from this step on
-    result NAME PART [step=N]     a held-out part is evaluated
-    opens NAME [port=7000]        it listens for other members
-    links NAME PEER...            it reaches these members, all equally quickly
-    unlinks NAME PEER             not any more
-    sums OWNER NAME LO-HI [table=N]   of this worker's subtree all of the owner's chunks is there
-    reduce NAME CHUNK [value=1] [digest=VALUE] [of=A:0-2+B:2-4] [table=N]   an owner's average and
-                                  its digest, of these workers' subtrees; chunk 0 is the layer's
+    loss NAME LO-HI [unlike=0+1]   a subtree's loss; `unlike`: microbatches whose recomputed
+                              embeddings differ from those in StepEmbeddings
+    embeds NAME LO-HI [value=1] [step=S] [attempt=A]   all embeddings of a subtree, then the loss
+                              that completes them
+    applied NAME STEP [state=S]   a worker has applied STEP steps and reports this state
+    replica STEP [state=S]        the coordinator's replica has applied STEP steps
+    replayed NAME                 the worker has been sent the state, or the steps that it missed
+    behind NAME STEP              the worker reads too slowly: it is sent nothing from STEP on
+    result NAME PART [step=N]     a worker has evaluated a part of the evaluation data
+    opens NAME [port=7000]        the worker listens for peers
+    links NAME PEER...            it can reach these peers, all at the same bandwidth
+    unlinks NAME PEER             it has lost the link to PEER
+    sums OWNER NAME LO-HI [table=N]   OWNER has NAME's sums of this subtree, for all chunks that
+                              OWNER owns
+    reduce NAME CHUNK [value=1] [digest=VALUE] [origin=A:0-2+B:2-4] [table=N]   an owner's average
+                              and its digest, and which workers' subtrees it sums; chunk 0 is the
+                              layer's
     average NAME CHUNK [value=1] [table=N]     the average alone
-    digest OWNER CHUNK [value=1] [of=...] [table=N]   the digest alone
-    through NAME CHUNK LO-HI      a sum that goes to its owner by the coordinator
-    infinite OWNER CHUNK LO-HI [of=NAME]   a sum, or (of nobody) all of them, is not finite
-    wants NAME STEP               averages of a committed step have not come
-    wrong NAME STEP CHUNK OWNER   one of them came with another digest
+    digest OWNER CHUNK [value=1] [origin=...] [table=N]   the digest alone
+    relay NAME CHUNK LO-HI        a sum that the coordinator relays to the chunk's owner
+    infinite OWNER CHUNK LO-HI [worker=NAME]   OWNER reports a non-finite sum: NAME's, or without
+                              `worker` the total of all workers
+    wants NAME STEP               it requests averages of a committed step that have not arrived
+    wrong NAME STEP CHUNK OWNER   one of these averages does not match its digest
     lost NAME, fails NAME, differs NAME, drains NAME
     drain, halt, continue [skip=yes], give-up, save
-    tick MS                       the time goes on until then
-    durable STEP, saved STEP  what the disk answers; at once unless it is slow
-    full [commit=lost]        or it refuses; maybe it was the commit that did not get there
-    unwritten                 it refuses the result of a run that is done
+    tick MS                   the clock advances to MS
+    durable STEP, saved STEP  the disk reports a commit or a checkpoint as durable; without
+                              `disk=slow` it does so by itself
+    full [commit=lost]        a write fails because the disk is full; `commit=lost`: the commit was
+                              not written
+    unwritten                 writing the result of a finished run fails
 """
 
 from __future__ import annotations
@@ -90,12 +98,12 @@ Body = NDArray[Any] | bytes | None
 
 
 def play(path: Path) -> str:
-    """Return the transcript with the current consequences of its commands."""
-    return "".join(f"{line}\n" for line in _played(path.read_text().splitlines()))
+    """Return the transcript with the actions that its commands cause now."""
+    return "".join(f"{line}\n" for line in _play_lines(path.read_text().splitlines()))
 
 
-def _played(lines: list[str]) -> Iterator[str]:
-    stage: Stage | None = None
+def _play_lines(lines: list[str]) -> Iterator[str]:
+    coordinator: ScriptedCoordinator | None = None
     for line in lines:
         if line.startswith("> "):
             yield line
@@ -103,13 +111,16 @@ def _played(lines: list[str]) -> Iterator[str]:
             arguments = [part for part in rest if "=" not in part]
             options = dict(part.split("=") for part in rest if "=" in part)
             if word == "run":
-                stage = Stage(**options)
+                coordinator = ScriptedCoordinator(**options)
             elif word == "restart":
-                stage = Stage(restart=arguments[0], **options)
-                yield from (f"  {text}" for text in stage.told(stage.run.step(inputs.Resume())))
+                coordinator = ScriptedCoordinator(restart=arguments[0], **options)
+                yield from (
+                    f"  {text}"
+                    for text in coordinator.process_actions(coordinator.run.step(inputs.Resume()))
+                )
             else:
-                assert stage is not None
-                yield from (f"  {text}" for text in stage.command(word, arguments, options))
+                assert coordinator is not None
+                yield from (f"  {text}" for text in coordinator.command(word, arguments, options))
         elif not line.startswith("  "):
             yield line
 
@@ -119,8 +130,8 @@ def digest(name: str) -> str:
     return blake3(name.encode()).hexdigest()
 
 
-class Stage:
-    """One run, and the commands by name."""
+class ScriptedCoordinator:
+    """Runs the commands of a transcript on one `Run`."""
 
     def __init__(
         self,
@@ -131,14 +142,14 @@ class Stage:
         parts: str = "0",
         exactness: str = "prefer",
         every: str = "0",
-        disk: str = "quick",
+        disk: str = "fast",
         restart: str = "",
         saved: str = "0",
         skipped: str = "",
         signature: str = "s",
         state: str = "",
         scale: str = "",
-        way: str = "star",
+        topology: str = "star",
         embeds: str = "",
     ) -> None:
         spec = ScriptedRun(
@@ -149,15 +160,15 @@ class Stage:
             evaluate_every=int(evaluate_every),
             exactness=exactness,
             checkpoint=CheckpointSpec(every=int(every)),
-            exchange=ExchangeSpec.model_validate({"topology": way}),
+            exchange=ExchangeSpec.model_validate({"topology": topology}),
         )
-        if scale:  # size of a model, which does not exist
-            half = ModelSpec(source="m", precision="float16", loss_scale=float(scale))
-            spec = spec.model_copy(update={"model": half})
+        if scale:  # precision and loss scale; the model itself need not exist
+            float16_model = ModelSpec(source="m", precision="float16", loss_scale=float(scale))
+            spec = spec.model_copy(update={"model": float16_model})
         self._parts = int(parts)
         self._embeddings = _EMBEDDINGS if embeds else None
         self._now_ms = 0
-        self.hears: Callable[[Actions], object] = lambda _: None
+        self.on_actions: Callable[[Actions], object] = lambda _: None
         self._disk_is_slow = disk == "slow"
         resumption = None
         if restart:
@@ -189,8 +200,8 @@ class Stage:
             "loss": self._loss,
             "embeds": self._embeds,
             "applied": self._applied,
-            "replica": lambda number, state="": step(
-                inputs.ReplicaApplied(int(number), digest(state or number))
+            "replica": lambda step_number, state="": step(
+                inputs.ReplicaApplied(int(step_number), digest(state or step_number))
             ),
             "result": self._result,
             **self._peer_commands(),
@@ -202,51 +213,53 @@ class Stage:
             "drains": lambda name: step(inputs.WorkerMessage(name, msg.Drain())),
             "drain": lambda: step(inputs.DrainRun()),
             "replayed": lambda name: step(inputs.WorkerCaughtUp(name)),
-            "behind": lambda name, number: step(inputs.WorkerFellBehind(name, int(number))),
+            "behind": lambda name, step_number: step(
+                inputs.WorkerFellBehind(name, int(step_number))
+            ),
             "halt": lambda: step(inputs.HaltRun("halted by the operator")),
             "continue": lambda skip="": step(inputs.ContinueRun(bool(skip))),
             "give-up": lambda: step(inputs.FailRun("nobody is left")),
             "save": lambda: step(inputs.SaveState()),
             "tick": self._tick,
-            "durable": lambda number: step(inputs.CommitDurable(int(number))),
-            "saved": lambda number: step(inputs.CheckpointDurable(int(number))),
+            "durable": lambda step_number: step(inputs.CommitDurable(int(step_number))),
+            "saved": lambda step_number: step(inputs.CheckpointDurable(int(step_number))),
             "unwritten": lambda: step(inputs.ResultNotWritten("the disk is full")),
             "full": lambda commit="": step(
                 inputs.WriteFailed("the disk is full", lost_commit=bool(commit))
             ),
         }
 
-    def _hear(self, name: str, message: msg.Message, body: Body) -> Actions:
+    def _receive(self, name: str, message: msg.Message, body: Body) -> Actions:
         return self.run.step(inputs.WorkerMessage(name, message, body))
 
     def _peer_commands(self) -> dict[str, Callable[..., Actions]]:
-        hear = self._hear
-        of_run = {"run_id": RUN_ID}
+        receive = self._receive
+        run_fields = {"run_id": RUN_ID}
         return {
-            "opens": lambda name, port="7000": hear(
-                name, msg.PeerPort(**of_run, port=int(port), fingerprint=bytes(32)), None
+            "opens": lambda name, port="7000": receive(
+                name, msg.PeerPort(**run_fields, port=int(port), fingerprint=bytes(32)), None
             ),
             "links": lambda name, *peers: [
                 action
                 for peer in peers
-                for action in hear(name, msg.Linked(**of_run, peer=peer, mbit=1000.0), None)
+                for action in receive(name, msg.Linked(**run_fields, peer=peer, mbit=1000.0), None)
             ],
-            "unlinks": lambda name, peer: hear(
-                name, msg.Unlinked(**of_run, peer=peer, reason="cut"), None
+            "unlinks": lambda name, peer: receive(
+                name, msg.Unlinked(**run_fields, peer=peer, reason="cut"), None
             ),
             "sums": self._sums,
             "reduce": self._reduce,
             "average": self._average,
             "digest": self._digest,
-            "through": self._through,
+            "relay": self._relay,
             "infinite": self._infinite,
-            "wants": lambda name, step: hear(
-                name, msg.AveragesRequest(**self._where(step=step, attempt="0")), None
+            "wants": lambda name, step: receive(
+                name, msg.AveragesRequest(**self._step_fields(step=step, attempt="0")), None
             ),
-            "wrong": lambda name, step, number, owner: hear(
+            "wrong": lambda name, step, chunk, owner: receive(
                 name,
                 msg.AverageMismatch(
-                    **self._where(step=step, attempt="0"), **_chunk(number), owner=owner
+                    **self._step_fields(step=step, attempt="0"), **_chunk_fields(chunk), owner=owner
                 ),
                 None,
             ),
@@ -254,31 +267,36 @@ class Stage:
 
     def command(self, word: str, arguments: list[str], options: dict[str, str]) -> list[str]:
         """Apply a command; return the actions as text, or the error."""
-        before = self.run.phase
+        phase_before = self.run.phase
         try:
             actions = self._commands[word](*arguments, **options)
             check_invariant(self.run)
         except RemoteProtocolError as error:
             return [f"{type(error).__name__}: {error}"]
-        return self.told(actions, before)
+        return self.process_actions(actions, phase_before)
 
-    def told(self, actions: Actions, before: RunPhase = RunPhase.WAITING) -> list[str]:
-        """Return the actions as text, with the answers of a quick disk to them."""
+    def process_actions(
+        self, actions: Actions, phase_before: RunPhase = RunPhase.WAITING
+    ) -> list[str]:
+        """Return the actions as text.
+
+        If the disk is fast, apply its reports too, and append the actions that they cause.
+        """
         lines: list[str] = []
-        todo = list(actions)
-        while todo:
-            action = todo.pop(0)
-            self.hears([action])
+        pending = list(actions)
+        while pending:
+            action = pending.pop(0)
+            self.on_actions([action])
             if not isinstance(action, act.Report) or action.event.name:
-                lines.append(_text(action))
+                lines.append(_format_action(action))
             if not self._disk_is_slow:
-                todo += self._answer(action)
-        if self.run.phase is not before:
+                pending += self._report_of_disk(action)
+        if self.run.phase is not phase_before:
             reason = f": {self.run.reason}" if self.run.reason else ""
             lines.append(f"[{self.run.phase.value}{reason}]")
         return lines
 
-    def _answer(self, action: act.Action) -> Actions:
+    def _report_of_disk(self, action: act.Action) -> Actions:
         match action:
             case act.Persist(record):
                 return self.run.step(inputs.CommitDurable(record.commit.step))
@@ -330,7 +348,7 @@ class Stage:
             signature=digest(signature), left_out=left_out,
         )  # fmt: skip
         manifest = self._manifest(data)
-        return self._hear(name, message, manifest.to_bytes())
+        return self._receive(name, message, manifest.to_bytes())
 
     def _loaded(self, state: str = "0") -> Actions:
         assert self.run.settled is not None
@@ -342,148 +360,172 @@ class Stage:
             run_id=RUN_ID, kind="parameters", block=BLOCKS[block], chunk=0, step=0,
             optimizer_step=0, last=last == "yes",
         )  # fmt: skip
-        return self._hear(name, message, np.zeros(2, np.float32))
+        return self._receive(name, message, np.zeros(2, np.float32))
 
     def _unready(self, name: str, run: str = RUN_ID, own: str = "no") -> Actions:
         reason = "too large for its device" if own == "yes" else "no such data"
         message = msg.Unready(run_id=run, reason=reason, own=own == "yes", exit_code=2)
-        return self._hear(name, message, None)
+        return self._receive(name, message, None)
 
-    def _subtree(self, name: str, subtree: str, nan: str = "", **where: str) -> Actions:
+    def _subtree(self, name: str, subtree: str, nan: str = "", **step_id: str) -> Actions:
         actions: Actions = []
         for block in reversed(BLOCKS):
             value = "nan" if nan == block else "1"
-            actions += self._payload(name, subtree, block=block, value=value, **where)
-        return actions + self._loss(name, subtree, nan, **where)
+            actions += self._payload(name, subtree, block=block, value=value, **step_id)
+        return actions + self._loss(name, subtree, nan, **step_id)
 
-    def _embeds(self, name: str, subtree: str, value: str = "1", **where: str) -> Actions:
-        lo, hi = _ends(subtree)
+    def _embeds(self, name: str, subtree: str, value: str = "1", **step_id: str) -> Actions:
+        lo, hi = _bounds(subtree)
         actions: Actions = []
         for leaf in range(lo, hi):
             message = msg.CapturedRows(
-                **self._where(**where), lo=lo, hi=hi, microbatch=leaf, chunk=0
+                **self._step_fields(**step_id), lo=lo, hi=hi, microbatch=leaf, chunk=0
             )
             rows = np.full(1, float(value) + leaf, np.float32).view(np.uint8)
-            actions += self._hear(name, message, rows)
-        return actions + self._loss(name, subtree, **where)
+            actions += self._receive(name, message, rows)
+        return actions + self._loss(name, subtree, **step_id)
 
     def _loss(
-        self, name: str, subtree: str, nan: str = "", unlike: str = "", **where: str
+        self, name: str, subtree: str, nan: str = "", unlike: str = "", **step_id: str
     ) -> Actions:
-        lo, hi = _ends(subtree)
+        lo, hi = _bounds(subtree)
         message = msg.SubtreeLoss(
-            **self._where(**where), lo=lo, hi=hi, weight=hi - lo, sums=b"",
+            **self._step_fields(**step_id), lo=lo, hi=hi, weight=hi - lo, sums=b"",
             elapsed_ms=(hi - lo) * 10,
             loss_sum=float("inf") if nan == "loss" else (hi - lo) * 0.5,
             unlike=tuple(map(int, unlike.split("+"))) if unlike else (),
         )  # fmt: skip
-        return self._hear(name, message, None)
+        return self._receive(name, message, None)
 
     def _payload(
-        self, name: str, subtree: str, block: str = "layer", value: str = "1", **where: str
+        self, name: str, subtree: str, block: str = "layer", value: str = "1", **step_id: str
     ) -> Actions:
-        lo, hi = _ends(subtree)
+        lo, hi = _bounds(subtree)
         kind = msg.BlockGradientPayload if block == "layer" else msg.NonBlockGradientPayload
         message = kind(
-            **self._where(**where), block=BLOCKS[block], chunk=0, lo=lo, hi=hi, weight=hi - lo
+            **self._step_fields(**step_id),
+            block=BLOCKS[block],
+            chunk=0,
+            lo=lo,
+            hi=hi,
+            weight=hi - lo,
         )
         values = np.full(2, float(value) * (hi - lo), np.float32)
-        return self._hear(name, message, values)
+        return self._receive(name, message, values)
 
     def _applied(self, name: str, step: str, state: str = "") -> Actions:
         message = msg.StepApplied(term=TERM, step=int(step), state_digest=digest(state or step))
-        return self._hear(name, message, None)
+        return self._receive(name, message, None)
 
     def _result(self, name: str, part: str, step: str = "") -> Actions:
         sums = {"sum": float(part), "count": 1.0}
         step_number = int(step or self.run.steps_committed)
         message = msg.EvalResult(term=TERM, step=step_number, part=int(part), sums=sums)
-        return self._hear(name, message, None)
+        return self._receive(name, message, None)
 
-    def _of_table(self, table: str, **where: str) -> dict[str, int]:
-        settled = self.run.settled
-        assert settled is not None
-        return {**self._where(**where), "owners": int(table or settled.progress.mesh.number)}
+    def _table_fields(self, table: str, **step_id: str) -> dict[str, int]:
+        progress = self.run.progress
+        assert progress is not None
+        return {**self._step_fields(**step_id), "owners": int(table or progress.mesh.number)}
 
-    def _sums(self, owner: str, name: str, subtree: str, table: str = "", **where: str) -> Actions:
-        lo, hi = _ends(subtree)
-        message = msg.SumsArrived(**self._of_table(table, **where), worker=name, lo=lo, hi=hi)
-        return self._hear(owner, message, None)
+    def _sums(
+        self, owner: str, name: str, subtree: str, table: str = "", **step_id: str
+    ) -> Actions:
+        lo, hi = _bounds(subtree)
+        message = msg.SumsArrived(**self._table_fields(table, **step_id), worker=name, lo=lo, hi=hi)
+        return self._receive(owner, message, None)
 
     def _reduce(
-        self, name: str, number: str, *, value: str = "1", digest: str = "", of: str = "",
-        table: str = "", **where: str,
+        self, name: str, chunk: str, *, value: str = "1", digest: str = "", origin: str = "",
+        table: str = "", **step_id: str,
     ) -> Actions:  # fmt: skip
-        average = self._average(name, number, value, table, **where)
-        return average + self._digest(name, number, digest or value, of, table, **where)
+        average = self._average(name, chunk, value, table, **step_id)
+        return average + self._digest(name, chunk, digest or value, origin, table, **step_id)
 
     def _average(
-        self, name: str, number: str, value: str = "1", table: str = "", **where: str
+        self, name: str, chunk: str, value: str = "1", table: str = "", **step_id: str
     ) -> Actions:
-        kind = msg.AveragedBlockGradient if number == "0" else msg.AveragedNonBlockGradient
-        message = kind(**self._of_table(table, **where), **_chunk(number))
-        return self._hear(name, message, np.full(2, float(value), np.float32))
+        kind = msg.AveragedBlockGradient if chunk == "0" else msg.AveragedNonBlockGradient
+        message = kind(**self._table_fields(table, **step_id), **_chunk_fields(chunk))
+        return self._receive(name, message, np.full(2, float(value), np.float32))
 
     def _digest(
-        self, name: str, number: str, value: str = "1", of: str = "", table: str = "", **where: str
+        self,
+        name: str,
+        chunk: str,
+        value: str = "1",
+        origin: str = "",
+        table: str = "",
+        **step_id: str,
     ) -> Actions:
-        contributions = [part.partition(":") for part in of.split("+")] if of else []
-        origin = tuple((worker, Subtree(*_ends(subtree))) for worker, _, subtree in contributions)
+        contributions = [part.partition(":") for part in origin.split("+")] if origin else []
+        document = origin_document(
+            tuple((source, Subtree(*_bounds(subtree))) for source, _, subtree in contributions)
+        )
         message = msg.ChunkReduced(
-            **self._of_table(table, **where), **_chunk(number),
+            **self._table_fields(table, **step_id), **_chunk_fields(chunk),
             digest=chunk_digest(np.full(2, float(value), np.float32)),
         )  # fmt: skip
-        return self._hear(name, message, origin_document(origin))
+        return self._receive(name, message, document)
 
-    def _through(self, name: str, number: str, subtree: str, **where: str) -> Actions:
-        lo, hi = _ends(subtree)
-        kind = msg.BlockGradientPayload if number == "0" else msg.NonBlockGradientPayload
+    def _relay(self, name: str, chunk: str, subtree: str, **step_id: str) -> Actions:
+        lo, hi = _bounds(subtree)
+        kind = msg.BlockGradientPayload if chunk == "0" else msg.NonBlockGradientPayload
         message = kind(
-            **self._of_table("", **where), **_chunk(number), lo=lo, hi=hi, weight=hi - lo
+            **self._table_fields("", **step_id),
+            **_chunk_fields(chunk),
+            lo=lo,
+            hi=hi,
+            weight=hi - lo,
         )
-        return self._hear(name, message, np.full(2, float(hi - lo), np.float32))
+        return self._receive(name, message, np.full(2, float(hi - lo), np.float32))
 
     def _infinite(
-        self, owner: str, number: str, subtree: str, of: str = "", **where: str
+        self, owner: str, chunk: str, subtree: str, worker: str = "", **step_id: str
     ) -> Actions:
-        lo, hi = _ends(subtree)
-        block = _chunk(number)["block"]
+        lo, hi = _bounds(subtree)
+        block = _chunk_fields(chunk)["block"]
         message = msg.NonFiniteSum(
-            **self._where(**where), lo=lo, hi=hi, worker=of or None, block=block, device=""
+            **self._step_fields(**step_id),
+            lo=lo,
+            hi=hi,
+            worker=worker or None,
+            block=block,
+            device="",
         )
-        return self._hear(owner, message, None)
+        return self._receive(owner, message, None)
 
-    def _where(self, step: str = "", attempt: str = "") -> dict[str, int]:
+    def _step_fields(self, step: str = "", attempt: str = "") -> dict[str, int]:
         progress = self.run.progress
-        now = progress.attempt if progress is not None else 0
+        current_attempt = progress.attempt if progress is not None else 0
         return {
             "term": TERM,
             "step": int(step or self.run.steps_committed),
-            "attempt": int(attempt or now),
+            "attempt": int(attempt or current_attempt),
         }
 
 
-def _chunk(number: str) -> dict[str, int]:
-    """Return block and chunk: the layer's block comes first; beyond the two there are none."""
-    return {"block": {"0": 1, "1": 0}.get(number, int(number)), "chunk": 0}
+def _chunk_fields(chunk: str) -> dict[str, int]:
+    """Return the wire's block and chunk: 0 is the layer's, 1 the embedding's; no others exist."""
+    return {"block": {"0": 1, "1": 0}.get(chunk, int(chunk)), "chunk": 0}
 
 
-def _ends(subtree: str) -> tuple[int, int]:
+def _bounds(subtree: str) -> tuple[int, int]:
     lo, _, hi = subtree.partition("-")
     return int(lo), int(hi)
 
 
-def _text(action: act.Action) -> str:
+def _format_action(action: act.Action) -> str:
     match action:
         case act.Send(worker, msg.Owners() as message, bytes() as document):
-            return f"{worker} <- {_message(message)}: {_table(document)}"
+            return f"{worker} <- {_format_message(message)}: {_format_table(document)}"
         case act.Send(worker, msg.StepEmbeddings() as message, np.ndarray() as rows):
-            return f"{worker} <- {_message(message)} {rows.view(np.float32).tolist()}"
+            return f"{worker} <- {_format_message(message)} {rows.view(np.float32).tolist()}"
         case act.Send(worker, message):
-            return f"{worker} <- {_message(message)}"
+            return f"{worker} <- {_format_message(message)}"
         case act.Broadcast(message, body):
             values = "" if body is None else f" {body.tolist()}"
-            return f"all <- {_message(message)}{values}"
+            return f"all <- {_format_message(message)}{values}"
         case act.Replay(worker, step):
             return f"replay {worker} from step {step}"
         case act.Summarize(_, _, averages):
@@ -493,11 +535,11 @@ def _text(action: act.Action) -> str:
         case act.MakeCheckpoint(step):
             return f"save the state after {step} steps"
         case act.SaveAdmissionRecord():
-            return "remember the terms"
+            return "save the admission record"
         case act.Subscribe(worker, step):
-            return f"follow {worker} from step {step}"
+            return f"subscribe {worker} from step {step}"
         case act.Unsubscribe(worker):
-            return f"withhold broadcasts from {worker}"
+            return f"unsubscribe {worker}"
         case act.Seed(worker):
             return f"seed {worker}"
         case act.ApplyStep(step, averages, scalars):
@@ -517,22 +559,22 @@ def _text(action: act.Action) -> str:
         case act.AdoptManifest():
             return "adopt the manifest"
         case act.WriteInnerCheckpoint(message):
-            return f"keep {_message(message)}"
+            return f"write {_format_message(message)}"
         case act.AnswerInnerStateRequest(worker, message):
-            return f"answer {worker} {_message(message)}"
+            return f"answer {worker} {_format_message(message)}"
         case act.SendAverages(worker, step):
             return f"send {worker} the averages of step {step}"
 
 
-def _table(document: bytes) -> str:
+def _format_table(document: bytes) -> str:
     table = parse(OwnerTable, document)
     ownership = " ".join(f"{n}:{table.owner(n)}" for n in range(len(table.owners)))
-    return ownership if table.scribe is None else f"{ownership}, {table.scribe} writes"
+    return ownership if table.scribe is None else f"{ownership}; {table.scribe} is the scribe"
 
 
-def _message(message: msg.Message) -> str:
-    left_out = {"term", "view", "averages_digest", "run_id", "scalars", "blobs"}
-    fields = message.model_dump(exclude=left_out)
+def _format_message(message: msg.Message) -> str:
+    hidden_fields = {"term", "view", "averages_digest", "run_id", "scalars", "blobs"}
+    fields = message.model_dump(exclude=hidden_fields)
     location = ""
     if "attempt" in fields:
         location = f" {fields.pop('step')}.{fields.pop('attempt')}"

@@ -20,7 +20,7 @@ from coordinator.storage.run_storage import RunStorage
 from protocol.spec.run_spec import parse_run_spec
 from protocol.wire.messages import Hello
 from tests.live_service import live_service
-from tests.transcripts.transcript import Stage
+from tests.transcripts.transcript import ScriptedCoordinator
 
 NOW_S = 100.0
 
@@ -33,9 +33,9 @@ class ExecutionSink:
         del execution, outcome
 
 
-def stage_after(*commands, **options):
-    """Build a stage after these commands, each `word argument ... key=value`."""
-    stage = Stage(**options)
+def run_after(*commands, **options):
+    """Return the run after these commands, each `word argument ... key=value`."""
+    stage = ScriptedCoordinator(**options)
     for line in commands:
         command, *rest = line.split()
         arguments = [part for part in rest if "=" not in part]
@@ -96,7 +96,7 @@ COMMITTED = (*TWO_TRAIN, "subtree ann 0-2", "subtree bob 2-4")
     ],
 )  # fmt: skip
 def test_status_names_what_the_run_waits_for(commands, options, worker_names, expected):
-    run = stage_after(*commands, **{"workers": "2", **options})
+    run = run_after(*commands, **{"workers": "2", **options})
     wait_text = waiting_for(run, worker_names)
     assert wait_text.words == expected
     assert [name for name in worker_names if name in wait_text.workers] == [
@@ -105,13 +105,13 @@ def test_status_names_what_the_run_waits_for(commands, options, worker_names, ex
 
 
 def test_a_run_that_failed_waits_for_no_disk():
-    run = stage_after("invite ann", "fails ann", workers="1")
+    run = run_after("invite ann", "fails ann", workers="1")
     run._finish("failed", "no such file", 2)
     assert waiting_for(run, []).words == ""
 
 
 def test_late_coordinator_replica_is_named():
-    run = stage_after(*COMMITTED, workers="2", steps="1")
+    run = run_after(*COMMITTED, workers="2", steps="1")
     assert run.progress is not None
     run.progress.agreement._missing.clear()
     assert waiting_for(run, ["ann"]).words == "the coordinator's replica to apply the step"
@@ -150,7 +150,7 @@ async def service_with(run, *names):
 
 
 async def test_task_preparation_progress_is_shown_with_the_workers():
-    run = stage_after("invite ann", "invite bob", "ready ann", workers="2")
+    run = run_after("invite ann", "invite bob", "ready ann", workers="2")
     service = await service_with(run, "ann", "bob")
     service.sessions["ann"].preparing = "compiling"  # reported before it was ready
     assert status_document(service, NOW_S)["waiting_for"] == "bob to build the task"
@@ -171,7 +171,7 @@ async def test_an_idle_service_reports_it():
 
 
 async def test_a_run_in_training_on_one_screen():
-    run = stage_after(*COMMITTED, "applied ann 1", "applied bob 1", "replica 1", workers="2")
+    run = run_after(*COMMITTED, "applied ann 1", "applied bob 1", "replica 1", workers="2")
     service = await service_with(run, "ann", "bob", "idle")
     assert service.current is not None
     service.current.applied = ReplicaState(1, "s" * 64)
@@ -204,7 +204,7 @@ async def test_a_run_in_training_on_one_screen():
 
 
 async def test_a_halt_is_reported_with_its_reason():
-    run = stage_after(*TWO_TRAIN, "payload bob 2-4 value=nan", workers="2")
+    run = run_after(*TWO_TRAIN, "payload bob 2-4 value=nan", workers="2")
     document = status_document(await service_with(run, "ann", "bob"), NOW_S)
     assert document["phase"] == "halted"
     assert "from worker 'bob'" in document["reason"]
@@ -212,7 +212,7 @@ async def test_a_halt_is_reported_with_its_reason():
 
 
 async def test_a_skipped_step_has_no_loss_in_json():
-    run = stage_after(*TWO_TRAIN, "halt", "continue skip=yes", workers="2")
+    run = run_after(*TWO_TRAIN, "halt", "continue skip=yes", workers="2")
     assert math.isnan(run.losses[-1])
     document = status_document(await service_with(run), NOW_S)
     assert document["loss"] is None
@@ -220,7 +220,7 @@ async def test_a_skipped_step_has_no_loss_in_json():
 
 
 async def test_finished_run_shows_its_outcome():
-    run = stage_after(*TWO_TRAIN, "give-up", workers="2")
+    run = run_after(*TWO_TRAIN, "give-up", workers="2")
     service = await service_with(run)
     service.finished, service.current = service.current, None
     assert service.finished is not None
@@ -232,7 +232,7 @@ async def test_finished_run_shows_its_outcome():
 
 
 async def test_unlike_workers_show_as_mixed():
-    run = stage_after(
+    run = run_after(
         "invite ann", "invite bob", "ready ann", "ready bob signature=gpu", "loaded", workers="2"
     )
     document = status_document(await service_with(run, "ann", "bob"), NOW_S)
@@ -256,7 +256,7 @@ async def test_unlike_workers_show_as_mixed():
     ids=["other bits", "too small"],
 )  # fmt: skip
 async def test_refused_worker_is_named_and_not_counted(commands, options, reason):
-    run = stage_after(*commands, workers="2", **options)
+    run = run_after(*commands, workers="2", **options)
     service = await service_with(run, "ann", "bob")
     document = json.loads(json.dumps(status_document(service, NOW_S), allow_nan=False))
     wait_text = document["waiting_for"]
@@ -271,7 +271,7 @@ async def test_refused_worker_is_named_and_not_counted(commands, options, reason
 
 
 async def test_waiting_run_and_missing_loss_are_described():
-    run = stage_after(*COMMITTED, "applied ann 1", "applied bob 1", "replica 1", workers="2")
+    run = run_after(*COMMITTED, "applied ann 1", "applied bob 1", "replica 1", workers="2")
     document = status_document(await service_with(run, "ann", "bob"), NOW_S)
     lines = list(status_lines(document | {"loss": None, "queued_runs": ["a-1", "b-2"]}))
     assert "step     1 of 2, no loss" in lines

@@ -31,7 +31,7 @@ from protocol.wire.messages import (
     Preparing,
     StartRun,
 )
-from tests.transcripts.transcript import Stage
+from tests.transcripts.transcript import ScriptedCoordinator
 
 SPEC = ScriptedRun(task="scripted", steps=2)
 
@@ -55,7 +55,7 @@ AFTER = [
 
 
 def training():
-    stage = Stage(workers="1")
+    stage = ScriptedCoordinator(workers="1")
     for command in ("invite", "ready"):
         stage.command(command, ["ann"], {})
     stage.command("loaded", [], {})
@@ -71,7 +71,7 @@ def test_the_table_has_every_input_and_every_phase():
 
 @pytest.mark.parametrize("message", ["payload ann 0-4", "loss ann 0-4", "applied ann 0"])
 def test_step_messages_are_out_of_order_before_the_first_step(message):
-    stage = Stage(workers="2")
+    stage = ScriptedCoordinator(workers="2")
     for command in ("invite", "ready"):
         stage.command(command, ["ann"], {})
     command, *arguments = message.split()
@@ -88,7 +88,7 @@ def test_step_messages_are_out_of_order_before_the_first_step(message):
     ],
 )
 def test_unknown_metric_ends_the_run_before_it_starts(key, changes):
-    stage = Stage(workers="1")
+    stage = ScriptedCoordinator(workers="1")
     stage.run.spec = stage.run.spec.model_copy(update=changes)
     stage.command("invite", ["ann"], {})
     transcript = " ".join(stage.command("ready", ["ann"], {}))
@@ -97,7 +97,7 @@ def test_unknown_metric_ends_the_run_before_it_starts(key, changes):
 
 
 def test_unmatched_parameter_group_ends_the_run_before_it_starts():
-    stage = Stage(workers="1")
+    stage = ScriptedCoordinator(workers="1")
     optimizer = Adamw(groups=(ParameterGroup(match=("no.such",)),))
     stage.run.spec = stage.run.spec.model_copy(update={"optimizer": optimizer})
     stage.command("invite", ["ann"], {})

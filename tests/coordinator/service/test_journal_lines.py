@@ -17,7 +17,7 @@ from coordinator.service import events as service_events
 from coordinator.service.journal_lines import record_of, records_of
 from coordinator.storage.directory.journal_records import Fault
 from protocol.exact.reduction.tree import Subtree
-from tests.transcripts.transcript import Stage
+from tests.transcripts.transcript import ScriptedCoordinator
 
 TRAINS = (
     ("invite", "ann"), ("invite", "bob"), ("ready", "ann"), ("ready", "bob"), ("loaded",),
@@ -26,9 +26,9 @@ TRAINS = (
 
 def run_and_records(*commands):
     """Return the run after these commands, and the records of all resulting events."""
-    stage = Stage(workers="2", steps="2", parts="2")
+    stage = ScriptedCoordinator(workers="2", steps="2", parts="2")
     records: list[Record] = []
-    stage.hears = lambda actions: records.extend(records_of(actions, stage.run))
+    stage.on_actions = lambda actions: records.extend(records_of(actions, stage.run))
     for command, *arguments in commands:
         options = dict(part.split("=") for part in arguments if "=" in part)
         stage.command(command, [part for part in arguments if "=" not in part], options)
