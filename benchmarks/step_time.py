@@ -15,7 +15,7 @@ class StepTime:
     Attributes:
         step: Number of the step, from 0.
         total_ms: Time from the start of the previous update to the start of this step's update.
-        compute_ms: Time of forward and backward, including batches and gradient sums.
+        compute_ms: Time of forward and backward, including batches and the summation of gradients.
         update_ms: Time of the previous update.
     """
 
@@ -31,7 +31,7 @@ class StepTime:
 
 
 def step_times(timeline: Timeline, start_us: float, end_us: float) -> list[StepTime]:
-    """Return one worker's steps between two instants, without the first, in order."""
+    """Return one worker's steps between two instants, in order, without the first step."""
     updates: dict[int, tuple[float, float]] = {}
     compute_us: dict[int, float] = {}
     for event in timeline.events:

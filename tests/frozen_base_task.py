@@ -1,4 +1,4 @@
-"""A user's task: a frozen base of three layers, with small trained layers beside them."""
+"""A user's task: three frozen layers, each with a trained layer in parallel."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class _Layer(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.beside = nn.Linear(WIDTH, WIDTH)
+        self.parallel = nn.Linear(WIDTH, WIDTH)
         with torch.no_grad():
             for name, tensor in self.named_parameters():
                 values = draws.symmetric(draws.key_of(number, name), tensor.numel(), 0.3)
                 tensor.copy_(torch.from_numpy(values).reshape(tensor.shape))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.base(x) + self.beside(x))
+        return torch.tanh(self.base(x) + self.parallel(x))
 
 
 class _Model(nn.Module):

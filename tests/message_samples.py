@@ -28,8 +28,8 @@ BLOCKS = (
 )
 
 DIGEST = "0123456789abcdef" * 4
-PLACE = {"term": 1, "step": 2, "attempt": 0}
-PAYLOAD = {**PLACE, "chunk": 0, "lo": 0, "hi": 4, "weight": 4.0}
+STEP_ID = {"term": 1, "step": 2, "attempt": 0}
+PAYLOAD = {**STEP_ID, "chunk": 0, "lo": 0, "hi": 4, "weight": 4.0}
 SCALARS = StepScalars(
     learning_rate=0.5, clip=1.0, weight_decay=0.0, decay_factor=1.0, momentum=0.0, beta1=0.0,
     one_minus_beta1=1.0, beta2=0.0, one_minus_beta2=1.0, step_size=0.5, root_correction=1.0,
@@ -55,28 +55,28 @@ EXAMPLES: dict[type[Message], Message] = {
             state_digest=DIGEST, signature=DIGEST,
             signature_text="t",
         ),
-        messages.NonFiniteSum(**PLACE, lo=0, hi=4, worker="w", block=1, device="gpu1"),
+        messages.NonFiniteSum(**STEP_ID, lo=0, hi=4, worker="w", block=1, device="gpu1"),
         messages.DeviceNote(device="gpu1", text="gone"),
         messages.Unready(run_id="r", reason="no data", own=False, exit_code=2),
         messages.StateRequest(run_id="r"),
         messages.StateChunk(**_STATE, block=1, chunk=0),
         messages.StepPlan(
-            **PLACE, view=1, microbatches=8, subtrees=((0, 4), (4, 6)), uploads=7, owners=0,
+            **STEP_ID, view=1, microbatches=8, subtrees=((0, 4), (4, 6)), uploads=7, owners=0,
             loss_scale=1.0
         ),
-        messages.Credit(**PLACE, uploads=9),
+        messages.Credit(**STEP_ID, uploads=9),
         messages.BlockGradientPayload(**PAYLOAD, block=1),
         messages.NonBlockGradientPayload(**PAYLOAD, block=0),
-        messages.AveragedBlockGradient(**PLACE, block=1, chunk=0),
-        messages.AveragedNonBlockGradient(**PLACE, block=0, chunk=0),
-        messages.CapturedRows(**PLACE, lo=0, hi=4, microbatch=2, chunk=0),
+        messages.AveragedBlockGradient(**STEP_ID, block=1, chunk=0),
+        messages.AveragedNonBlockGradient(**STEP_ID, block=0, chunk=0),
+        messages.CapturedRows(**STEP_ID, lo=0, hi=4, microbatch=2, chunk=0),
         messages.SubtreeLoss(
-            **PLACE, lo=0, hi=4, loss_sum=2.5, weight=4.0, sums=b"", elapsed_ms=1.5
+            **STEP_ID, lo=0, hi=4, loss_sum=2.5, weight=4.0, sums=b"", elapsed_ms=1.5
         ),
-        messages.Commit(**PLACE, scalars=SCALARS, loss=0.25, averages_digest=DIGEST),
+        messages.Commit(**STEP_ID, scalars=SCALARS, loss=0.25, averages_digest=DIGEST),
         messages.StepApplied(term=1, step=3, state_digest=DIGEST),
-        messages.Assign(**PLACE, view=1, subtrees=((4, 6),)),
-        messages.Cancel(**PLACE, subtrees=((4, 6),)),
+        messages.Assign(**STEP_ID, view=1, subtrees=((4, 6),)),
+        messages.Cancel(**STEP_ID, subtrees=((4, 6),)),
         messages.EvalPlan(term=1, step=2, lo=0, hi=3),
         messages.EvalResult(term=1, step=2, part=0, sums={"correct": 3.0}),
         messages.ListenForPeers(run_id="r"),
@@ -85,33 +85,33 @@ EXAMPLES: dict[type[Message], Message] = {
         messages.Linked(run_id="r", peer="w", mbit=940.0),
         messages.Unlinked(run_id="r", peer="w", reason="reset"),
         messages.Owners(run_id="r", term=1, number=1),
-        messages.ChunkReduced(**PLACE, owners=1, block=1, chunk=0, digest=bytes(16)),
-        messages.SumsArrived(**PLACE, owners=1, worker="w", lo=0, hi=4),
-        messages.AverageDigests(**PLACE),
-        messages.AveragesRequest(**PLACE),
-        messages.AverageMismatch(**PLACE, owners=1, block=1, chunk=0, owner="w"),
+        messages.ChunkReduced(**STEP_ID, owners=1, block=1, chunk=0, digest=bytes(16)),
+        messages.SumsArrived(**STEP_ID, owners=1, worker="w", lo=0, hi=4),
+        messages.AverageDigests(**STEP_ID),
+        messages.AveragesRequest(**STEP_ID),
+        messages.AverageMismatch(**STEP_ID, owners=1, block=1, chunk=0, owner="w"),
         messages.PeerHello(name="w", to="v", nonce=bytes(32)),
         messages.PeerWelcome(),
         messages.PeerProbe(),
         messages.LinkTraffic(run_id="r"),
         messages.Heartbeat(),
         messages.Preparing(progress="read 1.00 GiB of 8.00 GiB, 9 s left"),
-        messages.Halt(**PLACE, reason="non-finite"),
-        messages.Continue(**PLACE),
+        messages.Halt(**STEP_ID, reason="non-finite"),
+        messages.Continue(**STEP_ID),
         messages.Drain(),
         messages.EndRun(
             run_id="r", outcome="finished", reason="over", weights=DIGEST,
             metrics={"loss": 0.5, "ratio": None},
         ),
         messages.MemoryReturned(places=(0, 8192)),
-        messages.StepEmbeddings(**PLACE, chunk=0, last=True),
+        messages.StepEmbeddings(**STEP_ID, chunk=0, last=True),
         messages.Goodbye(reason="bye", retry=False, exit_code=0),
         messages.BlobRequest(run_id="r", digest=DIGEST, offset=4),
         messages.BlobChunk(run_id="r", digest=DIGEST, offset=4),
-        messages.InnerPhaseProgress(**PLACE, replica=1, inner=3),
-        messages.InnerCheckpointChunk(**PLACE, replica=1, inner=3, chunk=0, last=True),
-        messages.InnerStateRequest(**PLACE, replica=1, own=True),
-        messages.InnerStateChunk(**PLACE, replica=1, inner=3, own=True, last=True),
+        messages.InnerPhaseProgress(**STEP_ID, replica=1, inner=3),
+        messages.InnerCheckpointChunk(**STEP_ID, replica=1, inner=3, chunk=0, last=True),
+        messages.InnerStateRequest(**STEP_ID, replica=1, own=True),
+        messages.InnerStateChunk(**STEP_ID, replica=1, inner=3, own=True, last=True),
     )
 }  # fmt: skip
 
@@ -125,38 +125,45 @@ def body_for(message: Message) -> Any:
     if message.body == "bytes":
         return b"\x00\xffof a file"
     block, chunk = message.block, message.chunk  # type: ignore[attr-defined]
-    chunk_part = BLOCKS[block].chunk_slice(chunk)
+    chunk_slice = BLOCKS[block].chunk_slice(chunk)
     if isinstance(message, messages.StateChunk):
-        chunk_part = part_slices(message.kind, BLOCKS[block])[chunk]
-    return np.arange(chunk_part.stop - chunk_part.start, dtype="<f4")
+        chunk_slice = part_slices(message.kind, BLOCKS[block])[chunk]
+    return np.arange(chunk_slice.stop - chunk_slice.start, dtype="<f4")
 
 
 def frame(message: Message, body: Any = None) -> bytes:
-    """Return the bytes of a message with a body that fits."""
-    return flat(encode(message, body_for(message) if body is None else body))
+    """Return the bytes of a message, with this body or one that fits the message."""
+    return join_buffers(encode(message, body_for(message) if body is None else body))
 
 
-def flat(encoded: Encoded) -> bytes:
-    """Join all buffers."""
+def join_buffers(encoded: Encoded) -> bytes:
+    """Return the bytes of all buffers of an encoded message."""
     return b"".join(bytes(buffer) for buffer in encoded.buffers)
 
 
-# Strategies. Floats are drawn as bits, so every NaN can occur.
+# Strategies.
 
-_number = st.integers(0, 2**63 - 1)
+_integer = st.integers(0, 2**63 - 1)
 _printable = st.characters(exclude_categories=("Cc", "Cf", "Cs", "Zl", "Zp"))
-_small = st.text(_printable, max_size=64)
+_short_text = st.text(_printable, max_size=64)
 _text = st.text(_printable, max_size=400)
 _digest = st.text("0123456789abcdef", min_size=64, max_size=64)
+# Drawn as bits, so every NaN can occur.
 _any_float = st.integers(0, 2**64 - 1).map(
     lambda bits: struct.unpack("<d", struct.pack("<Q", bits))[0]
 )
 _weight = st.floats(0, allow_nan=False, allow_infinity=False)
 _float32 = st.floats(0, 1, width=32)
-_subtrees = st.lists(st.tuples(_number, _number), max_size=64).map(tuple)
-_in_step = {"term": _number, "step": _number, "attempt": _number}
-_of_chunk = {**_in_step, "block": _number, "chunk": _number, "owners": _number}
-_payload = {**_of_chunk, "lo": _number, "hi": _number, "weight": _weight, "worker": _small}
+_subtrees = st.lists(st.tuples(_integer, _integer), max_size=64).map(tuple)
+_step_id = {"term": _integer, "step": _integer, "attempt": _integer}
+_chunk_fields = {**_step_id, "block": _integer, "chunk": _integer, "owners": _integer}
+_payload = {
+    **_chunk_fields,
+    "lo": _integer,
+    "hi": _integer,
+    "weight": _weight,
+    "worker": _short_text,
+}
 _scalars = st.builds(
     StepScalars,
     **{
@@ -174,122 +181,123 @@ _name = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", fullmatch=True)
 
 _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.Hello: {
-        "release": _small, "name": _small, "backend": _small,
+        "release": _short_text, "name": _short_text, "backend": _short_text,
         "instance": st.text("0123456789abcdef", min_size=32, max_size=32),
         "nonce": _bytes32, "enrolled": st.booleans(), "devices": _devices,
         "duty": st.sampled_from(["train", "evaluate"]),
     },
-    messages.Challenge: {"method": _small, "nonce": _bytes32, "proof": _bytes32},
+    messages.Challenge: {"method": _short_text, "nonce": _bytes32, "proof": _bytes32},
     messages.Proof: {"proof": st.binary(max_size=64)},
     messages.Welcome: {
-        "worker": _small, "term": _number,
+        "worker": _short_text, "term": _integer,
         "heartbeat_interval_ms": st.integers(10, 60_000),
         "liveness_timeout_ms": st.integers(100, 600_000),
         "key": st.binary(max_size=32),
     },
     messages.StartRun: {
-        "run_id": _small, "term": _number, "step": _number, "blobs": st.none() | _digest,
+        "run_id": _short_text, "term": _integer, "step": _integer, "blobs": st.none() | _digest,
     },
     messages.Ready: {
-        "run_id": _small, "backend": _small, "device": _small, "initial_digest": _digest,
-        "step": _number, "state_digest": _digest, "signature": _digest, "signature_text": _text,
-        "devices": _devices,
+        "run_id": _short_text, "backend": _short_text, "device": _short_text,
+        "initial_digest": _digest, "step": _integer, "state_digest": _digest,
+        "signature": _digest, "signature_text": _text, "devices": _devices,
     },
-    messages.Unready: {"run_id": _small, "reason": _text, "exit_code": st.integers(1, 125)},
-    messages.StateRequest: {"run_id": _small},
+    messages.Unready: {"run_id": _short_text, "reason": _text, "exit_code": st.integers(1, 125)},
+    messages.StateRequest: {"run_id": _short_text},
     messages.StateChunk: {
-        "run_id": _small, "block": _number, "chunk": _number, "step": _number,
+        "run_id": _short_text, "block": _integer, "chunk": _integer, "step": _integer,
         "kind": st.sampled_from(get_args(StateKind)),
-        "optimizer_step": _number, "last": st.booleans(),
+        "optimizer_step": _integer, "last": st.booleans(),
     },
     messages.StepPlan: {
-        **_in_step, "view": _number, "subtrees": _subtrees,
-        "microbatches": st.integers(1, limits.MICROBATCHES_PER_STEP), "uploads": _number,
-        "owners": _number,
+        **_step_id, "view": _integer, "subtrees": _subtrees,
+        "microbatches": st.integers(1, limits.MICROBATCHES_PER_STEP), "uploads": _integer,
+        "owners": _integer,
         "loss_scale": st.floats(1.0, limits.LOSS_SCALE_FACTOR),
         "phase": st.sampled_from(get_args(messages.StepPhase)),
     },
-    messages.Credit: {**_in_step, "uploads": _number},
+    messages.Credit: {**_step_id, "uploads": _integer},
     messages.BlockGradientPayload: _payload,
     messages.NonBlockGradientPayload: _payload,
-    messages.AveragedBlockGradient: _of_chunk,
-    messages.AveragedNonBlockGradient: _of_chunk,
+    messages.AveragedBlockGradient: _chunk_fields,
+    messages.AveragedNonBlockGradient: _chunk_fields,
     messages.CapturedRows: {
-        **_in_step, "lo": _number, "hi": _number, "microbatch": _number, "chunk": _number,
+        **_step_id, "lo": _integer, "hi": _integer, "microbatch": _integer, "chunk": _integer,
     },
     messages.SubtreeLoss: {
-        **_in_step, "lo": _number, "hi": _number, "loss_sum": _any_float, "weight": _weight,
+        **_step_id, "lo": _integer, "hi": _integer, "loss_sum": _any_float, "weight": _weight,
         "elapsed_ms": _weight, "sums": st.binary(max_size=16),
-        "unlike": st.lists(_number, max_size=limits.UNLIKE_MICROBATCHES).map(tuple),
+        "unlike": st.lists(_integer, max_size=limits.UNLIKE_MICROBATCHES).map(tuple),
     },
-    messages.StepEmbeddings: {**_in_step, "chunk": _number, "last": st.booleans()},
+    messages.StepEmbeddings: {**_step_id, "chunk": _integer, "last": st.booleans()},
     messages.Commit: {
-        **_in_step, "scalars": st.none() | _scalars, "loss": _any_float,
+        **_step_id, "scalars": st.none() | _scalars, "loss": _any_float,
         "averages_digest": _digest,
     },
     messages.StepApplied: {
-        "term": _number, "step": _number, "state_digest": _digest,
+        "term": _integer, "step": _integer, "state_digest": _digest,
     },
     messages.NonFiniteSum: {
-        **_in_step, "lo": _number, "hi": _number, "worker": st.none() | _small,
-        "block": st.none() | _number, "device": _small,
+        **_step_id, "lo": _integer, "hi": _integer, "worker": st.none() | _short_text,
+        "block": st.none() | _integer, "device": _short_text,
     },
-    messages.DeviceNote: {"device": _small, "text": _text},
-    messages.Assign: {**_in_step, "view": _number, "subtrees": _subtrees},
-    messages.Cancel: {**_in_step, "subtrees": _subtrees},
-    messages.EvalPlan: {"term": _number, "step": _number, "lo": _number, "hi": _number},
+    messages.DeviceNote: {"device": _short_text, "text": _text},
+    messages.Assign: {**_step_id, "view": _integer, "subtrees": _subtrees},
+    messages.Cancel: {**_step_id, "subtrees": _subtrees},
+    messages.EvalPlan: {"term": _integer, "step": _integer, "lo": _integer, "hi": _integer},
     messages.EvalResult: {
-        "term": _number, "step": _number, "part": _number,
-        "sums": st.dictionaries(_small, _any_float, max_size=24),
+        "term": _integer, "step": _integer, "part": _integer,
+        "sums": st.dictionaries(_short_text, _any_float, max_size=24),
     },
     messages.Heartbeat: {},
     messages.Preparing: {"progress": _text},
-    messages.Halt: {**_in_step, "reason": _text},
-    messages.Continue: _in_step,
+    messages.Halt: {**_step_id, "reason": _text},
+    messages.Continue: _step_id,
     messages.Drain: {},
     messages.EndRun: {
-        "run_id": _small, "outcome": st.sampled_from(get_args(messages.Outcome)), "reason": _text,
-        "weights": st.none() | _digest,
-        "metrics": st.dictionaries(_small, st.none() | _weight, max_size=4),
+        "run_id": _short_text, "outcome": st.sampled_from(get_args(messages.Outcome)),
+        "reason": _text, "weights": st.none() | _digest,
+        "metrics": st.dictionaries(_short_text, st.none() | _weight, max_size=4),
     },
-    messages.MemoryReturned: {"places": st.lists(_number, max_size=64).map(tuple)},
+    messages.MemoryReturned: {"places": st.lists(_integer, max_size=64).map(tuple)},
     messages.Goodbye: {
         "reason": _text, "retry": st.booleans(), "exit_code": st.integers(0, 125)
     },
-    messages.BlobRequest: {"run_id": _small, "digest": _digest, "offset": _number},
-    messages.BlobChunk: {"run_id": _small, "digest": _digest, "offset": _number},
-    messages.InnerPhaseProgress: {**_in_step, "replica": _number, "inner": _number},
+    messages.BlobRequest: {"run_id": _short_text, "digest": _digest, "offset": _integer},
+    messages.BlobChunk: {"run_id": _short_text, "digest": _digest, "offset": _integer},
+    messages.InnerPhaseProgress: {**_step_id, "replica": _integer, "inner": _integer},
     messages.InnerCheckpointChunk: {
-        **_in_step, "replica": _number, "inner": _number, "chunk": _number, "last": st.booleans(),
-    },
-    messages.InnerStateRequest: {**_in_step, "replica": _number, "own": st.booleans()},
-    messages.InnerStateChunk: {
-        **_in_step, "replica": _number, "inner": _number, "own": st.booleans(),
+        **_step_id, "replica": _integer, "inner": _integer, "chunk": _integer,
         "last": st.booleans(),
     },
-    messages.ListenForPeers: {"run_id": _small},
+    messages.InnerStateRequest: {**_step_id, "replica": _integer, "own": st.booleans()},
+    messages.InnerStateChunk: {
+        **_step_id, "replica": _integer, "inner": _integer, "own": st.booleans(),
+        "last": st.booleans(),
+    },
+    messages.ListenForPeers: {"run_id": _short_text},
     messages.PeerPort: {
-        "run_id": _small, "port": st.integers(0, 65_535), "fingerprint": _bytes32,
+        "run_id": _short_text, "port": st.integers(0, 65_535), "fingerprint": _bytes32,
     },
-    messages.Peers: {"run_id": _small},
+    messages.Peers: {"run_id": _short_text},
     messages.Linked: {
-        "run_id": _small, "peer": _small, "mbit": st.floats(1e-3, 1e9, allow_nan=False),
+        "run_id": _short_text, "peer": _short_text, "mbit": st.floats(1e-3, 1e9, allow_nan=False),
     },
-    messages.Unlinked: {"run_id": _small, "peer": _small, "reason": _text},
-    messages.Owners: {"run_id": _small, "term": _number, "number": st.integers(1, 2**63 - 1)},
-    messages.ChunkReduced: {**_of_chunk, "digest": st.binary(min_size=16, max_size=16)},
+    messages.Unlinked: {"run_id": _short_text, "peer": _short_text, "reason": _text},
+    messages.Owners: {"run_id": _short_text, "term": _integer, "number": st.integers(1, 2**63 - 1)},
+    messages.ChunkReduced: {**_chunk_fields, "digest": st.binary(min_size=16, max_size=16)},
     messages.SumsArrived: {
-        **_in_step, "owners": _number, "worker": _small, "lo": _number, "hi": _number,
+        **_step_id, "owners": _integer, "worker": _short_text, "lo": _integer, "hi": _integer,
     },
-    messages.AverageDigests: _in_step,
-    messages.AveragesRequest: _in_step,
-    messages.AverageMismatch: {**_of_chunk, "owner": _small},
+    messages.AverageDigests: _step_id,
+    messages.AveragesRequest: _step_id,
+    messages.AverageMismatch: {**_chunk_fields, "owner": _short_text},
     messages.PeerHello: {
-        "name": _small, "to": _small, "nonce": _bytes32,
+        "name": _short_text, "to": _short_text, "nonce": _bytes32,
     },
     messages.PeerWelcome: {},
     messages.PeerProbe: {},
-    messages.LinkTraffic: {"run_id": _small},
+    messages.LinkTraffic: {"run_id": _short_text},
 }  # fmt: skip
 
 STRATEGIES = {kind: st.builds(kind, **fields) for kind, fields in _FIELDS.items()}
@@ -298,17 +306,17 @@ STRATEGIES = {kind: st.builds(kind, **fields) for kind, fields in _FIELDS.items(
 def messages_of(kinds: frozenset[type[Message]]) -> st.SearchStrategy[Message]:
     """Draw messages of these kinds; chunk indices refer to small chunks of `BLOCKS`."""
 
-    def placed(kind: type[Message]) -> st.SearchStrategy[Message]:
+    def message_of_kind(kind: type[Message]) -> st.SearchStrategy[Message]:
         if kind.body != "values":
             return STRATEGIES[kind].filter(lambda m: len(m.to_header()) <= limits.HEADER_BYTES)
         non_block = (messages.NonBlockGradientPayload, messages.AveragedNonBlockGradient)
         blocks = [(0, 0), (3, 0)] if kind in non_block else [(1, 0), (2, BLOCKS[2].chunks - 1)]
-        return st.builds(at_place, STRATEGIES[kind], st.sampled_from(blocks))
+        return st.builds(with_chunk, STRATEGIES[kind], st.sampled_from(blocks))
 
-    def at_place(message: Message, chunk_id: tuple[int, int]) -> Message:
+    def with_chunk(message: Message, chunk_id: tuple[int, int]) -> Message:
         block, chunk = chunk_id
         if isinstance(message, messages.StateChunk) and message.kind == MISSED:
             chunk = 0
         return message.model_copy(update={"block": block, "chunk": chunk})
 
-    return st.sampled_from(sorted(kinds, key=lambda kind: kind.tag)).flatmap(placed)
+    return st.sampled_from(sorted(kinds, key=lambda kind: kind.tag)).flatmap(message_of_kind)

@@ -21,7 +21,7 @@ from protocol.wire.connection import (
 )
 from protocol.wire.connection import encode as encoded
 from protocol.wire.messages import Hello, PeerHello, PeerWelcome, Welcome
-from tests.message_samples import BLOCKS, EXAMPLES, flat, frame
+from tests.message_samples import BLOCKS, EXAMPLES, frame, join_buffers
 
 PHASES = tuple(phase for phase in Phase if phase is not Phase.CLOSED)
 ROLES: tuple[Role, ...] = ("coordinator", "worker", "listener", "dialler")
@@ -71,7 +71,7 @@ def connection(role: Role, phase: Phase) -> Connection:
         if sends:
             side.send(message)
         else:
-            side.receive_data(flat(message))
+            side.receive_data(join_buffers(message))
     if phase is Phase.OPEN:
         side.blocks = BLOCKS
     assert side.phase is phase

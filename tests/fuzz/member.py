@@ -27,7 +27,7 @@ from protocol.wire.messages import (
     StepPlan,
     SubtreeLoss,
 )
-from tests.message_samples import flat
+from tests.message_samples import join_buffers
 from worker.logic.events import Built
 
 WAIT = b""
@@ -85,7 +85,7 @@ class Member:
             initial_digest=built.initial_digest, step=built.step, state_digest=built.state_digest,
             signature=built.numerics_profile, signature_text=built.numerics_text,
         )  # fmt: skip
-        return flat(encode(message, built.manifest.to_bytes()))
+        return join_buffers(encode(message, built.manifest.to_bytes()))
 
     def _state(self, request: StateRequest) -> Iterator[bytes]:
         for block, values in enumerate(self._initial):
@@ -93,7 +93,7 @@ class Member:
                 run_id=request.run_id, kind="parameters", block=block, chunk=0, step=0,
                 optimizer_step=0, last=block == len(self._initial) - 1,
             )  # fmt: skip
-            yield flat(encode(chunk, values))
+            yield join_buffers(encode(chunk, values))
 
     def _gradients(self, plan: StepPlan | Assign) -> Iterator[bytes]:
         blocks = self._built.manifest.blocks
@@ -102,18 +102,20 @@ class Member:
             subtree: dict[str, Any] = {**step_id, "lo": lo, "hi": hi, "weight": float(hi - lo)}
             for number, block in reversed([*enumerate(blocks)]):
                 payload = BlockGradientPayload(**subtree, block=number, chunk=0)
-                yield flat(encode(payload, np.zeros(block.elements, np.float32)))
-            yield flat(encode(SubtreeLoss(**subtree, loss_sum=1.0, sums=b"", elapsed_ms=1.0)))
+                yield join_buffers(encode(payload, np.zeros(block.elements, np.float32)))
+            yield join_buffers(
+                encode(SubtreeLoss(**subtree, loss_sum=1.0, sums=b"", elapsed_ms=1.0))
+            )
 
     def _applied(self, step: int) -> Iterator[bytes]:
         while (digest := self._digest_after(step)) is None:
             if any(isinstance(message, Commit) for message in self._heard):
                 return  # a step from the log: the digest of a later state is requested as well
             yield WAIT
-        yield flat(encode(StepApplied(term=1, step=step, state_digest=digest)))
+        yield join_buffers(encode(StepApplied(term=1, step=step, state_digest=digest)))
 
     def _results(self, plan: EvalPlan) -> Iterator[bytes]:
         for part in range(plan.lo, plan.hi):
             sums = {"samples": 1.0, "parts": 1.0}
             result = EvalResult(term=plan.term, step=plan.step, part=part, sums=sums)
-            yield flat(encode(result))
+            yield join_buffers(encode(result))

@@ -24,7 +24,7 @@ from protocol.wire.messages import (
     StateChunk,
 )
 from tests.fuzz.handshakes import connection
-from tests.message_samples import flat
+from tests.message_samples import join_buffers
 
 
 class PureCoordinator:
@@ -166,7 +166,7 @@ class PureCoordinator:
 
     def _tell(self, encoded: Encoded) -> None:
         if self.open:
-            self._told += flat(self._connection.send(encoded))
+            self._told += join_buffers(self._connection.send(encoded))
 
     def _broadcast(self, message: Message, encoded: Encoded) -> None:
         if self._following:

@@ -14,7 +14,7 @@ from protocol.wire.connection import Phase, encode
 from protocol.wire.messages import Welcome
 from tests.exchanging_session import ExchangingSession
 from tests.fuzz.handshakes import connection
-from tests.message_samples import EXAMPLES, flat
+from tests.message_samples import EXAMPLES, join_buffers
 from worker.logic import actions as act
 from worker.logic import events
 
@@ -66,7 +66,7 @@ class PureWorker:
             case act.Transmit():
                 if self.open:
                     encoded = encode(action.message, action.body)
-                    self._said += flat(self._connection.send(encoded))
+                    self._said += join_buffers(self._connection.send(encoded))
             case act.Leave():
                 self.open = False
             case act.Expect():

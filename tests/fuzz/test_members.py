@@ -30,7 +30,7 @@ from tests.fuzz.memory_transport import MemoryTransport
 from tests.fuzz.mutations import MUTATIONS, split_frame
 from tests.fuzz.pure_coordinator import PureCoordinator
 from tests.live_service import LiveService, Scripted, live_service, scripted_spec
-from tests.message_samples import EXAMPLES, flat, frame
+from tests.message_samples import EXAMPLES, frame, join_buffers
 from tests.resident_memory import MIB, measured_growth
 from worker.logic import actions as act
 from worker.logic.events import Built, Event
@@ -163,12 +163,12 @@ class Joined:
         side = Connection("worker")
         hello = EXAMPLES[Hello].model_copy(update={"nonce": new_nonce(), "name": "m"})
         assert isinstance(hello, Hello)
-        self.transport.feed(flat(side.send(hello)))
+        self.transport.feed(join_buffers(side.send(hello)))
         ((challenge, _),) = side.receive_data(self.transport.take())
         token = self.live.service.credentials.join_token()
         assert isinstance(challenge, Challenge)
         proof = answer(hello, challenge, token.fingerprint, token.secret)
-        self.transport.feed(flat(side.send(proof)))
+        self.transport.feed(join_buffers(side.send(proof)))
         content = self.transport.take()
         length = welcome_bytes(content)
         side.receive_data(content[:length])

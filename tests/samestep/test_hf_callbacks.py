@@ -24,7 +24,7 @@ torch.manual_seed(3)
 X = torch.randn(24, 4)
 CLASSES = (X.sum(1) > 0).long()
 DATA = [{"x": x, "labels": y} for x, y in zip(X, CLASSES, strict=True)]
-SET: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2,
     "learning_rate": 0.1, "lr_scheduler_type": "constant", "logging_steps": 1, "seed": 5,
     "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
@@ -77,7 +77,7 @@ def trainer(kind, directory, *callbacks, **overrides):
     own_arguments = overrides.pop("own", {})
     return kind(
         model=Classifier(),
-        args=TrainingArguments(output_dir=str(directory), **{**SET, **overrides}),
+        args=TrainingArguments(output_dir=str(directory), **{**SETTINGS, **overrides}),
         train_dataset=DATA, eval_dataset=DATA[:10], callbacks=list(callbacks),
         compute_metrics=metrics, **own_arguments,
     )  # fmt: skip
@@ -248,7 +248,7 @@ def test_a_metric_that_is_not_computed_is_named(tmp_path):
 
 def test_model_is_rebuilt_for_each_training(tmp_path):
     hf_trainer: Any = samestep.hf.Trainer(
-        model_init=Classifier, args=TrainingArguments(output_dir=str(tmp_path), **SET),
+        model_init=Classifier, args=TrainingArguments(output_dir=str(tmp_path), **SETTINGS),
         train_dataset=DATA,
     )  # fmt: skip
     digests = []

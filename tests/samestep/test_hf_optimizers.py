@@ -13,7 +13,7 @@ from protocol.exact.samples import SampleOrder, microbatch_seed
 from tests.samestep.test_hf_trainer import (
     CONFIG,
     ITEMS,
-    SET,
+    SETTINGS,
     TEXTS,
     InOurOrder,
     _Epochs,
@@ -128,7 +128,7 @@ def test_several_evaluation_sets_have_the_log_of_the_stock_trainer(tmp_path):
     for kind in (samestep.hf.Trainer, InOurOrder):
         torch.manual_seed(0)
         arguments: dict[str, Any] = {
-            **SET,
+            **SETTINGS,
             "num_train_epochs": 1,
             "eval_strategy": "epoch",
             "logging_steps": 2,
@@ -167,7 +167,8 @@ def test_a_layer_across_the_batch_trains_with_the_microbatch_as_the_unit(tmp_pat
     x = torch.linspace(-1, 1, 48).reshape(16, 3).sin()
     data = [{"x": row, "labels": int(row.sum() > 0)} for row in x]
     training_options: dict[str, Any] = {
-        **SET, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 4,
+        **SETTINGS, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1,
+        "max_steps": 4,
     }  # fmt: skip
     outcomes = []
     unit = {"unit": "microbatch"}

@@ -12,7 +12,7 @@ from protocol.exact.samples import SampleOrder
 from protocol.spec.sections.tasks import BatchSpec
 from tests.samestep.test_hf_trainer import CONFIG, TEXTS, _Epochs, losses
 
-SET = {
+SETTINGS = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 1,
     "learning_rate": 1e-2, "logging_steps": 1, "seed": 5, "use_cpu": True, "report_to": "none",
     "save_strategy": "no", "disable_tqdm": True, "max_length": 8, "bf16": False,
@@ -40,7 +40,7 @@ def train(kind, directory):
     torch.manual_seed(0)
     trainer = kind(
         model=LlamaForCausalLM(CONFIG),
-        args=trl.SFTConfig(output_dir=str(directory), **SET),
+        args=trl.SFTConfig(output_dir=str(directory), **SETTINGS),
         train_dataset=Dataset.from_dict({"input_ids": TEXTS}),
         processing_class=tokenizer(),
     )

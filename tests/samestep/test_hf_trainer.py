@@ -33,7 +33,7 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 TEXTS = [[1 + (3 * n + k * k) % 31 for k in range(4 + n % 5)] for n in range(16)]
 ITEMS = [{"input_ids": text} for text in TEXTS]
-SET = {
+SETTINGS = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2,
     "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1,
     "max_grad_norm": 0.5, "logging_steps": 1, "seed": 5, "use_cpu": True, "report_to": "none",
@@ -81,7 +81,7 @@ def make_trainer(kind, directory, data=ITEMS, **overrides):
     torch.manual_seed(0)
     return kind(
         model=LlamaForCausalLM(CONFIG),
-        args=TrainingArguments(output_dir=str(directory), **{**SET, **overrides}),
+        args=TrainingArguments(output_dir=str(directory), **{**SETTINGS, **overrides}),
         train_dataset=data,
         data_collator=collate,
     )
@@ -157,7 +157,7 @@ def test_log_equals_the_stock_trainer(tmp_path, samestep_trainer, schedule_optio
     else:
         samestep_trainer = copy(samestep_trainer)
         samestep_trainer.args = TrainingArguments(
-            output_dir=str(tmp_path), **{**SET, **schedule_options}
+            output_dir=str(tmp_path), **{**SETTINGS, **schedule_options}
         )
         loop = CallbackLoop(samestep_trainer, len(TEXTS))
         with loop.watching():
@@ -283,7 +283,7 @@ def test_mean_is_multiplied_by_samples_for_any_first_entry(tmp_path):
         def compute_loss(self, model, inputs, *_, **__):
             return model(inputs["patches"]).mean() * inputs["labels"].mean()
 
-    arguments: dict[str, Any] = {**SET, "remove_unused_columns": False}
+    arguments: dict[str, Any] = {**SETTINGS, "remove_unused_columns": False}
     trainer = OfPatches(
         model=torch.nn.Linear(1, 1),
         args=TrainingArguments(output_dir=str(tmp_path), **arguments),

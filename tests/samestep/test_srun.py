@@ -49,7 +49,7 @@ def test_task_knows_its_rank():
         {},
         TASK | {"SLURM_STEP_NUM_TASKS": "1"},
         TASK | {"TORCHELASTIC_RUN_ID": "none"},
-        # A batch script, before srun: it is one process, whatever the number of tasks of its job.
+        # A batch script, before srun: one process, however many tasks its job has.
         {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"},
     ],
 )
@@ -57,17 +57,17 @@ def test_single_process_trains_alone(environment):
     assert SrunStep.of(environment) is None
 
 
-def test_the_others_find_what_task_0_publishes(home):
+def test_other_tasks_find_the_address_that_task_0_publishes(home):
     step = step_of()
     with step.reporting_failures():
         step.publish("127.0.0.1", 4321)
-        joining = step.join_options("cpu", None)
-        assert joining.find() == asyncio.run(joining.find_again()) == ("127.0.0.1", 4321)
+        options = step.join_options("cpu", None)
+        assert options.find() == asyncio.run(options.find_again()) == ("127.0.0.1", 4321)
     assert not list((home / "srun").iterdir())
 
 
 @pytest.mark.usefixtures("home")
-def test_the_others_end_with_the_reason_of_task_0():
+def test_other_tasks_fail_with_the_reason_of_task_0():
     step = step_of()
     with pytest.raises(DataError), step.reporting_failures():
         raise DataError("expected more samples")
@@ -80,7 +80,7 @@ def test_the_others_end_with_the_reason_of_task_0():
 
 
 def test_missing_shared_directory_is_explained(home, monkeypatch, capsys):
-    """And while it waits, for which task: task 0 may have failed before it called `fit`."""
+    """While it waits, a task also says for which task: task 0 may have failed before its `fit`."""
     monkeypatch.setattr(srun, "_ADDRESS_TIMEOUT_S", 0.0)
     monkeypatch.setattr(srun, "_POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(srun, "_REPORT_INTERVAL_S", 0.0)
@@ -105,19 +105,19 @@ def test_each_task_of_a_node_takes_its_own_card(monkeypatch, cards, backend, dev
 
 
 @pytest.mark.usefixtures("home")
-def test_later_call_of_fit_keeps_the_reason_of_an_earlier_failure():
-    """Task 0 may catch the error and continue at once; the others are still in the earlier call."""
+def test_later_call_of_fit_keeps_the_failure_of_an_earlier_call():
+    """Task 0 may catch the error and continue at once; the others are still in the first call."""
     first = step_of()
-    joining = first.join_options("cpu", None)
+    options = first.join_options("cpu", None)
     with pytest.raises(DataError), first.reporting_failures():
         raise DataError("expected more samples")
     second = replace(first, call=2)
     with second.reporting_failures():
-        assert joining.failure() == "task 0 of this srun step failed: expected more samples"
+        assert options.failure() == "task 0 of this srun step failed: expected more samples"
         assert not second.join_options("cpu", None).failure()
 
 
-def test_files_of_steps_that_were_killed_are_removed(home):
+def test_files_of_killed_steps_are_removed(home):
     for name, modified_s in (("1.0.0.1.json", 0), ("1.0.0.1.failed", 0), ("6.0.0.1.json", 4e9)):
         write_secret(home / "srun" / name, "{}")
         os.utime(home / "srun" / name, (modified_s, modified_s))
@@ -125,8 +125,8 @@ def test_files_of_steps_that_were_killed_are_removed(home):
         assert [path.name for path in (home / "srun").iterdir()] == ["6.0.0.1.json"]
 
 
-def worker(*events, idle_s=0.0):
-    """Return a joined worker, and its events."""
+def build_worker(*events, idle_s=0.0):
+    """Return a joined worker and the queue of its events."""
     event_queue: Any = queue.SimpleQueue()
     for event in events:
         event_queue.put(event)
@@ -141,9 +141,9 @@ def worker(*events, idle_s=0.0):
         ("", 300.0, "expected a run from the coordinator at 127.0.0.1:9000 within 300 s, got none"),
     ],
 )
-def test_worker_does_not_wait_for_a_run_that_never_begins(monkeypatch, failure, idle_s, expected):
+def test_worker_stops_waiting_for_a_run_that_never_begins(monkeypatch, failure, idle_s, expected):
     monkeypatch.setattr(fitting, "_POLL_INTERVAL_S", 0.0)
-    joined_worker, event_queue = worker(idle_s=idle_s)
+    joined_worker, event_queue = build_worker(idle_s=idle_s)
     options = replace(step_of().join_options("cpu", None), failure=lambda: failure)
     with pytest.raises((RunFailed, Unreachable), match=expected):
         fitting._follow(
@@ -151,17 +151,17 @@ def test_worker_does_not_wait_for_a_run_that_never_begins(monkeypatch, failure, 
         )
 
 
-def test_a_worker_waits_for_a_run_for_a_while():
+def test_worker_waits_ten_seconds_for_a_run():
     options = replace(step_of().join_options("cpu", None), failure=str, retry_for_s=0.0)
-    assert fitting._no_run(worker(idle_s=9.9)[0], options) is None
-    assert fitting._no_run(worker(idle_s=10.0)[0], options) is not None
+    assert fitting._no_run(build_worker(idle_s=9.9)[0], options) is None
+    assert fitting._no_run(build_worker(idle_s=10.0)[0], options) is not None
 
 
-class Draining:
-    """A coordinator that ends when it is drained."""
+class DrainableCoordinator:
+    """A coordinator process that exits when it is drained."""
 
     def __init__(self, *events):
-        _, self.event_queue = worker(*events)
+        _, self.event_queue = build_worker(*events)
 
     def drain(self):
         self.event_queue.put(CoordinatorEnded(0))
@@ -169,10 +169,10 @@ class Draining:
 
 def test_task_0_does_not_wait_forever_for_a_failed_task(monkeypatch, tmp_path):
     monkeypatch.setattr(srun, "_TASKS_TIMEOUT_S", 0.0)
-    coordinator: Any = Draining(WorkersChanged(frozenset("ab"), has_started=False))
+    coordinator: Any = DrainableCoordinator(WorkersChanged(frozenset("ab"), has_started=False))
     with pytest.raises(Unreachable, match=r"expected all 3 tasks .* within 0 s, got 2: .*_EXPECT_"):
         fitting._handle_events(
-            coordinator, worker()[0], coordinator.event_queue, tmp_path, print,
+            coordinator, build_worker()[0], coordinator.event_queue, tmp_path, print,
             is_alone=False, is_resumed=False, deadline=TaskDeadline(3),
         )  # fmt: skip
 
@@ -180,7 +180,7 @@ def test_task_0_does_not_wait_forever_for_a_failed_task(monkeypatch, tmp_path):
 def test_only_usable_tasks_are_counted_until_training_starts():
     members, deadline = _WorkerRoster(), TaskDeadline(2)
 
-    def note(event, **fields):
+    def has_deadline_after(event, **fields):
         change = members.note({"event": event, **fields})
         assert change is not None
         deadline.note(change.workers, has_started=change.has_started)
@@ -188,11 +188,11 @@ def test_only_usable_tasks_are_counted_until_training_starts():
 
     assert members.note({"event": "said"}) is None
     assert [
-        note("worker_connected", worker="a"),
-        note("worker_connected", worker="b"),
-        note("worker_unready", worker="b", reason="no rule"),
-        note("worker_connected", worker="c"),
-        note("worker_disconnected", worker="c"),
-        note("started"),
-        note("worker_disconnected", worker="a"),
+        has_deadline_after("worker_connected", worker="a"),
+        has_deadline_after("worker_connected", worker="b"),
+        has_deadline_after("worker_unready", worker="b", reason="no rule"),
+        has_deadline_after("worker_connected", worker="c"),
+        has_deadline_after("worker_disconnected", worker="c"),
+        has_deadline_after("started"),
+        has_deadline_after("worker_disconnected", worker="a"),
     ] == [True, False, True, False, True, False, False]

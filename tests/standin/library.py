@@ -1,7 +1,7 @@
-"""`fit` and the trainers of `samestep.hf` where torch, and transformers, find an accelerator.
+"""Tests of `fit` and of the trainers of `samestep.hf` on a machine with an accelerator.
 
-test_standin.py runs these in a process whose torch has the stand-in; benchmarks/cards.py on a real
-card, without the parts that need the stand-in.
+test_standin.py runs them in a process whose torch has the stand-in device; benchmarks/cards.py runs
+them on a real card, without the tests that need the stand-in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import samestep.hf
 from backends.eager import torch_devices
 from protocol.base.errors import DeviceError
 from tests import standin
-from tests.samestep.test_hf_trainer import SET, TEXTS, collate
+from tests.samestep.test_hf_trainer import SETTINGS, TEXTS, collate
 from tests.tested_backend import KIND
 
 X = torch.linspace(-1, 1, 48)[:, None]
@@ -31,7 +31,7 @@ IS_STANDIN = DEVICE.type == standin.NAME
 
 
 @pytest.fixture(autouse=True)
-def _anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def _isolated_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
     monkeypatch.chdir(tmp_path)
     yield
@@ -41,7 +41,7 @@ def _anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
         assert standin.take_reports() == []
 
 
-class Noisy(nn.Module):
+class DropoutModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.outer = nn.Linear(1, 8), nn.Linear(8, 1)
@@ -53,46 +53,46 @@ class Noisy(nn.Module):
         return scores
 
 
-def squares(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+def squared_error(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     loss: torch.Tensor = (module(batch[0]) - batch[1]).square().sum()
     return loss
 
 
-def task(**changes: Any) -> samestep.Task:
+def build_task(**changes: Any) -> samestep.Task:
     arguments: dict[str, Any] = {
-        "module": Noisy(), "train": TensorDataset(X, 2 * X), "loss": squares,
+        "module": DropoutModel(), "train": TensorDataset(X, 2 * X), "loss": squared_error,
         "held_out": TensorDataset(X[:8], 2 * X[:8]),
     }  # fmt: skip
     return samestep.Task(**arguments | changes)
 
 
 def fit_on(device: str, **changes: Any) -> samestep.Result:
-    return samestep.fit(lambda: task(**changes), steps=4, batch=16, device=device)
+    return samestep.fit(lambda: build_task(**changes), steps=4, batch=16, device=device)
 
 
 def test_fit_returns_a_cpu_module_and_leaves_torch_unchanged():
     torch.accelerator.set_device_index(0)
-    cards = torch.get_device_module(DEVICE)
-    before = cards.get_rng_state(DEVICE)
+    device_module = torch.get_device_module(DEVICE)
+    rng_state = device_module.get_rng_state(DEVICE)
     result = fit_on(CARD)
-    assert {each.device.type for each in result.module.parameters()} == {"cpu"}
+    assert {parameter.device.type for parameter in result.module.parameters()} == {"cpu"}
     assert result.digest == fit_on(CARD).digest
     assert torch.accelerator.current_device_index() == 0
-    assert torch.equal(cards.get_rng_state(DEVICE), before)
+    assert torch.equal(device_module.get_rng_state(DEVICE), rng_state)
 
 
-def test_loss_is_tried_on_the_training_device():
+def test_loss_is_checked_on_the_training_device():
     devices = set()
 
     def loss(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
         devices.add((str(batch[0].device), str(next(module.parameters()).device)))
-        return squares(module, batch)
+        return squared_error(module, batch)
 
     fit_on(CARD, loss=loss)
     assert devices == {(str(DEVICE), str(DEVICE))}
 
 
-def test_index_out_of_range_is_named_in_the_trial_and_breaks_nothing():
+def test_trial_names_index_out_of_range_and_leaves_the_card_usable():
     def loss(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
         total: torch.Tensor = module(batch[0]).sum()
         return total
@@ -121,7 +121,7 @@ def test_card_too_small_for_the_trial_is_named():
 
 def trainer(directory: Path, **overrides: Any) -> Any:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {**SET, **overrides}
+    settings: dict[str, Any] = {**SETTINGS, **overrides}
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=16,
@@ -140,15 +140,15 @@ def trainer(directory: Path, **overrides: Any) -> Any:
 
 
 def test_trainer_with_two_cards_equals_the_cpu(tmp_path, monkeypatch):
-    """Transformers multiplies the loss by its number of cards."""
+    """Transformers' own trainer multiplies the loss by the number of cards; ours must not."""
     losses_by_device = {}
     for name in ("cpu", "card"):
         if name == "card" and IS_STANDIN:
             monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "standin:0")
-        one = trainer(tmp_path / name, use_cpu=name == "cpu")
-        before = one.evaluate()["eval_loss"]
-        one.train()
-        losses = [row["loss"] for row in one.state.log_history if "loss" in row]
-        losses_by_device[name] = [before, *losses, one.evaluate()["eval_loss"]]
-        assert one.model.device.type == {"cpu": "cpu", "card": DEVICE.type}[name]
+        hf_trainer = trainer(tmp_path / name, use_cpu=name == "cpu")
+        initial_loss = hf_trainer.evaluate()["eval_loss"]
+        hf_trainer.train()
+        losses = [row["loss"] for row in hf_trainer.state.log_history if "loss" in row]
+        losses_by_device[name] = [initial_loss, *losses, hf_trainer.evaluate()["eval_loss"]]
+        assert hf_trainer.model.device.type == {"cpu": "cpu", "card": DEVICE.type}[name]
     assert losses_by_device["card"] == pytest.approx(losses_by_device["cpu"], rel=1e-4)

@@ -26,7 +26,7 @@ import sys
 import torch
 from transformers import LlamaForCausalLM, TrainerCallback, TrainingArguments
 import samestep.hf
-from tests.samestep.test_hf_trainer import CONFIG, ITEMS, SET, collate
+from tests.samestep.test_hf_trainer import CONFIG, ITEMS, SETTINGS, collate
 
 class Told(TrainerCallback):
     def on_train_begin(self, *_, **__):
@@ -36,7 +36,7 @@ class Told(TrainerCallback):
 torch.manual_seed(0)
 trainer = samestep.hf.Trainer(
     model=LlamaForCausalLM(CONFIG),
-    args=TrainingArguments(output_dir="out", **{**SET, "use_cpu": False}),
+    args=TrainingArguments(output_dir="out", **{**SETTINGS, "use_cpu": False}),
     train_dataset=ITEMS, data_collator=collate, callbacks=[Told()],
 )
 trainer.train()

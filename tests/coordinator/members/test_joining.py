@@ -33,7 +33,7 @@ from tests.durable_run import read_journal
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker
 from tests.live_service import PATIENCE_S, LiveService, Scripted, live_service, scripted_spec
-from tests.message_samples import EXAMPLES, flat, frame
+from tests.message_samples import EXAMPLES, frame, join_buffers
 from worker.join.credentials import WorkerCredentials
 from worker.shell.client import Client, Target
 
@@ -322,7 +322,7 @@ class Impostor:
                         writer.write(reply)
                         continue
                     connection.send(reply)
-                    writer.write(flat(encode(reply)))
+                    writer.write(join_buffers(encode(reply)))
         writer.close()
 
 

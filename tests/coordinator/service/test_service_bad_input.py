@@ -24,7 +24,7 @@ from tests.cluster import Cluster
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker, payload, zeros
 from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
-from tests.message_samples import DIGEST, EXAMPLES, flat, frame
+from tests.message_samples import DIGEST, EXAMPLES, frame, join_buffers
 from worker.logic import actions as act
 from worker.shell.client import Client
 
@@ -203,7 +203,7 @@ BREACHES: dict[str, tuple[Any, str]] = {
     "a weight as text": (lambda p: with_field(payload(p), zeros(), weight="4"), "weight"),
     "an extra field": (lambda p: with_field(payload(p), zeros(), shape=[16]), "shape"),
     "a broken checksum": (
-        lambda p: flat(encode(payload(p), zeros()))[:-1] + b"\x01",
+        lambda p: join_buffers(encode(payload(p), zeros()))[:-1] + b"\x01",
         "checksum",
     ),
     "a loss of another's subtree": (

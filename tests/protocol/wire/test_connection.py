@@ -20,7 +20,15 @@ from protocol.wire.connection import (
     encode,
 )
 from protocol.wire.messages import MESSAGES, Goodbye, Heartbeat
-from tests.message_samples import BLOCKS, EXAMPLES, PAYLOAD, body_for, flat, frame, messages_of
+from tests.message_samples import (
+    BLOCKS,
+    EXAMPLES,
+    PAYLOAD,
+    body_for,
+    frame,
+    join_buffers,
+    messages_of,
+)
 
 KINDS = sorted(MESSAGES.values(), key=lambda kind: kind.tag)
 OTHER = {
@@ -190,7 +198,7 @@ def test_answer_before_its_request_is_refused(role, phase, kinds):
 def test_large_chunks_come_out_whole_in_every_way():
     chunk = messages.BlockGradientPayload(**PAYLOAD, block=2)
     body = np.random.default_rng(0).integers(0, 256, limits.BODY_BYTES, np.uint8)
-    data = flat(encode(chunk, body)) * 2
+    data = join_buffers(encode(chunk, body)) * 2
     expected = [(type(chunk), chunk.to_header(), body.tobytes())] * 2
     assert read_at_once(connection("coordinator"), data) == expected
     assert in_pieces(connection("coordinator"), data, [65_537]) == expected
@@ -200,7 +208,7 @@ def test_large_chunks_come_out_whole_in_every_way():
 def test_a_nan_in_a_body_keeps_its_bits():
     bits = np.array([0x7FC00001, 0xFFFFFFFF, 0x7F800001, 0x80000000] * 2, np.uint32)
     (received,) = connection("coordinator").receive_data(
-        flat(encode(EXAMPLES[messages.BlockGradientPayload], bits.view("<f4")))
+        join_buffers(encode(EXAMPLES[messages.BlockGradientPayload], bits.view("<f4")))
     )
     assert received.body is not None
     assert received.body.view(np.uint32).tolist() == bits.tolist()
@@ -270,7 +278,7 @@ def agree(role, kind, phase):
     encoded = encode(message, body_for(message))
     if legal(role, kind.__name__, phase):
         sender.send(encoded)
-        assert [event[0] for event in read_at_once(reader, flat(encoded))] == [kind]
+        assert [event[0] for event in read_at_once(reader, join_buffers(encoded))] == [kind]
         assert sender.phase is reader.phase
         return
     with pytest.raises(LocalProtocolError, match=f"{role} sends {kind.__name__}"):
@@ -278,7 +286,7 @@ def agree(role, kind, phase):
     assert sender.phase is phase
     # For an unauthenticated body or large header, the size alone is a reason to refuse.
     with pytest.raises(OutOfOrder if phase is Phase.OPEN else (OutOfOrder, FrameError)):
-        reader.receive_data(flat(encoded))
+        reader.receive_data(join_buffers(encoded))
     assert reader.phase is Phase.CLOSED
 
 
@@ -384,7 +392,7 @@ def test_gradients_are_as_long_as_the_run_s_exchange_says(role, exchange, kind, 
     reader = connection(role)
     reader.exchange = ExchangeSpec(**exchange).codecs
     body = np.zeros(body_bytes, np.uint8)
-    assert len(reader.receive_data(flat(encode(EXAMPLES[kind], body)))) == 1
+    assert len(reader.receive_data(join_buffers(encode(EXAMPLES[kind], body)))) == 1
 
 
 def test_gradients_before_the_manifest_is_known():
@@ -404,7 +412,7 @@ def test_data_after_ready_ignores_an_earlier_manifest():
 def test_a_block_without_elements_has_an_empty_body():
     message = messages.NonBlockGradientPayload(**PAYLOAD, block=3)
     (received,) = connection("coordinator").receive_data(
-        flat(encode(message, np.empty(0, np.float32)))
+        join_buffers(encode(message, np.empty(0, np.float32)))
     )
     assert received.body is not None
     assert received.body.nbytes == 0
@@ -445,6 +453,6 @@ def test_a_body_is_sent_from_the_very_array_that_was_given():
     values = np.arange(8, dtype="<f4")
     encoded = encode(payload(), values)
     assert np.shares_memory(np.frombuffer(encoded.buffers[1], np.uint8), values)
-    assert encoded.nbytes == len(flat(encoded))
+    assert encoded.nbytes == len(join_buffers(encoded))
     messages_sent = connection("worker").send(encoded)
     assert messages_sent is encoded

@@ -30,7 +30,7 @@ from protocol.wire.messages import Cancel, Goodbye, Halt, Heartbeat, Message
 from protocol.wire.transport import Channel, reason_of
 from tests.cluster import PATIENCE_S
 from tests.event_loop import on_uvloop
-from tests.message_samples import BLOCKS, EXAMPLES, PAYLOAD, flat, frame
+from tests.message_samples import BLOCKS, EXAMPLES, PAYLOAD, frame, join_buffers
 
 MIB = limits.MIB
 LARGE = messages.BlockGradientPayload(**PAYLOAD, block=2)
@@ -229,7 +229,7 @@ async def test_messages_after_the_end_are_not_delivered():
 
         server.owner.on_message = end_at_the_first  # type: ignore[method-assign]
         _, writer = await raw(server.port)
-        writer.write(flat(encode(Heartbeat())) * 2)
+        writer.write(join_buffers(encode(Heartbeat())) * 2)
         await server.owner.until_lost()
         assert handled == [Heartbeat()]
         writer.close()
@@ -291,7 +291,7 @@ async def test_broadcast_shares_one_unchanged_buffer():
         average = messages.AveragedBlockGradient(term=1, step=2, attempt=0, block=2, chunk=0)
         encoded = encode(average, values)
         assert np.shares_memory(np.frombuffer(encoded.buffers[1], np.uint8), values)
-        before = flat(encoded)
+        before = join_buffers(encoded)
         for channel in server.channels:
             channel.send(encoded)
             channel.send(encoded)
@@ -300,7 +300,7 @@ async def test_broadcast_shares_one_unchanged_buffer():
             for body in owner.bodies:
                 assert body is not None
                 assert body.tobytes() == values.tobytes()
-        assert flat(encoded) == before
+        assert join_buffers(encoded) == before
         assert np.array_equal(values, VALUES)
         for channel, _ in peers:
             channel.abort("done")
@@ -314,7 +314,7 @@ async def test_bytes_are_counted_on_both_sides():
         channel.send(encode(LARGE, VALUES))
         channel.send(Heartbeat())
         await server.owner.until_messages(2)
-        expected = len(flat(encode(LARGE, VALUES))) + len(frame(Heartbeat()))
+        expected = len(join_buffers(encode(LARGE, VALUES))) + len(frame(Heartbeat()))
         assert channel.bytes_sent == server.channels[0].bytes_received == expected
         channel.abort("done")
         await server.owner.until_lost()
