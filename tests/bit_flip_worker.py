@@ -18,20 +18,22 @@ from worker.shell.engine import Engine
 ELEMENT = 3
 
 
-def flip(at_step: int) -> None:
-    begin = Engine.__init__
+def flip_bit(step: int) -> None:
+    original_init = Engine.__init__
 
-    def begin_flipping(self: Engine, factory: Any, emit: Any, *others: Any, **options: Any) -> None:
-        def flipped(event: Any) -> None:
-            if isinstance(event, BlockSum) and event.step_id.step == at_step and event.block == 0:
+    def init_with_flip(
+        self: Engine, factory: Any, emit: Any, *arguments: Any, **options: Any
+    ) -> None:
+        def emit_flipped(event: Any) -> None:
+            if isinstance(event, BlockSum) and event.step_id.step == step and event.block == 0:
                 event.values.view(np.uint32)[ELEMENT] ^= 1 << 18
             emit(event)
 
-        begin(self, factory, flipped, *others, **options)
+        original_init(self, factory, emit_flipped, *arguments, **options)
 
-    Engine.__init__ = begin_flipping  # type: ignore[method-assign]
+    Engine.__init__ = init_with_flip  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    flip(int(sys.argv.pop(1)))
+    flip_bit(int(sys.argv.pop(1)))
     main()

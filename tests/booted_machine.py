@@ -30,7 +30,7 @@ from tests.cluster import PATIENCE_S, ROOT
 INSTALLED: Final = "/usr/local/lib/samestep"
 """Directory where the units expect the two commands."""
 COORDINATOR_HOME: Final = "/var/lib/samestep-coordinator"
-_SET_UP: Final = """
+_SETUP_SCRIPT: Final = """
 set -eu
 mount -t tmpfs -o mode=755 samestep "$1"
 mkdir "$1/upper" "$1/work" "$1/root"
@@ -43,7 +43,7 @@ for hierarchy in /sys/fs/cgroup /sys/fs/cgroup/unified /sys/fs/cgroup/systemd; d
     mkdir "$hierarchy/samestep-machine-$$"
     echo $$ >"$hierarchy/samestep-machine-$$/cgroup.procs"
 done
-# What nspawn leaves in /run goes with this namespace.
+# Files that nspawn leaves in /run disappear with this namespace.
 mount -t tmpfs samestep /run
 shift
 exec systemd-nspawn "$@"
@@ -53,7 +53,7 @@ Requires=basic.target samestep-test-limit.service
 After=basic.target
 AllowIsolate=yes
 """
-_LIMIT: Final = """# A machine whose test was killed ends all the same.
+_TIME_LIMIT: Final = """# Ends the machine if its test was killed.
 [Unit]
 SuccessAction=exit-force
 [Service]
@@ -75,7 +75,7 @@ class Machine:
         self._root = Path(f"/proc/{leader}/root")
         self._entries: list[dict[str, Any]] = []
         self._changed = threading.Condition()
-        self._follower = subprocess.Popen(
+        self._journalctl = subprocess.Popen(
             [*self._enter, "journalctl", "--follow", "--lines=all", "--output=json"],
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
@@ -109,29 +109,29 @@ class Machine:
         """Return a property of a unit."""
         return self.run("systemctl", "show", "--property", name, "--value", unit)
 
-    def now(self) -> int:
-        """Return a position in the journal, for `wait_for`."""
+    def journal_end(self) -> int:
+        """Return the journal's current end, for `wait_for`."""
         return len(self._entries)
 
     def wait_for(self, start: int = 0, **fields: str) -> dict[str, Any]:
-        """Wait for the first entry after that position with these fields; MESSAGE is a prefix."""
+        """Wait for the first entry from `start` on with these fields; MESSAGE is a prefix."""
 
-        def fits(entry: dict[str, Any]) -> bool:
+        def matches(entry: dict[str, Any]) -> bool:
             has_prefix = str(entry.get("MESSAGE")).startswith(fields.get("MESSAGE", ""))
-            rest = {name: text for name, text in fields.items() if name != "MESSAGE"}
-            return has_prefix and rest.items() <= entry.items()
+            other_fields = {name: text for name, text in fields.items() if name != "MESSAGE"}
+            return has_prefix and other_fields.items() <= entry.items()
 
-        looked_at, entry = start, None
+        read_entries, entry = start, None
 
-        def found() -> bool:
-            nonlocal looked_at, entry
-            new = self._entries[looked_at:]
-            looked_at += len(new)
-            entry = next(filter(fits, new), None)
+        def has_entry() -> bool:
+            nonlocal read_entries, entry
+            new = self._entries[read_entries:]
+            read_entries += len(new)
+            entry = next(filter(matches, new), None)
             return entry is not None
 
         with self._changed:
-            self._changed.wait_for(found, PATIENCE_S)
+            self._changed.wait_for(has_entry, PATIENCE_S)
         assert entry is not None, f"no {fields} in the journal:\n{self.journal(start)}"
         return entry
 
@@ -152,11 +152,11 @@ class Machine:
     def close(self) -> None:
         """Stop the machine and the reader of its journal."""
         self._reader.join()
-        self._follower.wait()
+        self._journalctl.wait()
 
     def _read_journal(self) -> None:
-        assert self._follower.stdout is not None
-        with self._follower.stdout as lines:
+        assert self._journalctl.stdout is not None
+        with self._journalctl.stdout as lines:
             for line in lines:
                 if not line.endswith("\n"):
                     return  # the machine ended while the journal was read
@@ -177,8 +177,9 @@ def booted_machine(
 
     Args:
         directory: Working directory; the machine's name must not be in use there.
-        name: Its host name.
-        bare: Directories of this machine that are mounted there; samestep is not installed.
+        name: The machine's host name.
+        mounts: Paths in the container by the host directories to mount there; samestep is then not
+            installed. None: install this checkout.
         network: File of the network namespace to join; None for a new one.
     """
     if os.geteuid() != 0:
@@ -189,7 +190,7 @@ def booted_machine(
     base = directory / name
     base.mkdir()
     files = directory / f"{name}.files"
-    _lay_out(files, name)
+    _write_files(files, name)
     if mounts is None:
         _install(files)
     binds = (
@@ -203,9 +204,9 @@ def booted_machine(
     enter = ["nsenter", f"--net={network}"] if network is not None else []
     own_network = ["--private-network"] if network is None else []
     nspawn = subprocess.Popen(
-        [*enter, "unshare", "--mount", "--propagation", "private", "sh", "-c", _SET_UP, "sh", base,
-         "--quiet", f"--directory={base}/root", "--boot", f"--machine={name}", "--register=no",
-         "--keep-unit", *own_network, "--link-journal=no", "--console=pipe",
+        [*enter, "unshare", "--mount", "--propagation", "private", "sh", "-c", _SETUP_SCRIPT, "sh",
+         base, "--quiet", f"--directory={base}/root", "--boot", f"--machine={name}",
+         "--register=no", "--keep-unit", *own_network, "--link-journal=no", "--console=pipe",
          "--notify-ready=yes", *binds, "--",
          "--unit=samestep-test.target", "--show-status=no"],
         env={**os.environ, "NOTIFY_SOCKET": notices.getsockname()},
@@ -213,7 +214,7 @@ def booted_machine(
     )  # fmt: skip
     leader, machine = 0, None
     try:
-        with notices:  # and no longer: an unread socket would block systemd there
+        with notices:  # closed after the boot: an unread socket would block systemd
             leader = _leader(nspawn, notices)
         machine = Machine(leader)
         yield machine
@@ -236,12 +237,12 @@ def _remove_control_groups(name: str) -> None:
 
 
 def _leader(nspawn: subprocess.Popen[str], notices: socket.socket) -> int:
-    """Return the process number of its init, once systemd has booted."""
+    """Return the process number of the container's init, once systemd has booted."""
     assert nspawn.stdout is not None
-    leader, ready = 0, False
+    leader, is_ready = 0, False
     notices.settimeout(1.0)
     deadline_s = time.monotonic() + PATIENCE_S
-    while not (leader and ready):
+    while not (leader and is_ready):
         try:
             message = notices.recv(4096).decode().splitlines()
         except TimeoutError:
@@ -253,16 +254,16 @@ def _leader(nspawn: subprocess.Popen[str], notices: socket.socket) -> int:
         for line in message:
             name, _, value = line.partition("=")
             leader = int(value) if name == "X_NSPAWN_LEADER_PID" else leader
-            ready = ready or line == "READY=1"
+            is_ready = is_ready or line == "READY=1"
     return leader
 
 
-def _lay_out(files: Path, name: str) -> None:
-    """Write the files that are copied into its file system."""
+def _write_files(files: Path, name: str) -> None:
+    """Write the files that are copied into the container's file system."""
     units = files / "etc/systemd/system"
     units.mkdir(parents=True)
     (units / "samestep-test.target").write_text(_TARGET)
-    (units / "samestep-test-limit.service").write_text(_LIMIT)
+    (units / "samestep-test-limit.service").write_text(_TIME_LIMIT)
     (files / "etc/hostname").write_text(f"{name}\n")
     journald = files / "etc/systemd/journald.conf.d/samestep-test.conf"
     journald.parent.mkdir(parents=True)
@@ -282,8 +283,7 @@ def _install(files: Path) -> None:
 
 
 def _python() -> str:
-    """Return the interpreter's path there: /usr is shared, another prefix may be in someone's
-    home."""
+    """Return the interpreter's path in the container: /usr is shared, other prefixes are bound."""
     host_path = os.path.realpath(sys.executable)
     if sys.base_prefix == "/usr":
         return host_path
@@ -292,9 +292,10 @@ def _python() -> str:
 
 def _binds() -> list[str]:
     """Return the directories of this machine that are mounted read-only."""
-    bound = {ROOT: "source", sysconfig.get_path("purelib"): "site-packages"}
+    directories = {ROOT: "source", sysconfig.get_path("purelib"): "site-packages"}
     if sys.base_prefix != "/usr":
-        bound[sys.base_prefix] = "python"
+        directories[sys.base_prefix] = "python"
     return [
-        f"--bind-ro={host_path}:{INSTALLED}/{guest_path}" for host_path, guest_path in bound.items()
+        f"--bind-ro={host_path}:{INSTALLED}/{guest_path}"
+        for host_path, guest_path in directories.items()
     ]

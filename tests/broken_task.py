@@ -1,4 +1,4 @@
-"""A user's task with a fault: it has every part of a task, but cannot be built."""
+"""A user's task that has every method of a task, but cannot be constructed."""
 
 from __future__ import annotations
 

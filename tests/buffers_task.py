@@ -1,5 +1,5 @@
-"""A user's task whose forward changes buffers: BatchNorm with its counter, and a loss per
-microbatch."""
+"""A user's task whose forward changes buffers (BatchNorm with its counter), and whose loss couples
+the samples of a microbatch."""
 
 from __future__ import annotations
 

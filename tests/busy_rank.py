@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator
 
 from backends.base.interface import GradientItem
-from tests.paused_worker import wait
+from tests.paused_worker import wait_for_release
 from worker.torchrun.leader import GroupGradients, RankShare
 
-_FIRST = 10
+_FIRST_HELD = 10
 """Number of the first microbatch that is not finished."""
 
 
@@ -25,8 +25,8 @@ def wait_in_a_microbatch(port: int) -> None:
 
     def compute_or_wait(self: GroupGradients, share: RankShare) -> Iterator[GradientItem]:
         number = next(numbers)
-        if number >= _FIRST:
-            wait(number, port)
+        if number >= _FIRST_HELD:
+            wait_for_release(number, port)
         yield from compute(self, share)
 
     GroupGradients._compute_own_share = compute_or_wait  # type: ignore[method-assign]

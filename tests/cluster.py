@@ -23,33 +23,33 @@ RUNS = ROOT / "deploy" / "runs"
 
 
 class Hold:
-    """A worker waits here in the middle of a run: see `Cluster.held_worker`."""
+    """Where a worker waits in the middle of a run: see `Cluster.held_worker`."""
 
     def __init__(self) -> None:
-        self._door = socket.create_server(("127.0.0.1", 0))
-        self._door.settimeout(PATIENCE_S)
-        self._caller: socket.socket | None = None
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(PATIENCE_S)
+        self._connection: socket.socket | None = None
 
     @property
     def port(self) -> int:
-        return int(self._door.getsockname()[1])
+        return int(self._listener.getsockname()[1])
 
     def reached(self) -> int:
         """Wait until the worker reaches a step of the list; return the step, of which it has
         computed nothing."""
-        self._caller, _ = self._door.accept()
-        with self._caller.makefile("rb") as lines:
+        self._connection, _ = self._listener.accept()
+        with self._connection.makefile("rb") as lines:
             return int(lines.readline())
 
     def release(self) -> None:
         """Let the worker continue."""
-        assert self._caller is not None, "it was not waited for"
-        self._caller.close()
+        assert self._connection is not None, "call `reached` before `release`"
+        self._connection.close()
 
     def close(self) -> None:
-        if self._caller is not None:
-            self._caller.close()
-        self._door.close()
+        if self._connection is not None:
+            self._connection.close()
+        self._listener.close()
 
 
 class Cluster:
@@ -72,7 +72,7 @@ class Cluster:
         self._address_file = directory / "address.json"
         self._events: list[dict[str, Any]] = []
         self._changed = threading.Condition()
-        self._all_read = False
+        self._has_ended = False
         self._holds: list[Hold] = []
         self.workers: dict[str, Process] = {}
         self.coordinator = start(
@@ -121,9 +121,10 @@ class Cluster:
         self, name: str, steps: int | str, *arguments: str,
         environment: Mapping[str, str] | None = None,
     ) -> Hold:  # fmt: skip
-        """Start a worker that waits in this step, or a later one, before it computes any of its
-        subtrees. The run
-        cannot end before the test has done its work. With `4,8` it waits twice."""
+        """Start a worker that waits in this step, or a later one, before it computes a subtree.
+
+        The run cannot end before the test releases the worker. With steps `4,8` it waits twice.
+        """
         hold = Hold()
         self._holds.append(hold)
         self.workers[name] = start(
@@ -139,41 +140,41 @@ class Cluster:
         """Return the first (or nth) event of this kind with these fields.
 
         Args:
-            event: Its kind.
+            event: Name of the event.
             nth: Number of matching events to wait for.
-            since: A position from `mark`; earlier events do not count.
+            start: A position from `mark`; earlier events do not count.
             from_step: Events of earlier steps do not count.
-            fields: Fields that it must have.
+            fields: Fields that the event must have.
         """
 
-        def fits(each: dict[str, Any]) -> bool:
-            candidates = each["event"] == event and fields.items() <= each.items()
-            return candidates and (not from_step or each["step"] >= from_step)
+        def matches(candidate: dict[str, Any]) -> bool:
+            has_fields = candidate["event"] == event and fields.items() <= candidate.items()
+            return has_fields and (not from_step or candidate["step"] >= from_step)
 
-        def found() -> dict[str, Any] | None:
-            candidates = filter(fits, self._events[start:])
+        def find() -> dict[str, Any] | None:
+            candidates = filter(matches, self._events[start:])
             return next(itertools.islice(candidates, nth - 1, None), None)
 
         with self._changed:
-            self._changed.wait_for(lambda: found() or self._all_read, PATIENCE_S)
-            answer = found()
-        assert answer is not None, f"no {event} {fields} in {self.events()} {self._told()}"
-        return answer
+            self._changed.wait_for(lambda: find() or self._has_ended, PATIENCE_S)
+            match = find()
+        assert match is not None, f"no {event} {fields} in {self.events()} {self._exit_report()}"
+        return match
 
     def mark(self) -> int:
-        """Return a position in the events, for `wait_for`: after all events so far."""
+        """Return the current end of the events, for `wait_for`."""
         return len(self._events)
 
     def events(self) -> list[str]:
         """Return the names of all events so far, for the text of a failing test."""
-        return [each["event"] for each in self._events]
+        return [document["event"] for document in self._events]
 
     def every(self, event: str) -> list[dict[str, Any]]:
         """Return all events of this kind so far."""
-        return [each for each in self._events if each["event"] == event]
+        return [document for document in self._events if document["event"] == event]
 
     def handed_over(self) -> bool:
-        """Return whether others computed a worker's subtrees, after it was lost or late."""
+        """Return whether a lost or late worker's subtrees were computed by other workers."""
         return any(map(self.every, ("reassigned", "restarted", "speculated")))
 
     def ask(self, method: str, path: str, document: object = None) -> dict[str, Any]:
@@ -182,11 +183,11 @@ class Cluster:
         connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
         body = json.dumps(document) if document is not None else None
         with contextlib.closing(connection):
-            connection.request(method, path, body, self._bearing())
+            connection.request(method, path, body, self._authorization())
             answer: dict[str, Any] = json.loads(connection.getresponse().read())
         return answer
 
-    def _bearing(self) -> dict[str, str]:
+    def _authorization(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {control_token(self.address['control'])}"}
 
     def result(self) -> dict[str, Any]:
@@ -194,7 +195,7 @@ class Cluster:
         self.wait_for_exit(self.coordinator)
         self._reader.join()
         file = self.directory / "out/result.json"
-        assert file.exists(), f"no result after {self.events()} {self._told()}"
+        assert file.exists(), f"no result after {self.events()} {self._exit_report()}"
         document: dict[str, Any] = json.loads(file.read_text())
         return document
 
@@ -202,7 +203,7 @@ class Cluster:
         """Return the exit code."""
         return process.wait(PATIENCE_S)
 
-    def _told(self) -> str:
+    def _exit_report(self) -> str:
         code = self.coordinator.poll()
         if code is None:
             return "(the coordinator still runs)"
@@ -220,14 +221,14 @@ class Cluster:
                 self._drainer.start()
                 return address
         self.coordinator.wait(PATIENCE_S)  # the process has closed its output
-        raise AssertionError(self._told())
+        raise AssertionError(self._exit_report())
 
     def _drain_output(self) -> None:
         assert self.coordinator.stdout is not None
         self.output = list(self.coordinator.stdout)
 
     def _read_events(self) -> None:
-        """Read every event from the first on, until the coordinator has ended."""
+        """Read all events until the coordinator has ended."""
         last_id = "0"
         try:
             while self.coordinator.poll() is None:
@@ -241,20 +242,22 @@ class Cluster:
                     self.coordinator.wait()  # its port is closed
         finally:
             with self._changed:
-                self._all_read = True
+                self._has_ended = True
                 self._changed.notify_all()
 
     def _stream(self, last_id: str) -> Iterator[tuple[str, dict[str, Any]]]:
         host, _, port = self.address["control"].rpartition(":")
         connection = http.client.HTTPConnection(host, int(port))
         with contextlib.closing(connection):
-            headers = {**self._bearing(), "Last-Event-ID": last_id}
+            headers = {**self._authorization(), "Last-Event-ID": last_id}
             connection.request("GET", "/events", headers=headers)
             with connection.getresponse() as response:
-                yield from _server_sent(response)
+                yield from _read_server_sent_events(response)
 
 
-def _server_sent(response: http.client.HTTPResponse) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_server_sent_events(
+    response: http.client.HTTPResponse,
+) -> Iterator[tuple[str, dict[str, Any]]]:
     number = ""
     for line in response:
         if line.startswith(b"id: "):

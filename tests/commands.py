@@ -1,6 +1,6 @@
-"""Call the two commands in this process, without starting one: output and exit code.
+"""Run a `coordinator` or `worker` command within this process; return its output and exit code.
 
-For commands that end at once. Tests of signals, ports and imports start a process.
+For commands that end at once. Tests of signals, ports and imports start a process instead.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ def called(
     ):
         try:
             main()
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
     return subprocess.CompletedProcess([module, *arguments], code, out.getvalue(), err.getvalue())

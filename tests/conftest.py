@@ -1,5 +1,5 @@
-"""Fixtures of all tests: no test reads or writes the user's tokens and keys, and no example
-fails because of its duration, which other work on the machine may have extended."""
+"""Fixtures of all tests. No test reads or writes the user's tokens and keys, and no Hypothesis
+example fails for its duration, which depends on the load of the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import settings
 
 from protocol.base.errors import SamestepError
 from protocol.machine.compiler import build_kernels
-from tests.no_disk_sync import wait_for_no_disk
+from tests.no_disk_sync import disable_disk_sync
 from tests.processes import ADDRESS, begin_fork_server, started
 
 # Otherwise every process that a test starts would compile all of our modules.
@@ -29,15 +29,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("loaded machine", deadline=None)
 settings.load_profile("loaded machine")
-# without a compiler their tests are skipped, and numpy computes
+# Without a compiler the kernels' tests are skipped, and numpy computes.
 with contextlib.suppress(SamestepError):
-    build_kernels()  # from the current sources
+    build_kernels()
 
 
 def pytest_configure(config):
     """Start one server for all test processes; the test processes are forked from it, too."""
     gc.disable()
-    wait_for_no_disk()
+    disable_disk_sync()
     if ADDRESS not in os.environ:
         begin_fork_server(*config.args)
 
@@ -51,8 +51,9 @@ def pytest_xdist_setupnodes(specs):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Start each process with its share of the tests that wait for other processes, so that the end
-    is short. Tests of one file stay together because they share fixtures."""
+    """Give each test process its share of the tests that wait for other processes, and run them
+    first: late in the run they would leave the other processes idle. Tests of one file stay
+    together because they share fixtures."""
     files = [[*tests] for _, tests in itertools.groupby(items, key=lambda item: item.path)]
     shares: list[list[pytest.Item]] = [
         [] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
@@ -60,13 +61,13 @@ def pytest_collection_modifyitems(items):
     for tests in files:
         if LONG & {*tests[0].path.parts}:
             min(shares, key=len).extend(tests)
-    rest = [item for tests in files for item in tests if not LONG & {*item.path.parts}]
-    each = -(-len(items) // len(shares))
+    other_tests = [item for tests in files for item in tests if not LONG & {*item.path.parts}]
+    share_size = -(-len(items) // len(shares))
     for share in shares:
-        missing = max(0, each - len(share))
-        share.extend(rest[:missing])
-        del rest[:missing]
-    items[:] = [*itertools.chain(*shares), *rest]
+        missing = max(0, share_size - len(share))
+        share.extend(other_tests[:missing])
+        del other_tests[:missing]
+    items[:] = [*itertools.chain(*shares), *other_tests]
 
 
 def pytest_collection_finish():
@@ -86,34 +87,34 @@ MOST_STARTED = {"forked": 30, "anew": 3}
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Limit the processes that a test starts; an interrupt of its own ends only this test."""
-    before = dict(started)
+    """Limit the processes that a test starts; an interrupt that it sends ends only this test."""
+    started_before = dict(started)
     try:
         result = yield
     except KeyboardInterrupt:
         if "interrupt" not in item.fixturenames:
             raise
-        pytest.fail("the interrupt that the test has sent came out of it")
+        pytest.fail("the test did not catch the interrupt that it sent")
     for method, limit in MOST_STARTED.items():
-        started_here = started[method] - before[method]
+        started_here = started[method] - started_before[method]
         if started_here > limit and item.get_closest_marker("slow") is None:
             pytest.fail(
-                f"expected at most {limit} processes {method}, it has started {started_here}; "
-                "start fewer, or mark it slow and keep a smaller one"
+                f"expected the test to start at most {limit} processes ({method}), "
+                f"got {started_here}; start fewer, or mark it slow and add a smaller test"
             )
     return result
 
 
 @pytest.fixture
 def interrupt():
-    """Return a function that sends this process what Ctrl-C sends. No test does so in another way
-    (see `tests/test_tidy.py`)."""
+    """Return a function that sends this process what Ctrl-C sends. Tests must use this fixture to
+    do so (see `tests/test_tidy.py`)."""
     return lambda *_: os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _homes(tmp_path_factory):
-    """Directories for state directories; the first holds what modules share."""
+    """Yield homes for tests; the first one is shared by the fixtures of modules."""
     homes = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("SAMESTEP_TOKEN", "SAMESTEP_TOKEN_FILE"):

@@ -1,7 +1,8 @@
 """A worker whose memory flips one bit: `python -m tests.corrupted_worker STEP ARGUMENTS...`.
 
-Before STEP is applied, one bit of one parameter flips, as in failing memory: once, not again when
-the worker returns and applies that step from the log. Everything else is the product's worker.
+Before STEP is applied, one bit of one parameter flips, as in failing memory. This happens once, not
+again when the worker returns and applies that step from the log. Everything else is the product's
+worker.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from protocol.exact.update import StepScalars
 from worker.cli import main
 
 
-def break_replica(at_step: int) -> None:
+def flip_parameter_bit(step: int) -> None:
     apply = Replica.apply
-    flipped = False
+    has_flipped = False
 
     def flip_and_apply(
         self: Replica, averages: Sequence[Array], scalars: StepScalars, *, hashing: bool = False
     ) -> None:
-        nonlocal flipped
-        if self.step + 1 == at_step and not flipped:
-            flipped = True
+        nonlocal has_flipped
+        if self.step + 1 == step and not has_flipped:
+            has_flipped = True
             self.parameters[0].view(np.uint32)[0] ^= 1 << 20
         apply(self, averages, scalars, hashing=hashing)
 
@@ -34,5 +35,5 @@ def break_replica(at_step: int) -> None:
 
 
 if __name__ == "__main__":
-    break_replica(int(sys.argv.pop(1)))
+    flip_parameter_bit(int(sys.argv.pop(1)))
     main()

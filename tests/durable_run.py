@@ -81,15 +81,15 @@ SPEC = RegressRun(
 
 
 def read_journal(path: Path) -> tuple[Entry, ...]:
-    """Return the lines of a sound journal."""
+    """Return the entries of a journal; it must be valid."""
     verified = verify_journal(path)
     assert verified.bad_line is None, (verified.bad_line, verified.reason)
     return verified.entries
 
 
 def averages(step: int, attempt: int = 0) -> list[Array]:
-    random = np.random.default_rng((step, attempt))
-    return [random.standard_normal(block.elements).astype(np.float32) for block in BLOCKS]
+    rng = np.random.default_rng((step, attempt))
+    return [rng.standard_normal(block.elements).astype(np.float32) for block in BLOCKS]
 
 
 def averages_digest(values: list[Array]) -> str:
@@ -152,9 +152,9 @@ def log_step(log: GradientLog, step: int, *, term: int = 1, attempt: int = 0) ->
 
 def state_zero() -> Replica:
     replica = Replica(BLOCKS, SPEC.optimizer)
-    random = np.random.default_rng(99)
+    rng = np.random.default_rng(99)
     replica.load_parameters(
-        [random.standard_normal(block.elements).astype(np.float32) for block in BLOCKS]
+        [rng.standard_normal(block.elements).astype(np.float32) for block in BLOCKS]
     )
     return replica
 
@@ -176,12 +176,12 @@ def small_disk(directory: Path, size_kib: int) -> Iterator[Path]:
 
 
 class WrittenRun:
-    """A complete run as a coordinator would leave it, with two workers.
+    """Writes a run's directory as a coordinator with two workers would, step by step.
 
     Args:
+        path: Directory of the run.
         mode: Mode of the log.
-        skip: Steps that are skipped.
-        skip: Steps that are skipped.
+        skip: Steps to skip.
     """
 
     def __init__(self, path: Path, mode: LogMode = "full", skip: tuple[int, ...] = ()) -> None:
@@ -215,9 +215,8 @@ class WrittenRun:
         self.journal.append(FileDigests(term=self.term, digests=present_digests(self.directory)))
 
     def open_journal(self) -> Journal:
-        # One minute per line.
-        moments = itertools.count(1_700_000_000, 60)
-        return Journal(self.directory.journal, clock=lambda: float(next(moments)))
+        times_s = itertools.count(1_700_000_000, 60)  # one minute per line
+        return Journal(self.directory.journal, clock=lambda: float(next(times_s)))
 
     def open_log(self) -> GradientLog:
         return GradientLog(
@@ -237,14 +236,16 @@ class WrittenRun:
         )  # fmt: skip
 
     def step(self, *, journal: bool = True) -> None:
-        """Commit one step, or skip it."""
-        step, skipped = self.replica.step, self.replica.step in self.skip
-        updates = self.replica.optimizer_step + (not skipped)
-        before = self.replica.state_digest()
-        record = record_of(step, updates, term=self.term, skip=skipped, state_before=before)
+        """Commit or skip the next step."""
+        step, is_skipped = self.replica.step, self.replica.step in self.skip
+        updates = self.replica.optimizer_step + (not is_skipped)
+        state_before = self.replica.state_digest()
+        record = record_of(
+            step, updates, term=self.term, skip=is_skipped, state_before=state_before
+        )
         if journal:
             self.plan(step)
-        if not skipped:
+        if not is_skipped:
             append_step(self.log, step, term=self.term)
         self.log.commit(record)
         if journal:
@@ -280,27 +281,27 @@ class WrittenRun:
         self.journal.sync()
 
     def crash_and_resume(self) -> Recovery:
-        """Drop all memory, and continue from the files on disk."""
+        """Lose all state in memory, and continue from the files on disk."""
         self.log.close()
         self.journal.close()
         lock = lock_directory(self.directory.path)
         self.term = lock.term
         lock.release()
-        start = recover(self.directory)
-        assert start is not None
-        self.replica = start.replica()
-        self.losses = list(start.losses)
+        recovery = recover(self.directory)
+        assert recovery is not None
+        self.replica = recovery.replica()
+        self.losses = list(recovery.losses)
         self.journal = self.open_journal()
         self.journal.append(
             Resumed(
-                term=self.term, step=start.step, optimizer_step=start.optimizer_step,
-                notes=start.notes,
+                term=self.term, step=recovery.step, optimizer_step=recovery.optimizer_step,
+                notes=recovery.notes,
             )
         )  # fmt: skip
         self.record_files()
         self.view("started", "a", "b")
         self.log = self.open_log()
-        return start
+        return recovery
 
     def finish(self) -> Path:
         self.journal.append(
@@ -330,7 +331,7 @@ class WrittenRun:
 
 
 def written_run(path: Path, steps: int = SPEC.steps, **options: Any) -> Path:
-    """Write a run of this many steps that finished, with a checkpoint after every third."""
+    """Write a finished run of this many steps, with a checkpoint after every third step."""
     run = WrittenRun(path, **options)
     while run.replica.step < steps:
         run.step()

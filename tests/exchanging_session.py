@@ -15,39 +15,41 @@ from worker.peers.gradient_exchange import GradientExchange
 
 
 class ExchangingSession(WorkerSession):
-    """Returns the messages that its exchange sends to the coordinator; the session receives its
-    averages."""
+    """A session that passes actions to its own exchange and receives the exchange's averages.
 
-    _exchanging: GradientExchange
+    It returns the messages that the exchange sends to the coordinator as actions.
+    """
+
+    _exchange: GradientExchange
 
     def receive(self, message: Message, body: Body | None) -> list[act.Action]:
-        return self._played(super().receive(message, body))
+        return self._pass_to_exchange(super().receive(message, body))
 
     def result(self, event: events.Event) -> list[act.Action]:
-        return self._played(super().result(event))
+        return self._pass_to_exchange(super().result(event))
 
-    def _played(self, actions: Sequence[act.Action]) -> list[act.Action]:
+    def _pass_to_exchange(self, actions: Sequence[act.Action]) -> list[act.Action]:
         actions_done: list[act.Action] = []
         for action in actions:
             match action:
                 case act.ForwardToExchange(message) if isinstance(message, ListenForPeers | Peers):
                     actions_done.append(action)
                 case act.ForwardToExchange(message, body):
-                    exchange_actions = self._exchanging.receive_from_coordinator(message, body)
-                    actions_done += self._decided(exchange_actions)
+                    exchange_actions = self._exchange.receive_from_coordinator(message, body)
+                    actions_done += self._take_from_exchange(exchange_actions)
                 case act.Contribute(subtree, block, weight, values):
-                    sums = self._exchanging.contribute(subtree, block, weight, values)
-                    actions_done += self._decided(sums)
+                    sums = self._exchange.contribute(subtree, block, weight, values)
+                    actions_done += self._take_from_exchange(sums)
                 case act.AbandonAttempt():
-                    self._exchanging.drop()
+                    self._exchange.drop()
                 case act.Expect(blocks, exchange):
-                    self._exchanging = GradientExchange(self.name, blocks, exchange)
+                    self._exchange = GradientExchange(self.name, blocks, exchange)
                     actions_done.append(action)
                 case _:
                     actions_done.append(action)
         return actions_done
 
-    def _decided(self, actions: Sequence[ExchangeAction]) -> list[act.Action]:
+    def _take_from_exchange(self, actions: Sequence[ExchangeAction]) -> list[act.Action]:
         actions_done: list[act.Action] = []
         for action in actions:
             match action:

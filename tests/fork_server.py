@@ -2,9 +2,10 @@
 
 A worker spends up to eight seconds of CPU time on importing torch, transformers and scikit-learn, a
 coordinator one second on its imports, a test process ten more on the tests, and tests start
-hundreds. Here that happens once. FD is a listening socket; each request on a connection to it (see
-`tests.processes`) becomes a child that continues like `python -m MODULE ARGUMENTS...`, or like
-`python -c CODE` with the tests of PATHS. The server ends when its standard input does.
+hundreds of processes. This server imports everything once. FD is a listening socket; each request
+on a connection to it (see `tests.processes`) becomes a child that continues like
+`python -m MODULE ARGUMENTS...`, or like `python -c CODE` with the tests of PATHS. The server ends
+when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from types import ModuleType
 from typing import Any
 
 from tests.forked_command import ADDRESS
-from tests.no_disk_sync import wait_for_no_disk
+from tests.no_disk_sync import disable_disk_sync
 
 PRELOADED = (
     "torch", "torch.nn.functional", "wgpu.backends.wgpu_native", "backends.cpu",
@@ -61,15 +62,15 @@ _NEW_NETWORK = 0x40000000
 
 
 class Server:
-    """Forks at every request, and reports how each child ended. It imports when the first client
-    connects."""
+    """Forks at every request, and reports how each child ended. It imports at the first request."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._selector = selectors.DefaultSelector()
-        self._open: dict[int, socket.socket] = {}
-        self._ends: dict[int, tuple[int, int]] = {}
+        self._connections: dict[int, socket.socket] = {}
+        self._children: dict[int, tuple[int, int]] = {}
         self._callers: dict[int, int] = {}
-        """Children that end with their caller, by the pipe that breaks when it ends."""
+        """Process numbers of children to kill when their caller ends, by the pipe that then
+        breaks."""
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(sys.stdin, selectors.EVENT_READ)
@@ -78,20 +79,22 @@ class Server:
         """Return, in a child, the command to run; in the server, None at the end."""
         while True:
             # Ended children last: closing their files frees numbers that other events may name.
-            events = sorted(self._selector.select(), key=lambda each: each[0].fd in self._ends)
+            events = sorted(
+                self._selector.select(), key=lambda event: event[0].fd in self._children
+            )
             for key, _ in events:
                 if key.fileobj is sys.stdin:
                     return None
-                if key.fd in self._ends:
-                    self._has_ended(key.fd)
+                if key.fd in self._children:
+                    self._report_exit(key.fd)
                 elif key.fd in self._callers:
                     self._selector.unregister(key.fd)
                     os.kill(self._callers.pop(key.fd), signal.SIGKILL)
                 elif key.fileobj is self._listener:
                     connection, _ = self._listener.accept()
-                    self._open[connection.fileno()] = connection
+                    self._connections[connection.fileno()] = connection
                     self._selector.register(connection, selectors.EVENT_READ)
-                elif (request := self._answer(self._open[key.fd])) is not None:
+                elif (request := self._answer(self._connections[key.fd])) is not None:
                     return request
 
     def _answer(self, connection: socket.socket) -> dict[str, Any] | None:
@@ -99,10 +102,10 @@ class Server:
         text, files = _request(connection)
         if not text:
             self._selector.unregister(connection)
-            del self._open[connection.fileno()]
+            del self._connections[connection.fileno()]
             connection.close()
             return None
-        *standard, notice = files[:4]
+        *standard_files, status_fd = files[:4]
         request: dict[str, Any] = json.loads(text)
         inherited = dict(zip(request.get("inherited", ()), files[4:], strict=True))
         _import_all(with_tests=request["code"] is not None)
@@ -111,8 +114,8 @@ class Server:
         pid = os.fork()
         if pid == 0:
             self._close_all()
-            os.close(notice)
-            for target, source in enumerate(standard):
+            os.close(status_fd)
+            for target, source in enumerate(standard_files):
                 os.dup2(source, target)
                 os.close(source)
             _enter(networks)
@@ -120,34 +123,34 @@ class Server:
             if request["session"]:
                 os.setsid()
             return request
-        for each in (*standard, *networks, *inherited.values()):
-            os.close(each)
+        for fd in (*standard_files, *networks, *inherited.values()):
+            os.close(fd)
         if request.get("ends_with_caller"):
-            self._callers[notice] = pid
-            self._selector.register(notice, selectors.EVENT_READ)  # it can only break
-        follower = os.pidfd_open(pid)
-        self._ends[follower] = (pid, notice)
-        self._selector.register(follower, selectors.EVENT_READ)
+            self._callers[status_fd] = pid
+            self._selector.register(status_fd, selectors.EVENT_READ)  # it can only break
+        pidfd = os.pidfd_open(pid)
+        self._children[pidfd] = (pid, status_fd)
+        self._selector.register(pidfd, selectors.EVENT_READ)
         with contextlib.suppress(BrokenPipeError):  # the caller has already ended
             connection.sendall(b"%d" % pid)
         return None
 
-    def _has_ended(self, follower: int) -> None:
-        pid, notice = self._ends.pop(follower)
-        self._selector.unregister(follower)
-        os.close(follower)
-        if self._callers.pop(notice, None) is not None:
-            self._selector.unregister(notice)
+    def _report_exit(self, pidfd: int) -> None:
+        pid, status_fd = self._children.pop(pidfd)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        if self._callers.pop(status_fd, None) is not None:
+            self._selector.unregister(status_fd)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with contextlib.suppress(BrokenPipeError):  # the requesting process has already ended
-            os.write(notice, b"%d" % code)
-        os.close(notice)
+            os.write(status_fd, b"%d" % code)
+        os.close(status_fd)
 
     def _close_all(self) -> None:
-        for each in (*self._ends, *(end for _, end in self._ends.values())):
-            os.close(each)
+        for fd in (*self._children, *(status_fd for _, status_fd in self._children.values())):
+            os.close(fd)
         self._selector.close()
-        for connection in (self._listener, *self._open.values()):
+        for connection in (self._listener, *self._connections.values()):
             connection.close()
 
 
@@ -160,7 +163,7 @@ def _request(connection: socket.socket) -> tuple[bytes, array.array[int]]:
 
 
 def _restore_numbers(inherited: dict[int, int]) -> None:
-    """Give files the numbers that they have in the caller."""
+    """Give inherited files the descriptors that they have in the caller."""
     moved_files = {}
     for target, source in inherited.items():
         moved_files[target] = fcntl.fcntl(source, fcntl.F_DUPFD, _FREE_NUMBERS)
@@ -182,11 +185,11 @@ def _fork_subprocesses() -> None:
 
 
 def _enter(networks: list[int]) -> None:
-    """Enter that network namespace, if there is one."""
-    for each in networks:
-        if ctypes.CDLL(None, use_errno=True).setns(each, _NEW_NETWORK):
+    """Enter the network namespace, if the list has one."""
+    for network in networks:
+        if ctypes.CDLL(None, use_errno=True).setns(network, _NEW_NETWORK):
             raise OSError(ctypes.get_errno(), "setns")
-        os.close(each)
+        os.close(network)
 
 
 @cache
@@ -220,7 +223,7 @@ def _import_tests(paths: list[str]) -> None:
 
 def main() -> None:
     """Serve; in a child, become the command."""
-    wait_for_no_disk()
+    disable_disk_sync()
     request = Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     if request is None:
         return
@@ -230,30 +233,30 @@ def main() -> None:
     if (code := request["code"]) is not None:
         sys.argv = ["-c"]
         main = sys.modules["__main__"] = ModuleType("__main__")
-        _end(_run(lambda: exec(code, vars(main))))
+        _exit(_exit_code_of(lambda: exec(code, vars(main))))
     if ADDRESS in os.environ:
         _fork_subprocesses()
     sys.argv = [request["module"], *request["arguments"]]
     module = request["module"]
-    _end(_run(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)))
+    _exit(_exit_code_of(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)))
 
 
-def _run(run: Callable[[], object]) -> int:
+def _exit_code_of(run: Callable[[], object]) -> int:
     """Return the exit code that the interpreter would give."""
     try:
         run()
-    except SystemExit as ended:
-        if isinstance(ended.code, str):
-            sys.stderr.write(f"{ended.code}\n")
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:  # noqa: BLE001 -- whatever it is, the interpreter's last words
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            sys.stderr.write(f"{error.code}\n")
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # noqa: BLE001 -- the interpreter reports any exception
         sys.excepthook(*sys.exc_info())
         return 1
     return 0
 
 
-def _end(code: int) -> None:
-    """End like the interpreter, but without tearing down imported modules: that would copy the
+def _exit(code: int) -> None:
+    """Exit like the interpreter, but without tearing down imported modules: that would copy the
     memory that children share, and take half a second of processor time."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

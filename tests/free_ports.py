@@ -8,12 +8,12 @@ import socket
 from typing import Final
 
 _PORTS: Final = (15_000, 32_000)
-"""Below the ephemeral range: a worker that connects to a port without a listener must not get that
-very port as its own end."""
+"""Below the ephemeral range: a worker that connects to a port without a listener must not get
+that port as its own end."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Return loopback ports that nobody uses now."""
+    """Return loopback ports that are not in use."""
     ports: list[int] = []
     while len(ports) < count:
         port = random.SystemRandom().randrange(*_PORTS)

@@ -47,18 +47,22 @@ M = TypeVar("M", bound=Message)
 class HostileWorker:
     """One connection, from any address of loopback; use it as an async context manager.
 
-    `here`: Connect by the Unix socket beside the port.
+    Args:
+        port: The coordinator's port.
+        name: The worker's name.
+        host: Local address of the connection.
+        is_local: Whether to connect to the Unix socket that belongs to the port.
 
     Attributes:
-        blocks: Blocks of the run; known once the worker is ready.
-        run_id: Id of the run it has built.
+        run_id: Id of the run whose task the worker has built.
+        parameters: Initial parameters of that task, one array per block.
     """
 
     def __init__(
         self, port: int, name: str = "hostile", host: str = "127.0.0.1", *, is_local: bool = False
     ) -> None:
         self.name = name
-        self._here = is_local
+        self._is_local = is_local
         self._host = host
         self.run_id = ""
         self.term = 0
@@ -68,7 +72,7 @@ class HostileWorker:
         self._received: deque[Received] = deque()
 
     async def __aenter__(self) -> Self:
-        if self._here:
+        if self._is_local:
             connection = await local_socket.dial("127.0.0.1", self._port)
             assert connection is not None
             self._reader, self._writer = await asyncio.open_unix_connection(
@@ -148,7 +152,7 @@ class HostileWorker:
         self.greet(**changes)
         token = CoordinatorCredentials.open().join_token()
         challenge = await self.until(Challenge)
-        fingerprint = on_this_machine(token.fingerprint) if self._here else token.fingerprint
+        fingerprint = on_this_machine(token.fingerprint) if self._is_local else token.fingerprint
         self.send(answer(self.hello, challenge, fingerprint, token.secret))
         welcome = await self.until(Welcome)
         self.name, self.term = welcome.worker, welcome.term
@@ -203,8 +207,8 @@ class HostileWorker:
             for chunk in range(block.chunks)
         ]
         for number, chunk, part in chunks:
-            last = (number, chunk, part) == chunks[-1]
-            message = self.state_chunk(number, chunk=chunk, last=last)
+            is_last = (number, chunk, part) == chunks[-1]
+            message = self.state_chunk(number, chunk=chunk, last=is_last)
             self.send(message, self.parameters[number][part])
 
     def state_chunk(self, block: int, **changes: Any) -> StateChunk:

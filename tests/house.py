@@ -20,7 +20,7 @@ _EXACT: Final = ("protocol.exact.reduction", "protocol.exact")
 _PROTOCOL: Final = ("protocol", "protocol.base", *_SPEC, *_EXACT, "protocol.wire")
 _LOGIC: Final = _PROTOCOL[1:]
 _SHELL: Final = (*_PROTOCOL, "protocol.machine", "protocol.cli")
-_KEPT: Final = (
+_STORAGE: Final = (
     "coordinator.storage.log", "coordinator.storage.directory", "coordinator.storage.states",
     "coordinator.storage",
 )  # fmt: skip
@@ -60,25 +60,26 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         *_LOGIC, "coordinator.run.outputs", "coordinator.disk", "coordinator.storage.directory",
     ),
     "coordinator.storage": (
-        *_LOGIC, "coordinator.run.outputs", "coordinator.disk", "coordinator.capture", *_KEPT[:3],
+        *_LOGIC, "coordinator.run.outputs", "coordinator.disk", "coordinator.capture",
+        *_STORAGE[:3],
     ),
     "coordinator.members": _SHELL,
     "coordinator.files": (*_LOGIC, "protocol.datasets", "coordinator.disk"),
     "coordinator.service": (
         *_SHELL, "coordinator.run", "coordinator.run.outputs", "coordinator.run.exchange",
-        "coordinator.run.workers", "coordinator.disk", *_KEPT, "coordinator.members",
+        "coordinator.run.workers", "coordinator.disk", *_STORAGE, "coordinator.members",
         "coordinator.files",
     ),
     "coordinator.audit": (
-        *_LOGIC, "coordinator.run.outputs", "coordinator.disk", "coordinator.capture", *_KEPT,
+        *_LOGIC, "coordinator.run.outputs", "coordinator.disk", "coordinator.capture", *_STORAGE,
     ),
     "coordinator.operator": (
         *_SHELL, "protocol.datasets", "coordinator.run", "coordinator.run.outputs",
-        "coordinator.run.workers", "coordinator.disk", *_KEPT, "coordinator.members",
+        "coordinator.run.workers", "coordinator.disk", *_STORAGE, "coordinator.members",
         "coordinator.files", "coordinator.service", "coordinator.audit",
     ),
     "coordinator.tracking": (
-        *_SHELL, "coordinator.run.outputs", "coordinator.disk", *_KEPT, "coordinator.service",
+        *_SHELL, "coordinator.run.outputs", "coordinator.disk", *_STORAGE, "coordinator.service",
     ),
     "coordinator": ("*",),
     "worker.logic": (*_LOGIC, "backends.base"),
@@ -177,8 +178,8 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         "coordinator.members", "coordinator.operator",
     ),
 }  # fmt: skip
-"""Which chapters a chapter may import; "*" at the top of a package: all of its own, and those that
-its package may."""
+"""Which chapters a chapter may import; "*" for the top of a package: all chapters of
+the package, and of the packages that it may import."""
 
 PACKAGE_MAY: Final = {
     "protocol": {"protocol"},
@@ -214,7 +215,7 @@ def modules() -> dict[str, Path]:
     return path_by_name
 
 
-def room_of(name: str, path: Path) -> str:
+def chapter_of(name: str, path: Path) -> str:
     """Return the chapter of a module."""
     return name if path.name == "__init__.py" else name.rsplit(".", 1)[0]
 
@@ -223,18 +224,18 @@ def room_of(name: str, path: Path) -> str:
 def nodes(source: str) -> tuple[ast.AST, ...]:
     """Return all nodes of a module's source, like `ast.walk` in half its time."""
     all_nodes: list[ast.AST] = [ast.parse(source)]
-    for node in all_nodes:  # which grows during the loop
+    for node in all_nodes:  # the list grows during the loop
         for value in vars(node).values():
             if isinstance(value, list):
-                all_nodes += (each for each in value if isinstance(each, ast.AST))
+                all_nodes += (child for child in value if isinstance(child, ast.AST))
             elif isinstance(value, ast.AST) and value._fields:
                 all_nodes.append(value)
     return tuple(all_nodes)
 
 
 @cache
-def imported(source: str) -> tuple[tuple[int, str, tuple[str, ...]], ...]:
-    """Yield line, module and names of every absolute import, wherever it occurs."""
+def imports_of(source: str) -> tuple[tuple[int, str, tuple[str, ...]], ...]:
+    """Return line, module and names of every absolute import of a module, in functions too."""
     imports: list[tuple[int, str, tuple[str, ...]]] = []
     for node in nodes(source):
         if isinstance(node, ast.Import):
@@ -250,9 +251,9 @@ def imports_between_modules() -> dict[str, set[str]]:
     path_by_name = modules()
     graph: dict[str, set[str]] = {name: set() for name in path_by_name}
     for name, path in path_by_name.items():
-        for _, module, names in imported(path.read_text("utf-8")):
-            within = {f"{module}.{each}" for each in names} & path_by_name.keys()
-            graph[name] |= within or ({module} & path_by_name.keys())
+        for _, module, names in imports_of(path.read_text("utf-8")):
+            submodules = {f"{module}.{imported}" for imported in names} & path_by_name.keys()
+            graph[name] |= submodules or ({module} & path_by_name.keys())
     return graph
 
 
@@ -260,13 +261,13 @@ def imports_between_modules() -> dict[str, set[str]]:
 def arrows() -> dict[tuple[str, str], set[str]]:
     """Return, for each pair of chapters, the modules that import across."""
     path_by_name = modules()
-    arrow_sources: dict[tuple[str, str], set[str]] = defaultdict(set)
+    importing_modules: dict[tuple[str, str], set[str]] = defaultdict(set)
     for name, targets in imports_between_modules().items():
         for target in targets:
-            pair = room_of(name, path_by_name[name]), room_of(target, path_by_name[target])
+            pair = chapter_of(name, path_by_name[name]), chapter_of(target, path_by_name[target])
             if pair[0] != pair[1]:
-                arrow_sources[pair].add(name)
-    return arrow_sources
+                importing_modules[pair].add(name)
+    return importing_modules
 
 
 def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
@@ -300,13 +301,13 @@ def main() -> None:
     """Print chapters with files and lines, the arrows between them, and cycles."""
     files: dict[str, list[int]] = defaultdict(list)
     for name, path in modules().items():
-        files[room_of(name, path)].append(path.read_text("utf-8").count("\n"))
-    leads: dict[str, set[str]] = defaultdict(set)
+        files[chapter_of(name, path)].append(path.read_text("utf-8").count("\n"))
+    targets_by_chapter: dict[str, set[str]] = defaultdict(set)
     for source, target in arrows():
-        leads[source].add(target)
-    for room, lines in sorted(files.items()):
-        print(f"{room:30} {len(lines) - 1:3} files {sum(lines):6} lines -> ", end="")
-        print(" ".join(sorted(leads[room])) or "-")
+        targets_by_chapter[source].add(target)
+    for chapter, lines in sorted(files.items()):
+        print(f"{chapter:30} {len(lines) - 1:3} files {sum(lines):6} lines -> ", end="")
+        print(" ".join(sorted(targets_by_chapter[chapter])) or "-")
     print(f"{sum(map(len, files.values()))} files, {sum(map(sum, files.values()))} lines")
     print("arrows that run back:", cycles() or "none")
 

@@ -30,7 +30,7 @@ RETRY_FOR_S = 20.0
 
 
 def scripted_spec(**changes: object) -> RunSpec:
-    """A short run without a model: 8 microbatches a step, three blocks of 16 elements."""
+    """Return a short run's spec without a model: 8 microbatches a step, 3 blocks of 16 elements."""
     return parse_run_spec(
         {
             "name": "scripted",
@@ -94,16 +94,16 @@ class LiveService:
         return client
 
     def first(self, event: str, **fields: object) -> dict[str, Any] | None:
-        for each in self.events:
-            if each["event"] == event and fields.items() <= each.items():
-                return each
+        for candidate in self.events:
+            if candidate["event"] == event and fields.items() <= candidate.items():
+                return candidate
         return None
 
     def every(self, event: str) -> list[dict[str, Any]]:
-        return [each for each in self.events if each["event"] == event]
+        return [document for document in self.events if document["event"] == event]
 
     async def wait_for(self, event: str, **fields: object) -> dict[str, Any]:
-        """Wait for the first such event, counted from the start."""
+        """Return the first event of this name with these fields, past or future."""
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while (event_fields := self.first(event, **fields)) is None:
@@ -123,7 +123,7 @@ class LiveService:
 
 @contextlib.asynccontextmanager
 async def live_service(directory: Path, expect_workers: int) -> AsyncIterator[LiveService]:
-    """Run a service within a context; at its end all workers have ended too."""
+    """Run a service within a `with` block; at its end all workers have ended too."""
     live = LiveService(directory, expect_workers)
     await live.service.start()
     try:
@@ -137,7 +137,7 @@ async def live_service(directory: Path, expect_workers: int) -> AsyncIterator[Li
 
 
 async def undisturbed(directory: Path, spec: RunSpec) -> dict[str, Any]:
-    """Return the result of the run with one worker and no disturbance."""
+    """Return the result of an undisturbed run with one worker."""
     async with live_service(directory, 1) as live:
         live.worker("w0")
         return await live.result(live.service.submit(spec))

@@ -1,7 +1,7 @@
 """Print the peak memory of reading and quantizing a model, in bytes.
 
-`python -m tests.narrow_reading DIRECTORY` measures in a fresh process: in others, earlier tests
-have set the allocator.
+`python -m tests.narrow_reading DIRECTORY` measures in a fresh process: in a process with other
+tests, the state of the memory allocator depends on them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from worker.models import disk_weights
 from worker.models.pretrained import load_causal_lm
 
 
-def read_narrow(source: Path) -> Any:
-    """Read and quantize it as a worker with LoRA does."""
+def read_quantized(source: Path) -> Any:
+    """Read and quantize the model as a worker with LoRA does."""
     model: Any = load_causal_lm(ModelSpec(source=str(source), base_dtype="int4"), 0).model
     model.requires_grad_(requires_grad=False)
     quantize_frozen_base(model, "int4", torch.device("cpu"))
@@ -31,9 +31,9 @@ def read_narrow(source: Path) -> Any:
 def main(source: Path) -> None:
     """Print the peak of reading and quantizing a model, in bytes."""
     vars(disk_weights)["_RELEASE_BATCH_BYTES"] = MIB
-    read_narrow(source)  # imports and allocations that happen once
+    read_quantized(source)  # imports and allocations that happen once
     with measured_growth() as growth:
-        model = read_narrow(source)
+        model = read_quantized(source)
     assert not frozen_base(model)
     sys.stdout.write(str(growth.peak_bytes))
 

@@ -1,7 +1,7 @@
 """Hosts on one machine: network namespaces on a bridge, with links that a test can cut and restore.
 
-Their addresses are loopback addresses (127.8.0.x) unless a test requests others, which are routed
-over real links: then another host of the test, and nothing else, can reach a loopback listener.
+Their addresses are loopback addresses (127.8.0.x) unless a test requests others. They are routed
+over the links, so the test's other hosts, and nothing else, can reach a loopback listener.
 """
 
 from __future__ import annotations
@@ -37,27 +37,26 @@ class Network:
         return f"{self._subnet}.{self._numbers[host]}"
 
     def namespace(self, host: str) -> Path:
-        """Return the file of its network namespace."""
+        """Return the file of the host's network namespace."""
         return Path(f"/run/netns/{self._name(host)}")
 
     def cut(self, host: str) -> None:
-        """Silently drop all packets on its link, in both directions, from now on."""
+        """Silently drop all packets on the host's link, in both directions, from now on."""
         _ip("-n", self._name("hub"), "link", "set", f"port{self._numbers[host]}", "nomaster")
 
     def mend(self, host: str) -> None:
-        """Restore its link."""
+        """Restore the host's link."""
         port = f"port{self._numbers[host]}"
         _ip("-n", self._name("hub"), "link", "set", port, "master", "bridge")
 
     def drop_large(self, host: str, mtu: int) -> None:
-        """Silently drop packets above this many bytes on its link, in both directions, from now
+        """Silently drop packets above `mtu` bytes on the host's link, in both directions, from now
         on."""
         port = f"port{self._numbers[host]}"
         _ip("-n", self._name("hub"), "link", "set", port, "mtu", str(mtu))
-        # A host passes packets of up to 64 KiB to its link for segmentation; these would pass
-        # whole.
-        for each in self._numbers:
-            _ip("-n", self._name(each), "link", "set", "eth0", "gso_max_segs", "1")
+        # Otherwise a host passes packets of up to 64 KiB to its link, which forwards them whole.
+        for name in self._numbers:
+            _ip("-n", self._name(name), "link", "set", "eth0", "gso_max_segs", "1")
 
     def start(
         self, host: str, module: str, *arguments: str, environment: Mapping[str, str] | None = None
@@ -66,7 +65,7 @@ class Network:
         return start(module, *arguments, environment=environment, network=self.namespace(host))
 
     def run_on(self, host: str, work: Callable[[], T]) -> T:
-        """Run the function in a thread of that host, which its threads and processes inherit."""
+        """Run a function in the host's network namespace; threads that it starts inherit it."""
 
         def enter() -> None:
             with self.namespace(host).open() as namespace:
@@ -102,7 +101,7 @@ class Network:
         for scope in ("all", "eth0"):
             setting = f"net.ipv4.conf.{scope}.route_localnet=1"
             _ip("netns", "exec", name, "sysctl", "-qw", setting)
-        # What a host sends to itself goes through lo, which must not claim all of 127/8.
+        # Packets of a host to itself go through lo, which must not claim all of 127/8.
         _ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
 
     def _tear_down(self) -> None:
@@ -117,7 +116,7 @@ def network(*names: str, subnet: str = "127.8.0") -> Iterator[Network]:
 
     Args:
         names: Names of the hosts.
-        subnet: The first three numbers of their addresses.
+        subnet: The first three numbers of the hosts' addresses.
     """
     net = Network(names, subnet)
     try:

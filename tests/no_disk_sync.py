@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 
 
-def wait_for_no_disk() -> None:
+def disable_disk_sync() -> None:
     """Replace each sync of a file with a check that it is open."""
     for name in ("fsync", "fdatasync"):
-        setattr(os, name, _is_open)
+        setattr(os, name, _check_is_open)
 
 
-def _is_open(fd: int) -> None:
+def _check_is_open(fd: int) -> None:
     os.fstat(fd)

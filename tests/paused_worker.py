@@ -1,10 +1,10 @@
 """A worker that pauses between two steps: `python -m tests.paused_worker STEPS PORT ARGUMENTS...`.
 
 After STEPS steps or more, its engine connects to PORT on loopback and continues when that
-connection closes: it has been assigned subtrees of the next step and has computed none. Heartbeats
-and its answer to the last step are still sent. With `4,8` it pauses twice. With `4g` it pauses
-between the embeddings and the gradients of step 4 or a later one. Everything else is the product's
-worker.
+connection closes. It has then been assigned subtrees of the next step and has computed none. It
+still sends heartbeats and its answer to the last step. With `4,8` it pauses twice. With `4g` it
+pauses between the embeddings and the gradients of step 4 or a later one. Everything else is the
+product's worker.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from worker.logic import actions as act
 from worker.shell.engine import Engine
 
 
-def wait(committed_steps: int, port: int) -> None:
-    with socket.create_connection(("127.0.0.1", port)) as test:
-        test.sendall(b"%d\n" % committed_steps)
-        test.recv(1)  # nothing arrives: it waits for the end
+def wait_for_release(committed_steps: int, port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"%d\n" % committed_steps)
+        connection.recv(1)  # nothing arrives: this waits until the test closes the connection
 
 
 def hold_between_phases(step: int, port: int) -> None:
     load = Engine._HANDLERS[act.LoadEmbeddings]
-    seconds: list[int] = []
+    waited_steps: list[int] = []
 
     def load_and_wait(self: Engine, action: act.LoadEmbeddings) -> None:
         load(self, action)
-        if action.step_id.step >= step and not seconds:
-            seconds.append(action.step_id.step)
-            wait(action.step_id.step, port)
+        if action.step_id.step >= step and not waited_steps:
+            waited_steps.append(action.step_id.step)
+            wait_for_release(action.step_id.step, port)
 
     Engine._HANDLERS[act.LoadEmbeddings] = load_and_wait
 
 
-def hold(hold_steps: list[int], port: int) -> None:
-    # Not before a subtree was computed: a slow worker may have been assigned none.
+def hold_after_steps(hold_steps: list[int], port: int) -> None:
+    # It pauses after an update, not after a subtree: a slow worker may have been assigned none.
     apply = Engine._HANDLERS[act.Apply]
 
     def apply_and_wait(self: Engine, action: act.Apply) -> None:
@@ -45,7 +45,7 @@ def hold(hold_steps: list[int], port: int) -> None:
         step = self._require_job().replica.step
         if hold_steps and step >= hold_steps[0]:
             del hold_steps[0]
-            wait(step, port)
+            wait_for_release(step, port)
 
     Engine._HANDLERS[act.Apply] = apply_and_wait
 
@@ -55,5 +55,5 @@ if __name__ == "__main__":
     if steps.endswith("g"):
         hold_between_phases(int(steps[:-1]), waiting_port)
     else:
-        hold([int(step) for step in steps.split(",")], waiting_port)
+        hold_after_steps([int(step) for step in steps.split(",")], waiting_port)
     main()

@@ -1,4 +1,4 @@
-"""The two commands as processes, forked from a server that has imported everything."""
+"""Start the product's commands as processes, forked from a server that has imported everything."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ def start(
 
     Args:
         module: Module for `python -m`.
-        arguments: Its arguments.
-        environment: Variables added to this process's environment.
-        cwd: Its working directory.
-        network: File of its network namespace; by default that of the calling thread.
-        stdout: File to append its standard output to; None for a pipe.
-        stderr: The same for its standard error.
+        arguments: The module's arguments.
+        environment: Variables to add to this process's environment.
+        cwd: Working directory of the new process.
+        network: File of the network namespace; by default that of the calling thread.
+        stdout: File to append standard output to; None for a pipe.
+        stderr: File to append standard error to; None for a pipe.
         anew: Start a fresh interpreter, which shares no imported modules. This also happens if the
             environment has a variable that libraries read on import.
     """
-    everyone = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    everyone |= environment or {}
+    full_environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    full_environment |= environment or {}
     network = network or _network_of_this_thread()
     with contextlib.ExitStack() as files:
         out, err = (
@@ -92,7 +92,7 @@ def start(
             return subprocess.Popen(
                 [*enter, sys.executable, "-m", module, *arguments],
                 cwd=cwd,
-                env=everyone,
+                env=full_environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out or subprocess.PIPE,
                 stderr=err or subprocess.PIPE,
@@ -102,7 +102,7 @@ def start(
             "code": None,
             "module": module,
             "arguments": arguments,
-            "environment": everyone,
+            "environment": full_environment,
             "cwd": str(cwd),
             "networks": [] if network is None else [str(network)],
             "session": False,
@@ -114,7 +114,7 @@ def start(
 def forked_popen(
     command: Sequence[str], *, env: Mapping[str, str], start_new_session: bool, **pipes: object
 ) -> Process:
-    """Do what `subprocess.Popen` does with a `command_of`, with pipes for all three standard
+    """Replace `subprocess.Popen` for commands of `command_of`, with pipes for all three standard
     files."""
     assert command[:3] == [sys.executable, "-P", "-m"], command
     assert pipes == {
@@ -154,26 +154,31 @@ def _read_late(name: str) -> bool:
 
 
 def _network_of_this_thread() -> Path | None:
-    """Return None if it is the namespace of all other threads."""
-    own_namespace, main = (
-        Path("/proc", each).resolve() / "ns/net" for each in ("thread-self", "self")
+    """Return the calling thread's network namespace; None if it is that of the process."""
+    of_thread, of_process = (
+        Path("/proc", name).resolve() / "ns/net" for name in ("thread-self", "self")
     )
-    return own_namespace if own_namespace.stat().st_ino != main.stat().st_ino else None
+    return of_thread if of_thread.stat().st_ino != of_process.stat().st_ino else None
 
 
 class _Forked:
     """A child of the server; its exit status arrives through a pipe."""
 
     def __init__(
-        self, pid: int, into: int | None, out: int | None, err: int | None, status_fd: int
+        self,
+        pid: int,
+        stdin_fd: int | None,
+        stdout_fd: int | None,
+        stderr_fd: int | None,
+        status_fd: int,
     ) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self.stdin: IO[str] | None = None if into is None else os.fdopen(into, "w")
-        self.stdout: IO[str] | None = None if out is None else os.fdopen(out)
-        self.stderr: IO[str] | None = None if err is None else os.fdopen(err)
+        self.stdin: IO[str] | None = None if stdin_fd is None else os.fdopen(stdin_fd, "w")
+        self.stdout: IO[str] | None = None if stdout_fd is None else os.fdopen(stdout_fd)
+        self.stderr: IO[str] | None = None if stderr_fd is None else os.fdopen(stderr_fd)
         self._status_fd = status_fd
-        # Not earlier: several threads may wait for it.
+        # Closed only with the object: several threads may wait for it.
         weakref.finalize(self, os.close, status_fd)
         self._lock = threading.Lock()
 
@@ -197,13 +202,13 @@ class _Forked:
     def communicate(self, *, timeout: float | None = None) -> tuple[str, str]:
         output = ["", ""]
 
-        def read(place: int, stream: IO[str]) -> None:
+        def read(index: int, stream: IO[str]) -> None:
             with stream:
-                output[place] = stream.read()
+                output[index] = stream.read()
 
         readers = [
-            threading.Thread(target=read, args=(place, stream), daemon=True)
-            for place, stream in enumerate((self.stdout, self.stderr))
+            threading.Thread(target=read, args=(index, stream), daemon=True)
+            for index, stream in enumerate((self.stdout, self.stderr))
             if stream is not None
         ]
         for reader in readers:
@@ -243,22 +248,25 @@ class _Server:
         with_input: bool = False,
     ) -> _Forked:
         """Start a child for this request; its output and errors go to the files, or to pipes."""
-        own_end, their_told = os.pipe()
-        input_fd = None if with_input else os.open(os.devnull, os.O_RDONLY)
-        their_in, into = os.pipe() if input_fd is None else (input_fd, None)
-        out, their_out = (None, os.dup(stdout.fileno())) if stdout else os.pipe()
-        err, their_err = (None, os.dup(stderr.fileno())) if stderr else os.pipe()
-        pid = self.begin(request, (their_in, their_out, their_err, their_told))
-        return _Forked(pid, into, out, err, own_end)
+        status_fd, child_status = os.pipe()
+        null_fd = None if with_input else os.open(os.devnull, os.O_RDONLY)
+        child_stdin, stdin_fd = os.pipe() if null_fd is None else (null_fd, None)
+        stdout_fd, child_stdout = (None, os.dup(stdout.fileno())) if stdout else os.pipe()
+        stderr_fd, child_stderr = (None, os.dup(stderr.fileno())) if stderr else os.pipe()
+        pid = self.begin(request, (child_stdin, child_stdout, child_stderr, child_status))
+        return _Forked(pid, stdin_fd, stdout_fd, stderr_fd, status_fd)
 
     def begin(self, request: Mapping[str, Any], child_files: tuple[int, int, int, int]) -> int:
-        """Start a child with these standard files, the last of which reports its exit status;
-        return its process number. They are closed here."""
+        """Start a child; return its process number.
+
+        `child_files` are the child's standard files and the file that reports its exit status; they
+        are closed in this process.
+        """
         files = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", child_files))
         with self._lock:
             self._requests.sendmsg([json.dumps(request).encode()], [files])
-            for each in child_files:
-                os.close(each)
+            for fd in child_files:
+                os.close(fd)
             return int(self._requests.recv(16))
 
 
@@ -297,12 +305,12 @@ def begin_fork_server(*tests: str) -> None:
 
 def continue_as_server_child(code: str) -> int:
     """Run `python -c CODE` with all modules imported; return the exit code."""
-    own_end, their_told = os.pipe()
+    status_fd, child_status = os.pipe()
     request = {
         "code": code, "module": "", "arguments": (), "environment": dict(os.environ),
         "cwd": str(Path.cwd()), "networks": [], "session": False,
     }  # fmt: skip
-    _server().begin(request, (os.dup(0), os.dup(1), os.dup(2), their_told))
-    for each in range(3):
-        os.close(each)
-    return int(os.read(own_end, 16) or 1)
+    _server().begin(request, (os.dup(0), os.dup(1), os.dup(2), child_status))
+    for fd in range(3):
+        os.close(fd)
+    return int(os.read(status_fd, 16) or 1)

@@ -1,4 +1,4 @@
-"""A task that reads its data and computes nothing: its manifest shows the data."""
+"""A task that reads its data and computes nothing; its manifest contains the data's digest."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from protocol.spec.files.file_digest import file_digest
 from protocol.spec.run_spec import RunSpec
 from worker.tasks.small.scripted import Scripted
 
-NAME = "tests.reading_task:Reads"
+NAME = "tests.reading_task:ReadingTask"
 
 
-class Reads(Scripted):
-    """Its data is one file; a file with the word `bad` is refused."""
+class ReadingTask(Scripted):
+    """Reads one file; a file whose content is `bad` is refused."""
 
     def __init__(self, spec: RunSpec) -> None:
         assert spec.data is not None
@@ -21,6 +21,6 @@ class Reads(Scripted):
         if not path.is_file():
             raise DataError(f"expected a data file at {str(path)!r}, found none")
         if path.read_bytes() == b"bad":
-            raise DataError(f"{str(path)!r} line 1: expected something good")
+            raise DataError(f"{str(path)!r} line 1: expected valid data, got 'bad'")
         super().__init__(spec)
         self.manifest = self.manifest.model_copy(update={"digests": {"data": file_digest(path)[1]}})

@@ -8,10 +8,9 @@ from protocol.exact.reduction.average import Array
 
 
 def nearest(values: Array) -> Array:
-    """Return the nearest bfloat16 of each finite value, as float32; distances are computed in
-    float64."""
-    inner = values.view(np.uint32) & np.uint32(0xFFFF0000)  # towards zero
-    # away from zero; beyond the largest value, the bits of infinity
+    """Return the nearest bfloat16 of each finite value, as float32, computed in float64."""
+    inner = values.view(np.uint32) & np.uint32(0xFFFF0000)  # the neighbor towards zero
+    # The neighbor away from zero; beyond the largest value these are the bits of infinity.
     outer = inner + np.uint32(0x10000)
     exact, inner_value, outer_value = (
         bits.view(np.float32).astype(np.float64) for bits in (values, inner, outer)

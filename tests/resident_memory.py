@@ -1,4 +1,4 @@
-"""Measure how much memory a process takes during an operation, as counted by the system."""
+"""Measure how much a process's resident memory grows during an operation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 MIB: Final = 1 << 20
-_FORGET_PEAK: Final = "5"
+_RESET_PEAK: Final = "5"
 """Value for clear_refs of proc(5): reset the peak to the current resident size."""
 
 
@@ -30,11 +30,11 @@ def measured_growth(process: int | Literal["self"] = "self") -> Iterator[Growth]
     """Measure a process of this user during the `with` block."""
     growth, directory = Growth(), Path("/proc") / str(process)
     gc.collect()
-    before = _resident(directory, "VmRSS")
-    (directory / "clear_refs").write_text(_FORGET_PEAK)
+    start_bytes = _resident(directory, "VmRSS")
+    (directory / "clear_refs").write_text(_RESET_PEAK)
     yield growth
-    growth.peak_bytes = _resident(directory, "VmHWM") - before
-    growth.kept_bytes = _resident(directory, "VmRSS") - before
+    growth.peak_bytes = _resident(directory, "VmHWM") - start_bytes
+    growth.kept_bytes = _resident(directory, "VmRSS") - start_bytes
 
 
 def _resident(directory: Path, field: str) -> int:

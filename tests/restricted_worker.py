@@ -1,8 +1,7 @@
-"""A worker without some features: `python -m tests.restricted_worker WHAT[,WHAT...] ARGUMENTS...`.
+"""A worker without some features of Linux: `python -m tests.restricted_worker NAMES ARGUMENTS...`.
 
-Everything else is the product's worker, imported after the features are hidden. `LACKING` lists
-what
-can be hidden: Windows has none of it, a Mac has no procfs and no fdatasync.
+NAMES are keys of `FEATURES`, separated by commas. Windows has none of these features, a Mac has no
+procfs and no fdatasync. Everything else is the product's worker, imported after they are hidden.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def _without_own_symbols() -> None:
     ctypes.CDLL = refuse  # type: ignore[assignment, misc]
 
 
-LACKING: dict[str, Callable[[], None]] = {
+FEATURES: dict[str, Callable[[], None]] = {
     "uvloop": _without_module("uvloop"),
     "fcntl": _without_module("fcntl"),
     "resource": _without_module("resource"),
@@ -78,8 +77,8 @@ LACKING: dict[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
-    for each in sys.argv.pop(1).split(","):
-        LACKING[each]()
+    for feature in sys.argv.pop(1).split(","):
+        FEATURES[feature]()
     from worker.cli import main
 
     main()

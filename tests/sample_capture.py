@@ -14,7 +14,7 @@ from protocol.spec.manifest import Block, CaptureLayout, Export, Manifest, Tenso
 from protocol.spec.run_spec import parse_run_spec
 
 STEP = 8
-"""Samples of one row group, which is one microbatch."""
+"""Samples of one step, which has one microbatch."""
 
 
 def capture_of(
@@ -47,27 +47,27 @@ def capture_of(
         capture=layout,
     )
     with pytest.MonkeyPatch.context() as patch:
-        each = layout.sample_bytes
-        patch.setattr(limits, "LOGITS_FILE_BYTES", steps_of_a_file * STEP * each)
-        patch.setattr(limits, "ROW_GROUP_BYTES", samples_of_a_group * each)
+        sample_bytes = layout.sample_bytes
+        patch.setattr(limits, "LOGITS_FILE_BYTES", steps_of_a_file * STEP * sample_bytes)
+        patch.setattr(limits, "ROW_GROUP_BYTES", samples_of_a_group * sample_bytes)
         directory.mkdir(exist_ok=True)
-        captured = CapturedFiles(directory, manifest, spec, 0, lambda: None)
+        files = CapturedFiles(directory, manifest, spec, 0, lambda: None)
         for step in range(steps):
-            captured.keep(step, [_rows(layout, step)])
-        captured.finish(is_complete=True)
-        captured.close()
+            files.keep(step, [_rows(layout, step)])
+        files.finish(is_complete=True)
+        files.close()
     return directory / "logits"
 
 
 def _rows(layout: CaptureLayout, step: int) -> np.ndarray:
-    random = np.random.default_rng(step)
+    rng = np.random.default_rng(step)
     records = np.zeros(STEP, record_dtype(layout))
     records["sample_id"] = STEP * step + np.arange(STEP)
     records["rows"] = layout.tokens
     records["rows"][-1] = layout.tokens - 1
-    records["input_ids"] = random.integers(0, layout.vocabulary, records["input_ids"].shape)
+    records["input_ids"] = rng.integers(0, layout.vocabulary, records["input_ids"].shape)
     records["loss_mask"] = 1
-    first = random.integers(0, layout.vocabulary, (STEP, layout.tokens, 1))
+    first = rng.integers(0, layout.vocabulary, (STEP, layout.tokens, 1))
     records["topk_ids"] = (first + np.arange(layout.top_k)) % layout.vocabulary
     records["topk_logits"] = -np.arange(layout.top_k) / 2
     lse = np.log(np.exp(-np.arange(layout.top_k) / 2).sum() + 0.5)

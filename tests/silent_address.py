@@ -1,4 +1,4 @@
-"""Addresses on this machine where connections fail like in a network."""
+"""Local addresses at which connections fail as they do on a network."""
 
 from __future__ import annotations
 
@@ -33,25 +33,26 @@ def silent_address(host: str = "127.0.0.1") -> Iterator[tuple[str, int]]:
 
 @contextlib.contextmanager
 def dead_name_server(name: str) -> Iterator[threading.Event]:
-    """Let lookups of this name hang; the event is set at the first lookup."""
-    lookup_started, over, real = threading.Event(), threading.Event(), socket.getaddrinfo
+    """Make lookups of this name hang; yield an event that is set at the first lookup."""
+    lookup_started, release_event = threading.Event(), threading.Event()
+    getaddrinfo = socket.getaddrinfo
 
     def hang(host: Any, *arguments: Any, **options: Any) -> Any:
         if host != name:
-            return real(host, *arguments, **options)
+            return getaddrinfo(host, *arguments, **options)
         if options.get("flags", 0) & socket.AI_NUMERICHOST:
             raise socket.gaierror(socket.EAI_NONAME, "no number")
         lookup_started.set()
-        over.wait()
+        release_event.wait()
         raise socket.gaierror(socket.EAI_AGAIN, "no answer")
 
     with mock.patch.object(socket, "getaddrinfo", hang):
         yield lookup_started
-        over.set()
+        release_event.set()
 
 
 def refusing_port() -> int:
-    """Yield a port of 127.0.0.1 without a listener."""
+    """Return a port of 127.0.0.1 without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

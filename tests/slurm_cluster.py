@@ -147,14 +147,14 @@ class SlurmCluster:
         ).strip()
 
     def states(self, job: str) -> list[str]:
-        """Return the states of a job's tasks that are pending, running or ending."""
+        """Return the states of a job's array tasks that are pending, running or ending."""
         return self.run("squeue", "-h", "-r", "-o", "%T", "-j", job, check=False).split()
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         """Wait for a condition.
 
         Raises:
-            AssertionError: It did not become true; the logs are in the text.
+            AssertionError: The condition did not become true in time; the message has the logs.
         """
         deadline_s = time.monotonic() + PATIENCE_S
         while not condition():

@@ -1,6 +1,6 @@
 """A coordinator with small buffers: `python -m tests.small_buffers ARGUMENTS...`.
 
-Its memory per connection is then small compared with its memory per parameter.
+The coordinator's memory per connection is then small compared with its memory per parameter.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from protocol.base import limits
 
 MIB = limits.MIB
-CHANGED = {
+SMALL_LIMITS = {
     "PARTIAL_SUMS_BYTES": 4 * MIB,
     "INNER_CHECKPOINTS_BYTES": 4 * MIB,
     "WRITE_HIGH_WATER_BYTES": 1 * MIB,
@@ -23,14 +23,14 @@ CHANGED = {
 }
 
 
-def change() -> None:
-    """Change the limits of this process."""
-    for name, value in CHANGED.items():
+def shrink_limits() -> None:
+    """Set the small limits in this process."""
+    for name, value in SMALL_LIMITS.items():
         setattr(limits, name, value)
 
 
 if __name__ == "__main__":
-    change()
+    shrink_limits()
     from coordinator.cli import main
 
     main()

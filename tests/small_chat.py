@@ -13,9 +13,9 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The template that many models are trained with, without generation marks."""
+"""The ChatML template, which many models are trained with; without generation markers."""
 
-MARKED = (
+CHATML_WITH_GENERATION = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message['role'] + '\n' }}"
     "{%- if message['role'] == 'assistant' %}"
@@ -26,8 +26,8 @@ MARKED = (
 
 
 def save_chat_tokenizer(directory: Path, template: str | None = CHATML) -> Any:
-    """Save a byte-level BPE with ChatML's marks beside a configuration, as `tokenizer.source`
-    requires.
+    """Save a byte-level BPE tokenizer with ChatML's special tokens, and a `config.json`, which
+    `tokenizer.source` requires.
 
     Returns:
         The tokenizer.
@@ -45,20 +45,20 @@ def save_chat_tokenizer(directory: Path, template: str | None = CHATML) -> Any:
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    texts = [each["content"] for number in range(9) for each in conversation(number)]
+    texts = [message["content"] for number in range(9) for message in conversation(number)]
     bpe.train_from_iterator([*texts, "user\n assistant\n system\n\n"], trainer)
-    fast = transformers.PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token="<pad>", eos_token="<|im_end|>"
     )
-    fast.chat_template = template
+    tokenizer.chat_template = template
     directory.mkdir(parents=True, exist_ok=True)
-    fast.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
     (directory / "config.json").write_text('{"model_type": "llama"}')
-    return fast
+    return tokenizer
 
 
 def save_chat_model(directory: Path, positions: int = 128) -> None:
-    """Save a Llama of two layers with drawn weights and that tokenizer."""
+    """Save a Llama of two layers with random weights, and its chat tokenizer."""
     import torch
     import transformers
 
@@ -73,7 +73,7 @@ def save_chat_model(directory: Path, positions: int = 128) -> None:
 
 
 def conversation(number: int) -> list[dict[str, str]]:
-    """Make one to three questions with answers; every third conversation begins with a system
+    """Return one to three questions with answers; every third conversation begins with a system
     message."""
     messages = [{"role": "system", "content": f"Add to {number}."}] if number % 3 == 0 else []
     for turn in range(number % 3 + 1):
@@ -82,17 +82,17 @@ def conversation(number: int) -> list[dict[str, str]]:
     return messages
 
 
-def jsonl(path: Path, rows: Sequence[object]) -> Path:
+def write_jsonl(path: Path, rows: Sequence[object]) -> Path:
     """Write one row per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def chat_run(directory: Path, **changes: Any) -> Path:
-    """Write the run spec of LoRA on that model and 40 conversations."""
+    """Write the spec of a LoRA run on the small chat model and 40 conversations."""
     save_chat_model(directory / "model")
     rows = [{"messages": conversation(number)} for number in range(40)]
-    data = jsonl(directory / "chat.jsonl", rows)
+    data = write_jsonl(directory / "chat.jsonl", rows)
     spec = {
         "name": "chat",
         "task": "causal-lm",
@@ -110,17 +110,17 @@ def chat_run(directory: Path, **changes: Any) -> Path:
     return path
 
 
-def preferences(number: int) -> dict[str, object]:
-    """Make the right sum against a wrong one, after one question or two."""
+def preference_pair(number: int) -> dict[str, object]:
+    """Return a preference pair: the right sum is chosen, a wrong one rejected."""
     messages = conversation(number)
     wrong_answer = {"role": "assistant", "content": f"It may be {number * 7 + 3}, I do not know."}
     return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": [wrong_answer]}
 
 
 def dpo_run(directory: Path, **changes: Any) -> Path:
-    """Write the run spec of DPO with LoRA on 40 such pairs."""
+    """Write the spec of a DPO run with LoRA on 40 preference pairs."""
     save_chat_model(directory / "model")
-    data = jsonl(directory / "pairs.jsonl", [preferences(number) for number in range(40)])
+    data = write_jsonl(directory / "pairs.jsonl", [preference_pair(number) for number in range(40)])
     spec = {
         "name": "dpo",
         "task": "dpo",
@@ -139,9 +139,9 @@ def dpo_run(directory: Path, **changes: Any) -> Path:
 
 
 def packed_run(directory: Path) -> Path:
-    """Write the run spec of a small Llama from scratch, on packed documents."""
+    """Write the spec of a run that trains a small Llama from scratch on packed documents."""
     lines = [f"{n} and {m} is {n + m}." * (1 + n % 3) for n in range(40) for m in range(3)]
-    data = {"train": str(jsonl(directory / "sums.jsonl", [{"text": line} for line in lines]))}
+    data = {"train": str(write_jsonl(directory / "sums.jsonl", [{"text": line} for line in lines]))}
     config = {
         "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,

@@ -1,4 +1,4 @@
-"""A small Llama with tokenizer and texts, for run specs of real runs."""
+"""A small Llama with a tokenizer and texts, and run specs that train it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 VOCABULARY = 300
 LORA = {"r": 4, "dropout": 0.1}
-HOW = {"base_dtype": "int8", "gradient_checkpointing": True}
+MODEL_OPTIONS = {"base_dtype": "int8", "gradient_checkpointing": True}
 
 
 def save_small_decoder(directory: Path) -> Path:
-    """Save a Llama of two layers with drawn weights that `from_pretrained` loads."""
+    """Save a Llama of two layers with random weights, for `from_pretrained`."""
     import tokenizers
     import torch
     import transformers
@@ -26,10 +26,10 @@ def save_small_decoder(directory: Path) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     bpe.train_from_iterator([document(number) for number in range(9)], trainer)
-    fast = transformers.PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token="<pad>", eos_token="<end>", bos_token="<end>"
     )
-    fast.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -41,18 +41,21 @@ def save_small_decoder(directory: Path) -> Path:
 
 
 def document(number: int) -> str:
-    """Make a repetitive text that grows by a line with each number."""
+    """Return a repetitive text of 1 to 9 functions."""
     lines = [f"def f{number % 3}(x):\n    return x + {n % 10}\n" for n in range(number % 9 + 1)]
     return f"# {number}\n" + "".join(lines)
 
 
 def decoder_run(task: str, directory: Path, **changes: Any) -> Path:
-    """Write the run spec of LoRA on it, in int8, with dropout, checkpointing and an odd batch.
+    """Write the spec of a LoRA run on the small Llama, with int8 base weights and an odd batch
+    size.
+
+    The run uses dropout and gradient checkpointing.
 
     Args:
-        task: classify, whose texts make batches of several lengths, or causal-lm.
+        task: classify, with batches of texts of several lengths, or causal-lm.
         directory: Directory for all files.
-        changes: Changed keys of the run spec.
+        changes: Keys of the run spec to change.
     """
     source = save_small_decoder(directory / "model")
     if task == "classify":
@@ -68,7 +71,7 @@ def decoder_run(task: str, directory: Path, **changes: Any) -> Path:
         "name": task,
         "task": task,
         "seed": 7,
-        "model": {"source": str(source), **HOW},
+        "model": {"source": str(source), **MODEL_OPTIONS},
         "lora": LORA,
         "data": {"train": str(texts), "holdout": 0.2, "max_tokens": 48},
         "batch": {"samples": 7, "microbatch": 2},

@@ -1,5 +1,5 @@
-"""Small models with a head over a vocabulary, microbatches for their losses, and the largest tensor
-that a loss makes."""
+"""Small models with a head over a vocabulary, microbatches for their losses, and a mode that
+records the size of the largest tensor."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
-MARKS: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+SPECIAL_TOKENS: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 
 
 def model_of(config: Any) -> Any:
-    """A decoder with drawn weights."""
+    """Return a decoder with random weights."""
     torch.manual_seed(3)
-    kind: Any = transformers.AutoModelForCausalLM
-    return kind.from_config(config)
+    auto_model: Any = transformers.AutoModelForCausalLM
+    return auto_model.from_config(config)
 
 
 def llama(vocabulary: int = VOCABULARY, **sizes: Any) -> Any:
@@ -39,12 +39,12 @@ def llama(vocabulary: int = VOCABULARY, **sizes: Any) -> Any:
 
 
 def gemma() -> Any:
-    """Whose logits are capped behind the head."""
+    """Return a decoder that caps the logits after the head."""
     return model_of(transformers.Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=0.2))
 
 
 def cohere() -> Any:
-    """Whose logits are scaled behind the head."""
+    """Return a decoder that scales the logits after the head."""
     return model_of(transformers.CohereConfig(**SIZES, logit_scale=0.3, pad_token_id=0))
 
 
@@ -62,20 +62,20 @@ def t5(vocabulary: int = VOCABULARY, *, tied: bool = True) -> Any:
     torch.manual_seed(3)
     config: Any = transformers.T5Config(
         vocab_size=vocabulary, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
-        dropout_rate=0.0, **MARKS,
+        dropout_rate=0.0, **SPECIAL_TOKENS,
     )  # fmt: skip
     config.tie_word_embeddings = config.scale_decoder_outputs = tied
     return transformers.T5ForConditionalGeneration(config)
 
 
 def bart(vocabulary: int = VOCABULARY) -> Any:
-    """Whose logits have a constant added behind the head."""
+    """Return an encoder-decoder that adds a constant to the logits after the head."""
     torch.manual_seed(3)
     config: Any = transformers.BartConfig(
         vocab_size=vocabulary, d_model=32, encoder_layers=2, decoder_layers=2,
         encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
         decoder_ffn_dim=64, max_position_embeddings=64, dropout=0.0, bos_token_id=0,
-        forced_eos_token_id=None, **MARKS,
+        forced_eos_token_id=None, **SPECIAL_TOKENS,
     )  # fmt: skip
     model: Any = transformers.BartForConditionalGeneration(config)
     model.final_logits_bias.uniform_(-1.0, 1.0)
@@ -83,59 +83,59 @@ def bart(vocabulary: int = VOCABULARY) -> Any:
 
 
 def texts(vocabulary: int = VOCABULARY) -> Batch:
-    """48 tokens, of which a fifth is not predicted."""
+    """Return 48 tokens, a fifth of which have no label."""
     ids = np.random.default_rng(1).integers(0, vocabulary, (2, 24))
     labels = np.where(ids % 5 == 0, -100, np.roll(ids, -1, axis=1))
     return Batch({"input_ids": ids, "labels": labels}, 2.0)
 
 
 def pairs() -> Batch:
-    """One chosen and one rejected answer."""
+    """Return one chosen and one rejected answer."""
     return Batch({name: array[None] for name, array in texts().arrays.items()}, 2.0)
 
 
-def masked(vocabulary: int = VOCABULARY) -> Batch:
-    """The second text is padded."""
-    given = texts(vocabulary)
+def padded_texts(vocabulary: int = VOCABULARY) -> Batch:
+    """Return two texts, the second of which is padded."""
+    batch = texts(vocabulary)
     attention = np.ones((2, 24), np.int64)
     attention[1, 20:] = 0
-    return Batch({**given.arrays, "attention_mask": attention}, 2.0)
+    return Batch({**batch.arrays, "attention_mask": attention}, 2.0)
 
 
-def captured(vocabulary: int = VOCABULARY) -> Batch:
-    """With the four likeliest tokens of a teacher."""
-    draws = np.random.default_rng(2)
-    ids = draws.permuted(np.tile(np.arange(vocabulary - 6), (2, 24, 1)), axis=-1)[..., :4]
-    teacher = draws.uniform(0.0, 0.25, (2, 24, 4)).astype(np.float32)
+def texts_with_teacher(vocabulary: int = VOCABULARY) -> Batch:
+    """Return texts with the four most likely tokens of a teacher."""
+    rng = np.random.default_rng(2)
+    ids = rng.permuted(np.tile(np.arange(vocabulary - 6), (2, 24, 1)), axis=-1)[..., :4]
+    teacher = rng.uniform(0.0, 0.25, (2, 24, 4)).astype(np.float32)
     tail = 1 - teacher.sum(-1)
-    of_teacher = {"teacher_ids": ids, "teacher": teacher, "teacher_tail": tail}
-    return Batch({**texts(vocabulary - 6).arrays, **of_teacher}, 2.0)
+    teacher_arrays = {"teacher_ids": ids, "teacher": teacher, "teacher_tail": tail}
+    return Batch({**texts(vocabulary - 6).arrays, **teacher_arrays}, 2.0)
 
 
 def distillation(vocabulary: int = VOCABULARY) -> DistillationLoss:
-    """The teacher knows six tokens less than the student."""
+    """Return the loss of a student whose teacher has six tokens fewer."""
     return DistillationLoss(0.7, 2.0, vocabulary - 6, has_tail=True, is_drawn=False)
 
 
-OF_TOKENS = partial(token_loss, options={})
-MASKED = partial(labeled_loss, options={})
-TARGETS = partial(target_loss, start=0, padding=0, options={"use_cache": False})
+TOKEN_LOSS = partial(token_loss, options={})
+LABELED_LOSS = partial(labeled_loss, options={})
+TARGET_LOSS = partial(target_loss, start=0, padding=0, options={"use_cache": False})
 
 
-def distilled(vocabulary: int = VOCABULARY) -> Any:
-    """The loss of task distil."""
+def distil_loss(vocabulary: int = VOCABULARY) -> Any:
+    """Return the loss of task distil."""
     return partial(distil._total, loss=distillation(vocabulary), options={})
 
 
 class LargestTensor(TorchDispatchMode):
-    """Watches forward and backward."""
+    """Records the number of elements of the largest tensor that torch returns."""
 
     elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         results = func(*args, **(kwargs or {}))
-        for each in tree_leaves(results):
-            if isinstance(each, torch.Tensor):
-                self.elements = max(self.elements, each.numel())
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, torch.Tensor):
+                self.elements = max(self.elements, leaf.numel())
         return results

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ["Ada", "Bo", "Cy"]
-TAGGED = [
+TAGGED_ROWS = [
     {
         "tokens": ["yesterday", name, "Lovelace", "went", "to", city, "unbelievably", "fast"],
         "tags": ["O", "B-PER", "I-PER", "O", "O", "B-LOC", "O", "O"],
@@ -42,21 +42,31 @@ def save_encoder_decoders(directory: Path) -> dict[str, Path]:
     )
     directories: dict[str, Path] = {}
     torch.manual_seed(0)
-    marks: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    special_tokens: dict[str, Any] = {
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "decoder_start_token_id": 0,
+    }
     t5: Any = transformers.T5Config(
-        vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, **marks
+        vocab_size=len(tokenizer),
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        **special_tokens,
     )
     bart: Any = transformers.BartConfig(
         vocab_size=len(tokenizer), d_model=16, encoder_layers=2, decoder_layers=2,
         encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
         decoder_ffn_dim=32, max_position_embeddings=64, bos_token_id=0, forced_eos_token_id=None,
-        **marks,
+        **special_tokens,
     )  # fmt: skip
-    for name, kind, config in (
+    for name, model_class, config in (
         ("t5", transformers.T5ForConditionalGeneration, t5),
         ("bart", transformers.BartForConditionalGeneration, bart),
     ):
         directories[name] = directory / name
-        kind(config).save_pretrained(directories[name])
+        model_class(config).save_pretrained(directories[name])
         tokenizer.save_pretrained(directories[name])
     return directories

@@ -1,4 +1,4 @@
-"""The commands, links and generated parts of the pages agree with the code."""
+"""Tests that commands, links and generated parts of the documentation match the code."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ from protocol.spec.schema_text import schema_keys
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LINKING = [*PAGES, *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md"))]
+PAGES_WITH_LINKS = [*PAGES, *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md"))]
 CLIS = {"coordinator": coordinator.cli, "worker": worker.cli}
 BLOCK = re.compile(r"^ *```([^\n`]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-
-
 ALTERNATIVES = re.compile(r" \| (?![^\[]*\])")
 
 
 def blocks(page: Path) -> list[str]:
-    """Return the blocks of commands and their output: those without a language after the fence."""
+    """Return the blocks without a language after the fence: commands and their output."""
     return [text for kind, text in BLOCK.findall(page.read_text()) if not kind]
 
 
@@ -49,15 +47,15 @@ def commands_in(page: Path) -> Iterator[str]:
             ):
                 first, *other_commands = ALTERNATIVES.split(command[1])
                 yield first
-                before = re.sub(r"\[.*?\]", "", first).split()[:-1]
-                yield from (" ".join([*before, other]) for other in other_commands)
+                shared_words = re.sub(r"\[.*?\]", "", first).split()[:-1]
+                yield from (" ".join([*shared_words, word]) for word in other_commands)
 
 
 def commands_under(name: str, command: Any) -> Iterator[tuple[str, Any]]:
     """Yield a command and all its subcommands with their full names."""
     yield name, command
-    for word, inner in getattr(command, "commands", {}).items():
-        yield from commands_under(f"{name} {word}", inner)
+    for word, subcommand in getattr(command, "commands", {}).items():
+        yield from commands_under(f"{name} {word}", subcommand)
 
 
 def without_options(line: str) -> str:
@@ -70,28 +68,28 @@ def with_options(line: str) -> str:
     return " ".join(re.sub(r"\[([^]|]*)[^]]*\]", r"\1", line).replace("...", "").split())
 
 
-STANDS_FOR = {"N": "0", "S": "5", "KEY=VALUE": "seed=1", "HOST:PORT": "127.0.0.1:9000"}
+PLACEHOLDERS = {"N": "0", "S": "5", "KEY=VALUE": "seed=1", "HOST:PORT": "127.0.0.1:9000"}
 
 
 def parse(line: str) -> None:
     """Parse the line with the real command line, and run nothing.
 
     Raises:
-        Exception: The command does not accept it.
+        Exception: The command does not accept the line.
     """
-    program, *command_text = (STANDS_FOR.get(word, word) for word in shlex.split(line))
+    program, *command_text = (PLACEHOLDERS.get(word, word) for word in shlex.split(line))
     root = typer.main.get_command(CLIS[program].app)
     for _, command in commands_under(program, root):
         command.callback = None
     root.main(command_text, prog_name=program, standalone_mode=False)
 
 
-def test_the_pages_have_commands():
+def test_pages_have_commands():
     assert sum(len(list(commands_in(page))) for page in PAGES) > 30
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_of_a_page_parse(page):
+def test_commands_of_page_parse(page):
     for line in commands_in(page):
         for command in {without_options(line), with_options(line)}:
             parse(command)
@@ -110,12 +108,12 @@ def test_invalid_commands_fail_to_parse():
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors of the page's headings, as GitHub and the site write them."""
-    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    slugs = (re.sub(r"[^\w\- ]", "", head.lower()) for head in heads)
-    return {head.strip().replace(" ", "-") for head in slugs}
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    slugs = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.strip().replace(" ", "-") for heading in slugs}
 
 
-@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES_WITH_LINKS, ids=lambda page: page.name)
 def test_links_have_targets(page):
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -148,8 +146,10 @@ def key_table(sections: Collection[str]) -> str:
     for key in schema_keys():
         if key.is_section or key.path.split(".")[0] not in sections:
             continue
-        values = [each for each in key.choices.split(" | ") if each]
-        quoted = [each if each in ("list of text", "mapping") else f"`{each}`" for each in values]
+        values = [value for value in key.choices.split(" | ") if value]
+        quoted = [
+            value if value in ("list of text", "mapping") else f"`{value}`" for value in values
+        ]
         choices = key.choices if key.type else ", ".join(quoted)
         kind = ", ".join(filter(None, [key.type, choices]))
         default = f"`{key.default}`" if key.default not in ("required", "-") else key.default
@@ -186,19 +186,19 @@ QUOTE = re.compile(
 
 
 def source_of(path: str, name: str, first: str | None, last: str | None) -> str:
-    """Return a function's source without its docstring, or the lines of it from one to another."""
+    """Return a function's source without its docstring, or its lines from `first` to `last`."""
     text = (ROOT / path).read_text()
     node: Any = ast.parse(text)
     for part in name.split("."):
-        nodes = [each for each in node.body if getattr(each, "name", None) == part]
+        nodes = [child for child in node.body if getattr(child, "name", None) == part]
         assert nodes, f"{path} has no {name}: docs/one-step.md quotes it"
         node = nodes[0]
-    skipped = node.body[0] if ast.get_docstring(node) is not None else None
+    docstring = node.body[0] if ast.get_docstring(node) is not None else None
     lines = [
         re.sub(r"  # (?:fmt|noqa|type):.*", "", line)
         for number, line in enumerate(text.splitlines(), 1)
         if node.lineno <= number <= node.end_lineno
-        and not (skipped and skipped.lineno <= number <= skipped.end_lineno)
+        and not (docstring and docstring.lineno <= number <= docstring.end_lineno)
     ]
     start = min((n for n, line in enumerate(lines) if (first or "") in line), default=None)
     assert start is not None, f"{path}: {name} has no line with {first!r}"
@@ -227,24 +227,28 @@ def test_one_step_quotes_the_source():
     assert len(text.splitlines()) <= 150
 
 
-def as_cell(text: str) -> str:
-    """Return a line of help as a cell of a table: options in code, nothing taken for markup."""
+def table_cell(text: str) -> str:
+    """Return a line of help as a table cell: options as code, markup characters escaped."""
     text = re.sub(r"([|*<])", r"\\\1", " ".join(text.split()))
     return re.sub(r"(?<![\w`-])--[a-z][\w-]*", lambda option: f"`{option[0]}`", text)
 
 
 def help_tables(name: str, command: Any) -> str:
-    """Return what `--help` says of a command, its options and commands as tables."""
+    """Return a command's `--help` text, with its options and subcommands as tables."""
     context = click.Context(command, info_name=name)
-    text = "\n\n".join(as_cell(part) for part in (command.help or "").split("\n\n"))
+    text = "\n\n".join(table_cell(part) for part in (command.help or "").split("\n\n"))
     parts = [f"## {name}", f"```text\n{context.get_usage().removeprefix('Usage: ')}\n```", text]
     records = [parameter.get_help_record(context) for parameter in command.params]
     rows = [record for record in records if record is not None]
-    inner = getattr(command, "commands", {}).items()
-    listed = [(word, each.get_short_help_str(500)) for word, each in inner if not each.hidden]
-    for title, cells in (("option", rows), ("command", listed)):
+    subcommands = getattr(command, "commands", {}).items()
+    subcommand_rows = [
+        (word, subcommand.get_short_help_str(500))
+        for word, subcommand in subcommands
+        if not subcommand.hidden
+    ]
+    for title, cells in (("option", rows), ("command", subcommand_rows)):
         lines = [
-            "| `{}` | {} |".format(names.replace("|", "\\|"), as_cell(meaning))
+            "| `{}` | {} |".format(names.replace("|", "\\|"), table_cell(meaning))
             for names, meaning in cells
         ]
         if lines:
@@ -253,7 +257,7 @@ def help_tables(name: str, command: Any) -> str:
 
 
 def options_page() -> str:
-    """Every command's help."""
+    """Return the page with the help of every command."""
     parts = [
         "# Every option",
         "<!-- generated: SAMESTEP_REWRITE=1 python -m pytest tests/test_docs.py -->",
@@ -279,5 +283,5 @@ def files_of_page(name: str) -> dict[str, str]:
     return dict(re.findall(r"^cat > (\S+) <<END\n(.*?)^END$", text, re.MULTILINE | re.DOTALL))
 
 
-def test_the_tutorial_s_run_spec_validates():
+def test_run_spec_of_the_tutorial_is_valid():
     assert parse_run_spec_text(files_of_page("tutorial.md")["reviews.yaml"]).steps == 100

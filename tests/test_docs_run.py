@@ -1,4 +1,4 @@
-"""Run the commands of the pages: they do what the pages say.
+"""Run the commands of the documentation and check what they do.
 
 Commands that need cards (`--gpus`, Vulkan) are only parsed, by `test_docs`.
 """
@@ -21,8 +21,16 @@ from tests.test_docs import PAGES, commands_in, files_of_page, with_options, wit
 
 pytestmark = pytest.mark.slow
 
-FREE = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0", "--no-announce")
-LOCAL = (*FREE, "--expect-workers", "2", "--local-workers", "2", "--backend", "scripted:1")
+LOOPBACK = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0", "--no-announce")
+LOCAL_WORKERS = (
+    *LOOPBACK,
+    "--expect-workers",
+    "2",
+    "--local-workers",
+    "2",
+    "--backend",
+    "scripted:1",
+)
 RUN = """
 task: scripted
 steps: 60
@@ -31,16 +39,16 @@ scripted: {blocks: 2, block_bytes: 64, samples: 64}
 checkpoint: {every: 20, keep_last: 100}
 """
 NEED_CARDS = re.compile(r"--gpus|vulkan")
-RUN_ELSEWHERE = re.compile(
+TESTED_ELSEWHERE = re.compile(
     r"sine|reviews|classify|curve|spam-1/adapter|teacher|student|--from (COPIES|tower)|logits"
     r"|replicas|--track|coordinator track|worker (data|merge|export|generate)"
 )
-"""Commands of the tutorial, which run below, and those with separate tests."""
+"""Commands of the tutorial, which separate tests below run, and commands that other files test."""
 ADDRESS = re.compile(r"(0\.0\.0\.0|127\.0\.0\.1|192\.168\.1\.20|HOST):(9000|PORT)")
 
 
-def plain(line: str) -> str:
-    """Return the line with one placeholder for equivalent values."""
+def normalize(line: str) -> str:
+    """Return the line with equivalent values replaced by one placeholder."""
     line = ADDRESS.sub("ADDRESS", line).replace("127.0.0.1:9001", "CONTROL")
     line = re.sub(r"runs/sms-spam-1|/var/lib/samestep-coordinator/runs", "DIR", line)
     line = re.sub(r"(?<=coordinator audit) run\b|(?<=coordinator report) run\b", " DIR", line)
@@ -51,19 +59,19 @@ def plain(line: str) -> str:
 def commands_to_run() -> list[str]:
     """Return every command of the pages once, with and without its optional parts."""
     lines = (line for page in PAGES for line in commands_in(page))
-    variants = (plain(form(line)) for line in lines for form in (without_options, with_options))
+    variants = (normalize(form(line)) for line in lines for form in (without_options, with_options))
     commands = (
         re.sub(r" --gpus \S+", "", line) if line.startswith("worker --co") else line
         for line in variants
     )
     return [
         line for line in dict.fromkeys(commands)
-        if not NEED_CARDS.search(line) and not RUN_ELSEWHERE.search(line)
+        if not NEED_CARDS.search(line) and not TESTED_ELSEWHERE.search(line)
     ]  # fmt: skip
 
 
 class PageCommands:
-    """Run commands of the pages, each once, with values for the placeholders in them."""
+    """Runs each command of the pages once, with values for its placeholders."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -95,7 +103,7 @@ class PageCommands:
         return output
 
 
-def test_every_command_of_the_pages_does_what_it_says(tmp_path, monkeypatch):
+def test_every_command_of_the_pages_runs(tmp_path, monkeypatch):
     commands = PageCommands(tmp_path)
     run_and_resume(commands)
     [*_] = commands.matching(
@@ -111,17 +119,19 @@ def test_every_command_of_the_pages_does_what_it_says(tmp_path, monkeypatch):
 
 
 def run_and_resume(commands: PageCommands) -> None:
-    """Runs from a command line, then resumed and inspected."""
-    commands.run(r"coordinator --expect-workers \d .*--run RUN.yaml.*", *LOCAL)
-    commands.run(r"coordinator --run RUN.yaml --out DIR --resume", *LOCAL)
-    assert "has finished" in commands.run(r"coordinator --out DIR --resume", *FREE)
-    repeat = commands.run(r"coordinator --out DIR --resume --from-step \S+", *LOCAL)
-    assert "60 of 60 steps" in repeat
+    """Run a run spec from the command line; then resume and inspect the run."""
+    commands.run(r"coordinator --expect-workers \d .*--run RUN.yaml.*", *LOCAL_WORKERS)
+    commands.run(r"coordinator --run RUN.yaml --out DIR --resume", *LOCAL_WORKERS)
+    assert "has finished" in commands.run(r"coordinator --out DIR --resume", *LOOPBACK)
+    replay_output = commands.run(r"coordinator --out DIR --resume --from-step \S+", *LOCAL_WORKERS)
+    assert "60 of 60 steps" in replay_output
     commands.values |= {"steps=N": "steps=62", "steps=400": "steps=64"}
-    assert "62 of 62 steps" in commands.run(r"coordinator --out DIR --resume --set steps=N", *LOCAL)
-    commands.run(r"coordinator --out DIR --resume --set steps=400", *LOCAL)
+    assert "62 of 62 steps" in commands.run(
+        r"coordinator --out DIR --resume --set steps=N", *LOCAL_WORKERS
+    )
+    commands.run(r"coordinator --out DIR --resume --set steps=400", *LOCAL_WORKERS)
     commands.values["steps=400"] = "steps=66"
-    commands.run(r"coordinator --out DIR --resume --set steps=400 --set .*", *LOCAL)
+    commands.run(r"coordinator --out DIR --resume --set steps=400 --set .*", *LOCAL_WORKERS)
     assert "sound" in commands.run(r"coordinator audit DIR")
     commands.run(r"coordinator report DIR.*")
     assert "<h1>Run" in (commands.directory / "report.html").read_text()
@@ -131,7 +141,7 @@ def run_and_resume(commands: PageCommands) -> None:
 
 
 def control_a_server(commands: PageCommands, cluster: Cluster) -> None:
-    """Commands for a serving coordinator, in a sensible order."""
+    """Run the commands for a serving coordinator, in an order that makes sense."""
     token = commands.run(r"coordinator token show")
     (commands.directory / "join.token").touch(mode=0o600)
     (commands.directory / "join.token").write_text(token)
@@ -208,7 +218,7 @@ def test_the_tutorials_data_trains_and_classifies(tmp_path):
     for line in commands:
         program, *words = shlex.split(line)
         completed = ended(
-            program, *words, *(FREE if program == "coordinator" else ()), cwd=tmp_path
+            program, *words, *(LOOPBACK if program == "coordinator" else ()), cwd=tmp_path
         )
         assert completed.returncode == 0, completed.stdout + completed.stderr
     assert re.match(r"(good|bad) 0\.\d+", completed.stdout)
@@ -223,7 +233,7 @@ def test_the_example_task_learns_its_curve(tmp_path):
     [line] = commands_of_page("runs.md", "curve.yaml")
     program, *words = shlex.split(line)
     completed = subprocess.run(  # a fresh process, to import from its directory
-        [sys.executable, "-m", program, *words, *FREE], cwd=tmp_path,
+        [sys.executable, "-m", program, *words, *LOOPBACK], cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -17,7 +17,7 @@ packaging_requirements = pytest.importorskip("packaging.requirements")
 ROOT = Path(__file__).parents[1]
 RUNS = sorted((ROOT / "deploy" / "runs").glob("*.yaml"))
 LOCKS = sorted({*(ROOT / "requirements").glob("*.txt")} - {ROOT / "requirements" / "rocm.txt"})
-"""Without the ROCm build, whose exact versions have no hashes: the user names the index."""
+"""All lock files except that of the ROCm build, which has no hashes: the user names the index."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PINS = re.compile(r"^([a-z0-9-]+)==(\S+)", re.MULTILINE)
 
@@ -28,7 +28,7 @@ def pins(*names: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_a_sample_run_validates_and_has_a_description(path):
+def test_sample_run_is_valid_and_has_a_description(path):
     assert load_run_spec(path).name == path.stem
     first, second = path.read_text().splitlines()[:2]
     assert first.startswith("# ")
@@ -77,15 +77,17 @@ def test_the_lock_has_every_requirement(extra):
 def test_coordinator_requirements_are_a_subset():
     assert pins("coordinator").items() < pins("run").items()
     requirements = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]]
-    names = {packaging_requirements.Requirement(each).name.lower() for each in requirements}
-    # build requirements of the kernels are not locked
+    names = {packaging_requirements.Requirement(name).name.lower() for name in requirements}
+    # The build requirements of the kernels have a lock file of their own.
     assert names <= {*pins("coordinator"), *pins("build")}
     assert not pins("coordinator").keys() & {"torch", "transformers", "scikit-learn"}
 
 
 def test_requirement_sets_agree_on_versions():
-    separate = [pins("run"), pins("cpu"), pins("dev"), pins("assets")]
-    assert len({name for pinned in separate for name in pinned}) == sum(map(len, separate))
+    disjoint_sets = [pins("run"), pins("cpu"), pins("dev"), pins("assets")]
+    assert len({name for pinned in disjoint_sets for name in pinned}) == sum(
+        map(len, disjoint_sets)
+    )
 
 
 def test_entry_points_exist():
@@ -127,7 +129,9 @@ def test_the_map_names_existing_files():
     assert [path for path in paths if not (ROOT / path).is_file()] == []
 
 
-def test_the_architecture_names_every_room():
+def test_the_architecture_names_every_chapter():
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    rooms = {room.split(".")[1] for room in house.MAY_IMPORT if "." in room}
-    assert [room for room in sorted(rooms) if f" {room} " not in text.replace("/", " ")] == []
+    chapters = {chapter.split(".")[1] for chapter in house.MAY_IMPORT if "." in chapter}
+    assert [
+        chapter for chapter in sorted(chapters) if f" {chapter} " not in text.replace("/", " ")
+    ] == []

@@ -18,7 +18,7 @@ from tests.house import PACKAGES, ROOT
 MAY_IMPORT = house.PACKAGE_MAY
 HEAVY = {"torch", "transformers", "peft", "sklearn", "scipy", "pandas"}
 SHELL_ONLY = {"aiohttp", "prometheus_client", "rich", "structlog", "typer", "uvloop", "zeroconf"}
-SELDOM = {"zeroconf"}
+LAZY_IMPORTS = {"zeroconf"}
 """Packages to import only where they are needed."""
 IMPURE = {
     "asyncio",
@@ -33,7 +33,7 @@ IMPURE = {
 }
 UNSAFE = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
 VAGUE = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}
-FOREIGN = re.compile(
+MACHINE_PATH_OR_REGISTRY = re.compile(
     r"(?<![\w.])/(?:home|opt|root|tmp|Users|work)/"
     r"|(?:pypi|npmjs)[.](?:org|com)|pythonhosted[.]|download[.]pytorch|deb[.]debian"
 )
@@ -69,7 +69,7 @@ Check = Callable[[str, str], Iterable[str]]
 
 def modules_imported(source: str) -> Iterator[tuple[int, str]]:
     """Yield line and dotted name of every absolute import, wherever it occurs."""
-    return ((line, name) for line, name, _ in house.imported(source))
+    return ((line, name) for line, name, _ in house.imports_of(source))
 
 
 def import_directions(path: str, source: str) -> Iterator[str]:
@@ -94,17 +94,19 @@ def no_unsafe_loading(path: str, source: str) -> Iterator[str]:
     for node in house.nodes(source):
         if not isinstance(node, ast.Call):
             continue
-        arguments = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
+        arguments = {
+            keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords
+        }
         for argument in ("trust_remote_code", "allow_pickle"):
             if arguments.get(argument, False) is not False:
                 yield f"{path}:{node.lineno} passes {argument}"
-        loads = isinstance(node.func, ast.Attribute) and node.func.attr == "load"
-        torchs = loads and ast.unparse(node.func) == "torch.load"
-        if torchs and arguments.get("weights_only") is not True:
+        is_load = isinstance(node.func, ast.Attribute) and node.func.attr == "load"
+        is_torch_load = is_load and ast.unparse(node.func) == "torch.load"
+        if is_torch_load and arguments.get("weights_only") is not True:
             yield f"{path}:{node.lineno} calls torch.load without weights_only=True"
 
 
-def telling_names(path: str, _source: str) -> Iterator[str]:
+def descriptive_names(path: str, _source: str) -> Iterator[str]:
     words = {word for part in Path(path).with_suffix("").parts for word in part.split("_")}
     if words & VAGUE:
         yield f"{path}: name it by its concept"
@@ -120,8 +122,8 @@ def sizes(path: str, source: str) -> Iterator[str]:
                 yield f"{path}:{node.lineno} {node.name} has {lines} lines"
 
 
-def interrupts_by_the_fixture(path: str, source: str) -> Iterator[str]:
-    """Any other interrupt, if it escapes a test, ends all tests of its process."""
+def interrupts_only_by_fixture(path: str, source: str) -> Iterator[str]:
+    """An interrupt by other means ends all tests of its process if the test does not catch it."""
     if not path.startswith("tests/") or path == "tests/conftest.py":
         return
     if not any(word in source for word in ("getpid", "raise_signal", "KeyboardInterrupt")):
@@ -135,16 +137,16 @@ def interrupts_by_the_fixture(path: str, source: str) -> Iterator[str]:
 
 def no_machine_paths(path: str, text: str) -> Iterator[str]:
     for number, line in enumerate(text.splitlines(), 1):
-        if match := FOREIGN.search(line):
+        if match := MACHINE_PATH_OR_REGISTRY.search(line):
             yield f"{path}:{number} names {match.group()!r}"
 
 
 PYTHON_CHECKS: tuple[Check, ...] = (
     import_directions,
     no_unsafe_loading,
-    telling_names,
+    descriptive_names,
     sizes,
-    interrupts_by_the_fixture,
+    interrupts_only_by_fixture,
 )
 
 
@@ -177,10 +179,12 @@ def test_no_machine_paths_and_no_registry_hosts():
 
 def test_every_chapter_is_in_the_table_and_has_a_docstring():
     path_by_name = house.modules()
-    rooms = {house.room_of(name, path) for name, path in path_by_name.items()}
-    assert rooms == set(house.MAY_IMPORT)
+    chapters = {house.chapter_of(name, path) for name, path in path_by_name.items()}
+    assert chapters == set(house.MAY_IMPORT)
     undocumented = [
-        room for room in rooms if not ast.get_docstring(ast.parse(path_by_name[room].read_text()))
+        chapter
+        for chapter in chapters
+        if not ast.get_docstring(ast.parse(path_by_name[chapter].read_text()))
     ]
     assert undocumented == []
 
@@ -201,13 +205,13 @@ def test_imports_have_no_cycles():
     assert [m for m in house.module_cycles() if not m.startswith("protocol.spec.")] == []
 
 
-@pytest.mark.parametrize("room", [*house.PURE, *house.PURE_MODULES])
-def test_pure_chapters_import_only_pure_code(room):
+@pytest.mark.parametrize("chapter", [*house.PURE, *house.PURE_MODULES])
+def test_pure_chapters_import_only_pure_code(chapter):
     graph, path_by_name = house.imports_between_modules(), house.modules()
     files_inside = [
         name
         for name in path_by_name
-        if name == room or house.room_of(name, path_by_name[name]) == room
+        if name == chapter or house.chapter_of(name, path_by_name[name]) == chapter
     ]
     assert files_inside
     reachable_modules = set().union(*(house.reachable(name, graph) for name in files_inside))
@@ -222,13 +226,13 @@ def test_pure_chapters_import_only_pure_code(room):
 
 def test_no_two_public_classes_of_a_package_share_a_name():
     """Different packages may: a `Session` of the worker is not one of the coordinator."""
-    where: dict[tuple[str, str], list[str]] = {}
+    modules_by_class: dict[tuple[str, str], list[str]] = {}
     for name, path in house.modules().items():
         for class_name in re.findall(
             r"^class ([A-Za-z]\w*)", path.read_text("utf-8"), re.MULTILINE
         ):
-            where.setdefault((name.split(".")[0], class_name), []).append(name)
-    assert {name: rooms for name, rooms in where.items() if len(rooms) > 1} == {}
+            modules_by_class.setdefault((name.split(".")[0], class_name), []).append(name)
+    assert {name: found for name, found in modules_by_class.items() if len(found) > 1} == {}
 
 
 def test_every_limit_ends_in_its_unit():
@@ -278,9 +282,9 @@ def test_answers_name_existing_files():
         (no_unsafe_loading, "worker/x.py", "load(name, trust_remote_code=True)"),
         (no_unsafe_loading, "worker/x.py", "np.load(name, allow_pickle=flag)"),
         (no_unsafe_loading, "worker/x.py", "torch.load(name)"),
-        (telling_names, "worker/string_utils.py", ""),
+        (descriptive_names, "worker/string_utils.py", ""),
         (sizes, "worker/x.py", "def f():\n" + "    x = 1\n" * FUNCTION_LINES),
-        (interrupts_by_the_fixture, "tests/test_x.py", "os.kill(os.getpid(), 2)"),
+        (interrupts_only_by_fixture, "tests/test_x.py", "os.kill(os.getpid(), 2)"),
         (no_machine_paths, "README.md", "see /" + "tmp/out"),
         (no_machine_paths, "deploy/x.sh", "https://pypi" + ".org/simple"),
     ],
@@ -295,4 +299,4 @@ def test_a_command_starts_without_heavy_imports(command):
     completed = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert set(completed.stdout.split()) & (HEAVY | SELDOM) == set()
+    assert set(completed.stdout.split()) & (HEAVY | LAZY_IMPORTS) == set()

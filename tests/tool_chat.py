@@ -45,7 +45,7 @@ TOOL_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-"""A template like Qwen3's: tools as JSON, calls in marks; earlier turns lose their reasoning."""
+"""A template like Qwen3's: tools as JSON, calls in tags; earlier turns lose their reasoning."""
 
 MARKED_TOOL_TEMPLATE = TOOL_TEMPLATE.replace(
     "{{- '<|im_start|>assistant\\n' }}\n{%- if loop",
@@ -54,7 +54,7 @@ MARKED_TOOL_TEMPLATE = TOOL_TEMPLATE.replace(
     "{{- '<|im_end|>\\n' }}\n{%- elif m.role == 'tool' %}",
     "{{- '<|im_end|>\\n' }}{%- endgeneration %}\n{%- elif m.role == 'tool' %}",
 )
-"""The same with marks around the assistant's text, for transformers' own mask."""
+"""`TOOL_TEMPLATE` with generation markers, from which transformers computes the assistant mask."""
 
 WEATHER_TOOL: dict[str, Any] = {
     "type": "function",
@@ -67,7 +67,7 @@ WEATHER_TOOL: dict[str, Any] = {
 
 
 def tool_run(directory: Path) -> Path:
-    """Write the run spec of LoRA on such chats, from a folder of compressed files."""
+    """Write the spec of a LoRA run on chats with tools, in a folder of compressed files."""
     run = chat_run(directory)
     rows = [{"messages": tool_chat(city)[2:], "tools": [{"name": "weather"}]} for city in _CITIES]
     (directory / "chats").mkdir()
@@ -83,8 +83,8 @@ def tool_run(directory: Path) -> Path:
 
 
 def tool_chat(city: str = "Oslo") -> list[dict[str, Any]]:
-    """Make a chat in OpenAI's shape: two questions, a call with its answer, reasoning in both
-    turns."""
+    """Return a chat in OpenAI's format: two questions, a tool call with its answer, and reasoning
+    in both turns."""
     call = {
         "id": "call_1",
         "type": "function",

@@ -10,7 +10,7 @@ from protocol.spec.sections.optimizer import OptimizerSpec
 
 
 class Lion(torch.optim.Optimizer):
-    """The loop of lion-pytorch 0.2."""
+    """Lion, with the update of lion-pytorch 0.2."""
 
     def __init__(self, groups: Any, lr: float, betas: tuple[float, float]) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas})
@@ -34,7 +34,7 @@ class Lion(torch.optim.Optimizer):
 
 
 def torch_optimizer(spec: OptimizerSpec, groups: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of a spec, for groups that have their own `weight_decay`."""
+    """Return torch's optimizer for a spec; each group has its own `weight_decay`."""
     match spec.name:
         case "adamw":
             return torch.optim.AdamW(

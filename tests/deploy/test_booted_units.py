@@ -102,7 +102,7 @@ def submit(machine, run="paced"):
 def begin(machine):
     """Submit another run and wait for its first step; return a journal position before it, and its
     id."""
-    start = machine.now()
+    start = machine.journal_end()
     run_id = submit(machine)
     machine.wait_for(start, SAMESTEP_RUN_ID=run_id, SAMESTEP_EVENT="committed")
     return start, run_id
@@ -123,7 +123,7 @@ def test_devices_work_for_dynamic_users(machine):
     units = ["samestep-worker@cpu0.service", f"samestep-worker@{second}.service"]
     machine.run("systemctl", "stop", *WORKERS)
     machine.run("systemctl", "start", *units)
-    start = machine.now()
+    start = machine.journal_end()
     run_id = submit(machine, "digits")
     result = ended(machine, run_id, start)
     for unit in (COORDINATOR, *units):
@@ -179,7 +179,7 @@ def test_a_stop_drains_and_a_start_resumes(cluster, digest):
         assert cluster.show(unit, "Result") == "success"
     result_text = cluster.path(f"{COORDINATOR_HOME}/runs/{run_id}/result.json").read_text()
     assert json.loads(result_text)["outcome"] == "drained"
-    start = cluster.now()
+    start = cluster.journal_end()
     cluster.run("systemctl", "start", COORDINATOR, WORKERS[0])
     cluster.wait_for_status(COORDINATOR, rf"\w+, run {run_id} step \d+ of {STEPS}, \d of 2 workers")
     assert ended(cluster, run_id, start)["weights_digest"] == digest
@@ -198,7 +198,7 @@ def test_errors_that_need_an_operator_do_not_restart(machine, options, code):
     unit = f"samestep-worker@cpu{code}.service"
     lines = [f"{name}={value}\n" for name, value in options.items()]
     machine.write(f"/etc/samestep/worker-cpu{code}.env", "".join(lines))
-    start = machine.now()
+    start = machine.journal_end()
     machine.run("systemctl", "start", "--no-block", unit)
     machine.wait_for(start, MESSAGE_ID=FAILED, UNIT=unit, UNIT_RESULT="exit-code")
     assert machine.show(unit, "ActiveState") == "failed"
@@ -212,7 +212,7 @@ def test_an_unreachable_coordinator_is_retried(machine):
     unit = "samestep-worker@cpu69.service"
     options = "SAMESTEP_COORDINATOR=127.0.0.1:9\nSAMESTEP_RETRY_FOR=0\n"
     machine.write("/etc/samestep/worker-cpu69.env", options)
-    start = machine.now()
+    start = machine.journal_end()
     machine.run("systemctl", "start", "--no-block", unit)
     machine.wait_for(start, MESSAGE_ID=EXITED, UNIT=unit, EXIT_STATUS="69")
     machine.wait_for(start, MESSAGE_ID=RESTART_SCHEDULED, UNIT=unit)

@@ -10,7 +10,7 @@ import pytest
 from tests import reading_task
 from tests.cluster import Cluster
 from tests.processes import Process, start
-from tests.restricted_worker import LACKING
+from tests.restricted_worker import FEATURES
 
 READ = f"task: {reading_task.NAME}\nsteps: 3\nbatch: {{samples: 18, microbatch: 1}}\n"
 REGRESS = "task: regress\nsteps: 3\nbatch: {samples: 8, microbatch: 2}\n"
@@ -36,11 +36,11 @@ def worker_without(
     return process
 
 
-ALL = ",".join(LACKING)
+ALL = ",".join(FEATURES)
 
 
 @pytest.mark.parametrize(
-    "systems", [[ALL], pytest.param(list(LACKING), marks=pytest.mark.slow, id="each")]
+    "systems", [[ALL], pytest.param(list(FEATURES), marks=pytest.mark.slow, id="each")]
 )
 def test_files_are_fetched_and_a_run_finishes_without_features(tmp_path, systems):
     (tmp_path / "data.txt").write_text("something good")

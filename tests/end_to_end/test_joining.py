@@ -251,4 +251,4 @@ def test_control_token_is_shown_on_terminals_in_the_fragment():
 def test_the_control_token_of_a_running_coordinator(tmp_path):
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
         token = command("token", "control", cluster.address["control"])
-        assert f"Bearer {token}" == cluster._bearing()["Authorization"]
+        assert f"Bearer {token}" == cluster._authorization()["Authorization"]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster import Cluster
 from tests.small_chat import chat_run, save_chat_model
-from tests.small_sequences import PAIRS, TAGGED, save_encoder_decoders
+from tests.small_sequences import PAIRS, TAGGED_ROWS, save_encoder_decoders
 
 ROWS: list[dict[str, Any]] = [
     {"text": f"{a} and {b}", "more": f"{n} of {b}", "labels": [a, b], "value": n / 4}
@@ -45,7 +45,7 @@ def run_of(kind: str, directory: Path) -> Path:
         model = directory / "model"
         save_chat_model(model)
         if kind == "tag":
-            rows, task = TAGGED, kind
+            rows, task = TAGGED_ROWS, kind
     path = directory / "rows.json"
     path.write_text(json.dumps(rows))
     run = directory / "run.yaml"

@@ -14,13 +14,13 @@ import samestep.hf
 from backends.losses import logits_in_parts, vocabulary_loss
 from samestep.hf.losses import SAMPLES, SummedLoss
 from tests.backends.losses.test_vocabulary_loss import AT_ONCE, LARGE, assert_same_gradients
-from tests.small_heads import VOCABULARY, LargestTensor, bart, bert, gemma, llama, masked, t5
+from tests.small_heads import VOCABULARY, LargestTensor, bart, bert, gemma, llama, padded_texts, t5
 
 MODELS: dict[str, Any] = {"llama": llama, "gemma": gemma, "bert": bert, "t5": t5, "bart": bart}
 
 
 def items(vocabulary: int = VOCABULARY) -> list[dict[str, torch.Tensor]]:
-    arrays = {name: torch.tensor(array) for name, array in masked(vocabulary).arrays.items()}
+    arrays = {name: torch.tensor(array) for name, array in padded_texts(vocabulary).arrays.items()}
     return [{name: array[row] for name, array in arrays.items()} for row in range(2)]
 
 

@@ -1,10 +1,9 @@
 """A whole cluster in one process, from one seed: coordinators, workers, network, disk and
 operators.
 
-It runs the product: its service and its client with everything below them, on event loops in
-virtual time. The seed decides how long messages, gradients, disks and operators take, and
-disturbances occur between events. A run with a live worker must end, and nothing on the way may
-change the bits of the undisturbed run.
+It runs the product's service and client, and everything below them, on event loops in virtual time.
+The seed decides how long messages, gradients, disks and operators take, and which disturbances
+occur between events. A run with a live worker must end, and no disturbance may change its bits.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ from tests.simulation.replica_job import REPLICA_VARIANTS, replica_job_of
 from tests.simulation.virtual_time import Clock
 from worker.shell import file_fetcher
 
-_MOST_EVENTS: Final = 400_000
-_LOOKS_EVERY_MS: Final = 500.0
+_MAX_EVENTS: Final = 400_000
+_OPERATOR_INTERVAL_MS: Final = 500.0
 _QUIET_MS: Final = 120_000.0
-"""After this time without a message of any worker, none will come."""
-_LEAVES_IN_MS: Final = 60_000.0
-"""Within this time a drained worker leaves, if nothing is stalled or cut off; plus the time for the
-work that it owes."""
-_OWES_MICROBATCHES: Final = 100
-"""At most: all inner phases of a round, if no other worker is active."""
-_WITH_FILES: Final = 0.2
-"""Fraction of runs that read a file that workers fetch."""
+"""If nothing happens for this long, nothing will."""
+_LEAVE_TIMEOUT_MS: Final = 60_000.0
+"""A drained worker must leave within this time, plus the time for its owed work, if nothing is
+stalled or cut off."""
+_MAX_OWED_MICROBATCHES: Final = 100
+"""All inner phases of a round: one worker owes them if no other worker is active."""
+_FILE_PROBABILITY: Final = 0.2
+"""Probability that a run reads a file, which workers fetch."""
 _FILE_BYTES: Final = (300, 10_000, 20_000)
-"""One chunk, or several."""
+"""Sizes of one chunk and of several."""
 _PATH_CHARACTERS: Final = 200
 """Length of the directory's path: paths are sent and written, and their length must not depend on
 its location."""
@@ -68,16 +67,16 @@ _LIMITS: Final = {
     "ROW_GROUP_BYTES": 4 * LAYOUT.sample_bytes,
     "PEER_PROBE_BYTES": 500,
 }
-"""Small limits, so that tiny blocks travel in several chunks through queues that fill; and timers
-as late and rare as in a busy process."""
+"""Limits so small that tiny blocks travel in several chunks and fill the queues; the timers are as
+slow as in a busy process."""
 
 
 class Stuck(AssertionError):
-    """No event remains, and the run is not over."""
+    """The run is not over, but nothing happens any more."""
 
 
 @dataclass
-class Told:
+class SimulationResult:
     """The outcome of a simulation."""
 
     outcomes: list[Outcome]
@@ -92,19 +91,19 @@ class Cluster:
     """One simulation; `run` it to its end.
 
     Args:
-        seed: Decides everything.
+        seed: Seed of all random decisions.
         root: An empty directory; events do not depend on its location.
-        calm: Whether there are no disturbances.
-        often: Disturbances that occur more often than others, joined with +.
+        calm: Whether to simulate without disturbances.
+        often: Names of disturbances that occur more often than others, joined with +.
         runs: Number of consecutive runs.
         steps: Steps of each run.
         files: Whether workers fetch a file for each run.
         evaluators: Number of workers that evaluate while others train.
-        captures: Whether runs capture rows, and train nothing.
-        embeds: Whether their loss couples all samples of a step.
+        captures: Whether runs capture rows instead of training.
+        embeds: Whether the loss couples all samples of a step.
         buffers: Whether forward changes buffers.
         replicas: Whether runs have replicas with inner phases.
-        way: Topology of the exchange.
+        topology: Topology of the exchange.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Cluster:
         embeds: bool = False,
         buffers: bool = False,
         replicas: bool = False,
-        way: Topology = "star",
+        topology: Topology = "star",
     ) -> None:
         self.seed = seed
         self.rng = rng = Random(seed)
@@ -143,21 +142,23 @@ class Cluster:
         self._unlike = not calm and rng.random() < 0.15
         steps = steps or (MANY_STEPS if not calm and rng.random() < 0.005 else STEPS)
         count = runs or (1 if calm else rng.choice((1, 1, 1, 1, 1, 1, 1, 1, 2)))
-        of, variants = (replica_job_of, REPLICA_VARIANTS) if replicas else (job_of, VARIANTS)
-        also: dict[str, Any] = {"captures": True} if captures else {}
+        build_job, variants = (replica_job_of, REPLICA_VARIANTS) if replicas else (job_of, VARIANTS)
+        variant_options: dict[str, Any] = {"captures": True} if captures else {}
         if embeds:
-            also["embeds"] = True
+            variant_options["embeds"] = True
         if buffers:
-            also["buffers"] = True
-        if way != "star":
-            also["way"] = way
+            variant_options["buffers"] = True
+        if topology != "star":
+            variant_options["topology"] = topology
         self.peers = WorkerPorts(self.network)
         self.wiring = Random(f"wiring {seed}")
-        jobs: list[Job] = [of(rng.randrange(variants), steps, **also) for _ in range(count)]
+        jobs: list[Job] = [
+            build_job(rng.randrange(variants), steps, **variant_options) for _ in range(count)
+        ]
         self.jobs = jobs
         self.ledgers = [Ledger(job, self.disk.root / f"run-{n}") for n, job in enumerate(jobs)]
         for number, ledger in enumerate(self.ledgers):
-            if files or (not calm and rng.random() < _WITH_FILES):
+            if files or (not calm and rng.random() < _FILE_PROBABILITY):
                 ledger.data = root / f"data-{number}"
                 ledger.data.write_bytes(rng.randbytes(rng.choice(_FILE_BYTES)))
         self.poison: set[Any] = set()
@@ -178,7 +179,7 @@ class Cluster:
         self._free_since_ms = 0.0
         self._seen: Any = None
 
-    def run(self) -> Told:
+    def run(self) -> SimulationResult:
         """Simulate to the end of the last run.
 
         Raises:
@@ -190,15 +191,15 @@ class Cluster:
                 self.start_worker()
             for _ in range(self._evaluators):
                 self.start_worker(evaluates=True)
-            self.clock.after(_LOOKS_EVERY_MS, self._look)
+            self.clock.after(_OPERATOR_INTERVAL_MS, self._operate)
             try:
-                events = self._to_the_end()
+                events = self._run_events()
             finally:
                 for process in (*self.workers, *self.coordinators):
                     if process.alive:
                         process.end()
                     self.disk.close(process.fds)
-        return Told(
+        return SimulationResult(
             [ledger.outcome.outcome for ledger in self.ledgers if ledger.outcome is not None],
             [
                 ledger.expected(len(ledger.skips)).replica.weights_digest()
@@ -221,7 +222,7 @@ class Cluster:
             stack.enter_context(Probes(self).in_place())
             yield
 
-    def _to_the_end(self) -> int:
+    def _run_events(self) -> int:
         """Simulate until all runs are over; return the number of events."""
         rng, clock, haste = self.rng, self.clock, self._haste
         events = 0
@@ -231,20 +232,20 @@ class Cluster:
                 unfinished.pop()
                 continue
             events += 1
-            if events > _MOST_EVENTS:
-                raise Stuck(f"no end after {_MOST_EVENTS} events: {self._described()}")
+            if events > _MAX_EVENTS:
+                raise Stuck(f"no end after {_MAX_EVENTS} events: {self._describe()}")
             clock.step()
             if self._budget and rng.random() < haste:
                 self._budget -= 1
-                self.disturbances.happen()
+                self.disturbances.disturb()
         return events
 
-    def noticing(self, check: Callable[[], None]) -> None:
-        """Check the inside of the product; a violation ends the simulation."""
+    def check_product(self, check: Callable[[], None]) -> None:
+        """Check internal state of the product; a violation ends the simulation."""
         try:
             check()
-        except Exception as error:  # noqa: BLE001 -- the product would take it for its own
-            self.clock.trouble.append(error)
+        except Exception as error:  # noqa: BLE001 -- the product would handle it
+            self.clock.errors.append(error)
 
     # State.
 
@@ -260,8 +261,7 @@ class Cluster:
         return coordinator.execution if coordinator is not None else None
 
     def job(self, spec: RunSpec) -> Job:
-        """Return the job of a worker's run spec, in which the worker has replaced the path of the
-        data."""
+        """Return the job of a run spec in which a worker has replaced the path of the data."""
         spec_without_data = spec.model_copy(update={"data": None})
         candidates = [ledger for ledger in self.ledgers if ledger.job.spec == spec_without_data]
         if spec.data is not None:
@@ -281,8 +281,8 @@ class Cluster:
         """Start a coordinator if none is alive; a successor also takes over from a disconnected
         one."""
         self._restarting = False
-        last = self.coordinators[-1] if self.coordinators else None
-        if last is not None and last.alive and not (take_over and last.side):
+        newest = self.coordinators[-1] if self.coordinators else None
+        if newest is not None and newest.alive and not (take_over and newest.side):
             return
         self.coordinators.append(CoordinatorProcess(self))
 
@@ -300,8 +300,7 @@ class Cluster:
         self.workers.append(WorkerProcess(self, chosen_flaws))
 
     def cache(self, worker: WorkerProcess) -> Path:
-        """Return a worker's cache directory, with the files that an earlier worker of its machine
-        left."""
+        """Return a worker's cache directory, which may hold files of an earlier worker."""
         used_caches = {other.cache for other in self.workers if other.alive}
         free_caches = [self.root / f"cache-{n}" for n in range(len(self.workers) + 1)]
         worker.cache = self.rng.choice(
@@ -310,19 +309,20 @@ class Cluster:
         return worker.cache
 
     def commits(self, coordinator: CoordinatorProcess) -> None:
-        """A commit is being written: run the actions that wait for this moment."""
-        act, coordinator.at_commit = coordinator.at_commit, None
-        if act is not None:
+        """Run the action that waits for the moment when a commit is being written."""
+        action, coordinator.at_commit = coordinator.at_commit, None
+        if action is not None:
             delay_ms = self.rng.choice((0.0, coordinator.pace_ms / 2)) * self.rng.random()
-            self.clock.after(delay_ms, act)
+            self.clock.after(delay_ms, action)
 
-    def disk_refuses(self, reason: str) -> bool:
-        """Return whether this reason prevents a coordinator from starting."""
+    def is_disk_failure(self, reason: str) -> bool:
+        """Return whether the reason is that of a failing disk, so that a coordinator may not
+        start."""
         failing = self.disturbed["disk"] + self.disturbed["cut_and_refuse"]
         return bool(failing) and ("space" in reason or "nput/output" in reason)
 
     def halted(self, coordinator: CoordinatorProcess, execution: Execution) -> None:
-        """An operator notices it, sooner or later."""
+        """Continue a halted run after a random delay, as an operator does."""
         if execution not in self._continuing:
             self._continuing.add(execution)
             delay_ms = self.rng.choice((5.0, 50.0, 1000.0)) * (0.1 + self.rng.random())
@@ -341,37 +341,43 @@ class Cluster:
         skip = skip and run.steps_committed >= len(ledger.skips)
         execution.command(ContinueRun(skip))
 
-    def _look(self) -> None:
-        """Operators intervene: they restart a coordinator that ended, and workers if needed."""
-        self.clock.after(_LOOKS_EVERY_MS, self._look)
+    def _operate(self) -> None:
+        """Act as the operators: restart a coordinator that ended, and workers if needed.
+
+        Raises:
+            Stuck: Nothing happens any more.
+        """
+        self.clock.after(_OPERATOR_INTERVAL_MS, self._operate)
         has_coordinator = any(coordinator.alive for coordinator in self.coordinators)
         if not has_coordinator and not self._restarting:
             self.restart_soon()
-        able = [w for w in self.workers if w.alive and not w.flaws.cannot_build and not w.draining]
-        evaluating = [worker for worker in able if worker.flaws.evaluates]
-        if len(able) - len(evaluating) < self._needed():
+        able_workers = [
+            w for w in self.workers if w.alive and not w.flaws.cannot_build and not w.draining
+        ]
+        evaluators = [worker for worker in able_workers if worker.flaws.evaluates]
+        if len(able_workers) - len(evaluators) < self._needed():
             self.start_worker()
-        if len(evaluating) < self._evaluators:
+        if len(evaluators) < self._evaluators:
             self.start_worker(evaluates=True)
         progress = (
             self.events, self.transmitted, len(self.workers), len(self.coordinators),
             self.disturbed.total(),
         )  # fmt: skip
         now_ms = self.clock.now_ms
-        stalled = any(
+        is_stalled = any(
             now_ms < p.stalled_until_ms or p.side for p in (*self.workers, *self.coordinators)
         )
-        if stalled:
+        if is_stalled:
             self._free_since_ms = now_ms
         for worker in self.workers:
             since_ms = max(self._free_since_ms, worker.draining_since_ms)
-            owed_ms = _OWES_MICROBATCHES * worker.flaws.microbatch_ms
-            is_leaving = not worker.alive or now_ms < since_ms + _LEAVES_IN_MS + owed_ms
-            assert is_leaving, "a worker that was asked to leave is forgotten"
-        if progress != self._seen or stalled:
+            owed_ms = _MAX_OWED_MICROBATCHES * worker.flaws.microbatch_ms
+            is_leaving = not worker.alive or now_ms < since_ms + _LEAVE_TIMEOUT_MS + owed_ms
+            assert is_leaving, "a worker that was asked to leave does not leave"
+        if progress != self._seen or is_stalled:
             self._seen, self._quiet_since_ms = progress, now_ms
         elif now_ms > self._quiet_since_ms + _QUIET_MS:
-            raise Stuck(self._described())
+            raise Stuck(self._describe())
 
     def _needed(self) -> int:
         execution = self.execution
@@ -386,11 +392,12 @@ class Cluster:
             ledger.excused.add(f"worker-{worker.instance}")
 
     def spoils(self, worker: WorkerProcess) -> None:
-        """The worker sends what it computed; a crash caused by a flipped bit may follow soon."""
-        if worker.flipped and worker.flaws.dies_of_it:
+        """Let a worker whose bit flipped crash soon after it sends a result, if its flaws say
+        so."""
+        if worker.flipped and worker.flaws.dies_after_flip:
             self.clock.after(3 * self.network.latency_ms * self.rng.random(), worker.kill)
 
-    def _described(self) -> str:
+    def _describe(self) -> str:
         execution = self.execution
         if execution is None:
             return "nothing can happen, and no run is in progress"
@@ -403,5 +410,6 @@ class Cluster:
         return (
             f"nothing can happen: {run.phase.value}, step {run.steps_committed}, "
             f"members {members}, "
-            f"owed by {waiting_for}, unfinished {owing}, nobody's {round_ and round_.unassigned()}"
+            f"owed by {waiting_for}, unfinished {owing}, "
+            f"unassigned {round_ and round_.unassigned()}"
         )

@@ -24,31 +24,31 @@ def _home(tmp_path_factory):
 
 @pytest.fixture
 def play(_home, monkeypatch):
-    """Return a function that plays a seed to its end in a directory of its own: in memory if there
-    is space, unless the test names a directory."""
+    """Return a function that simulates a seed to its end, in a temporary directory: in memory where
+    possible, unless the test names its location."""
     monkeypatch.setenv("SAMESTEP_HOME", str(_home))
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     memory = Path("/dev/shm")
-    where = memory if memory.is_dir() else None
+    parent = memory if memory.is_dir() else None
 
-    def play(seed, where=where, **options):
-        # Collect garbage between two plays, not during one: a seed must behave the same each time.
+    def play(seed, parent=parent, **options):
+        # Collect garbage between two simulations only: a seed must behave the same each time.
         gc.disable()
         try:
-            with tempfile.TemporaryDirectory(dir=where) as root:
+            with tempfile.TemporaryDirectory(dir=parent) as root:
                 return Cluster(seed, Path(root), **options).run()
         finally:
             gc.enable()
             gc.collect()
-            _freeze_what_is_imported()
+            _freeze_imports()
 
     yield play
     structlog.reset_defaults()
 
 
 @cache
-def _freeze_what_is_imported():
-    """Freeze imported modules once, so that no collection between plays scans them again."""
+def _freeze_imports():
+    """Freeze imported modules once, so that later garbage collections do not scan them."""
     gc.freeze()
 
 
@@ -70,9 +70,9 @@ def pytest_terminal_summary(terminalreporter):
                     planted.append(counts)
     if planted:
         terminalreporter.section("planted faults, and the seed that showed each")
-        for fault, seed, how, first in sorted(planted):
+        for fault, seed, options, first in sorted(planted):
             slow = "" if seed == first else f"; the table's {first} no longer does, {seed} is quick"
-            terminalreporter.write_line(f"{seed:5}  {fault}  ({how}{slow})")
+            terminalreporter.write_line(f"{seed:5}  {fault}  ({options}{slow})")
     if not total["schedules"]:
         return
     seconds = total.pop("ms") / 1000

@@ -41,29 +41,29 @@ class Flaws:
 
     microbatch_ms: float
     pace_ms: float
-    """Its speed without disturbances."""
+    """Time per microbatch without disturbances."""
     cannot_build: bool = False
     evaluates: bool = False
-    """Not a fault: the worker only evaluates."""
+    """Whether the worker only evaluates; this is not a fault."""
     flavour: int = 0
     nonfinite_once: set[tuple[int, int]] = field(default_factory=set)
     """(step, block) of the next gradient that is not finite."""
     flips: set[int] = field(default_factory=set)
     """Steps after which a bit of the replica flips."""
-    dies_of_it: bool = False
-    """Called when it sends results computed after a bit has flipped."""
+    dies_after_flip: bool = False
+    """Whether the worker crashes when it sends results that it computed after a bit flipped."""
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """The environment of a device.
+class DeviceEnvironment:
+    """What a simulated device needs from the simulation.
 
     Attributes:
         rng: The generator of the seed.
-        job: The job of a run spec.
+        job: Returns the job of a run spec.
         poison: (step, microbatch, block) whose gradient is not finite on any device.
         charge: Lets time pass for a computation.
-        replica: The worker's replica, if it has one.
+        replica: Returns the worker's replica, if it has one.
         flip: Chooses the bit that flips now, and records the flip.
     """
 
@@ -83,13 +83,13 @@ class SimulatedDevice:
     parity = ""
     loss_scale = 1.0
 
-    def __init__(self, flaws: Flaws, surroundings: Surroundings) -> None:
+    def __init__(self, flaws: Flaws, environment: DeviceEnvironment) -> None:
         self._flaws = flaws
-        self._around = surroundings
+        self._environment = environment
         self._job: Job | None = None
         self._parameters: list[Array] = []
-        self._own: list[bytes] = []
-        self._embedded: list[Rows] = []
+        self._loaded_bytes: list[bytes] = []
+        self._embedding_rows: list[Rows] = []
 
     # worker.shell.engine.BackendFactory
 
@@ -97,10 +97,10 @@ class SimulatedDevice:
         return self
 
     def task(self, spec: RunSpec) -> Any:
-        self._around.charge(self._around.rng.choice((5.0, 50.0, 300.0)))
+        self._environment.charge(self._environment.rng.choice((5.0, 50.0, 300.0)))
         if self._flaws.cannot_build:
             raise DataError("scripted to fail")
-        self._job = self._around.job(spec)
+        self._job = self._environment.job(spec)
         return _Flavoured(self._job, self._flaws.flavour)
 
     # backends.base.interface.Backend
@@ -127,7 +127,7 @@ class SimulatedDevice:
     def rows(self, batch: Batch) -> Captured:
         job = self._job
         assert job is not None
-        self._around.charge(self._flaws.microbatch_ms)
+        self._environment.charge(self._flaws.microbatch_ms)
         samples = batch.arrays["sample_ids"].tolist()
         return Captured(job.rows(samples), job.captured_loss(samples))
 
@@ -135,10 +135,10 @@ class SimulatedDevice:
         job = self._job
         assert job is not None
         for _, seed in leaves:
-            self._around.charge(self._flaws.microbatch_ms / 3)
-            step, microbatch = job.place(seed)
-            rows = job.embedded(self._parameters, step, microbatch)
-            if self._is_spoilt(step, microbatch, -1):
+            self._environment.charge(self._flaws.microbatch_ms / 3)
+            step, microbatch = job.step_and_microbatch(seed)
+            rows = job.embedding_rows(self._parameters, step, microbatch)
+            if self._is_nonfinite(step, microbatch, -1):
                 rows[0, :4].view(np.float32)[0] = np.nan
             yield rows
 
@@ -148,20 +148,20 @@ class SimulatedDevice:
         return self._job.step_loss(rows)
 
     def take_embedded(self) -> list[Rows]:
-        embedded, self._embedded = self._embedded, []
-        return embedded
+        rows, self._embedding_rows = self._embedding_rows, []
+        return rows
 
     def load(self, parameters: list[Array]) -> None:
-        replica, flaws = self._around.replica(), self._flaws
+        replica, flaws = self._environment.replica(), self._flaws
         if replica is not None and parameters[0] is replica.parameters[0]:
-            # The state that digests report from here on. The next digest alone shows a bit that
-            # flips later, for example before an evaluation.
-            is_unchanged = self._own == [values.tobytes() for values in parameters]
+            # From here on digests report this state. A bit that flips later, for example before
+            # an evaluation, shows only in the next digest.
+            is_unchanged = self._loaded_bytes == [values.tobytes() for values in parameters]
             if not is_unchanged and replica.step in flaws.flips:
                 flaws.flips.discard(replica.step)
-                replica.arrays("parameters")[1].view(np.uint32)[0] ^= self._around.flip()
-            self._own = [values.tobytes() for values in parameters]
-        self._around.charge(_HOST_MS)
+                replica.arrays("parameters")[1].view(np.uint32)[0] ^= self._environment.flip()
+            self._loaded_bytes = [values.tobytes() for values in parameters]
+        self._environment.charge(_HOST_MS)
         self._parameters = [values.copy() for values in parameters]
 
     def gradients(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
@@ -173,30 +173,30 @@ class SimulatedDevice:
         return Microbatch(self._items(batch, seed), lambda: None)
 
     def _items(self, batch: Batch, seed: int) -> Iterator[GradientItem]:
-        job, rng = self._job, self._around.rng
+        job, rng = self._job, self._environment.rng
         assert job is not None
-        step, microbatch = job.place(seed)
-        probe = not seed
-        carries = EMBEDDING_GRADIENT + "embedding" in batch.arrays
-        if carries:
-            self._embedded.append(job.embedded(self._parameters, step, microbatch))
+        step, microbatch = job.step_and_microbatch(seed)
+        is_probe = not seed
+        has_embedding_gradient = EMBEDDING_GRADIENT + "embedding" in batch.arrays
+        if has_embedding_gradient:
+            self._embedding_rows.append(job.embedding_rows(self._parameters, step, microbatch))
         for block in reversed(range(len(job.blocks))):
             values = job.gradient(self._parameters, step, microbatch, block, batch.arrays)
-            if not probe:
+            if not is_probe:
                 if block == len(job.blocks) - 1:
-                    self._around.charge(self._flaws.microbatch_ms)
+                    self._environment.charge(self._flaws.microbatch_ms)
                 elif rng.random() < 0.3:
-                    self._around.charge(self._flaws.microbatch_ms / 8)
-                if self._is_spoilt(step, microbatch, block):
+                    self._environment.charge(self._flaws.microbatch_ms / 8)
+                if self._is_nonfinite(step, microbatch, block):
                     values[0] = np.nan
             yield BlockGradient(block, values)
         loss = job.loss(self._parameters, step, microbatch)
-        if not probe and not carries and self._is_spoilt(step, microbatch, -1):
+        if not is_probe and not has_embedding_gradient and self._is_nonfinite(step, microbatch, -1):
             loss = float("inf")
         yield Loss(loss, batch.weight)
 
-    def _is_spoilt(self, step: int, microbatch: int, block: int) -> bool:
-        if (step, microbatch, block) in self._around.poison:
+    def _is_nonfinite(self, step: int, microbatch: int, block: int) -> bool:
+        if (step, microbatch, block) in self._environment.poison:
             return True
         if (step, block) in self._flaws.nonfinite_once:
             self._flaws.nonfinite_once.discard((step, block))
@@ -205,15 +205,15 @@ class SimulatedDevice:
 
     def evaluate(self, batch: Batch) -> Sums:
         assert self._job is not None
-        self._around.charge(self._flaws.microbatch_ms)
+        self._environment.charge(self._flaws.microbatch_ms)
         return self._job.sums(self._parameters, int(batch.weight))
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
 
 class _Flavoured:
-    """The job's task, which on some machines starts from other weights."""
+    """The job's task; on machines of another flavour it starts from other weights."""
 
     def __init__(self, job: Job, flavour: int) -> None:
         self._job = job

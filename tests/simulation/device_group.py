@@ -1,7 +1,7 @@
-"""A simulated worker with several devices: separate engines, whose processes die.
+"""A simulated worker with several devices: separate engines, whose processes may die.
 
-Decisions, the engine of the group and the engines of the devices are the product's. Orders and
-reports take time and stay in order; a device that dies loses the report it was about to send.
+The group's logic and engine and the devices' engines are the product's. Orders and reports take
+time and stay in order; a device that dies loses the report that it was about to send.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from worker.shell.group_engine import LossHandler, ReportHandler
 
 _LATENCY_MS: Final = 0.2
 
-MakeDevice = Callable[[Callable[[float], None]], SimulatedDevice]
-"""Takes the function that lets time pass for the device."""
+DeviceFactory = Callable[[Callable[[float], None]], SimulatedDevice]
+"""Builds a device; its argument is the function that lets time pass for the device."""
 
 
 class SimulatedDevices:
@@ -39,7 +39,7 @@ class SimulatedDevices:
     Args:
         process: The worker's process.
         rng: Decides which device dies, and when.
-        make: Makes the device of a process.
+        make: Builds the device of a process.
         flips: Steps after which a bit of the group's replica flips.
         flip: Chooses the bit that flips now, and records the flip.
     """
@@ -50,13 +50,13 @@ class SimulatedDevices:
         self,
         process: Process,
         rng: Random,
-        make: MakeDevice,
+        device_factory: DeviceFactory,
         flips: set[int],
         flip: Callable[[], int],
     ) -> None:
         self._process = process
         self._rng = rng
-        self._make = make
+        self._device_factory = device_factory
         self._flips, self._flip = flips, flip
         self.links: list[_Link] = []
 
@@ -64,7 +64,7 @@ class SimulatedDevices:
         return _FlippingReplica(blocks, optimizer, self._flips, self._flip)
 
     def start(self, name: str, reported: ReportHandler, lost: LossHandler) -> _Link:
-        self.links.append(_Link(name, self._process, self._make, reported, lost))
+        self.links.append(_Link(name, self._process, self._device_factory, reported, lost))
         if self._rng.random() < 0.3:
             after_ms = self._rng.choice((30.0, 300.0, 3000.0)) * self._rng.random()
             self._process.clock.after(after_ms, self.links[-1].die, self._process)
@@ -72,11 +72,11 @@ class SimulatedDevices:
 
     def are_worn_out(self) -> bool:
         """Return whether each process has died once more than it may be restarted."""
-        death_counts = Counter(link.name for link in self.links if link.died)
+        death_counts = Counter(link.name for link in self.links if link.has_died)
         return min(death_counts[link.name] for link in self.links) > MOST_RESTARTS
 
     def close(self) -> None:
-        """End with the process."""
+        """Do nothing: the devices end with the process."""
 
 
 class _FlippingReplica(Replica):
@@ -108,15 +108,15 @@ class _Link:
         self,
         name: str,
         process: Process,
-        make: MakeDevice,
+        device_factory: DeviceFactory,
         reported: ReportHandler,
         lost: LossHandler,
     ) -> None:
         self.name = name
-        self.died = False
+        self.has_died = False
         self._process = process
         self._reported, self._lost = reported, lost
-        self._alive = True
+        self._is_alive = True
         self._last_ms = 0.0
         machine = SimulatedMachine(process, lambda: 2.0)
         self.machine = machine
@@ -125,39 +125,40 @@ class _Link:
             assert isinstance(machine.device, Device)
             machine.device.charge(ms)
 
-        self.engine = Engine(make(charge), self._report, machine=machine, in_group=True)
+        self.engine = Engine(device_factory(charge), self._report, machine=machine, in_group=True)
 
     def send(self, order: act.GroupOrder) -> None:
         self._later(lambda: self.engine.do(order))
 
     def end(self) -> None:
-        self._alive = False
+        self._is_alive = False
 
     def die(self) -> None:
-        """SIGKILL: the worker learns of it after the device's earlier reports."""
-        if not self._alive:
+        """Kill the device's process; the worker learns of this after the device's earlier
+        reports."""
+        if not self._is_alive:
             return
-        self._alive, self.died = False, True
+        self._is_alive, self.has_died = False, True
         self.engine.do(act.CancelWork())
         for thread in self.machine.threads:
             thread.stop()
-        self._later(self._gone, always=True)
+        self._later(self._report_loss, always=True)
 
-    def _gone(self) -> None:
+    def _report_loss(self) -> None:
         self._lost("was ended by SIGKILL")
 
     def _later(self, action: Callable[[], None], *, always: bool = False) -> None:
         clock = self._process.clock
         self._last_ms = max(self._last_ms, clock.now_ms + _LATENCY_MS)
 
-        def if_alive() -> None:
-            if self._alive or always:
+        def run_if_alive() -> None:
+            if self._is_alive or always:
                 action()
 
-        clock.at(self._last_ms, if_alive, self._process)
+        clock.at(self._last_ms, run_if_alive, self._process)
 
     def _report(self, event: events.GroupReport) -> None:
-        if self._alive:
+        if self._is_alive:
             reported = without_infinite_sums(event)
             # Reports sent before the death are read after it.
             self._later(lambda: self._reported(reported), always=True)

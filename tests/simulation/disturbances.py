@@ -13,9 +13,9 @@ from tests.simulation.processes import CoordinatorProcess, WorkerProcess
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
-_MOST_WORKERS = 8
-_WHILE_FETCHING = 0.25
-_STALLS_MS = (200.0, 2000.0, 7000.0, 15_000.0)
+_MAX_WORKERS = 8
+_FETCH_PROBABILITY = 0.25
+_STALL_DURATIONS_MS = (200.0, 2000.0, 7000.0, 15_000.0)
 
 Choice = tuple[int, str, Callable[[], None]]
 """Weight, name and action."""
@@ -26,7 +26,7 @@ class Disturbances:
 
     Args:
         cluster: The cluster.
-        often: Disturbances that occur more often than others, joined with +.
+        often: Names of disturbances that occur more often than others, joined with +.
     """
 
     def __init__(self, cluster: Cluster, often: str) -> None:
@@ -36,11 +36,12 @@ class Disturbances:
         self._often = often.split("+")
         self._sides = 0
 
-    def happen(self) -> None:
+    def disturb(self) -> None:
+        """Cause one disturbance, chosen at random."""
         rng, cluster = self._rng, self._cluster
         alive = [worker for worker in cluster.workers if worker.alive]
         choices: list[Choice] = [(5, "disk", self._disk_fails), (2, "slow_disk", self._slow_disk)]
-        if len(alive) < _MOST_WORKERS:
+        if len(alive) < _MAX_WORKERS:
             choices.append((6, "join", cluster.start_worker))
             choices.append((1, "cannot_build", partial(cluster.start_worker, cannot_build=True)))
         if alive:
@@ -62,52 +63,52 @@ class Disturbances:
         cluster.disturbed[name] += 1
         act()
 
-    def _on_worker(self, one: WorkerProcess) -> list[Choice]:
-        rng, execution, flaws = self._rng, self._cluster.execution, one.flaws
+    def _on_worker(self, worker: WorkerProcess) -> list[Choice]:
+        rng, execution, flaws = self._rng, self._cluster.execution, worker.flaws
         step = (execution.run.steps_committed if execution else 0) + rng.randint(0, 1)
         return [
-            (5, "kill", one.kill),
-            (2, "worker_drains", one.drain),
+            (5, "kill", worker.kill),
+            (2, "worker_drains", worker.drain),
             (3, "slower", lambda: setattr(flaws, "microbatch_ms", 20.0 * flaws.pace_ms)),
-            (4, "stall", lambda: self._stall(one)),
+            (4, "stall", lambda: self._stall(worker)),
             (1, "nonfinite", lambda: flaws.nonfinite_once.add((step, rng.randint(-1, 2)))),
             (2, "flip", lambda: flaws.flips.add(step + 1)),
-            (2, "flip_and_die", lambda: self._spoil(one, step + 1)),
-            *self._on_links(one),
+            (2, "flip_and_die", lambda: self._spoil(worker, step + 1)),
+            *self._on_links(worker),
         ]
 
-    def _on_links(self, one: WorkerProcess) -> list[Choice]:
+    def _on_links(self, worker: WorkerProcess) -> list[Choice]:
         """Disturb the links of workers that average among themselves."""
         rng, peers = self._rng, self._cluster.peers
-        linked = peers.linked()
+        linked = peers.linked_pairs()
         if not linked:
             return []
 
-        def slow(ms: float) -> None:
-            one.sends_slowly_ms = ms
+        def set_delay(ms: float) -> None:
+            worker.sends_slowly_ms = ms
 
-        def sends_slowly() -> None:
-            slow(rng.choice((50.0, 1000.0)))
-            self._clock.after(rng.choice((300.0, 5000.0)), partial(slow, 0.0))
+        def delay_messages() -> None:
+            set_delay(rng.choice((50.0, 1000.0)))
+            self._clock.after(rng.choice((300.0, 5000.0)), partial(set_delay, 0.0))
 
-        lasts_ms = rng.choice((100.0, 3000.0, 20_000.0))
+        duration_ms = rng.choice((100.0, 3000.0, 20_000.0))
         owners = [worker for worker in self._cluster.workers if worker.alive]
-        two = rng.sample(owners, min(2, len(owners)))
+        pair_of_workers = rng.sample(owners, min(2, len(owners)))
 
         def kill_both() -> None:
-            for worker in two:
-                worker.kill()
+            for owner in pair_of_workers:
+                owner.kill()
 
         return [
-            (4, "cut_peers", lambda: peers.cut_off(rng.choice(linked), lasts_ms)),
-            (2, "cut_one_way", lambda: peers.cut_one_way(rng.choice(linked), lasts_ms)),
-            (2, "slow_owner", sends_slowly),
+            (4, "cut_peers", lambda: peers.cut_off(rng.choice(linked), duration_ms)),
+            (2, "cut_one_way", lambda: peers.cut_one_way(rng.choice(linked), duration_ms)),
+            (2, "slow_owner", delay_messages),
             (2, "kill_two", kill_both),
         ]
 
     def _spoil(self, worker: WorkerProcess, step: int) -> None:
         worker.flaws.flips.add(step)
-        worker.flaws.dies_of_it = True
+        worker.flaws.dies_after_flip = True
 
     def _on_coordinator(
         self, coordinator: CoordinatorProcess, execution: Execution, alive: list[WorkerProcess]
@@ -133,7 +134,7 @@ class Disturbances:
         return choices
 
     def _now_or_at_commit(self, coordinator: CoordinatorProcess, act: Callable[[], None]) -> None:
-        """Act at once, while a commit is being written, or before its sync."""
+        """Act at once, while the next commit is being written, or before its sync."""
         moment = self._rng.random()
         if moment < 0.5:
             act()
@@ -142,9 +143,9 @@ class Disturbances:
         else:
             coordinator.at_sync = act
 
-    def fetched(self, worker: WorkerProcess) -> None:
-        """A worker has written a chunk of a fetched file: sometimes a disturbance happens now."""
-        if self._rng.random() < _WHILE_FETCHING:
+    def on_chunk_fetched(self, worker: WorkerProcess) -> None:
+        """Sometimes disturb a worker that has just written a chunk of a fetched file."""
+        if self._rng.random() < _FETCH_PROBABILITY:
             self._cluster.disturbed["while_fetching"] += 1
             links = [x for x in self._cluster.network.links if x.client.process is worker]
             act = self._rng.choice([worker.crash, worker.kill, *(link.cut for link in links)])
@@ -156,19 +157,19 @@ class Disturbances:
             disk.sync_fails = self._rng.choice(("*", "*/log/*"))
         else:
             disk.full = True
-            lasts_ms = self._rng.choice((20.0, 300.0, 3000.0))
-            self._clock.after(lasts_ms, partial(setattr, disk, "full", False))
+            duration_ms = self._rng.choice((20.0, 300.0, 3000.0))
+            self._clock.after(duration_ms, partial(setattr, disk, "full", False))
 
     def _cut_and_refuse(self, coordinator: CoordinatorProcess) -> None:
-        """A worker misses a commit, and the disk refuses the next one."""
+        """Make a worker miss the next commit, and the disk fail at the commit after it."""
 
-        def refuse() -> None:
+        def fail_sync() -> None:
             self._cluster.disk.sync_fails = "*/log/*"
 
         def cut() -> None:
             if links := [link for link in self._cluster.network.links if not link.over]:
                 self._rng.choice(links).cut()
-            coordinator.at_commit = refuse
+            coordinator.at_commit = fail_sync
 
         coordinator.at_commit = cut
 
@@ -180,8 +181,8 @@ class Disturbances:
         )
 
     def _stall(self, process: WorkerProcess | CoordinatorProcess) -> None:
-        until_ms = self._clock.now_ms + self._rng.choice(_STALLS_MS)
-        # Never earlier than before: waiters for the previous end would be overtaken.
+        until_ms = self._clock.now_ms + self._rng.choice(_STALL_DURATIONS_MS)
+        # Never end a stall earlier than planned: events that wait for its end would be overtaken.
         process.stalled_until_ms = max(process.stalled_until_ms, until_ms)
 
     def _kill_coordinator(self, coordinator: CoordinatorProcess) -> None:
@@ -190,9 +191,9 @@ class Disturbances:
             self._cluster.restart_soon()
 
     def _power_loss(self) -> None:
-        for one in self._cluster.coordinators:
-            if one.alive:
-                one.vanish()
+        for coordinator in self._cluster.coordinators:
+            if coordinator.alive:
+                coordinator.vanish()
         self._cluster.disk.lose_power(self._rng)
         self._cluster.restart_soon()
 
@@ -202,8 +203,8 @@ class Disturbances:
         self._cut_off(cut_off, None)
 
     def _split(self, coordinator: CoordinatorProcess, alive: list[WorkerProcess]) -> None:
-        """Cut off the coordinator with some workers, and let another one take over its
-        directories."""
+        """Cut off the coordinator with some workers, and start another coordinator that takes over
+        its directories."""
         cut_off = [worker for worker in alive if worker.side == 0 and self._rng.random() < 0.5]
         self._cut_off(cut_off, coordinator)
 
@@ -220,7 +221,7 @@ class Disturbances:
     def _cut_off(
         self, cut_off: list[WorkerProcess], coordinator: CoordinatorProcess | None
     ) -> None:
-        lasts_ms = self._rng.choice((300.0, 3000.0, 6000.0, 20_000.0))
+        duration_ms = self._rng.choice((300.0, 3000.0, 6000.0, 20_000.0))
         self._sides += 1
         for process in (*cut_off, coordinator):
             if process is not None:
@@ -244,4 +245,4 @@ class Disturbances:
                 delay_ms = self._rng.choice((100.0, 5000.0))
                 self._clock.after(delay_ms, coordinator.kill)
 
-        self._clock.after(lasts_ms, heal)
+        self._clock.after(duration_ms, heal)

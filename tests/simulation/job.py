@@ -1,9 +1,9 @@
 """The job that simulated clusters train: scripted gradients, and the results of the undisturbed
 run.
 
-The reference is deliberately naive: a recursive sum over all microbatches, one after the other,
-without workers, messages or rounds. Gradients depend on the parameters, so wrong weights show in
-them; weights and losses are not integers, so the order of sums shows.
+The reference is deliberately naive: a recursive sum over all microbatches in order, without
+workers, messages or rounds. Gradients depend on the parameters, so they reveal wrong weights;
+weights and losses are not integers, so they reveal the order of additions.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from tests.reference_bfloat16 import nearest
 STEPS = 4
 MANY_STEPS = 40
 PARTS = 3
-MOST_MICROBATCHES = 13
+MAX_MICROBATCHES = 13
 LAYOUT = CaptureLayout(tokens=3, vocabulary=9, top_k=2)
 """Layout of captured rows, in jobs that capture."""
 EMBEDDINGS = EmbeddingLayout(
@@ -70,33 +70,33 @@ EMBEDDINGS = EmbeddingLayout(
 """Layout of the rows that the loss of a whole step reads, in jobs with such a loss."""
 Rows = NDArray[np.uint8]
 COVERAGE = 2
-"""Number of the block whose gradient is 1 at the index of its microbatch: it counts them."""
+"""Number of the block that counts microbatches: its gradient is 1 at the microbatch's index."""
 
 LAYER = 1
-"""Number of the block whose second tensor is reached by few microbatches, and in some steps by
-none."""
+"""Number of the block with an expert: a tensor that few microbatches reach, and in some steps none.
+"""
 _BLOCKS: tuple[tuple[str, str, dict[str, tuple[int, ...]]], ...] = (
     ("embedding", "non_block", {"embedding": (5,)}),
     ("layer.0", "block", {"layer.0": (2, 4), "layer.0.expert": (3,)}),
-    ("coverage", "block", {"coverage": (MOST_MICROBATCHES,)}),
+    ("coverage", "block", {"coverage": (MAX_MICROBATCHES,)}),
 )
-_CHANGING: tuple[tuple[str, str, dict[str, tuple[int, ...]]], ...] = (
+_BUFFER_BLOCKS: tuple[tuple[str, str, dict[str, tuple[int, ...]]], ...] = (
     ("buffers", "buffers", {"statistics": (3,)}),
     ("counters", "counters", {"counter": (2,)}),
 )
-"""Buffers that forward changes, in jobs with buffers: no optimizer updates them."""
+"""Blocks that forward changes and no optimizer updates, in jobs with buffers."""
 EXPERT = slice(8, 11)
-"""Position of that tensor in its block."""
+"""Position of the expert in its block."""
 _BATCHES = ((1, 13, 30), (1, 8, 40), (2, 11, 25), (1, 5, 12), (1, 2, 9), (3, 3, 7), (1, 12, 12))
-"""Samples per microbatch, per step, and in total: the last step of an epoch may be smaller."""
+"""Samples per microbatch, per step and in total; the last step of an epoch may be smaller."""
 _OPTIMIZERS = (
     Adamw(name="adamw", lr=0.01, weight_decay=0.1, clip_norm=0.5, schedule="linear"),
     Momentum(name="momentum", lr=0.05),
 )
-_KEPT: tuple[tuple[LogMode, int], ...] = (
+_LOG_MODES: tuple[tuple[LogMode, int], ...] = (
     ("full", 0), ("full", 2), ("checkpoint", 1), ("checkpoint", 3), ("full", 1), ("checkpoint", 0),
 )  # fmt: skip
-"""Log mode, and steps between checkpoints."""
+"""Log mode and steps between checkpoints."""
 _EXCHANGES = (
     ExchangeSpec(),
     ExchangeSpec(precision="bfloat16"),
@@ -104,13 +104,13 @@ _EXCHANGES = (
     ExchangeSpec(averages="bfloat16"),
 )
 _DOUBLE_CHECKS = (2, 4, 256)
-"""In one of this many steps, a subtree is computed twice."""
-VARIANTS = len(_BATCHES) * len(_OPTIMIZERS) * len(_KEPT)
+"""Steps per double check: in one of them, a subtree is computed twice."""
+VARIANTS = len(_BATCHES) * len(_OPTIMIZERS) * len(_LOG_MODES)
 
 
 @dataclass(frozen=True)
-class Taken:
-    """The undisturbed run after a step."""
+class ExpectedStep:
+    """The undisturbed run's state after a step, and the step's commit."""
 
     replica: Replica
     state_digest: str
@@ -120,24 +120,29 @@ class Taken:
 
 
 class Job:
-    """One of a few run specs with its scripted numbers; `variant` is below `VARIANTS`.
+    """One of a few run specs with its scripted numbers; also a task for the worker's engine.
 
-    It is also a task, as far as a worker's engine uses one. A job that captures trains nothing: its
-    steps keep rows that follow from the samples alone. A job that embeds has a loss that couples
-    all samples of a step. A job with buffers has buffers that forward changes.
+    Args:
+        variant: Number of the run spec, below `VARIANTS`.
+        steps: Steps of the run.
+        topology: Topology of the exchange.
+        captures: Whether the job captures rows, which depend only on the samples, and trains
+            nothing.
+        embeds: Whether the loss couples all samples of a step.
+        buffers: Whether forward changes buffers.
     """
 
     def __init__(
         self,
         variant: int,
         steps: int = STEPS,
-        way: Topology = "star",
+        topology: Topology = "star",
         *,
         captures: bool = False,
         embeds: bool = False,
         buffers: bool = False,
     ) -> None:
-        mode, checkpoint_every = _KEPT[variant // (len(_BATCHES) * len(_OPTIMIZERS))]
+        mode, checkpoint_every = _LOG_MODES[variant // (len(_BATCHES) * len(_OPTIMIZERS))]
         variant %= len(_BATCHES) * len(_OPTIMIZERS)
         microbatch, samples, train_samples = _BATCHES[variant % len(_BATCHES)]
         optimizer = _OPTIMIZERS[variant // len(_BATCHES)]
@@ -146,7 +151,9 @@ class Job:
             steps=steps,
             batch=BatchSpec(samples=samples, microbatch=microbatch),
             optimizer=optimizer,
-            exchange=_EXCHANGES[variant % len(_EXCHANGES)].model_copy(update={"topology": way}),
+            exchange=_EXCHANGES[variant % len(_EXCHANGES)].model_copy(
+                update={"topology": topology}
+            ),
             evaluate_every=0 if captures else 2 if steps == STEPS else 7,
             log=mode,
             checkpoint=CheckpointSpec(
@@ -164,7 +171,7 @@ class Job:
                     ),
                 }
             )
-            for name, kind, tensors in (*_BLOCKS, *(_CHANGING if buffers else ()))
+            for name, kind, tensors in (*_BLOCKS, *(_BUFFER_BLOCKS if buffers else ()))
         )
         ratio = Metric(name="ratio", numerator={"hits": 1.0}, denominator={"all": 1.0})
         self.manifest = Manifest(
@@ -183,31 +190,33 @@ class Job:
         self.embeds = embeds
         self.steps = min(steps, self.order.steps_per_epoch) if captures else steps
         self.trainable = Trainable(blocks=self.blocks)
-        self._taken = _taken_of(variant, steps, captures=captures, embeds=embeds, buffers=buffers)
+        self._expected_steps = _shared_steps(
+            variant, steps, captures=captures, embeds=embeds, buffers=buffers
+        )
         self._files: dict[tuple[bool, ...], dict[str, str]] = {}
-        self._fresh: dict[int, Replica] = {}
+        self._initial_replicas: dict[int, Replica] = {}
         self._coverage: dict[int, Array] = {}
         self._weights: dict[tuple[int, Subtree], float] = {}
-        self._places = {
+        self._positions = {
             microbatch_seed(self.spec.seed, step, leaf): (step, leaf)
             for step in range(steps)
             for leaf in range(self.order.microbatch_count(step))
         }
 
-    def place(self, seed: int) -> tuple[int, int]:
-        """Return step and microbatch of a seed; the first of all for a probe's seed."""
-        return self._places.get(seed, (0, 0))
+    def step_and_microbatch(self, seed: int) -> tuple[int, int]:
+        """Return step and microbatch of a seed; (0, 0) for the seed of a probe."""
+        return self._positions.get(seed, (0, 0))
 
     def initial_parameters(self) -> list[Array]:
         """See `worker.tasks.base.task.Task`."""
         return self.initial()
 
     def user_objects(self) -> dict[str, object]:
-        """No user code: a worker need not search all objects for changed state."""
+        """Return no objects: there is no user code whose state could change."""
         return {}
 
     def batch(self, samples: Sequence[int]) -> Batch:
-        """See `worker.tasks.base.task.Task`: only a weight."""
+        """Return a batch that has only a weight, and in captures the samples."""
         arrays = {"sample_ids": np.asarray(samples, np.int64)} if self.captures else {}
         return Batch(arrays, _weight(samples))
 
@@ -222,15 +231,17 @@ class Job:
         return records.view(np.uint8).reshape(len(samples), LAYOUT.sample_bytes)
 
     def files(self, skips: tuple[bool, ...]) -> dict[str, str]:
-        """Return the digests of the files that the undisturbed capture leaves."""
+        """Return the digests of the files that the undisturbed capture writes."""
         if skips not in self._files:
             with tempfile.TemporaryDirectory() as name:
                 captured_files = CapturedFiles(
                     Path(name), self.manifest, self.spec, 0, lambda: None
                 )
-                for step, skipped in enumerate(skips):
-                    samples = [] if skipped else self.order.microbatches(step)
-                    captured_files.keep(step, [self.rows(part).reshape(-1) for part in samples])
+                for step, is_skipped in enumerate(skips):
+                    samples = [] if is_skipped else self.order.microbatches(step)
+                    captured_files.keep(
+                        step, [self.rows(microbatch).reshape(-1) for microbatch in samples]
+                    )
                 self._files[skips] = captured_files.finish(is_complete=True)
                 captured_files.close()
         return self._files[skips]
@@ -241,19 +252,19 @@ class Job:
 
     def replica(self, flavour: int = 0) -> Replica:
         """Return a new replica in the initial state of the task."""
-        if flavour not in self._fresh:
-            self._fresh[flavour] = Replica(self.blocks, self.spec.update)
-            self._fresh[flavour].load_parameters(self.initial(flavour))
-        return self._fresh[flavour].copy()
+        if flavour not in self._initial_replicas:
+            self._initial_replicas[flavour] = Replica(self.blocks, self.spec.update)
+            self._initial_replicas[flavour].load_parameters(self.initial(flavour))
+        return self._initial_replicas[flavour].copy()
 
     def initial(self, flavour: int = 0) -> list[Array]:
-        """Return the parameters at step 0; another flavour has others."""
+        """Return the parameters at step 0, which depend on the flavour."""
         return [
             _noise(flavour, 0, 0, index, block.elements).copy()
             for index, block in enumerate(self.blocks)
         ]
 
-    def embedded(self, parameters: list[Array], step: int, microbatch: int) -> Rows:
+    def embedding_rows(self, parameters: list[Array], step: int, microbatch: int) -> Rows:
         """Return the embeddings of one microbatch."""
         samples = np.asarray(self.order.microbatches(step)[microbatch], np.int64)
         weights = parameters[0][:2] + parameters[1][:2]
@@ -265,30 +276,32 @@ class Job:
         """Return the loss over a whole step, which depends on the order of its samples."""
         fields = split_fields(EMBEDDINGS, rows)
         embeddings, samples = fields["embedding"], fields["sample"]
-        before = np.zeros(2, np.float32)
+        running_sum = np.zeros(2, np.float32)
         gradients = np.empty_like(embeddings)
         for number, gradient in enumerate(embeddings):
-            gradients[number] = gradient + before + np.float32(samples[number] % 3)
-            before = before * np.float32(0.75) + gradient
+            gradients[number] = gradient + running_sum + np.float32(samples[number] % 3)
+            running_sum = running_sum * np.float32(0.75) + gradient
         losses = (embeddings * gradients).sum(axis=1)
-        return StepLoss(losses, {"embedding": gradients}, {"embedding": np.resize(before, 5)})
+        return StepLoss(losses, {"embedding": gradients}, {"embedding": np.resize(running_sum, 5)})
 
-    def _whole_loss(self, parameters: list[Array], step: int) -> tuple[StepLoss, list[slice]]:
-        """Return the loss of a step, and the samples of each microbatch."""
+    def _loss_of_step(self, parameters: list[Array], step: int) -> tuple[StepLoss, list[slice]]:
+        """Return the loss of a step, and the rows of each microbatch."""
         count = self.order.microbatch_count(step)
-        parts = [self.embedded(parameters, step, leaf) for leaf in range(count)]
+        parts = [self.embedding_rows(parameters, step, leaf) for leaf in range(count)]
         row_ends = np.cumsum([len(part) for part in parts]).tolist()
         slices = [slice(end - len(part), end) for end, part in zip(row_ends, parts, strict=True)]
         return self.step_loss(np.concatenate(parts)), slices
 
-    def carried(self, arrays: Mapping[str, NDArray[Any]], block: int) -> Array | float:
-        """Return what the loss over the whole step adds to a microbatch's gradient."""
-        carried = arrays.get(EMBEDDING_GRADIENT + "embedding")
-        if carried is None or block == COVERAGE or not self.blocks[block].is_trained:
+    def step_loss_gradient(self, arrays: Mapping[str, NDArray[Any]], block: int) -> Array | float:
+        """Return what the loss over a whole step adds to a microbatch's gradient of a block."""
+        step_loss_gradient = arrays.get(EMBEDDING_GRADIENT + "embedding")
+        if step_loss_gradient is None or block == COVERAGE or not self.blocks[block].is_trained:
             return 0.0
-        of_loss = arrays.get(PARAMETER_GRADIENT + "embedding")
-        extra = np.resize(carried.sum(axis=0), self.blocks[block].elements) * np.float32(0.25)
-        return extra if block or of_loss is None else extra + of_loss
+        parameter_gradient = arrays.get(PARAMETER_GRADIENT + "embedding")
+        gradient = np.resize(
+            step_loss_gradient.sum(axis=0), self.blocks[block].elements
+        ) * np.float32(0.25)
+        return gradient if block or parameter_gradient is None else gradient + parameter_gradient
 
     def gradient(
         self,
@@ -302,7 +315,7 @@ class Job:
         if self.captures:
             return np.zeros(self.blocks[block].elements, np.float32)
         if block == COVERAGE:
-            values = np.zeros(MOST_MICROBATCHES, np.float32)
+            values = np.zeros(MAX_MICROBATCHES, np.float32)
             values[microbatch] = 1
             return values
         noise = _noise(1000 + step, microbatch, 0, block, self.blocks[block].elements)
@@ -312,7 +325,7 @@ class Job:
         if self.blocks[block].kind == "buffers":
             return (noise - parameters[block]) * np.float32(0.25) * weight
         values = noise + parameters[block] * np.float32(0.125)
-        values = (values + self.carried(arrays or {}, block)).astype(np.float32)
+        values = (values + self.step_loss_gradient(arrays or {}, block)).astype(np.float32)
         if block == LAYER and not reaches(step, microbatch):
             values[EXPERT] = absent(EXPERT.stop - EXPERT.start)
         return values
@@ -322,7 +335,7 @@ class Job:
     ) -> Array:
         return self.gradient(parameters, step, microbatch, block)
 
-    def _carrying(
+    def _gradient_with_step_loss(
         self,
         arrays: Sequence[Mapping[str, NDArray[Any]]],
         parameters: list[Array],
@@ -358,13 +371,13 @@ class Job:
         """Return the evaluation sums of one part."""
         return {"hits": float(parameters[1][part]) / 3, "all": part + 1.0}
 
-    def figure(self, replica: Replica) -> float:
+    def metric(self, replica: Replica) -> float:
         """Return the metric of these weights."""
         hits, total = 0.0, 0.0
         for part in range(PARTS):
-            sums = self.sums(replica.parameters, part)
-            hits += sums["hits"]
-            total += sums["all"]
+            part_sums = self.sums(replica.parameters, part)
+            hits += part_sums["hits"]
+            total += part_sums["all"]
         return hits / total
 
     def total_weight(self, step: int) -> float:
@@ -374,7 +387,7 @@ class Job:
     def coverage(self, step: int) -> Array | None:
         """Return the average of the block that counts microbatches."""
         if step not in self._coverage:
-            expected = np.zeros(MOST_MICROBATCHES, np.float32)
+            expected = np.zeros(MAX_MICROBATCHES, np.float32)
             if not self.captures and (total := self.total_weight(step)):
                 expected[: self.order.microbatch_count(step)] = np.float32(1 / total)
                 expected = _rounded(expected, self.spec.exchange.averages)
@@ -382,8 +395,8 @@ class Job:
         return self._coverage[step]
 
     def _check_unreached(self, before: Replica, after: Replica) -> None:
-        """Check that parameters which no microbatch of a step reached are unchanged, as in
-        torch."""
+        """Check that a step leaves parameters unchanged that no microbatch reached, as torch
+        does."""
         count = self.order.microbatch_count(before.step)
         if self.captures or any(reaches(before.step, leaf) for leaf in range(count)):
             return
@@ -394,63 +407,67 @@ class Job:
                     values_after[part.kind, LAYER][EXPERT].tobytes()
                     == part.values[EXPERT].tobytes()
                 )
-                assert is_unchanged, f"step {before.step}: an expert that nothing reached has moved"
+                assert is_unchanged, (
+                    f"step {before.step}: an expert that no microbatch reached has changed"
+                )
 
-    def _check_changed(
+    def _check_buffers(
         self, before: Replica, after: Replica, averages: list[Array], *, counts: bool
     ) -> None:
-        """Check that forward moved its buffers by the mean change, and no optimizer touched
+        """Check that buffers changed by forward's mean change, and that no optimizer updated
         them."""
         for block in range(len(_BLOCKS), len(self.blocks)):
             change = averages[block]
             if self.blocks[block].kind == "counters":
                 change = np.full(change.shape, np.float32(counts))
             expected = before.parameters[block] + change
-            assert after.parameters[block].tobytes() == expected.tobytes(), "a buffer is elsewhere"
+            assert after.parameters[block].tobytes() == expected.tobytes(), (
+                "a buffer has another value"
+            )
             for part in after.parts():
                 if part.block == block and part.kind != "parameters":
                     assert not part.values.any(), "a buffer has a moment"
 
-    def undisturbed(self, skips: tuple[bool, ...], flavour: int = 0) -> Taken:
-        """Return the run without workers, after as many steps as there are skips; True skips a
+    def undisturbed(self, skips: tuple[bool, ...], flavour: int = 0) -> ExpectedStep:
+        """Return the undisturbed run after `len(skips)` steps; True in `skips` means a skipped
         step."""
         key = (*skips, bool(flavour))
-        if key not in self._taken:
-            self._taken[key] = self._take(skips, flavour)
-        return self._taken[key]
+        if key not in self._expected_steps:
+            self._expected_steps[key] = self._compute_steps(skips, flavour)
+        return self._expected_steps[key]
 
-    def _take(self, skips: tuple[bool, ...], flavour: int) -> Taken:
+    def _compute_steps(self, skips: tuple[bool, ...], flavour: int) -> ExpectedStep:
         if not skips:
-            start = self.replica(flavour)
-            return Taken(start, start.state_digest(), 0.0, "", None)
+            replica = self.replica(flavour)
+            return ExpectedStep(replica, replica.state_digest(), 0.0, "", None)
         return self.step_from(self.undisturbed(skips[:-1], flavour).replica, skip=skips[-1])
 
-    def step_from(self, before: Replica, *, skip: bool) -> Taken:
-        """Take one more step of the undisturbed run, from any state."""
+    def step_from(self, before: Replica, *, skip: bool) -> ExpectedStep:
+        """Compute one more step of the undisturbed run, from any state."""
         replica = before.copy()
         if skip:
             replica.skip()
-            return Taken(replica, replica.state_digest(), float("nan"), "0" * 64, None)
+            return ExpectedStep(replica, replica.state_digest(), float("nan"), "0" * 64, None)
         step, count = replica.step, self.order.microbatch_count(replica.step)
         parameters, total = replica.parameters, self.total_weight(replica.step)
         averages = []
         arrays: list[Mapping[str, NDArray[Any]]] = [{}] * count
         if self.embeds:
-            whole_loss, slices = self._whole_loss(parameters, step)
+            loss_of_step, slices = self._loss_of_step(parameters, step)
             arrays = [
-                whole_loss.carried_by(Batch({}, 1.0), part, is_first=not leaf).arrays
+                loss_of_step.carried_by(Batch({}, 1.0), part, is_first=not leaf).arrays
                 for leaf, part in enumerate(slices)
             ]
         for block in range(len(self.blocks)):
-            leaf = partial(self._carrying, arrays, parameters, step, block)
+            leaf = partial(self._gradient_with_step_loss, arrays, parameters, step, block)
             average = along_tree(count, leaf, self.spec.exchange.precision)
             scale_to_average(average, total, out=average)
             averages.append(_rounded(average, self.spec.exchange.averages))
         loss = along_tree(count, lambda m: self.loss(parameters, step, m))
         if self.embeds:
-            loss = along_tree(count, lambda m: sum(whole_loss.losses[slices[m]].tolist()))
+            loss = along_tree(count, lambda m: sum(loss_of_step.losses[slices[m]].tolist()))
         norm = global_norm(
-            # the others are not gradients
+            # the other blocks are buffers, which have no gradients
             [square_sum(array) for array in averages[: len(_BLOCKS)]]
         )
         scalars = step_scalars(
@@ -465,9 +482,9 @@ class Job:
         digest = blake3("".join(digests).encode()).hexdigest()
         replica.apply(averages, scalars)
         self._check_unreached(before, replica)
-        self._check_changed(before, replica, averages, counts=bool(total))
-        mean = loss / total if total else 0.0
-        return Taken(replica, replica.state_digest(), mean, digest, scalars)
+        self._check_buffers(before, replica, averages, counts=bool(total))
+        mean_loss = loss / total if total else 0.0
+        return ExpectedStep(replica, replica.state_digest(), mean_loss, digest, scalars)
 
 
 def reaches(step: int, microbatch: int) -> bool:
@@ -476,15 +493,15 @@ def reaches(step: int, microbatch: int) -> bool:
 
 
 def _weight(samples: Sequence[int]) -> float:
-    """Zero for some, like a microbatch without tokens."""
+    """Return the weight of samples; some have weight 0, like a microbatch without tokens."""
     return (samples[0] * 5 + 1) % 6 / 3
 
 
 @cache
-def _taken_of(
+def _shared_steps(
     variant: int, steps: int, *, captures: bool, embeds: bool, buffers: bool
-) -> dict[tuple[bool, ...], Taken]:
-    """The undisturbed run does not depend on the log mode."""
+) -> dict[tuple[bool, ...], ExpectedStep]:
+    """Return the cache of a variant's undisturbed run, which does not depend on the log mode."""
     del variant, steps, captures, embeds, buffers
     return {}
 
@@ -493,15 +510,15 @@ def _taken_of(
 def job_of(
     variant: int,
     steps: int = STEPS,
-    way: Topology = "star",
+    topology: Topology = "star",
     *,
     captures: bool = False,
     embeds: bool = False,
     buffers: bool = False,
 ) -> Job:
-    """Return the same object each time: many seeds share one computation of the undisturbed run,
-    whose bits do not depend on the topology."""
-    return Job(variant, steps, way, captures=captures, embeds=embeds, buffers=buffers)
+    """Return a job, the same object each time: many seeds share one computation of the undisturbed
+    run, whose bits do not depend on the topology."""
+    return Job(variant, steps, topology, captures=captures, embeds=embeds, buffers=buffers)
 
 
 @cache
@@ -515,7 +532,7 @@ def _rounded(values: Any, precision: Precision) -> Any:
 
 
 def along_tree(count: int, leaf: Callable[[int], Any], precision: Precision = "float32") -> Any:
-    """The recursive definition, and nothing else."""
+    """Sum the leaves by the recursive definition of the reduction tree."""
 
     def total(lo: int, hi: int) -> Any:
         if hi - lo == 1:

@@ -1,11 +1,11 @@
-"""Commits of a run, whichever coordinator makes them: they must equal the undisturbed run.
+"""Commits of a run, from all its coordinators: they must equal those of the undisturbed run.
 
-It survives coordinators. A commit is recorded when it is first sent, or found on disk by a starting
-coordinator; from then on nothing may contradict it.
+The ledger outlives coordinators. It records a commit when a coordinator first broadcasts it, or
+finds it on disk at its start; from then on nothing may contradict the commit.
 
 There is one documented exception: until a restarted coordinator's replica has caught up, at most
-three steps rest on the workers (`OnTrust`). If a worker that computed such a step is spoilt, the
-ledger accepts its sums as sent; everything later must follow from them.
+three steps are committed on trust in the workers (`TrustedSums`). If a worker with a flipped bit
+computed such a step, the ledger accepts the sums as sent; all later steps must follow from them.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from protocol.exact.replica import Replica
 from protocol.spec.run_spec import RunSpec
 from protocol.spec.sections.data import OwnData
 from protocol.wire.messages import Commit
-from tests.simulation.job import Job, Taken
+from tests.simulation.job import ExpectedStep, Job
 
-_MAY_FAIL: Final = ("scripted to fail", "halted: ", "no space left", "input/output")
-"""Reasons: nobody can take part; an operator drained a halted run; the disk refused before the run
-began."""
-
-
-_FOUND: Final = "found so"
-_MOST_ON_TRUST: Final = 3
+_FAILURE_CAUSES: Final = ("scripted to fail", "halted: ", "no space left", "input/output")
+"""Reasons why a run may fail: no worker can take part; an operator drained a halted run; the disk
+failed before the run began."""
+_READ_FROM_RESULT: Final = "read from the result file"
+_MAX_TRUSTED_STEPS: Final = 3
 
 
-class OnTrust(NamedTuple):
-    """The sums of a step that a spoilt worker computed while no replica could compare."""
+class TrustedSums(NamedTuple):
+    """A step's commit and averages, by a worker with a flipped bit, when no replica could check
+    them."""
 
     commit: Commit
     averages: list[Array]
@@ -52,16 +51,16 @@ class Ledger:
 
     Attributes:
         run_id: Id of the run, once it is accepted.
-        data: The file that workers fetch, if there is one.
+        data: The file that workers fetch, if any.
         skips: For each committed step, whether it was skipped.
-        flavour: The flavour whose initial state it started from.
-        outcome: The outcome, once it has ended.
-        excused: Workers that the schedule has spoilt, which a halt may name.
+        flavour: The flavour of the initial state.
+        outcome: The outcome, once the run has ended.
+        excused: Workers whose bits the simulation flipped; a halt may name them.
         counts: Number of events by kind.
         evaluated_step: Steps committed at the newest evaluation.
-        anew: Number of restarts of the step in progress.
-        taken_back: Whether a step that rested on a spoilt worker had to be repeated.
-        redone_otherwise: A repeated step whose averages differ from the first time.
+        restarts: Number of restarts of the step in progress.
+        has_rolled_back: Whether a step with trusted sums had to be repeated.
+        redone_otherwise: A repeated step whose averages differ from the first time; -1 if none.
     """
 
     def __init__(self, job: Job, path: Path) -> None:
@@ -75,91 +74,105 @@ class Ledger:
         self.excused: set[str] = set()
         self.counts: Counter[str] = Counter()
         self.evaluated_step = -1
-        self.anew = 0
-        self.taken_back = False
+        self.restarts = 0
+        self.has_rolled_back = False
         self.redone_otherwise = -1
         self._started = False
         self._durable: set[tuple[int, int, int]] = set()
-        self._may_count: dict[tuple[int, int, int], OnTrust] = {}
-        self._on_trust: dict[int, OnTrust] = {}
-        self._after_trust: dict[int, Taken] = {}
+        self._trust_candidates: dict[tuple[int, int, int], TrustedSums] = {}
+        self._trusted_sums: dict[int, TrustedSums] = {}
+        self._steps_after_trust: dict[int, ExpectedStep] = {}
 
     @property
     def spec(self) -> RunSpec:
-        """Return the spec as submitted."""
+        """Return the run spec as submitted, with the data file."""
         data = None if self.data is None else OwnData(train=str(self.data))
         return self.job.spec.model_copy(update={"data": data})
 
-    def expected(self, step: int) -> Taken:
-        """Return the undisturbed run after this many steps, from the newest step taken on trust."""
-        if all(trusted_step >= step for trusted_step in self._on_trust):
+    def expected(self, step: int) -> ExpectedStep:
+        """Return the undisturbed run after this many steps, continued from the newest trusted
+        step."""
+        if all(trusted_step >= step for trusted_step in self._trusted_sums):
             return self.job.undisturbed(self.skips[:step], self.flavour)
-        if step not in self._after_trust:
-            self._after_trust[step] = self._follow(self.expected(step - 1).replica, step - 1)
-        return self._after_trust[step]
+        if step not in self._steps_after_trust:
+            self._steps_after_trust[step] = self._compute_next(
+                self.expected(step - 1).replica, step - 1
+            )
+        return self._steps_after_trust[step]
 
-    def _follow(self, before: Replica, step: int) -> Taken:
-        if step not in self._on_trust:
+    def _compute_next(self, before: Replica, step: int) -> ExpectedStep:
+        if step not in self._trusted_sums:
             return self.job.step_from(before, skip=self.skips[step])
-        commit, averages = self._on_trust[step]
+        commit, averages = self._trusted_sums[step]
         assert commit.scalars is not None
         replica = before.copy()
         replica.apply(averages, commit.scalars)
         digest = replica.state_digest()
-        return Taken(replica, digest, commit.loss, commit.averages_digest, commit.scalars)
+        return ExpectedStep(replica, digest, commit.loss, commit.averages_digest, commit.scalars)
 
-    def trusts(self, record: CommitRecord, averages: list[Array], *, since: int) -> None:
-        """A coordinator commits a step without having compared the workers' states.
+    def record_trusted_commit(
+        self, record: CommitRecord, averages: list[Array], *, since: int
+    ) -> None:
+        """Record that a coordinator commits a step before it can compare the workers' states.
 
         Args:
             record: The commit, and the workers of its subtrees.
-            averages: Its averages.
-            since: The first step that it commits in this way.
+            averages: The step's averages.
+            since: The first step that the coordinator commits in this way.
         """
         commit = record.commit
-        assert commit.step - since < _MOST_ON_TRUST, "too many steps rest on the workers"
-        computed = {worker for contributions in record.counted or () for worker in contributions}
-        computed |= set(() if record.embedded is None else record.embedded.of)
-        if computed & self.excused:
+        assert commit.step - since < _MAX_TRUSTED_STEPS, "too many steps are committed on trust"
+        computing_workers = {
+            worker for contributions in record.counted or () for worker in contributions
+        }
+        computing_workers |= set(() if record.embedded is None else record.embedded.of)
+        if computing_workers & self.excused:
             step_id = (commit.term, commit.step, commit.attempt)
-            self._may_count[step_id] = OnTrust(commit, [values.copy() for values in averages])
+            self._trust_candidates[step_id] = TrustedSums(
+                commit, [values.copy() for values in averages]
+            )
 
     def _settle_trust(self, commit: Commit) -> None:
-        """A commit counts: with the sums of the undisturbed run, or of a spoilt worker."""
+        """Decide whether a valid commit has the sums of the undisturbed run, or trusted ones."""
         step_id = (commit.term, commit.step, commit.attempt)
-        if commit.step in self._on_trust or step_id not in self._may_count:
+        if commit.step in self._trusted_sums or step_id not in self._trust_candidates:
             return
         if commit.averages_digest != self.expected(commit.step + 1).averages_digest:
-            self._on_trust[commit.step] = self._may_count[step_id]
-            self._after_trust.clear()
+            self._trusted_sums[commit.step] = self._trust_candidates[step_id]
+            self._steps_after_trust.clear()
 
-    def _take_back(self, step: int) -> None:
-        """Steps from this one on are repeated, because their averages were not kept."""
-        steps_to_drop = [trusted_step for trusted_step in self._on_trust if trusted_step >= step]
-        self.taken_back = self.taken_back or bool(steps_to_drop)
+    def _roll_back(self, step: int) -> None:
+        """Forget trusted sums from this step on: the steps are repeated."""
+        steps_to_drop = [
+            trusted_step for trusted_step in self._trusted_sums if trusted_step >= step
+        ]
+        self.has_rolled_back = self.has_rolled_back or bool(steps_to_drop)
         for trusted_step in steps_to_drop:
-            del self._on_trust[trusted_step]
-            self._after_trust.clear()
+            del self._trusted_sums[trusted_step]
+            self._steps_after_trust.clear()
 
-    def synced(self, commit: Commit) -> None:
-        """The log has synced a commit, and its coordinator still owned the directory then."""
+    def record_sync(self, commit: Commit) -> None:
+        """Record that the log synced a commit, if its coordinator still owned the directory
+        then."""
         if commit.term == stored_term(self.directory.path):
             self._durable.add((commit.term, commit.step, commit.attempt))
 
-    def broadcast(self, commit: Commit) -> None:
-        """A coordinator broadcasts a commit."""
+    def check_commit(self, commit: Commit) -> None:
+        """Check a commit that a coordinator broadcasts, and record it."""
         step_id = (commit.term, commit.step, commit.attempt)
         assert step_id in self._durable, (
-            "a commit is told before it is durable, or by a side cut off"
+            "a commit is broadcast before it is durable, or by a disconnected coordinator"
         )
         phases = 2 if self.job.embeds else 1
-        limit = phases * (self.anew + 1) - 1
-        assert commit.attempt <= limit, "an attempt that nothing has made needful"
-        self.anew = 0
-        self._note(commit.step, skipped=commit.scalars is None)
+        limit = phases * (self.restarts + 1) - 1
+        assert commit.attempt <= limit, "an attempt number without a cause"
+        self.restarts = 0
+        self._record_step(commit.step, is_skipped=commit.scalars is None)
         self._settle_trust(commit)
-        rests = self.taken_back or commit.step in self._on_trust
-        assert rests or self.redone_otherwise != commit.step, "a step is done again otherwise"
+        may_differ = self.has_rolled_back or commit.step in self._trusted_sums
+        assert may_differ or self.redone_otherwise != commit.step, (
+            "a step is repeated with another result"
+        )
         expected_state = self.expected(commit.step + 1)
         assert commit.averages_digest == expected_state.averages_digest, (
             "a commit has other averages"
@@ -169,39 +182,39 @@ class Ledger:
             "a commit has another loss"
         )
 
-    def check_terms(self, profiles: set[str], *, mixed: bool) -> None:
-        """A restart must know whose bits a run contains."""
-        terms = self.directory.read_admission_record()
-        if not profiles and terms is None:
+    def check_admission_record(self, profiles: set[str], *, mixed: bool) -> None:
+        """Check that the admission record has the numerics profiles whose bits the run contains."""
+        record = self.directory.read_admission_record()
+        if not profiles and record is None:
             return  # steps were skipped before anyone computed
-        assert terms is not None, "terms are not remembered"
-        assert set(terms.signatures) == profiles
-        assert terms.mixed == mixed
+        assert record is not None, "the admission record is missing"
+        assert set(record.signatures) == profiles
+        assert record.mixed == mixed
 
-    def _note(self, step: int, *, skipped: bool) -> None:
+    def _record_step(self, step: int, *, is_skipped: bool) -> None:
         if step < len(self.skips):
-            assert self.skips[step] == skipped, f"step {step} was committed otherwise before"
+            assert self.skips[step] == is_skipped, f"step {step}: skipped once, and once applied"
         else:
-            assert step == len(self.skips), "a step was left out"
-            self.skips = (*self.skips, skipped)
+            assert step == len(self.skips), "a step is missing"
+            self.skips = (*self.skips, is_skipped)
 
-    def found(self, accepted: RunInstance) -> None:
-        """A coordinator starts, and finds this state."""
-        self.anew = 0
+    def check_start(self, accepted: RunInstance) -> None:
+        """Check the state that a starting coordinator finds."""
+        self.restarts = 0
         if accepted.restart is None:
-            assert not self.skips, "the run was begun, and begins anew"
+            assert not self.skips, "a run that has commits begins again"
             return
         recovery, resumption = accepted.restart.recovery, accepted.restart.resumption
         if not self.skips and not resumption.step and resumption.state_digest is not None:
-            self._starts_from(resumption.state_digest)
-        is_skipped = [math.isnan(loss) for loss in recovery.losses]
-        is_skipped += [record.commit.scalars is None for record in recovery.redo]
-        assert len(is_skipped) >= len(self.skips), "a commit that was told is lost"
-        for step, skipped in enumerate(is_skipped):
-            self._note(step, skipped=skipped)
+            self._record_initial_state(resumption.state_digest)
+        found_skips = [math.isnan(loss) for loss in recovery.losses]
+        found_skips += [record.commit.scalars is None for record in recovery.redo]
+        assert len(found_skips) >= len(self.skips), "a broadcast commit is lost"
+        for step, skipped in enumerate(found_skips):
+            self._record_step(step, is_skipped=skipped)
         for logged_step in recovery.logged:
             self._settle_trust(logged_step.record.commit)
-        self._take_back(resumption.step)
+        self._roll_back(resumption.step)
         assert len(resumption.losses) == resumption.step
         self.check_losses(resumption.losses)
         optimizer_step = resumption.step - sum(self.skips[: resumption.step])
@@ -215,52 +228,54 @@ class Ledger:
             expected = self.expected(step + 1).loss
             assert loss == expected or (self.skips[step] and math.isnan(loss))
 
-    def worker_is(self, step: int, digest: str) -> None:
-        """A worker that is not spoilt has this state after this many steps."""
+    def check_worker_state(self, step: int, digest: str) -> None:
+        """Check the state that a worker without flipped bits reports after this many steps."""
         assert step <= len(self.skips), "a worker is ahead of what is durable"
         if step:  # before that it may start from other weights
             assert digest == self.expected(step).state_digest, f"a worker is wrong at {step} steps"
 
-    def replica_is(self, step: int, digest: str) -> None:
-        """A coordinator's replica has this state."""
+    def check_replica_state(self, step: int, digest: str) -> None:
+        """Check the state of a coordinator's replica."""
         assert step <= len(self.skips)
         if step or self._started:
             expected = self.expected(step).state_digest
-            assert digest == expected, f"the state after {step} steps is another"
+            assert digest == expected, f"the state after {step} steps is not the undisturbed run's"
 
-    def saved(self, step: int, digest: str) -> None:
-        """A checkpoint exists."""
+    def check_checkpoint(self, step: int, digest: str) -> None:
+        """Check a checkpoint that a coordinator wrote."""
         if not self.skips and not step:
-            self._starts_from(digest)
-        self.replica_is(step, digest)
+            self._record_initial_state(digest)
+        self.check_replica_state(step, digest)
 
-    def _starts_from(self, digest: str) -> None:
+    def _record_initial_state(self, digest: str) -> None:
         initial = [self.job.undisturbed((), flavour).state_digest for flavour in (0, 1)]
-        assert digest in initial, "state 0 is nobody's"
+        assert digest in initial, "no worker starts from this state 0"
         self.flavour = initial.index(digest)
         self._started = True
 
-    def ended(self, outcome: Finish, replica: Replica | None, losses: list[float]) -> None:
-        """The run has ended."""
-        # A successor may have found the result before its writer reported it, or written it as
-        # well.
-        before = self.outcome
-        is_result_read = before is not None and (before.reason, before.outcome) == (
-            _FOUND,
+    def check_end(self, outcome: Finish, replica: Replica | None, losses: list[float]) -> None:
+        """Check the outcome and the final state of the run."""
+        # A successor may have read the result before its writer reported it, or written it too.
+        earlier_outcome = self.outcome
+        is_result_read = earlier_outcome is not None and (
+            earlier_outcome.reason,
+            earlier_outcome.outcome,
+        ) == (
+            _READ_FROM_RESULT,
             outcome.outcome,
         )
-        assert before in {None, outcome} or is_result_read
+        assert earlier_outcome in {None, outcome} or is_result_read
         self.outcome = outcome
         self.check_losses(losses)
         if outcome.outcome == "failed":
-            has_cause = any(cause in outcome.reason.lower() for cause in _MAY_FAIL)
+            has_cause = any(cause in outcome.reason.lower() for cause in _FAILURE_CAUSES)
             assert has_cause, f"no cause for the run's failing: {outcome.reason}"
         saved_steps = checkpoint_steps(self.directory.checkpoints)
         if outcome.outcome == "failed" or replica is None or not saved_steps:
             return
-        self.replica_is(replica.step, replica.state_digest())
+        self.check_replica_state(replica.step, replica.state_digest())
         assert replica.step == len(losses)
-        # Steps whose gradients are not kept may remain to be repeated.
+        # Steps without logged gradients may still have to be repeated.
         assert replica.step == len(self.skips) or self.job.spec.log == "checkpoint"
         if outcome.outcome == "finished":
             assert replica.step == self.job.steps
@@ -275,7 +290,7 @@ class Ledger:
         self._check_files(result)
 
     def _check_files(self, result: dict[str, Any]) -> None:
-        """A capture must leave the files of the undisturbed one."""
+        """Check that a capture has written the files of the undisturbed capture."""
         if not self.job.captures or result["outcome"] != "finished":
             return
         assert result["exported"] == self.job.files(self.skips), "the capture has other files"
@@ -283,17 +298,17 @@ class Ledger:
             content = (self.directory.path / name).read_bytes()
             assert blake3(content).hexdigest() == digest, f"{name} is not what the result says"
 
-    def found_over(self) -> None:
-        """A coordinator was killed when everything was written, and nobody knew yet."""
+    def check_unreported_result(self) -> None:
+        """Check the result of a run whose coordinator was killed before it could report the end."""
         result = self.directory.read_result()
         assert result is not None
         replica = self.expected(result["steps"]).replica
         assert result["weights_digest"] == replica.weights_digest()
         self._check_files(result)
-        self.outcome = Finish(result["outcome"], _FOUND, 0)
+        self.outcome = Finish(result["outcome"], _READ_FROM_RESULT, 0)
 
     def check_halt(self, reason: str) -> None:
-        """The schedule must contain a cause for this halt, and the reason must name it."""
+        """Check that the simulation caused this halt, and that the reason names the cause."""
         causes = (
             "operator", "non-finite gradient in block", "non-finite difference in block",
             "non-finite loss", "non-finite embedding", "on device",

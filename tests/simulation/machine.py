@@ -1,8 +1,8 @@
-"""The threads of a simulated process: jobs one after the other, with durations from the seed.
+"""The threads of a simulated process: they run jobs in order, with durations from the seed.
 
-A job happens at one moment, at the end of its time; its result reaches the event loop later, in
-order. A device's job consists of pieces, and time passes between them. A process that is
-killed leaves the current jobs of its threads half done: some of their disk changes, and no more.
+A job takes effect at one moment, at the end of its duration; its result reaches the event loop
+later, in order. A device's job consists of pieces, and time passes between them. When a process is
+killed, the current jobs of its threads are half done: only some of their disk changes happen.
 """
 
 from __future__ import annotations
@@ -18,110 +18,110 @@ from tests.simulation.disk import Disk, Killed
 from tests.simulation.virtual_time import Clock, Process
 
 _HOST_MS: Final = 1.0
-"""Time to apply a step, to hash, to copy."""
+"""Time to apply a step, to hash or to copy."""
 
 
-class Answer(Future[Any]):
-    """A future; a thread that waits for it lets its time pass."""
+class JobFuture(Future[Any]):
+    """The future of a job; waiting for it runs the thread's jobs up to this one."""
 
     def __init__(self, thread: Thread) -> None:
         super().__init__()
         self._thread = thread
 
     def result(self, timeout: float | None = None) -> Any:
-        self._thread.until(self)
+        self._thread.run_until(self)
         return super().result(timeout)
 
 
 class Thread(Executor):
-    """Does its jobs one after the other."""
+    """Runs jobs in order."""
 
     def __init__(
-        self, process: Process, most_ms: Callable[[], float], first_ms: float = 0.0
+        self, process: Process, max_ms: Callable[[], float], first_max_ms: float = 0.0
     ) -> None:
         self._process = process
         self._clock: Clock = process.clock
-        self._most_ms = most_ms
-        self._first_ms = first_ms
-        self._jobs: deque[tuple[Answer, Callable[[], Any], float]] = deque()
-        self._busy = False
+        self._max_ms = max_ms
+        self._first_max_ms = first_max_ms
+        self._jobs: deque[tuple[JobFuture, Callable[[], Any], float]] = deque()
+        self._is_busy = False
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **_: Any) -> Answer:
-        """Submit a short job that nobody waits for."""
-        return self._put(lambda: fn(*args), 0.0 if self._clock.rng.random() < 0.9 else 1.0)
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **_: Any) -> JobFuture:
+        """Submit a short job whose result is not needed."""
+        return self._enqueue(lambda: fn(*args), 0.0 if self._clock.rng.random() < 0.9 else 1.0)
 
-    def work(self, fn: Callable[..., Any], *args: Any) -> Answer:
+    def work(self, fn: Callable[..., Any], *args: Any) -> JobFuture:
         """Submit a job that takes time."""
-        most_ms, self._first_ms = max(self._most_ms(), self._first_ms), 0.0
-        return self._put(lambda: fn(*args), most_ms * self._clock.rng.random())
+        max_ms, self._first_max_ms = max(self._max_ms(), self._first_max_ms), 0.0
+        return self._enqueue(lambda: fn(*args), max_ms * self._clock.rng.random())
 
-    def _put(self, job: Callable[[], Any], takes_ms: float) -> Answer:
-        answer = Answer(self)
-        self._jobs.append((answer, job, takes_ms))
-        if not self._busy:
+    def _enqueue(self, job: Callable[[], Any], duration_ms: float) -> JobFuture:
+        future = JobFuture(self)
+        self._jobs.append((future, job, duration_ms))
+        if not self._is_busy:
             self._begin()
-        return answer
+        return future
 
     def _begin(self) -> None:
-        self._busy = bool(self._jobs)
-        if self._busy:
-            self._clock.after(self._jobs[0][2], self._next, self._process)
+        self._is_busy = bool(self._jobs)
+        if self._is_busy:
+            self._clock.after(self._jobs[0][2], self._run_due_jobs, self._process)
 
-    def _next(self) -> None:
+    def _run_due_jobs(self) -> None:
         if self._jobs:
-            self._do()
+            self._run_job()
         while self._jobs and not self._jobs[0][2]:
-            self._do()
+            self._run_job()
         self._begin()
 
-    def _do(self) -> None:
-        answer, job, _ = self._jobs.popleft()
-        if not answer.set_running_or_notify_cancel():
+    def _run_job(self) -> None:
+        future, job, _ = self._jobs.popleft()
+        if not future.set_running_or_notify_cancel():
             return
         try:
             result = job()
-        except Killed as killed:
-            killed.act()
-        except Exception as error:  # noqa: BLE001 -- who waits for it gets it
-            answer.set_exception(error)
+        except Killed as kill:
+            kill.act()
+        except Exception as error:  # noqa: BLE001 -- the future carries the exception
+            future.set_exception(error)
         else:
-            answer.set_result(result)
+            future.set_result(result)
 
-    def until(self, answer: Answer) -> None:
-        """Do all jobs up to this one."""
-        while not answer.done() and self._jobs:
-            self._do()
+    def run_until(self, future: JobFuture) -> None:
+        """Run all jobs up to that of the future."""
+        while not future.done() and self._jobs:
+            self._run_job()
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 -- as an Executor's
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 -- the signature of Executor
         while cancel_futures and self._jobs:
             self._jobs.popleft()[0].cancel()
         while wait and self._jobs:
-            self._do()
+            self._run_job()
 
     def stop(self) -> None:
         """Drop all pending jobs."""
         self._jobs.clear()
 
-    def die(self, disk: Disk) -> None:
-        """Stop in the middle of the current job."""
+    def abort(self, disk: Disk) -> None:
+        """Drop all jobs; the current one may be half done."""
         rng = self._clock.rng
-        if self._busy and self._jobs and rng.random() < 0.7:
+        if self._is_busy and self._jobs and rng.random() < 0.7:
             _, job, _ = self._jobs.popleft()
             changes = rng.choice((0, 1, 1, 1, 2, 3, 5, 8))
-            with contextlib.suppress(Exception, Killed), disk.dying_after(changes):
+            with contextlib.suppress(Exception, Killed), disk.killing_after(changes):
                 job()
         self._jobs.clear()
 
 
 class Device:
-    """The thread of a device; a computed piece takes the time that it `charge`s."""
+    """The thread of a device; a piece of a job takes the time that it passes to `charge`."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
         self._clock = process.clock
         self._jobs: deque[Job] = deque()
-        self._working: Iterator[None] | None = None
-        self._busy = False
+        self._pieces: Iterator[None] | None = None
+        self._is_busy = False
         self._charged_ms = 0.0
 
     def charge(self, ms: float) -> None:
@@ -130,26 +130,26 @@ class Device:
 
     def submit(self, job: Job) -> None:
         self._jobs.append(job)
-        if not self._busy:
-            self._busy = True
-            self._clock.after(0.0, self._go_on, self._process)
+        if not self._is_busy:
+            self._is_busy = True
+            self._clock.after(0.0, self._run_pieces, self._process)
 
-    def _go_on(self) -> None:
+    def _run_pieces(self) -> None:
         while True:
-            if self._working is None:
+            if self._pieces is None:
                 if not self._jobs:
-                    self._busy = False
+                    self._is_busy = False
                     return
-                self._working = iter(self._jobs.popleft()())
-            if next(self._working, self) is self:
-                self._working = None
+                self._pieces = iter(self._jobs.popleft()())
+            if next(self._pieces, self) is self:
+                self._pieces = None
             if self._charged_ms:
-                taken_ms, self._charged_ms = self._charged_ms, 0.0
-                self._clock.after(taken_ms, self._go_on, self._process)
+                duration_ms, self._charged_ms = self._charged_ms, 0.0
+                self._clock.after(duration_ms, self._run_pieces, self._process)
                 return
 
     def close(self, wait_s: float) -> bool:
-        """End with the process."""
+        """Do nothing: the thread ends with its process."""
         del wait_s
         return True
 
@@ -158,9 +158,8 @@ class SimulatedMachine(Machine):
     """The machine interface of a simulated process.
 
     Attributes:
-        device: The thread of its device, once it exists.
-        pace_ms: Longest duration of a disk job.
-        catch_up_ms: Longest time for a replica to apply earlier commits.
+        device: The thread of the process's device, once it exists.
+        threads: All other threads of the process.
     """
 
     has_sockets = False

@@ -1,11 +1,11 @@
 """The network between simulated processes: transports under the product's own `Channel`.
 
 Each direction of a connection keeps its order. Written data waits in the sender until the
-receiver's window has room, travels for a time from the seed, and is read in pieces that end
-anywhere. A connection ends in order, or breaks: then each side gets some of the sent data, and
-learns of the break later. While a connection is held, nothing gets through, and neither side knows.
+receiver's window has space, travels for a time from the seed, and is read in pieces of any size. A
+connection is closed, or breaks: then each side gets some of the sent data, and learns of the break
+later. While a connection is held, nothing gets through, and neither side notices.
 
-TLS is left out: it lies below the `Channel`, and has its own tests. The authentication handshake is
+There is no TLS: it lies below the `Channel`, and has its own tests. The authentication handshake is
 simulated.
 """
 
@@ -25,7 +25,7 @@ class Network:
     """Delays of connections, and the listeners.
 
     Attributes:
-        links: Connections that are not over.
+        links: Open connections, and recent ones.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -38,10 +38,10 @@ class Network:
         self._listening: dict[Process, Greet] = {}
 
     def listen(self, process: Process, greet: Greet) -> None:
-        """Accept connections for this process."""
+        """Accept connections for a process."""
         self._listening[process] = greet
 
-    def listens_no_more(self, process: Process) -> None:
+    def stop_listening(self, process: Process) -> None:
         self._listening.pop(process, None)
 
     async def connect(self, process: Process, factory: Callable[[], Any]) -> tuple[Any, Any]:
@@ -74,8 +74,8 @@ class Network:
             client: The connecting process.
             server: The process that accepts, a moment later.
             protocol: The client's protocol.
-            greet: Returns the protocol at the server; None if it no longer listens.
-            slowness_ms: Additional delay of data by its sender.
+            greet: Returns the server's acceptor; None if the server no longer listens.
+            slowness_ms: Returns the additional delay of a sender's data.
         """
         clock = self.clock
         self.links = [link for link in self.links if not link.over]
@@ -106,7 +106,7 @@ class Link:
 
     @property
     def over(self) -> bool:
-        """Return whether no event can follow."""
+        """Return whether nothing more can happen on the connection."""
         return all(end.lost or not end.process.alive for end in (self.client, self.server))
 
     def hold(self, *, held: bool) -> None:
@@ -121,27 +121,28 @@ class Link:
             end.fail()
 
     def lose_one_way(self, sender: Process, lasts_ms: float) -> None:
-        """Lose the sender's data for a while; only a system that waits for acknowledgments
-        notices."""
-        receiving = self.server if self.client.process is sender else self.client
-        receiving.held = True
-        clock, both_ends = receiving.peer.clock, (receiving.peer, receiving)
-        notices = both_ends if clock.rng.random() < 0.5 else both_ends[:1]
+        """Lose the sender's data for a while; only an operating system that waits for
+        acknowledgments notices."""
+        receiver = self.server if self.client.process is sender else self.client
+        receiver.held = True
+        clock, both_ends = receiver.peer.clock, (receiver.peer, receiver)
+        noticing_ends = both_ends if clock.rng.random() < 0.5 else both_ends[:1]
 
         def release() -> None:
-            receiving.held = False
-            receiving.pump()
+            receiver.held = False
+            receiver.pump()
 
-        def notice() -> None:
-            for end in notices:
+        def time_out_ends() -> None:
+            for end in noticing_ends:
                 end.time_out()
 
         clock.after(lasts_ms, release)
         if lasts_ms > limits.LIVENESS_TIMEOUT_MS:
-            clock.after(limits.LIVENESS_TIMEOUT_MS, notice)
+            clock.after(limits.LIVENESS_TIMEOUT_MS, time_out_ends)
 
-    def died(self, process: Process) -> None:
-        """The system closes the end of a killed process: sent data may still arrive."""
+    def on_process_death(self, process: Process) -> None:
+        """Close the end of a killed process as the operating system does: sent data may still
+        arrive."""
         for end in (self.client, self.server):
             if end.process is process:
                 end.peer.fail()
@@ -153,8 +154,8 @@ class Transport(asyncio.Transport):
     Attributes:
         process: The process of this end.
         peer: The other end.
-        held: Whether nothing arrives here.
-        lost: Whether the protocol knows of the end.
+        held: Whether data in transit to this end waits.
+        lost: Whether the protocol knows that the connection has ended.
     """
 
     peer: Transport
@@ -164,18 +165,18 @@ class Transport(asyncio.Transport):
         super().__init__()
         self.process = process
         self.held = False
-        self._unread = False
+        self._is_reading_paused = False
         self.lost = False
         self._network = network
         self._clock = network.clock
         self._protocol: Any = None
         self._unsent = bytearray()
         self._high_water_bytes = 65_536
-        self._paused = False
-        self._closing = False
-        self._coming = bytearray()
-        self._ends: str = ""
-        self._due = False
+        self._is_writing_paused = False
+        self._is_closing = False
+        self._incoming = bytearray()
+        self._end_reason: str = ""
+        self._is_arrival_scheduled = False
 
     def begin(self, protocol: Any) -> None:
         self._protocol = protocol
@@ -199,14 +200,14 @@ class Transport(asyncio.Transport):
         self._high_water_bytes = high
 
     def pause_reading(self) -> None:
-        self._unread = True
+        self._is_reading_paused = True
 
     def resume_reading(self) -> None:
-        self._unread = False
+        self._is_reading_paused = False
         self.pump()
 
     def is_closing(self) -> bool:
-        return self._closing
+        return self._is_closing
 
     def get_write_buffer_size(self) -> int:
         return len(self._unsent)
@@ -215,129 +216,138 @@ class Transport(asyncio.Transport):
         self.writelines([data])
 
     def writelines(self, list_of_data: Any) -> None:
-        if self._closing:
+        if self._is_closing:
             return
         for data in list_of_data:
             self._unsent += data
         self._send()
-        if not self._paused and len(self._unsent) > self._high_water_bytes:
-            self._paused = True
+        if not self._is_writing_paused and len(self._unsent) > self._high_water_bytes:
+            self._is_writing_paused = True
             self._protocol.pause_writing()
 
     def close(self) -> None:
-        """Send written data first; read nothing more."""
-        if not self._closing:
-            self._closing = True
-            self._coming.clear()
+        """Close the connection after all written data; read nothing more."""
+        if not self._is_closing:
+            self._is_closing = True
+            self._incoming.clear()
             self._send()
             if not self.lost:
-                self._clock.after(limits.LIVENESS_TIMEOUT_MS, self._gave_up, self.process)
+                self._clock.after(limits.LIVENESS_TIMEOUT_MS, self._abort_unfinished, self.process)
 
-    def _gave_up(self) -> None:
-        """The system gave up (TCP_USER_TIMEOUT)."""
+    def _abort_unfinished(self) -> None:
+        """Abort as the operating system does when data is not acknowledged (TCP_USER_TIMEOUT)."""
         if not self.lost:
             self.abort()
 
     def abort(self) -> None:
-        self._closing = True
+        self._is_closing = True
         self._unsent.clear()
-        self._coming.clear()
+        self._incoming.clear()
         self.peer.fail()
-        self._lose(None)
+        self._report_end(None)
 
     # The network.
 
     def time_out(self) -> None:
-        """The system gives up, because nobody acknowledges the data of this end."""
+        """End the connection as the operating system does: the peer acknowledges no data."""
         if not self.lost:
-            self._closing = True
+            self._is_closing = True
             self._unsent.clear()
             self.peer.fail()
-            self._lose(TimeoutError(110, "Connection timed out"))
+            self._report_end(TimeoutError(110, "Connection timed out"))
 
     def fail(self) -> None:
-        """The connection breaks: some sent data still arrives, then the end."""
-        if not self._ends:
-            del self._coming[int(self._clock.rng.random() * (len(self._coming) + 1)) :]
-        self._ends = "reset"
+        """Break the connection: some sent data still arrives, then the end."""
+        if not self._end_reason:
+            del self._incoming[int(self._clock.rng.random() * (len(self._incoming) + 1)) :]
+        self._end_reason = "reset"
         self.peer._unsent.clear()
         self.pump()
 
     def pump(self) -> None:
-        """Schedule the arrival of data in transit."""
-        if self._due or self.held or self._unread or self._protocol is None:
+        """Schedule the arrival of data in transit, or of the end."""
+        if (
+            self._is_arrival_scheduled
+            or self.held
+            or self._is_reading_paused
+            or self._protocol is None
+        ):
             return
-        # A known end, or an end behind unsent data, is no event.
-        is_ending = self._ends == "reset" or (self._ends and not self._closing)
-        if self._coming or (is_ending and not self.lost):
-            self._due = True
+        # The protocol already knows of the end, or still sends data before its own close.
+        is_ending = self._end_reason == "reset" or (self._end_reason and not self._is_closing)
+        if self._incoming or (is_ending and not self.lost):
+            self._is_arrival_scheduled = True
             network = self._network
             delay_ms = network.latency_ms * (0.1 + 2 * self._clock.rng.random())
             delay_ms += self.slowness_ms(self.peer.process)
             self._clock.after(delay_ms, self._arrive, self.process)
 
     def _send(self) -> None:
-        """Fill the peer's window; once closed and empty, send the end."""
-        room = self._network.window_bytes - len(self.peer._coming)
-        if self._unsent and room > 0 and not self.peer._ends:
-            self.peer._coming += self._unsent[:room]
-            del self._unsent[:room]
-        if self._closing and not self._unsent and not self.lost:
-            self.peer._ends = self.peer._ends or "closed"
-            self._lose(None)
+        """Fill the peer's window; once closed and without unsent data, send the end."""
+        window_space = self._network.window_bytes - len(self.peer._incoming)
+        if self._unsent and window_space > 0 and not self.peer._end_reason:
+            self.peer._incoming += self._unsent[:window_space]
+            del self._unsent[:window_space]
+        if self._is_closing and not self._unsent and not self.lost:
+            self.peer._end_reason = self.peer._end_reason or "closed"
+            self._report_end(None)
         self.peer.pump()
 
     def _arrive(self) -> None:
-        self._due = False
-        if self.held or self._unread:
+        self._is_arrival_scheduled = False
+        if self.held or self._is_reading_paused:
             return
         rng = self._clock.rng
-        if self._coming and not self._closing:
-            count = len(self._coming)
+        if self._incoming and not self._is_closing:
+            count = len(self._incoming)
             if rng.random() >= self._network.bursts:
                 count = rng.randint(1, count)
-            data = bytes(self._coming[:count])
-            del self._coming[:count]
+            data = bytes(self._incoming[:count])
+            del self._incoming[:count]
             self._feed(data)
-            self.peer._room()
-        if self._closing:
-            self._coming.clear()
-            self.peer._room()
-        if self._ends and not self._coming:
+            self.peer._on_peer_read()
+        if self._is_closing:
+            self._incoming.clear()
+            self.peer._on_peer_read()
+        if self._end_reason and not self._incoming:
             self._end()
         self.pump()
 
     def _feed(self, data: bytes) -> None:
         view = memoryview(data)
-        while view and not self._closing:
+        while view and not self._is_closing:
             buffer = self._protocol.get_buffer(-1)
             count = min(len(buffer), len(view))
             buffer[:count] = view[:count]
             view = view[count:]
             self._protocol.buffer_updated(count)
 
-    def _room(self) -> None:
-        """The receiver has read: its window has room, which the sender soon learns."""
-        if self._unsent or self._closing:
-            self._clock.after(self._network.latency_ms, self._go_on, self.process)
+    def _on_peer_read(self) -> None:
+        """Continue to send soon: the peer has read data, so its window has space."""
+        if self._unsent or self._is_closing:
+            self._clock.after(self._network.latency_ms, self._send_more, self.process)
 
-    def _go_on(self) -> None:
+    def _send_more(self) -> None:
         self._send()
-        if self._paused and len(self._unsent) <= self._high_water_bytes // 4 and not self.lost:
-            self._paused = False
+        if (
+            self._is_writing_paused
+            and len(self._unsent) <= self._high_water_bytes // 4
+            and not self.lost
+        ):
+            self._is_writing_paused = False
             self._protocol.resume_writing()
 
     def _end(self) -> None:
         if self.lost:
             return
-        if self._ends == "reset":
-            self._closing = True
-            self._lose(ConnectionResetError(104, "Connection reset by peer"))
-        elif not self._closing:
+        if self._end_reason == "reset":
+            self._is_closing = True
+            self._report_end(ConnectionResetError(104, "Connection reset by peer"))
+        elif not self._is_closing:
             self._protocol.eof_received()
             self.close()
 
-    def _lose(self, error: Exception | None) -> None:
+    def _report_end(self, error: Exception | None) -> None:
         if self.lost:
             return
         self.lost = True
@@ -360,4 +370,4 @@ class SimulatedAcceptor:
         self._network.listen(self._process, self._greet)
 
     def close(self) -> None:
-        self._network.listens_no_more(self._process)
+        self._network.stop_listening(self._process)

@@ -1,6 +1,6 @@
-"""The sockets of links between simulated workers, on the network of all processes.
+"""The sockets of the links between simulated workers, on the simulated network.
 
-The links themselves are the product's: dialing, handshake, queues and recovery.
+The links are the product's: dialing, handshake, queues and recovery.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class WorkerPorts:
     """The ports at which workers accept links, and pairs of workers that cannot reach each other.
 
     Attributes:
-        links: The links between workers, of the simulated network.
+        listening: Process and acceptor of each open port.
     """
 
     def __init__(self, network: Network) -> None:
         self.network = network
         self.listening: dict[int, tuple[Process, Greet]] = {}
         self._links: list[Link] = []
-        self._cut: set[frozenset[str]] = set()
+        self._cut_pairs: set[frozenset[str]] = set()
         self._next_port = 7000
 
     @property
@@ -40,7 +40,7 @@ class WorkerPorts:
         return self._links
 
     def open(self, process: Process, greet: Greet) -> int:
-        """Return a new port of this process."""
+        """Open a new port for a process and return its number."""
         self._next_port += 1
         self.listening[self._next_port] = (process, greet)
         return self._next_port
@@ -49,11 +49,16 @@ class WorkerPorts:
         """Connect to a port.
 
         Raises:
-            ConnectionRefusedError: Nobody listens there, or it is unreachable.
+            ConnectionRefusedError: No process listens at the port, or the process is unreachable.
         """
         server, _ = self.listening.get(port, (client, None))
         pair = _pair(client, server)
-        if server is client or not server.alive or client.side != server.side or pair in self._cut:
+        if (
+            server is client
+            or not server.alive
+            or client.side != server.side
+            or pair in self._cut_pairs
+        ):
             raise ConnectionRefusedError(111, "Connection refused")
         self._links.append(
             self.network.join(
@@ -62,35 +67,35 @@ class WorkerPorts:
             )
         )  # fmt: skip
 
-    def linked(self) -> list[frozenset[str]]:
+    def linked_pairs(self) -> list[frozenset[str]]:
         """Return the pairs of workers that have a link."""
         return [_pair(link.client.process, link.server.process) for link in self.links]
 
     def cut_off(self, pair: frozenset[str], lasts_ms: float) -> None:
-        """Cut the links of two workers, and keep them from making another for a while."""
-        self._cut.add(pair)
-        for link in self._of(pair):
+        """Cut the links between two workers; for a while they cannot make a new one."""
+        self._cut_pairs.add(pair)
+        for link in self._links_of_pair(pair):
             link.cut()
-        self.network.clock.after(lasts_ms, lambda: self._cut.discard(pair))
+        self.network.clock.after(lasts_ms, lambda: self._cut_pairs.discard(pair))
 
     def cut_one_way(self, pair: frozenset[str], lasts_ms: float) -> None:
         """Lose the data of one worker to the other for a while; neither can dial meanwhile."""
         clock = self.network.clock
-        self._cut.add(pair)
+        self._cut_pairs.add(pair)
         sender = clock.rng.choice(sorted(pair))
-        for link in self._of(pair):
+        for link in self._links_of_pair(pair):
             end_processes = (link.client.process, link.server.process)
             link.lose_one_way(end_processes[end_processes[1].host == sender], lasts_ms)
-        clock.after(lasts_ms, lambda: self._cut.discard(pair))
+        clock.after(lasts_ms, lambda: self._cut_pairs.discard(pair))
 
-    def _of(self, pair: frozenset[str]) -> list[Link]:
+    def _links_of_pair(self, pair: frozenset[str]) -> list[Link]:
         return [
             link for link in self.links if _pair(link.client.process, link.server.process) == pair
         ]
 
 
-def _pair(one: Process, other: Process) -> frozenset[str]:
-    return frozenset((one.host, other.host))
+def _pair(first: Process, second: Process) -> frozenset[str]:
+    return frozenset((first.host, second.host))
 
 
 class SimulatedSockets:
@@ -109,10 +114,10 @@ class SimulatedSockets:
         return self._port, NO_CERTIFICATE
 
     def pause(self) -> None:
-        """Does nothing: no simulated port is full."""
+        """Do nothing: no simulated port is ever full."""
 
     def resume(self) -> None:
-        """Does nothing: no simulated port is full."""
+        """Do nothing: no simulated port is ever full."""
 
     async def connect(self, peer: Peer, channel: Channel) -> None:
         network = self._ports.network
@@ -123,7 +128,7 @@ class SimulatedSockets:
         self._ports.listening.pop(self._port, None)
 
 
-class _WithSpeeds:
+class _RandomSpeeds:
     """An owner of links that reports link speeds from the seed."""
 
     def __init__(self, owner: LinksOwner, ports: WorkerPorts) -> None:
@@ -146,6 +151,6 @@ def links_of(ports: WorkerPorts, process: Process) -> MakeLinks:
 
     def make(name: str, blocks: tuple[Block, ...], exchange: Codecs, owner: LinksOwner) -> Links:
         sockets: Any = SimulatedSockets(ports, process)
-        return PeerLinks(name, blocks, exchange, _WithSpeeds(owner, ports), sockets)
+        return PeerLinks(name, blocks, exchange, _RandomSpeeds(owner, ports), sockets)
 
     return make

@@ -1,4 +1,4 @@
-"""Invariants inside the product, checked where they apply.
+"""Checks of invariants inside the product.
 
 Each probe wraps one method of the product and only reads: a violation is raised in the simulation,
 not in the product, which would handle it as its own failure.
@@ -46,8 +46,8 @@ from worker.shell.file_fetcher import FileFetcher
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
-_STEPS_KEPT = 8
-"""Broadcasts of no more than this many steps stay in memory."""
+_MAX_STEPS_IN_MEMORY = 8
+"""Limit of the steps whose broadcasts stay in memory."""
 
 
 def check_invariant(run: Run) -> None:
@@ -79,11 +79,11 @@ class Probes:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._owed: dict[str, set[Subtree]] = {}
-        self._owing = False
+        self._is_awaited = False
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Install the probes within a context."""
+        """Install the probes within a `with` block."""
         with ExitStack() as stack:
             for owner, name, before, after in (
                 (GradientLog, "commit", self._syncs, self._synced),
@@ -100,38 +100,36 @@ class Probes:
                 (Channel, "_refuse", self._refused, None),
                 (Channel, "send", None, self._sent),
             ):
-                probe = self._around(getattr(owner, name), before, after)
+                probe = self._wrap(getattr(owner, name), before, after)
                 stack.enter_context(mock.patch.object(owner, name, probe))
             yield
 
-    def _around(
+    def _wrap(
         self,
         original: Callable[..., Any],
         before: Callable[..., None] | None,
         after: Callable[..., None] | None,
     ) -> Callable[..., Any]:
-        trouble = self._cluster.clock.trouble
+        errors = self._cluster.clock.errors
 
-        def looking_before(*arguments: Any, **options: Any) -> Any:
+        def check_before(*arguments: Any, **options: Any) -> Any:
             try:
                 assert before is not None
                 before(*arguments, **options)
-            except Exception as error:  # noqa: BLE001 -- see `Cluster.noticing`
-                trouble.append(error)
-            return (
-                looking_after(*arguments, **options) if after else original(*arguments, **options)
-            )
+            except Exception as error:  # noqa: BLE001 -- see `Cluster.check_product`
+                errors.append(error)
+            return check_after(*arguments, **options) if after else original(*arguments, **options)
 
-        def looking_after(*arguments: Any, **options: Any) -> Any:
+        def check_after(*arguments: Any, **options: Any) -> Any:
             result = original(*arguments, **options)
             try:
                 assert after is not None
                 after(result, *arguments, **options)
-            except Exception as error:  # noqa: BLE001 -- see `Cluster.noticing`
-                trouble.append(error)
+            except Exception as error:  # noqa: BLE001 -- see `Cluster.check_product`
+                errors.append(error)
             return result
 
-        return looking_before if before is not None else looking_after
+        return check_before if before is not None else check_after
 
     @property
     def _coordinator(self) -> CoordinatorProcess:
@@ -157,13 +155,15 @@ class Probes:
         assert progress.round is not None
         if coordinator.trust[0] is not execution:
             coordinator.trust = execution, record.commit.step
-        coordinator.ledger.trusts(record, progress.round.averages, since=coordinator.trust[1])
+        coordinator.ledger.record_trusted_commit(
+            record, progress.round.averages, since=coordinator.trust[1]
+        )
 
     def _syncs(self, _log: Any, _record: Any) -> None:
         coordinator = self._coordinator
-        act, coordinator.at_sync = coordinator.at_sync, None
-        if act is not None:
-            self._cluster.disk.kill_after(self._cluster.rng.choice((0, 1, 1, 1)), act)
+        action, coordinator.at_sync = coordinator.at_sync, None
+        if action is not None:
+            self._cluster.disk.kill_after(self._cluster.rng.choice((0, 1, 1, 1)), action)
 
     def _synced(self, _: None, _log: Any, record: Any) -> None:
         coordinator = self._coordinator
@@ -171,15 +171,17 @@ class Probes:
         self._cluster.disk.spare()
         if execution is None or not coordinator.alive:
             return
-        coordinator.ledger.synced(record.commit)
+        coordinator.ledger.record_sync(record.commit)
         progress = execution.run.progress
         assert progress is not None
-        coordinator.ledger.check_terms(set(progress.numerics_profiles), mixed=progress.mixed)
+        coordinator.ledger.check_admission_record(
+            set(progress.numerics_profiles), mixed=progress.mixed
+        )
 
     def _broadcast(self, _subscribers: Any, message: Any, values: Any, *_: Any) -> None:
         coordinator = self._coordinator
         if isinstance(message, Commit):
-            self._commit_told(coordinator, message)
+            self._check_broadcast_commit(coordinator, message)
         elif isinstance(message, AveragedGradient) and message.block == COVERAGE:
             # Every microbatch is in the sum exactly once.
             job = coordinator.ledger.job
@@ -187,10 +189,10 @@ class Probes:
             expected = job.coverage(message.step)
             if expected is not None:
                 is_equal = values.tobytes() == expected[chunk_part].tobytes()
-                assert is_equal, "a microbatch lost or doubled"
+                assert is_equal, "a microbatch is missing or counted twice"
 
-    def _commit_told(self, coordinator: CoordinatorProcess, commit: Commit) -> None:
-        coordinator.ledger.broadcast(commit)
+    def _check_broadcast_commit(self, coordinator: CoordinatorProcess, commit: Commit) -> None:
+        coordinator.ledger.check_commit(commit)
         execution = coordinator.execution
         assert execution is not None
         progress = execution.run.progress
@@ -199,24 +201,24 @@ class Probes:
             return
         replica_state = execution.applied
         assert replica_state is not None
-        assert replica_state.step == commit.step, "the replica has not agreed on the step before"
+        assert replica_state.step == commit.step, "the replica has not agreed on the previous step"
 
-    def _present_state(self, applied: ReplicaState, _keeper: Any) -> None:
+    def _present_state(self, state: ReplicaState, _keeper: Any) -> None:
         coordinator = self._coordinator
         if coordinator.execution is None:
             return
-        if not applied.step and coordinator is not self._cluster.coordinator:
-            return  # disconnected before it had a state: its start state counts for nobody
-        coordinator.ledger.replica_is(applied.step, applied.state_digest)
+        if not state.step and coordinator is not self._cluster.coordinator:
+            return  # disconnected before it had a state: no worker uses its initial state
+        coordinator.ledger.check_replica_state(state.step, state.state_digest)
 
     def _loaded(self, digest: str) -> None:
         job = self._coordinator.ledger.job
         initial = [job.undisturbed((), flavour).state_digest for flavour in (0, 1)]
-        assert digest in initial, "state 0 is nobody's"
+        assert digest in initial, "no worker starts from this state 0"
 
     def _saved(self, checkpoint: Any, *_: Any, losses: Any, **__: Any) -> None:
         ledger = self._coordinator.ledger
-        ledger.saved(checkpoint.info.step, checkpoint.info.state_digest)
+        ledger.check_checkpoint(checkpoint.info.step, checkpoint.info.state_digest)
         ledger.check_losses(losses)
 
     def _done(self, _: None, execution: Execution, actions: Any) -> None:
@@ -234,7 +236,7 @@ class Probes:
             assert run.phase is RunPhase.OVER or not run.reason
         tail = execution._subscribers._tail
         if tail:
-            assert tail[-1][0] - tail[0][0] <= _STEPS_KEPT, "what was broadcast long ago is kept"
+            assert tail[-1][0] - tail[0][0] <= _MAX_STEPS_IN_MEMORY, "old broadcasts stay in memory"
 
     def _steps(self, run: Run, input_: Input) -> None:
         if isinstance(input_, ReplicaLoaded):
@@ -251,25 +253,32 @@ class Probes:
         progress = run.progress
         round_ = progress.round if progress is not None else None
         share = round_.shares.get(worker) if round_ is not None else None
-        self._owing = (
+        self._is_awaited = (
             isinstance(message, SubtreeLoss) and share is not None and message.subtree in share.owed
         )
 
     def _received(self, run: Run, worker: str, message: Any) -> None:
-        """An arrived subtree counts, and nobody else has to compute it."""
+        """Check that an arrived subtree counts, and that no other worker still has to compute
+        it."""
         progress = run.progress
         if not isinstance(message, SubtreeLoss) or progress is None or progress.persisting:
             return
         step_id = {"term": message.term, "step": message.step, "attempt": message.attempt}
         round_ = progress.round
         if round_ is not None and run.phase is RunPhase.TRAINING and step_id == progress.step_id():
-            # A double-checked subtree is expected from both workers.
-            doubled = round_.doubled[-1:] if round_.doubled and round_._awaits_double() else ()
+            # Two workers must deliver a double-checked subtree.
+            double_checked = (
+                round_.doubled[-1:] if round_.doubled and round_._awaits_double() else ()
+            )
             for share in round_.shares.values():
-                missing = all(round_._missing_leaves(n) for n in share.owed if n not in doubled)
+                missing = all(
+                    round_._missing_leaves(n) for n in share.owed if n not in double_checked
+                )
                 assert missing, "Cancel is lost"
-            if self._owing and message.subtree not in round_.shares[worker].owed:
-                assert not round_._missing_leaves(message.subtree), "what has come is not counted"
+            if self._is_awaited and message.subtree not in round_.shares[worker].owed:
+                assert not round_._missing_leaves(message.subtree), (
+                    "an arrived subtree is not counted"
+                )
 
     def _before_surplus(self, round_: Round) -> None:
         self._owed = {name: set(share.owed) for name, share in round_.shares.items()}
@@ -278,7 +287,7 @@ class Probes:
         for name, share in round_.shares.items():
             withdrawn_subtrees = self._owed[name].difference(share.owed)
             assert not any(round_._missing_leaves(subtree) for subtree in withdrawn_subtrees), (
-                "what is missing is forgotten"
+                "a missing subtree is forgotten"
             )
 
     # Worker.
@@ -290,7 +299,7 @@ class Probes:
             worker.newest[message.run_id] = max(newest, message.term)
             worker.cancelled.clear()
         elif isinstance(message, Cancel) and client._session is not None:
-            # It may overtake the plan or an Assign, and then arrives too early for them.
+            # Cancel may overtake a plan or an Assign, and then does not apply to their subtrees.
             task, step_id = client._session._task, (message.step, message.attempt)
             subtrees = task.subtrees if task.step_id == StepId(*step_id) else set()
             cancelled = subtrees.intersection(Subtree(*subtree) for subtree in message.subtrees)
@@ -314,13 +323,13 @@ class Probes:
         if isinstance(message, StepApplied) and session is not None:
             ledger = self._cluster.ledger(session.run_id)
             if ledger is not None and not worker.flipped:
-                ledger.worker_is(message.step, message.state_digest)
+                ledger.check_worker_state(message.step, message.state_digest)
         if session is not None and session.run_id:
             newest = worker.newest.get(session.run_id, 0)
             assert session.term >= newest, "an older coordinator is obeyed"
 
     def _stored(self, _event: Any, _obtainer: FileFetcher, _action: Any, _cache: Any) -> None:
-        self._cluster.disturbances.fetched(self._worker)
+        self._cluster.disturbances.on_chunk_fetched(self._worker)
 
     # Both sides.
 

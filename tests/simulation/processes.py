@@ -1,4 +1,4 @@
-"""The processes of a simulated cluster: the product's service and client, as `main` runs them."""
+"""The processes of a simulated cluster: the product's service and client, run as by `main`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from coordinator.service.service import Service, Settings
 from protocol.base.errors import SamestepError, StorageFailed, UsageError
 from protocol.base.fields import Duty
 from protocol.exact.replica import Replica
-from tests.simulation.device import Flaws, SimulatedDevice, Surroundings
-from tests.simulation.device_group import MakeDevice, SimulatedDevices
+from tests.simulation.device import DeviceEnvironment, Flaws, SimulatedDevice
+from tests.simulation.device_group import DeviceFactory, SimulatedDevices
 from tests.simulation.ledger import Ledger
 from tests.simulation.machine import Device, SimulatedMachine
 from tests.simulation.network import SimulatedAcceptor
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
 _PATIENCE_S: Final = 1e6
-"""A worker does not give up."""
+"""A worker never gives up."""
 _CATCH_UP_MS: Final = (0.0, 0.0, 1000.0, 5000.0)
 
 
@@ -43,9 +43,9 @@ class CoordinatorProcess(Process):
     Attributes:
         service: The product's service.
         pace_ms: Longest duration of a job on disk or replica.
-        at_commit: Actions while the next commit is being written.
-        at_sync: How it ends between the next commit's write and its sync.
-        trust: The run whose steps its replica does not yet compare, and the first such step.
+        at_commit: Action to run while the next commit is being written.
+        at_sync: Action that kills the process between the next commit's write and its sync.
+        trust: The run whose commits the replica cannot check yet, and the first such step.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -96,7 +96,7 @@ class CoordinatorProcess(Process):
                     self._queue(service, ledger)
             await service.over.wait()
         except (StorageFailed, UsageError) as error:
-            if not cluster.disk_refuses(str(error)):
+            if not cluster.is_disk_failure(str(error)):
                 raise
         await service.stop()
         self.clock.after(0.0, self.leave, self)
@@ -109,20 +109,20 @@ class CoordinatorProcess(Process):
             return
         assert ledger.directory.run_file.exists(), "a run that was accepted is lost"
         if service.resume(path) is None:
-            ledger.found_over()
+            ledger.check_unreported_result()
 
     def leave(self) -> None:
         """End normally."""
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL: connections break, and disk operations may be half done."""
+        """Kill the process: connections break, and disk operations may be half done."""
         self._die()
         for link in self._cluster.network.links:
-            link.died(self)
+            link.on_process_death(self)
 
     def vanish(self) -> None:
-        """The machine loses power: nobody is notified."""
+        """Turn off the machine: no peer is notified."""
         self._die()
         for link in self._cluster.network.links:
             if self in (link.client.process, link.server.process):
@@ -134,20 +134,20 @@ class CoordinatorProcess(Process):
         disk = self._cluster.disk
         self.clock.current = self
         for thread in self.machine.threads:
-            thread.die(disk)
-        # this runs `finally` clauses: files that they open are this process's, and are closed too
+            thread.abort(disk)
+        # This runs `finally` clauses; the files that they open belong to this process too.
         self.end()
         self.clock.current = None
         disk.close(self.fds)
-        self._cluster.network.listens_no_more(self)
+        self._cluster.network.stop_listening(self)
 
     # coordinator.service.events.EventSink
 
     def emit(self, event: Event, run_id: str = "") -> None:
         del run_id
-        self._cluster.noticing(lambda: self._reported(event.name, event.fields()))
+        self._cluster.check_product(lambda: self._check_event(event.name, event.fields()))
 
-    def _reported(self, event: str, fields: Mapping[str, Any]) -> None:
+    def _check_event(self, event: str, fields: Mapping[str, Any]) -> None:
         cluster, service = self._cluster, self.service
         assert service is not None
         cluster.events += 1
@@ -155,15 +155,15 @@ class CoordinatorProcess(Process):
         if event == "run_ended":
             self._run_ended(service)
         elif event == "run_resumed":
-            running_instance = service._running
-            assert running_instance is not None
-            self.ledger.found(running_instance)
-            assert running_instance.restart is not None
-            for segment, limit in running_instance.restart.recovery.index._segments_from(0):
+            instance = service._running
+            assert instance is not None
+            self.ledger.check_start(instance)
+            assert instance.restart is not None
+            for segment, limit in instance.restart.recovery.index._segments_from(0):
                 count = min(limit, segment.next_step) - segment.header.base_step
                 end = segment.ends[count - 1] if count else segment.start
-                durable = cluster.disk.has_synced(segment.path, end)
-                assert durable, "what was found is built upon, and not synced"
+                is_durable = cluster.disk.has_synced(segment.path, end)
+                assert is_durable, "the run continues from a commit that was not synced"
         if service.current is None:
             return
         ledger = self.ledger
@@ -173,12 +173,12 @@ class CoordinatorProcess(Process):
                 ledger.check_halt(str(fields["reason"]))
             cluster.halted(self, service.current)
         elif event in ("restarted", "continued"):
-            ledger.anew += 1
+            ledger.restarts += 1
         elif event == "redone_otherwise":
             ledger.redone_otherwise = fields["step"]
         elif event == "evaluated":
             step = fields["step"]
-            assert fields["ratio"] == ledger.job.figure(ledger.expected(step).replica)
+            assert fields["ratio"] == ledger.job.metric(ledger.expected(step).replica)
             ledger.evaluated_step = max(ledger.evaluated_step, step)
             ledger.counts["evaluated_late"] += step < service.current.run.steps_committed
 
@@ -188,13 +188,13 @@ class CoordinatorProcess(Process):
         assert execution.outcome is not None
         drained = execution.outcome.outcome == "drained"
         if execution.superseded or (drained and self._cluster.coordinator is not self):
-            return  # a successor may continue from it before its writer reports it
+            return  # a successor may continue from the result before its writer reports it
         ledger = self._ledger(execution)
-        keeper = execution._coordinator_replica
-        has_final_state = execution.run.has_state and keeper is not None
-        ledger.ended(
+        coordinator_replica = execution._coordinator_replica
+        has_final_state = execution.run.has_state and coordinator_replica is not None
+        ledger.check_end(
             execution.outcome,
-            keeper._replica if has_final_state and keeper else None,
+            coordinator_replica._replica if has_final_state and coordinator_replica else None,
             execution.run.losses,
         )
 
@@ -203,12 +203,12 @@ class WorkerProcess(Process):
     """One worker: it reconnects until it is drained.
 
     Attributes:
-        flipped: Whether a bit of its replica has flipped.
-        cache: Its directory for files, once started.
+        flipped: Whether a bit of the worker's replica has flipped.
+        cache: Directory for fetched files, once the worker has started.
         draining_since_ms: Time of the drain request.
-        only_dials: Whether no other worker can reach it.
-        beside: Whether it is on the coordinator's machine.
-        sends_slowly_ms: Additional delay of its messages to other workers.
+        only_dials: Whether no other worker can reach this one.
+        beside: Whether the worker runs on the coordinator's machine.
+        sends_slowly_ms: Additional delay of messages to other workers.
     """
 
     def __init__(self, cluster: Cluster, flaws: Flaws) -> None:
@@ -235,7 +235,7 @@ class WorkerProcess(Process):
 
     @property
     def draining(self) -> bool:
-        """Return whether it was asked to leave."""
+        """Return whether the worker was asked to leave."""
         return self.draining_since_ms < math.inf
 
     @property
@@ -251,10 +251,10 @@ class WorkerProcess(Process):
             charge: Callable[[float], None],
             replica: Callable[[], Replica | None] = lambda: None,
         ) -> SimulatedDevice:
-            around = Surroundings(
+            environment = DeviceEnvironment(
                 cluster.rng, cluster.job, cluster.poison, charge, replica, self._flip
             )
-            return SimulatedDevice(self.flaws, around)
+            return SimulatedDevice(self.flaws, environment)
 
         name = f"worker-{self.instance}"
         self.client = Client(
@@ -272,12 +272,13 @@ class WorkerProcess(Process):
     def _duty(self) -> Duty:
         return "evaluate" if self.flaws.evaluates else "train"
 
-    def _device_set(self, make: MakeDevice) -> DeviceSet | None:
-        """Return several devices for some workers; their processes die on their own, too."""
+    def _device_set(self, device_factory: DeviceFactory) -> DeviceSet | None:
+        """Return several devices for some workers, None for others; a device's process may die
+        alone."""
         rng = Random(f"{self._cluster.seed} {self.instance}")
         if rng.random() < 0.7:
             return None
-        self.devices = SimulatedDevices(self, rng, make, self.flaws.flips, self._flip)
+        self.devices = SimulatedDevices(self, rng, device_factory, self.flaws.flips, self._flip)
         names = [f"device{n}" for n in range(rng.choice((2, 2, 3)))]
         return DeviceSet(names, self.devices, lambda _: None)
 
@@ -289,15 +290,15 @@ class WorkerProcess(Process):
         try:
             await client.serve()
         except SamestepError as error:
-            self._cluster.noticing(partial(self._check_end, error))
+            self._cluster.check_product(partial(self._check_end, error))
         self.clock.after(0.0, self.kill, self)
 
     def _check_end(self, error: SamestepError) -> None:
         if self.flaws.evaluates and self.flipped and "its state after" in str(error):
-            return  # an operator can see workers that train; this one is dismissed
+            return  # an evaluator with a wrong state is dismissed, and the run does not halt
         if self.devices is not None and self.devices.are_worn_out():
             return
-        raise AssertionError(f"a worker ends: {error}")
+        raise AssertionError(f"a worker ends without a cause: {error}")
 
     def _flip(self) -> int:
         self.flipped = True
@@ -313,7 +314,8 @@ class WorkerProcess(Process):
             self.do(self.client.drain)
 
     def end(self) -> None:
-        """The system closes its files; the links to its inputs are removed."""
+        """End the process: close its files, as the system does, and remove the links to its
+        inputs."""
         links = self.devices.links if self.devices is not None else []
         for machine in (self.machine, *(link.machine for link in links)):
             for thread in machine.threads:
@@ -324,7 +326,7 @@ class WorkerProcess(Process):
             self.client._files._remove_inputs()
 
     def crash(self) -> None:
-        """Its machine fails: a file that it was fetching may have any content."""
+        """Crash the machine: partly fetched files may have wrong content."""
         if not self.alive:
             return
         self.kill()
@@ -340,4 +342,4 @@ class WorkerProcess(Process):
         if self.alive:
             self.end()
             for link in self._cluster.network.links:
-                link.died(self)
+                link.on_process_death(self)

@@ -1,6 +1,6 @@
-"""A job with replicas, and the results of its undisturbed run: one inner step after the other.
+"""A job with replicas, and the results of its undisturbed run, computed by inner steps in order.
 
-As naive as its base: no inner phases, leases or inner checkpoints. It uses the product's codecs;
+As naive as `Job`: no inner phases, leases or inner checkpoints. It uses the product's codecs;
 `tests/protocol/exact/test_codecs.py` checks them against another definition.
 """
 
@@ -24,7 +24,7 @@ from protocol.exact.samples import microbatch_seed
 from protocol.exact.update import global_norm, step_scalars
 from protocol.spec.manifest import Block
 from protocol.spec.sections.exchange import Codec, ExchangeSpec, OuterSpec, ReplicasSpec
-from tests.simulation.job import STEPS, Job, Taken, along_tree
+from tests.simulation.job import STEPS, ExpectedStep, Job, along_tree
 
 _FEEDBACK: Final = np.float32(0.95)
 _REPLICAS: Final = (
@@ -47,9 +47,9 @@ class ReplicaState:
     """The state of one logical replica between rounds.
 
     Attributes:
-        moments: Moments of its inner optimizer, if they are carried.
-        rest: The remainder of topk.
-        missed: Missed updates of its tensors, if moments are carried.
+        moments: Moments of the inner optimizer, if they are carried.
+        rest: Remainder of the codec topk, one array per block.
+        missed: Missed updates of the tensors, if moments are carried.
     """
 
     moments: list[Array] = field(default_factory=list)
@@ -67,28 +67,28 @@ class ReplicaJob(Job):
             update={"replicas": self.replicas, "exchange": ExchangeSpec()}
         )
         batches = steps * self.replicas.inner_steps * self.replicas.count
-        self._places = {
+        self._positions = {
             microbatch_seed(self.spec.seed, batch, leaf): (batch, leaf)
             for batch in range(batches)
             for leaf in range(self.order.microbatch_count(batch))
         }
-        self._taken = {}
+        self._expected_steps = {}
 
     def coverage(self, step: int) -> Array | None:
-        """Return nothing: no microbatches are counted in a difference."""
+        """Return None: a difference of weights does not count microbatches."""
         del step
         return None
 
-    def step_from(self, before: Replica, *, skip: bool) -> Taken:
-        """Take one more round of the undisturbed run."""
+    def step_from(self, before: Replica, *, skip: bool) -> ExpectedStep:
+        """Compute one more round of the undisturbed run."""
         replica, spec, count = before.copy(), self.spec, self.replicas.count
-        states: list[ReplicaState] = getattr(before, "alone", None) or [
+        states: list[ReplicaState] = getattr(before, "replica_states", None) or [
             ReplicaState() for _ in range(count)
         ]
         if skip:
             replica.skip()
-            vars(replica)["alone"] = states
-            return Taken(replica, replica.state_digest(), float("nan"), "0" * 64, None)
+            vars(replica)["replica_states"] = states
+            return ExpectedStep(replica, replica.state_digest(), float("nan"), "0" * 64, None)
         rounds = [self._round(before, k, states[k]) for k in range(count)]
         averages = []
         for number, block in enumerate(self.blocks):
@@ -108,22 +108,22 @@ class ReplicaJob(Job):
         ]  # fmt: skip
         digest = blake3("".join(digests).encode()).hexdigest()
         replica.apply(averages, scalars)
-        vars(replica)["alone"] = [one for _, _, one in rounds]
-        return Taken(replica, replica.state_digest(), loss, digest, scalars)
+        vars(replica)["replica_states"] = [state for _, _, state in rounds]
+        return ExpectedStep(replica, replica.state_digest(), loss, digest, scalars)
 
     def _round(
         self, before: Replica, k: int, state: ReplicaState
     ) -> tuple[list[Array], float, ReplicaState]:
-        """Return what replica k sends, its mean loss, and what it keeps."""
+        """Return replica k's encoded differences, its mean loss, and its state after the round."""
         spec, steps = self.spec, self.replicas.inner_steps
         carries = self.replicas.inner_state == "carry"
         inner = Replica(self.blocks, spec.optimizer)
         inner.load_parameters(before.parameters)
         moments = [part.values for part in inner.parts() if part.kind != "parameters"]
-        for mine, other in zip(moments, state.moments, strict=False):
-            np.copyto(mine, other)
-        for mine, other in zip(inner.missed, state.missed, strict=False):
-            np.copyto(mine, other)
+        for moment, stored in zip(moments, state.moments, strict=False):
+            np.copyto(moment, stored)
+        for moment, stored in zip(inner.missed, state.missed, strict=False):
+            np.copyto(moment, stored)
         losses = 0.0
         for h in range(steps):
             batch = (before.step * steps + h) * self.replicas.count + k
@@ -170,8 +170,8 @@ class ReplicaJob(Job):
 
     def _coded(self, values: Array, block: Block, codec: Codec) -> Array:
         for chunk in range(block.chunks):
-            chunk_part = block.chunk_slice(chunk)
-            values[chunk_part] = projected(values[chunk_part].copy(), codec)
+            chunk_slice = block.chunk_slice(chunk)
+            values[chunk_slice] = projected(values[chunk_slice].copy(), codec)
         return values
 
 
@@ -183,5 +183,5 @@ def _difference(
 
 @cache
 def replica_job_of(variant: int, steps: int = STEPS) -> ReplicaJob:
-    """Return the same object each time."""
+    """Return a job, the same object each time."""
     return ReplicaJob(variant, steps)

@@ -1,20 +1,20 @@
-"""The seeds that a test plays, from the environment: a number, or from-to."""
+"""The seeds that a test simulates, from the environment: a count, or FIRST-END."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-_MOST_TESTS = 100
+_MAX_TESTS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Seeds:
-    """The seeds of one variable, divided among tests.
+    """The seeds of one environment variable, divided among tests.
 
     Args:
-        variable: Environment variable: `1000` means all seeds below, `688-689` is one seed.
-        default: Value without it.
+        variable: Environment variable: `1000` means seeds 0 to 999, `688-689` seed 688 alone.
+        default: Value if the variable is not set.
     """
 
     variable: str
@@ -27,7 +27,7 @@ class Seeds:
 
     @property
     def per_test(self) -> int:
-        return -(-len(self.all) // _MOST_TESTS)
+        return -(-len(self.all) // _MAX_TESTS)
 
     @property
     def firsts(self) -> range:

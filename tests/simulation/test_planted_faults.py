@@ -1,5 +1,5 @@
-"""Tests of the simulation itself: the check for each fault planted here, in the product's own code,
-catches it within a thousand seeds."""
+"""Tests of the simulation itself: each fault that is planted in the product's code is caught by its
+check within a thousand seeds."""
 
 import dataclasses
 import inspect
@@ -46,7 +46,7 @@ from worker.shell.engine import Engine
 
 pytestmark = pytest.mark.simulation
 
-_ENOUGH_SEEDS = 1000
+_MAX_SEEDS = 1000
 _ABSENT = np.uint32(0x80000000)
 
 
@@ -62,7 +62,7 @@ def adds_duplicates(self, subtree, value):
 
 
 def keeps_ancestor_and_descendant(self, subtree, value):
-    """Adds a subtree beside its descendants, which are already held."""
+    """Adds a subtree to the sum although its descendants are already in it."""
     if any(pending.covers(subtree) for pending in self._pending):
         return False
     for pending in [pending for pending in self._pending if subtree.covers(pending)]:
@@ -72,8 +72,8 @@ def keeps_ancestor_and_descendant(self, subtree, value):
     return True
 
 
-def drops_what_overlaps(self, subtree, value):
-    """Drops a subtree when only a part of it is held."""
+def drops_overlapping_subtrees(self, subtree, value):
+    """Drops a subtree that overlaps a held one."""
     if any(pending.lo < subtree.hi and subtree.lo < pending.hi for pending in self._pending):
         return False
     self._pending[subtree] = value
@@ -146,14 +146,14 @@ def commits_without_agreement(self, attempt):
         return []
     self._attempt = None
     arrays = [
-        attempt.averages.part(each.start) if len(each) == 1 else attempt.averages.arrays[block]
-        for block, each in enumerate(map(self._grid.of_block, range(len(self._blocks))))
+        attempt.averages.part(chunks.start) if len(chunks) == 1 else attempt.averages.arrays[block]
+        for block, chunks in enumerate(map(self._grid.of_block, range(len(self._blocks))))
     ]
     return [AveragesReady(StepId(attempt.id["step"], attempt.id["attempt"]), arrays)]
 
 
 def assumes_proven(self, worker, *, is_proven):
-    """Keeps what a lost worker delivered, whatever its weights were."""
+    """Keeps the gradients of a lost worker, whatever its weights were."""
     del is_proven
     self.shares.pop(worker, None)
 
@@ -164,15 +164,15 @@ def keeps_lost_shares(self, worker, *, is_proven):
 
 
 def reached_by_all_or_none(left, right):
-    """Marks a tensor absent if one of two subtrees did not reach it."""
+    """Marks a sum absent if one of its two subtrees did not reach the tensor."""
     is_absent = (left.view(np.uint32) == _ABSENT) | (right.view(np.uint32) == _ABSENT)
     add_arrays(left, right)[is_absent] = -0.0
     return left
 
 
 def recomputes_reference(self, skips, flavour=0):
-    """Gives the undisturbed run the fault too, whatever was computed before it was planted."""
-    return self._take(skips, flavour)
+    """Recomputes the undisturbed run with the fault: cached results were computed without it."""
+    return self._compute_steps(skips, flavour)
 
 
 async def commits_before_sync(self, action):
@@ -210,7 +210,7 @@ def replays_on_any_state(self, member, step, agreement):
 
 
 def forgets_refused_writes(self):
-    """After a second refusal by the disk, owes nothing any more."""
+    """Forgets a checkpoint after its second failure."""
     self._must_retry, self._requested = self._requested is not None, None
 
 
@@ -239,7 +239,7 @@ def skips_catch_up(self, session, step):
 
 
 def loses_every_third_assign(self, action):
-    """Loses it on the way to the worker."""
+    """Loses every third Assign on the way to the worker."""
     if isinstance(action.message, Assign):
         self.assigned = self.__dict__.get("assigned", 0) + 1
         if self.assigned % 3 == 0:
@@ -303,10 +303,14 @@ def ignores_losses_between_phases(self):
 
 def reuses_rows_of_older_attempts(self):
     """Counts embeddings of an abandoned attempt in the next one."""
-    before = self.round
+    previous_round = self.round
     actions = BEGIN(self)
-    if before is not None and before.embeds and before.step_id["step"] == self.step:
-        self.round.side_outputs = before.side_outputs
+    if (
+        previous_round is not None
+        and previous_round.embeds
+        and previous_round.step_id["step"] == self.step
+    ):
+        self.round.side_outputs = previous_round.side_outputs
     return actions
 
 
@@ -334,24 +338,24 @@ class PlantedFault:
     """A fault, and the check that must catch it.
 
     Attributes:
-        instead: Replacements in the product: owner, name, function.
-        check: Text of the check that must notice it, or several with | between them. Other checks
-            do not count, nor does a mere crash.
-        often: Disturbances that provoke it.
-        seed: Tried first, to save time as long as it provokes the fault.
+        replacements: Replacements in the product: owner, name, function.
+        check: Part of the failed check's message, or several parts joined with |. Neither other
+            checks nor crashes count.
+        often: Names of disturbances that provoke the fault.
+        seed: Seed to try first: it provoked the fault when it was written here.
         runs: Number of consecutive runs.
         files: Whether workers fetch a file for each run.
-        way: Topology of the exchange.
+        topology: Topology of the exchange.
         embeds: Whether the loss couples all samples of a step.
     """
 
-    instead: list[tuple[Any, str, Any]]
+    replacements: list[tuple[Any, str, Any]]
     check: str
     often: str = "kill"
     seed: int = 0
     runs: int | None = None
     files: bool = False
-    way: Topology = "star"
+    topology: Topology = "star"
     embeds: bool = False
 
 
@@ -361,15 +365,15 @@ PLANTED = {
         "other averages",
         seed=62,
     ),
-    "an ancestor beside its descendants": PlantedFault(
+    "an ancestor is added to its descendants": PlantedFault(
         [(TreeSum, "put", keeps_ancestor_and_descendant)],
-        "a microbatch lost or doubled",
+        "a microbatch is missing or counted twice",
         often="stall+slower",
         seed=5,
     ),
     "an ancestor is dropped for its descendants": PlantedFault(
-        [(TreeSum, "put", drops_what_overlaps)],
-        "what has come is not counted | nothing can happen",
+        [(TreeSum, "put", drops_overlapping_subtrees)],
+        "an arrived subtree is not counted | nothing can happen",
         often="stall+slower",
         seed=43,
     ),
@@ -385,16 +389,16 @@ PLANTED = {
     ),
     "a stale attempt is accepted": PlantedFault(
         [(Progress, "round_of", any_round), (Round, "_check_assigned", any_share)],
-        "a microbatch lost or doubled | other averages | another loss",
+        "a microbatch is missing or counted twice | other averages | another loss",
         often="flip+slower+stall",
         seed=192,
     ),
-    "a device of several keeps its old weights": PlantedFault(
+    "a device of a group keeps its old weights": PlantedFault(
         [(Engine, "_HANDLERS", {**Engine._HANDLERS, TakeWeights: skips_device_reload})],
         "other averages",
         seed=1,
     ),
-    "a device of several is waited for when it is lost": PlantedFault(
+    "a lost device of a group is waited for": PlantedFault(
         [(DeviceGroup, "_reassign", do_nothing)],
         "nothing can happen",
         seed=359,
@@ -408,9 +412,9 @@ PLANTED = {
         [(Execution, "_persist", commits_before_sync)],
         "before it is durable",
     ),
-    "a commit from a side cut off": PlantedFault(
+    "a commit by a disconnected coordinator": PlantedFault(
         [(DirectoryLock, "check", do_nothing)],
-        "by a side cut off",
+        "by a disconnected coordinator",
         often="split",
         seed=3,
     ),
@@ -432,7 +436,7 @@ PLANTED = {
         often="stall",
         seed=133,
     ),
-    "a joiner misses what was broadcast since": PlantedFault(
+    "a joiner misses earlier broadcasts": PlantedFault(
         [(Subscribers, "join", skips_catch_up)],
         "expected all of its averages first",
         seed=27,
@@ -443,7 +447,7 @@ PLANTED = {
         often="cut",
         seed=25,
     ),
-    "steps are replayed to one that is not where it says": PlantedFault(
+    "steps are replayed to a worker with another state": PlantedFault(
         [(Admission, "admit", replays_on_any_state)],
         "a worker is wrong | other averages | expected step",
         often="cut",
@@ -457,19 +461,19 @@ PLANTED = {
     ),
     "a skipped step is taken after a restart": PlantedFault(
         [(Progress, "was_skipped", False)],
-        "was committed otherwise before",
+        "skipped once, and once applied",
         often="kill_coordinator+operator_halts+nonfinite",
         seed=94,
     ),
     "a skipped step is forgotten after two restarts": PlantedFault(
         [(GradientLog, "_new_segment", forgets_older_segments)],
-        "a commit that was told is lost",
+        "a broadcast commit is lost",
         often="kill_coordinator",
         seed=3,
     ),
-    "terms are forgotten": PlantedFault(
+    "the admission record is not written": PlantedFault(
         [(RunDirectory, "write_admission_record", do_nothing)],
-        "terms are not remembered",
+        "the admission record is missing",
     ),
     "a commit whose sync failed is replayed": PlantedFault(
         [(RunStorage, "logged", reads_unsynced_commits)],
@@ -477,13 +481,13 @@ PLANTED = {
         often="cut_and_refuse",
         seed=22,
     ),
-    "what a killed coordinator wrote is not synced": PlantedFault(
+    "writes of a killed coordinator are not synced": PlantedFault(
         [(log_reader, "_sync", do_nothing)],
-        "built upon, and not synced",
+        "that was not synced",
         often="kill_coordinator+power_loss",
         seed=2,
     ),
-    "a checkpoint refused twice is forgotten": PlantedFault(
+    "a checkpoint that failed twice is forgotten": PlantedFault(
         [(CheckpointSchedule, "failed", forgets_refused_writes)],
         "nothing can happen",
         often="disk",
@@ -500,26 +504,26 @@ PLANTED = {
         often="worker_drains",
         seed=3,
     ),
-    "another run's message is taken for this one's": PlantedFault(
+    "another run's message is accepted": PlantedFault(
         [(run, "is_stale", always_false)],
         "refuses",
         often="join+slower+drain",
         seed=21,
         runs=2,
     ),
-    "an odd worker's last gradients count": PlantedFault(
+    "the last gradients of a worker with a wrong state count": PlantedFault(
         [(Round, "lose", assumes_proven)],
         "other averages",
         often="flip_and_die+slow_disk",
         seed=901,
     ),
-    "a replica that nobody compares": PlantedFault(
+    "replicas are not compared": PlantedFault(
         [(Agreement, "judge", compares_no_answers)],
         "other averages",
         often="flip",
         seed=2,
     ),
-    "every third Assign lost": PlantedFault(
+    "every third Assign is lost": PlantedFault(
         [(Execution, "_send", loses_every_third_assign)],
         "nothing can happen",
         often="kill+stall",
@@ -527,44 +531,44 @@ PLANTED = {
     ),
     "surplus forgets pending subtrees": PlantedFault(
         [(Round, "surplus", removes_pending_subtrees)],
-        "what is missing is forgotten",
+        "a missing subtree is forgotten",
         often="stall",
         seed=33,
     ),
-    "an older term accepted": PlantedFault(
+    "an older term is accepted": PlantedFault(
         [(WorkerSession, "__init__", forgets_terms_between_connections)],
         "an older coordinator is obeyed",
         often="split",
         seed=14,
     ),
-    "attempt not reset": PlantedFault(
+    "the attempt is not reset": PlantedFault(
         [(Progress, "durable", reuses_attempt_number)],
-        "an attempt that nothing has made needful",
+        "an attempt number without a cause",
         often="operator_halts",
         seed=0,
     ),
     "a sum counts twice at its owner": PlantedFault(
         [(TreeSum, "put", adds_duplicates), (TreeSum, "covers", never_covered)],
-        "a microbatch lost or doubled | other averages",
+        "a microbatch is missing or counted twice | other averages",
         often="slow_owner+stall",
-        way="sharded",
+        topology="sharded",
         seed=9,
     ),
     "a committed step is taken before all its averages": PlantedFault(
         [(GradientExchange, "_settle", commits_without_agreement)],
         "a worker is wrong | differs",
-        way="sharded",
+        topology="sharded",
         seed=8,
     ),
-    "what another microbatch has reached is lost": PlantedFault(
+    "a gradient that another subtree did not reach is lost": PlantedFault(
         [(reducer, "ADDITIONS", dict.fromkeys(ADDITIONS, reached_by_all_or_none))],
         "other averages",
         often="kill",
         seed=2,
     ),
-    "what no microbatch has reached is updated": PlantedFault(
+    "a tensor that no microbatch reached is updated": PlantedFault(
         [(replica, "is_absent", always_false), (Job, "undisturbed", recomputes_reference)],
-        "that nothing reached has moved",
+        "that no microbatch reached has changed",
     ),
     "embeddings of an older step": PlantedFault(
         [(WorkerSession, "_load_rows", keeps_first_embeddings)],
@@ -595,7 +599,7 @@ PLANTED = {
         seed=2,
         embeds=True,
     ),
-    "what was fetched is not compared": PlantedFault(
+    "a fetched file is not verified": PlantedFault(
         [(Part, "finish", skips_file_digest)],
         "a worker reads other data",
         files=True,
@@ -605,24 +609,24 @@ PLANTED = {
 
 
 def caught_by(error: Exception) -> str:
-    """Return the text of the check that raised an error; empty if none did."""
+    """Return the message of the check that raised an error; empty if no check did."""
     text = str(error) if isinstance(error, AssertionError | SamestepError) else ""
-    # Only our own assertions count, by their text, and no other exception of the product.
+    # Only messages of our own assertions count, not internal errors of the product.
     return text if "internal error" not in text or "AssertionError('" in text else ""
 
 
 QUICK = (
-    "sums in arrival order", "a commit before sync", "terms are forgotten",
-    "a commit from a side cut off", "a lost worker's parts are forgotten",
-    "what was fetched is not compared",
+    "sums in arrival order", "a commit before sync", "the admission record is not written",
+    "a commit by a disconnected coordinator", "a lost worker's parts are forgotten",
+    "a fetched file is not verified",
 )  # fmt: skip
-"""Faults of the default run."""
+"""Faults that the default test run plants."""
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_planted_functions_have_the_signature_they_replace(fault):
-    """Otherwise the product crashes, and no check has noticed anything."""
-    for owner, name, replacement in PLANTED[fault].instead:
+def test_planted_function_has_the_signature_that_it_replaces(fault):
+    """With another signature the product would crash before a check could notice the fault."""
+    for owner, name, replacement in PLANTED[fault].replacements:
         if not callable(replacement):
             continue
         default_values: list[None] = []
@@ -638,17 +642,21 @@ def test_planted_functions_have_the_signature_they_replace(fault):
 @pytest.mark.parametrize(
     "fault", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in PLANTED]
 )
-def test_a_planted_fault_is_caught(fault, play, monkeypatch, record_property):
+def test_planted_fault_is_caught(fault, play, monkeypatch, record_property):
     fault_plan = PLANTED[fault]
-    for owner, name, replacement in fault_plan.instead:
+    for owner, name, replacement in fault_plan.replacements:
         monkeypatch.setattr(owner, name, replacement)
-    for seed in (fault_plan.seed, *range(_ENOUGH_SEEDS)):
+    for seed in (fault_plan.seed, *range(_MAX_SEEDS)):
         try:
-            options = {"runs": fault_plan.runs, "files": fault_plan.files, "way": fault_plan.way}
+            options = {
+                "runs": fault_plan.runs,
+                "files": fault_plan.files,
+                "topology": fault_plan.topology,
+            }
             play(seed, often=fault_plan.often, embeds=fault_plan.embeds, **options)
-        except Exception as error:  # noqa: BLE001 -- whether it counts is seen then
-            checks = caught_by(error)
-            if any(check in checks for check in fault_plan.check.split(" | ")):
-                record_property("planted", (fault, seed, checks[:70], fault_plan.seed))
+        except Exception as error:  # noqa: BLE001 -- `caught_by` decides whether it counts
+            message = caught_by(error)
+            if any(check in message for check in fault_plan.check.split(" | ")):
+                record_property("planted", (fault, seed, message[:70], fault_plan.seed))
                 return
-    pytest.fail(f"{fault}: not noticed by its check in {_ENOUGH_SEEDS} seeds")
+    pytest.fail(f"{fault}: its check did not catch it in {_MAX_SEEDS} seeds")

@@ -1,4 +1,4 @@
-"""Clusters of runs with replicas, disturbed at random: their bits equal the naive rounds.
+"""Clusters of runs with replicas, disturbed at random: their bits equal those of naive rounds.
 
 `SAMESTEP_REPLICA_SEEDS=10000 python -m pytest -n auto tests/simulation/test_replicas.py` tries ten
 thousand schedules; `SAMESTEP_REPLICA_SEEDS=21-22` repeats one.
@@ -22,20 +22,20 @@ from worker.shell.inner_phases import CarriedState, InnerPhases
 pytestmark = pytest.mark.simulation
 
 _SEEDS = Seeds("SAMESTEP_REPLICA_SEEDS", "6")
-_ENOUGH_SEEDS = 300
+_MAX_SEEDS = 300
 _CHECKS = (
     "other averages", "another loss", "same numerics profile but computed different",
     "expected counts of missed updates", "float division by zero",
 )  # fmt: skip
-"""Workers that computed the same replica also compare its per-replica state; and a worker detects a
-replica that missed more updates than there were, or took none after its first."""
+"""Messages of the checks that catch faults: workers that computed the same replica compare its
+per-replica state too, and a worker detects impossible counts of missed updates."""
 
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("first", _SEEDS.firsts)
-def test_the_bits_of_the_undisturbed_rounds_and_an_end(first, play, simulated):
+def test_disturbed_run_ends_with_the_undisturbed_bits(first, play, simulated):
     counts: Counter[str] = Counter()
-    since_s = time.process_time()
+    start_s = time.process_time()
     for seed in _SEEDS.of(first):
         often = ("kill", "kill_coordinator+power_loss", "cut+stall", "")[seed % 4]
         try:
@@ -43,24 +43,24 @@ def test_the_bits_of_the_undisturbed_rounds_and_an_end(first, play, simulated):
         except Exception as error:
             raise AssertionError(f"seed {seed}, often {often!r}: {error!r}") from error
         counts.update(schedules=1, events=cluster.events, **cluster.disturbances)
-    simulated(counts + Counter(ms=round((time.process_time() - since_s) * 1000)))
+    simulated(counts + Counter(ms=round((time.process_time() - start_s) * 1000)))
 
 
 def test_worker_waits_if_inner_checkpoints_outpace_the_disk(play, monkeypatch):
-    """The coordinator stops reading from it, and does not count it as lost."""
+    """The coordinator stops reading from the worker, and does not count it as lost."""
     monkeypatch.setattr(limits, "INNER_CHECKPOINTS_BYTES", 1)
-    paused = []
+    paused_channels = []
     pause = Channel.pause
 
-    def noticing(channel):
-        paused.append(channel)
+    def record_pause(channel):
+        paused_channels.append(channel)
         pause(channel)
 
-    monkeypatch.setattr(Channel, "pause", noticing)
+    monkeypatch.setattr(Channel, "pause", record_pause)
     for seed in range(4):
         cluster = play(seed, replicas=True, often="slow_disk", calm=not seed % 2)
         assert cluster.outcomes
-    assert paused
+    assert paused_channels
 
 
 DIFFERENCES = InnerPhases._differences
@@ -78,7 +78,7 @@ def no_moments(self, step, replica):
     return CarriedState([], [])
 
 
-def one_off_after_recovery(self, position, replica, inner, content, *, with_carried):
+def off_by_one_after_recovery(self, position, replica, inner, content, *, with_carried):
     LOAD(self, position, replica, inner, content, with_carried=with_carried)
     for key, checkpoint in self._checkpoints.items():
         self._checkpoints[key] = (
@@ -114,16 +114,16 @@ def reuses_earlier_rounds(self, position, replica, start):
 
 
 def keeps_inner_checkpoints(self, committed=None):
-    """Keeps inner checkpoints of a round for the next one."""
-    for replica, (place, own) in self._uncommitted_states.items():
-        if place == committed:
-            self._carried_states[replica] = (place.step + 1, own)
+    """Keeps the inner checkpoints of a round for the next round."""
+    for replica, (step_id, own) in self._uncommitted_states.items():
+        if step_id == committed:
+            self._carried_states[replica] = (step_id.step + 1, own)
 
 
 def keeps_per_replica_states(self):
-    """Keeps per-replica states."""
-    for place in [place for place, _ in self._uncommitted_states.values()]:
-        self.end_round(place)
+    """Keeps the per-replica states of a round that is skipped."""
+    for step_id in [step_id for step_id, _ in self._uncommitted_states.values()]:
+        self.end_round(step_id)
 
 
 def uses_state_of_the_previous_round(self, step, replica):
@@ -144,8 +144,8 @@ OWN_OF = ReplicaStates._own_of
 PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
     "a wrong sign": ([(InnerPhases, "_differences", wrong_sign)], "", 0),
     "moments dropped": ([(InnerPhases, "_carried_state_at", no_moments)], "", 0),
-    "a step count one off after a recovery": (
-        [(InnerPhases, "load", one_off_after_recovery)], "kill", 18,
+    "a step count off by one after a recovery": (
+        [(InnerPhases, "load", off_by_one_after_recovery)], "kill", 18,
     ),
     "a replica counted twice": (
         [(TreeSum, "put", counts_twice), (TreeSum, "covers", never_covered)], "stall+slower", 0,
@@ -157,10 +157,10 @@ PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
         ],
         "stall+slower", 9,
     ),
-    "what a skipped round would have left": (
+    "per-replica states of a skipped round": (
         [(InnerPhases, "forget", keeps_per_replica_states)], "operator_halts+nonfinite", 0,
     ),
-    "an own state of the round before": (
+    "a per-replica state of the previous round": (
         [(ReplicaStates, "_own_of", uses_state_of_the_previous_round)], "kill", 1,
     ),
     "inner steps counted from each round's start": (
@@ -170,17 +170,17 @@ PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
 
 
 QUICK = ("a wrong sign", "a replica counted twice")
-"""Faults of the default run."""
+"""Faults that the default test run plants."""
 
 
 @pytest.mark.parametrize(
     "fault", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in PLANTED]
 )
-def test_a_planted_fault_is_caught(fault, play, monkeypatch, record_property):
-    instead, often, first = PLANTED[fault]
-    for owner, name, planted in instead:
-        monkeypatch.setattr(owner, name, planted)
-    for seed in [first, *range(_ENOUGH_SEEDS)]:
+def test_planted_fault_is_caught(fault, play, monkeypatch, record_property):
+    replacements, often, first = PLANTED[fault]
+    for owner, name, replacement in replacements:
+        monkeypatch.setattr(owner, name, replacement)
+    for seed in [first, *range(_MAX_SEEDS)]:
         try:
             play(seed, replicas=True, often=often)
         except AssertionError as error:
@@ -188,4 +188,4 @@ def test_a_planted_fault_is_caught(fault, play, monkeypatch, record_property):
                 raise
             record_property("planted", (fault, seed, str(error), first))
             return
-    pytest.fail(f"not caught within {_ENOUGH_SEEDS} seeds")
+    pytest.fail(f"not caught within {_MAX_SEEDS} seeds")

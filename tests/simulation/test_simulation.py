@@ -1,5 +1,5 @@
-"""Whole clusters, disturbed at random, with the product's code in every process; a failure prints
-the seed that repeats it.
+"""Whole clusters, disturbed at random, with the product's code in every process. A failure prints
+the seed that reproduces it.
 
 `SAMESTEP_SEEDS=1000000 python -m pytest -n auto tests/simulation/test_simulation.py` tries a
 million schedules, CI ten thousand; `SAMESTEP_SEEDS=688-689` repeats one.
@@ -16,9 +16,9 @@ from tests.simulation.seeds import Seeds
 pytestmark = pytest.mark.simulation
 
 _SEEDS = Seeds("SAMESTEP_SEEDS", "50")
-_ENOUGH_SEEDS = 300
-_WAYS: tuple[Topology, ...] = ("star", "sharded", "star", "auto")
-_ALL = {
+_MAX_SEEDS = 300
+_TOPOLOGIES: tuple[Topology, ...] = ("star", "sharded", "star", "auto")
+_ALL_CONSEQUENCES = {
     "cannot_build", "cut", "cut_and_refuse", "disk", "drain", "flip", "flip_and_die", "join",
     "kill", "kill_coordinator", "nonfinite", "operator_halts", "partition", "power_loss", "save",
     "slow_disk", "slower", "split", "stall", "stall_coordinator", "while_fetching",
@@ -27,57 +27,62 @@ _ALL = {
     "finished", "drained", "failed",
 }  # fmt: skip
 """Disturbances, events that report them, and outcomes."""
-_OFTEN = ("kill_two+cut_peers+cut_one_way+slow_owner", "drain+cannot_build+nonfinite")
+_FREQUENT = ("kill_two+cut_peers+cut_one_way+slow_owner", "drain+cannot_build+nonfinite")
 
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("first", _SEEDS.firsts)
-def test_the_bits_of_the_undisturbed_run_and_an_end(first, play, simulated):
+def test_disturbed_run_ends_with_the_undisturbed_bits(first, play, simulated):
     counts: Counter[str] = Counter()
-    since_s = time.process_time()
+    start_s = time.process_time()
     for seed in _SEEDS.of(first):
         try:
             cluster = play(
-                seed, way=_WAYS[seed % len(_WAYS)], embeds=seed % 3 == 2, buffers=seed % 2 == 1
+                seed,
+                topology=_TOPOLOGIES[seed % len(_TOPOLOGIES)],
+                embeds=seed % 3 == 2,
+                buffers=seed % 2 == 1,
             )
         except Exception as error:
-            repeat = f"SAMESTEP_SEEDS={seed}-{seed + 1} python -m pytest tests/simulation"
-            raise AssertionError(f"seed {seed}: {error!r}; repeat it with {repeat}") from error
+            command = f"SAMESTEP_SEEDS={seed}-{seed + 1} python -m pytest tests/simulation"
+            raise AssertionError(f"seed {seed}: {error!r}; reproduce it with {command}") from error
         counts.update(schedules=1, events=cluster.events, **cluster.disturbances)
-    simulated(counts + Counter(ms=round((time.process_time() - since_s) * 1000)))
+    simulated(counts + Counter(ms=round((time.process_time() - start_s) * 1000)))
 
 
 @pytest.mark.slow
 def test_every_disturbance_has_its_consequence(play):
     consequences: set[str] = set()
-    for seed in range(_ENOUGH_SEEDS):
-        often = _OFTEN[seed % 2]
-        cluster = play(seed, often=often, way=_WAYS[seed % len(_WAYS)])
+    for seed in range(_MAX_SEEDS):
+        often = _FREQUENT[seed % 2]
+        cluster = play(seed, often=often, topology=_TOPOLOGIES[seed % len(_TOPOLOGIES)])
         consequences |= {*cluster.disturbances, *cluster.reports, *cluster.outcomes}
-        if consequences >= _ALL:
+        if consequences >= _ALL_CONSEQUENCES:
             return
-    pytest.fail(f"not seen in {_ENOUGH_SEEDS} seeds: {_ALL - consequences}")
+    pytest.fail(f"not seen in {_MAX_SEEDS} seeds: {_ALL_CONSEQUENCES - consequences}")
 
 
-def test_seed_repeats_in_any_directory(play, tmp_path):
-    """With a file, whose path is sent to workers."""
+def test_seed_gives_the_same_events_in_any_directory(play, tmp_path):
+    """The run has a file, whose path is sent to workers."""
     other_directory = tmp_path / "a longer path than in memory"
     other_directory.mkdir()
     assert play(11, files=True) == play(11, other_directory, files=True)
 
 
-def test_a_calm_cluster_finishes(play):
+def test_undisturbed_cluster_finishes(play):
     for seed in range(8):
-        cluster = play(seed, calm=True, way=_WAYS[seed % len(_WAYS)], embeds=seed >= 4)
+        cluster = play(
+            seed, calm=True, topology=_TOPOLOGIES[seed % len(_TOPOLOGIES)], embeds=seed >= 4
+        )
         assert cluster.outcomes == ["finished"]
         assert cluster.disturbances == {}
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_owners_that_die_are_slow_or_cut_off_leave_the_bits(seed, play):
+def test_lost_slow_or_disconnected_owners_change_no_bits(seed, play):
     often = "kill_two+cut_peers+slow_owner+kill"
     for number in range(2 * seed, 2 * seed + 2):
-        assert play(number, often=often, way="sharded").outcomes
+        assert play(number, often=often, topology="sharded").outcomes
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -88,18 +93,18 @@ def test_long_run_with_leases_and_measured_speeds(seed, play):
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 16, 24, 32))]
 )
-def test_evaluators_change_no_bit_and_delay_nobody(first, play):
+def test_evaluators_change_no_bits_and_delay_no_worker(first, play):
     for seed in range(first, first + 8):
         assert play(seed, evaluators=1 + seed % 2, steps=12).outcomes
 
 
-def test_metrics_arrive_beside_training(play):
-    """While others train, in one of a few schedules."""
-    cluster = (play(seed, evaluators=1 + seed % 2, steps=12) for seed in range(16, 64))
-    assert any(simulation.reports["evaluated_late"] for simulation in cluster)
+def test_evaluator_reports_metrics_during_training(play):
+    """This happens in at least one of a few schedules."""
+    clusters = (play(seed, evaluators=1 + seed % 2, steps=12) for seed in range(16, 64))
+    assert any(simulation.reports["evaluated_late"] for simulation in clusters)
 
 
-def test_a_calm_cluster_with_an_evaluator_finishes(play):
+def test_undisturbed_cluster_with_an_evaluator_finishes(play):
     for seed in range(5):
         assert play(seed, calm=True, evaluators=1).outcomes == ["finished"]
 
@@ -107,7 +112,7 @@ def test_a_calm_cluster_with_an_evaluator_finishes(play):
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 16, 24, 32))]
 )
-def test_a_capture_leaves_the_files_of_the_undisturbed_one(first, play):
+def test_disturbed_capture_writes_the_undisturbed_files(first, play):
     finished_runs = 0
     for seed in range(first, first + 8):
         finished_runs += play(seed, captures=True).outcomes.count("finished")

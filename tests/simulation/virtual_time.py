@@ -2,8 +2,8 @@
 
 Each simulated process has its own loop, and all loops share one clock. A loop runs ready callbacks
 in the order of arrival, as asyncio does, and that takes no time; timers, threads and the network
-add others at times from the seed. A stalled process (SIGSTOP) runs them later; the pending
-callbacks of a dead one (SIGKILL) never run.
+schedule callbacks at times from the seed. A stalled process (SIGSTOP) runs its callbacks later;
+those of a killed process (SIGKILL) never run.
 """
 
 from __future__ import annotations
@@ -17,63 +17,64 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
-Act = Callable[[], Any]
+Action = Callable[[], Any]
 
 
 class Clock:
     """Events by time; events of equal time in the order of scheduling.
 
     Attributes:
-        now_ms: The time.
-        current: The process that is acting now.
+        now_ms: The current virtual time.
+        current: The process that runs now; None outside of all processes.
+        errors: Violations that probes and event loops found.
     """
 
     def __init__(self, rng: Random) -> None:
         self.now_ms = 0.0
         self.rng = rng
         self.current: Process | None = None
-        self.trouble: list[BaseException] = []
-        self._heap: list[tuple[float, float, int, Process | None, Act]] = []
+        self.errors: list[BaseException] = []
+        self._heap: list[tuple[float, float, int, Process | None, Action]] = []
         self._number = 0
 
-    def after(self, delay_ms: float, act: Act, process: Process | None = None) -> None:
-        """Schedule an action, in a process or outside of all."""
-        self.at(self.now_ms + delay_ms, act, process)
+    def after(self, delay_ms: float, action: Action, process: Process | None = None) -> None:
+        """Schedule an action, in a process or outside of all processes."""
+        self.at(self.now_ms + delay_ms, action, process)
 
-    def at(self, time_ms: float, act: Act, process: Process | None = None) -> None:
+    def at(self, time_ms: float, action: Action, process: Process | None = None) -> None:
         self._number += 1
-        heappush(self._heap, (time_ms, time_ms, self._number, process, act))
+        heappush(self._heap, (time_ms, time_ms, self._number, process, action))
 
     def step(self) -> None:
         """Run the next event.
 
         Raises:
-            BaseException: An exception that no handler in the process took.
+            BaseException: A violation, or an exception that the process did not handle.
         """
-        time_ms, due_ms, number, process, act = heappop(self._heap)
+        time_ms, due_ms, number, process, action = heappop(self._heap)
         self.now_ms = max(self.now_ms, time_ms)
         if process is None:
-            act()
+            action()
         elif process.alive:
             if time_ms < process.stalled_until_ms:
                 # In the order of due times, even if a stall is prolonged.
-                heappush(self._heap, (process.stalled_until_ms, due_ms, number, process, act))
+                heappush(self._heap, (process.stalled_until_ms, due_ms, number, process, action))
             else:
-                process.do(act)
-        if self.trouble:
-            raise self.trouble[0]
+                process.do(action)
+        if self.errors:
+            raise self.errors[0]
 
 
 class Process:
-    """Something that runs, stalls and dies; `do` lets it act.
+    """A simulated process, which can stall and die.
 
     Attributes:
-        alive: Whether it was not killed and has not ended.
-        stalled_until_ms: Time until which a stalled process postpones its actions.
-        loop: Its event loop.
-        host: Its address.
-        side: Its side of a split network.
-        fds: Its open files.
+        alive: Whether the process runs.
+        stalled_until_ms: End of the current or last stall; until then actions are postponed.
+        loop: The process's event loop.
+        host: The process's address.
+        side: The process's side of a split network.
+        fds: The process's open files.
     """
 
     def __init__(self, clock: Clock, host: str) -> None:
@@ -85,26 +86,26 @@ class Process:
         self.fds: set[int] = set()
         self.loop = Loop(self)  # type: ignore[abstract]
 
-    def do(self, act: Act) -> None:
-        """Act, and run all callbacks that become ready."""
+    def do(self, action: Action) -> None:
+        """Run an action in the process, and all callbacks that become ready."""
         clock = self.clock
         if not self.alive:
             return
-        before, clock.current = clock.current, self
+        previous, clock.current = clock.current, self
         asyncio._set_running_loop(self.loop)
         try:
-            act()
-            self.loop.do_what_is_ready()
+            action()
+            self.loop.run_ready_callbacks()
         finally:
-            clock.current = before
-            asyncio._set_running_loop(before.loop if before is not None else None)
+            clock.current = previous
+            asyncio._set_running_loop(previous.loop if previous is not None else None)
 
     def any_thread(self) -> Executor:
         """Return one of the threads of the process."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Drop all its pending events."""
+        """End the process and drop its pending callbacks."""
         self.alive = False
         self.loop.abandon()
 
@@ -119,7 +120,7 @@ class Loop(asyncio.AbstractEventLoop):
         self._ready: deque[asyncio.Handle] = deque()
         self._last_ms = 0.0
 
-    def do_what_is_ready(self) -> None:
+    def run_ready_callbacks(self) -> None:
         ready = self._ready
         while ready:
             handle = ready.popleft()
@@ -127,8 +128,8 @@ class Loop(asyncio.AbstractEventLoop):
                 handle._run()
 
     def abandon(self) -> None:
-        """The process is dead: its coroutines end at their current point, without effects."""
-        before = asyncio._get_running_loop()
+        """Close the coroutines of a dead process at their current point, without effects."""
+        previous = asyncio._get_running_loop()
         asyncio._set_running_loop(self)
         try:
             task: Any
@@ -138,7 +139,7 @@ class Loop(asyncio.AbstractEventLoop):
                 if not coroutine.cr_running:
                     coroutine.close()
         finally:
-            asyncio._set_running_loop(before)
+            asyncio._set_running_loop(previous)
         self._ready.clear()
 
     # asyncio.AbstractEventLoop
@@ -165,7 +166,7 @@ class Loop(asyncio.AbstractEventLoop):
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        """Called by threads: the loop runs it soon, in order."""
+        """Schedule a callback from a thread; the loop runs such callbacks soon, in order."""
         handle = asyncio.Handle(callback, args, self, context)
         clock = self._clock
         self._last_ms = max(self._last_ms, clock.now_ms + 0.3 * clock.rng.random())
@@ -182,15 +183,15 @@ class Loop(asyncio.AbstractEventLoop):
     ) -> asyncio.TimerHandle:
         timer = asyncio.TimerHandle(when, callback, args, self, context)
 
-        def act() -> None:
+        def action() -> None:
             if not timer._cancelled:
                 timer._run()
 
-        self._clock.at(when * 1000, act, self._process)
+        self._clock.at(when * 1000, action, self._process)
         return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """A canceled timer is skipped at its time."""
+        """Do nothing: a canceled timer is skipped at its time."""
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
@@ -201,7 +202,7 @@ class Loop(asyncio.AbstractEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """A job that somebody waits for: it takes as long as its syncs or computations."""
+        """Run a job in a thread, where it takes time."""
         thread: Any = executor or self._process.any_thread()
         return asyncio.wrap_future(thread.work(func, *args), loop=self)
 
@@ -214,4 +215,4 @@ class Loop(asyncio.AbstractEventLoop):
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         error = context.get("exception") or AssertionError(context["message"])
         if self._process.alive:
-            self._clock.trouble.append(error)
+            self._clock.errors.append(error)

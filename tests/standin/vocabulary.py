@@ -20,7 +20,7 @@ from tests import standin
 from tests.backends.losses.test_vocabulary_loss import LARGE, LARGE_CASES
 from tests.samestep.test_hf_large_vocabulary import batch as trainer_batch
 from tests.samestep.test_hf_large_vocabulary import items, trainer_of
-from tests.small_heads import masked
+from tests.small_heads import padded_texts
 from worker.models.blocks import cut_into_blocks
 
 TOKENS, AT_ONCE = 48, 12
@@ -70,7 +70,7 @@ def test_a_quarter_of_the_tokens_takes_a_third_of_the_memory(kind, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "bart"])
 def test_likewise_of_a_trainer(name, tmp_path, monkeypatch):
     make, growths = LARGE_CASES[name][0], []
-    microbatch = masked(LARGE)
+    microbatch = padded_texts(LARGE)
     arrays = {**microbatch.arrays, SAMPLES: torch.tensor(2.0).numpy()}
     for at_once in (TOKENS, AT_ONCE):
         monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)

@@ -22,7 +22,7 @@ from backends.eager.sharded import ShardedBackend
 from backends.losses import vocabulary_loss
 from protocol.base.errors import SamestepError
 from tests.backends.losses.test_vocabulary_loss import adapted
-from tests.small_heads import OF_TOKENS, llama, model_of, texts
+from tests.small_heads import TOKEN_LOSS, llama, model_of, texts
 from worker.models.blocks import cut_into_blocks
 
 CASES: dict[str, dict[str, Any]] = {
@@ -47,8 +47,8 @@ def job_of(case: dict[str, Any]) -> Trainable:
     return Trainable(
         cut_into_blocks(module),
         module,
-        OF_TOKENS,
-        evaluate=lambda module, arrays: {"loss": float(OF_TOKENS(module, arrays))},
+        TOKEN_LOSS,
+        evaluate=lambda module, arrays: {"loss": float(TOKEN_LOSS(module, arrays))},
         **kinds,
     )
 
@@ -95,7 +95,7 @@ def refusals() -> Iterator[tuple[str, str]]:
         ("int4", llama(), "int4"), ("experts", model_of(experts), "bfloat16"),
     ):  # fmt: skip
         module = adapted(model)
-        job = Trainable(cut_into_blocks(module), module, OF_TOKENS, base_dtype=base_dtype)  # type: ignore[arg-type]
+        job = Trainable(cut_into_blocks(module), module, TOKEN_LOSS, base_dtype=base_dtype)  # type: ignore[arg-type]
         try:
             ShardedBackend("cpu", 0).compile(job, texts())
         except SamestepError as error:

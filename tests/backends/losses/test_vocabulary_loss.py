@@ -19,22 +19,22 @@ from backends.losses.logits_in_parts import LogitsInParts
 from backends.losses.vocabulary_loss import tokens_at_once
 from protocol.spec.sections.model import LoraSpec
 from tests.small_heads import (
-    MASKED,
-    OF_TOKENS,
-    TARGETS,
+    LABELED_LOSS,
+    TARGET_LOSS,
+    TOKEN_LOSS,
     LargestTensor,
     bart,
     bert,
-    captured,
     cohere,
+    distil_loss,
     distillation,
-    distilled,
     gemma,
     llama,
-    masked,
+    padded_texts,
     pairs,
     t5,
     texts,
+    texts_with_teacher,
 )
 from tests.tested_backend import KIND
 from worker.models.blocks import cut_into_blocks
@@ -73,24 +73,24 @@ def gradients(module: Any, loss: Any, microbatch: Batch, backend: str, **how: An
 
 
 CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
-    "in full": (llama, OF_TOKENS, texts, {}),
-    "in full, tied": (lambda: llama(tie_word_embeddings=True), OF_TOKENS, texts, {}),
-    "capped": (gemma, OF_TOKENS, texts, {}),
-    "scaled": (cohere, OF_TOKENS, texts, {}),
-    "LoRA on int4": (lambda: adapted(llama()), OF_TOKENS, texts, {"base_dtype": "int4"}),
+    "in full": (llama, TOKEN_LOSS, texts, {}),
+    "in full, tied": (lambda: llama(tie_word_embeddings=True), TOKEN_LOSS, texts, {}),
+    "capped": (gemma, TOKEN_LOSS, texts, {}),
+    "scaled": (cohere, TOKEN_LOSS, texts, {}),
+    "LoRA on int4": (lambda: adapted(llama()), TOKEN_LOSS, texts, {"base_dtype": "int4"}),
     "a head with LoRA": (
-        lambda: adapted(llama(), targets=("q_proj", "lm_head")), OF_TOKENS, texts, {},
+        lambda: adapted(llama(), targets=("q_proj", "lm_head")), TOKEN_LOSS, texts, {},
     ),
-    "added tokens": (lambda: adapted(llama(), (90, 91, 95)), OF_TOKENS, texts, {}),
+    "added tokens": (lambda: adapted(llama(), (90, 91, 95)), TOKEN_LOSS, texts, {}),
     "added tokens, tied": (
-        lambda: adapted(llama(tie_word_embeddings=True), (90, 91, 95)), OF_TOKENS, texts, {},
+        lambda: adapted(llama(tie_word_embeddings=True), (90, 91, 95)), TOKEN_LOSS, texts, {},
     ),
     "preferences": (lambda: adapted(llama()), partial(dpo_loss, beta=0.1, options={}), pairs, {}),
-    "masked": (bert, MASKED, masked, {}),
-    "T5, tied": (t5, TARGETS, masked, {}),
-    "T5": (lambda: t5(tied=False), TARGETS, masked, {}),
-    "BART": (bart, TARGETS, masked, {}),
-    "distilled": (llama, distilled(), captured, {}),
+    "masked": (bert, LABELED_LOSS, padded_texts, {}),
+    "T5, tied": (t5, TARGET_LOSS, padded_texts, {}),
+    "T5": (lambda: t5(tied=False), TARGET_LOSS, padded_texts, {}),
+    "BART": (bart, TARGET_LOSS, padded_texts, {}),
+    "distilled": (llama, distil_loss(), texts_with_teacher, {}),
 }  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def test_head_that_mixes_tokens_is_computed_whole(form):
 def test_a_head_s_dropout_is_drawn_once(monkeypatch):
     def parts() -> Any:
         module = adapted(llama(), targets=("q_proj", "lm_head"), dropout=0.5)
-        return gradients(module, OF_TOKENS, texts(), KIND, unit="microbatch")[1]
+        return gradients(module, TOKEN_LOSS, texts(), KIND, unit="microbatch")[1]
 
     again = parts()
     monkeypatch.setattr(logits_in_parts, "checkpoint", lambda f, *args, **_: f(*args))
@@ -176,12 +176,12 @@ def test_a_head_s_dropout_is_drawn_once(monkeypatch):
 
 
 TRANSFORMERS: dict[str, tuple[Any, Any, Any]] = {
-    "llama": (llama, OF_TOKENS, texts),
-    "gemma": (gemma, OF_TOKENS, texts),
-    "cohere": (cohere, OF_TOKENS, texts),
-    "bert": (bert, MASKED, masked),
-    "t5": (t5, TARGETS, masked),
-    "bart": (bart, TARGETS, masked),
+    "llama": (llama, TOKEN_LOSS, texts),
+    "gemma": (gemma, TOKEN_LOSS, texts),
+    "cohere": (cohere, TOKEN_LOSS, texts),
+    "bert": (bert, LABELED_LOSS, padded_texts),
+    "t5": (t5, TARGET_LOSS, padded_texts),
+    "bart": (bart, TARGET_LOSS, padded_texts),
 }
 
 
@@ -195,7 +195,7 @@ def test_loss_and_gradients_are_those_of_transformers(kind):
     count = int((labels != -100).sum())
     expected, model = make(), make()
     given = {name: array for name, array in arrays.items() if name != "labels"}
-    shifted = {"shift_labels": labels} if loss is OF_TOKENS else {}
+    shifted = {"shift_labels": labels} if loss is TOKEN_LOSS else {}
     mean = expected(**given, labels=labels, **shifted).loss
     (mean * count).backward()
     total = loss(model, arrays)
@@ -214,11 +214,11 @@ def assert_same_gradients(model: Any, expected: Any) -> None:
 
 LARGE = 4096
 LARGE_CASES: dict[str, tuple[Any, Any, Any]] = {
-    "llama": (llama, OF_TOKENS, texts),
-    "bert": (bert, MASKED, masked),
-    "t5": (t5, TARGETS, masked),
-    "bart": (bart, TARGETS, masked),
-    "distilled": (llama, distilled(LARGE), captured),
+    "llama": (llama, TOKEN_LOSS, texts),
+    "bert": (bert, LABELED_LOSS, padded_texts),
+    "t5": (t5, TARGET_LOSS, padded_texts),
+    "bart": (bart, TARGET_LOSS, padded_texts),
+    "distilled": (llama, distil_loss(LARGE), texts_with_teacher),
 }
 
 

@@ -9,12 +9,12 @@ import torch
 
 from backends.wgpu.capture.added_rows import added_rows_apart
 from tests.backends.losses.test_vocabulary_loss import adapted
-from tests.small_heads import OF_TOKENS, llama, texts
+from tests.small_heads import TOKEN_LOSS, llama, texts
 
 
 def gradients(module: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     module.zero_grad()
-    loss = OF_TOKENS(module, {name: torch.tensor(each) for name, each in texts().arrays.items()})
+    loss = TOKEN_LOSS(module, {name: torch.tensor(each) for name, each in texts().arrays.items()})
     loss.backward()
     trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
     return loss.detach(), {name: each.grad.clone() for name, each in trained.items()}

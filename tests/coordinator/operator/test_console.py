@@ -19,7 +19,7 @@ from coordinator.service.events import RunAccepted, RunEnded, RunResumed, Worker
 from protocol.cli.systemd import Priority, SystemJournal
 from protocol.spec.run_spec import parse_run_spec_text
 from protocol.wire.messages import Commit
-from tests.coordinator.operator.test_status import stage_after
+from tests.coordinator.operator.test_status import run_after
 
 
 class Entries(SystemJournal):
@@ -134,7 +134,7 @@ NOTICE = "  evaluate_every 5 has no effect: no samples are held out for evaluati
     ],
 )
 def test_start_warns_that_nothing_will_be_evaluated(event, spec, evaluate_every, parts, notices):
-    run = stage_after("invite ann", "ready ann", workers="1", parts=str(parts))
+    run = run_after("invite ann", "ready ann", workers="1", parts=str(parts))
     run.spec = parse_run_spec_text(f"{spec} steps: 8, evaluate_every: {evaluate_every}}}")
     console, screen = progress()
     console._service.current = SimpleNamespace(run=run)
@@ -144,7 +144,7 @@ def test_start_warns_that_nothing_will_be_evaluated(event, spec, evaluate_every,
 
 def test_skipped_step_has_no_loss():
     console, screen = progress()
-    run = stage_after("invite ann", "ready ann", "loaded", workers="1")
+    run = run_after("invite ann", "ready ann", "loaded", workers="1")
     console._service.current = SimpleNamespace(run=run, started_s=0.0, started_step=0, outcome=None)
     run.losses.append(math.nan)
     console.emit(committed(0), "r-1")
@@ -166,7 +166,7 @@ def test_names_are_not_interpreted_as_markup(monkeypatch):
 def test_progress_is_one_line_at_any_width(monkeypatch):
     document = {"workers": [{"name": "a", "device": "d", "state": "active"}]}
     monkeypatch.setattr("coordinator.operator.console.status_document", lambda *_: document)
-    run = stage_after("invite ann", "ready ann", "loaded", workers="1")
+    run = run_after("invite ann", "ready ann", "loaded", workers="1")
     console, screen = progress()
     console._service.current = SimpleNamespace(
         run=run, started_s=time.monotonic() - 7200, started_step=-1, outcome=None
@@ -180,7 +180,7 @@ def test_progress_is_one_line_at_any_width(monkeypatch):
 
 def test_refused_worker_is_named_once_while_the_run_waits():
     console, screen = progress()
-    run = stage_after("invite ann", "invite bob", "fails ann", workers="3")
+    run = run_after("invite ann", "invite bob", "fails ann", workers="3")
     console._service.current.run = run
     console._service.sessions["bob"] = None
     console._service.trainers.append("bob")
@@ -196,7 +196,7 @@ def test_refused_worker_is_named_once_while_the_run_waits():
 
 def test_lines_about_waiting_come_once_a_minute_at_most(monkeypatch):
     reporter, screen = progress()
-    reporter._service.current.run = stage_after("invite ann", workers="2")
+    reporter._service.current.run = run_after("invite ann", workers="2")
     now_s = reporter._waiting_since_s
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     for _ in range(300):
@@ -208,7 +208,7 @@ def test_lines_about_waiting_come_once_a_minute_at_most(monkeypatch):
 
 def test_waiting_time_of_another_phase_does_not_count():
     console, screen = progress()
-    run = stage_after("invite ann", workers="1")
+    run = run_after("invite ann", workers="1")
     console._service.current.run = run
     console.tick()
     run._finish("finished", "all steps are committed", 0)

@@ -21,7 +21,7 @@ from tests.chaos.processes import Coordinator, Event, Worker
 from tests.event_loop import on_uvloop
 from tests.live_service import live_service, scripted_spec
 from tests.resident_memory import MIB, Growth
-from tests.small_buffers import CHANGED
+from tests.small_buffers import SMALL_LIMITS
 from worker.tasks.small.scripted import Scripted
 
 FEW_BLOCKS: Final = 8
@@ -81,7 +81,7 @@ def test_coordinator_memory_stays_within_the_announcement(tmp_path, monkeypatch,
     """Unequal workers so that many sums wait, with checkpoints, joiners, and long steps."""
     large_run = document(scripted={"blocks": blocks, "block_bytes": BLOCK_BYTES, "samples": 64})
     growth = memory_growth(tmp_path, large_run, steps)
-    for name, value in CHANGED.items():
+    for name, value in SMALL_LIMITS.items():
         monkeypatch.setattr(limits, name, value)
     budget = required_bytes(large_run, WORKERS + JOINERS)
     assert growth.peak_bytes <= budget.total + BASE_BYTES
@@ -131,7 +131,7 @@ def test_replicas_take_no_more_than_announced(tmp_path, monkeypatch, inner_state
         scripted={"blocks": blocks, "block_bytes": BLOCK_BYTES, "samples": 64}, replicas=replicas
     )
     growth = memory_growth(tmp_path, large_run, 1)
-    for name, value in CHANGED.items():
+    for name, value in SMALL_LIMITS.items():
         monkeypatch.setattr(limits, name, value)
     budget = required_bytes(large_run, WORKERS + JOINERS)
     state_bytes = 0

@@ -15,7 +15,7 @@ from protocol.wire import frames
 from protocol.wire.connection import Connection, Phase, encode
 from protocol.wire.messages import AveragedBlockGradient, BlockGradientPayload, MemoryReturned
 from protocol.wire.transport import Channel
-from tests.message_samples import BLOCKS, PAYLOAD, PLACE
+from tests.message_samples import BLOCKS, PAYLOAD, STEP_ID
 from tests.protocol.wire.test_transport import Recorder
 
 VALUES = np.arange(BLOCKS[1].chunk_slice(0).stop, dtype=np.float32)
@@ -60,7 +60,7 @@ def test_shared_body_is_outside_the_frame_and_unchanged():
 def test_broadcast_is_stored_once():
     coordinator, worker = sharing()
     assert coordinator.memory is not None
-    encoded = encode(AveragedBlockGradient(**PLACE, block=1, chunk=0), VALUES)
+    encoded = encode(AveragedBlockGradient(**STEP_ID, block=1, chunk=0), VALUES)
     assert encoded.shared(coordinator.memory) == encoded.shared(coordinator.memory)
     del worker
 
@@ -122,7 +122,7 @@ async def test_memory_is_returned_with_the_next_message():
     assert coordinator.bytes_received > VALUES.nbytes
     owner.bodies.clear()
     assert len(memory._lent) == 1
-    coordinator.send(encode(AveragedBlockGradient(**PLACE, block=1, chunk=0), VALUES))
+    coordinator.send(encode(AveragedBlockGradient(**STEP_ID, block=1, chunk=0), VALUES))
     await receiver.until_messages(1)
     assert not memory._lent
     coordinator.abort("the test is over")

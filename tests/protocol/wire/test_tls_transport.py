@@ -22,7 +22,7 @@ from protocol.wire.messages import Goodbye, Heartbeat
 from protocol.wire.transport import Channel
 from tests.cluster import PATIENCE_S
 from tests.event_loop import on_uvloop
-from tests.message_samples import PLACE
+from tests.message_samples import STEP_ID
 from tests.protocol.wire.test_transport import (
     Recorder,
     certificate,
@@ -72,7 +72,7 @@ def blob(content, offset=0):
 
 def rows(content, offset=0):
     """A message from a worker."""
-    return encode(messages.CapturedRows(**PLACE, lo=0, hi=4, microbatch=0, chunk=offset), content)
+    return encode(messages.CapturedRows(**STEP_ID, lo=0, hi=4, microbatch=0, chunk=offset), content)
 
 
 def of_bytes(count, seed=1):

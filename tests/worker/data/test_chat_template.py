@@ -9,7 +9,7 @@ import pytest
 from protocol.base.errors import DataError
 from protocol.datasets.conversations import Conversation
 from protocol.datasets.messages import ChatMessage
-from tests.small_chat import CHATML, MARKED, conversation, save_chat_tokenizer
+from tests.small_chat import CHATML, CHATML_WITH_GENERATION, conversation, save_chat_tokenizer
 from worker.data.chat_template import ChatTemplate
 
 WEATHER = (
@@ -68,7 +68,7 @@ def test_mask_equals_the_pieces_one_by_one(tokenizer):
         tokenizer(text, add_special_tokens=False)["input_ids"]
         == read(tokenizer, WEATHER, CHATML)[0]
     )
-    for template, end_of_line in ((CHATML, True), (MARKED, False)):
+    for template, end_of_line in ((CHATML, True), (CHATML_WITH_GENERATION, False)):
         assert read(tokenizer, WEATHER, template) == by_hand(tokenizer, end_of_line=end_of_line)
 
 
@@ -76,10 +76,10 @@ def test_mask_equals_the_pieces_one_by_one(tokenizer):
 def test_generation_marks_equal_transformers(tokenizer, number):
     messages = conversation(number)
     expected = tokenizer.apply_chat_template(
-        messages, chat_template=MARKED, tokenize=True, return_dict=True,
+        messages, chat_template=CHATML_WITH_GENERATION, tokenize=True, return_dict=True,
         return_assistant_tokens_mask=True,
     )  # fmt: skip
-    chat_template = ChatTemplate(tokenizer, MARKED, loss="assistant")
+    chat_template = ChatTemplate(tokenizer, CHATML_WITH_GENERATION, loss="assistant")
     [(tokens, count_mask)] = chat_template.encode([chat_template.render(dialogue(number))])
     assert tokens.tolist() == expected["input_ids"]
     assert count_mask.astype(int).tolist() == expected["assistant_masks"]

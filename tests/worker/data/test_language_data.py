@@ -14,7 +14,13 @@ from protocol.base.errors import DataError
 from protocol.datasets.data_check import check_data
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.commands import called
-from tests.small_chat import CHATML, MARKED, conversation, jsonl, save_chat_tokenizer
+from tests.small_chat import (
+    CHATML,
+    CHATML_WITH_GENERATION,
+    conversation,
+    save_chat_tokenizer,
+    write_jsonl,
+)
 from worker.data.language_data import LanguageData, Turns, read_language_data
 from worker.models.tokens import IGNORED_LABEL
 from worker.tasks.language.teacher_logits import TeacherLogits
@@ -91,7 +97,7 @@ FORMS: dict[str, list[Any]] = {
 
 def test_each_form_in_each_kind_of_file_is_the_same_data(tokenizers, tmp_path):
     writers: dict[str, Callable[[Path, list[Any]], Path]] = {
-        "a.jsonl": jsonl, "a.csv": write_csv, "a.parquet": write_parquet,
+        "a.jsonl": write_jsonl, "a.csv": write_csv, "a.parquet": write_parquet,
     }  # fmt: skip
     data_sets = []
     for form, form_rows in FORMS.items():
@@ -107,7 +113,7 @@ def test_each_form_in_each_kind_of_file_is_the_same_data(tokenizers, tmp_path):
 def test_columns_of_other_names_and_alpaca_s_input(tokenizers, tmp_path):
     rows = [{"task": a, "context": f"{n}!", "output": b} for n, (a, b) in enumerate(PAIRS)]
     data = {
-        "train": str(jsonl(tmp_path / "a.jsonl", rows)),
+        "train": str(write_jsonl(tmp_path / "a.jsonl", rows)),
         "format": "alpaca",
         "columns": {"instruction": "task", "input": "context"},
     }
@@ -116,14 +122,14 @@ def test_columns_of_other_names_and_alpaca_s_input(tokenizers, tmp_path):
     assert texts[1].startswith("<|im_start|>user\nWhat is 1?\n\n1!<|im_end|>\n")
     rows_without_input = [{"instruction": a, "output": b} for a, b in PAIRS]
     data_section = {
-        "train": str(jsonl(tmp_path / "b.jsonl", rows_without_input)),
+        "train": str(write_jsonl(tmp_path / "b.jsonl", rows_without_input)),
         "format": "alpaca",
     }
     assert len(read(tokenizers, data_section).train) == len(PAIRS)
 
 
 def test_batch_predicts_each_counted_token_from_its_prefix(tokenizers, tmp_path):
-    language_data = read(tokenizers, {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))})
+    language_data = read(tokenizers, {"train": str(write_jsonl(tmp_path / "a.jsonl", ROWS))})
     all_turns = turns(language_data)
     batch = language_data.train.batch(np.array([4, 1, 8]))
     inputs, labels = batch.arrays["input_ids"], batch.arrays["labels"]
@@ -141,7 +147,7 @@ def test_batch_predicts_each_counted_token_from_its_prefix(tokenizers, tmp_path)
 
 
 def test_truncation_is_counted_and_rows_without_answer_are_dropped(tokenizers, tmp_path):
-    path = str(jsonl(tmp_path / "a.jsonl", ROWS))
+    path = str(write_jsonl(tmp_path / "a.jsonl", ROWS))
     full_turns = turns(read(tokenizers, {"train": path}))
     length = sorted(len(tokens) for tokens, _ in full_turns)[6]
     truncated_data = read(tokenizers, {"train": path, "max_tokens": length})
@@ -158,10 +164,10 @@ def test_truncation_is_counted_and_rows_without_answer_are_dropped(tokenizers, t
 
 
 def test_digests_cover_the_mask(tokenizers, tmp_path):
-    path = str(jsonl(tmp_path / "a.jsonl", ROWS))
+    path = str(write_jsonl(tmp_path / "a.jsonl", ROWS))
     one, bracketed, all_turns = (
         read(tokenizers, {"train": path, **keys}).digests
-        for keys in ({}, {"chat_template": MARKED}, {"loss": "all"})
+        for keys in ({}, {"chat_template": CHATML_WITH_GENERATION}, {"loss": "all"})
     )
     assert one["data"] == bracketed["data"] == all_turns["data"]
     assert one["tokenizer"] == bracketed["tokenizer"] == all_turns["tokenizer"]
@@ -169,7 +175,7 @@ def test_digests_cover_the_mask(tokenizers, tmp_path):
 
 
 def test_evaluation_split_is_disjoint_and_repeatable(tokenizers, tmp_path):
-    data = {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))}
+    data = {"train": str(write_jsonl(tmp_path / "a.jsonl", ROWS))}
     first, repeat = (read(tokenizers, data, 0.25) for _ in range(2))
     assert (len(first.train), len(first.held_out)) == (9, 3)
     assert isinstance(first.held_out, Turns)
@@ -180,7 +186,7 @@ def test_evaluation_split_is_disjoint_and_repeatable(tokenizers, tmp_path):
 
 
 def test_a_template_that_is_given_is_saved_with_the_model(tokenizers, tmp_path):
-    path = str(jsonl(tmp_path / "a.jsonl", ROWS))
+    path = str(write_jsonl(tmp_path / "a.jsonl", ROWS))
     data = {"train": path, "chat_template": CHATML}
     task = build(parse_run_spec(document_of(tokenizers, data, "bare")))
     assert task.manifest.export.files["chat_template.jinja"] == CHATML
@@ -191,7 +197,7 @@ def test_a_template_that_is_given_is_saved_with_the_model(tokenizers, tmp_path):
 def test_rows_of_a_teacher_have_its_mask(tokenizers, tmp_path):
     from protocol.datasets.logits_file import records_of
 
-    document = document_of(tokenizers, {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))})
+    document = document_of(tokenizers, {"train": str(write_jsonl(tmp_path / "a.jsonl", ROWS))})
     task = build(parse_run_spec(document | {"task": "teacher-logits", "capture": {"top_k": 4}}))
     assert isinstance(task, TeacherLogits)
     assert task.manifest.capture is not None
@@ -218,7 +224,7 @@ def test_student_uses_the_mask_of_its_teacher(tokenizers, tmp_path):
     from coordinator.capture.captured_files import CapturedFiles
 
     pytest.importorskip("pyarrow")
-    document = document_of(tokenizers, {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))})
+    document = document_of(tokenizers, {"train": str(write_jsonl(tmp_path / "a.jsonl", ROWS))})
     spec = parse_run_spec(document | {"task": "teacher-logits", "capture": {"top_k": 4}})
     teacher = build(spec)
     program = EagerBackend("cpu").compile(teacher.trainable, teacher.batch([0, 1]))
@@ -246,7 +252,7 @@ def test_student_uses_the_mask_of_its_teacher(tokenizers, tmp_path):
 
 def test_worker_data_shows_the_mask_and_its_counts(tokenizers, tmp_path):
     path = tmp_path / "run.yaml"
-    data = {"train": str(jsonl(tmp_path / "a.jsonl", [*ROWS, ROWS[1]])), "holdout": 0.25}
+    data = {"train": str(write_jsonl(tmp_path / "a.jsonl", [*ROWS, ROWS[1]])), "holdout": 0.25}
     path.write_text(json.dumps(document_of(tokenizers, data)))
     process = called("worker", "data", str(path))
     assert process.returncode == 0, process.stderr
@@ -343,7 +349,7 @@ def test_rows_that_only_the_template_refuses_are_bad_rows(tokenizers, tmp_path):
     choosy = "{% if messages[0].content == 'Be kind.' %}{{ raise_exception('No.') }}{% endif %}"
     kind = {"role": "system", "content": "Be kind."}
     steered = [{"messages": [kind, ASKED | {"content": f"Is it {n}?"}, SAID]} for n in range(2)]
-    path = jsonl(tmp_path / "a.jsonl", [*ROWS[:3], steered[0], *ROWS[3:], steered[1]])
+    path = write_jsonl(tmp_path / "a.jsonl", [*ROWS[:3], steered[0], *ROWS[3:], steered[1]])
     data = {"train": str(path), "chat_template": choosy + CHATML}
     with pytest.raises(DataError) as error:
         read(tokenizers, data)
@@ -358,7 +364,7 @@ def test_rows_that_only_the_template_refuses_are_bad_rows(tokenizers, tmp_path):
     assert skipped.notes["left_out_as_no_answer_fits"] == 0
     assert len(skipped.train) + len(skipped.held_out) == len(ROWS)
     with pytest.raises(DataError, match=r"line 1: the chat template fails: TemplateError: No\.$"):
-        read(tokenizers, {**data, "train": str(jsonl(tmp_path / "b.jsonl", steered))})
+        read(tokenizers, {**data, "train": str(write_jsonl(tmp_path / "b.jsonl", steered))})
 
 
 def test_conversations_without_an_answer_to_learn_are_named(tokenizers, tmp_path):
@@ -366,11 +372,11 @@ def test_conversations_without_an_answer_to_learn_are_named(tokenizers, tmp_path
     with pytest.raises(
         DataError, match="with an answer that has loss, found none: every answer has"
     ):
-        read(tokenizers, {"train": str(jsonl(tmp_path / "a.jsonl", rows))})
+        read(tokenizers, {"train": str(write_jsonl(tmp_path / "a.jsonl", rows))})
 
 
 def test_a_tokenizer_without_a_template_is_named(tokenizers, tmp_path):
-    data = {"train": str(jsonl(tmp_path / "a.jsonl", ROWS))}
+    data = {"train": str(write_jsonl(tmp_path / "a.jsonl", ROWS))}
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(document_of(tokenizers, data, "bare")))
     completed = called("worker", "data", str(path))
@@ -392,7 +398,7 @@ def test_padding_and_batch_neighbors_do_not_change_the_loss(tokenizers, tmp_path
 
     from backends.eager.eager import EagerBackend
 
-    data = {"train": str(jsonl(tmp_path / "a.jsonl", ROWS)), "holdout": 0.0}
+    data = {"train": str(write_jsonl(tmp_path / "a.jsonl", ROWS)), "holdout": 0.0}
     task = build(parse_run_spec(document_of(tokenizers, data)))
     language_data = read(tokenizers, data)
     batch = task.batch(range(len(ROWS)))
@@ -465,7 +471,7 @@ def test_more_than_forty_mistakes_are_named():
     assert len({*MISTAKES, *OTHER_MISTAKES, *test_dpo.MISTAKES}) >= 60
 
 
-END_OUTSIDE = MARKED.replace(
+END_OUTSIDE = CHATML_WITH_GENERATION.replace(
     "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}",
     "{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",
 )
@@ -479,7 +485,7 @@ NEXT_ROLE = (
     ("template", "loss", "is_learned"),
     [
         (CHATML, "assistant", True),
-        (MARKED, "assistant", True),
+        (CHATML_WITH_GENERATION, "assistant", True),
         (END_OUTSIDE, "assistant", False),
         (END_OUTSIDE, "all", True),
         (NEXT_ROLE, "assistant", False),
@@ -490,7 +496,7 @@ NEXT_ROLE = (
 def test_an_answer_whose_end_is_not_learned_is_refused(
     tokenizers, tmp_path, template, loss, is_learned
 ):
-    train = str(jsonl(tmp_path / "chat.jsonl", ROWS))
+    train = str(write_jsonl(tmp_path / "chat.jsonl", ROWS))
     data = {"train": train, "chat_template": template, "loss": loss}
     spec = parse_run_spec(document_of(tokenizers, data, tokenizer="bare"))
     if is_learned:

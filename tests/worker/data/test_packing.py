@@ -17,7 +17,7 @@ from backends.base.interface import BlockGradient, Loss
 from protocol.base.errors import DataError
 from protocol.exact.samples import SampleOrder
 from protocol.spec.run_spec import parse_run_spec
-from tests.small_chat import conversation, jsonl, save_chat_tokenizer
+from tests.small_chat import conversation, save_chat_tokenizer, write_jsonl
 from worker.data.disk_arrays import DiskArrays
 from worker.data.language_data import CutDocuments, TextStream, read_language_data
 from worker.data.packing import PackedSamples, check_packing, pack_pieces
@@ -41,7 +41,7 @@ def chat(tmp_path_factory) -> dict[str, Any]:
         "task": "causal-lm", "steps": 1, "seed": 3, "model": {"config": LLAMA},
         "tokenizer": {"source": str(directory / "chat")},
         "data": {
-            "train": str(jsonl(directory / "a.jsonl", ROWS)), "format": "messages",
+            "train": str(write_jsonl(directory / "a.jsonl", ROWS)), "format": "messages",
             "max_tokens": 256, "holdout": 0.0,
         },
         "batch": {"samples": 2, "microbatch": 1},
@@ -110,7 +110,11 @@ def test_packed_sums_equal_unpacked_sums(chat):
 
 def test_running_text_is_packed_by_document(chat, tmp_path):
     rows = [{"text": f"{n} is one number. " * (n % 7 + 1)} for n in range(20)]
-    text = {"train": str(jsonl(tmp_path / "t.jsonl", rows)), "format": "text", "max_tokens": 64}
+    text = {
+        "train": str(write_jsonl(tmp_path / "t.jsonl", rows)),
+        "format": "text",
+        "max_tokens": 64,
+    }
     data = read_language_data(parse_run_spec(changed_spec(chat, **text, packing=True)), 0.2)
     assert isinstance(data.train, PackedSamples)
     assert isinstance(data.held_out, PackedSamples)
@@ -157,7 +161,7 @@ def test_grouping_leaves_less_than_half_of_the_padding(chat, tmp_path):
         ]}
         for n, count in enumerate(word_counts.tolist())
     ]  # fmt: skip
-    data = {"train": str(jsonl(tmp_path / "s.jsonl", rows)), "max_tokens": 4096}
+    data = {"train": str(write_jsonl(tmp_path / "s.jsonl", rows)), "max_tokens": 4096}
     padding_of = {}
     for grouped in (False, True):
         document = changed_spec(chat, **data, group_by_length=grouped)
@@ -167,7 +171,7 @@ def test_grouping_leaves_less_than_half_of_the_padding(chat, tmp_path):
 
 
 def test_a_validation_file_is_evaluated(chat, tmp_path):
-    valid = jsonl(tmp_path / "v.jsonl", [ROWS[3], {"messages": conversation(40)}])
+    valid = write_jsonl(tmp_path / "v.jsonl", [ROWS[3], {"messages": conversation(40)}])
     document = changed_spec(chat, validation=str(valid))
     document["data"].pop("holdout")
     data = read_language_data(parse_run_spec(document), 0.2)

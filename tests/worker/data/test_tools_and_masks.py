@@ -10,7 +10,7 @@ import pytest
 from protocol.base.errors import DataError
 from protocol.datasets.conversations import Conversation, read_conversations
 from protocol.spec.sections.data import DataSpec
-from tests.small_chat import CHATML, jsonl, save_chat_tokenizer
+from tests.small_chat import CHATML, save_chat_tokenizer, write_jsonl
 from tests.tool_chat import MARKED_TOOL_TEMPLATE, TOOL_TEMPLATE, WEATHER_TOOL, tool_chat
 from worker.data.chat_template import ChatTemplate
 
@@ -22,7 +22,7 @@ def tokenizer(tmp_path_factory) -> Any:
 
 def read(directory: Any, row: dict[str, Any], **spec: Any) -> Conversation:
     data = DataSpec(
-        train=str(jsonl(directory / "a.jsonl", [row])), **{"format": "messages", **spec}
+        train=str(write_jsonl(directory / "a.jsonl", [row])), **{"format": "messages", **spec}
     )
     [one] = read_conversations(data)
     return one

@@ -15,7 +15,7 @@ from backends.wgpu.device.adapters import adapters
 from protocol.base.errors import DataError
 from protocol.spec.run_spec import parse_run_spec
 from tests.commands import called
-from tests.small_chat import conversation, jsonl, save_chat_model
+from tests.small_chat import conversation, save_chat_model, write_jsonl
 from tests.small_sequences import PAIRS, save_encoder_decoders
 from tests.worker.tasks.test_classify import export, moved_values
 from worker.results.merge import merge
@@ -54,10 +54,10 @@ def bases(tmp_path_factory) -> Path:
     chats = [conversation(n) for n in range(12)]
     for messages in chats:
         messages[-1]["content"] += TEXT
-    jsonl(path / "chat.jsonl", [{"messages": messages} for messages in chats])
-    jsonl(path / "pairs.jsonl", [{**row, "target": row["target"] + TEXT} for row in PAIRS])
+    write_jsonl(path / "chat.jsonl", [{"messages": messages} for messages in chats])
+    write_jsonl(path / "pairs.jsonl", [{**row, "target": row["target"] + TEXT} for row in PAIRS])
     labeled = [{"text": f"{n} plus {n}{TEXT * (n % 2)}", "label": n % 2} for n in range(12)]
-    jsonl(path / "labels.jsonl", labeled)
+    write_jsonl(path / "labels.jsonl", labeled)
     return path
 
 

@@ -15,7 +15,7 @@ import transformers
 from backends.base.interface import Array
 from protocol.base.errors import DataError
 from protocol.spec.run_spec import RunSpec, parse_run_spec
-from tests.small_chat import conversation, jsonl, save_chat_tokenizer
+from tests.small_chat import conversation, save_chat_tokenizer, write_jsonl
 from worker.results.load import load
 from worker.results.merge import merge
 from worker.results.saved_model import find
@@ -55,10 +55,10 @@ def spec_of(task: str, source: Path, directory: Path, **changes: Any) -> RunSpec
     rows: list[Any]
     if task == "classify":
         rows = [{"text": f"number {n}", "label": "ab"[n % 2]} for n in range(20)]
-        data = {"train": str(jsonl(directory / "texts.jsonl", rows))}
+        data = {"train": str(write_jsonl(directory / "texts.jsonl", rows))}
     else:
         rows = [{"messages": conversation(n)} for n in range(20)]
-        data = {"train": str(jsonl(directory / "chat.jsonl", rows)), "format": "messages"}
+        data = {"train": str(write_jsonl(directory / "chat.jsonl", rows)), "format": "messages"}
     return parse_run_spec({
         "task": task, "seed": 7, "steps": 1, "model": {"source": str(source)}, "lora": {"r": 2},
         "data": data | {"max_tokens": 96}, "batch": {"samples": 4, "microbatch": 2}, **changes,
@@ -145,7 +145,7 @@ def test_nothing_is_drawn_without_a_head(tmp_path):
     with pytest.raises(DataError, match=r"lacks lm_head\.weight"):
         build(spec_of("teacher-logits", source, tmp_path, lora=None))
     pair = {"prompt": "What is 1?", "chosen": "It is 1.", "rejected": "It is 2."}
-    pairs = jsonl(tmp_path / "pairs.jsonl", [pair | {"prompt": f"{n}?"} for n in range(9)])
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", [pair | {"prompt": f"{n}?"} for n in range(9)])
     with pytest.raises(DataError, match=r"lacks lm_head\.weight"):
         build(spec_of("dpo", source, tmp_path, data={"train": str(pairs)}))
 

@@ -12,7 +12,7 @@ from protocol.base.errors import DataError, RunSpecError
 from protocol.spec.files.adapter import adapter_config, check_lora
 from protocol.spec.run_spec import parse_run_spec
 from protocol.spec.sections.model import BaseDtype
-from tests.small_chat import conversation, jsonl, save_chat_model
+from tests.small_chat import conversation, save_chat_model, write_jsonl
 from tests.worker.tasks.test_classify import export, moved_values
 from worker.results.merge import merge
 from worker.results.saved_model import find
@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def directory(tmp_path_factory) -> Path:
     path: Path = tmp_path_factory.mktemp("lora")
     save_chat_model(path / "model")
-    jsonl(path / "chat.jsonl", [{"messages": conversation(n)} for n in range(12)])
+    write_jsonl(path / "chat.jsonl", [{"messages": conversation(n)} for n in range(12)])
     return path
 
 
@@ -264,7 +264,7 @@ def mixture(directory, tmp_path_factory) -> Path:
     model.to(torch.bfloat16).save_pretrained(path / "half")
     for name in ("experts", "half"):
         tokenizer.save_pretrained(path / name)
-    jsonl(path / "chat.jsonl", [{"messages": conversation(n)} for n in range(12)])
+    write_jsonl(path / "chat.jsonl", [{"messages": conversation(n)} for n in range(12)])
     return path
 
 

@@ -18,7 +18,7 @@ from protocol.wire.messages import BlockGradientPayload, Challenge, Goodbye, Pee
 from protocol.wire.peers import Peer, PeerList, pair_key
 from protocol.wire.transport import Channel
 from tests.event_loop import on_uvloop
-from tests.message_samples import BLOCKS, PLACE
+from tests.message_samples import BLOCKS, STEP_ID
 from tests.silent_address import refusing_port
 from worker.peers import links
 from worker.peers.links import LinkSockets, PeerLinks
@@ -79,7 +79,7 @@ def members(*names, **options):
 
 def payload(worker):
     return BlockGradientPayload(
-        **PLACE, owners=1, block=1, chunk=0, worker=worker, lo=0, hi=1, weight=1.0
+        **STEP_ID, owners=1, block=1, chunk=0, worker=worker, lo=0, hi=1, weight=1.0
     )
 
 

@@ -14,7 +14,7 @@ from protocol.base.errors import DataError
 from protocol.spec.files.run_spec_file import load_run_spec
 from tests.commands import called
 from tests.finished_run import finished_run
-from tests.small_chat import jsonl, save_chat_tokenizer
+from tests.small_chat import save_chat_tokenizer, write_jsonl
 from worker.models.pretrained import max_sample_tokens
 from worker.results.generate import Sampling, generate
 from worker.results.load import load, probe
@@ -66,7 +66,11 @@ def spec_of(directory: Path, task: str, family: str, sizes: dict[str, Any], **ch
     torch.manual_seed(0)
     kind.from_config(config).save_pretrained(directory / "model")
     rows = [{"text": f"{n} and {n % 7} is {n + n % 7}.", "label": "ab"[n % 2]} for n in range(20)]
-    data = {"train": str(jsonl(directory / "rows.jsonl", rows)), "holdout": 0.2, "max_tokens": 32}
+    data = {
+        "train": str(write_jsonl(directory / "rows.jsonl", rows)),
+        "holdout": 0.2,
+        "max_tokens": 32,
+    }
     spec = {
         "name": family, "task": task, "seed": 7, "model": {"source": str(directory / "model")},
         "lora": {"r": 4}, "data": data, "batch": {"samples": 4, "microbatch": 2},

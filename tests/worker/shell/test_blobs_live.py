@@ -287,7 +287,9 @@ async def test_data_error_names_the_path_of_the_run_spec(tmp_path, machines):
     async with live_service(tmp_path / "out", 1) as live:
         live.worker("w0", cache=machines.cache)
         run_end = await live.wait_for("run_ended", run_id=live.service.submit(SPEC, blobs=index))
-        assert run_end["reason"] == "worker 'w0': 'input.bin' line 1: expected something good"
+        assert (
+            run_end["reason"] == "worker 'w0': 'input.bin' line 1: expected valid data, got 'bad'"
+        )
 
 
 @on_uvloop

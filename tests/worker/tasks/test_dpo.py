@@ -17,7 +17,7 @@ from backends.eager.eager import EagerBackend
 from protocol.base.errors import DataError, RunSpecError
 from protocol.spec.files.run_spec_file import load_run_spec
 from tests.commands import called
-from tests.small_chat import CHATML, dpo_run, jsonl, preferences
+from tests.small_chat import CHATML, dpo_run, preference_pair, write_jsonl
 from worker.models.tokens import IGNORED_LABEL
 from worker.tasks.language.dpo import Dpo
 from worker.tasks.registry import build
@@ -325,15 +325,15 @@ def test_run_without_lora_is_one_line_with_its_location(spec, tmp_path):
 
 
 def test_too_long_pairs_are_reported(tmp_path):
-    path = jsonl(tmp_path / "x.jsonl", [preferences(n) for n in range(4)])
+    path = write_jsonl(tmp_path / "x.jsonl", [preference_pair(n) for n in range(4)])
     data = {"train": str(path), "max_tokens": 8, "holdout": 0}
     with pytest.raises(DataError, match="raise it"):
         build(load_run_spec(dpo_run(tmp_path, data=data)))
 
 
 def test_pairs_of_a_validation_file_are_evaluated(spec, tmp_path):
-    rows = [preferences(3), preferences(41), preferences(42)]
-    valid = str(jsonl(tmp_path / "v.jsonl", rows))
+    rows = [preference_pair(3), preference_pair(41), preference_pair(42)]
+    valid = str(write_jsonl(tmp_path / "v.jsonl", rows))
     assert spec.data is not None
     data = spec.data.model_copy(update={"validation": valid, "holdout": 0.2})
     task = build(spec.model_copy(update={"data": data}))

@@ -13,7 +13,7 @@ from protocol.base.errors import DataError
 from protocol.datasets.data_check import check_data
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.commands import called
-from tests.small_sequences import PAIRS, TAGGED, save_encoder_decoders
+from tests.small_sequences import PAIRS, TAGGED_ROWS, save_encoder_decoders
 from tests.worker.tasks.test_classify import export, moved_values
 from worker.data.sequence_data import encode_words
 from worker.tasks.labels.tag import span_metrics, span_sums, spans
@@ -139,7 +139,7 @@ def test_words_have_the_tokens_and_labels_of_transformers(tiny):
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
-    word_list = TAGGED[0]["tokens"]
+    word_list = TAGGED_ROWS[0]["tokens"]
     encoding = tokenizer(word_list, is_split_into_words=True)
     ids, numbers, is_cut = encode_words(tokenizer, word_list, 64)
     assert ids.tolist() == encoding["input_ids"]
@@ -155,7 +155,7 @@ def test_tag_loss_equals_transformers_and_tags_new_words(tiny, tmp_path, lora):
     import torch
     import transformers
 
-    rows = write_rows(tmp_path / "tags.jsonl", TAGGED)
+    rows = write_rows(tmp_path / "tags.jsonl", TAGGED_ROWS)
     task = build(spec_of("tag", tiny, rows, lora=lora))
     names = [metric.name for metric in task.manifest.metrics]
     assert names == ["f1", "accuracy", "f1[LOC]", "f1[PER]"]
@@ -220,7 +220,7 @@ def test_wrong_model_kind_is_named_with_its_type(tiny, tmp_path):
 
 
 def test_worker_data_shows_tags_and_targets(tiny, encoder_decoders, tmp_path):
-    tags = "\n".join(view(spec_of("tag", tiny, write_rows(tmp_path / "a.jsonl", TAGGED)), 1))
+    tags = "\n".join(view(spec_of("tag", tiny, write_rows(tmp_path / "a.jsonl", TAGGED_ROWS)), 1))
     assert "B-PER" in tags
     assert "tag B-LOC: 10 training words" in tags
     pairs = write_rows(tmp_path / "b.jsonl", PAIRS)
@@ -241,7 +241,7 @@ def test_worker_data_shows_tags_and_targets(tiny, encoder_decoders, tmp_path):
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, task, row, message):
-    valid_rows = TAGGED if task == "tag" else PAIRS
+    valid_rows = TAGGED_ROWS if task == "tag" else PAIRS
     spec = spec_of(task, tmp_path, write_rows(tmp_path / "a.jsonl", [*valid_rows, row]))
     with pytest.raises(DataError) as error:
         check_data(spec)
