@@ -1,8 +1,8 @@
 """Open hostile connections from one address, as many at a time as requested.
 
-`python -m benchmarks.attack PORT` reads lines on standard input, `attack`, `rest` and `count`, and
-answers each with the number of connections of each kind since the last answer. A connection that
-the server closes is opened again a moment later.
+`python -m benchmarks.attack PORT` reads the commands `attack`, `rest` and `count` from standard
+input, one per line, and answers each with the number of connections by kind since the last answer.
+A connection that the server closes is opened again a moment later.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import uvloop
 
 from protocol.wire import tls
 
-FROM: Final = "127.0.0.2"
-"""The address of the attack; members use other addresses of this machine."""
+SOURCE_ADDRESS: Final = "127.0.0.2"
+"""The address of the attacker; workers use other addresses of this machine."""
 PAUSE_S: Final = 1.0
 _SLOW_S: Final = 0.25
 _context: Final = tls.client_context()
 
-Kind = Callable[[int], Awaitable[None]]
+OpenConnection = Callable[[int], Awaitable[None]]
 """Opens one connection to a port and returns when it has ended."""
 
 
@@ -64,7 +64,7 @@ async def send_client_hello(port: int) -> None:
 async def send_garbage_after_handshake(port: int) -> None:
     """Complete a TLS handshake, then send garbage."""
     reader, writer = await asyncio.open_connection(
-        "127.0.0.1", port, ssl=_context, local_addr=(FROM, 0)
+        "127.0.0.1", port, ssl=_context, local_addr=(SOURCE_ADDRESS, 0)
     )
     try:
         writer.write(random.randbytes(200))
@@ -74,7 +74,7 @@ async def send_garbage_after_handshake(port: int) -> None:
         writer.transport.abort()
 
 
-KINDS: Final[tuple[Kind, ...]] = (
+KINDS: Final[tuple[OpenConnection, ...]] = (
     send_nothing,
     send_slowly,
     send_garbage,
@@ -96,7 +96,7 @@ def client_hello() -> bytes:
 async def _connection(port: int) -> AsyncIterator[socket.socket]:
     with socket.socket() as endpoint:
         endpoint.setblocking(False)
-        endpoint.bind((FROM, 0))
+        endpoint.bind((SOURCE_ADDRESS, 0))
         await asyncio.get_running_loop().sock_connect(endpoint, ("127.0.0.1", port))
         yield endpoint
 
@@ -119,7 +119,7 @@ class Attack:
             for number in range(self._connections):
                 group.create_task(self._reconnect_forever(KINDS[number % len(KINDS)]))
 
-    async def _reconnect_forever(self, kind: Kind) -> None:
+    async def _reconnect_forever(self, kind: OpenConnection) -> None:
         await asyncio.sleep(random.uniform(0, PAUSE_S))
         while True:
             self.attempts[kind.__name__] += 1

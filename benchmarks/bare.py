@@ -26,7 +26,7 @@ class BareRun:
     """One run from step 0.
 
     Attributes:
-        steps: All steps but the first.
+        steps: All steps except the first.
         losses: Mean loss of every step.
         cpu_s: Processor time of the whole run.
     """
@@ -58,13 +58,13 @@ class BareLoop:
         parameters = dict(self._module.named_parameters())
         names = [tensor.name for block in trainable.blocks for tensor in block.tensors]
         self._parameters = {name: parameters[name] for name in names}
-        # The same dropout as samestep, so that losses can be compared; torch.manual_seed costs
-        # more.
+        # Seeded as in samestep, so that dropout and losses are the same. torch.manual_seed takes
+        # longer.
         self._generator = torch.default_generator
         if self._device.type != "cpu":
-            cards = torch.get_device_module(self._device)
-            cards.init()
-            self._generator = cards.default_generators[0]
+            device_module = torch.get_device_module(self._device)
+            device_module.init()
+            self._generator = device_module.default_generators[0]
 
     def run(self) -> BareRun:
         """Take all steps of the run, from the task's initial parameters."""
@@ -77,12 +77,12 @@ class BareLoop:
         for step in range(self._spec.steps):
             compute_us = now_us()
             loss, weight = self._gradients(step)
-            previous_end_us, begin_us = begin_us, now_us()
+            previous_begin_us, begin_us = begin_us, now_us()
             if step:
                 spans_us = (
-                    begin_us - previous_end_us,
+                    begin_us - previous_begin_us,
                     begin_us - compute_us,
-                    update_end_us - previous_end_us,
+                    update_end_us - previous_begin_us,
                 )
                 steps.append(StepTime(step, *(span_us / 1e3 for span_us in spans_us)))
             self._update(optimizer, step, weight)

@@ -23,7 +23,7 @@ from torch import nn
 from backends.base.interface import Array, Batch, BlockGradient, Program, Trainable
 from backends.cpu import CpuBackend
 from benchmarks.machine import print_heading, print_table
-from benchmarks.turns import by_turns, ratios
+from benchmarks.turns import measure_alternately, ratios
 from benchmarks.vulkan_steps import job_of, microbatch, next_token_loss
 from protocol.spec.sections.model import ArithmeticSpec
 
@@ -37,7 +37,7 @@ _FAMILIES: Final = (
 
 def llama(threads: int) -> tuple[str, Trainable, Batch, list[Array] | None, int]:
     """Return the decoder to measure, its name and its microbatch."""
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (seconds)
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 -- the import takes seconds
 
     from worker.models.blocks import cut_into_blocks  # noqa: PLC0415
 
@@ -53,7 +53,7 @@ def llama(threads: int) -> tuple[str, Trainable, Batch, list[Array] | None, int]
 
 
 def jobs(threads: int) -> list[tuple[str, Trainable, Batch, list[Array] | None, int]]:
-    """Yield the jobs to measure."""
+    """Return the jobs to measure: name, trainable, microbatch, parameters, seed."""
     job = job_of("classify", threads)
     return [
         (job.name, job.trainable, job.batch, job.parameters, job.seed),
@@ -62,7 +62,7 @@ def jobs(threads: int) -> list[tuple[str, Trainable, Batch, list[Array] | None, 
 
 
 def step_row(job: tuple[str, Trainable, Batch, list[Array] | None, int], rounds: int) -> list[str]:
-    """Measure one microbatch on both sides, by turns."""
+    """Measure one microbatch on both sides, alternately."""
     name, trainable, batch, parameters, seed = job
     backend = CpuBackend()
     torch_program = backend.compile(copy.deepcopy(trainable), batch)
@@ -73,7 +73,7 @@ def step_row(job: tuple[str, Trainable, Batch, list[Array] | None, int], rounds:
     sides = [
         partial(microbatch, program, batch, seed) for program in (canonical_program, torch_program)
     ]
-    canonical_times, torch_times = by_turns(sides, rounds)
+    canonical_times, torch_times = measure_alternately(sides, rounds)
     for program in (canonical_program, torch_program):
         program.close()
     return [
@@ -96,15 +96,15 @@ def error_row(name: str, module: nn.Module, loss: Any, batch: Batch) -> list[str
     from worker.models.blocks import cut_into_blocks  # noqa: PLC0415
 
     blocks = cut_into_blocks(module)
-    exact = copy.deepcopy(module).double()
-    exact.train()
-    loss(exact, {key: torch.tensor(value) for key, value in batch.arrays.items()}).backward()
-    parameters = dict(exact.named_parameters())
+    reference = copy.deepcopy(module).double()
+    reference.train()
+    loss(reference, {key: torch.tensor(value) for key, value in batch.arrays.items()}).backward()
+    parameters = dict(reference.named_parameters())
     tensors = [tensor for block in blocks for tensor in block.tensors]
-    parts = [parameters[tensor.name].grad for tensor in tensors]
+    gradients_by_tensor = [parameters[tensor.name].grad for tensor in tensors]
     expected = np.concatenate([
-        np.zeros(tensor.elements) if part is None else part.numpy().reshape(-1)
-        for tensor, part in zip(tensors, parts, strict=True)
+        np.zeros(tensor.elements) if gradient is None else gradient.numpy().reshape(-1)
+        for tensor, gradient in zip(tensors, gradients_by_tensor, strict=True)
     ])  # fmt: skip
     errors = []
     for arithmetic in (CANONICAL, ArithmeticSpec()):
@@ -128,16 +128,16 @@ def error_rows() -> list[list[str]]:
 
     rows = []
     for name in _FAMILIES:
-        decoder = name in families.DECODERS
-        kind, sizes = (families.DECODERS if decoder else families.ENCODERS)[name]
-        module = families.model(kind, sizes, "eager", decoder=decoder)
-        loss = families.decoder_loss if decoder else families.class_loss
-        rows.append(error_row(name, module, loss, families.padded("right", decoder=decoder)))
+        is_decoder = name in families.DECODERS
+        model_class, sizes = (families.DECODERS if is_decoder else families.ENCODERS)[name]
+        module = families.model(model_class, sizes, "eager", decoder=is_decoder)
+        loss = families.decoder_loss if is_decoder else families.class_loss
+        rows.append(error_row(name, module, loss, families.padded("right", decoder=is_decoder)))
     return rows
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
@@ -145,9 +145,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.only != "error":
         print_heading("Canonical arithmetic on this CPU, and torch's, per microbatch")
-        head = ["step", "canonical ms", "torch ms", "ratio", "CPU time"]
+        header = ["step", "canonical ms", "torch ms", "ratio", "CPU time"]
         rows = [step_row(job, options.rounds) for job in jobs(options.threads)]
-        print_table(head, rows)
+        print_table(header, rows)
     if options.only != "steps":
         print_heading("Error of gradients against float64, as a share of the norm")
         print_table(["model", "canonical", "torch", "ratio"], error_rows())

@@ -1,8 +1,8 @@
-"""What a capture costs beyond its forward passes, and a student's reading beside its steps.
+"""The cost of a capture beyond its forward passes, and of reading the capture for a student.
 
 A bare loop runs the same teacher forward over the same batches and stores nothing. The capture
 sends the top logits and log-sum-exps, and writes them to disk before the next step. Then a student
-trains on the result, in this process, and the share of reading in its steps is measured.
+trains on the result in this process, which measures the share of reading in the student's steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CaptureCost:
         step_ms: Duration of all steps but the first.
         tokens: Tokens in all files.
         file_bytes: Size of all files, compressed.
-        token_bytes: Size of a token by the layout, before compression.
+        token_bytes: Size of a token in the layout, before compression.
     """
 
     step_ms: list[float]
@@ -51,7 +51,7 @@ class CaptureCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadingTimes:
     """Milliseconds of a student's steps: reading and making batches, and computing."""
 
     read_ms: list[float]
@@ -59,12 +59,13 @@ class Reading:
 
     @property
     def share(self) -> float:
-        """The share of the steps in which the device waits for a batch, without read-ahead."""
+        """Return the share of the steps in which the device waits for a batch, without
+        read-ahead."""
         return sum(self.read_ms) / (sum(self.read_ms) + sum(self.compute_ms))
 
 
-class Bare:
-    """A loop of the teacher's forward passes alone."""
+class BareForward:
+    """A loop of the teacher's forward passes only."""
 
     def __init__(self, spec: RunSpec) -> None:
         torch.set_num_threads(spec.threads)
@@ -89,12 +90,12 @@ def capture(document: dict[str, Any], directory: Path) -> CaptureCost:
     cluster = Cluster([["worker", "--quiet", "--backend", "cpu"]], directory)
     with cluster:
         run = cluster.run(document)
-    steps_timed = step_times(cluster.timelines(), run.start_us, run.end_us)
+    timed_steps = step_times(cluster.timelines(), run.start_us, run.end_us)
     index = read_index(logits_in(directory))
     layout = index.facts.layout
     tokens = index.samples * layout.tokens
     return CaptureCost(
-        [interval_us / 1e3 for interval_us in intervals_us(steps_timed)],
+        [interval_us / 1e3 for interval_us in intervals_us(timed_steps)],
         tokens,
         sum(path.stat().st_size for path in logits_in(directory).glob("*.parquet")),
         layout.sample_bytes / layout.tokens,
@@ -107,7 +108,7 @@ def logits_in(directory: Path) -> Path:
     return logits
 
 
-def time_reading(document: dict[str, Any], logits: Path) -> Reading:
+def time_reading(document: dict[str, Any], logits: Path) -> ReadingTimes:
     """Time a student's first steps, in this process."""
     document = {**document, "data": {**document["data"], "train": str(logits)}}
     spec = parse_run_spec(document)
@@ -116,20 +117,20 @@ def time_reading(document: dict[str, Any], logits: Path) -> Reading:
     order = SampleOrder(spec.seed, manifest.train_samples, spec.batch, manifest.row_groups)
     program = EagerBackend("cpu").compile(task.trainable, task.batch(order.microbatches(0)[0]))
     program.load(task.initial_parameters())
-    times = Reading([], [])
+    times = ReadingTimes([], [])
     for step in range(_STUDENT_STEPS):
         for number, samples in enumerate(order.microbatches(step)):
             begin_s = time.perf_counter()
             batch = task.batch(samples)
             read_s = time.perf_counter()
-            _consume(program.gradients([(batch, microbatch_seed(spec.seed, step, number))]))
+            _run_all(program.gradients([(batch, microbatch_seed(spec.seed, step, number))]))
             times.read_ms.append((read_s - begin_s) * 1e3)
             times.compute_ms.append((time.perf_counter() - read_s) * 1e3)
     program.close()
     return times
 
 
-def _consume(gradients: Iterable[object]) -> None:
+def _run_all(gradients: Iterable[object]) -> None:
     for _ in gradients:
         pass
 
@@ -140,7 +141,7 @@ def _print_capture(bare_ms: float, cost: CaptureCost) -> None:
         ["bare forward loop", f"{bare_ms:.0f}", "1.000"],
         ["capture, one worker", f"{capture_ms:.0f}", f"{capture_ms / bare_ms:.3f}"],
     ]
-    print_table(["way", "ms a step", "ratio"], lines)
+    print_table(["side", "ms a step", "ratio"], lines)
     print(
         f"a token: {cost.token_bytes:.1f} bytes as computed, "
         f"{cost.file_bytes / cost.tokens:.1f} in the files"
@@ -153,12 +154,12 @@ def main() -> None:
     parser.add_argument("--teacher", type=Path, default=_RUNS / "smollm2-teacher.yaml")
     parser.add_argument("--student", type=Path, default=_RUNS / "llama-student.yaml")
     parser.add_argument("--set", dest="changes", default="{}", help="keys of the teacher, as JSON")
-    parser.add_argument("--rounds", type=int, default=3, help="steps of each way")
+    parser.add_argument("--rounds", type=int, default=3, help="steps of each side")
     options = parser.parse_args()
     print_heading("Capture, against a bare forward loop; and a student's reading")
     document = yaml.safe_load(options.teacher.read_text(encoding="utf-8"))
     document |= {"steps": options.rounds + 1, **json.loads(options.changes)}
-    loop = Bare(parse_run_spec(document))
+    loop = BareForward(parse_run_spec(document))
     loop.step_ms(0)
     times_before = [loop.step_ms(step) for step in range(1, options.rounds + 1)]
     with tempfile.TemporaryDirectory() as name:

@@ -1,10 +1,10 @@
-"""Run everything that needs a real card, unattended in ten minutes, with a report of one page.
+"""Run all tests and measurements that need a real card, in ten minutes, with a one-page report.
 
     python -m benchmarks.cards [--report cards.md] [--minutes 10] [--only PART ...] [--quick]
 
 Each part is a process with a time limit, so a failure does not affect other parts. Parts that this
 machine cannot run are skipped, and the report says why. The most informative parts come first.
-`--quick` runs one case of each, to check that the parts run.
+`--quick` runs one case of each part, to check that the parts run.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ import torch.distributed
 from backends.eager.torch_devices import torch_device
 from backends.registry import devices as all_devices
 from backends.wgpu.device.adapters import adapters
-from benchmarks.card_figures import is_standin
+from benchmarks.card_measurements import is_standin
 from benchmarks.machine import describe, print_heading
 
 ROOT: Final = Path(__file__).parents[1]
 _PYTEST: Final = ("-m", "pytest", "-q", "-n", "2", "--durations", "0", "--durations-min", "20")
 TORCH_KINDS: Final = ("cuda", "xpu", "accelerator")
 _ONE_PROCESS: Final = ("-m", "pytest", "-q", "-n", "0", "--tb", "short")
-"""Tests in one process, so that each has all memory of a card."""
+"""Runs tests in one process, so that each test has all memory of a card."""
 _SHOWN_LINES: Final = 40
 """Number of last lines of a part's output in the report."""
 _SEARCH_S: Final = 60.0
-_NO_CARDS: Final = (
-    "**These are no cards, but the stand-in of tests/standin.** That the parts pass shows that",
-    "they run; kernels and their bits, speed, temperature and NCCL are still open.",
+_STANDIN_NOTE: Final = (
+    "**This machine has no cards: the parts ran on the stand-in device of tests/standin.** Passed",
+    "parts show only that they run, nothing about kernels, bits, speed, temperature or NCCL.",
 )
 _END_S: Final = 10.0
 """How long to wait for the processes of a killed part."""
@@ -53,9 +53,9 @@ class Devices:
         cards: Names of torch's cards.
         kind: Name of torch's cards for `--backend`.
         vulkan: Name of a card with a Vulkan driver; empty if there is none.
-        why_no_vulkan: Why there is none.
+        why_no_vulkan: Why no card has a Vulkan driver.
         has_collectives: Whether torch.distributed computes on torch's cards.
-        is_standin: Whether torch's cards are those of tests/standin.
+        is_standin: Whether torch's cards are the stand-in device of tests/standin.
         why_no_cards: Why the search for cards failed; empty if it succeeded.
     """
 
@@ -71,12 +71,13 @@ class Devices:
         """Return why a part that needs these devices cannot run; empty if it can."""
         no_card = self.why_no_cards or "torch has no card here"
         is_cuda = self.cards and self.kind == "cuda"
+        is_cuda_or_xpu = self.cards and self.kind != "accelerator"
         reasons = {
             "card": "" if self.cards else no_card,
-            "two cards": "" if len(self.cards) > 1 else "torch has no two cards here",
-            "collectives": "" if self.has_collectives else "torch has none for this card",
+            "two cards": "" if len(self.cards) > 1 else "torch has fewer than two cards here",
+            "collectives": "" if self.has_collectives else "torch has no collectives for this card",
             "cuda": "" if is_cuda else "torch has no CUDA device here",
-            "cuda or xpu": "" if self.cards and self.kind != "accelerator" else "for CUDA, XPU",
+            "cuda or xpu": "" if is_cuda_or_xpu else "only for CUDA and XPU",
             "vulkan": "" if self.vulkan else f"no card with Vulkan: {self.why_no_vulkan}",
         }
         return "; ".join(reasons[need] for need in needed_devices if reasons[need])
@@ -88,9 +89,9 @@ class Part:
 
     Attributes:
         arguments: Arguments of Python; {kind} is replaced by `Devices.kind`.
-        needed_devices: Kinds of devices.
-        limit_s: Time limit if the whole takes ten minutes; it scales with `--minutes`.
-        quick_arguments: Further arguments, with which it runs one case.
+        needed_devices: Keys of the devices that the part needs, see `Devices.reason_against`.
+        limit_s: Time limit for `--minutes 10`; it scales with `--minutes`.
+        quick_arguments: Further arguments for `--quick`.
         environment: Further environment variables.
     """
 
@@ -117,8 +118,8 @@ class Outcome:
         return self.output.strip().rpartition("\n")[2].strip("= ")
 
 
-def _figures_part(part: str) -> tuple[str, ...]:
-    return ("-m", "benchmarks.card_figures", part, "--kind", "{kind}")
+def _measurement(part: str) -> tuple[str, ...]:
+    return ("-m", "benchmarks.card_measurements", part, "--kind", "{kind}")
 
 
 _ONE_SUBTREE: Final = ("-k", "gradients_are_those_of_plain_torch")
@@ -134,15 +135,15 @@ PARTS: Final = (
          "-k", "not vulkan"),
         ("card",), 90, _ONE_SUBTREE,
     ),
-    Part("a run's digest: one card, twice; two cards", _figures_part("digests"), ("card",), 100,
+    Part("a run's digest: one card, twice; two cards", _measurement("digests"), ("card",), 100,
          ("--quick",)),
-    Part("memory, estimated and taken", _figures_part("memory"), ("card",), 60, ("--quick",)),
-    Part("speed, temperature and clock", _figures_part("speed"), ("card",), 60, ("--quick",)),
+    Part("memory, estimated and taken", _measurement("memory"), ("card",), 60, ("--quick",)),
+    Part("speed, temperature and clock", _measurement("speed"), ("card",), 60, ("--quick",)),
     Part(
         "streams, watched by torch", (*_ONE_PROCESS, "tests/backends/eager/test_eager.py"),
         ("cuda",), 60, _ONE_SUBTREE, {"TORCH_CUDA_SANITIZER": "1"},
     ),
-    Part("a base sharded over two cards", _figures_part("shard"), ("two cards", "collectives"), 60,
+    Part("a base sharded over two cards", _measurement("shard"), ("two cards", "collectives"), 60,
          ("--quick",)),
     Part("speed of a run", ("-m", "benchmarks.overhead", "--backend", "{kind}"),
          ("cuda or xpu",), 120, ("--rounds", "1")),
@@ -153,7 +154,7 @@ PARTS: Final = (
     ),
     Part("canonical arithmetic by Vulkan", ("-m", "worker", "devices", "--canonical"),
          ("vulkan",), 60),
-    Part("memory of Vulkan", _figures_part("vulkan-memory"), ("vulkan", "cuda"), 60),
+    Part("memory of Vulkan", _measurement("vulkan-memory"), ("vulkan", "cuda"), 60),
     Part(
         "decoders, Vulkan against CUDA",
         ("-m", "benchmarks.vulkan", "--only", "decoder", "--against", "cuda", "--rounds", "5"),
@@ -172,12 +173,13 @@ PARTS: Final = (
 
 
 def find_devices() -> Devices:
-    """On this machine. Each look is a process: a driver may end the one that looks."""
-    torchs, vulkans = _probe("torch"), _probe("vulkan")
-    vulkan = {"why_no_vulkan": vulkans} if isinstance(vulkans, str) else vulkans
-    if isinstance(torchs, str):
-        return Devices(**vulkan, why_no_cards=torchs)
-    return Devices(**vulkan, **{**torchs, "cards": tuple(torchs["cards"])})
+    """Find the cards of this machine, each kind in its own process: a driver may end the
+    process."""
+    torch_fields, vulkan_fields = _probe("torch"), _probe("vulkan")
+    vulkan = {"why_no_vulkan": vulkan_fields} if isinstance(vulkan_fields, str) else vulkan_fields
+    if isinstance(torch_fields, str):
+        return Devices(**vulkan, why_no_cards=torch_fields)
+    return Devices(**vulkan, **{**torch_fields, "cards": tuple(torch_fields["cards"])})
 
 
 def _probe(function: str) -> dict[str, Any] | str:
@@ -188,16 +190,16 @@ def _probe(function: str) -> dict[str, Any] | str:
             capture_output=True, text=True, timeout=_SEARCH_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"looking for them takes more than {_SEARCH_S:.0f} s"
+        return f"the search for cards took more than {_SEARCH_S:.0f} s"
     if process.returncode:
         last_line = process.stderr.strip().rpartition("\n")[2]
-        return f"looking for them ended with exit code {process.returncode}: {last_line}"
+        return f"the search for cards ended with exit code {process.returncode}: {last_line}"
     answer: dict[str, Any] = json.loads(process.stdout.strip().rpartition("\n")[2])
     return answer
 
 
 def torch_cards() -> dict[str, object]:
-    """Return fields of `Devices`."""
+    """Return the fields of `Devices` for torch's cards."""
     rows = [device for device in all_devices() if device.usable and not device.software]
     kind = next((device.backend for device in rows if device.backend in TORCH_KINDS), "cuda")
     cards = [device.name for device in rows if device.backend == kind]
@@ -209,7 +211,7 @@ def torch_cards() -> dict[str, object]:
 
 
 def vulkan_card() -> dict[str, object]:
-    """Return fields of `Devices`; a software adapter is not a card."""
+    """Return the fields of `Devices` for Vulkan; a software adapter is not a card."""
     adapters_here = adapters()
     if isinstance(adapters_here, str):
         return {"why_no_vulkan": adapters_here}
@@ -217,24 +219,24 @@ def vulkan_card() -> dict[str, object]:
     return {"vulkan": card, "why_no_vulkan": "" if card else "only software adapters"}
 
 
-def outcomes(
+def run_parts_in_order(
     parts: Sequence[Part], devices: Devices, seconds: float, *, is_quick: bool = False
 ) -> Iterator[Outcome]:
-    """Run one after the other, as long as there is time."""
-    ends = time.monotonic() + seconds
+    """Run parts in order while there is time; yield their outcomes."""
+    deadline_s = time.monotonic() + seconds
     for part in parts:
-        left_s = ends - time.monotonic()
+        left_s = deadline_s - time.monotonic()
         if reason := devices.reason_against(part.needed_devices):
             yield Outcome(part, f"skipped: {reason}")
         elif left_s < 1:
-            yield Outcome(part, f"skipped: the time is used up; --only {part.name!r}")
+            yield Outcome(part, f"skipped: no time is left; run it with --only {part.name!r}")
         else:
             limit_s = min(left_s, part.limit_s * max(1.0, seconds / 600.0))
             yield run(part, limit_s, devices.kind, is_quick=is_quick)
 
 
 def run(part: Part, limit_s: float, kind: str, *, is_quick: bool = False) -> Outcome:
-    """Run a part in its own process; its output is kept even if it runs out of time."""
+    """Run a part in its own process; keep the output even if the part exceeds its time limit."""
     start_s = time.monotonic()
     arguments = (*part.arguments, *(part.quick_arguments if is_quick else ()))
     process = subprocess.Popen(  # noqa: S603 -- parts are our own
@@ -247,13 +249,13 @@ def run(part: Part, limit_s: float, kind: str, *, is_quick: bool = False) -> Out
         output, _ = process.communicate(timeout=limit_s)
         result = "passed" if process.returncode == 0 else f"failed: exit code {process.returncode}"
     except subprocess.TimeoutExpired:
-        result = f"failed: it takes more than {limit_s:.0f} s"
+        result = f"failed: not done within {limit_s:.0f} s"
         os.killpg(process.pid, signal.SIGKILL)  # and its children
         try:
             output, _ = process.communicate(timeout=_END_S)
-        except subprocess.TimeoutExpired as held:
-            result += ", and its driver does not let it end"
-            output = held.stdout.decode(errors="replace") if held.stdout else ""
+        except subprocess.TimeoutExpired as error:
+            result += ", and its driver does not let the process end"
+            output = error.stdout.decode(errors="replace") if error.stdout else ""
     last_lines = "\n".join(output.strip().splitlines()[-_SHOWN_LINES:])
     return Outcome(part, result, time.monotonic() - start_s, last_lines)
 
@@ -268,12 +270,12 @@ def report(devices: Devices, outcomes_so_far: Sequence[Outcome], *, is_quick: bo
         f"{cards}; Vulkan: {devices.vulkan or 'none'}",
     ]
     if devices.is_standin:
-        lines += ["", *_NO_CARDS]
+        lines += ["", *_STANDIN_NOTE]
     if is_quick:
         lines += ["", "One case of each part (--quick)."]
-    lines += ["", "| part | result | what came out | seconds |", "|---|---|---|---:|"]
+    lines += ["", "| part | result | last line of output | seconds |", "|---|---|---|---:|"]
     for outcome in outcomes_so_far:
-        # A | in a driver's message would end the table's column.
+        # A pipe character in a driver's message would end the table's column.
         last_line = outcome.last_line.replace("|", "/")
         lines.append(
             f"| {outcome.part.name} | {outcome.result} | {last_line} | {outcome.seconds:.0f} |"
@@ -302,10 +304,10 @@ def main() -> None:
 
 def run_parts(options: argparse.Namespace, devices: Devices) -> None:
     """Run the selected parts, and write the report after each."""
-    print_heading("What a real card is needed for")
+    print_heading("Tests and measurements that need a real card")
     finished_outcomes = []
     parts = _selected_parts(options.only)
-    for outcome in outcomes(parts, devices, 60 * options.minutes, is_quick=options.quick):
+    for outcome in run_parts_in_order(parts, devices, 60 * options.minutes, is_quick=options.quick):
         print(f"{outcome.part.name}: {outcome.result} ({outcome.seconds:.0f} s)", flush=True)
         finished_outcomes.append(outcome)
         # The machine may be lost at any moment.

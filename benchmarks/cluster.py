@@ -1,6 +1,7 @@
 """A coordinator and its workers as processes: the real commands, with traces.
 
-They run on loopback or on simulated hosts (`benchmarks.hosts`); the coordinator is on the first.
+They run on loopback or on simulated hosts (`benchmarks.hosts`); the coordinator is on the first
+host.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _CHECK_INTERVAL_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """When a run was submitted and when its result arrived, on the monotonic clock."""
+    """Times of a run's submission and of its result, on the monotonic clock."""
 
     start_us: float
     end_us: float
 
 
-def scripted(microbatch_ms: float) -> list[str]:
+def scripted_worker(microbatch_ms: float) -> list[str]:
     """Return the command of a worker whose device sleeps for each microbatch."""
     return ["worker", "--quiet", "--backend", f"scripted:{microbatch_ms:g}"]
 
@@ -46,28 +47,29 @@ def scripted(microbatch_ms: float) -> list[str]:
 def run_to_end(
     spec: Path, out: Path, settings: Sequence[str] = (), *further_arguments: str, devices: int = 1
 ) -> dict[str, Any]:
-    """Train with a coordinator and one worker of this machine; a run in `out` is resumed.
+    """Train with a coordinator and one worker on this machine; resume a run that `out` contains.
 
     Args:
         spec: The run spec.
         out: The run's directory.
-        settings: Overrides, as after --set.
+        settings: Overrides of run spec keys, as for --set.
         further_arguments: Further arguments of the coordinator.
-        devices: Processes of the worker.
+        devices: Number of the worker's device processes.
 
     Returns:
         The content of result.json.
 
     Raises:
-        RuntimeError: It failed; its output is above.
+        RuntimeError: The run failed; its output is above.
     """
     result = out / "result.json"
     if not result.exists():
         resume = ["--resume"] if (out / "run.json").exists() else []
-        sets = [part for setting in settings for part in ("--set", setting)]
+        set_options = [part for setting in settings for part in ("--set", setting)]
         process = subprocess.run(  # noqa: S603 -- our own command
             [
-                *command_of("coordinator"), "--run", str(spec), *sets, *resume, *further_arguments,
+                *command_of("coordinator"), "--run", str(spec), *set_options, *resume,
+                *further_arguments,
                 "--local-workers", str(devices), "--out", str(out), "--no-announce",
                 "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
             ],
@@ -80,14 +82,14 @@ def run_to_end(
 
 
 class Cluster:
-    """One coordinator that runs one job after another on the same workers.
+    """One coordinator that runs jobs in order on the same workers.
 
     Args:
         workers: The command of each worker, without address, name and trace.
         directory: Directory of traces and results.
         coordinator: The command of the coordinator, without addresses.
-        hosts: The host of each worker; the coordinator is on the first. None: loopback.
-        expected: Devices of all workers; 0: one per worker.
+        hosts: The host of each worker; the coordinator is on the first host. None: loopback.
+        expected: Number of all workers' devices to wait for; 0: one per training worker.
     """
 
     def __init__(
@@ -165,8 +167,8 @@ class Cluster:
         """Return the peak resident memory of each process: the coordinator, then workers."""
         return [peak_bytes(process.pid) for process in self._processes]
 
-    def through_coordinator(self) -> tuple[int, int]:
-        """Return the bytes that the coordinator has received from the workers, and sent to them."""
+    def coordinator_traffic(self) -> tuple[int, int]:
+        """Return the bytes that the coordinator received from the workers and sent to them."""
         workers = self.status()["workers"]
         counters = ("bytes_received", "bytes_sent")
         received_bytes, sent_bytes = (
@@ -175,19 +177,19 @@ class Cluster:
         return received_bytes, sent_bytes
 
     def timelines(self) -> list[Timeline]:
-        """Return the trace of each worker, and of each of its devices, after the cluster has "
-        "ended."""
+        """Return the trace of each worker, and of each of its devices, after the cluster has
+        ended."""
         assert all(process.poll() is not None for process in self._processes)
         return [read_trace(path) for path in sorted(self._directory.glob("worker-*.trace*.json"))]
 
     def _start(self) -> None:
         addresses = self._directory / "addresses.json"
         hosts: Sequence[Host | None] = self._hosts or [None] * len(self._workers)
-        control_at = "127.0.0.1" if self._hosts is None else self._hosts[0].address
+        bind_host = "127.0.0.1" if self._hosts is None else self._hosts[0].address
         expected = str(self._expected or self._trainers)
         self._spawn(
             hosts[0], *self._coordinator, "--expect-workers", expected,
-            "--bind", f"{control_at}:0", "--control", "127.0.0.1:0",
+            "--bind", f"{bind_host}:0", "--control", "127.0.0.1:0",
             "--out", str(self._directory), "--address-file", str(addresses),
         )  # fmt: skip
         self._wait_for(addresses, _START_TIMEOUT_S)
@@ -216,14 +218,14 @@ class Cluster:
 
     def _wait_for(self, path: Path, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        look_s = time.monotonic() + _CHECK_INTERVAL_S
+        next_check_s = time.monotonic() + _CHECK_INTERVAL_S
         while not path.exists():
             if any(process.poll() is not None for process in self._processes):
-                raise RuntimeError("a process of the cluster ended; its last words are above")
+                raise RuntimeError("a process of the cluster ended; its output is above")
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"expected {path.name} within {timeout_s:g} s")
-            if time.monotonic() > look_s and self._control:
-                look_s = time.monotonic() + _CHECK_INTERVAL_S
+            if time.monotonic() > next_check_s and self._control:
+                next_check_s = time.monotonic() + _CHECK_INTERVAL_S
                 status = self.status()
                 if status["phase"] in ("failed", "halted"):
                     raise RuntimeError(f"the run {status['phase']}: {status['reason']}")
@@ -245,7 +247,7 @@ class Cluster:
         return answer
 
     def _end(self) -> None:
-        """End the coordinator; its workers then end by themselves."""
+        """End the coordinator; its workers then end on their own."""
         if self._processes:
             self._processes[0].terminate()
         for process in self._processes:

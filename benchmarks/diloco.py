@@ -1,10 +1,10 @@
-"""Rounds of replicas against torchft's DiLoCo: how long they take, and the result after a kill.
+"""Rounds of replicas against torchft's DiLoCo: their duration, and the result after a kill.
 
     python -m benchmarks.diloco --torchft PYTHON   # an interpreter with torchft and torch
 
-Both sides are three processes on loopback with inner steps of a fixed length. In the second run one
-of the three is killed halfway through a round and does not return. Its final state is compared with
-that of the undisturbed run.
+Both sides are three processes on loopback with inner steps of a fixed duration. In the second run
+one process is killed halfway through a round and does not return. The run's final state is compared
+with that of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.cluster import Cluster, scripted
+from benchmarks.cluster import Cluster, scripted_worker
 from benchmarks.machine import print_heading, print_table
 from coordinator.run.outputs.events import Committed
 from coordinator.storage.directory.journal import verify_journal
 
-_SIDE: Final = Path(__file__).with_name("torchft_side.py")
+_TORCHFT_SCRIPT: Final = Path(__file__).with_name("torchft_side.py")
 _REPLICAS: Final = 3
 _POLL_INTERVAL_S: Final = 0.02
 
@@ -44,8 +44,8 @@ class Case:
     rounds: int = 6
 
     @property
-    def killed_in(self) -> int:
-        """The round of the kill, counted from 0."""
+    def kill_round(self) -> int:
+        """Return the number of the round in which a process is killed, from 0."""
         return self.rounds // 2
 
 
@@ -75,7 +75,7 @@ def run_samestep(case: Case, *, kill: bool, directory: Path) -> Outcome:
         "checkpoint": {"every": 0},
         "evaluate_every": 0,
     }  # fmt: skip
-    with Cluster([scripted(case.inner_ms)] * _REPLICAS, directory) as cluster:
+    with Cluster([scripted_worker(case.inner_ms)] * _REPLICAS, directory) as cluster:
         run_id = cluster.submit({**spec, "steps": case.rounds})
         if kill:
             _wait_for_mid_round(cluster, case)
@@ -95,10 +95,10 @@ def _wait_for_mid_round(cluster: Cluster, case: Case) -> None:
     name = f"worker-{_REPLICAS - 1}"
     while True:
         status = cluster.status()
-        phases = {worker["name"]: worker["stretch"] for worker in status["workers"]}
-        phase = phases.get(name)  # it may not have arrived yet
+        phases = {worker["name"]: worker["inner_phase"] for worker in status["workers"]}
+        phase = phases.get(name)  # the worker may not have connected yet
         is_half_way = phase is not None and phase["inner_step"] >= case.inner_steps // 2
-        if is_half_way and status["step"] >= case.killed_in:
+        if is_half_way and status["step"] >= case.kill_round:
             return
         time.sleep(_POLL_INTERVAL_S)
 
@@ -121,17 +121,17 @@ def run_torchft(python: Path, case: Case, *, kill: bool) -> Outcome:
             for number in range(_REPLICAS)
         ]
         for replica in replicas:
-            _next_message(replica)  # it is ready
+            _next_message(replica)  # the replica is ready
         for replica in replicas:
             assert replica.stdin is not None
             replica.stdin.close()
         if kill:
-            while _next_message(replicas[-1]).get("halfway") != case.killed_in:
+            while _next_message(replicas[-1]).get("halfway") != case.kill_round:
                 pass
             replicas[-1].kill()
         ends = [line for line in _lines(replicas[0]) if "round" in line]
     if len(ends) != case.rounds:
-        raise RuntimeError("a replica of torchft ended before its time; its words are above")
+        raise RuntimeError("a torchft replica ended early; its output is above")
     round_ms = 1e3 * (ends[-1]["at_s"] - ends[0]["at_s"]) / (case.rounds - 1)
     return Outcome(round_ms, ends[-1]["digest"], ends[-1]["taking_part"])
 
@@ -139,7 +139,7 @@ def run_torchft(python: Path, case: Case, *, kill: bool) -> Outcome:
 @contextmanager
 def _start_torchft(python: Path, argument: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(  # noqa: S603 -- our own script
-        [str(python), str(_SIDE), argument],
+        [str(python), str(_TORCHFT_SCRIPT), argument],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
@@ -161,7 +161,9 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 def _next_message(process: subprocess.Popen[str]) -> dict[str, Any]:
     line = next(_lines(process), None)
     if line is None:
-        raise RuntimeError("a process of torchft ended; call its interpreter by hand to see why")
+        raise RuntimeError(
+            "a torchft process ended; run benchmarks/torchft_side.py by hand to see why"
+        )
     return line
 
 
@@ -182,7 +184,7 @@ def rows(case: Case, runs: dict[str, tuple[Outcome, Outcome]]) -> list[list[str]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; the module documents it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.diloco")
-    parser.add_argument("--torchft", type=Path, required=True, help="an interpreter that has it")
+    parser.add_argument("--torchft", type=Path, required=True, help="an interpreter with torchft")
     parser.add_argument("--rounds", type=int, default=Case().rounds)
     options = parser.parse_args(arguments)
     case = Case(rounds=options.rounds)
@@ -198,10 +200,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_heading(
         f"{_REPLICAS} replicas, {state_mb:.0f} MB, {case.inner_steps} inner steps of "
         f"{case.inner_ms:.0f} ms, {case.rounds} rounds; a kill in the middle of round "
-        f"{case.killed_in + 1}"
+        f"{case.kill_round + 1}"
     )
-    head = ["", "a round", "of it exchange", "with a kill", "replicas in the last", "its state is"]
-    print_table(head, rows(case, runs))
+    header = [
+        "",
+        "a round",
+        "of this exchange",
+        "with a kill",
+        "replicas in the last",
+        "its state is",
+    ]
+    print_table(header, rows(case, runs))
 
 
 if __name__ == "__main__":

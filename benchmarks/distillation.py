@@ -1,9 +1,9 @@
-"""The value of a teacher's logits for a student: with and without them, at equal steps.
+"""A student's evaluation metrics with and without its teacher's logits, after equal steps.
 
 SmolLM2-135M runs once over some of Python's own modules (deploy/runs/smollm2-teacher.yaml). Then a
 small Llama (llama-student.yaml, with fewer and smaller steps) trains with the `distil.alpha` of
-that file and with 0, which uses only the tokens: the same samples in the same order. Results are
-stored in the directory, and the command continues where it was interrupted.
+that file and with 0, which uses only the tokens, on the same samples in the same order. Results are
+stored in the directory, and the command continues an interrupted measurement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _QUICK_SETTINGS = ("steps=40", "batch.samples=8", "evaluate_every=0", "threads=2
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One variant of training the student; `settings` are options of the command."""
+    """One way to train the student; `settings` are overrides of run spec keys."""
 
     name: str
     settings: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Variant:
 VARIANTS = (Variant("with"), Variant("without", ("distil.alpha=0",)))
 
 
-def students(
+def train_students(
     directory: Path, student: Path, seed: int, changes: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """Train both variants with one seed; return the final evaluation metrics by variant."""
@@ -47,9 +47,9 @@ def students(
     }
 
 
-def row(seed: str, figures: dict[str, dict[str, float]], minutes: float) -> list[str]:
+def row(seed: str, metrics: dict[str, dict[str, float]], minutes: float) -> list[str]:
     """Return a row of the table."""
-    with_teacher, without_teacher = (figures[variant.name] for variant in VARIANTS)
+    with_teacher, without_teacher = (metrics[variant.name] for variant in VARIANTS)
     return [
         seed,
         f"{with_teacher['perplexity']:.1f}",
@@ -64,7 +64,7 @@ def row(seed: str, figures: dict[str, dict[str, float]], minutes: float) -> list
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("directory", type=Path, help="where all runs are kept")
+    parser.add_argument("directory", type=Path, help="directory of all runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[7, 8, 9])
     parser.add_argument("--teacher", type=Path, default=_RUNS / "smollm2-teacher.yaml")
     parser.add_argument("--student", type=Path, default=_RUNS / "llama-student.yaml")
@@ -74,24 +74,32 @@ def main() -> None:
     directory = options.directory.resolve()
     capture_result = run_to_end(options.teacher, directory / "teacher", ())
     print(f"captured in {capture_result['wall_s'] / 60:.1f} minutes", flush=True)
-    lines, all_figures = [], []
+    lines, metrics_by_seed = [], []
     for seed in options.seeds:
-        results = students(directory, options.student, seed, options.set)
-        figures = {name: result["eval"] for name, result in results.items()}
-        all_figures.append(figures)
+        results = train_students(directory, options.student, seed, options.set)
+        metrics = {name: result["eval"] for name, result in results.items()}
+        metrics_by_seed.append(metrics)
         minutes = sum(result["wall_s"] for result in results.values()) / 60
-        lines.append(row(str(seed), figures, minutes))
+        lines.append(row(str(seed), metrics, minutes))
         print(f"seed {seed}: {lines[-1]}", flush=True)
     means = {
         variant.name: {
-            name: mean(figures[variant.name][name] for figures in all_figures)
-            for name in all_figures[0][variant.name]
+            name: mean(metrics[variant.name][name] for metrics in metrics_by_seed)
+            for name in metrics_by_seed[0][variant.name]
         }
         for variant in VARIANTS
     }
     lines.append(row("mean", means, sum(float(line[-1]) for line in lines)))
-    head = ["seed", "perplexity with", "without", "ratio", "divergence with", "without", "minutes"]
-    print_table(head, lines)
+    header = [
+        "seed",
+        "perplexity with",
+        "without",
+        "ratio",
+        "divergence with",
+        "without",
+        "minutes",
+    ]
+    print_table(header, lines)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What log and journal cost: the same steps with and without them, alternating.
+"""The cost of log and journal: the same steps with and without them, alternating.
 
 Without them, `benchmarks.undurable_coordinator` runs: the real coordinator, storing nothing. Two
 workers run on two cores, so the coordinator's work slows them down.
@@ -14,17 +14,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from benchmarks.cluster import Cluster, Interval, scripted
+from benchmarks.cluster import Cluster, Interval, scripted_worker
 from benchmarks.jobs import short_job
 from benchmarks.machine import print_heading, print_table
 from benchmarks.timeline import intervals_us, read_trace, step_times
 
 WORKERS: Final = 2
-WARMING_STEPS: Final = 2
+WARMUP_STEPS: Final = 2
 OFF: Final = "off"
 MODES: Final = ("full", "checkpoint")
-HEAD: Final = ("what", "steps", "min ms", "median ms", "to off", "by turns", "least to most",
-               "commit ms", "worst", "own cpu", "workers")  # fmt: skip
+HEAD: Final = ("what", "steps", "min ms", "median ms", "to off", "by turn", "min to max",
+               "commit ms", "max", "coordinator cpu", "workers cpu")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def full_training(steps: int, block_bytes: int, microbatch_ms: float) -> Job:
         "steps": steps,
     }
     name = f"full training, {blocks * block_bytes / 1e6:.0f} MB a step"
-    return Job(name, document, scripted(microbatch_ms))
+    return Job(name, document, scripted_worker(microbatch_ms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ class Measurement:
 
     Attributes:
         steps_ms: Time from update to update of each step.
-        turns_ms: Median of each turn: turns of all variants alternate.
-        waits_ms: How long each step waited for its commit to be durable; empty if nothing is
+        turns_ms: Median of each turn; turns of all variants alternate.
+        waits_ms: Time that each step waited for its commit to be durable; empty if nothing is
             stored.
         coordinator_ms: Processor time of the coordinator per step, for each turn, including start
             and end of its run.
-        workers_ms: The same for the workers.
+        workers_ms: Processor time of the workers per step, likewise.
     """
 
     steps_ms: list[float]
@@ -82,15 +82,15 @@ class Measurement:
     coordinator_ms: list[float]
     workers_ms: list[float]
 
-    def ratio(self, other: Measurement) -> float:
+    def ratio(self, reference: Measurement) -> float:
         """Return the ratio of median step times."""
-        return median(self.steps_ms) / median(other.steps_ms)
+        return median(self.steps_ms) / median(reference.steps_ms)
 
-    def turn_ratios(self, other: Measurement) -> list[float]:
+    def turn_ratios(self, reference: Measurement) -> list[float]:
         """Return the ratio of each turn, sorted."""
         return sorted(
-            own_ms / other_ms
-            for own_ms, other_ms in zip(self.turns_ms, other.turns_ms, strict=True)
+            own_ms / reference_ms
+            for own_ms, reference_ms in zip(self.turns_ms, reference.turns_ms, strict=True)
         )
 
 
@@ -114,9 +114,9 @@ class _Variant:
         """Return the measurements, after the cluster has ended; the first turn is not counted."""
         timelines, coordinator_events = self.cluster.timelines(), read_trace(self.trace)
         intervals = [(run.start_us, run.end_us) for run in self.intervals[1:]]
-        by_turn = [
+        turns_ms = [
             [span_us / 1e3 for span_us in intervals_us(step_times(timelines, *interval))][
-                WARMING_STEPS:
+                WARMUP_STEPS:
             ]
             for interval in intervals
         ]
@@ -127,8 +127,8 @@ class _Variant:
             and any(start <= event["ts"] <= end for start, end in intervals)
         ]
         return Measurement(
-            [ms for turn in by_turn for ms in turn],
-            [median(turn) for turn in by_turn],
+            [ms for turn in turns_ms for ms in turn],
+            [median(turn) for turn in turns_ms],
             [] if self.mode == {} else waits_ms,
             [s * 1e3 / steps for s, _ in self.cpu_s[1:]],
             [s * 1e3 / steps for _, s in self.cpu_s[1:]],
@@ -136,22 +136,22 @@ class _Variant:
 
 
 def measure(job: Job, turns: int) -> dict[str, Measurement]:
-    """Measure every variant in each turn, while the others are idle."""
+    """Measure each variant in each turn, while the other variants are idle."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        logging_commands, undurable_commands = (
+        durable_cluster, undurable_cluster = (
             (Cluster([job.worker] * WORKERS, directory / module,
                      [module, "--trace", str(directory / f"{module}.json")]),
              directory / f"{module}.json")
             for module in ("coordinator", "benchmarks.undurable_coordinator")
         )  # fmt: skip
         variants = {
-            OFF: _Variant(*undurable_commands, {}),
-            **{mode: _Variant(*logging_commands, {"log": mode}) for mode in MODES},
+            OFF: _Variant(*undurable_cluster, {}),
+            **{mode: _Variant(*durable_cluster, {"log": mode}) for mode in MODES},
         }
-        with logging_commands[0], undurable_commands[0]:
+        with durable_cluster[0], undurable_cluster[0]:
             for turn in range(turns + 1):
-                # Back and forth, so that no variant always follows the same other one.
+                # Alternate the order, so that no variant always follows the same one.
                 for variant in [*variants.values()][:: 1 if turn % 2 else -1]:
                     variant.run(job.document)
         return {
@@ -183,11 +183,11 @@ def rows(job: Job, measurements: dict[str, Measurement]) -> list[list[str]]:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=10, help="steps of each way in each turn")
+    parser.add_argument("--rounds", type=int, default=10, help="steps of each variant in each turn")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--only", choices=("classify", "33", "100"), help="one job of the three")
     options = parser.parse_args()
-    steps = options.rounds + WARMING_STEPS + 1
+    steps = options.rounds + WARMUP_STEPS + 1
     print_heading(f"Log and journal on and off, {WORKERS} workers, from update to update")
     jobs = {
         "classify": classify(steps),

@@ -1,7 +1,7 @@
-"""What an evaluating worker costs the training workers: their step time with and without it.
+"""The cost of an evaluating worker for the training worker: step times with and without evaluation.
 
 Devices are scripted, so that on two cores this measures the coordinator's work for the evaluator,
-not two devices on one processor. A microbatch takes 20 ms, an evaluation part a third of that.
+not two devices on one processor. A microbatch takes 20 ms, an evaluation part a third of this.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.cluster import Cluster, scripted
+from benchmarks.cluster import Cluster, scripted_worker
 from benchmarks.machine import print_heading, print_table
 from benchmarks.timeline import intervals_us, step_times
 
 MICROBATCH_MS = 20.0
 MICROBATCHES = 4
 EVALUATE_EVERY = 4
-WARMING_STEPS = 4
+WARMUP_STEPS = 4
 BLOCKS, BLOCK_BYTES = 4, 262_144
 SETUPS = {
     "nobody evaluates": (0, ()),
-    "a worker whose duty it is": (EVALUATE_EVERY, ("--duty", "evaluate")),
+    "a worker with duty evaluate": (EVALUATE_EVERY, ("--duty", "evaluate")),
     "the worker that trains": (EVALUATE_EVERY, ()),
 }
 
@@ -36,7 +36,7 @@ def run_spec(steps: int, evaluate_every: int) -> dict[str, Any]:
         "scripted": {"blocks": BLOCKS, "block_bytes": BLOCK_BYTES},
         "batch": {"samples": MICROBATCHES, "microbatch": 1},
         "optimizer": {"name": "sgd", "lr": 1e-3},
-        "steps": steps + WARMING_STEPS + 1,
+        "steps": steps + WARMUP_STEPS + 1,
         "evaluate_every": evaluate_every,
     }
 
@@ -44,21 +44,21 @@ def run_spec(steps: int, evaluate_every: int) -> dict[str, Any]:
 def measure(setup: str, steps: int) -> list[float]:
     """Return the milliseconds of each step of the training worker."""
     evaluate_every, duty = SETUPS[setup]
-    workers = [scripted(MICROBATCH_MS)]
+    workers = [scripted_worker(MICROBATCH_MS)]
     if duty:
-        workers.append([*scripted(MICROBATCH_MS), *duty])
+        workers.append([*scripted_worker(MICROBATCH_MS), *duty])
     with tempfile.TemporaryDirectory() as name:
         cluster = Cluster(workers, Path(name))
         with cluster:
             run = cluster.run(run_spec(steps, evaluate_every))
         timeline = step_times(cluster.timelines()[:1], run.start_us, run.end_us)
-    return [span_us / 1e3 for span_us in intervals_us(timeline[WARMING_STEPS:])]
+    return [span_us / 1e3 for span_us in intervals_us(timeline[WARMUP_STEPS:])]
 
 
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=60, help="steps of each way in a turn")
+    parser.add_argument("--rounds", type=int, default=60, help="steps of each setup in a turn")
     parser.add_argument("--turns", type=int, default=2)
     options = parser.parse_args()
     print_heading(f"Steps of {MICROBATCHES} x {MICROBATCH_MS:g} ms, evaluated or not")
@@ -79,7 +79,7 @@ def main() -> None:
         for setup, times_ms in times_by_setup.items()
     ]
     print_table(
-        ["who evaluates", "steps", "median ms", "of medians", "of means", "of least"], lines
+        ["who evaluates", "steps", "median ms", "ratio of medians", "of means", "of minima"], lines
     )
 
 

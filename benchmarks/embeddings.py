@@ -41,7 +41,7 @@ from worker.logic.events import StepId
 from worker.shell.coupled_step import CoupledStep
 from worker.tasks.language.embed import Embed
 
-_LEFT_OUT: Final = {"test", "tests", "site-packages", "idlelib", "turtledemo", "lib2to3"}
+_EXCLUDED_FOLDERS: Final = {"test", "tests", "site-packages", "idlelib", "turtledemo", "lib2to3"}
 _CODE_CHARACTERS: Final = 400
 _SAMPLES: Final = 512
 _MICROBATCH: Final = 8
@@ -49,7 +49,7 @@ _PARTS: Final = ("embeddings", "loss over all pairs", "gradients")
 
 
 class MicrobatchNegatives(Embed):
-    """The task of the run spec in `options`, with a loss over one microbatch at a time."""
+    """Task embed for the run spec in `options.run`, but with a loss over each microbatch alone."""
 
     def __init__(self, spec: OwnRun) -> None:
         run = parse_run_spec(spec.options["run"])
@@ -65,11 +65,11 @@ class MicrobatchNegatives(Embed):
         self.trainable = replace(self.trainable, coupled=None, loss=loss, unit="microbatch")
 
 
-def pairs() -> Iterator[dict[str, str]]:
-    """Yield the descriptions of functions of Python's library, with their code."""
+def function_pairs() -> Iterator[dict[str, str]]:
+    """Yield pairs of a function's description and its code, from Python's library."""
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted(library.rglob("*.py")):
-        if _LEFT_OUT & {*path.parts}:
+        if _EXCLUDED_FOLDERS & {*path.parts}:
             continue
         try:
             tree = ast.parse(path.read_text("utf-8"))
@@ -100,7 +100,7 @@ def save_encoder(directory: Path) -> Path:
     return directory
 
 
-def run_of(model: str, train: Path, steps: int, lr: float) -> dict[str, Any]:
+def embed_run(model: str, train: Path, steps: int, lr: float) -> dict[str, Any]:
     """Return the run spec of task embed."""
     return {
         "name": "embed", "task": "embed", "seed": 7, "steps": steps,
@@ -111,8 +111,8 @@ def run_of(model: str, train: Path, steps: int, lr: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def of_microbatches(run: dict[str, Any]) -> dict[str, Any]:
-    """Return the same run spec, with negatives from the microbatch alone."""
+def with_microbatch_negatives(run: dict[str, Any]) -> dict[str, Any]:
+    """Return a run spec that differs only in its negatives, which are from the microbatch alone."""
     return {
         "name": "microbatch", "task": "benchmarks.embeddings:MicrobatchNegatives",
         "seed": run["seed"], "steps": run["steps"], "options": {"run": run},
@@ -123,7 +123,7 @@ def of_microbatches(run: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of some steps.
+    """The cost of a run.
 
     Attributes:
         wall_s: Time from the start of the first step to the end of the last.
@@ -136,7 +136,7 @@ class Cost:
     sent_bytes: int
 
     def per_step(self, other: Cost, steps: int) -> str:
-        """Return the cost of one of the steps that this run takes beyond the other."""
+        """Return the cost of a step, from the `steps` that this run takes more than the other."""
         return (
             f"{(self.wall_s - other.wall_s) / steps:.2f} s, up "
             f"{(self.received_bytes - other.received_bytes) / steps / 1e6:.2f} MB, down "
@@ -144,19 +144,19 @@ class Cost:
         )
 
 
-def cost(cluster: Cluster, document: dict[str, Any]) -> Cost:
-    """Train, and return the cost."""
-    bytes_before = cluster.through_coordinator()
+def measure_cost(cluster: Cluster, document: dict[str, Any]) -> Cost:
+    """Train a run, and return its cost."""
+    bytes_before = cluster.coordinator_traffic()
     wall_s = float(cluster.result(cluster.submit(document))["wall_s"])
     received_bytes, sent_bytes = (
         total - previous
-        for total, previous in zip(cluster.through_coordinator(), bytes_before, strict=True)
+        for total, previous in zip(cluster.coordinator_traffic(), bytes_before, strict=True)
     )
     return Cost(wall_s, received_bytes, sent_bytes)
 
 
 def print_costs(run: dict[str, Any], directory: Path, steps: int) -> None:
-    """Measure a step with negatives from the whole step, and from the microbatch, by turns."""
+    """Measure a step with negatives from the whole step, and with those from the microbatch."""
     run["data"] |= {"holdout": 0}
     run |= {"exchange": {"topology": "star"}, "checkpoint": {"every": 0}}
     worker = ["worker", "--quiet", "--backend", "cpu"]
@@ -164,15 +164,18 @@ def print_costs(run: dict[str, Any], directory: Path, steps: int) -> None:
     with Cluster([worker, worker], directory) as cluster:
         for count in (1, 1 + steps):
             run["steps"] = count
-            for title, document in (("whole step", run), ("microbatch", of_microbatches(run))):
-                costs[title].append(cost(cluster, document))
+            for title, document in (
+                ("whole step", run),
+                ("microbatch", with_microbatch_negatives(run)),
+            ):
+                costs[title].append(measure_cost(cluster, document))
     print_heading("What a step costs, in microbatches of 8, by two workers")
     for title, (one_step, many_steps) in costs.items():
         print(f"{title}: a step takes {many_steps.per_step(one_step, steps)}", flush=True)
 
 
 def print_parts(run: dict[str, Any], rounds: int) -> None:
-    """Measure the parts of one step: processor time of one thread, the minimum of some rounds."""
+    """Measure one thread's processor time for the parts of a step, the minimum of some rounds."""
     spec = parse_run_spec({**run, "threads": 1})
     assert isinstance(spec, EmbedRun)
     task = Embed(spec)
@@ -181,23 +184,23 @@ def print_parts(run: dict[str, Any], rounds: int) -> None:
     leaves = [(batch, number) for number, batch in enumerate(batches)]
     program: Any = EagerBackend("cpu").compile(task.trainable, batches[0])
     program.load(task.initial_parameters())
-    shortest_s: dict[str, float] = {}
+    min_s: dict[str, float] = {}
     for _ in range(rounds):
         clock = [time.process_time()]
         rows = np.concatenate([*program.embed(leaves)])
         clock.append(time.process_time())
         step = CoupledStep(program, StepId(0, 1), rows.reshape(-1), [size] * len(batches), 0)
         whole_step = Subtree(0, len(batches))
-        embedded = step.leaves(whole_step, leaves)
+        leaves_with_gradients = step.leaves(whole_step, leaves)
         clock.append(time.process_time())
-        for _ in program.gradients(embedded):
+        for _ in program.gradients(leaves_with_gradients):
             pass
         clock.append(time.process_time())
         for part, start, end in zip(_PARTS, clock, clock[1:], strict=False):
-            shortest_s[part] = min(shortest_s.get(part, math.inf), end - start)
+            min_s[part] = min(min_s.get(part, math.inf), end - start)
     program.close()
-    gradients_s = shortest_s[_PARTS[2]]
-    for part, seconds in shortest_s.items():
+    gradients_s = min_s[_PARTS[2]]
+    for part, seconds in min_s.items():
         print(
             f"{part}: {seconds:.2f} s of one thread, {seconds / gradients_s:.0%} of the gradients"
         )
@@ -205,35 +208,36 @@ def print_parts(run: dict[str, Any], rounds: int) -> None:
 
 
 def main() -> None:
-    """Print retrieval before and after, or what a step costs."""
+    """Print retrieval metrics before and after training, or the cost of a step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--model", help="default: a small BERT, weights drawn")
-    parser.add_argument("--tokens", type=int, default=48, help="of a text at most")
+    parser.add_argument("--model", help="default: a small BERT with random weights")
+    parser.add_argument("--tokens", type=int, default=48, help="limit for each text")
     parser.add_argument("--cost", action="store_true", help="measure what a step costs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         train = directory / "pairs.jsonl"
-        train.write_text("".join(json.dumps(pair) + "\n" for pair in pairs()))
+        train.write_text("".join(json.dumps(pair) + "\n" for pair in function_pairs()))
         model = options.model or str(save_encoder(directory / "model"))
-        run = run_of(model, train, options.steps, options.lr)
+        run = embed_run(model, train, options.steps, options.lr)
         run["data"]["max_tokens"] = options.tokens
         if options.cost:
             print_costs(run, directory / "cost", options.steps)
             print_parts(run, options.steps)
             return
-        untrained_run = {**run_of(model, train, 1, 1e-12), "data": run["data"]}
+        untrained_run = {**embed_run(model, train, 1, 1e-12), "data": run["data"]}
         for title, spec in (
-            ("before", untrained_run), ("whole step", run), ("microbatch", of_microbatches(run)),
+            ("before", untrained_run), ("whole step", run),
+            ("microbatch", with_microbatch_negatives(run)),
         ):  # fmt: skip
             path = directory / f"{title.split()[0]}.yaml"
             path.write_text(json.dumps(spec))
             result = run_to_end(path, directory / title.split()[0], devices=2)
-            figures = {metric: round(value, 4) for metric, value in result["eval"].items()}
+            metrics = {name: round(value, 4) for name, value in result["eval"].items()}
             step_s = result["wall_s"] / spec["steps"]
-            print(f"{title}: {figures}, {step_s:.2f} s a step with its evaluation", flush=True)
+            print(f"{title}: {metrics}, {step_s:.2f} s a step with its evaluation", flush=True)
 
 
 if __name__ == "__main__":

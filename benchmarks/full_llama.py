@@ -1,8 +1,10 @@
-"""Full training of a 125 M parameter Llama by two workers of one machine, against DDP over gloo.
+"""Full training of a Llama of 125 M parameters by two workers on one machine, against DDP over
+gloo.
 
-`python -m benchmarks.full_llama [--steps N] [--turns N]`. Each worker takes steps on 2 x 32 tokens
-with AdamW, gradients clipped to norm 1, one thread; the sides alternate. samestep runs its real
-commands with the log on, measured from update to update. Memory is each process's peak RSS.
+`python -m benchmarks.full_llama [--steps N] [--turns N]`. Each worker trains on 2 x 32 tokens per
+step, with AdamW, gradients clipped to norm 1, and one thread; the sides alternate. samestep runs
+its real commands with the log on, measured from update to update. Memory is each process's peak
+RSS.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from typing import Any, Final
 from benchmarks.cluster import Cluster
 from benchmarks.machine import print_heading, print_table
 from benchmarks.ranks import Ranks, intervals_us
-from benchmarks.timeline import intervals_us as paces_us
+from benchmarks.timeline import intervals_us as step_intervals_us
 from benchmarks.timeline import step_times
 
 _WORKERS: Final = 2
 _TOKENS: Final = 32
 _SAMPLES: Final = 2
-"""Of each worker."""
-_WARMING_STEPS: Final = 2
+"""Samples of each worker in a step."""
+_WARMUP_STEPS: Final = 2
 CONFIG: Final[dict[str, Any]] = {
     "model_type": "llama",
     "vocab_size": 50_304,
@@ -68,12 +70,12 @@ class Measurement:
 
 
 def measure(steps: int, turns: int, config: dict[str, Any] | None = None) -> Measurement:
-    """Measure both sides by turns."""
+    """Measure both sides alternately."""
     config = config or CONFIG
     intervals, ddp_us = [], []
     command = {
         "do": "train_llama", "config": config, "samples": _SAMPLES, "tokens": _TOKENS,
-        "steps": steps + _WARMING_STEPS,
+        "steps": steps + _WARMUP_STEPS,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -82,38 +84,40 @@ def measure(steps: int, turns: int, config: dict[str, Any] | None = None) -> Mea
         )  # fmt: skip
         with cluster, Ranks(_WORKERS, directory / "gloo") as ranks:
             for _ in range(turns):
-                intervals.append(cluster.run(run_spec(steps + _WARMING_STEPS, config)))
-                ddp_us += intervals_us(ranks.run_commands(command))[_WARMING_STEPS:]
-            coordinator_bytes, *of_workers = cluster.peak_bytes()
+                intervals.append(cluster.run(run_spec(steps + _WARMUP_STEPS, config)))
+                ddp_us += intervals_us(ranks.run_commands(command))[_WARMUP_STEPS:]
+            coordinator_bytes, *worker_bytes = cluster.peak_bytes()
             peaks = ranks.run_commands({"do": "peak_bytes"})
         timelines = cluster.timelines()
     ours_us = [
         span_us
         for run in intervals
-        for span_us in paces_us(step_times(timelines, run.start_us, run.end_us))[_WARMING_STEPS:]
+        for span_us in step_intervals_us(step_times(timelines, run.start_us, run.end_us))[
+            _WARMUP_STEPS:
+        ]
     ]
     return Measurement(
         [span_us / 1e3 for span_us in ours_us],
         [span_us / 1e3 for span_us in ddp_us],
         coordinator_bytes,
-        max(of_workers),
-        max(int(of_rank[0][1]) for of_rank in peaks),
+        max(worker_bytes),
+        max(int(spans[0][1]) for spans in peaks),
     )
 
 
-def lines(measurement: Measurement) -> list[list[str]]:
+def rows(measurement: Measurement) -> list[list[str]]:
     """Return the rows of the table."""
     samestep_ms, ddp_ms = median(measurement.ours_ms), median(measurement.ddp_ms)
-    gigabyte = 1e9
+    bytes_per_gb = 1e9
     return [
         ["DDP, step", f"{min(measurement.ddp_ms):.0f}", f"{ddp_ms:.0f} ms", "1.00"],
         ["ours, step", f"{min(measurement.ours_ms):.0f}", f"{samestep_ms:.0f} ms",
          f"{samestep_ms / ddp_ms:.2f}"],
-        ["DDP, a rank's memory", "", f"{measurement.rank_bytes / gigabyte:.2f} GB", "1.00"],
-        ["ours, a worker's memory", "", f"{measurement.worker_bytes / gigabyte:.2f} GB",
+        ["DDP, memory of a rank", "", f"{measurement.rank_bytes / bytes_per_gb:.2f} GB", "1.00"],
+        ["ours, memory of a worker", "", f"{measurement.worker_bytes / bytes_per_gb:.2f} GB",
          f"{measurement.worker_bytes / measurement.rank_bytes:.2f}"],
-        ["ours, the coordinator's memory", "",
-         f"{measurement.coordinator_bytes / gigabyte:.2f} GB", ""],
+        ["ours, memory of the coordinator", "",
+         f"{measurement.coordinator_bytes / bytes_per_gb:.2f} GB", ""],
     ]  # fmt: skip
 
 
@@ -123,8 +127,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="in each turn")
     parser.add_argument("--turns", type=int, default=2)
     options = parser.parse_args()
-    print_heading("A Llama of 125 M parameters, trained whole by two workers of one machine")
-    print_table(["what", "min", "median", "ratio"], lines(measure(options.steps, options.turns)))
+    print_heading("A Llama of 125 M parameters, trained in full by two workers on one machine")
+    print_table(["what", "min", "median", "ratio"], rows(measure(options.steps, options.turns)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""One rank of torch.distributed over gloo: the reference, measured on the same machine.
+"""One rank of torch.distributed over gloo, the reference for measurements on the same machine.
 
-Reads commands from standard input, one JSON line each, and answers with a line. Started by
-`benchmarks.ranks`.
+`benchmarks.ranks` starts it. It reads commands from standard input, one JSON line each, and answers
+each with one line.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def all_reduce(payload_bytes: int, rounds: int, quiet_ms: float) -> Times:
 
 
 class Sleeper:
-    """A device like `backends.scripted`: forward, then blocks at even intervals by the clock."""
+    """Sleeps like the device of `backends.scripted`: forward, then blocks at even intervals."""
 
     def __init__(self, forward_ms: float, block_ms: float, blocks: int) -> None:
         self._forward_s = forward_ms / 1e3
@@ -65,7 +65,7 @@ class Sleeper:
 
 
 class _SlowBlock(torch.autograd.Function):
-    """The identity; its backward takes a block's time and returns a gradient of ones."""
+    """The identity; backward takes the time of a block and returns a gradient of ones."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, sleeper: Sleeper, block: int) -> Tensor:
@@ -104,7 +104,7 @@ def train(
     steps: int,
     bucket_mb: int | None,
 ) -> Times:
-    """Take steps of DistributedDataParallel with plain SGD.
+    """Train with DistributedDataParallel and plain SGD.
 
     Args:
         blocks: Modules of one parameter each.
@@ -133,7 +133,7 @@ def train(
 
 
 def train_llama(*, config: dict[str, Any], samples: int, tokens: int, steps: int) -> Times:
-    """Take steps of DistributedDataParallel with AdamW and clipping to norm 1, on random tokens.
+    """Train with DistributedDataParallel and AdamW, gradients clipped to norm 1, on random tokens.
 
     Args:
         config: The model's configuration, as in a run spec.
@@ -141,7 +141,7 @@ def train_llama(*, config: dict[str, Any], samples: int, tokens: int, steps: int
         tokens: Tokens of a sample.
         steps: Number of steps.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 -- seconds
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 -- the import takes seconds
 
     sizes = {key: value for key, value in config.items() if key != "model_type"}
     torch.manual_seed(0)
@@ -162,7 +162,7 @@ def train_llama(*, config: dict[str, Any], samples: int, tokens: int, steps: int
 
 
 def peak() -> Times:
-    """Return the peak resident memory of this rank, as the end of a span."""
+    """Return this rank's peak resident memory in bytes, in the form of one span (0, bytes)."""
     return [(0.0, float(peak_bytes()))]
 
 

@@ -22,7 +22,7 @@ _CLONE_NEWNET: Final = 0x40000000
 _DEVICE: Final = "eth0"
 _BURST: Final = "256kb"
 _LATENCY: Final = "100ms"
-"""Bytes in a link's queue before it drops packets."""
+"""Longest delay in a link's queue; packets that would wait longer are dropped."""
 
 
 def why_not() -> str:
@@ -46,8 +46,8 @@ class Host:
 
     Attributes:
         name: Name of the namespace.
-        address: Its only address besides loopback.
-        mbit: Speed of its link in each direction, Mbit/s.
+        address: The host's only address besides loopback.
+        mbit: Speed of the host's link in each direction, Mbit/s.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Host:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Context in which this thread opens its sockets on this host."""
+        """Return a context in which this thread opens its sockets on this host."""
         with (
             Path("/proc/self/ns/net").open("rb") as own_namespace,
             self._path.open("rb") as host_namespace,
@@ -84,7 +84,7 @@ class Host:
 
 
 class Network:
-    """Hosts at one switch.
+    """Hosts that are connected by one switch.
 
     Attributes:
         hosts: One host for each speed, in order.
@@ -94,10 +94,10 @@ class Network:
     """
 
     def __init__(self, mbits: Sequence[int]) -> None:
-        mark = f"ss{os.getpid()}"
-        self._switch = f"{mark}s"
+        prefix = f"ss{os.getpid()}"
+        self._switch = f"{prefix}s"
         self.hosts = tuple(
-            Host(f"{mark}h{index}", f"10.77.0.{index + 1}", mbit)
+            Host(f"{prefix}h{index}", f"10.77.0.{index + 1}", mbit)
             for index, mbit in enumerate(mbits)
         )
 
@@ -149,7 +149,7 @@ def _run(*command: str) -> str:
     """Run a command and return its output.
 
     Raises:
-        RuntimeError: It failed; the message has its output.
+        RuntimeError: The command failed; the message has its output.
     """
     process = subprocess.run(command, capture_output=True, check=False, text=True)  # noqa: S603 -- our own commands
     if process.returncode:

@@ -1,4 +1,4 @@
-"""The jobs of deploy/runs, cut short for measuring."""
+"""The jobs of deploy/runs, shortened for measurements."""
 
 from __future__ import annotations
 

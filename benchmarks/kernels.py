@@ -1,4 +1,5 @@
-"""The native kernels against their numpy definitions: processor time, by turns in one process."""
+"""The native kernels against their numpy definitions: processor time, alternating in one
+process."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
     for array in (state[0], gradient, total):
         array[:] = rng.standard_normal(elements, np.float32) * np.float32(1e-2)
 
-    def check(arrays: list[Array]) -> None:
+    def check_finite(arrays: list[Array]) -> None:
         assert all(average.is_finite(array) for array in arrays)
 
     def step(name: str, hashes: NDArray[np.uint8] | None = None) -> None:
@@ -63,7 +64,7 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
 
     def add(addition: Callable[[Array, Array], Array]) -> None:
         np.copyto(out[:1], 0)
-        check([addition(out, total)])
+        check_finite([addition(out, total)])
 
     def average_and_check() -> None:
         assert average.average(total, 3.0, out)
@@ -84,7 +85,7 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
         "add, bfloat16, and check": partial(add, tree_sum.add_rounded),
         "average, check, sum of squares": average_and_check,
         "round to bfloat16": lambda: bfloat16.rounded(rounded_values),
-        "check alone": lambda: check([total]),
+        "check alone": lambda: check_finite([total]),
         **{f"{codec} pack": partial(pack, codec) for codec in CODECS},
         **{
             f"{codec} unpack": partial(codecs.unpacked, bodies[codec], codec, elements)
@@ -97,8 +98,8 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
 def coordinator_step(
     step: Callable[..., None], state: list[Array], total: Array, out: Array
 ) -> Work:
-    """Return a function that computes a coordinator's step: sum, norm, digest, update."""
-    sums = [total.copy() for _ in range(WORKERS)]  # they grow with each step, within float32
+    """Return a function that computes a coordinator's step: sums, norm, digest and update."""
+    sums = [total.copy() for _ in range(WORKERS)]  # values grow with each step, but stay finite
     block = Block(name="all", kind="block", tensors=(TensorSpec(name="x", shape=(len(out),)),))
 
     def work() -> None:
@@ -126,7 +127,9 @@ def step_and_digest(step: Callable[..., None], state: list[Array]) -> None:
 
 
 WORKERS = 8
-APPLYING = ("update", "adamw", "coordinator")
+UPDATING = ("update", "adamw", "coordinator")
+"""Beginnings of the names of cases that update: another rule's moments may be invalid for
+theirs."""
 RULES = (
     "sgd", "momentum", "nesterov", "adamw", "lion", "schedule-free", "adam", "rmsprop", "adagrad",
 )  # fmt: skip
@@ -159,9 +162,7 @@ def main() -> None:
         for _ in range(options.rounds + 1):
             for native in (False, True):
                 with using(library if native else None):
-                    if name.startswith(
-                        ("update", "adamw", "coord")
-                    ):  # moments of another rule may not fit
+                    if name.startswith(UPDATING):
                         for moment in moments:
                             moment.fill(0)
                     start = time.process_time(), time.perf_counter()

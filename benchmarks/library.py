@@ -1,11 +1,11 @@
 """`samestep.fit` on one machine against a hand-written loop: seconds per step.
 
-The same model, batches and microbatches, one thread. Start and end of a run are excluded: two
-lengths are measured, and the difference is divided by the steps between. Each side runs once
-before, because the first run faults in the pages that both use, a tenth of a step of convolutions.
-`fit` keeps freed memory in its process, so the bare loop has that too. What `fit` adds is the
-exchange of the gradients and the commit. Their cost depends on bytes, not on the computation, so
-one job has few bytes for its computation, and one has many.
+Both sides use the same model, batches and microbatches, and one thread. Start and end of a run are
+excluded: runs of two lengths are measured, and the difference is divided by the difference in
+steps. Each side first runs once unmeasured, because the first run has page faults for memory that
+both sides use, which take a tenth of a step of convolutions. `fit` keeps freed memory in its
+process, so the bare loop does too. `fit` adds the exchange of gradients and the commit, whose cost
+depends on bytes, not on computation; one job has few bytes for its computation, one has many.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Residual(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`: (samples, channels, height, width)."""
+        """Return the block's output; `x` is (samples, channels, height, width)."""
         return nn.functional.relu(x + self.inner(x))
 
 
@@ -79,9 +79,8 @@ class Job:
     steps: int
 
     def data(self) -> TensorDataset:
-        """Return all samples, with random classes that cannot be learned in a few steps: a model
-        that has learned its task has subnormal gradients, with which a processor is ten times
-        slower.
+        """Return all samples, with random classes that cannot be learned in a few steps. A model
+        that has learned its task has subnormal gradients, which make a processor ten times slower.
         """
         generator = torch.Generator().manual_seed(0)
         x = torch.randn((self.samples, *self.shape), generator=generator)
@@ -137,8 +136,8 @@ def step_s(train: Callable[[Job, int], None], job: Job) -> float:
     return (times[1] - times[0]) / job.steps
 
 
-def row(job: Job, turns: int) -> tuple[str, ...]:
-    """Measure both sides by turns; return a row of the table."""
+def measure_row(job: Job, turns: int) -> tuple[str, ...]:
+    """Measure both sides alternately; return a row of the table."""
     for train in (train_bare, train_with_fit):
         train(job, job.steps)
     pairs = [(step_s(train_with_fit, job), step_s(train_bare, job)) for _ in range(turns)]
@@ -151,17 +150,17 @@ def row(job: Job, turns: int) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Measure by turns, and print."""
+    """Measure all jobs and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("SAMESTEP_BIND", "127.0.0.1:0")
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
-        rows = [row(job, options.turns) for job in JOBS]
+        rows = [measure_row(job, options.turns) for job in JOBS]
     print_heading("samestep.fit against the bare loop")
-    heads = ("job", "gradients, MB", "fit, ms a step", "bare loop, ms a step", "ratio")
-    print_table(heads, rows)
+    header = ("job", "gradients, MB", "fit, ms a step", "bare loop, ms a step", "ratio")
+    print_table(header, rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Describe where a measurement was taken, and print it."""
+"""Describe the machine of a measurement, and print tables."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def print_heading(title: str) -> None:
     print("machine:", describe())
 
 
-def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print aligned columns: the first flush left, the others flush right."""
-    widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
+    widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
     print()
-    for row in (head, ["-" * width for width in widths], *rows):
+    for row in (header, ["-" * width for width in widths], *rows):
         first_cell, *other_cells = (
             cell.ljust(width) if index == 0 else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))

@@ -31,7 +31,7 @@ from worker.join.credentials import WorkerCredentials
 from worker.local_device import LocalDevice
 from worker.shell.client import Client, Target
 
-_WORKERS_OF_A_PROCESS: Final = 32
+_WORKERS_PER_PROCESS: Final = 32
 _LINK_MBIT: Final = 10_000
 _START_TIMEOUT_S: Final = 120.0
 _RUN_TIMEOUT_S: Final = 500.0
@@ -80,8 +80,8 @@ class Coordinator:
     """A coordinator process, controlled through its control port.
 
     Args:
-        host: The host on which it listens.
-        directory: Directory of its files.
+        host: The host on which the coordinator listens.
+        directory: Directory of the coordinator's files.
         workers: Number of workers that a run waits for.
     """
 
@@ -97,8 +97,8 @@ class Coordinator:
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         _wait(addresses.exists, _START_TIMEOUT_S)
-        published = json.loads(addresses.read_text())
-        self.address, self._control = published["data"], published["control"]
+        addresses_document = json.loads(addresses.read_text())
+        self.address, self._control = addresses_document["data"], addresses_document["control"]
 
     def request(self, path: str, document: dict[str, Any] | None = None) -> dict[str, Any]:
         """Send a request; return the answer."""
@@ -118,46 +118,46 @@ class Coordinator:
 
 def measure(workers: int, topology: str, steps: int, payload_bytes: int) -> Measurement:
     """Join workers to one coordinator, and train."""
-    processes = -(-workers // _WORKERS_OF_A_PROCESS)
+    processes = -(-workers // _WORKERS_PER_PROCESS)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="many-")))
         network = stack.enter_context(Network([_LINK_MBIT] * (1 + processes)))
         coordinator = Coordinator(network.hosts[0], directory, workers)
         stack.callback(_end, coordinator.process)
-        began_s = time.monotonic()
+        start_s = time.monotonic()
         for number, host in enumerate(network.hosts[1:]):
-            count = min(_WORKERS_OF_A_PROCESS, workers - number * _WORKERS_OF_A_PROCESS)
+            count = min(_WORKERS_PER_PROCESS, workers - number * _WORKERS_PER_PROCESS)
             command = [
                 *host.prefix, sys.executable, "-m", "benchmarks.many_workers", "--serve",
-                coordinator.address, str(number * _WORKERS_OF_A_PROCESS), str(count),
+                coordinator.address, str(number * _WORKERS_PER_PROCESS), str(count),
             ]  # fmt: skip
             stack.callback(_end, subprocess.Popen(command, stdout=subprocess.DEVNULL))  # noqa: S603
         _wait(lambda: len(coordinator.request("/status")["workers"]) >= workers, _START_TIMEOUT_S)
-        join_s = time.monotonic() - began_s
+        join_s = time.monotonic() - start_s
         return _train(coordinator, run_spec(workers, topology, steps, payload_bytes), join_s)
 
 
 def _train(coordinator: Coordinator, document: dict[str, Any], join_s: float) -> Measurement:
-    began_s = time.monotonic()
+    start_s = time.monotonic()
     coordinator.request("/submit", {"run": document})
 
-    def step() -> int:
+    def read_step() -> int:
         status = coordinator.request("/status")
         if status["phase"] in ("failed", "halted"):
             raise RuntimeError(f"the run {status['phase']}: {status['reason']}")
         return int(status.get("step") or 0)
 
-    _wait(lambda: step() >= 1, _RUN_TIMEOUT_S)
-    ready_s = time.monotonic() - began_s
-    from_step, from_s, from_cpu_s = step(), time.monotonic(), coordinator.cpu_s()
+    _wait(lambda: read_step() >= 1, _RUN_TIMEOUT_S)
+    ready_s = time.monotonic() - start_s
+    from_step, from_s, from_cpu_s = read_step(), time.monotonic(), coordinator.cpu_s()
     status_s: list[float] = []
     to_step = from_step
     while to_step < document["steps"] - 1:
-        asked_s = time.monotonic()
-        to_step = step()
+        request_s = time.monotonic()
+        to_step = read_step()
         to_s, to_cpu_s = time.monotonic(), coordinator.cpu_s()
         if len(status_s) < 10:
-            status_s.append(to_s - asked_s)
+            status_s.append(to_s - request_s)
         time.sleep(1.0)
         if to_s - from_s > _RUN_TIMEOUT_S:
             break
@@ -169,10 +169,10 @@ def _train(coordinator: Coordinator, document: dict[str, Any], join_s: float) ->
 
 
 def _wait(condition: Any, timeout_s: float) -> None:
-    until_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + timeout_s
     while not condition():
-        if time.monotonic() > until_s:
-            raise RuntimeError(f"not reached within {timeout_s:g} s")
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"a condition was not met within {timeout_s:g} s")
         time.sleep(_POLL_S)
 
 
@@ -185,13 +185,13 @@ async def serve(address: str, first_number: int, count: int) -> None:
     """Serve with several workers in this process, until it is killed."""
     host, port = parse_address(address, "--serve")
 
-    def say_nothing(text: str) -> None:
-        """Drop a line, which all 256 workers would print."""
+    def drop_line(text: str) -> None:
+        """Drop a line of output, which all 256 workers would print."""
 
     def client(number: int) -> Client:
         target = Target(host, port, f"worker-{number}", "scripted", 300.0)
         return Client(
-            target, LocalDevice("scripted", None, say_nothing), WorkerCredentials(), say_nothing
+            target, LocalDevice("scripted", None, drop_line), WorkerCredentials(), drop_line
         )
 
     clients = [client(number) for number in range(first_number, first_number + count)]
@@ -214,19 +214,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if reason := why_not():
         sys.exit(reason)
     print_heading("Many workers on one coordinator")
-    head = ["workers", "payload", "join s", "first step s", "steps/s", "coordinator CPU ms/step"]
+    header = ["workers", "payload", "join s", "first step s", "steps/s", "coordinator CPU ms/step"]
     rows = []
     for topology in options.topologies:
         for payload_kb in options.payload_kb:
             for workers in options.workers:
-                figures = measure(workers, topology, options.steps, payload_kb * 1000)
+                measurement = measure(workers, topology, options.steps, payload_kb * 1000)
                 rows.append([
-                    f"{workers}, {topology}", f"{payload_kb} kB", f"{figures.join_s:.1f}",
-                    f"{figures.ready_s:.1f}", f"{figures.steps_per_s:.2f}", f"{figures.cpu_ms:.0f}",
-                    f"{figures.peak_mb:.0f}", f"{figures.status_ms:.0f}", f"{figures.load:.1f}",
+                    f"{workers}, {topology}", f"{payload_kb} kB", f"{measurement.join_s:.1f}",
+                    f"{measurement.ready_s:.1f}", f"{measurement.steps_per_s:.2f}",
+                    f"{measurement.cpu_ms:.0f}",
+                    f"{measurement.peak_mb:.0f}", f"{measurement.status_ms:.0f}",
+                    f"{measurement.load:.1f}",
                 ])  # fmt: skip
                 print(rows[-1], file=sys.stderr, flush=True)
-    print_table([*head, "peak MB", "status ms", "load"], rows)
+    print_table([*header, "peak MB", "status ms", "load"], rows)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     python -m benchmarks.narrow_base
     python -m benchmarks.narrow_base --model qwen3-4b --layers 9 --kinds int4 --backends cpu vulkan
 
-Each format and backend runs in its own process. The resident memory beyond that of the libraries,
-including mapped files, is printed at its peak and by phase, with the estimate of
-`device_memory.estimate` for the narrow base, and the largest tensor. Weights are random, written
-shard by shard.
+Each format and backend runs in its own process. The command prints the peak of the resident memory
+beyond that of the libraries, including mapped files, in total and by phase, with the estimate of
+`device_memory.estimate` for the quantized base, and the size of the largest tensor. Weights are
+random; one file is written at a time.
 """
 
 from __future__ import annotations
@@ -58,14 +58,18 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Print a line for each backend and kind."""
+    """Print a line for each backend and storage format."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="llama-155m")
-    parser.add_argument("--layers", type=int, default=0, help="instead of the model's")
+    parser.add_argument(
+        "--layers", type=int, default=0, help="number of layers, instead of the model's"
+    )
     parser.add_argument("--kinds", nargs="+", default=[*KINDS, FROM_GGUF])
     parser.add_argument("--backends", nargs="+", default=["cpu"])
-    parser.add_argument("--set", nargs="+", default=[], dest="settings", help="of the run spec")
-    parser.add_argument("--directory", type=Path, help="of the model; kept")
+    parser.add_argument(
+        "--set", nargs="+", default=[], dest="settings", help="KEY=VALUE of the run spec"
+    )
+    parser.add_argument("--directory", type=Path, help="directory of the model, which is kept")
     options = parser.parse_args()
     config = MODELS[options.model] | (
         {"num_hidden_layers": options.layers} if options.layers else {}
@@ -78,7 +82,7 @@ def main() -> None:
             write_run(directory, config, with_gguf=FROM_GGUF in options.kinds)
         for backend in options.backends:
             for kind in options.kinds:
-                print(peak(run, backend, kind, options.settings), flush=True)
+                print(measure_in_process(run, backend, kind, options.settings), flush=True)
 
 
 def write_run(directory: Path, config: dict[str, Any], *, with_gguf: bool) -> Path:
@@ -94,8 +98,8 @@ def write_run(directory: Path, config: dict[str, Any], *, with_gguf: bool) -> Pa
         (model / name).write_text(task.manifest.export.files[name])
     if with_gguf:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-        start = transformers.AutoModelForCausalLM.from_pretrained(model)
-        write_gguf(start, tokenizer, directory / "model.gguf", "f16", "model")
+        model_with_weights = transformers.AutoModelForCausalLM.from_pretrained(model)
+        write_gguf(model_with_weights, tokenizer, directory / "model.gguf", "f16", "model")
     document = json.loads(spec.model_dump_json())
     document |= {"model": {"source": str(model)}, "tokenizer": None, "lora": {"r": 8}}
     document["data"]["max_tokens"] = 64
@@ -110,8 +114,8 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
     keys = dict(config)
     model_config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
     with torch.device("meta"):
-        kind: Any = transformers.AutoModelForCausalLM
-        model = kind.from_config(model_config)
+        auto_model: Any = transformers.AutoModelForCausalLM
+        model = auto_model.from_config(model_config)
     model_config.architectures = [type(model).__name__]
     model_config.save_pretrained(directory)
     generator = torch.Generator().manual_seed(0)
@@ -141,8 +145,8 @@ print(measure(*sys.argv[1:]))
 """
 
 
-def peak(run: Path, backend: str, kind: str, settings: list[str]) -> str:
-    """Measure in a new process."""
+def measure_in_process(run: Path, backend: str, kind: str, settings: list[str]) -> str:
+    """Run `measure` in a new process; return its line."""
     process = subprocess.run(  # noqa: S603 -- this very file
         [sys.executable, "-c", _MEASURE, str(run), backend, kind, *settings],
         env=child_environment(), stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT,
@@ -152,8 +156,8 @@ def peak(run: Path, backend: str, kind: str, settings: list[str]) -> str:
 
 def measure(run: str, device: str, kind: str, *settings: str) -> str:
     """Train two microbatches; return the peak growth of resident memory by phase."""
-    base_dtype, _, of_gguf = kind.partition(" ")
-    source = [f"model.source={Path(run).parent / 'model.gguf'}"] if of_gguf else []
+    base_dtype, _, is_gguf = kind.partition(" ")
+    source = [f"model.source={Path(run).parent / 'model.gguf'}"] if is_gguf else []
     spec = load_run_spec(Path(run), [f"model.base_dtype={base_dtype}", *source, *settings])
     assert isinstance(spec, ModelRun)
     backend = choose(device).backend
@@ -190,7 +194,7 @@ def _expected(spec: ModelRun) -> str:
         return "from GGUF"
     shapes = [shape for _, shape, _ in stored_tensors(Path(spec.model.source))]
     largest_bytes = max(4 * math.prod(shape) for shape in shapes)
-    return f"narrow base {memory.weights / MIB:.0f}, largest tensor {largest_bytes / MIB:.0f}"
+    return f"quantized base {memory.weights / MIB:.0f}, largest tensor {largest_bytes / MIB:.0f}"
 
 
 if __name__ == "__main__":

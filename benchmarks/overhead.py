@@ -28,20 +28,20 @@ from protocol.spec.run_spec import parse_run_spec
 
 JOB = "sms-spam"
 TURNS = 5
-WARMING_STEPS = 2
-"""The first step of each turn is never measured: times are from update to update."""
+WARMUP_STEPS = 2
+"""Includes the first step of each turn, which has no time from update to update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Times of the same steps on both sides, by turns.
+    """Times of the same steps on both sides.
 
     Attributes:
         worker_steps: Steps of the worker.
         bare_steps: Steps of the plain loop.
         worker_cpu_ms: Processor time of the worker's process per step, for each turn, including
             start and end of the run.
-        bare_cpu_ms: The same for the plain loop.
+        bare_cpu_ms: Processor time of the plain loop per step, likewise.
         loss_difference: Largest relative difference of the losses of any step.
     """
 
@@ -58,15 +58,16 @@ class Measurement:
 
     @property
     def paired_ratio(self) -> float:
-        """Return the median ratio of each step to its counterpart; long steps have no more "
-        "weight."""
+        """Return the median ratio of each step to its counterpart, which weighs all steps
+        equally."""
         return median(
             a.total_ms / b.total_ms for a, b in zip(self.worker_steps, self.bare_steps, strict=True)
         )
 
     @property
     def best_ratio(self) -> float:
-        """Return the ratio of sums of each step's fastest time: an estimate for an idle machine."""
+        """Return the ratio of the sums of each step's fastest time, an estimate for an idle
+        machine."""
         return sum(_fastest_times(self.worker_steps)) / sum(_fastest_times(self.bare_steps))
 
     @property
@@ -79,13 +80,13 @@ class _OneWorker(Cluster):
     """A cluster of one worker, whose processor time can be read."""
 
     def worker_cpu_s(self) -> float:
-        """Return the processor time of all its threads, since its start."""
+        """Return the processor time of the worker's threads since its start."""
         # The id of a process's clock, computed as in glibc's clock_getcpuclockid.
         return time.clock_gettime((~self._processes[-1].pid << 3) | 2)
 
 
 def measure(document: dict[str, Any], turns: int = TURNS, backend: str = "cpu") -> Measurement:
-    """Measure both sides by turns, each a whole run from step 0; the first turn is not counted."""
+    """Measure both sides alternately, whole runs from step 0; the first turn is not counted."""
     loop = BareLoop(parse_run_spec(document), backend)
     intervals: list[Interval] = []
     bare_runs: list[BareRun] = []
@@ -96,9 +97,9 @@ def measure(document: dict[str, Any], turns: int = TURNS, backend: str = "cpu") 
         cluster = _OneWorker([worker], directory)
         with cluster:
             for _ in range(turns + 1):
-                since_s = cluster.worker_cpu_s()
+                start_s = cluster.worker_cpu_s()
                 intervals.append(cluster.run(document))
-                cpu_s.append(cluster.worker_cpu_s() - since_s)
+                cpu_s.append(cluster.worker_cpu_s() - start_s)
                 bare_runs.append(loop.run())
         timeline = cluster.timelines()[0]
         losses = [
@@ -107,8 +108,8 @@ def measure(document: dict[str, Any], turns: int = TURNS, backend: str = "cpu") 
     worker_steps = [step_times(timeline, run.start_us, run.end_us) for run in intervals]
     per_step = 1e3 / document["steps"]
     return Measurement(
-        [step for steps in worker_steps[1:] for step in steps[WARMING_STEPS - 1 :]],
-        [step for run in bare_runs[1:] for step in run.steps[WARMING_STEPS - 1 :]],
+        [step for steps in worker_steps[1:] for step in steps[WARMUP_STEPS - 1 :]],
+        [step for run in bare_runs[1:] for step in run.steps[WARMUP_STEPS - 1 :]],
         [s * per_step for s in cpu_s[1:]],
         [run.cpu_s * per_step for run in bare_runs[1:]],
         max(
@@ -164,14 +165,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help=f"steps in each of {TURNS} turns")
     parser.add_argument("--backend", choices=("cpu", "cuda", "xpu"), default="cpu")
     options = parser.parse_args()
-    # As the worker does; otherwise only the bare loop would pay for page faults.
+    # The worker does so too; otherwise only the bare loop would have page faults.
     keep_freed_memory()
     print_heading(f"One worker against a bare PyTorch loop, {JOB}, from update to update")
     with tempfile.TemporaryDirectory() as name:
         times = startup.measure(short_job(JOB, 1), options.backend, Path(name))
-    measurement = measure(short_job(JOB, options.rounds + WARMING_STEPS), backend=options.backend)
-    head = ["way", "steps", "min ms", "median ms", "compute", "update", "rest", "cpu"]
-    print_table(head, rows(measurement))
+    measurement = measure(short_job(JOB, options.rounds + WARMUP_STEPS), backend=options.backend)
+    header = ["side", "steps", "min ms", "median ms", "compute", "update", "rest", "cpu"]
+    print_table(header, rows(measurement))
     print(f"ratio of medians {measurement.ratio:.3f}; each step to itself, median "
           f"{measurement.paired_ratio:.3f}; each step's fastest {measurement.best_ratio:.3f}; "
           f"processor time {measurement.cpu_ratio:.3f}")  # fmt: skip

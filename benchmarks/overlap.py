@@ -2,7 +2,7 @@
 
 Twelve blocks of 20 ms backward and 2 MB each, after 120 ms of forward; one microbatch per worker.
 samestep against DistributedDataParallel over gloo, with its default and other bucket sizes. The
-sides alternate, a few steps each, while the others are idle.
+sides alternate, a few steps each, while the other sides are idle.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from benchmarks.cluster import Cluster, Interval, scripted
+from benchmarks.cluster import Cluster, Interval, scripted_worker
 from benchmarks.machine import print_heading, print_table
 from benchmarks.ranks import Ranks
 from benchmarks.ranks import intervals_us as rank_intervals_us
 from benchmarks.timeline import intervals_us, step_times
 
 TURNS = 3
-WARMING_STEPS = 3
-"""DDP rearranges its buckets after the first step."""
+WARMUP_STEPS = 3
+"""Steps that are not counted: DDP rearranges its buckets after the first step."""
 WORKERS = (2, 3)
 BUCKETS_MB: Final = (None, 1, 2, 4, 8)
 """DDP's bucket_cap_mb, in MiB; None for its default: 1 for the first bucket, then 25."""
@@ -73,28 +73,28 @@ class Case:
 
 
 ExposedMs = dict[str, list[float]]
-"""Milliseconds of each step that were not computing, by side."""
+"""By side: milliseconds of each step beyond its compute time."""
 
 
 def measure(case: Case, rounds: int, turns: int = TURNS) -> ExposedMs:
-    """Measure all sides by turns, `rounds` steps in each turn; the first side is samestep."""
-    steps = rounds + WARMING_STEPS + 1
+    """Measure all sides alternately, `rounds` steps in each turn; the first side is samestep."""
+    steps = rounds + WARMUP_STEPS + 1
     runs: list[Interval] = []
     step_us: dict[str, list[float]] = {"ours": []}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        cluster = Cluster([scripted(case.compute_ms)] * case.workers, directory / "ours")
+        cluster = Cluster([scripted_worker(case.compute_ms)] * case.workers, directory / "ours")
         with cluster, Ranks(case.workers, directory / "gloo") as ranks:
             for _ in range(turns):
                 runs.append(cluster.run(case.run_spec(steps)))
                 for bucket_mb in BUCKETS_MB:
                     answers = ranks.run_commands(case.train_command(steps, bucket_mb))
-                    rank_us = rank_intervals_us(answers)[WARMING_STEPS:]
+                    rank_us = rank_intervals_us(answers)[WARMUP_STEPS:]
                     step_us.setdefault(_side_name(bucket_mb), []).extend(rank_us)
         timelines = cluster.timelines()
     for run in runs:
-        taken_steps = step_times(timelines, run.start_us, run.end_us)
-        step_us["ours"] += intervals_us(taken_steps[WARMING_STEPS:])
+        steps_of_run = step_times(timelines, run.start_us, run.end_us)
+        step_us["ours"] += intervals_us(steps_of_run[WARMUP_STEPS:])
     return {
         side: [span_us / 1e3 - case.compute_ms for span_us in spans]
         for side, spans in step_us.items()
@@ -129,8 +129,8 @@ def main() -> None:
     cases = [Case(workers) for workers in WORKERS]
     print_heading(f"Exposed communication of steps that compute for {cases[0].compute_ms:g} ms")
     lines = [line for case in cases for line in rows(case, measure(case, rounds))]
-    head = ["way", "steps", "min ms", "median ms", "of compute", "to default DDP"]
-    print_table(head, lines)
+    header = ["side", "steps", "min ms", "median ms", "of compute", "to default DDP"]
+    print_table(header, lines)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What open pages cost a run: the same steps with and without ten tabs, alternating.
+"""The cost of open status pages for a run: steps with and without ten tabs, alternating.
 
-A tab makes the requests of the page's script: the stream of events, the runs at first, and at most
-every 0.7 s the status and the new part of the run's history. Devices sleep, so the exchange and
-this machine determine the time of a step.
+A tab makes the requests of the page's script: the stream of events, once the list of runs, and at
+most every 0.7 s the status and the new part of the run's history. Devices sleep, so the exchange
+and this machine determine the time of a step.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from benchmarks.machine import print_heading, print_table
 from coordinator.operator.control_client import control_token
 from tests.chaos.processes import Coordinator
 
-EVERY_S: Final = 0.7
-MOST_STEP_RATIO: Final = 1.02
-MOST_MEMORY_MIB: Final = 10.0
+REFRESH_INTERVAL_S: Final = 0.7
+MAX_STEP_RATIO: Final = 1.02
+MAX_MEMORY_MIB: Final = 10.0
 _MIB: Final = 1 << 20
 
 
@@ -47,42 +47,44 @@ class Measurement:
 
 async def _open_tab(http: aiohttp.ClientSession, control: str) -> None:
     """Keep one page open."""
-    news = asyncio.Event()
+    has_events = asyncio.Event()
 
     async def listen() -> None:
         async with http.get(f"http://{control}/events") as answer:
             async for _ in answer.content:
-                news.set()
+                has_events.set()
 
     async def fetch(path: str) -> Any:
         async with http.get(f"http://{control}/{path}") as answer:
             return await answer.json()
 
-    listening = asyncio.create_task(listen())
+    listen_task = asyncio.create_task(listen())
     last_step = 0
     await fetch("runs")
-    while not listening.done():
+    while not listen_task.done():
         await fetch("status")
         last_step = (await fetch(f"history?after={last_step}"))["loss"]["full"]
-        news.clear()
-        await asyncio.sleep(EVERY_S)
-        await news.wait()
+        has_events.clear()
+        await asyncio.sleep(REFRESH_INTERVAL_S)
+        await has_events.wait()
 
 
-async def _tabs(control: str, count: int) -> None:
-    bearing = {"Authorization": f"Bearer {control_token(control)}"}
-    async with aiohttp.ClientSession(headers=bearing) as http:
+async def _open_tabs(control: str, count: int) -> None:
+    headers = {"Authorization": f"Bearer {control_token(control)}"}
+    async with aiohttp.ClientSession(headers=headers) as http:
         tabs = [asyncio.create_task(_open_tab(http, control)) for _ in range(count)]
         print("open", flush=True)
         await asyncio.gather(*tabs)
 
 
-def _turn(coordinator: Coordinator, steps: int, measurement: Measurement) -> None:
-    since, last_step = len(coordinator.events), coordinator.step + steps
+def _measure_turn(coordinator: Coordinator, steps: int, measurement: Measurement) -> None:
+    first_event, last_step = len(coordinator.events), coordinator.step + steps
     with coordinator.memory() as growth:
-        coordinator.wait_for("its steps", lambda _: coordinator.step >= last_step, since)
-    at_s = [event.at_s for event in coordinator.events[since:] if event.name == "committed"]
-    measurement.steps_ms += [(b - a) * 1e3 for a, b in pairwise(at_s)]
+        coordinator.wait_for("its steps", lambda _: coordinator.step >= last_step, first_event)
+    commit_times_s = [
+        event.at_s for event in coordinator.events[first_event:] if event.name == "committed"
+    ]
+    measurement.steps_ms += [(b - a) * 1e3 for a, b in pairwise(commit_times_s)]
     measurement.memory_bytes.append(growth.peak_bytes)
 
 
@@ -92,13 +94,13 @@ def measure(turns: int, steps: int, tabs: int) -> tuple[Measurement, Measurement
     with tempfile.TemporaryDirectory() as name, running_cluster(Path(name)) as coordinator:
         command = [sys.executable, "-m", "benchmarks.page", "--tabs", str(tabs)]
         for _ in range(turns):
-            _turn(coordinator, steps, without_pages)
+            _measure_turn(coordinator, steps, without_pages)
             with subprocess.Popen(  # noqa: S603 -- our own command
                 [*command, "--of", coordinator.control], stdout=subprocess.PIPE
             ) as pages:
                 assert pages.stdout is not None
                 pages.stdout.readline()
-                _turn(coordinator, steps, with_pages)
+                _measure_turn(coordinator, steps, with_pages)
                 pages.kill()
     return without_pages, with_pages
 
@@ -112,16 +114,16 @@ def main() -> None:
     parser.add_argument("--of", metavar="HOST:PORT", help="only open the tabs")
     options = parser.parse_args()
     if options.of:
-        asyncio.run(_tabs(options.of, options.tabs))
+        asyncio.run(_open_tabs(options.of, options.tabs))
         return
-    print_heading(f"{options.tabs} open pages beside a run")
+    print_heading(f"{options.tabs} open pages during a run")
     without_pages, with_pages = measure(options.rounds, options.steps, options.tabs)
     print_table(
-        ["", "steps", "median ms", "MiB"], [without_pages.row("without"), with_pages.row("beside")]
+        ["", "steps", "median ms", "MiB"], [without_pages.row("without"), with_pages.row("with")]
     )
     ratio = median(with_pages.steps_ms) / median(without_pages.steps_ms)
-    print(f"step beside pages to one without: {ratio:.3f}; aim {MOST_STEP_RATIO}")
-    print(f"aim of memory {MOST_MEMORY_MIB:g} MiB; load {os.getloadavg()[0]:.1f}")
+    print(f"step with pages to one without: {ratio:.3f}; limit {MAX_STEP_RATIO}")
+    print(f"limit of memory {MAX_MEMORY_MIB:g} MiB; load {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 `python -m benchmarks.planned [--plot FILE] [--computes-s S]` evaluates the model by which
 `exchange.topology: auto` decides (`coordinator.run.exchange.times`): star, sharded, and runs with
 replicas, whose rounds use a star. It needs no network. For rows of `benchmarks.shaped`, it prints
-the prediction beside the measurement.
+the prediction next to the measurement.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from coordinator.run.exchange.times import MeshMember, Volume, sharded_s, star_s
 _HOSTS: Final = (4, 8, 16, 32, 64)
 _MBITS: Final = (100, 1_000, 10_000, 25_000)
 _BYTES: Final = (5_300_000, 100_000_000, 540_000_000, 4_000_000_000)
-_PIECES: Final = {5_300_000: 12, 100_000_000: 48, 540_000_000: 140, 4_000_000_000: 1000}
-"""Approximate number of chunks of models of such a size."""
+_CHUNKS: Final = {5_300_000: 12, 100_000_000: 48, 540_000_000: 140, 4_000_000_000: 1000}
+"""Approximate number of chunks by size of the gradients."""
 _INNER_STEPS: Final = 100
 _INT8: Final = 0.266
-"""Bytes of a difference in int8, as a share of those in float32; the average in bfloat16: 0.5."""
-_HIDDEN: Final = 2 / 3
+"""Bytes of a difference in int8, as a share of those in float32."""
+_HIDDEN_SHARE: Final = 2 / 3
 """Share of the computing in which backward can hide an exchange."""
-_HIDEABLE_SHARE: Final = 0.25
+_ACCEPTABLE_SHARE: Final = 0.25
 """Share of the computing that an exchange may add before replicas are better."""
 
 
-class Expected(NamedTuple):
-    """Seconds of a step's exchange by topology; with replicas, a round divided by its inner "
-    "steps."""
+class Prediction(NamedTuple):
+    """Seconds of a step's exchange by topology; with replicas, of a round per inner step."""
 
     star: float
     sharded: float
@@ -41,23 +40,23 @@ class Expected(NamedTuple):
 
     def best_topology(self, computes_s: float) -> str:
         """Return the faster synchronous topology, or replicas if that delays a step too much."""
-        quicker_s = min(self.star, self.sharded)
-        if quicker_s > (_HIDDEN + _HIDEABLE_SHARE) * computes_s and self.replicas < quicker_s:
+        faster_s = min(self.star, self.sharded)
+        if faster_s > (_HIDDEN_SHARE + _ACCEPTABLE_SHARE) * computes_s and self.replicas < faster_s:
             return "replicas"
         return "star" if self.star <= self.sharded else "sharded"
 
 
-def members_of(hosts: int, mbit: float) -> list[MeshMember]:
+def equal_members(hosts: int, mbit: float) -> list[MeshMember]:
     """Return equal members, with the coordinator on the first one's host."""
     return [MeshMember(mbit, 1 / hosts, here=host == 0) for host in range(hosts)]
 
 
-def expected(hosts: int, mbit: float, payload_bytes: int) -> Expected:
+def predict(hosts: int, mbit: float, payload_bytes: int) -> Prediction:
     """Return the prediction for equal hosts, in float32 in both directions."""
-    members = members_of(hosts, mbit)
-    volume = Volume(payload_bytes, payload_bytes, _PIECES[payload_bytes])
-    round_ = Volume(int(payload_bytes * _INT8), payload_bytes // 2, _PIECES[payload_bytes])
-    return Expected(
+    members = equal_members(hosts, mbit)
+    volume = Volume(payload_bytes, payload_bytes, _CHUNKS[payload_bytes])
+    round_ = Volume(int(payload_bytes * _INT8), payload_bytes // 2, _CHUNKS[payload_bytes])
+    return Prediction(
         star_s(volume, members),
         sharded_s(volume, members),
         star_s(round_, members) / _INNER_STEPS,
@@ -65,7 +64,7 @@ def expected(hosts: int, mbit: float, payload_bytes: int) -> Expected:
 
 
 class Measurement(NamedTuple):
-    """A row of `benchmarks.shaped` that its links limit: the fastest round."""
+    """The fastest rounds of a row of `benchmarks.shaped` whose links were the limit."""
 
     hosts: int
     mbit: int
@@ -83,7 +82,7 @@ _MEASUREMENTS: Final = (
 def comparison_rows() -> Iterator[list[str]]:
     """Yield expected and measured milliseconds."""
     for measurement in _MEASUREMENTS:
-        prediction = expected(measurement.hosts, measurement.mbit, _BYTES[0])
+        prediction = predict(measurement.hosts, measurement.mbit, _BYTES[0])
         for topology, measured_ms in (
             ("star", measurement.star_ms),
             ("sharded", measurement.sharded_ms),
@@ -99,34 +98,34 @@ def rows(computes_s: float) -> Iterator[list[str]]:
     for mbit in _MBITS:
         for size in _BYTES:
             for hosts in (4, 16, 64):
-                prediction = expected(hosts, mbit, size)
+                prediction = predict(hosts, mbit, size)
                 seconds = [f"{value:.3g}" for value in prediction]
                 label = f"{_link(mbit)}, {_size(size)}, {hosts} hosts"
                 yield [label, *seconds, prediction.best_topology(computes_s)]
 
 
 def two_levels_s(volume: Volume, hosts: int, mbit: float) -> float:
-    """Return the seconds for groups with a coordinator each below a common one, at the best group
-    size.
+    """Return the seconds for groups with one coordinator each and a coordinator above them, at the
+    best group size.
 
-    The levels work on different pieces at the same time: the slower one determines the time, and
-    then the last piece passes the other one.
+    The levels work on different pieces at the same time: the slower level determines the time, and
+    then the last piece passes the other level.
     """
     times = []
     for group in (2**n for n in range(1, hosts.bit_length() - 1)):
-        within_s = star_s(volume, members_of(group, mbit))
-        between_s = star_s(volume, members_of(hosts // group, mbit))
+        within_s = star_s(volume, equal_members(group, mbit))
+        between_s = star_s(volume, equal_members(hosts // group, mbit))
         times.append(max(within_s, between_s) + min(within_s, between_s) / volume.pieces)
     return min(times)
 
 
-def many_hosts() -> Iterator[list[str]]:
+def many_hosts_rows() -> Iterator[list[str]]:
     """Return the rows of the table of 64 to 1,024 hosts: star, two levels of stars, and sharded."""
     for mbit in (1_000, 10_000, 100_000):
         for size in _BYTES[:3]:
             for hosts in (64, 256, 1_024):
-                prediction = expected(hosts, mbit, size)
-                volume = Volume(size, size, _PIECES[size])
+                prediction = predict(hosts, mbit, size)
+                volume = Volume(size, size, _CHUNKS[size])
                 seconds = (prediction.star, two_levels_s(volume, hosts, mbit), prediction.sharded)
                 label = f"{_link(mbit)}, {_size(size)}, {hosts} hosts"
                 yield [label, *(f"{value:.3g}" for value in seconds)]
@@ -163,19 +162,19 @@ def plot(computes_s: float) -> str:
 
 
 def _panel(mbit: int, size: int, computes_s: float) -> Panel:
-    by_hosts = [(hosts, expected(hosts, mbit, size)) for hosts in _HOSTS]
-    ends = " to ".join(
-        dict.fromkeys(expectation.best_topology(computes_s) for _, expectation in by_hosts)
+    by_hosts = [(hosts, predict(hosts, mbit, size)) for hosts in _HOSTS]
+    best_topologies = " to ".join(
+        dict.fromkeys(prediction.best_topology(computes_s) for _, prediction in by_hosts)
     )
     powers = range(_LOW, _HIGH + 1, 2)
     return Panel(
-        f"{_size(size)}, {_link(mbit)}: {ends}",
+        f"{_size(size)}, {_link(mbit)}: {best_topologies}",
         Axis(_HOSTS[0], _HOSTS[-1], [(n, str(n)) for n in _HOSTS], logarithmic=True),
         Axis(10.0**_LOW, 10.0**_HIGH, [(10.0**n, f"{10.0**n:g} s") for n in powers], True),
         [
             Line([(n, computes_s) for n in _HOSTS], "stroke:#999;stroke-dasharray:2 3"),
             *(
-                Line([(n, getattr(expectation, topology)) for n, expectation in by_hosts], style)
+                Line([(n, getattr(prediction, topology)) for n, prediction in by_hosts], style)
                 for topology, style in _STYLES.items()
             ),
         ],
@@ -185,14 +184,14 @@ def _panel(mbit: int, size: int, computes_s: float) -> Panel:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--plot", type=Path, help="write an SVG there")
-    parser.add_argument("--computes-s", type=float, default=1.0, help="of each step")
+    parser.add_argument("--plot", type=Path, help="write an SVG to this file")
+    parser.add_argument("--computes-s", type=float, default=1.0, help="compute time of each step")
     options = parser.parse_args()
     print_heading("Expected seconds of a step's exchange, by the planner's model")
-    head = ["link, gradients, hosts", "star", "sharded", "replicas", "best"]
-    print_table(head, list(rows(options.computes_s)))
+    header = ["link, gradients, hosts", "star", "sharded", "replicas", "best"]
+    print_table(header, list(rows(options.computes_s)))
     print_table(["on this machine", "expected ms", "measured ms", "ratio"], list(comparison_rows()))
-    print_table(["many hosts", "star", "two levels of stars", "sharded"], list(many_hosts()))
+    print_table(["many hosts", "star", "two levels of stars", "sharded"], list(many_hosts_rows()))
     if options.plot is not None:
         options.plot.write_text(plot(options.computes_s))
 

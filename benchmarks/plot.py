@@ -1,4 +1,4 @@
-"""Plot benchmarks as SVG text: panels of lines in a grid."""
+"""Plot measurements as SVG text: panels of lines in a grid."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from html import escape
 from typing import Final, NamedTuple
 
 _LEFT, _TOP, _GAP = 50, 46, 16
-_MARKS: Final = 18
-"""Height of an axis's marks below a panel."""
+_TICK_LABEL_HEIGHT: Final = 18
+"""Height of the x axis's tick labels below a panel."""
 
 
 class Axis(NamedTuple):
-    """The range of an axis, and its marks: values and their labels."""
+    """The range of an axis, and its ticks: values and their labels."""
 
     low: float
     high: float
-    marks: Sequence[tuple[float, str]]
+    ticks: Sequence[tuple[float, str]]
     logarithmic: bool = False
 
-    def share(self, value: float) -> float:
+    def fraction(self, value: float) -> float:
         """Return the position of a value on the axis, from 0 to 1."""
         if self.logarithmic:
             return math.log(value / self.low) / math.log(self.high / self.low)
@@ -35,7 +35,7 @@ class Line(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Lines over two axes; the panels of a row share the vertical one."""
+    """Lines over two axes; the panels of a row share the vertical axis."""
 
     title: str
     x: Axis
@@ -65,7 +65,7 @@ def draw_panels(
     for label, _ in legend:
         legend_x.append(legend_x[-1] + 44 + 7 * len(label))
     width = max(_LEFT + len(rows[0]) * (panel_width + _GAP), legend_x[-1])
-    row_height = panel_height + _MARKS + _GAP
+    row_height = panel_height + _TICK_LABEL_HEIGHT + _GAP
     height = _TOP + len(rows) * row_height + 14
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
@@ -89,16 +89,17 @@ def draw_panels(
 
 def _panel(panel: Panel, panel_width: int, panel_height: int, *, is_first: bool) -> Iterator[str]:
     def position(x: float, y: float) -> str:
-        return f"{panel_width * panel.x.share(x):.1f},{panel_height * (1 - panel.y.share(y)):.1f}"
+        left, top = panel_width * panel.x.fraction(x), panel_height * (1 - panel.y.fraction(y))
+        return f"{left:.1f},{top:.1f}"
 
     yield f'<text y="-5">{escape(panel.title)}</text>'
     yield f'<rect width="{panel_width}" height="{panel_height}" fill="none" stroke="#999"/>'
-    for value, mark in panel.y.marks if is_first else ():
-        y = panel_height * (1 - panel.y.share(value)) + 4
-        yield f'<text x="-4" y="{y:.1f}" text-anchor="end">{mark}</text>'
-    for value, mark in panel.x.marks:
-        x = panel_width * panel.x.share(value)
-        yield f'<text x="{x:.1f}" y="{panel_height + 12}" text-anchor="middle">{mark}</text>'
+    for value, label in panel.y.ticks if is_first else ():
+        y = panel_height * (1 - panel.y.fraction(value)) + 4
+        yield f'<text x="-4" y="{y:.1f}" text-anchor="end">{label}</text>'
+    for value, label in panel.x.ticks:
+        x = panel_width * panel.x.fraction(value)
+        yield f'<text x="{x:.1f}" y="{panel_height + 12}" text-anchor="middle">{label}</text>'
     for line in panel.lines:
         coordinates = " ".join(position(*point) for point in line.points)
         style = f"fill:none;stroke-width:2;{line.style}"

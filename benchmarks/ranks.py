@@ -1,4 +1,4 @@
-"""Processes of torch.distributed that execute commands and wait in between."""
+"""Processes of torch.distributed that execute commands and wait between them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Ranks:
     def run_commands(
         self, commands: dict[str, Any] | Sequence[dict[str, Any]]
     ) -> list[list[list[float]]]:
-        """Send every rank its command, or all ranks the same one.
+        """Send each rank its command, or all ranks the same command.
 
         Returns:
             For each rank, start and end of each round or step in microseconds on the monotonic
@@ -80,21 +80,20 @@ class Ranks:
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
-                raise RuntimeError(f"rank {rank} ended; its last words are above")
+                raise RuntimeError(f"rank {rank} ended; its output is above")
             answers.append(json.loads(line))
         return answers
 
 
 def spans_us(answers: Sequence[Sequence[Sequence[float]]]) -> list[float]:
-    """Return the duration of each round, from its start at the first rank to its end at the "
-    "last."""
+    """Return the duration of each round, from the first rank's start to the last rank's end."""
     return [
-        max(end for _, end in of_ranks) - min(start for start, _ in of_ranks)
-        for of_ranks in zip(*answers, strict=True)
+        max(end for _, end in spans) - min(start for start, _ in spans)
+        for spans in zip(*answers, strict=True)
     ]
 
 
 def intervals_us(answers: Sequence[Sequence[Sequence[float]]]) -> list[float]:
     """Return the time from each step's end at the last rank to that of the next step."""
-    ends = [max(end for _, end in of_ranks) for of_ranks in zip(*answers, strict=True)]
+    ends = [max(end for _, end in spans) for spans in zip(*answers, strict=True)]
     return [next_us - previous_us for previous_us, next_us in pairwise(ends)]

@@ -1,4 +1,4 @@
-"""One device of a multi-device worker like `benchmarks.ready_worker`."""
+"""One device of a multi-device worker whose gradients are ready-made, see `ready_worker`."""
 
 from __future__ import annotations
 

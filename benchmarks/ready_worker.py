@@ -1,8 +1,7 @@
-"""A worker whose device waits, then has every block's gradient at once.
+"""A worker whose device waits, then returns the gradients of all blocks at once.
 
-This measures the exchange of a step alone: when it starts, the previous step is over, and nothing
-is computed during it. Everything except the device is the real worker. Started by
-`benchmarks.sync`.
+It isolates the exchange of a step: the previous step is over when the exchange starts, and nothing
+is computed meanwhile. Everything except the device is the real worker. `benchmarks.sync` starts it.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from worker.tasks.small.scripted import Scripted
 
 
 class ReadyProgram(ScriptedProgram):
-    """The same gradients in every step, kept in memory."""
+    """Returns the same gradients, kept in memory, in every step."""
 
     def __init__(self, trainable: Trainable, quiet_ms: float) -> None:
         super().__init__(trainable, 0.0)
         self._quiet_s = quiet_ms / 1e3
 
     def gradients(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
-        """Yield every block at once after the idle time."""
+        """Return the gradients of all blocks, which are ready after the idle time."""
         closed = threading.Event()
-        added_to = len(leaves) > 1  # a subtree taken over from a late worker
+        is_summed = len(leaves) > 1  # a subtree taken over from a late worker
 
         def begin(leaf: int, batch: Batch, seed: int) -> Microbatch:
             del leaf, seed
-            return Microbatch(self._block_gradients(batch, closed, is_copied=added_to), closed.set)
+            return Microbatch(self._block_gradients(batch, closed, is_copied=is_summed), closed.set)
 
-        if added_to:
+        if is_summed:
             return sum_on_host(leaves, begin, len(self._patterns))
         return SubtreeGradients(leaves, begin)
 
@@ -62,7 +61,7 @@ class ReadyProgram(ScriptedProgram):
 
 
 class ReadyBackend(ScriptedBackend):
-    """A backend of `ReadyProgram`s."""
+    """A backend that compiles to `ReadyProgram`."""
 
     def compile(
         self,
@@ -89,32 +88,32 @@ class ReadyDevice:
 
 
 def several_devices(devices: int, quiet_ms: float, trace: Path) -> DeviceSet:
-    """Return several such devices as one multi-device worker."""
+    """Return several ready devices as one multi-device worker."""
     names: dict[str, int | str | None] = {f"device{number}": number for number in range(devices)}
     module = "benchmarks.ready_device"
     return DeviceSet([*names], DeviceProcesses(names, str(quiet_ms), print, trace, module))
 
 
 async def serve(address: str, name: str, quiet_ms: float, trace: Path, devices: int) -> ExitCode:
-    """Serve a coordinator until it says goodbye."""
+    """Work for a coordinator until it ends the connection."""
     host, _, port = address.rpartition(":")
     target = Target(host, int(port), name, "scripted", 10.0)
     with Tracer(trace, name) as tracer:
-        toolbox = (
+        backend_factory = (
             several_devices(devices, quiet_ms, trace) if devices > 1 else ReadyDevice(quiet_ms)
         )
-        client = Client(target, toolbox, WorkerCredentials(), lambda _: None, tracer)
+        client = Client(target, backend_factory, WorkerCredentials(), lambda _: None, tracer)
         return await client.serve()
 
 
 def main() -> None:
-    """Run the command, which has the options of a worker that it needs."""
+    """Run the command, which has the options of a worker that `benchmarks.sync` uses."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--quiet-ms", type=float, required=True)
-    parser.add_argument("--devices", type=int, default=1, help="of this host")
+    parser.add_argument("--devices", type=int, default=1, help="number of devices")
     options = parser.parse_args()
     keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,8 +1,8 @@
-"""What a returning worker costs the coordinator, after a short and after a long run.
+"""The cost of a returning worker for the coordinator, after a short and after a long run.
 
-Writes a log of many steps, then reads the last few as for a worker that missed them: their
-positions, commits and gradients. It also measures opening the log, once per start. There is no
-network and no worker: the other costs of a reconnect do not depend on the length of the run.
+Writes a log of many steps, then reads the last few steps as for a worker that missed them, with
+their commits and gradients. It also measures opening the log, which happens once per start. There
+is no network and no worker: the other costs of a reconnect do not depend on the length of the run.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class Measurement:
     """The measurements for one length of the log.
 
     Attributes:
-        resident: Number of steps in the log.
+        logged_steps: Number of steps in the log.
         reconnect_ms: Times to read the missed steps.
         open_ms: Time to open the log again.
     """
 
-    resident: int
+    logged_steps: int
     reconnect_ms: list[float]
     open_ms: float
 
 
 def measure(logged_steps: int, rounds: int) -> Measurement:
-    """Write a log of steps, and read its last few several times."""
+    """Write a log of steps, and read its last few steps several times."""
     with tempfile.TemporaryDirectory(prefix="reconnect-") as directory:
         return asyncio.run(_measure(Path(directory), logged_steps, rounds))
 
@@ -62,7 +62,7 @@ async def _measure(path: Path, logged_steps: int, rounds: int) -> Measurement:
     directory = RunDirectory(path)
     directory.begin("reconnect", spec)
     storage = RunStorage(
-        directory, "reconnect", spec, term=1, guard=lambda: None, failed=_raise_refusal
+        directory, "reconnect", spec, term=1, guard=lambda: None, failed=_raise_error
     )  # fmt: skip
     storage.begin_log(manifest, 0)
     values = np.ones(BLOCK_ELEMENTS, np.float32)
@@ -81,14 +81,14 @@ async def _measure(path: Path, logged_steps: int, rounds: int) -> Measurement:
 
 async def _reconnect(storage: RunStorage, logged_steps: int) -> float:
     start_s = time.perf_counter()
-    row = await storage.logged(logged_steps - MISSED_STEPS)
-    for logged_chunk in row:
+    missed_steps = await storage.logged(logged_steps - MISSED_STEPS)
+    for logged_chunk in missed_steps:
         assert [chunk async for chunk in storage.chunks(logged_chunk)]
-    assert len(row) == MISSED_STEPS
+    assert len(missed_steps) == MISSED_STEPS
     return (time.perf_counter() - start_s) * 1e3
 
 
-def _raise_refusal(error: Exception) -> None:
+def _raise_error(error: Exception) -> None:
     raise error
 
 
@@ -119,7 +119,7 @@ def rows(measurements: list[Measurement]) -> list[list[str]]:
     """Return the rows of the table."""
     return [
         [
-            f"{measurement.resident} kept steps",
+            f"{measurement.logged_steps} logged steps",
             f"{median(measurement.reconnect_ms):.2f}",
             f"{max(measurement.reconnect_ms):.2f}",
             f"{measurement.open_ms:.1f}",
@@ -135,10 +135,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     arguments = parser.parse_args()
     print_heading(f"reconnect: a worker that has missed {MISSED_STEPS} steps")
-    measurements = [
-        measure(resident_steps, arguments.rounds) for resident_steps in arguments.resident
-    ]
-    print_table(["log", "reconnect ms", "worst", "open once ms"], rows(measurements))
+    measurements = [measure(logged_steps, arguments.rounds) for logged_steps in arguments.kept]
+    print_table(["log", "reconnect ms", "max ms", "open once ms"], rows(measurements))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From a kill to the next committed step, for the coordinator and for a worker.
+"""Time from a kill to the next committed step, for the coordinator and for a worker.
 
 The coordinator is killed (SIGKILL) at a random time within a step and restarted at once; its
 workers keep their state and reconnect. Its replica must apply the twenty logged steps since the
@@ -28,7 +28,7 @@ WORKERS = 2
 MICROBATCHES = 8
 LOGGED_STEPS = 20
 """Steps between the last checkpoint and the kill."""
-CALM_STEPS = 6
+UNDISTURBED_STEPS = 6
 """Undisturbed steps after each recovery: the replica catches up in the first few."""
 
 
@@ -42,19 +42,20 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The size of the state."""
+        """Return the size of the state."""
         return f"{3 * self.blocks * self.block_bytes / 1e6:.0f} MB"
 
     @property
     def run_spec(self) -> dict[str, Any]:
-        """A run longer than any measurement, with checkpoints only on request."""
+        """Return the spec of a run that is longer than any measurement, with checkpoints on
+        request."""
         return {
             "name": "recovery",
             "task": "scripted",
             "scripted": {"blocks": self.blocks, "block_bytes": self.block_bytes},
             "batch": {"samples": MICROBATCHES, "microbatch": 1},
             "optimizer": {"name": "adamw", "lr": 1e-3},
-            "steps": 400,  # more steps would be refused for lack of disk space
+            "steps": 400,  # the disk check refuses more steps
             "log": "full",
             "checkpoint": {"every": 0},
         }
@@ -68,11 +69,11 @@ class Recovery:
     """Times after one kill of the coordinator, in seconds since the kill.
 
     Attributes:
-        resumed_s: When the new process has found the last committed step.
-        connected_s: When the first worker has reconnected.
-        ready_s: When that worker has reported its state.
-        committed_s: When the next step is committed.
-        later_s: Duration of the longest of the next few steps, while the replica catches up.
+        resumed_s: Until the new process has found the last committed step.
+        connected_s: Until the first worker has reconnected.
+        ready_s: Until the first worker has reported its state.
+        committed_s: Until the next step is committed.
+        later_s: Duration of the longest of the following steps, while the replica catches up.
     """
 
     resumed_s: float
@@ -90,7 +91,7 @@ class Measurement:
         step_s: Median duration of an undisturbed step.
         coordinator: One entry per kill of the coordinator.
         worker_s: Seconds from the kill of a worker to the commit of the step in progress.
-        stopped_s: Seconds from SIGSTOP of a worker to that commit; only its lease reveals it.
+        stopped_s: Seconds from SIGSTOP of a worker to the commit; only the lease reveals the stop.
     """
 
     step_s: float
@@ -105,10 +106,10 @@ class _Cluster:
     def __init__(self, coordinator: Coordinator, microbatch_ms: float, seed: int) -> None:
         self._coordinator = coordinator
         self._backend = f"scripted:{microbatch_ms:g}"
-        self._source = random.Random(seed)
+        self._rng = random.Random(seed)
         self._workers = {f"w{number}": self._worker(f"w{number}") for number in range(WORKERS)}
-        self._since = 0
-        self.calm_s: list[float] = []
+        self._next_index = 0
+        self.undisturbed_s: list[float] = []
 
     def close(self) -> None:
         for worker in self._workers.values():
@@ -120,8 +121,8 @@ class _Cluster:
 
     def wait_steps(self, count: int) -> None:
         """Wait for some commits; the times between them count as undisturbed steps."""
-        self.calm_s += [
-            next_s.at_s - previous_s.at_s for previous_s, next_s in pairwise(self.commits(count))
+        self.undisturbed_s += [
+            later.at_s - earlier.at_s for earlier, later in pairwise(self.commits(count))
         ]
 
     def checkpoint(self) -> None:
@@ -133,66 +134,66 @@ class _Cluster:
         """Kill the coordinator within a step, and start it again."""
         self.checkpoint()
         self.wait_steps(LOGGED_STEPS)
-        self._within_a_step()
-        at_s = self._coordinator.kill()
-        self._since = since = len(self._coordinator.events)
+        self._sleep_within_step()
+        killed_s = self._coordinator.kill()
+        self._next_index = first_index = len(self._coordinator.events)
         self._coordinator.start()
         first_commit = self._next_event("committed")
-        later_commits = self.commits(CALM_STEPS)
+        later_commits = self.commits(UNDISTURBED_STEPS)
         times = [first_commit.at_s, *(event.at_s for event in later_commits)]
         return Recovery(
-            resumed_s=self._first_event("run_resumed", since) - at_s,
-            connected_s=self._first_event("worker_connected", since) - at_s,
-            ready_s=self._first_event("worker_ready", since) - at_s,
-            committed_s=first_commit.at_s - at_s,
+            resumed_s=self._first_event("run_resumed", first_index) - killed_s,
+            connected_s=self._first_event("worker_connected", first_index) - killed_s,
+            ready_s=self._first_event("worker_ready", first_index) - killed_s,
+            committed_s=first_commit.at_s - killed_s,
             later_s=max(b - a for a, b in pairwise(times)),
         )
 
     def lose_worker(self) -> float:
         """Kill a worker within a step and replace it; return the seconds to the commit."""
-        self.wait_steps(CALM_STEPS)
-        self._within_a_step()
-        name = self._source.choice(sorted(self._workers))
-        since = len(self._coordinator.events)
-        at_s = self._workers[name].kill()
-        commit = self._coordinator.commit_after(at_s, since)
-        self._since = len(self._coordinator.events)
+        self.wait_steps(UNDISTURBED_STEPS)
+        self._sleep_within_step()
+        name = self._rng.choice(sorted(self._workers))
+        first_index = len(self._coordinator.events)
+        killed_s = self._workers[name].kill()
+        commit = self._coordinator.commit_after(killed_s, first_index)
+        self._next_index = len(self._coordinator.events)
         self._workers[name] = self._worker(name)
         self._next_event("worker_joined")
-        self.commits(CALM_STEPS)
-        return commit.at_s - at_s
+        self.commits(UNDISTURBED_STEPS)
+        return commit.at_s - killed_s
 
     def stop_worker(self) -> float:
         """Stop a worker within a step, then resume it; return the seconds to the commit."""
-        self.wait_steps(CALM_STEPS)
-        self._within_a_step()
-        worker = self._workers[self._source.choice(sorted(self._workers))]
-        since = len(self._coordinator.events)
-        at_s = time.time()
+        self.wait_steps(UNDISTURBED_STEPS)
+        self._sleep_within_step()
+        worker = self._workers[self._rng.choice(sorted(self._workers))]
+        first_index = len(self._coordinator.events)
+        stopped_s = time.time()
         worker.stop()
-        commit = self._coordinator.commit_after(at_s, since)
+        commit = self._coordinator.commit_after(stopped_s, first_index)
         worker.resume()
-        self._since = len(self._coordinator.events)
-        self.commits(2 * CALM_STEPS)
-        return commit.at_s - at_s
+        self._next_index = len(self._coordinator.events)
+        self.commits(2 * UNDISTURBED_STEPS)
+        return commit.at_s - stopped_s
 
     def _worker(self, name: str) -> Worker:
         coordinator = self._coordinator
         return Worker(coordinator.address, name, self._backend, coordinator.directory)
 
-    def _within_a_step(self) -> None:
-        """Sleep for a random part of a step: no event marks the middle of one."""
-        time.sleep(self._source.uniform(0.0, median(self.calm_s)))
+    def _sleep_within_step(self) -> None:
+        """Sleep for a random part of a step: no event marks the middle of a step."""
+        time.sleep(self._rng.uniform(0.0, median(self.undisturbed_s)))
 
     def _next_event(self, name: str) -> Event:
         event = self._coordinator.wait_for(
-            name, lambda candidate: candidate.name == name, since=self._since
+            name, lambda candidate: candidate.name == name, since=self._next_index
         )
-        self._since = self._coordinator.events.index(event, self._since) + 1
+        self._next_index = self._coordinator.events.index(event, self._next_index) + 1
         return event
 
-    def _first_event(self, name: str, since: int) -> float:
-        return self._coordinator.wait_for(name, lambda e: e.name == name, since=since).at_s
+    def _first_event(self, name: str, first_index: int) -> float:
+        return self._coordinator.wait_for(name, lambda e: e.name == name, since=first_index).at_s
 
 
 def measure(case: Case, kills: int, seed: int = 1) -> Measurement:
@@ -206,13 +207,13 @@ def measure(case: Case, kills: int, seed: int = 1) -> Measurement:
             cluster = _Cluster(coordinator, case.microbatch_ms, seed)
             try:
                 cluster.commits(2)
-                cluster.wait_steps(CALM_STEPS)
+                cluster.wait_steps(UNDISTURBED_STEPS)
                 restarts = [cluster.restart() for _ in range(kills)]
                 worker_s = [cluster.lose_worker() for _ in range(kills)]
                 stopped_s = [cluster.stop_worker() for _ in range(kills)]
             finally:
                 cluster.close()
-    return Measurement(median(cluster.calm_s), restarts, worker_s, stopped_s)
+    return Measurement(median(cluster.undisturbed_s), restarts, worker_s, stopped_s)
 
 
 def rows(case: Case, measurement: Measurement) -> list[list[str]]:
@@ -220,8 +221,11 @@ def rows(case: Case, measurement: Measurement) -> list[list[str]]:
     step_s, restarts = measurement.step_s, measurement.coordinator
     lines: Sequence[tuple[str, list[float]]] = (
         ("coordinator killed, to the next commit", [restart.committed_s for restart in restarts]),
-        ("  of that beyond a step", [restart.committed_s - step_s for restart in restarts]),
-        ("  until it has the last step from disk", [restart.resumed_s for restart in restarts]),
+        ("  of this beyond a step", [restart.committed_s - step_s for restart in restarts]),
+        (
+            "  until it has read the last step from disk",
+            [restart.resumed_s for restart in restarts],
+        ),
         (
             "  then until a worker is connected",
             [restart.connected_s - restart.resumed_s for restart in restarts],
@@ -254,7 +258,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     print_heading(f"From a kill to the next commit, {WORKERS} workers; seconds")
     lines = [line for case in CASES for line in rows(case, measure(case, rounds))]
-    print_table(["what", "kills", "median s", "worst s"], lines)
+    print_table(["what", "kills", "median s", "max s"], lines)
     print(f"load {os.getloadavg()[0]:.1f}")
 
 

@@ -5,10 +5,10 @@
     python -m benchmarks.replicas traffic [--share N] [--rounds N]
 
 `loss` trains `small-llama` synchronously and with K replicas, H inner steps and a codec, all on the
-same number of tokens. It writes each result as soon as it exists, and continues where it was
-interrupted. The others use four workers whose devices only wait. `utilization` needs root, for
+same number of tokens. It writes each result at once, and continues an interrupted measurement. The
+other commands use four workers whose devices only wait. `utilization` needs root, for
 hosts with links of a given speed (`benchmarks.hosts`); it divides a state of 540 MB and its inner
-steps by `--share`, so everything that determines the result shrinks alike. `traffic` counts the
+steps by `--share`, so all times that determine the result shrink alike. `traffic` counts the
 bytes on the coordinator's connections per sample.
 """
 
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.cluster import Cluster, run_to_end, scripted
+from benchmarks.cluster import Cluster, run_to_end, scripted_worker
 from benchmarks.hosts import Network, why_not
 from benchmarks.machine import print_heading, print_table
 from benchmarks.plot import Axis, Line, Panel, draw_panels
@@ -37,21 +37,21 @@ _TOKENS: Final = 64
 """Tokens of a sample."""
 _STATE_BYTES: Final = 540_000_000
 _INNER_MS: Final = 664.0
-"""32k tokens, 135 M parameters, 40 TFLOP/s."""
+"""Duration of an inner step on 32k tokens, with 135 M parameters at 40 TFLOP/s."""
 _H: Final = 500
 _HOSTS: Final = 4
 _STEP_MS: Final = 100.0
-"""Time of a device in a step or round whose traffic is counted: long enough that each worker has
-its part. Two samples of one worker would travel as one sum, which sends fewer bytes.
+"""Time of a device in a step or round whose traffic is counted: long enough that each worker
+computes its own sample. One worker with two samples would send their sum, which is fewer bytes.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One training; `inner_steps` 0 is the synchronous run on as many tokens.
+    """One way to train; `inner_steps` 0 is the synchronous run on the same number of tokens.
 
-    Without `momentum` the outer update adopts the average of all replicas; with it, it is the run
-    spec's default, DiLoCo's Nesterov momentum, which needs many rounds.
+    Without `momentum` the outer update adopts the average of all replicas. With it the outer update
+    is the run spec's default, DiLoCo's Nesterov momentum, which needs many rounds.
     """
 
     replicas: int
@@ -86,31 +86,31 @@ class Case:
 
 
 def cases(total: int) -> list[Case]:
-    """Yield all cases, the most informative first; only those with whole rounds."""
+    """Return the cases that have at least two rounds, the most informative first."""
     all_cases = [Case(2, 0)]
     all_cases += [Case(2, inner_steps) for inner_steps in (100, 500, 30)]
     all_cases += [Case(2, inner_steps, momentum=True) for inner_steps in (30, 100, 500)]
-    all_cases += _codecs(2, 100)
+    all_cases += _lossy_cases(2, 100)
     all_cases += [Case(2, inner_steps, "reset") for inner_steps in (100, 500, 30)]
     all_cases += [Case(4, 0), *(Case(4, inner_steps) for inner_steps in (100, 500, 30))]
-    all_cases += [*_codecs(2, 500), *_codecs(2, 30)]
+    all_cases += [*_lossy_cases(2, 500), *_lossy_cases(2, 30)]
     all_cases += [Case(4, inner_steps, "reset") for inner_steps in (100, 500, 30)]
-    all_cases += [case for inner_steps in (100, 500, 30) for case in _codecs(4, inner_steps)]
+    all_cases += [case for inner_steps in (100, 500, 30) for case in _lossy_cases(4, inner_steps)]
     return [case for case in all_cases if total >= 2 * max(case.inner_steps, 1)]
 
 
-def _codecs(replicas: int, inner_steps: int) -> list[Case]:
+def _lossy_cases(replicas: int, inner_steps: int) -> list[Case]:
     lossy_codecs = ("int8", "int4", "topk")
     return [Case(replicas, inner_steps, "carry", codec) for codec in lossy_codecs]
 
 
 def train_case(case: Case, total: int, directory: Path) -> dict[str, Any]:
-    """Train; return the held-out loss at the end and during training, by tokens."""
+    """Train a case; return its held-out losses by number of tokens."""
     run_to_end(_SPEC, directory, [*case.settings(total)])
-    measure_step = case.replicas * max(case.inner_steps, 1) * _BATCH * _TOKENS
+    tokens_per_step = case.replicas * max(case.inner_steps, 1) * _BATCH * _TOKENS
     evaluations_by_step = evaluations(directory / "journal.jsonl", total)
     curve = [
-        (step * measure_step, evaluations_by_step[step].get("loss_per_token"))
+        (step * tokens_per_step, evaluations_by_step[step].get("loss_per_token"))
         for step in sorted(evaluations_by_step)
     ]
     return {"curve": curve, "tokens": total * case.replicas * _BATCH * _TOKENS}
@@ -133,7 +133,7 @@ def print_results(total: int, out: Path) -> None:
     """Print a table of all results, and write a plot."""
     curves: dict[Case, list[tuple[float, float]]] = {}
     rows: list[list[str]] = []
-    base: dict[int, float] = {}
+    synchronous_loss: dict[int, float] = {}
     for case in cases(total):
         result_path = out / f"{case.name.replace(' ', '_').replace(',', '')}-{total}.json"
         if not result_path.exists():
@@ -142,11 +142,11 @@ def print_results(total: int, out: Path) -> None:
         curve = [(float(x), float(y)) for x, y in result["curve"] if y is not None]
         curves[case] = curve
         loss = curve[-1][1]
-        base.setdefault(case.replicas, loss)
-        excess = f"{100 * (loss / base[case.replicas] - 1):+.2f} %"
+        synchronous_loss.setdefault(case.replicas, loss)
+        excess = f"{100 * (loss / synchronous_loss[case.replicas] - 1):+.2f} %"
         rows.append([case.name, f"{result['tokens'] / 1e6:.2f} M", f"{loss:.4f}", excess])
-    print_heading("loss on held-out text, against the synchronous run on as many tokens")
-    print_table(["run", "tokens", "loss", "against it"], rows)
+    print_heading("loss on held-out text, against the synchronous run on the same number of tokens")
+    print_table(["run", "tokens", "loss", "to synchronous"], rows)
     plot = out / "loss.svg"
     plot.write_text(plot_curves(curves))
     print(f"curves: {plot}")
@@ -163,26 +163,29 @@ _PLOTTED_LOSS: Final = (3.5, 5.5)
 def plot_curves(curves: Mapping[Case, Sequence[tuple[float, float]]]) -> str:
     """Return loss by tokens as SVG text, a panel for each number of replicas."""
     lowest, highest = _PLOTTED_LOSS
-    marks = [
-        (lowest + tenth / 2, f"{lowest + tenth / 2:g}")
-        for tenth in range(int(2 * (highest - lowest)) + 1)
+    loss_ticks = [
+        (lowest + tick / 2, f"{lowest + tick / 2:g}")
+        for tick in range(int(2 * (highest - lowest)) + 1)
     ]
     panels = []
     for replicas in sorted({case.replicas for case in curves}):
         curves_shown = {case: curve for case, curve in curves.items() if case.replicas == replicas}
-        most_tokens = max(x for curve in curves_shown.values() for x, _ in curve)
-        millions = [(tenth * 1e6, f"{tenth} M") for tenth in range(int(most_tokens / 1e6) + 1)]
+        max_tokens = max(x for curve in curves_shown.values() for x, _ in curve)
+        token_ticks = [(tick * 1e6, f"{tick} M") for tick in range(int(max_tokens / 1e6) + 1)]
         lines = [Line(curve, _style(case)) for case, curve in curves_shown.items()]
-        axes = Axis(0.0, most_tokens, millions), Axis(lowest, highest, marks)
-        panels.append(Panel(f"{replicas} replicas, or their batch in one", *axes, lines))
-    inner = {
+        axes = Axis(0.0, max_tokens, token_ticks), Axis(lowest, highest, loss_ticks)
+        panels.append(Panel(f"{replicas} replicas, or one with their batch", *axes, lines))
+    inner_labels = {
         inner_steps: f"H={inner_steps}" if inner_steps else "synchronous" for inner_steps in _COLORS
     }
     return draw_panels(
         "Held-out loss by tokens",
         [panels],
         legend=[
-            *((inner[inner_steps], f"stroke:{color}") for inner_steps, color in _COLORS.items()),
+            *(
+                (inner_labels[inner_steps], f"stroke:{color}")
+                for inner_steps, color in _COLORS.items()
+            ),
             *((name, f"stroke:#555;stroke-dasharray:{dash}") for name, dash in _DASHES.items()),
         ],
         x_name="tokens",
@@ -191,15 +194,15 @@ def plot_curves(curves: Mapping[Case, Sequence[tuple[float, float]]]) -> str:
 
 
 def _style(case: Case) -> str:
-    kind = "moments reset" if case.inner_state == "reset" else case.codec
-    dash = _DASHES.get("outer momentum" if case.momentum else kind)
+    variant = "moments reset" if case.inner_state == "reset" else case.codec
+    dash = _DASHES.get("outer momentum" if case.momentum else variant)
     dash_style = f";stroke-dasharray:{dash}" if dash else ""
     return f"stroke:{_COLORS[case.inner_steps]}{dash_style}"
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCodec:
-    """The encoding of a round's messages; without a codec the run is synchronous."""
+    """The codecs of a round's messages; without a codec the run is synchronous."""
 
     codec: str = ""
     averages: str = ""
@@ -234,7 +237,7 @@ class RoundCodec:
         return document
 
 
-ON_LINKS: Final = (
+LINK_CASES: Final = (
     (1000, RoundCodec()), (1000, RoundCodec("float32", "float32")),
     (1000, RoundCodec("int8", "int8")),
     (100, RoundCodec()), (100, RoundCodec("int8", "int8")), (100, RoundCodec("int4", "int4")),
@@ -246,8 +249,8 @@ ROUND_CODECS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """The cost of one step or round; bytes are of one host's link."""
+class StepCost:
+    """The cost of one step or round; bytes are those of one host's link."""
 
     ms: float
     sent_bytes: float
@@ -256,7 +259,7 @@ class Step:
 
 def measure_step(
     spec: dict[str, Any], mbit: int, inner_ms: float, steps: int, directory: Path
-) -> Step:
+) -> StepCost:
     """Measure a step: the difference between a run of many steps and one of one step, per step.
 
     Args:
@@ -267,7 +270,7 @@ def measure_step(
         directory: An empty directory.
     """
     with Network([mbit] * _HOSTS) as network:
-        cluster = Cluster([scripted(inner_ms)] * _HOSTS, directory, hosts=network.hosts)
+        cluster = Cluster([scripted_worker(inner_ms)] * _HOSTS, directory, hosts=network.hosts)
         with cluster:
             measurements = []
             for count in (1, 1 + steps):
@@ -288,54 +291,63 @@ def measure_step(
                     (interval.end_us - interval.start_us, sent_bytes, received_bytes)
                 )
     took_us, sent_bytes, received_bytes = (
-        b - sent_count for sent_count, b in zip(*measurements, strict=True)
+        longer - shorter for shorter, longer in zip(*measurements, strict=True)
     )
     hosts = _HOSTS - 1
-    return Step(took_us / 1e3 / steps, sent_bytes / steps / hosts, received_bytes / steps / hosts)
+    return StepCost(
+        took_us / 1e3 / steps, sent_bytes / steps / hosts, received_bytes / steps / hosts
+    )
 
 
 def measure_utilization(share: int, rounds: int) -> None:
-    """Measure each kind of link once."""
+    """Measure each case of `LINK_CASES` once."""
     if reason := why_not():
         sys.exit(reason)
     print_heading(f"devices at work, 4 hosts, state of 540 MB and 664 ms a step, both over {share}")
     rows = []
     inner_ms = _INNER_MS / share
-    for mbit, codec in ON_LINKS:
+    for mbit, codec in LINK_CASES:
         with tempfile.TemporaryDirectory() as name:
-            steps = rounds if codec.codec else 5 * rounds  # synchronous steps are that much shorter
+            steps = rounds if codec.codec else 5 * rounds  # synchronous steps are shorter
             step = measure_step(codec.spec(share), mbit, inner_ms, steps, Path(name))
         part = f"{100 * codec.inner_steps * inner_ms / step.ms:.1f} %"
         print(mbit, codec.title, part, flush=True)
         rows.append([f"{mbit} Mbit/s, {codec.title}", part, f"{step.sent_bytes / 1e6:.2f} MB"])
-    print_table(["link and codecs", "computing", "sent a round or step by each"], rows)
+    print_table(["link and codecs", "computing", "sent per round or step and host"], rows)
 
 
 def measure_traffic(share: int, rounds: int) -> None:
     """Print the bytes per sample that pass through the coordinator, against a synchronous run."""
     print_heading(f"bytes through the coordinator for a sample, state of 540 MB over {share}")
     rows = []
-    base = 0.0
+    synchronous_bytes = 0.0
     for codec in ROUND_CODECS:
         with tempfile.TemporaryDirectory() as name:
-            moved_bytes = through_coordinator(codec, share, rounds, Path(name)) / codec.inner_steps
-        base = base or moved_bytes
-        print(codec.title, f"1/{base / moved_bytes:.0f}", flush=True)
+            moved_bytes = (
+                coordinator_bytes_per_step(codec, share, rounds, Path(name)) / codec.inner_steps
+            )
+        synchronous_bytes = synchronous_bytes or moved_bytes
+        print(codec.title, f"1/{synchronous_bytes / moved_bytes:.0f}", flush=True)
         rows.append(
-            [codec.title, f"{moved_bytes / _HOSTS / 1e3:.2f} kB", f"1/{base / moved_bytes:.0f}"]
+            [
+                codec.title,
+                f"{moved_bytes / _HOSTS / 1e3:.2f} kB",
+                f"1/{synchronous_bytes / moved_bytes:.0f}",
+            ]
         )
-    print_table(["run", "to and from it", "against it"], rows)
+    print_table(["run", "to and from the coordinator", "to synchronous"], rows)
 
 
-def through_coordinator(codec: RoundCodec, share: int, steps: int, directory: Path) -> float:
-    """Return a step's bytes in both directions over all workers: many steps, minus a run of one."""
+def coordinator_bytes_per_step(codec: RoundCodec, share: int, steps: int, directory: Path) -> float:
+    """Return a step's bytes in both directions over all workers: a long run minus a run of one
+    step."""
     totals = []
-    device = scripted(_STEP_MS / codec.inner_steps)
+    device = scripted_worker(_STEP_MS / codec.inner_steps)
     with Cluster([device] * _HOSTS, directory) as cluster:
         for count in (1, 1 + steps):
-            bytes_before = sum(cluster.through_coordinator())
+            bytes_before = sum(cluster.coordinator_traffic())
             cluster.run({**codec.spec(share), "steps": count})
-            totals.append(sum(cluster.through_coordinator()) - bytes_before)
+            totals.append(sum(cluster.coordinator_traffic()) - bytes_before)
     return (totals[1] - totals[0]) / steps
 
 
@@ -344,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replicas")
     parser.add_argument("what", choices=["loss", "show", "utilization", "traffic"])
     parser.add_argument("--inner-steps-in-all", type=int, default=2000)
-    parser.add_argument("--first", type=int, help="no more cases than these")
+    parser.add_argument("--first", type=int, help="limit for the number of cases")
     parser.add_argument("--out", type=Path, default=Path("replicas"))
     parser.add_argument("--share", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,8 +1,8 @@
-"""Throughput of N workers, against N times that of one, with the same batch per step.
+"""Throughput of N workers, against N times that of one worker, with the same batch per step.
 
 Scripted devices sleep 50 ms per microbatch, so any number of them fits on one machine; coordinator,
-workers and exchange are real. 4 and 16 of them are on 4 hosts, each one worker of several devices.
-Then real CPU workers, one thread each.
+workers and exchange are real. 4 and 16 devices are also measured as 4 multi-device workers. The
+last cases are real CPU workers with one thread each.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.cluster import Cluster, Interval, scripted
+from benchmarks.cluster import Cluster, Interval, scripted_worker
 from benchmarks.jobs import short_job
 from benchmarks.machine import print_heading, print_table
 from benchmarks.timeline import intervals_us, step_times
 
 TURNS = 2
-WARMING_STEPS = 3
+WARMUP_STEPS = 3
 """The planner measures speeds and moves work in these steps."""
 CPU_WORKER = ("worker", "--quiet", "--backend", "cpu")
 
@@ -32,11 +32,11 @@ class Case:
     """One job, and the numbers of workers to run it with.
 
     Attributes:
-        name: Name in the table, with whether devices are scripted or real.
+        name: Name in the table.
         command: The command of each worker.
         document: The run spec.
-        workers: Numbers of workers; the first is 1.
-        share: Share of `--rounds` steps to measure.
+        workers: Numbers of workers to measure; the first is 1.
+        share: Factor on `--rounds`, the number of steps.
         hosts: Number of multi-device workers, if there are more devices; 0: every device is a
             separate worker.
     """
@@ -62,7 +62,7 @@ def scripted_case(
     microbatch_ms: float = 50.0,
     hosts: int = 0,
 ) -> Case:
-    """Return a job of 5.3 MB in six blocks, as LoRA of a small encoder; plain SGD."""
+    """Return a job of 5.3 MB in six blocks, like LoRA of a small encoder, with plain SGD."""
     document = {
         "name": "scaling",
         "task": "scripted",
@@ -71,7 +71,7 @@ def scripted_case(
         "optimizer": {"name": "sgd", "lr": 1e-3},
         "steps": 1,
     }
-    command = tuple(scripted(microbatch_ms))
+    command = tuple(scripted_worker(microbatch_ms))
     name = f"scripted, {microbatch_ms:g} ms" + (f", {hosts} hosts" if hosts else "")
     return Case(name, command, document, workers, hosts=hosts)
 
@@ -87,12 +87,12 @@ def cases() -> tuple[Case, ...]:
 
 
 StepTimes = dict[int, list[float]]
-"""Seconds from each step's update to the next one's, by number of workers."""
+"""Seconds from each step's update to the next update, by number of workers."""
 
 
 def measure(case: Case, rounds: int, turns: int = TURNS) -> StepTimes:
-    """Measure every number of workers by turns, while the others are idle."""
-    steps = max(1, round(rounds * case.share)) + WARMING_STEPS + 1
+    """Measure each number of workers in each turn, while the other clusters are idle."""
+    steps = max(1, round(rounds * case.share)) + WARMUP_STEPS + 1
     document = {**case.document, "steps": steps}
     runs: dict[int, list[Interval]] = {count: [] for count in case.workers}
     with tempfile.TemporaryDirectory() as name:
@@ -109,7 +109,7 @@ def measure(case: Case, rounds: int, turns: int = TURNS) -> StepTimes:
             span_us / 1e6
             for run in runs[count]
             for span_us in intervals_us(
-                step_times(timelines[count], run.start_us, run.end_us)[WARMING_STEPS:]
+                step_times(timelines[count], run.start_us, run.end_us)[WARMUP_STEPS:]
             )
         ]
         for count in case.workers
@@ -136,15 +136,18 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
-        "--rounds", type=int, default=8, help=f"steps in each of {TURNS} turns, more of short ones"
+        "--rounds",
+        type=int,
+        default=8,
+        help=f"steps in each of {TURNS} turns, more if steps are short",
     )
-    parser.add_argument("--only", default="", help="cases whose name has this")
+    parser.add_argument("--only", default="", help="text in the names of cases to measure")
     options = parser.parse_args()
-    print_heading("Throughput of N workers, against N times that of one")
+    print_heading("Throughput of N workers, against N times that of one worker")
     selection = [case for case in cases() if options.only in case.name]
     lines = [line for case in selection for line in rows(case, measure(case, options.rounds))]
-    head = ["what", "steps", "median samples/s", "best", "of N x one", "of best"]
-    print_table(head, lines)
+    header = ["what", "steps", "median samples/s", "best", "of N x one", "of best"]
+    print_table(header, lines)
     print(f"load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
 
 

@@ -1,10 +1,10 @@
-"""Supervised fine-tuning on conversations, against TRL's SFTTrainer with equal settings.
+"""Supervised fine-tuning on conversations, against TRL's SFTTrainer with the same settings.
 
     python -m benchmarks.sft --trl PYTHON     # an interpreter with trl
 
 The small Llama of `deploy/runs/small-chat.yaml` starts from the same weights and trains on the same
-batches of the dialogues beside it, each side in its own process. The loss on held-out dialogues is
-compared.
+batches of the dialogues in `small-chat.jsonl`, each side in its own process. The losses on held-out
+dialogues are compared.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from worker.tasks.registry import build
 
 ROOT: Final = Path(__file__).parents[1]
 RUN: Final = ROOT / "deploy" / "runs" / "small-chat.yaml"
-BOUND: Final = 1e-3
+MAX_RELATIVE_DIFFERENCE: Final = 1e-3
 TEMPLATE: Final = (
     "{% for message in messages %}{{ message['role'] + ':\n' }}"
     "{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
 )
-"""The template of the sample run, with the marks by which TRL finds the assistant's messages."""
+"""The template of the sample run, with generation markers, by which TRL finds assistant
+messages."""
 OVERRIDES: Final = (
     "optimizer={name: adamw, lr: 2.0e-3, clip_norm: 1.0}",
     f"data.chat_template={json.dumps(TEMPLATE)}",
 )
-"""A constant rate, as the two count warm-up steps differently."""
+"""Includes a constant learning rate, because the sides count warm-up steps differently."""
 
 
 def main() -> None:
-    """Print both losses and how far they are apart."""
+    """Print both losses and their relative difference."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trl", required=True, metavar="PYTHON")
     parser.add_argument("--steps", type=int, default=50)
@@ -54,7 +55,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         work_directory = Path(directory)
         overrides = [*OVERRIDES, f"steps={args.steps}", f"data.train={RUN.with_suffix('.jsonl')}"]
-        save_start(load_run_spec(RUN, overrides), work_directory / "model")
+        save_initial_model(load_run_spec(RUN, overrides), work_directory / "model")
         overrides += [f"model={{source: {work_directory / 'model'}}}", "tokenizer=null"]
         spec = load_run_spec(RUN, overrides)
         write_batches(spec, work_directory)
@@ -67,11 +68,11 @@ def main() -> None:
     )
     print(f"held-out loss before: TRL {trl_result['before']:.7f}")
     print(f"held-out loss after:  ours {samestep_result['loss']:.7f}, TRL {trl_result['loss']:.7f}")
-    print(f"apart: {relative_difference:.2e} of it (bound {BOUND:g})")
-    sys.exit(relative_difference > BOUND)
+    print(f"relative difference: {relative_difference:.2e} (limit {MAX_RELATIVE_DIFFERENCE:g})")
+    sys.exit(relative_difference > MAX_RELATIVE_DIFFERENCE)
 
 
-def save_start(spec: RunSpec, directory: Path) -> None:
+def save_initial_model(spec: RunSpec, directory: Path) -> None:
     """Save the initial model of a run from scratch."""
     task = build(spec)
     directory.mkdir()
@@ -87,7 +88,7 @@ def save_start(spec: RunSpec, directory: Path) -> None:
 
 
 def write_batches(spec: RunSpec, work_directory: Path) -> None:
-    """Write the training samples in the order of the run, and the held-out ones."""
+    """Write the training samples in the order of the run, and the held-out samples."""
     assert spec.data is not None
     conversations = read_conversations(spec.data)
     train, held_out = holdout.split(conversations.documents, spec.seed, spec.data.holdout)
@@ -111,7 +112,7 @@ def write_batches(spec: RunSpec, work_directory: Path) -> None:
 
 
 def messages(conversation: Conversation) -> list[dict[str, str]]:
-    """Return the messages in TRL's format."""
+    """Return a conversation's messages in TRL's format."""
     return [{"role": message.role, "content": message.content} for message in conversation.messages]
 
 

@@ -1,11 +1,12 @@
 """Counts from a kernel's text: barriers, bytes, and bank conflicts of workgroup memory.
 
-One workgroup is executed with integers only: indices, loops and guards are computed, floats are
-unknown, and a branch that depends on one is taken. Of a long loop, the first three iterations and
-the last are executed. So this needs no device, and measures no time.
+One workgroup is executed on integers only: indices, loops and guards are computed, floats are
+unknown, and a branch that depends on a float is taken. Of a long loop, the first three iterations
+and the last are executed. This needs no device, and measures no time.
 
-Workgroup memory is modeled as in cards, with 32 banks of 4 bytes. A vec4 of eight neighbors, or a
-word of thirty-two, is served in one turn unless two different words are in one bank.
+Workgroup memory is modeled as on cards, with 32 banks of 4 bytes. Accesses of eight neighboring
+invocations to a vec4, or of thirty-two to a word, take one turn unless two different words are in
+one bank.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ from backends.wgpu.canonical import tree
 from backends.wgpu.shaders.dispatch import Shader
 
 KnownValues = NDArray[np.int64] | None
-"""The value in each invocation; None for a float, or a value that depends on one."""
+"""The value in each invocation; None for a float, or for a value that depends on a float."""
 
 _BANKS: Final = 32
 _WORD_BYTES: Final = 4
-_LIKE_ROUNDS: Final = 3
-"""Executed iterations of a loop; if all invocations have more, the remaining ones are counted like
-the last of these.
+_EXECUTED_ITERATIONS: Final = 3
+"""Number of executed iterations of a loop; if all invocations have more, the remaining iterations
+are counted like the last of these.
 """
-_SIDE_BY_SIDE: Final = re.compile(r"which >= (\d+)u && which < (\d+)u")
+_KERNEL_RANGE: Final = re.compile(r"which >= (\d+)u && which < (\d+)u")
 _UNSIGNED: Final = 2**32
-_FINISH: Final = re.compile(r"fn (\w*finish)\(i: u32, product: f32\) \{\n(.*?)\n\}", re.DOTALL)
-_RETURNING: Final = r"fn \1(i: u32, product: f32) -> f32 {\n\2\nreturn product;\n}"
-_CALL: Final = re.compile(r"(?<!fn )\b(\w*finish)\(")
+_FINISH_FUNCTION: Final = re.compile(
+    r"fn (\w*finish)\(i: u32, product: f32\) \{\n(.*?)\n\}", re.DOTALL
+)
+_WITH_RESULT: Final = r"fn \1(i: u32, product: f32) -> f32 {\n\2\nreturn product;\n}"
+_FINISH_CALL: Final = re.compile(r"(?<!fn )\b(\w*finish)\(")
 """The parser of canonical arithmetic needs functions with results."""
 _BINARY_OPERATIONS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
     "+": np.add, "-": np.subtract, "*": np.multiply, "/": lambda a, b: a // np.where(b == 0, 1, b),
@@ -51,14 +54,14 @@ _BINARY_OPERATIONS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts of a workgroup, or of all.
+    """Counts of one workgroup, or of a dispatch.
 
     Attributes:
         barriers: Barriers that a workgroup passes.
         bytes_moved: Bytes read and written in the device's memory; one access of a workgroup counts
             each element once.
-        accesses: Turns to access workgroup memory, without bank conflicts.
-        served_accesses: Turns with bank conflicts.
+        accesses: Turns to access workgroup memory, if there were no bank conflicts.
+        served_accesses: Turns to access workgroup memory, with bank conflicts.
     """
 
     barriers: int = 0
@@ -82,14 +85,14 @@ class Counts:
 
 
 def counts_of(shader: Shader, grid: tuple[int, int, int]) -> Counts:
-    """Return the counts of a dispatch, assuming that all workgroups equal the first one, or for
-    kernels side by side the first one of each kernel.
+    """Return the counts of a dispatch, assuming that all workgroups of a kernel equal its first
+    one.
 
     Raises:
         UnsupportedKernel: The kernel has unsupported syntax.
     """
     groups = math.prod(grid)
-    parts = [(int(start), int(end)) for start, end in _SIDE_BY_SIDE.findall(shader.source)]
+    parts = [(int(start), int(end)) for start, end in _KERNEL_RANGE.findall(shader.source)]
     total = Counts()
     for start, end in parts or [(0, groups)]:
         total += _one_workgroup(shader.source, start).times(end - start)
@@ -99,26 +102,28 @@ def counts_of(shader: Shader, grid: tuple[int, int, int]) -> Counts:
 @cache
 def _one_workgroup(source: str, number: int) -> Counts:
     module = read_kernel(source)
-    run = Run(module, (number, 0, 0))
-    run.block(module.body)
-    return run.counts
+    execution = WorkgroupExecution(module, (number, 0, 0))
+    execution.execute_block(module.body)
+    return execution.counts
 
 
 def read_kernel(source: str) -> tree.Module:
-    """Parse the kernel.
+    """Parse a kernel.
 
     Raises:
-        UnsupportedKernel: It has unsupported syntax.
+        UnsupportedKernel: The kernel has unsupported syntax.
     """
-    return tree.read_module(_CALL.sub(r"let done = \1(", _FINISH.sub(_RETURNING, source)))
+    return tree.read_module(
+        _FINISH_CALL.sub(r"let done = \1(", _FINISH_FUNCTION.sub(_WITH_RESULT, source))
+    )
 
 
 class _Returned(Exception):
     """Raised to return from a function."""
 
 
-class Run:
-    """Executes one workgroup, `group` of the grid."""
+class WorkgroupExecution:
+    """Executes one workgroup; `group` is its position in the grid."""
 
     def __init__(self, module: tree.Module, group: tuple[int, int, int]) -> None:
         self.module = module
@@ -138,15 +143,15 @@ class Run:
         }
         self.active_lanes = np.ones(module.workgroup, dtype=bool)
         self._result: KnownValues = None
-        self._last_round = Counts()
+        self._last_iteration = Counts()
 
-    def block(self, body: Sequence[tree.Statement]) -> None:
+    def execute_block(self, body: Sequence[tree.Statement]) -> None:
         """Execute statements in order."""
         for statement in body:
             if self.active_lanes.any():
-                self.statement(statement)
+                self.execute(statement)
 
-    def statement(self, statement: tree.Statement) -> None:
+    def execute(self, statement: tree.Statement) -> None:
         """Execute one statement."""
         match statement:
             case tree.Declare(name, _, value):
@@ -154,11 +159,11 @@ class Run:
             case tree.Assignment(target, value):
                 self.assign(target, self._evaluate(value))
             case tree.If(condition, then, otherwise):
-                self.choose(self._evaluate(condition), then, otherwise)
+                self.branch(self._evaluate(condition), then, otherwise)
             case tree.For():
                 self._for(statement)
             case tree.Scope(body):
-                self.block(body)
+                self.execute_block(body)
             case tree.Barrier():
                 self.counts = replace(self.counts, barriers=self.counts.barriers + 1)
             case tree.Return(value):
@@ -177,16 +182,16 @@ class Run:
         else:
             self._evaluate(target)  # an element: counted like a read
 
-    def choose(
+    def branch(
         self,
         condition: KnownValues,
         then_statements: Sequence[tree.Statement],
         else_statements: Sequence[tree.Statement],
     ) -> None:
-        """Execute a branch; if its condition depends on a float, it is taken."""
+        """Execute an `if`; a branch is taken if its condition depends on a float."""
         lanes_before = self.active_lanes
         if condition is None:
-            self.block(then_statements)
+            self.execute_block(then_statements)
             self.active_lanes = lanes_before
             return
         lanes = []
@@ -196,29 +201,29 @@ class Run:
         ):
             self.active_lanes = lanes_before & branch_lanes
             if self.active_lanes.any():
-                self.block(body)
+                self.execute_block(body)
             lanes.append(self.active_lanes)
         self.active_lanes = lanes[0] | lanes[1]
 
     def _for(self, loop: tree.For) -> None:
         lanes_before = self.active_lanes
         if loop.first is not None:
-            self.statement(loop.first)
-        for round_ in itertools.count():
-            if round_ == _LIKE_ROUNDS:
-                self._skip_to_the_last(loop)
+            self.execute(loop.first)
+        for iteration in itertools.count():
+            if iteration == _EXECUTED_ITERATIONS:
+                self._skip_to_last_iteration(loop)
             counts_before = self.counts
-            continues = self._evaluate(loop.condition)
-            if continues is None:
-                self.block(loop.body)
+            condition = self._evaluate(loop.condition)
+            if condition is None:
+                self.execute_block(loop.body)
                 break
-            self.active_lanes = self.active_lanes & (continues != 0)
+            self.active_lanes = self.active_lanes & (condition != 0)
             if not self.active_lanes.any():
                 break
-            self.block(loop.body)
+            self.execute_block(loop.body)
             if loop.step is not None:
-                self.statement(loop.step)
-            self._last_round = Counts(
+                self.execute(loop.step)
+            self._last_iteration = Counts(
                 self.counts.barriers - counts_before.barriers,
                 self.counts.bytes_moved - counts_before.bytes_moved,
                 self.counts.accesses - counts_before.accesses,
@@ -226,26 +231,25 @@ class Run:
             )  # fmt: skip
         self.active_lanes = lanes_before
 
-    def _skip_to_the_last(self, loop: tree.For) -> None:
-        """Count the remaining iterations like the previous one, if all invocations have equally
-        many.
-        """
+    def _skip_to_last_iteration(self, loop: tree.For) -> None:
+        """Count the remaining iterations like the previous one, if all invocations have the same
+        number."""
         if loop.first is None or loop.step is None:
             return
         loop_values = [self._values[loop.first.name]]
-        continues = self._evaluate(loop.condition)
-        while continues is not None and continues[self.active_lanes].all():
-            self.statement(loop.step)
+        condition = self._evaluate(loop.condition)
+        while condition is not None and condition[self.active_lanes].all():
+            self.execute(loop.step)
             loop_values.append(self._values[loop.first.name])
-            continues = self._evaluate(loop.condition)
+            condition = self._evaluate(loop.condition)
         is_uniform = (
-            continues is not None
-            and not continues[self.active_lanes].any()
+            condition is not None
+            and not condition[self.active_lanes].any()
             and len(loop_values) > 1
         )
         self._values[loop.first.name] = loop_values[-2] if is_uniform else loop_values[0]
         if is_uniform:
-            self.counts += self._last_round.times(len(loop_values) - 2)
+            self.counts += self._last_iteration.times(len(loop_values) - 2)
 
     def _evaluate(self, expression: tree.Expression) -> Any:
         match expression:
@@ -287,7 +291,7 @@ class Run:
                 name: value for (name, _), value in zip(function.parameters, values, strict=True)
             }
             with suppress(_Returned):
-                self.block(function.body)
+                self.execute_block(function.body)
             return_value, self._values, self._result = self._result, outer, result
             return return_value
         if any(value is None for value in values) or tree.size_of(application.type) > 1:
@@ -316,8 +320,8 @@ class Run:
             moved_bytes = self.counts.bytes_moved + active_count * nbytes
             self.counts = replace(self.counts, bytes_moved=moved_bytes)
             return
-        fewest, turns = _service_turns(indices, self.active_lanes, nbytes)
-        self.counts += Counts(accesses=fewest, served_accesses=turns)
+        minimum, turns = _service_turns(indices, self.active_lanes, nbytes)
+        self.counts += Counts(accesses=minimum, served_accesses=turns)
 
 
 def _service_turns(
@@ -325,15 +329,15 @@ def _service_turns(
 ) -> tuple[int, int]:
     """Return the turns of a workgroup's access without and with bank conflicts."""
     lanes_per_turn = _BANKS * _WORD_BYTES // nbytes
-    fewest = turns = 0
+    minimum = turns = 0
     for start in range(0, len(active_lanes), lanes_per_turn):
         lanes = active_lanes[start : start + lanes_per_turn]
         if not lanes.any():
             continue
-        fewest += 1
+        minimum += 1
         if indices is None:
             turns += 1
             continue
         addresses = np.unique(indices[start : start + lanes_per_turn][lanes])
         turns += int(np.bincount(addresses % lanes_per_turn).max())
-    return fewest, turns
+    return minimum, turns

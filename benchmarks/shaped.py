@@ -2,9 +2,9 @@
 
 `python -m benchmarks.shaped [ROW ...] [--rounds N] [--turns N] [--ways WAY ...] [--bfloat16]`.
 Hosts are network namespaces of this machine (`benchmarks.hosts`, needs root). Coordinator and first
-worker share a host, whose only path to the others is its link. samestep runs the real commands with
-TLS, as in `benchmarks.sync`, as a star and sharded; gloo runs on the same hosts, alternating. All
-hosts share this machine's processor, so on a fast link the processor is the limit.
+worker share a host, whose only path to the other hosts is its link. samestep runs the real commands
+with TLS, as in `benchmarks.sync`, as a star and sharded; gloo runs on the same hosts, alternating.
+All hosts share this machine's processor, so on a fast link the processor is the limit.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from protocol.exact.reduction.bfloat16 import ELEMENT_BYTES
 from protocol.spec.sections.exchange import Precision, Topology
 
 _TOPOLOGIES: Final[tuple[Topology, ...]] = ("star", "sharded")
-_WARMING_ROUNDS: Final = 4
-"""In these rounds, members connect to each other."""
+_WARMUP_ROUNDS: Final = 4
+"""Rounds that are not counted, in which workers connect to each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Workers on hosts, and the job that they average.
+    """Workers on hosts, and the job whose gradients they average.
 
     Attributes:
         mbits: The speed of each host's link, Mbit/s.
         worker_hosts: The number of each worker's host.
-        case: The job to average.
+        case: The job whose gradients are averaged.
     """
 
     mbits: tuple[int, ...]
@@ -50,12 +50,12 @@ class Row:
     case: Case
 
     def limit_ms(self, topology: str) -> float:
-        """Return the least milliseconds that the links allow."""
+        """Return the minimum milliseconds that the links allow."""
         return self.star_limit_ms() if topology == "star" else self.ring_limit_ms()
 
     def star_limit_ms(self) -> float:
-        """Return the least milliseconds of a star: all payloads go to the first host, and all
-        averages from it. Both directions overlap, except for one arbitrarily small payload.
+        """Return the minimum milliseconds of a star: all payloads go to the first host, all
+        averages come from it. Both directions overlap, except for one arbitrarily small payload.
         """
         payload_bits = self.case.payload_bytes * 2 * ELEMENT_BYTES[self.case.precision]
         workers_by_host = [
@@ -67,7 +67,7 @@ class Row:
         return max(count * payload_bits / (mbit * 1e3) for count, mbit in loads)
 
     def ring_limit_ms(self) -> float:
-        """Return the least milliseconds if each host sends and receives 2 (N-1)/N payloads."""
+        """Return the minimum milliseconds if each host sends and receives 2 (N-1)/N payloads."""
         hosts = len(self.mbits)
         payload_bits = self.case.payload_bytes * 2 * ELEMENT_BYTES[self.case.precision]
         return 2 * (hosts - 1) / hosts * payload_bits / (min(self.mbits) * 1e3)
@@ -101,13 +101,13 @@ ROWS: Final[dict[str, Row]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
-    """All turns of one side.
+class SideMeasurement:
+    """The measurements of one side over all turns.
 
     Attributes:
         ms: Duration of each round over all ranks, from the first start to the last end.
         out_mb: MB per round that the first host sent, including start and end of a run.
-        in_mb: MB per round that it received.
+        in_mb: MB per round that the first host received.
         coordinator_mb: MB per round that the coordinator received and sent.
     """
 
@@ -117,8 +117,10 @@ class Turns:
     coordinator_mb: float = 0.0
 
 
-def measure(row: Row, topologies: Sequence[Topology], rounds: int, turns: int) -> dict[str, Turns]:
-    """Measure gloo, and samestep with each topology up to the last average, by turns."""
+def measure(
+    row: Row, topologies: Sequence[Topology], rounds: int, turns: int
+) -> dict[str, SideMeasurement]:
+    """Measure gloo, and samestep with each topology up to the last average, alternately."""
     intervals: dict[Topology, list[Interval]] = {topology: [] for topology in topologies}
     gloo_us: list[float] = []
     bytes_by_side: dict[str, list[int]] = {
@@ -126,10 +128,10 @@ def measure(row: Row, topologies: Sequence[Topology], rounds: int, turns: int) -
         **{topology: [0, 0] for topology in topologies},
     }
     coordinator_bytes: dict[str, int] = dict.fromkeys(topologies, 0)
-    rounds_in_all = rounds + _WARMING_ROUNDS
+    total_rounds = rounds + _WARMUP_ROUNDS
     worker = ["benchmarks.ready_worker", "--quiet-ms", str(row.case.quiet_ms)]
     command = {
-        "do": "all_reduce", "payload_bytes": row.case.payload_bytes, "rounds": rounds_in_all,
+        "do": "all_reduce", "payload_bytes": row.case.payload_bytes, "rounds": total_rounds,
         "quiet_ms": row.case.quiet_ms,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as name, Network(row.mbits) as network:
@@ -145,27 +147,31 @@ def measure(row: Row, topologies: Sequence[Topology], rounds: int, turns: int) -
         with cluster, Ranks(row.case.workers, directory / "gloo", rank_hosts) as ranks:
             for _ in range(turns):
                 for topology in topologies:
-                    bytes_before = sum(cluster.through_coordinator())
+                    bytes_before = sum(cluster.coordinator_traffic())
                     with _counting(network.hosts[0], bytes_by_side[topology]):
-                        spec = replace(row.case, topology=topology).run_spec(rounds_in_all)
+                        spec = replace(row.case, topology=topology).run_spec(total_rounds)
                         intervals[topology].append(cluster.run(spec))
-                    coordinator_bytes[topology] += sum(cluster.through_coordinator()) - bytes_before
+                    coordinator_bytes[topology] += sum(cluster.coordinator_traffic()) - bytes_before
                 with _counting(network.hosts[0], bytes_by_side["gloo"]):
-                    gloo_us += spans_us(ranks.run_commands(command))[_WARMING_ROUNDS:]
+                    gloo_us += spans_us(ranks.run_commands(command))[_WARMUP_ROUNDS:]
         timelines = cluster.timelines()
-    in_all = turns * rounds_in_all * 1e6
-    out_mb, in_mb = (byte_count / in_all for byte_count in bytes_by_side["gloo"])
-    turns_by_side = {"gloo": Turns([span_us / 1e3 for span_us in gloo_us], out_mb, in_mb)}
+    bytes_per_mb_and_round = turns * total_rounds * 1e6
+    out_mb, in_mb = (byte_count / bytes_per_mb_and_round for byte_count in bytes_by_side["gloo"])
+    turns_by_side = {"gloo": SideMeasurement([span_us / 1e3 for span_us in gloo_us], out_mb, in_mb)}
     for topology in topologies:
         ms = _averaged_ms(timelines, intervals[topology], row.case.workers)
-        out_mb, in_mb = (byte_count / in_all for byte_count in bytes_by_side[topology])
-        turns_by_side[topology] = Turns(ms, out_mb, in_mb, coordinator_bytes[topology] / in_all)
+        out_mb, in_mb = (
+            byte_count / bytes_per_mb_and_round for byte_count in bytes_by_side[topology]
+        )
+        turns_by_side[topology] = SideMeasurement(
+            ms, out_mb, in_mb, coordinator_bytes[topology] / bytes_per_mb_and_round
+        )
     return turns_by_side
 
 
 @contextmanager
 def _counting(host: Host, totals: list[int]) -> Iterator[None]:
-    """Context that adds the bytes which the host sends and receives in it."""
+    """Add the bytes that the host sends and receives within a `with` block to the totals."""
     bytes_before = host.counted_bytes()
     yield
     for direction, (count, start_count) in enumerate(
@@ -183,12 +189,12 @@ def _averaged_ms(
     return [
         (step.last_receive_us - step.first_send_us) / 1e3
         for run in intervals
-        for step in step_times(timelines, run.start_us, run.end_us)[_WARMING_ROUNDS:]
+        for step in step_times(timelines, run.start_us, run.end_us)[_WARMUP_ROUNDS:]
         if step.senders == workers
     ]
 
 
-def lines(name: str, row: Row, turns: dict[str, Turns]) -> list[list[str]]:
+def table_rows(name: str, row: Row, turns: dict[str, SideMeasurement]) -> list[list[str]]:
     """Return the rows of the table for one configuration."""
     reference = median(turns["gloo"].ms)
     return [
@@ -204,11 +210,13 @@ def lines(name: str, row: Row, turns: dict[str, Turns]) -> list[list[str]]:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; none: all")
+    parser.add_argument(
+        "rows", nargs="*", metavar="ROW", help=f"any of {', '.join(ROWS)}; default: all"
+    )
     parser.add_argument("--rounds", type=int, default=10, help="in each turn")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=_TOPOLOGIES, default=_TOPOLOGIES)
-    parser.add_argument("--bfloat16", action="store_true", help="ours in both directions")
+    parser.add_argument("--bfloat16", action="store_true", help="for samestep, in both directions")
     options = parser.parse_args()
     unknown = [name for name in options.rows if name not in ROWS]
     if unknown:
@@ -221,10 +229,10 @@ def main() -> None:
     table: list[list[str]] = []
     for name in options.rows or ROWS:
         row = replace(ROWS[name], case=replace(ROWS[name].case, precision=precision))
-        table += lines(name, row, measure(row, options.ways, options.rounds, options.turns))
-    head = ["what", "rounds", "min ms", "median ms", "ratio", "wires ms", "out MB", "in MB"]
-    head.append("coordinator MB")
-    print_table(head, table)
+        table += table_rows(name, row, measure(row, options.ways, options.rounds, options.turns))
+    header = ["what", "rounds", "min ms", "median ms", "ratio", "link limit ms", "out MB", "in MB"]
+    header.append("coordinator MB")
+    print_table(header, table)
     print(f"load {os.getloadavg()[0]:.1f}, congestion control {_congestion_control()}")
 
 

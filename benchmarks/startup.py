@@ -20,10 +20,10 @@ class Startup:
     """Seconds from the start of the worker's process.
 
     Attributes:
-        connected_s: The handshake is done.
-        ready_s: The task is built, with model and data read.
-        started_s: Its state agrees with the run's.
-        committed_s: The first step is committed.
+        connected_s: Until the handshake is done.
+        ready_s: Until the task is built, with model and data read.
+        started_s: Until the worker's state agrees with the run's.
+        committed_s: Until the first step is committed.
     """
 
     connected_s: float
@@ -36,8 +36,8 @@ def measure(document: dict[str, Any], backend: str, directory: Path) -> Startup:
     """Start a coordinator with this run, then one worker.
 
     Raises:
-        RuntimeError: The coordinator ended early, or the run with an error.
-            subprocess.TimeoutExpired: It takes too long.
+        RuntimeError: The coordinator ended early, or the run failed.
+        subprocess.TimeoutExpired: A process does not end in time.
     """
     directory.mkdir(parents=True, exist_ok=True)
     spec, addresses, log = (directory / name for name in ("run.json", "addresses.json", "log"))
@@ -74,8 +74,8 @@ def read_log(log: str, start: datetime) -> Startup:
     first_times: dict[str, float] = {}
     for line in log.splitlines():
         record = json.loads(line)
-        at = datetime.fromisoformat(record["timestamp"])
-        first_times.setdefault(record["event"], (at - start).total_seconds())
+        event_time = datetime.fromisoformat(record["timestamp"])
+        first_times.setdefault(record["event"], (event_time - start).total_seconds())
     events = ("worker_connected", "worker_ready", "started", "committed")
     return Startup(*(first_times[event] for event in events))
 

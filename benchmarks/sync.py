@@ -22,18 +22,18 @@ from benchmarks.timeline import step_times
 from protocol.spec.sections.exchange import Precision, Topology
 
 TURNS = 5
-WARMING_ROUNDS = 2
+WARMUP_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The job to average: blocks of `block_bytes` over a number of workers.
+    """The job whose gradients are averaged: blocks of `block_bytes` over a number of workers.
 
     Attributes:
-        quiet_ms: How long workers wait in each step before all gradients are ready: enough to
-            finish the previous step's update and digest.
+        quiet_ms: Time that workers wait in each step before all gradients are ready, enough for the
+            previous step's update and digest.
         precision: Precision of samestep's messages in both directions; gloo uses float32.
-        topology: Whether the coordinator averages, or workers among themselves.
+        topology: Whether the coordinator averages, or the workers.
     """
 
     workers: int
@@ -76,7 +76,7 @@ class Measurement:
         averaged_ms: Time from the first payload sent to the last average received.
         committed_ms: Time to the start of the update, including norm, digest, agreement and commit.
         gloo_ms: Time of all-reduce and division.
-        uneven_rounds: Rounds left out, since not every worker had a part of the step.
+        uneven_rounds: Number of omitted rounds, in which not every worker had a part of the step.
     """
 
     averaged_ms: list[float]
@@ -93,43 +93,43 @@ class Measurement:
 def measure(
     case: Case, rounds: int, turns: int = TURNS, *, are_separate: bool = False
 ) -> Measurement:
-    """Measure both sides by turns, `rounds` rounds in each turn, without warm-up rounds.
+    """Measure both sides alternately, `rounds` rounds in each turn, plus warm-up rounds.
 
     Args:
-        case: The job to average.
+        case: The job whose gradients are averaged.
         rounds: Rounds in each turn.
         turns: Number of turns.
-        are_separate: Whether every device is a separate worker, not all one multi-device worker.
+        are_separate: Whether each device is a separate worker; otherwise all are one worker.
     """
     intervals, gloo_us = [], []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         worker = ["benchmarks.ready_worker", "--quiet-ms", str(case.quiet_ms)]
-        one_worker = [[*worker, "--devices", str(case.workers)]]
-        workers = [worker] * case.workers if are_separate else one_worker
+        multi_device_worker = [[*worker, "--devices", str(case.workers)]]
+        workers = [worker] * case.workers if are_separate else multi_device_worker
         cluster = Cluster(workers, directory / "ours", expected=case.workers)
         with cluster, Ranks(case.workers, directory / "gloo") as ranks:
             for _ in range(turns):
-                intervals.append(cluster.run(case.run_spec(rounds + WARMING_ROUNDS)))
+                intervals.append(cluster.run(case.run_spec(rounds + WARMUP_ROUNDS)))
                 command = {
                     "do": "all_reduce",
                     "payload_bytes": case.payload_bytes,
-                    "rounds": rounds + WARMING_ROUNDS,
+                    "rounds": rounds + WARMUP_ROUNDS,
                     "quiet_ms": case.quiet_ms,
                 }
-                gloo_us += spans_us(ranks.run_commands(command))[WARMING_ROUNDS:]
+                gloo_us += spans_us(ranks.run_commands(command))[WARMUP_ROUNDS:]
         timelines = cluster.timelines()
     steps = [
         step
         for interval in intervals
-        for step in step_times(timelines, interval.start_us, interval.end_us)[WARMING_ROUNDS:]
+        for step in step_times(timelines, interval.start_us, interval.end_us)[WARMUP_ROUNDS:]
     ]
-    even = [step for step in steps if step.senders == case.workers]
+    even_steps = [step for step in steps if step.senders == case.workers]
     return Measurement(
-        [(step.last_receive_us - step.first_send_us) / 1e3 for step in even],
-        [(step.last_apply_us - step.first_send_us) / 1e3 for step in even],
+        [(step.last_receive_us - step.first_send_us) / 1e3 for step in even_steps],
+        [(step.last_apply_us - step.first_send_us) / 1e3 for step in even_steps],
         [span_us / 1e3 for span_us in gloo_us],
-        len(steps) - len(even),
+        len(steps) - len(even_steps),
     )
 
 
@@ -154,8 +154,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=10, help=f"in each of {TURNS} turns")
     parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--apart", action="store_true", help="each a worker of its own")
-    parser.add_argument("--cases", type=int, default=len(CASES), help="the first so many")
+    parser.add_argument("--apart", action="store_true", help="each device is a separate worker")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="number of cases to measure")
     options = parser.parse_args()
     print_heading("Mean of N workers' gradients on loopback, per round, max over ranks")
     lines = [

@@ -1,5 +1,5 @@
-"""When each step's payloads were sent, its averages received and its update applied, from "
-"traces."""
+"""Read from traces when a step's payloads are sent, its averages received and its update
+applied."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class StepTimes:
     """One step over all workers; microseconds on the monotonic clock.
 
     Attributes:
-        step: Counted from 0.
-        senders: How many workers sent something.
+        step: Number of the step, from 0.
+        senders: Number of workers that sent a payload.
         first_send_us: When the first worker or device sent its first payload.
         last_receive_us: When the last worker received its last averaged chunk.
         last_apply_us: When the last worker began the update, after the commit.
@@ -43,8 +43,10 @@ def read_trace(path: Path) -> Timeline:
 
 
 def step_times(timelines: Sequence[Timeline], start_us: float, end_us: float) -> list[StepTimes]:
-    """Return the steps between two instants, in order. A device of a multi-device worker counts as
-    sending when it has a gradient, which the worker's process then sends.
+    """Return the steps between two instants, in order.
+
+    A device of a multi-device worker counts as sending when it has a gradient, which the worker's
+    process then sends.
     """
     sends: dict[int, list[float]] = {}
     receives: dict[int, list[float]] = {}
@@ -56,7 +58,7 @@ def step_times(timelines: Sequence[Timeline], start_us: float, end_us: float) ->
     devices = ["backward" in names and "send" not in names for names in event_names]
     for timeline, names, is_device in zip(timelines, event_names, devices, strict=True):
         first_sends: dict[int, float] = {}
-        is_host = any(devices) and "backward" not in names
+        is_group_process = any(devices) and "backward" not in names
         for event in timeline.events:
             if not start_us <= event["ts"] <= end_us or "step" not in event["args"]:
                 continue
@@ -65,7 +67,7 @@ def step_times(timelines: Sequence[Timeline], start_us: float, end_us: float) ->
                 applies.setdefault(step - 1, []).append(at_us)
             elif name.startswith("receive block") and "attempt" in event["args"]:
                 receives.setdefault(step, []).append(at_us)
-            elif name.startswith("send block") and "lo" in event["args"] and not is_host:
+            elif name.startswith("send block") and "lo" in event["args"] and not is_group_process:
                 first_sends.setdefault(step, at_us)
             elif name.startswith("backward block") and is_device:
                 first_sends.setdefault(step, at_us + event["dur"])
@@ -78,5 +80,5 @@ def step_times(timelines: Sequence[Timeline], start_us: float, end_us: float) ->
 
 
 def intervals_us(steps: Sequence[StepTimes]) -> list[float]:
-    """Return the times from one step's update to the next one's."""
+    """Return the times from one step's update to the next update."""
     return [current.last_apply_us - previous.last_apply_us for previous, current in pairwise(steps)]

@@ -11,31 +11,31 @@ from backends.eager.eager import EagerBackend
 
 Reference = Literal["auto", "cpu", "cuda"]
 
-_CORES: Final = {5: 128, 6: 128, 7: 64, 8: 128, 9: 128, 10: 128, 12: 128}
-"""Float32 multiply-adds per cycle and multiprocessor, by the major compute capability (CUDA C++
-Programming Guide, arithmetic instructions); data-center chips of two generations have half."""
+_CORES_PER_MULTIPROCESSOR: Final = {5: 128, 6: 128, 7: 64, 8: 128, 9: 128, 10: 128, 12: 128}
+"""Float32 multiply-adds per cycle and multiprocessor, by major compute capability (CUDA C++
+Programming Guide, arithmetic instructions); the chips of `_HALF_RATE` have half as many."""
 _HALF_RATE: Final = frozenset({(6, 0), (8, 0)})
 
 
 @dataclass(frozen=True, slots=True)
 class TorchSide:
-    """One torch device; its backend has turned TF32 off."""
+    """One torch device, with TF32 turned off by its backend."""
 
     backend: EagerBackend
 
     @property
     def device(self) -> torch.device:
-        """The device of tensors."""
+        """Return torch's device."""
         return self.backend.device
 
     @property
     def name(self) -> str:
-        """The name in the heading."""
+        """Return the name for headings."""
         return f"{self.device.type}, {self.backend.info.name}"
 
     @property
     def shares_cpu(self) -> bool:
-        """Whether it computes in this process's CPU time."""
+        """Return whether the device's work is CPU time of this process."""
         return self.device.type == "cpu"
 
     def synchronize(self) -> None:
@@ -44,8 +44,7 @@ class TorchSide:
             torch.cuda.synchronize(self.device)
 
     def peak_tflops_of(self, adapter: str) -> float | None:
-        """Return the peak of the Vulkan adapter, if it is the same card and torch knows its "
-        "clock."""
+        """Return the peak of a Vulkan adapter, if it is the same card and torch knows the clock."""
         if self.device.type != "cuda" or self.backend.info.name.lower() not in adapter.lower():
             return None
         card = torch.cuda.get_device_properties(self.device)
@@ -57,7 +56,7 @@ def torch_side(reference: Reference) -> TorchSide:
     """Return CUDA's first device if torch has one, else the CPU; or the requested one."""
     has_cuda = torch.cuda.is_available()
     if reference == "cuda" and not has_cuda:
-        raise SystemExit("--against cuda: torch has no CUDA device here; say --against cpu")
+        raise SystemExit("--against cuda: torch has no CUDA device here; use --against cpu")
     kind: Literal["cpu", "cuda"] = "cuda" if has_cuda and reference != "cpu" else "cpu"
     return TorchSide(EagerBackend(kind))
 
@@ -66,9 +65,9 @@ def peak_tflops(multiprocessors: int, capability: tuple[int, int], clock_khz: in
     """Return the peak in float32 without tensor cores: two operations per core and cycle.
 
     Args:
-        multiprocessors: Multiprocessors of the card.
-        capability: Its compute capability.
-        clock_khz: Its highest clock; 0 if unknown.
+        multiprocessors: Number of the card's multiprocessors.
+        capability: Compute capability, (major, minor).
+        clock_khz: Maximum clock; 0 if unknown.
     """
-    cores = _CORES.get(capability[0], 0) // (1 + (capability in _HALF_RATE))
+    cores = _CORES_PER_MULTIPROCESSOR.get(capability[0], 0) // (1 + (capability in _HALF_RATE))
     return 2 * multiprocessors * cores * clock_khz * 1e3 / 1e12 or None

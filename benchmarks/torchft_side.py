@@ -1,7 +1,8 @@
 """The reference for `benchmarks.diloco`: a replica of torchft's DiLoCo, or its lighthouse.
 
-Run by an interpreter with torchft; imports nothing of samestep. The replica's steps have a fixed
-length, and its gradients pull toward a number that depends on replica and step.
+An interpreter with torchft runs this script, which imports nothing of samestep. The replica's steps
+have a fixed duration, and its gradients pull the weights toward a number that depends on replica
+and step.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ def print_message(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def lighthouse() -> None:
-    """Serve until standard input ends."""
+def run_lighthouse() -> None:
+    """Run torchft's lighthouse until standard input ends."""
     server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000)
     print_message(address=f"http://127.0.0.1:{server.address().rsplit(':', 1)[1].rstrip('/')}")
     sys.stdin.read()
     server.shutdown()
 
 
-def replica(settings: dict[str, Any]) -> None:
-    """Train some rounds once standard input ends, and report each."""
+def run_replica(settings: dict[str, Any]) -> None:
+    """Train once standard input ends, and report each round."""
     torch.set_num_threads(1)
     number, inner_s = settings["replica"], settings["inner_ms"] / 1000
     model = nn.ParameterList(
@@ -58,18 +59,18 @@ def replica(settings: dict[str, Any]) -> None:
         timeout=_PATIENCE, quorum_timeout=_PATIENCE, connect_timeout=_PATIENCE,
     )  # fmt: skip
     print_message(ready=True)
-    sys.stdin.read()  # the other replicas are ready too
+    sys.stdin.read()  # ends when the other replicas are ready too
     steps = settings["inner_steps"]
     with DiLoCo(manager, [model], inner, outer, sync_every=steps):
         for round_ in range(settings["rounds"]):
             for step in range(steps):
-                since_s = time.monotonic()
+                start_s = time.monotonic()
                 pull = (number + 1) / (1 + (round_ * steps + step) % 7)
                 for parameter in model.parameters():
                     parameter.grad = parameter.detach() - pull
                 if step == steps // 2:
                     print_message(halfway=round_)
-                time.sleep(max(0.0, inner_s - (time.monotonic() - since_s)))
+                time.sleep(max(0.0, inner_s - (time.monotonic() - start_s)))
                 inner.step()  # the last step of a round waits for the exchange
             print_message(
                 round=round_, at_s=time.monotonic(), taking_part=manager.num_participants(),
@@ -87,6 +88,6 @@ def _digest(model: nn.Module) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1] == "lighthouse":
-        lighthouse()
+        run_lighthouse()
     else:
-        replica(json.loads(sys.argv[1]))
+        run_replica(json.loads(sys.argv[1]))

@@ -1,6 +1,6 @@
-"""The reference for `benchmarks.sft`: TRL's SFTTrainer on the files that it wrote.
+"""The reference for `benchmarks.sft`: TRL's SFTTrainer on the files that the benchmark wrote.
 
-Run by an interpreter with trl; imports nothing of samestep.
+An interpreter with trl runs this script, which imports nothing of samestep.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-class InOrder(trl.SFTTrainer):  # type: ignore[misc]
+class SequentialTrainer(trl.SFTTrainer):  # type: ignore[misc]
     """A trainer that takes samples in the order of the file."""
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -34,7 +34,7 @@ def main(directory: Path) -> None:
         for name in ("train", "held_out")
     )
     torch.set_num_threads(1)
-    trainer = InOrder(
+    trainer = SequentialTrainer(
         model=AutoModelForCausalLM.from_pretrained(
             directory / "model", attn_implementation="eager"
         ),

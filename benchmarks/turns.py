@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """Rounds of one side: seconds on the clock and of the process's CPU."""
+class SideTimes:
+    """Wall time and CPU time of one side's rounds, in seconds."""
 
     wall_s: list[float]
     cpu_s: list[float]
@@ -26,16 +26,16 @@ class Timed:
         return f"{min(self.wall_s) * 1e3:.1f}-{max(self.wall_s) * 1e3:.1f}"
 
 
-def by_turns(sides: Sequence[Callable[[], None]], rounds: int) -> list[Timed]:
-    """Run the sides alternately; the first round is left out."""
-    times = [Timed([], []) for _ in sides]
+def measure_alternately(sides: Sequence[Callable[[], None]], rounds: int) -> list[SideTimes]:
+    """Run the sides alternately and return their times, without the first round."""
+    times = [SideTimes([], []) for _ in sides]
     for number in range(rounds + 1):
-        for side, into in zip(sides, times, strict=True):
+        for side, side_times in zip(sides, times, strict=True):
             wall, cpu = time.perf_counter(), time.process_time()
             side()
             if number:
-                into.wall_s.append(time.perf_counter() - wall)
-                into.cpu_s.append(time.process_time() - cpu)
+                side_times.wall_s.append(time.perf_counter() - wall)
+                side_times.cpu_s.append(time.process_time() - cpu)
     return times
 
 

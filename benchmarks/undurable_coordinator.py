@@ -1,7 +1,8 @@
-"""A coordinator without log and journal, to measure their cost. For benchmarks only.
+"""A coordinator that writes no log and no journal, to measure their cost; for benchmarks only.
 
 It is the real coordinator, except that it appends no gradients, syncs no commit, and writes no
-journal. Checkpoints at the start and end of a run remain, as they are not part of a step.
+journal. It still writes the checkpoints at the start and end of a run, which are not part of a
+step.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from coordinator.run.outputs.side_outputs import Bytes
 from coordinator.storage.log.log_records import Array, ChunkId
 from coordinator.storage.run_storage import RunStorage
 
-_NO_HEAD: Final = "0" * 64
+_NO_JOURNAL_HEAD: Final = "0" * 64
 
 
-class _Forgetful(RunStorage):
+class _UndurableStorage(RunStorage):
     """Reports every commit as durable without writing it."""
 
     def append(self, chunk: ChunkId, values: Array) -> None:
@@ -41,7 +42,7 @@ class _Forgetful(RunStorage):
 
     async def end_journal(self, record: Record) -> str:
         del record
-        return _NO_HEAD
+        return _NO_JOURNAL_HEAD
 
     async def roll(self) -> None:
         pass
@@ -49,7 +50,7 @@ class _Forgetful(RunStorage):
 
 if __name__ == "__main__":
     with (
-        patch.object(coordinator.service.service, "RunStorage", _Forgetful),
+        patch.object(coordinator.service.service, "RunStorage", _UndurableStorage),
         patch.object(coordinator.service.execution, "records_of", lambda *_: []),
     ):
         main()

@@ -3,9 +3,9 @@
     python -m benchmarks.vulkan [--device llvmpipe] [--against cpu|cuda] [--rounds 10]
         [--only matmul|attention|steps|decoder|sums] [--peak-tflops 30]
 
-torch computes the same in float32, alternating with it: on CUDA if it has such a device (without
-TF32), else on all threads of the machine, as a software adapter does. For a software adapter
-beside torch's CPU, the ratio of CPU time is shown too, because other processes disturb it less.
+torch computes the same in float32, alternately with the device: on CUDA (without TF32) if it is
+available, else on all threads of the machine, as a software adapter does. If both sides compute on
+the CPU, the ratio of CPU time is shown too, because other processes affect it less.
 
 Products are those of a decoder of hidden size 1024 and 2048 with 8 x 512 tokens on a card, or
 smaller ones on a software adapter, with the share of the card's float32 peak if it is known.
@@ -13,8 +13,8 @@ Attention is measured fused and unfused on the device, in microbatches of one te
 two layers. Steps are microbatches of the runs `sms-spam` (classify: MiniLM with LoRA) and
 `small-llama` (causal-lm from scratch), forward and backward with all gradients copied to the host;
 then, on a card or with `--only decoder`, those of Llama-like decoders of hidden size 1024 and 2048,
-with LoRA and whole, 8 x 512 tokens (1 x 64 on a software adapter). Sums are subtrees of eight such
-microbatches whose gradients are added on the device or on the host.
+with LoRA and in full, 8 x 512 tokens (1 x 64 on a software adapter). Sums are subtrees of eight
+such microbatches whose gradients are added on the device or on the host.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from backends.wgpu.shaders.dispatch import Dispatch
 from backends.wgpu.shaders.matmul.shader import MatmulProblem, Operand, matmul_shader
 from benchmarks.machine import print_heading, print_table
 from benchmarks.torch_side import Reference, TorchSide, torch_side
-from benchmarks.turns import by_turns, ratios
+from benchmarks.turns import measure_alternately, ratios
 from benchmarks.vulkan_steps import (
     JOBS,
     Adaptation,
@@ -78,24 +78,24 @@ def matmul_row(
     problem = MatmulProblem(1, m, k, n, Operand((0, k, 1)), Operand((0, 1, k)))
     choice = backend.tuner.choice(problem)
     shader, grid = matmul_shader(problem, choice)
-    draw = np.random.default_rng(0)
-    x = draw.standard_normal((m, k)).astype(np.float32)
-    w = draw.standard_normal((n, k)).astype(np.float32)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((m, k)).astype(np.float32)
+    w = rng.standard_normal((n, k)).astype(np.float32)
     buffers = [device.buffer(x.nbytes), device.buffer(w.nbytes), device.buffer(4 * m * n)]
     device.upload(buffers[0], x)
     device.upload(buffers[1], w)
-    prepared = device.prepare([Dispatch(shader, (0, 1, 2), grid, "x @ W^T")] * _DISPATCHES, buffers)
+    commands = device.prepare([Dispatch(shader, (0, 1, 2), grid, "x @ W^T")] * _DISPATCHES, buffers)
     torch_x, torch_w = (torch.from_numpy(array).to(side.device) for array in (x, w))
 
-    def in_torch() -> None:
+    def run_torch() -> None:
         for _ in range(_DISPATCHES):
             torch.mm(torch_x, torch_w.T)
         side.synchronize()
 
-    def on_device() -> None:
-        device.run(prepared).result()
+    def run_device() -> None:
+        device.run(commands).result()
 
-    device_times, torch_times = by_turns([on_device, in_torch], rounds)
+    device_times, torch_times = measure_alternately([run_device, run_torch], rounds)
     operations = 2 * m * k * n * _DISPATCHES
     product = device.read(buffers[2], 4 * m * n).reshape(m, n)
     exact = x.astype(np.float64) @ w.T
@@ -116,8 +116,8 @@ def matmul_row(
 
 
 @dataclass(frozen=True, slots=True)
-class _Forced(Templates):
-    """Fuses attention even if it does not pay off."""
+class _ForcedFusion(Templates):
+    """Fuses attention or does not, as `fused` says, whether or not this is faster."""
 
     fused: bool = False
 
@@ -128,7 +128,7 @@ class _Forced(Templates):
 
 def attention_row(backend: VulkanBackend, length: int, rounds: int) -> list[str]:
     """Measure a microbatch of one text, with fused and unfused attention."""
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (seconds)
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 -- the import takes seconds
 
     from worker.models.blocks import cut_into_blocks  # noqa: PLC0415
 
@@ -149,11 +149,11 @@ def attention_row(backend: VulkanBackend, length: int, rounds: int) -> list[str]
     programs = []
     for fused in (False, True):
         module: nn.Module = LlamaForCausalLM(config)
-        template = _Forced(not backend.adapter.software, backend.tuner.shader, fused)
+        template = _ForcedFusion(not backend.adapter.software, backend.tuner.shader, fused)
         job = Trainable(cut_into_blocks(module), module, loss)
         programs.append(VulkanProgram(backend.device, job, template, adds=True))
         programs[-1].check(batch)
-    separate_times, fused_times = by_turns(
+    separate_times, fused_times = measure_alternately(
         [partial(microbatch, attention_program, batch, 0) for attention_program in programs], rounds
     )
     memory = [program.estimates[0].activations / 2**20 for program in programs]
@@ -167,17 +167,17 @@ def attention_row(backend: VulkanBackend, length: int, rounds: int) -> list[str]
     ]
 
 
-_PRODUCTS: Final = (
+_PRODUCT_HEADER: Final = (
     "product", "TFLOP/s", "of peak", "torch", "ratio of time", "of CPU time", "error", "kernel",
 )  # fmt: skip
-_ATTENTION: Final = (
-    "tokens", "written out ms", "fused ms", "ratio", "written out MiB", "fused MiB",
+_ATTENTION_HEADER: Final = (
+    "tokens", "unfused ms", "fused ms", "ratio", "unfused MiB", "fused MiB",
 )  # fmt: skip
-_STEPS: Final = (
-    "microbatch", "ms", "from-to", "torch ms", "from-to", "ratio", "of CPU time", "difference",
+_STEP_HEADER: Final = (
+    "microbatch", "ms", "min-max", "torch ms", "min-max", "ratio", "of CPU time", "difference",
     "compile s", "first s",
 )  # fmt: skip
-_SUMS: Final = (
+_SUM_HEADER: Final = (
     "subtree of 8", "device adds, ms", "host adds, ms", "ratio", "of CPU time", "readbacks", "host",
 )  # fmt: skip
 
@@ -194,31 +194,37 @@ def main() -> None:
     device_name = f"{backend.adapter.name} ({backend.adapter.driver})"
     print_heading(f"Vulkan on {device_name} against torch on {side.name}")
 
-    def shows(table: str) -> bool:
+    def should_show(table: str) -> bool:
         return options.only == table or (
             options.only is None and (table != "decoder" or not software)
         )
 
-    if shows("matmul"):
+    if should_show("matmul"):
         peak = options.peak_tflops or side.peak_tflops_of(backend.adapter.name)
         shapes = SOFTWARE_SHAPES if software else CARD_SHAPES
-        print_table(_PRODUCTS, [matmul_row(backend, side, shape, rounds, peak) for shape in shapes])
-    if shows("attention"):
+        print_table(
+            _PRODUCT_HEADER, [matmul_row(backend, side, shape, rounds, peak) for shape in shapes]
+        )
+    if should_show("attention"):
         lengths = SOFTWARE_LENGTHS if software else CARD_LENGTHS
-        print_table(_ATTENTION, [attention_row(backend, length, rounds) for length in lengths])
+        print_table(
+            _ATTENTION_HEADER, [attention_row(backend, length, rounds) for length in lengths]
+        )
     steps = []
-    if shows("steps"):
+    if should_show("steps"):
         steps += [job_row(backend, side, task, rounds, threads) for task in options.tasks]
-    if shows("decoder"):
+    if should_show("decoder"):
         samples, tokens = options.batch or ((1, 64) if software else (8, 512))
         for hidden in options.hidden:
             for adaptation in get_args(Adaptation):
                 decoder = Decoder(hidden, samples, tokens, adaptation)
                 steps.append(decoder_row(backend, side, decoder, rounds, threads))
     if steps:
-        print_table(_STEPS, steps)
-    if shows("sums"):
-        print_table(_SUMS, [sums_row(backend, task, rounds, threads) for task in options.tasks])
+        print_table(_STEP_HEADER, steps)
+    if should_show("sums"):
+        print_table(
+            _SUM_HEADER, [sums_row(backend, task, rounds, threads) for task in options.tasks]
+        )
     backend.device.close()
 
 
@@ -235,7 +241,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--batch", nargs=2, type=int, metavar=("TEXTS", "TOKENS"), help="of decoders"
     )
-    parser.add_argument("--peak-tflops", type=float, help="the card's, in float32")
+    parser.add_argument("--peak-tflops", type=float, help="the card's float32 peak")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""How long a deep decoder takes to compile for a Vulkan device, against a shallow one.
+"""Time to compile a deep decoder for a Vulkan device, against a shallow decoder.
 
     python -m benchmarks.vulkan_compile [--rounds 5] [--cold]
 
@@ -24,8 +24,8 @@ LAYERS: Final = (4, 36)
 
 
 def measure(layers: int) -> dict[str, float]:
-    """Measure in this process; return seconds."""
-    import numpy as np  # noqa: PLC0415  (only the children need them)
+    """Measure in this process; return the seconds of each phase."""
+    import numpy as np  # noqa: PLC0415  -- only child processes need these
     import peft  # noqa: PLC0415
     import torch  # noqa: PLC0415
     import transformers  # noqa: PLC0415
@@ -84,8 +84,8 @@ def main() -> None:
     rows = []
     for phase in times_by_layers[LAYERS[0]][0]:
         shallow, deep = ([times[phase] for times in times_by_layers[layers]] for layers in LAYERS)
-        times = sorted(deep_s / shallow_s for shallow_s, deep_s in zip(shallow, deep, strict=True))
-        ratio_text = f"{statistics.median(times):.2f} ({times[0]:.2f}-{times[-1]:.2f})"
+        ratios = sorted(deep_s / shallow_s for shallow_s, deep_s in zip(shallow, deep, strict=True))
+        ratio_text = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
         rows.append(
             [phase, *(f"{statistics.median(side):.2f}" for side in (shallow, deep)), ratio_text]
         )

@@ -1,4 +1,4 @@
-"""Count the work of a microbatch on a card; no device is needed.
+"""Count the work of a microbatch on a card, without a device.
 
     python -m benchmarks.vulkan_counts [--tasks classify causal-lm] [--hidden 1024]
 
@@ -43,10 +43,10 @@ from protocol.base.limits import MICROBATCHES_PER_DISPATCH, byte_size
 
 CARD: Final = MatmulTraits(workgroup_bytes=2**15, invocations=1024)
 _BINDINGS: Final = 16
-_HEAD: Final = (
+_HEADER: Final = (
     "microbatch", "dispatches", "of a layer", "moved", "barriers", "workgroup memory takes",
 )  # fmt: skip
-_SUBTREE_HEAD: Final = (
+_SUBTREE_HEADER: Final = (
     "microbatch", "at once", "activations", "of all", "dispatches alone", "at once, of each",
 )  # fmt: skip
 
@@ -57,7 +57,7 @@ def card_shader(problem: MatmulProblem) -> tuple[Shader, tuple[int, int, int]]:
 
 
 def plan_of(trainable: Trainable, batch: Batch) -> tuple[Plan, float]:
-    """Return the plan for a card, and how many of its dispatches belong to one layer."""
+    """Return the plan for a card, and the number of its dispatches per layer."""
     module, loss = trainable.module, trainable.loss
     assert module is not None
     assert loss is not None
@@ -80,7 +80,7 @@ def plan_of(trainable: Trainable, batch: Batch) -> tuple[Plan, float]:
     return plan, layer_dispatches / max(len(capture.kinds), 1)
 
 
-class _Listing:
+class _RecordingTarget:
     """A target that records dispatches instead of running them."""
 
     def buffer(self, nbytes: int) -> Buffer:
@@ -95,9 +95,9 @@ class _Listing:
 def dispatches_of_subtree(
     trainable: Trainable, plan: Plan, microbatches_at_once: int, pairs: int
 ) -> int:
-    """Return the dispatches of a subtree of `SUBTREE_LEAVES` microbatches, gradient sums "
-    "included."""
-    target: Any = _Listing()
+    """Return the number of dispatches for a subtree of `SUBTREE_LEAVES` microbatches, including
+    gradient sums."""
+    target: Any = _RecordingTarget()
     sizes = [4 * tensor.elements for block in trainable.blocks for tensor in block.tensors]
     sums = SumStack(target, [sizes], pairs)
     sums.hold(levels_of(SUBTREE_LEAVES))
@@ -131,7 +131,7 @@ def subtree_row(name: str, trainable: Trainable, plan: Plan) -> Sequence[str]:
     ]
 
 
-def row(name: str, plan: Plan, of_a_layer: float) -> Sequence[str]:
+def row(name: str, plan: Plan, dispatches_per_layer: float) -> Sequence[str]:
     """Return the row of one job."""
     total = Counts()
     for dispatch in plan.dispatches:
@@ -139,7 +139,7 @@ def row(name: str, plan: Plan, of_a_layer: float) -> Sequence[str]:
     return [
         name,
         f"{len(plan.dispatches)}",
-        f"{of_a_layer:.0f}",
+        f"{dispatches_per_layer:.0f}",
         byte_size(total.bytes_moved),
         f"{total.barriers:,}",
         f"{total.served_accesses / max(total.accesses, 1):.2f} times as long",
@@ -163,11 +163,11 @@ def main() -> None:
             work.append((str(decoder), decoder.trainable(1), decoder.batch()))
     rows, subtrees = [], []
     for name, trainable, batch in work:
-        plan, of_a_layer = plan_of(trainable, batch)
-        rows.append(row(name, plan, of_a_layer))
+        plan, dispatches_per_layer = plan_of(trainable, batch)
+        rows.append(row(name, plan, dispatches_per_layer))
         subtrees.append(subtree_row(name, trainable, plan))
-    print_table(_HEAD, rows)
-    print_table(_SUBTREE_HEAD, subtrees)
+    print_table(_HEADER, rows)
+    print_table(_SUBTREE_HEADER, subtrees)
 
 
 if __name__ == "__main__":

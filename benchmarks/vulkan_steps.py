@@ -1,4 +1,4 @@
-"""Whole steps on a Vulkan device and in torch, alternating: rows of `benchmarks.vulkan`."""
+"""Microbatches on a Vulkan device and in torch, measured alternately for `benchmarks.vulkan`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from backends.base.subtree_gradients import SubtreeGradients
 from backends.wgpu.backend import VulkanBackend
 from benchmarks.jobs import short_job
 from benchmarks.torch_side import TorchSide
-from benchmarks.turns import Timed, by_turns, ratios
+from benchmarks.turns import SideTimes, measure_alternately, ratios
 from protocol.exact.samples import SampleOrder, microbatch_seed
 from protocol.spec.run_spec import parse_run_spec
 
@@ -28,8 +28,8 @@ LAYERS: Final = 4
 Adaptation = Literal["LoRA", "whole"]
 
 _VOCABULARY: Final = 8192
-"""With it, logits of 8 x 512 tokens have 128 MiB, which every adapter can bind."""
-_HEAD: Final = 64
+"""Chosen so that logits of 8 x 512 tokens have 128 MiB, which every adapter can bind."""
+_HEAD_SIZE: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Decoder:
     """A Llama-like decoder of `LAYERS` layers, and its microbatch.
 
     Attributes:
-        hidden: Hidden size; feed-forward layers have 2.75 times as much, heads 64.
+        hidden: Hidden size; feed-forward layers are 2.75 times as wide, heads have size 64.
         samples: Texts in a microbatch.
         tokens: Tokens of each text.
         adaptation: Whether to train low-rank matrices or the whole model.
@@ -54,13 +54,13 @@ class Decoder:
 
     def batch(self) -> Batch:
         """Return random tokens."""
-        draw = np.random.default_rng(0)
-        ids = draw.integers(0, _VOCABULARY, (self.samples, self.tokens))
+        rng = np.random.default_rng(0)
+        ids = rng.integers(0, _VOCABULARY, (self.samples, self.tokens))
         return Batch({"input_ids": ids}, float(self.samples))
 
     def trainable(self, threads: int) -> Trainable:
         """Return the trainable, with torch's fastest attention."""
-        from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  (seconds)
+        from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 -- the import takes seconds
 
         from worker.models.blocks import cut_into_blocks  # noqa: PLC0415
 
@@ -68,8 +68,8 @@ class Decoder:
         config = LlamaConfig(
             vocab_size=_VOCABULARY, hidden_size=self.hidden,
             intermediate_size=self.hidden * 11 // 4, num_hidden_layers=LAYERS,
-            num_attention_heads=self.hidden // _HEAD,
-            num_key_value_heads=max(1, self.hidden // _HEAD // 4),
+            num_attention_heads=self.hidden // _HEAD_SIZE,
+            num_key_value_heads=max(1, self.hidden // _HEAD_SIZE // 4),
             max_position_embeddings=self.tokens, use_cache=False,
         )  # fmt: skip
         module: nn.Module = LlamaForCausalLM(config)
@@ -109,7 +109,7 @@ def microbatch(program: Program, batch: Batch, seed: int) -> None:
 
 
 def cpu_ratios(
-    backend: VulkanBackend, side: TorchSide, device_times: Timed, torch_times: Timed
+    backend: VulkanBackend, side: TorchSide, device_times: SideTimes, torch_times: SideTimes
 ) -> str:
     """Return ratios of CPU time, if both sides compute on the CPU."""
     both_use_cpu = backend.adapter.software and side.shares_cpu
@@ -141,21 +141,21 @@ def sums_row(backend: VulkanBackend, task: str, rounds: int, threads: int) -> li
     assert job.parameters is not None
     program.load(job.parameters)
 
-    def on_device() -> None:
+    def sum_on_device() -> None:
         _consume(program.gradients(leaves))
 
-    def on_host() -> None:
+    def sum_on_host() -> None:
         _consume(program.sum_on_host(leaves))
 
     if not backend.exact_additions:
         program.close()
-        return [job.name, "its additions are not exact", *[""] * 5]
+        return [job.name, "the device's additions are not exact", *[""] * 5]
     readbacks = []
-    for subtree in (on_device, on_host):
+    for subtree in (sum_on_device, sum_on_host):
         readbacks_before = backend.device.counts.readbacks
         subtree()
         readbacks.append(backend.device.counts.readbacks - readbacks_before)
-    device_times, host_times = by_turns([on_device, on_host], rounds)
+    device_times, host_times = measure_alternately([sum_on_device, sum_on_host], rounds)
     program.close()
     return [
         job.name,
@@ -173,7 +173,7 @@ def _consume(stream: SubtreeGradients) -> None:
 
 def job_of(task: str, threads: int) -> Job:
     """Return the trainable of a run and its first microbatch."""
-    from worker.tasks.registry import build  # noqa: PLC0415  (transformers: seconds)
+    from worker.tasks.registry import build  # noqa: PLC0415 -- importing transformers takes seconds
 
     spec = parse_run_spec({**short_job(JOBS[task], 1), "threads": threads})
     built_task = build(spec)
@@ -188,21 +188,21 @@ def job_of(task: str, threads: int) -> Job:
 
 def _row(backend: VulkanBackend, side: TorchSide, job: Job, rounds: int) -> list[str]:
     torch_trainable = copy.deepcopy(job.trainable)
-    start = time.perf_counter()
+    start_s = time.perf_counter()
     device_program = backend.compile(job.trainable, job.batch)
-    compiled_s = time.perf_counter() - start
+    compiled_s = time.perf_counter() - start_s
     torch_program = side.backend.compile(torch_trainable, job.batch)
     programs = (device_program, torch_program)
     for program in programs:
         if job.parameters is not None:
             program.load(job.parameters)
-    start = time.perf_counter()
+    start_s = time.perf_counter()
     microbatch(device_program, job.batch, job.seed)
-    first_s = time.perf_counter() - start
+    first_s = time.perf_counter() - start_s
     difference = _difference(*(_gradients(program, job) for program in programs))
     assert torch_trainable.module is not None
     sides = [partial(microbatch, program, job.batch, job.seed) for program in programs]
-    device_times, torch_times = by_turns(sides, rounds)
+    device_times, torch_times = measure_alternately(sides, rounds)
     for program in programs:
         program.close()
     return [
@@ -213,7 +213,7 @@ def _row(backend: VulkanBackend, side: TorchSide, job: Job, rounds: int) -> list
         torch_times.spread_ms,
         ratios(device_times.wall_s, torch_times.wall_s),
         cpu_ratios(backend, side, device_times, torch_times),
-        "dropout" if _drops(torch_trainable.module) else f"{difference:.0e}",
+        "dropout" if _has_dropout(torch_trainable.module) else f"{difference:.0e}",
         f"{compiled_s:.1f}",
         f"{first_s:.1f}",
     ]
@@ -239,6 +239,6 @@ def _difference(device_gradients: list[Array], torch_gradients: list[Array]) -> 
     )
 
 
-def _drops(module: nn.Module) -> bool:
-    """Return whether the module has dropout, whose draws differ between backends."""
+def _has_dropout(module: nn.Module) -> bool:
+    """Return whether the module has dropout, whose random numbers differ between backends."""
     return any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in module.modules())

@@ -261,8 +261,8 @@ def takes_options(build: Build) -> bool:
 
 
 class FitTask:
-    """Returns the task of the `fit` call in progress in this process: see "
-    "`worker.tasks.registry`."""
+    """Returns the task of the `fit` call in progress in this process: see
+    `worker.tasks.registry`."""
 
     def __new__(cls, spec: RunSpec) -> Any:
         """Return the task of a run spec."""

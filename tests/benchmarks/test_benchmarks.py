@@ -1,4 +1,4 @@
-"""Every benchmark in its smallest size: checks that it measures something, not how much."""
+"""Tests of benchmarks at their smallest size: they measure, but no amount is checked."""
 
 from __future__ import annotations
 
@@ -51,19 +51,26 @@ def test_shaped_measures_both_topologies_and_counts_bytes():
     row = shaped.Row((1000, 100), (0, 0, 1), sync.Case(3, 2, 4096, 200))
     assert row.star_limit_ms() == pytest.approx(8192 * 8 / 1e5)
     turns = shaped.measure(row, ["star", "sharded"], rounds=2, turns=1)
-    for each in turns.values():
-        assert len(each.ms) <= 2
-        assert all(ms > 0 for ms in each.ms)
-        assert min(each.out_mb, each.in_mb) >= 8192 / 1e6  # at least one payload each way
-    assert [line[0] for line in shaped.lines("x", row, turns)] == [
+    for side in turns.values():
+        assert len(side.ms) <= 2
+        assert all(ms > 0 for ms in side.ms)
+        assert min(side.out_mb, side.in_mb) >= 8192 / 1e6  # at least one payload each way
+    assert [line[0] for line in shaped.table_rows("x", row, turns)] == [
         "x, 0.0 MB: gloo", "x, 0.0 MB: star", "x, 0.0 MB: sharded",
     ]  # fmt: skip
 
 
 def test_reconnect_measures_short_and_long_logs():
     measurement = [reconnect.measure(logged_steps, rounds=2) for logged_steps in (6, 12)]
-    assert all(ms > 0 for each in measurement for ms in (*each.reconnect_ms, each.open_ms))
-    assert [line[0] for line in reconnect.rows(measurement)] == ["6 kept steps", "12 kept steps"]
+    assert all(
+        ms > 0
+        for measurement_of_log in measurement
+        for ms in (*measurement_of_log.reconnect_ms, measurement_of_log.open_ms)
+    )
+    assert [line[0] for line in reconnect.rows(measurement)] == [
+        "6 logged steps",
+        "12 logged steps",
+    ]
 
 
 @pytest.mark.slow
@@ -72,10 +79,10 @@ def test_overlap_measures_both_sides():
     exposed = overlap.measure(case, rounds=2, turns=1)
     assert [*exposed][:2] == ["ours", "DDP, default buckets"]
     assert len(exposed) == 1 + len(overlap.BUCKETS_MB)
-    for each in exposed.values():
-        assert len(each) == 2
+    for side_ms in exposed.values():
+        assert len(side_ms) == 2
         # no step is faster than its computation
-        assert all(ms + case.compute_ms > 0 for ms in each)
+        assert all(ms + case.compute_ms > 0 for ms in side_ms)
     assert len(overlap.rows(case, exposed)) == len(exposed)
 
 
@@ -87,10 +94,10 @@ def test_uneven_measures_samestep_and_equal_shares():
         uneven.measure_equal_shares(speeds_ms, steps=2),
         *uneven.measure_alone(speeds_ms, 3, steps=2),
     ):
-        assert math.isfinite(measurement.typical)
-        assert 0 < measurement.typical <= measurement.fastest
-    head = uneven.row("both", uneven.Pace(240.0, 250.0), alone_sum=250.0, nominal_sum=300.0)
-    assert head == ["both", "240.00", "250.00", "96.0 %", "80.0 %"]
+        assert math.isfinite(measurement.median)
+        assert 0 < measurement.median <= measurement.fastest
+    row = uneven.row("both", uneven.Rate(240.0, 250.0), alone_sum=250.0, nominal_sum=300.0)
+    assert row == ["both", "240.00", "250.00", "96.0 %", "80.0 %"]
 
 
 @pytest.mark.slow
@@ -108,12 +115,12 @@ def test_durability_measures_both_modes_and_none():
     job = durability.full_training(steps=6, block_bytes=4096, microbatch_ms=5)
     measurement = durability.measure(job, turns=2)
     assert list(measurement) == ["off", "full", "checkpoint"]
-    for each in measurement.values():
-        assert len(each.turns_ms) == len(each.coordinator_ms) == len(each.workers_ms) == 2
-        assert min(each.steps_ms) > 0
-        assert each.ratio(each) == 1
-        assert each.turn_ratios(each) == [1, 1]
-    assert [bool(each.waits_ms) for each in measurement.values()] == [False, True, True]
+    for mode in measurement.values():
+        assert len(mode.turns_ms) == len(mode.coordinator_ms) == len(mode.workers_ms) == 2
+        assert min(mode.steps_ms) > 0
+        assert mode.ratio(mode) == 1
+        assert mode.turn_ratios(mode) == [1, 1]
+    assert [bool(mode.waits_ms) for mode in measurement.values()] == [False, True, True]
     assert all(ms > 0 for ms in measurement["full"].waits_ms)
     assert [line[0].partition(": ")[2] for line in durability.rows(job, measurement)] == [
         "off", "log: full", "log: checkpoint",
@@ -121,14 +128,14 @@ def test_durability_measures_both_modes_and_none():
 
 
 @pytest.mark.slow
-def test_hostile_measures_calm_and_attacked_turns():
+def test_hostile_measures_turns_without_and_with_the_attack():
     baseline, attacked, connections = hostile.measure(turns=1, seconds=2, connections=50)
-    for each in (baseline, attacked):
-        assert len(each.joins_ms) == 2 * hostile.JOINS_A_SECOND
-        assert min(each.joins_ms) > 0
-        assert min(each.steps_ms) > 0
-        assert each.processor_s > 0
-        assert each.row("name")[0] == "name"
+    for side in (baseline, attacked):
+        assert len(side.joins_ms) == 2 * hostile.JOINS_A_SECOND
+        assert min(side.joins_ms) > 0
+        assert min(side.steps_ms) > 0
+        assert side.processor_s > 0
+        assert side.row("name")[0] == "name"
     assert connections.total() > 50
 
 
@@ -137,15 +144,15 @@ def test_hostile_measures_calm_and_attacked_turns():
     [
         (250.0, 105.0, 24, []),
         (251.0, 105.0, 24, ["p99 of joins 251, at most 250 ms"]),
-        (1.0, 106.0, 1, ["step to a calm one 1.06, at most 1.05"]),
+        (1.0, 106.0, 1, ["ratio to an undisturbed step 1.06, at most 1.05"]),
         (1.0, 1.0, 25, ["memory 25, at most 24 MiB"]),
         (math.nan, 1.0, 25, ["p99 of joins nan, at most 250 ms", "memory 25, at most 24 MiB"]),
     ],
 )
-def test_hostile_names_missed_goals(join_ms, step_ms, memory_mib, missed_goals):
+def test_hostile_names_exceeded_limits(join_ms, step_ms, memory_mib, missed_goals):
     baseline = hostile.Measurement(joins_ms=[900.0] * 9, steps_ms=[100.0], memory_bytes=[99 << 20])
     attacked = hostile.Measurement([join_ms] * 9, [step_ms], [1 << 20, memory_mib << 20])
-    assert hostile.missed_aims(baseline, attacked) == missed_goals
+    assert hostile.missed_limits(baseline, attacked) == missed_goals
 
 
 @pytest.mark.parametrize("name", ["sync", "uneven", "overlap", "recovery", "durability", "hostile"])
@@ -189,10 +196,10 @@ def test_page_measures_steps_with_and_without_tabs():
     assert with_tabs.row("beside")[0] == "beside"
 
 
-def test_replicas_compare_runs_on_as_many_tokens():
+def test_replicas_are_compared_on_the_same_number_of_tokens():
     for total in (60, 600, 2000):
         for case in replicas.cases(total):
-            settings = dict(each.split("=", 1) for each in case.settings(total))
+            settings = dict(setting.split("=", 1) for setting in case.settings(total))
             steps, samples = int(settings["steps"]), int(settings["batch.samples"])
             inner_steps = case.inner_steps or 1
             samples_taken = (
@@ -235,11 +242,13 @@ def test_diloco_has_the_same_state_after_a_kill(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.release
-def test_traffic_with_replicas_is_a_fraction_of_that_without(capsys):
+def test_replicas_send_a_fraction_of_the_synchronous_traffic(capsys):
     replicas.measure_traffic(share=1000, rounds=2)
     shares = dict(re.findall(r"^(.*) 1/(\d+)$", capsys.readouterr().out, re.MULTILINE))
-    of_float32, of_int8 = (int(shares[f"H=500 {c} up, {c} down"]) for c in ("float32", "int8"))
-    assert 400 < of_float32 < of_int8
+    float32_share, int8_share = (
+        int(shares[f"H=500 {c} up, {c} down"]) for c in ("float32", "int8")
+    )
+    assert 400 < float32_share < int8_share
 
 
 @pytest.mark.slow
@@ -252,4 +261,4 @@ def test_full_llama_measures_both_sides_and_their_memory():
     assert (
         min(measurement.coordinator_bytes, measurement.worker_bytes, measurement.rank_bytes) > 1e7
     )
-    assert len(full_llama.lines(measurement)) == 5
+    assert len(full_llama.rows(measurement)) == 5

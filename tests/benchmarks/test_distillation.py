@@ -1,4 +1,4 @@
-"""Capture, evaluation duty and distillation are measured; the amounts are not checked."""
+"""Tests of the benchmarks of capture, evaluation duty and distillation; no amount is checked."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ STUDENT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", duty.SETUPS)
-def test_steps_of_both_sides_are_timed(way):
-    assert all(ms > 0 for ms in duty.measure(way, steps=4))
+@pytest.mark.parametrize("setup", duty.SETUPS)
+def test_steps_of_each_duty_setup_are_timed(setup):
+    assert all(ms > 0 for ms in duty.measure(setup, steps=4))
 
 
 @pytest.mark.slow
-def test_a_capture_and_reading_are_timed(tmp_path):
+def test_capture_and_reading_are_timed(tmp_path):
     text = Path(__file__).parents[2] / "docs"
     data = {"train": str(text), "pattern": "*.md", "max_tokens": 32}
     measurement = capture.capture({**TEACHER, "data": data}, tmp_path)
@@ -44,8 +44,9 @@ def test_a_capture_and_reading_are_timed(tmp_path):
     assert 0 < reading.share < 1
 
 
-def test_finished_seeds_are_not_repeated(tmp_path, monkeypatch):
-    """The second call finds the results, and adds the missing run."""
+def test_finished_runs_are_not_repeated(tmp_path, monkeypatch):
+    """A repeated call resumes the begun run, keeps finished results and starts only the missing
+    run."""
     commands: list[list[str]] = []
 
     def fake_run(command: list[str], **_: Any) -> Any:
@@ -60,10 +61,10 @@ def test_finished_seeds_are_not_repeated(tmp_path, monkeypatch):
     (tmp_path / "seed-7-with").mkdir()
     (tmp_path / "seed-7-with" / "run.json").touch()
     with pytest.raises(FileExistsError):
-        distillation.students(tmp_path, spec, 7, ())
+        distillation.train_students(tmp_path, spec, 7, ())
     assert "--resume" in commands[-1]
     (tmp_path / "seed-7-with" / "result.json").write_text('{"eval": {}}')
-    distillation.students(tmp_path, spec, 7, ("steps=3",))
+    distillation.train_students(tmp_path, spec, 7, ("steps=3",))
     assert len(commands) == 2
     assert "--resume" not in commands[-1]
     assert {"distil.alpha=0", "seed=7", "steps=3"} < set(commands[-1])

@@ -1,5 +1,4 @@
-"""The bare loop and ours do the same; what the time of a step is spent on. Amounts are not
-checked."""
+"""Tests of the benchmarks of overhead, startup and scaling; no amount of time is checked."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from protocol.spec.run_spec import parse_run_spec
 
 
 @pytest.mark.slow
-def test_the_bare_loop_takes_the_same_steps_as_a_worker():
-    document = short_job("digits", 3 + overhead.WARMING_STEPS)
+def test_bare_loop_takes_the_same_steps_as_a_worker():
+    document = short_job("digits", 3 + overhead.WARMUP_STEPS)
     measurement = overhead.measure(document, turns=2)
     assert [step.step for step in measurement.worker_steps] == [2, 3, 4] * 2
     assert [step.step for step in measurement.bare_steps] == [2, 3, 4] * 2
@@ -34,7 +33,7 @@ def test_the_bare_loop_takes_the_same_steps_as_a_worker():
 
 
 @pytest.mark.slow
-def test_a_workers_startup_is_timed(tmp_path):
+def test_startup_of_a_worker_is_timed(tmp_path):
     times = startup.measure(short_job("digits", 1), "cpu", tmp_path)
     assert 0 < times.connected_s < times.ready_s <= times.started_s < times.committed_s
 
@@ -44,8 +43,11 @@ def test_a_workers_startup_is_timed(tmp_path):
 def test_scaling_measures_every_number_of_workers(turns):
     case = scaling.scripted_case(workers=(1, 2), microbatches=4, microbatch_ms=5.0)
     measurement = scaling.measure(case, rounds=2, turns=turns)
-    assert {count: len(each) for count, each in measurement.items()} == {1: 2 * turns, 2: 2 * turns}
-    assert all(seconds > 0 for each in measurement.values() for seconds in each)
+    assert {count: len(step_times_s) for count, step_times_s in measurement.items()} == {
+        1: 2 * turns,
+        2: 2 * turns,
+    }
+    assert all(seconds > 0 for step_times_s in measurement.values() for seconds in step_times_s)
 
 
 def test_efficiency_is_throughput_over_n_times_one():
@@ -72,9 +74,9 @@ def test_ratios_are_relative_to_the_bare_loop():
     assert measurement.cpu_ratio == pytest.approx(1.05)
 
 
-def test_a_steps_time_is_split_into_computing_update_and_rest():
-    def span(name, at_us, lasts_us, step):
-        return {"name": name, "ts": at_us, "dur": lasts_us, "args": {"step": step}}
+def test_step_time_is_split_into_compute_update_and_rest():
+    def span(name, at_us, duration_us, step):
+        return {"name": name, "ts": at_us, "dur": duration_us, "args": {"step": step}}
 
     timeline = Timeline((
         span("subtree [0, 2)", 0.0, 500.0, 0),  # of an earlier run
@@ -90,7 +92,7 @@ def test_a_steps_time_is_split_into_computing_update_and_rest():
     assert step.rest_ms == pytest.approx(1.4)
 
 
-def test_startup_times_come_from_the_coordinators_log():
+def test_startup_times_are_read_from_the_log_of_the_coordinator():
     log = "\n".join(
         f'{{"event": "{event}", "timestamp": "2026-01-02T03:04:{second:09.6f}Z"}}'
         for event, second in [
@@ -103,7 +105,7 @@ def test_startup_times_come_from_the_coordinators_log():
 
 
 @pytest.mark.parametrize("name", ["sms-spam", "digits"])
-def test_short_jobs_are_valid_and_evaluate_little(name):
+def test_short_jobs_are_valid_and_have_a_tiny_evaluation(name):
     spec = parse_run_spec(short_job(name, 3))
     assert spec.steps == 3
     assert spec.evaluate_every == 0

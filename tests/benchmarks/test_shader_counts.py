@@ -1,4 +1,4 @@
-"""Counts of kernel accesses; kernels of cards have no bank conflicts."""
+"""Tests of counted memory accesses of kernels; kernels for cards have no bank conflicts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.backends.wgpu.products import TILES, product
 STEPS, SIZE = 5, 128
 
 
-def strided(vectors: int) -> Shader:
-    """Eight neighbors read vec4 values at this stride, in each of ten rounds."""
+def strided_reads(vectors: int) -> Shader:
+    """Return a kernel in which eight invocations read vec4 values at this stride, ten times."""
     source = f"""\
 @group(0) @binding(0) var<storage, read_write> out: array<vec4f>;
 var<workgroup> held: array<vec4f, 64>;
@@ -32,14 +32,14 @@ fn main(@builtin(local_invocation_index) me: u32) {{
 @pytest.mark.parametrize(("vectors", "conflicts"), [(0, 1), (1, 1), (2, 2), (4, 4), (8, 8), (5, 1)])
 def test_bank_conflicts_are_serialized(vectors, conflicts):
     bytes_moved = 10 * 2 * 16
-    assert counts_of(strided(vectors), (3, 1, 1)) == Counts(
+    assert counts_of(strided_reads(vectors), (3, 1, 1)) == Counts(
         10, bytes_moved, 10, 10 * conflicts
     ).times(3)
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=str)
-def test_product_kernels_have_no_bank_conflicts_and_two_barriers_a_step(tiles):
-    """In every layout; at least three quarters of the invocations load something."""
+def test_matmul_has_no_bank_conflicts_and_two_barriers_per_step(tiles):
+    """This holds in every layout; at least three quarters of the invocations load something."""
     for transposed in range(4):
         case = product(
             1,

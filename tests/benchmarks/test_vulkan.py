@@ -1,4 +1,4 @@
-"""The Vulkan benchmark in its smallest size: it measures and checks; the amounts are not tested."""
+"""Tests of the Vulkan benchmark at its smallest size; no amount of time is checked."""
 
 import sys
 
@@ -24,15 +24,17 @@ def backend():
 
 def test_sides_alternate_and_the_first_round_is_dropped():
     order = []
-    timed = turns.by_turns([lambda: order.append("a"), lambda: order.append("b")], 2)
+    side_times = turns.measure_alternately(
+        [lambda: order.append("a"), lambda: order.append("b")], 2
+    )
     assert order == ["a", "b"] * 3
-    assert [len(side.wall_s) for side in timed] == [2, 2]
+    assert [len(side.wall_s) for side in side_times] == [2, 2]
     assert turns.ratios([2.0, 6.0, 1.0], [1.0, 2.0, 1.0]) == "2.00 (1.00-3.00)"
 
 
-def test_a_matrix_product_is_timed_and_correct(backend):
+def test_matrix_product_is_timed_and_correct(backend):
     row = vulkan.matmul_row(backend, torch_side("cpu"), (16, 32, 8), 1, peak=1e-9)
-    by_column = dict(zip(vulkan._PRODUCTS, row, strict=True))
+    by_column = dict(zip(vulkan._PRODUCT_HEADER, row, strict=True))
     assert by_column["product"] == "16 x 32 by 32 x 8"
     assert float(by_column["error"]) < 1e-5
     assert float(by_column["of peak"].rstrip("%")) > 0
@@ -41,10 +43,10 @@ def test_a_matrix_product_is_timed_and_correct(backend):
 
 
 @pytest.mark.slow
-def test_a_decoder_computes_the_same_on_both_sides(backend):
+def test_decoder_computes_the_same_on_both_sides(backend):
     decoder = vulkan_steps.Decoder(64, 2, 8, "LoRA")
     row = vulkan_steps.decoder_row(backend, torch_side("cpu"), decoder, 1, 2)
-    by_column = dict(zip(vulkan._STEPS, row, strict=True))
+    by_column = dict(zip(vulkan._STEP_HEADER, row, strict=True))
     assert by_column["microbatch"] == "decoder 64, 4 layers, LoRA, 2 x 8"
     assert float(by_column["difference"]) < 1e-5
     assert float(by_column["ms"]) > 0
@@ -52,13 +54,13 @@ def test_a_decoder_computes_the_same_on_both_sides(backend):
 
 
 @pytest.mark.slow
-def test_subtree_sums_come_back_once(backend):
+def test_subtree_sum_on_the_device_is_read_back_once(backend):
     row = vulkan_steps.sums_row(backend, "causal-lm", 1, 2)
     device, host = map(int, row[-2:])
     assert host == vulkan_steps.SUBTREE_LEAVES * device
 
 
-def test_the_reference_torch_device_is_chosen():
+def test_reference_device_of_torch_is_chosen():
     has_cuda = torch.cuda.is_available()
     assert torch_side("auto").device.type == ("cuda" if has_cuda else "cpu")
     assert torch_side("cpu").shares_cpu
@@ -68,7 +70,7 @@ def test_the_reference_torch_device_is_chosen():
             torch_side("cuda")
 
 
-def test_the_peak_of_a_card():
+def test_peak_of_a_card_in_tflops():
     assert peak_tflops(132, (9, 0), 1_980_000) == pytest.approx(66.9, rel=1e-3)  # H100 SXM
     assert peak_tflops(108, (8, 0), 1_410_000) == pytest.approx(19.5, rel=1e-3)  # A100
     assert peak_tflops(82, (8, 6), 1_695_000) == pytest.approx(35.6, rel=1e-3)  # RTX 3090
@@ -79,7 +81,7 @@ def test_the_peak_of_a_card():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("backend")
-def test_only_one_table(monkeypatch, capsys):
+def test_only_option_prints_one_table(monkeypatch, capsys):
     arguments = "--only decoder --hidden 64 --batch 2 8 --rounds 1 --against cpu"
     monkeypatch.setattr(sys, "argv", ["vulkan", *arguments.split()])
     vulkan.main()

@@ -111,8 +111,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled here, and True would import torch's compiler, which takes 1 "
-        "s."""
+        """False: nothing is compiled here, and True would import torch's compiler, which takes 1
+        s."""
         return False
 
     def __torch_dispatch__(

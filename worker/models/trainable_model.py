@@ -113,8 +113,8 @@ class TrainableModel:
         return pretrained.initial_values(self.module, self.blocks)
 
     def export(self, files: Mapping[str, str]) -> Export:
-        """Return the layout to export, PEFT's for LoRA, else Hugging Face's, with these text "
-        "files."""
+        """Return the layout to export, PEFT's for LoRA, else Hugging Face's, with these text
+        files."""
         if self.lora is None:
             return _full_export(self.loaded, dict(files))
         return self.lora.export(self.spec.name or self.spec.source or "", self.blocks, dict(files))

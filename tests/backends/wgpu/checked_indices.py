@@ -16,7 +16,7 @@ import numpy as np
 from backends.wgpu.canonical.tree import Array, Barrier, Expression, Name, Statement, size_of
 from backends.wgpu.device.device import BUFFER_ALIGNMENT_BYTES
 from backends.wgpu.shaders.dispatch import Shader
-from benchmarks.shader_counts import KnownValues, Run, read_kernel
+from benchmarks.shader_counts import KnownValues, WorkgroupExecution, read_kernel
 
 _NOBODY, _SEVERAL = -1, -2
 
@@ -39,12 +39,12 @@ def assert_valid_accesses(
     for group in {(0, 0, 0), (x - 1, y - 1, z - 1)}:
         for branches in ((True,), (False,), (True, False), (False, True)):
             run = _Watched(module, group, padded_sizes, branches)
-            run.block(module.body)
+            run.execute_block(module.body)
             if not run.choices:
                 break
 
 
-class _Watched(Run):
+class _Watched(WorkgroupExecution):
     def __init__(
         self,
         module: Any,
@@ -67,20 +67,20 @@ class _Watched(Run):
                 self._read_by[array.name] = np.full(array.elements, _NOBODY)
                 self._written_by[array.name] = np.full(array.elements, _NOBODY)
 
-    def statement(self, statement: Statement) -> None:
+    def execute(self, statement: Statement) -> None:
         if isinstance(statement, Barrier):
             assert self.active_lanes.all(), "a barrier that not all come to"
             self._forget()
-        super().statement(statement)
+        super().execute(statement)
 
-    def choose(
+    def branch(
         self, condition: KnownValues, then: Sequence[Statement], otherwise: Sequence[Statement]
     ) -> None:
         if condition is None:
             self.choices += 1
             if not self._taken[self.choices % len(self._taken)]:
                 return
-        super().choose(condition, then, otherwise)
+        super().branch(condition, then, otherwise)
 
     def assign(self, target: Expression, value: KnownValues) -> None:
         self._writes = not isinstance(target, Name)

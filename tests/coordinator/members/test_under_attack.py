@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from benchmarks.attack import FROM, KINDS
+from benchmarks.attack import KINDS, SOURCE_ADDRESS
 from benchmarks.hostile import Attacker
 from protocol.base import limits
 from tests.event_loop import on_uvloop
@@ -55,6 +55,6 @@ async def newcomers(live, attacker):
         async with HostileWorker(live.port, "newcomer") as newcomer:
             await newcomer.join()
             pending_hosts = [connection.host for connection in live.service._pending]
-            limit = max(limit, pending_hosts.count(FROM))
+            limit = max(limit, pending_hosts.count(SOURCE_ADDRESS))
         await loop.run_in_executor(None, attacker.send_command, "count")
     return limit

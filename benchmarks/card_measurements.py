@@ -1,6 +1,6 @@
-"""The measurements of `benchmarks.cards`: `python -m benchmarks.card_figures PART`.
+"""The measurements of `benchmarks.cards`: `python -m benchmarks.card_measurements PART`.
 
-The parts are the functions of `PARTS`. The last line that each prints is its result.
+PART is a key of `PARTS`. The last line that a part prints is its result.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _THERMOMETERS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class Sizes:
     """Sizes of a measured decoder, and of a square matrix product."""
 
     tokens: int = 512
@@ -70,17 +70,17 @@ class Size:
     product: int = 4096
 
 
-QUICK_SIZE: Final = Size(tokens=64, hidden=128, layers=2, product=256)
+QUICK_SIZES: Final = Sizes(tokens=64, hidden=128, layers=2, product=256)
 
 
 def is_standin(kind: str) -> bool:
-    """Return whether torch's cards are the stand-in of tests/standin."""
+    """Return whether torch's cards are the stand-in device of tests/standin."""
     return torch_device(kind).type == standin.NAME
 
 
-def digests(kind: str, size: Size) -> None:
+def digests(kind: str, sizes: Sizes) -> None:
     """Compare the digest of a run on the CPU, on one card twice, and on two cards as one worker."""
-    steps = ("--set", "steps=4") if size == QUICK_SIZE else ()
+    steps = ("--set", "steps=4") if sizes == QUICK_SIZES else ()
     arguments: dict[str, tuple[str, ...]] = {
         "cpu": ("--backend", "cpu"),
         "one card": ("--backend", f"{kind}0"),
@@ -88,28 +88,31 @@ def digests(kind: str, size: Size) -> None:
     }
     if torch.accelerator.device_count() > 1:
         arguments["two cards"] = ("--backend", kind, "--gpus", "0,1")
-    digest_of = {}
+    digest_by_name = {}
     for name, options in arguments.items():
-        expected = str(2 if name == "two cards" else 1)
-        digest_of[name] = _digest((*_DIGITS, *steps, "--expect-workers", expected), options)
-        print(f"{name}: {digest_of[name][:16]}", flush=True)
-    has_one_digest = len({digest for name, digest in digest_of.items() if name != "cpu"}) == 1
+        expect_workers = str(2 if name == "two cards" else 1)
+        digest_by_name[name] = _digest(
+            (*_DIGITS, *steps, "--expect-workers", expect_workers), options
+        )
+        print(f"{name}: {digest_by_name[name][:16]}", flush=True)
+    has_one_digest = len({digest for name, digest in digest_by_name.items() if name != "cpu"}) == 1
+    is_cpu_equal = digest_by_name["cpu"] == digest_by_name["one card"]
     print(f"the cards' digests are {'one' if has_one_digest else 'NOT one'}; the CPU's is "
-          f"{'the same' if digest_of['cpu'] == digest_of['one card'] else 'another'}")  # fmt: skip
+          f"{'the same' if is_cpu_equal else 'another'}")  # fmt: skip
     if not has_one_digest:
         sys.exit(1)
 
 
 def _digest(run: tuple[str, ...], options: tuple[str, ...]) -> str:
     with tempfile.TemporaryDirectory() as directory, Cluster(Path(directory), *run) as cluster:
-        # A new process: a card may not be used after a fork.
+        # A new process: a forked process cannot use a card.
         cluster.worker("w", *options, environment=dict(os.environ))
         return str(cluster.result()["weights_digest"])
 
 
-def shard(kind: str, size: Size) -> None:
+def shard(kind: str, sizes: Sizes) -> None:
     """Run one worker whose frozen base is sharded over two ranks with a card each."""
-    del size
+    del sizes
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "run.yaml"
         path.write_text(_FROZEN)
@@ -118,7 +121,7 @@ def shard(kind: str, size: Size) -> None:
         with Cluster(Path(name) / "ranks", *run) as cluster:
             command = [
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                "2", "-m", "benchmarks.card_figures", "rank", "--", "--coordinator",
+                "2", "-m", "benchmarks.card_measurements", "rank", "--", "--coordinator",
                 cluster.address["data"], "--backend", kind, "--shard",
             ]  # fmt: skip
             ranks = subprocess.run(  # noqa: S603 -- our own command
@@ -126,23 +129,25 @@ def shard(kind: str, size: Size) -> None:
             )
             print(ranks.stdout, ranks.stderr[-2000:])
             ranks.check_returncode()
-            sharded = cluster.result()["weights_digest"]
-    # Each rank may allocate memory on its own card alone.
+            sharded_digest = cluster.result()["weights_digest"]
+    # A rank may allocate memory on its own card only.
     cards_by_rank = {
-        int(rank): [int(card) for card, size in re.findall(r"(\d+) (\d+) bytes", text) if int(size)]
+        int(rank): [
+            int(card) for card, sizes in re.findall(r"(\d+) (\d+) bytes", text) if int(sizes)
+        ]
         for rank, text in sorted(re.findall(r"rank (\d+) took (.*)", ranks.stdout))
     }
-    is_apart = cards_by_rank == {0: [0], 1: [1]}
-    comparison = "that of one card" if sharded == single_digest else "another than of one card"
+    uses_own_cards = cards_by_rank == {0: [0], 1: [1]}
+    comparison = "that of one card" if sharded_digest == single_digest else "not that of one card"
     print(f"ranks used the cards {cards_by_rank}, "
-          f"{'each its own' if is_apart else 'NOT each its own'}; "
+          f"{'each its own' if uses_own_cards else 'NOT each its own'}; "
           f"the digest is {comparison}")  # fmt: skip
-    if not is_apart:
+    if not uses_own_cards:
         sys.exit(1)
 
 
 def rank(arguments: list[str]) -> None:
-    """Run one rank of `shard`: the worker, then print what it allocated on each card."""
+    """Run one rank of `shard`, then print how much memory it allocated on each card."""
     sys.argv = ["worker", *arguments]
     try:
         worker()
@@ -154,13 +159,13 @@ def rank(arguments: list[str]) -> None:
         print(f"rank {os.environ['RANK']} took {', '.join(cards)}", flush=True)
 
 
-def memory(kind: str, size: Size) -> None:
-    """Compare the memory estimate for LoRA of a decoder with torch's counters."""
+def memory(kind: str, sizes: Sizes) -> None:
+    """Compare the memory estimate for LoRA training of a decoder with torch's counters."""
     device = torch_device(kind)
     ratios = []
     for changes in ({}, {"base_dtype": "int4"}, {"gradient_checkpointing": True}):
         with tempfile.TemporaryDirectory() as directory:
-            spec, task, batch = large_decoder(Path(directory), changes, size)
+            spec, task, batch = large_decoder(Path(directory), changes, sizes)
             expected = estimate(spec)
             assert expected is not None
             program = EagerBackend(kind).compile(task.trainable, batch)
@@ -172,11 +177,11 @@ def memory(kind: str, size: Size) -> None:
         ratios.append(peak_bytes / expected.total)
         print(f"{changes or 'float32'}: estimated {expected.total / _MIB:.0f} MiB ({expected}), "
               f"taken {peak_bytes / _MIB:.0f} MiB, ratio {ratios[-1]:.2f}")  # fmt: skip
-    print(f"taken of what is estimated: {min(ratios):.2f} to {max(ratios):.2f}")
+    print(f"taken memory to estimated: {min(ratios):.2f} to {max(ratios):.2f}")
 
 
 def large_decoder(
-    directory: Path, model: Mapping[str, object], size: Size
+    directory: Path, model: Mapping[str, object], sizes: Sizes
 ) -> tuple[ModelRun, Task, Batch]:
     """Return a run with LoRA on a Llama, its task, and a microbatch of the longest samples."""
     path = decoder_run(
@@ -184,52 +189,56 @@ def large_decoder(
         model={"source": str(directory / "model"), **model},
     )  # fmt: skip
     config = transformers.LlamaConfig(
-        vocab_size=16 * size.hidden, hidden_size=size.hidden,
-        intermediate_size=11 * size.hidden // 4, num_hidden_layers=size.layers,
+        vocab_size=16 * sizes.hidden, hidden_size=sizes.hidden,
+        intermediate_size=11 * sizes.hidden // 4, num_hidden_layers=sizes.layers,
         num_attention_heads=8, max_position_embeddings=1024,
     )  # fmt: skip
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers.LlamaForCausalLM(config).save_pretrained(directory / "model")
-    spec = load_run_spec(path, [f"data.max_tokens={size.tokens}"])
+    spec = load_run_spec(path, [f"data.max_tokens={sizes.tokens}"])
     assert isinstance(spec, ModelRun)
     task = build(spec)
-    shape = (2, size.tokens)
+    shape = (2, sizes.tokens)
     arrays = {name: np.resize(a, shape) for name, a in task.batch([0]).arrays.items()}
-    return spec, task, Batch(arrays, 2.0 * size.tokens)
+    return spec, task, Batch(arrays, 2.0 * sizes.tokens)
 
 
-def speed(kind: str, size: Size) -> None:
-    """Compare LoRA of a decoder with a plain loop, and with the card's rate of matrix products."""
+def speed(kind: str, sizes: Sizes) -> None:
+    """Compare LoRA training with a plain loop, and with the card's rate of matrix products."""
     ratios = []
     print(_temperature("before"))
     for precision in ("float32", "bfloat16"):
         with tempfile.TemporaryDirectory() as directory:
             model = {"precision": precision, "base_dtype": "float32"}
-            _, task, batch = large_decoder(Path(directory), model, size)
-            _, plain_task, _ = large_decoder(Path(directory) / "plain", model, size)
+            _, task, batch = large_decoder(Path(directory), model, sizes)
+            _, plain_task, _ = large_decoder(Path(directory) / "plain", model, sizes)
         plain_loop = _PlainLoop(plain_task.trainable, torch_device(kind), precision)
         program = EagerBackend(kind).compile(task.trainable, batch)
-        samestep_s, plain_s = _times(program, plain_loop, batch)
+        samestep_s, plain_s = _microbatch_times(program, plain_loop, batch)
         program.close()
         rate = (
-            4 * plain_loop.matrix_elements * 2 * size.tokens / samestep_s
-        )  # forward, and backward for activations
-        product_rate = _product_rate(torch_device(kind), precision, size.product)
+            4 * plain_loop.matrix_elements * 2 * sizes.tokens / samestep_s
+        )  # of forward, and of backward for activations
+        product_rate = _product_rate(torch_device(kind), precision, sizes.product)
         ratios.append(samestep_s / plain_s)
-        share = (
-            f"{rate / product_rate:.0%} of a product of {size.product} ({product_rate / 1e12:.3f})"
+        product_share = (
+            f"{rate / product_rate:.0%} of a product of {sizes.product} ({product_rate / 1e12:.3f})"
         )
-        print(f"{precision}: {1e3 * samestep_s:.2f} ms a microbatch of {2 * size.tokens} tokens, "
+        print(f"{precision}: {1e3 * samestep_s:.2f} ms a microbatch of {2 * sizes.tokens} tokens, "
               f"plain loop {1e3 * plain_s:.2f} ms, ratio {ratios[-1]:.3f}; {rate / 1e12:.3f} "
               "TFLOPS, "
-              f"{share}")  # fmt: skip
+              f"{product_share}")  # fmt: skip
     print(_temperature("after"))
-    note = "; the stand-in's kernels are the CPU's: nothing of a card" if is_standin(kind) else ""
+    note = (
+        "; the stand-in's kernels run on the CPU, so this says nothing about a card"
+        if is_standin(kind)
+        else ""
+    )
     print(f"time to that of a plain loop: {min(ratios):.2f} to {max(ratios):.2f}{note}")
 
 
 class _PlainLoop:
-    """Plain forward and backward; gradients stay on the card."""
+    """A plain loop of forward and backward; gradients stay on the card."""
 
     def __init__(self, job: Trainable, device: torch.device, precision: str) -> None:
         assert job.module is not None
@@ -255,8 +264,11 @@ class _PlainLoop:
         torch.accelerator.synchronize(self._device)
 
 
-def _times(program: Program, plain_loop: _PlainLoop, batch: Batch) -> tuple[float, float]:
-    """Return seconds per microbatch of samestep and of the plain loop, by turns after a warm-up."""
+def _microbatch_times(
+    program: Program, plain_loop: _PlainLoop, batch: Batch
+) -> tuple[float, float]:
+    """Return seconds per microbatch of samestep and of the plain loop, alternating, after a
+    warm-up."""
 
     def run_samestep() -> None:
         for _ in program.gradients([(batch, seed) for seed in range(_MICROBATCHES)]):
@@ -274,16 +286,16 @@ def _times(program: Program, plain_loop: _PlainLoop, batch: Batch) -> tuple[floa
     return median(seconds[0][1:]), median(seconds[1][1:])
 
 
-def _product_rate(device: torch.device, precision: str, size: int) -> float:
+def _product_rate(device: torch.device, precision: str, sizes: int) -> float:
     """Return the operations per second of a square matrix product."""
-    matrix = torch.ones(size, size, device=device, dtype=getattr(torch, precision))
+    matrix = torch.ones(sizes, sizes, device=device, dtype=getattr(torch, precision))
     seconds = []
     for _ in range(_ROUNDS):
         start_s = time.monotonic()
         matrix @ matrix
         torch.accelerator.synchronize(device)
         seconds.append(time.monotonic() - start_s)
-    return 2.0 * size**3 / min(seconds)
+    return 2.0 * sizes**3 / min(seconds)
 
 
 def _temperature(moment: str) -> str:
@@ -293,13 +305,13 @@ def _temperature(moment: str) -> str:
                 command, capture_output=True, text=True, timeout=20, check=False
             )
             return f"{moment}, by {command[0]}: {process.stdout.strip() or process.stderr.strip()}"
-    return f"temperature and clock {moment}: not known, there is no nvidia-smi or rocm-smi"
+    return f"temperature and clock {moment}: unknown, nvidia-smi and rocm-smi are missing"
 
 
-def vulkan_memory(kind: str, size: Size) -> None:
-    """Compare the memory estimate for a decoder's step with Vulkan with what CUDA reports as "
-    "used."""
-    del kind, size
+def vulkan_memory(kind: str, sizes: Sizes) -> None:
+    """Compare the memory estimate for a decoder's step on Vulkan with the memory that CUDA reports
+    as used."""
+    del kind, sizes
     backend = VulkanBackend()
     decoder = Decoder(1024, 8, 512, "whole")
     torch.cuda.mem_get_info(0)  # creates CUDA's own context, which is not counted
@@ -307,12 +319,12 @@ def vulkan_memory(kind: str, size: Size) -> None:
     program = backend.compile(decoder.trainable(threads=1), decoder.batch())
     microbatch(program, decoder.batch(), 0)
     used_bytes = free_before - int(torch.cuda.mem_get_info(0)[0])
-    estimated = max(one_estimate.total for one_estimate in program.estimates)
+    estimated = max(memory_estimate.total for memory_estimate in program.estimates)
     print(f"{decoder}: estimated {estimated / _MIB:.0f} MiB, used {used_bytes / _MIB:.0f} MiB, "
           f"ratio {used_bytes / estimated:.2f}; {program.parity}")  # fmt: skip
 
 
-PARTS: Final[Mapping[str, Callable[[str, Size], None]]] = {
+PARTS: Final[Mapping[str, Callable[[str, Sizes], None]]] = {
     "digests": digests, "shard": shard, "memory": memory, "speed": speed,
     "vulkan-memory": vulkan_memory,
 }  # fmt: skip
@@ -328,8 +340,8 @@ def main() -> None:
     parser.add_argument("--kind", default="cuda")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    is_small = options.quick or is_standin(options.kind)  # its kernels run on one CPU
-    PARTS[options.part](options.kind, QUICK_SIZE if is_small else Size())
+    is_small = options.quick or is_standin(options.kind)  # the stand-in's kernels run on one CPU
+    PARTS[options.part](options.kind, QUICK_SIZES if is_small else Sizes())
 
 
 if __name__ == "__main__":
