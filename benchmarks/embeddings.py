@@ -36,7 +36,7 @@ from benchmarks.cluster import Cluster, run_to_end
 from benchmarks.machine import print_heading
 from protocol.exact.reduction.tree import Subtree
 from protocol.spec.files.sources import model_source
-from protocol.spec.run_spec import EmbedRun, OwnRun, parse_run_spec
+from protocol.spec.run_spec import EmbedRun, UserTaskRun, parse_run_spec
 from worker.logic.events import StepId
 from worker.shell.coupled_step import CoupledStep
 from worker.tasks.language.embed import Embed
@@ -51,7 +51,7 @@ _PARTS: Final = ("embeddings", "loss over all pairs", "gradients")
 class MicrobatchNegatives(Embed):
     """Task embed for the run spec in `options.run`, but with a loss over each microbatch alone."""
 
-    def __init__(self, spec: OwnRun) -> None:
+    def __init__(self, spec: UserTaskRun) -> None:
         run = parse_run_spec(spec.options["run"])
         super().__init__(run)  # type: ignore[arg-type]  # of task embed
         coupled = self.trainable.coupled

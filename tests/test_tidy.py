@@ -43,6 +43,7 @@ UNITS = {
     "CHARACTERS",
     "CHUNKS",
     "CONNECTIONS",
+    "COUNT",
     "DEVICES",
     "ELEMENTS",
     "FACTOR",

@@ -51,7 +51,7 @@ class LocalDevice:
 
         info = self.backend().info
         is_torch_card = info.backend in ("cuda", "xpu", "accelerator")
-        if is_torch_card and isinstance(spec, ModelRun) and not spec.captures and not self._shard:
+        if is_torch_card and isinstance(spec, ModelRun) and not spec.is_capture and not self._shard:
             self._report_memory(spec, info)
         return build(spec)
 

@@ -123,7 +123,7 @@ class RecomputeCheck:
         earlier_checkpoints = [c for c in self._checkpoints if c.info.step <= step]
         checkpoint = max(earlier_checkpoints, key=lambda c: c.info.step)
         if replica is None or replica.step < checkpoint.info.step:
-            replica = load_replica(checkpoint, self._manifest, self._run.spec.update)
+            replica = load_replica(checkpoint, self._manifest, self._run.spec.step_optimizer)
         for logged_step in index.steps_from(replica.step):
             if logged_step.step == step:
                 break

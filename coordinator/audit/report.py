@@ -29,7 +29,7 @@ from coordinator.storage.directory.journal_records import (
 )
 from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base.errors import UsageError
-from protocol.spec.run_spec import used_sections
+from protocol.spec.run_spec import drop_unused_sections
 from protocol.spec.sections.tasks import BatchSpec
 from protocol.spec.unit import unit_text
 
@@ -356,7 +356,10 @@ def _inputs(history: History) -> str:
     if history.start is not None:
         rows.append(("run spec", history.start.spec_digest))
         rows += sorted(history.start.versions.items())
-        rows += [(f"spec: {key}", value) for key, value in _flat(used_sections(history.start.spec))]
+        rows += [
+            (f"spec: {key}", value)
+            for key, value in _flat(drop_unused_sections(history.start.spec))
+        ]
     for change in history.changes:
         rows += [
             (f"changed after {change.step} steps", change_text) for change_text in change.changes

@@ -56,7 +56,7 @@ class StateProof:
         self._progress = progress
         figures = {step: record.figures for step, record in history.evaluations.items()}
         self._specs = [
-            (first_step, spec, Plateau(spec.update, figures))
+            (first_step, spec, Plateau(spec.step_optimizer, figures))
             for first_step, document in history.specs
             for spec in [parse_run_spec_bytes(json.dumps(document).encode())]
         ]
@@ -103,7 +103,7 @@ class StateProof:
         checkpoint."""
         info = checkpoint.info
         if self.replica is None or self.replica.step < info.step:
-            self.replica = load_replica(checkpoint, self._manifest, self._run.spec.update)
+            self.replica = load_replica(checkpoint, self._manifest, self._run.spec.step_optimizer)
             self.steps_since_checkpoint = 0
         elif not self.replica.has_state(info.state_digest):
             self.faults.append(
@@ -170,15 +170,15 @@ class StateProof:
         blocks = list(zip(self._manifest.blocks, averages, strict=True))
         if averages_digest(block_digest(*block) for block in blocks) != commit.averages_digest:
             yield "the digest of the averaged gradients differs from that in the commit"
-        norms = ClippedGroups(spec.update).norms_of(self._manifest.blocks, averages)
+        norms = ClippedGroups(spec.step_optimizer).norms_of(self._manifest.blocks, averages)
         updates = logged_step.record.optimizer_step
         if logged_step.record.norm not in {None, norms.whole}:
             norm = logged_step.record.norm
             yield f"the commit has norm {norm}, the averaged gradients {norms.whole}"
         steps = spec.steps_with(self._manifest.epoch_samples)
         expected = step_scalars(
-            spec.update, updates, commit.step, steps, norms, loss_scale=commit.scalars.loss_scale,
-            rate_factor=plateau.factor_at(commit.step),
+            spec.step_optimizer, updates, commit.step, steps, norms,
+            loss_scale=commit.scalars.loss_scale, rate_factor=plateau.factor_at(commit.step),
         )  # fmt: skip
         if commit.scalars != expected:
             yield "the scalars of the update do not follow from run spec and gradients"

@@ -213,8 +213,10 @@ class Progress:
         )
         self.mesh = mesh or Mesh("", term, spec.exchange, manifest.blocks, b"")
         self._allocate = allocate
-        self.plateau = Plateau(spec.update, {} if resumption is None else resumption.metrics)
-        self._clipped = ClippedGroups(spec.update)
+        self.plateau = Plateau(
+            spec.step_optimizer, {} if resumption is None else resumption.metrics
+        )
+        self._clipped = ClippedGroups(spec.step_optimizer)
         self._owner_lease = OwnerLease()
         self._sent_again: dict[str, int] = {}
         self._now_ms = self._began_ms = 0.0
@@ -362,7 +364,7 @@ class Progress:
         }
         spec = self._spec
         # After one step workers have different histories, which reveals a user's task with memory.
-        surely = self.step == 1 and spec.is_own_task
+        surely = self.step == 1 and spec.is_user_task
         every = spec.double_check_every
         double = chosen_double(spec.seed, self.step, every, subtrees, signed, surely=surely)
         if double is None:
@@ -681,7 +683,7 @@ class Progress:
             norms = round_.gradient_norms
             norm = norms.whole
             scalars = step_scalars(
-                self._spec.update, updates, self.step, self.steps, norms,
+                self._spec.step_optimizer, updates, self.step, self.steps, norms,
                 loss_scale=self.loss_scale if scales(self._spec) else 0.0,
                 rate_factor=self.plateau.factor_at(self.step),
             )  # fmt: skip

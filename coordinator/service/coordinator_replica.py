@@ -65,7 +65,7 @@ class CoordinatorReplica:
 
     def __init__(self, manifest: Manifest, spec: RunSpec, thread: Executor | None = None) -> None:
         self.manifest = manifest
-        self._replica = Replica(manifest.blocks, spec.update)
+        self._replica = Replica(manifest.blocks, spec.step_optimizer)
         self._thread = thread or Machine().thread("replica")
         self._turn = asyncio.Lock()
 

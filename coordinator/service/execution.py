@@ -399,7 +399,7 @@ class Execution:
             session.channel.goodbye(reason, retry=True)
 
     async def _summarize(self, action: Summarize) -> None:
-        clipped_groups = ClippedGroups(self.run.spec.update)
+        clipped_groups = ClippedGroups(self.run.spec.step_optimizer)
 
         def work() -> dict[int, Summary]:
             return {

@@ -73,7 +73,7 @@ class MemoryBudget:
             )
         return cls(
             parameters=parameters,
-            replica=parameters * state_arrays(spec.update),
+            replica=parameters * state_arrays(spec.step_optimizer),
             gradients=_AVERAGES * parameters + partial_sum_bytes,
             workers=workers * (connection + limits.SEND_AHEAD_BYTES),
         )
@@ -103,7 +103,9 @@ def check_memory(
         return  # not Linux
     if budget.total <= free:
         return
-    instead = "" if spec.update.name == "sgd" else f"set optimizer.name=sgd ({option('--set')}), "
+    instead = (
+        "" if spec.step_optimizer.name == "sgd" else f"set optimizer.name=sgd ({option('--set')}), "
+    )
     if spec.replicas is not None:
         key = "replicas.inner_state=reset and a lower replicas.count"
         instead = f"set {key} ({option('--set')}), "

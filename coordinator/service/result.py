@@ -101,7 +101,7 @@ async def _write_best(run: Run, storage: RunStorage) -> dict[str, str]:
 
     def work() -> dict[str, str]:
         # The paths in a checkpoint follow the run's own manifest.
-        replica = load_replica(checkpoint, settled, run.spec.update)
+        replica = load_replica(checkpoint, settled, run.spec.step_optimizer)
         return write_model(storage.directory.path, manifest, replica)
 
     return await asyncio.to_thread(work)

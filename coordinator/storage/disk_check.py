@@ -62,7 +62,7 @@ class DiskBudget:
         return cls(
             step_bytes=parameter_bytes if spec.log == "full" else 0,
             steps=steps if saving.keep_log else every,
-            state_bytes=parameter_bytes * state_arrays(spec.update),
+            state_bytes=parameter_bytes * state_arrays(spec.step_optimizer),
             states=min(states, 2 + (steps - 1) // every),
             result_bytes=_capture_bytes(spec, manifest)
             if manifest.capture

@@ -66,7 +66,7 @@ class Recovery:
             StorageDamaged: Log or checkpoint are damaged, or do not lead to the recorded digest.
             StorageFailed: They cannot be read.
         """
-        replica = load_replica(self.checkpoint, self.manifest, self.run.spec.update)
+        replica = load_replica(self.checkpoint, self.manifest, self.run.spec.step_optimizer)
         for logged_step in self.logged:
             averages = read_averages(logged_step, self.manifest.blocks)
             digest = logged_step.record.state_before if logged_step is self.logged[-1] else None

@@ -508,7 +508,7 @@ class RunStorage:
             StorageFailed: The state cannot be read.
         """
         open_checkpoint = partial(
-            CheckpointState, checkpoint, self._begun.manifest, self._spec.update
+            CheckpointState, checkpoint, self._begun.manifest, self._spec.step_optimizer
         )
         return await self._loop.run_in_executor(None, open_checkpoint)
 

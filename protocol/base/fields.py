@@ -11,8 +11,8 @@ from protocol.base import limits
 
 
 def _check_count(count: int) -> int:
-    if count > limits.COUNTED_SAMPLES:
-        raise ValueError(f"expected a number of at most {limits.COUNTED_SAMPLES:g}")
+    if count > limits.LARGEST_COUNT:
+        raise ValueError(f"expected a number of at most {limits.LARGEST_COUNT:g}")
     return count
 
 

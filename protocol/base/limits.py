@@ -104,8 +104,8 @@ SEND_QUEUE_BYTES: Final = 64 * MIB
 """Data that may wait for a slow reader, without gradients and state, before it is dropped."""
 
 # Runs.
-COUNTED_SAMPLES: Final = 10**12
-"""Largest count in a run spec, of samples, steps or anything else."""
+LARGEST_COUNT: Final = 10**12
+"""Of samples, steps or anything else in a run spec."""
 MICROBATCHES_PER_STEP: Final = 4_096
 MICROBATCHES_PER_DISPATCH: Final = 8
 """Microbatches of one dispatch on a Vulkan device, where the next two limits allow it."""

@@ -42,20 +42,20 @@ def open_regular(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def read_regular(path: Path, most: int | None = None) -> bytes:
+def read_regular(path: Path, max_bytes: int | None = None) -> bytes:
     """Read a whole regular file.
 
     Args:
         path: The file, or a link to one.
-        most: Largest size in bytes; None for no limit.
+        max_bytes: Largest size in bytes; None for no limit.
 
     Raises:
         OSError: The file cannot be read, is not regular, or is larger.
     """
     with open_regular(path) as file:
-        content = file.read(-1 if most is None else most + 1)
-    if most is not None and len(content) > most:
-        raise OSError(errno.EFBIG, f"expected at most {most} bytes, got more", path)
+        content = file.read(-1 if max_bytes is None else max_bytes + 1)
+    if max_bytes is not None and len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"expected at most {max_bytes} bytes, got more", path)
     return content
 
 

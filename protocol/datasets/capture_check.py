@@ -1,7 +1,7 @@
-"""Checks of a capture before a student is trained on it: what does not fit shows at submit.
+"""Check a capture when a run of a student is submitted.
 
-Vocabularies are read from `tokenizer.json` alone, so a coordinator can compare a teacher's and a
-student's without the libraries that tokenize.
+Vocabularies are read from `tokenizer.json` alone, so that a coordinator can compare those of the
+teacher and the student without tokenizer libraries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from protocol.spec.manifest import CaptureLayout
 from protocol.spec.run_spec import DistilRun
 from protocol.spec.sections.tasks import DistilSpec
 
-_SHOWN: Final = 60
+_SHOWN_CHARACTERS: Final = 60
 
 
 def check_capture(spec: DistilRun) -> CaptureIndex:
@@ -31,40 +31,40 @@ def check_capture(spec: DistilRun) -> CaptureIndex:
 
     Raises:
         DataError: A file is missing or has another size, the student has another tokenizer, the
-            temperature is not one of the capture's, or the evaluation capture does not match.
+            capture lacks the temperature, or the evaluation capture does not match.
     """
     index = _read_complete_index(spec.data.train)
     if spec.data.validation is not None:
-        check_alike(index, _read_complete_index(spec.data.validation), spec.data.validation)
+        check_same_facts(index, _read_complete_index(spec.data.validation), spec.data.validation)
     check_temperature(spec.distil, index.facts.layout)
     _check_tokenizers(spec, index)
     return index
 
 
-def check_alike(trained_on: CaptureIndex, measured_on: CaptureIndex, place: str) -> None:
+def check_same_facts(train: CaptureIndex, evaluation: CaptureIndex, directory: str) -> None:
     """Check that a student of one capture can be evaluated on another.
 
     Args:
-        trained_on: The capture for training.
-        measured_on: The capture for evaluation.
-        place: The directory of the latter.
+        train: The capture for training.
+        evaluation: The capture for evaluation.
+        directory: The directory of the evaluation capture.
 
     Raises:
-        DataError: The capture is of another teacher, or has another layout.
+        DataError: The captures have different teachers or layouts.
     """
-    for name, value_trained in trained_on.facts:
-        measured_value = getattr(measured_on.facts, name)
-        if measured_value != value_trained:
+    for name, train_value in train.facts:
+        evaluation_value = getattr(evaluation.facts, name)
+        if evaluation_value != train_value:
             raise DataError(
                 f"expected the same {name} in the captures of data.train and data.validation, got "
-                f"{_value_text(value_trained)} and, in {place!r}, {_value_text(measured_value)}; "
+                f"{_shorten(train_value)} and, in {directory!r}, {_shorten(evaluation_value)}; "
                 "capture both in the same way"
             )
 
 
-def _value_text(value: object) -> str:
+def _shorten(value: object) -> str:
     text = " ".join(str(value).split())
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def _expanded(source: str) -> Path:
@@ -72,10 +72,10 @@ def _expanded(source: str) -> Path:
 
 
 def _read_complete_index(source: str) -> CaptureIndex:
-    """Read the index of a capture, and check that all files are there.
+    """Read the index of a capture, and check that all files exist.
 
     Raises:
-        DataError: One is missing, or has another size.
+        DataError: A file is missing, or has another size.
     """
     directory = _expanded(source)
     index = read_index(directory)
@@ -103,18 +103,18 @@ def check_digests(source: str, files: tuple[BlobFile, ...]) -> None:
         files: The capture's files on this machine.
 
     Raises:
-        DataError: One is not.
+        DataError: A file has another digest.
     """
     digests = {file.name: file.digest for file in files}
     for file in read_index(_expanded(source)).files:
         if digests.get(file.name) != file.digest:
-            raise changed(file.name, source)
+            raise changed_file_error(file.name, source)
 
 
-def changed(name: str, directory: str) -> DataError:
+def changed_file_error(name: str, directory: str) -> DataError:
     """Return the error for a file whose digest is not the capture's."""
     return DataError(
-        f"{name!r} in {directory!r} is not what the capture wrote: restore it from a copy, or "
+        f"{name!r} in {directory!r} has changed since the capture: restore it from a copy, or "
         "capture again"
     )
 
@@ -139,12 +139,12 @@ def check_temperature(spec: DistilSpec, layout: CaptureLayout) -> None:
         )
 
 
-def tokenizers_differ(student: str) -> DataError:
+def tokenizer_mismatch(student: str) -> DataError:
     """Return the error for a student with another tokenizer than the teacher."""
     return DataError(
-        f"the student {student!r} has another tokenizer than the teacher of this capture, so their "
-        "tokens do not mean the same; take a student of the teacher's family, or start one from "
-        "model.config"
+        f"the tokenizer of the student {student!r} differs from that of the capture's teacher, so "
+        "their tokens do not mean the same; use a student of the teacher's family, or initialize "
+        "one from model.config"
     )
 
 
@@ -152,12 +152,12 @@ def _check_tokenizers(spec: DistilRun, index: CaptureIndex) -> None:
     """Compare the vocabularies, without tokenizer libraries."""
     if spec.model.source is None:
         return
-    value_trained = digest_of_file(Path(sources.model_source(spec.model.source)) / TOKENIZER)
-    if value_trained is not None and value_trained != index.facts.tokenizer:
-        raise tokenizers_differ(spec.model.source)
+    digest = digest_of_file(Path(sources.model_source(spec.model.source)) / TOKENIZER)
+    if digest is not None and digest != index.facts.tokenizer:
+        raise tokenizer_mismatch(spec.model.source)
 
 
-TOKENIZER: str = "tokenizer.json"
+TOKENIZER: Final = "tokenizer.json"
 
 
 def vocabulary_digest(tokens: Mapping[str, int]) -> str:
@@ -167,13 +167,16 @@ def vocabulary_digest(tokens: Mapping[str, int]) -> str:
 
 
 def digest_of_file(path: Path) -> str | None:
-    """Return the digest of a `tokenizer.json`; None if there is none of a known kind."""
+    """Return the digest of a `tokenizer.json`; None as of `tokens_of_file`."""
     tokens = tokens_of_file(path)
     return None if tokens is None else vocabulary_digest(tokens)
 
 
 def tokens_of_file(path: Path) -> dict[str, int] | None:
-    """Return the tokens of a `tokenizer.json` with their ids; None as above."""
+    """Return the tokens of a `tokenizer.json` with their ids.
+
+    None if there is no such file, or no vocabulary of a known format in it.
+    """
     try:
         document = read_json(path)
         vocabulary = document["model"]["vocab"]

@@ -1,7 +1,7 @@
 """`capture.json`: the files of a capture, their samples by row group, and their digests.
 
-It is written last, so a directory that has it holds a complete capture. Runs are planned from it
-alone; a file of logits is opened when a step needs it.
+The index is written last, so a directory that has an index contains a complete capture. A run is
+planned from the index alone; a file of logits is opened when a step needs it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Document(BaseModel):
 
 
 class CapturedFile(_Document):
-    """One file of logits; `digest` is BLAKE3 of its bytes, `row_groups` counts samples."""
+    """One file of logits: the BLAKE3 digest of its bytes, and the samples of each row group."""
 
     name: str
     size: Annotated[int, Field(ge=1, le=limits.BLOB_BYTES)]

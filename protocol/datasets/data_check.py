@@ -1,6 +1,6 @@
-"""Check a run's data before any worker is asked: mistakes show in seconds, where they were made.
+"""Check a run's data before workers read it, so that a user learns of mistakes at once.
 
-Only the data of tasks that read text is checked; a worker checks it again, with its tokenizer.
+Only the data of tasks that read text is checked; workers check it again, with the tokenizer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from protocol.datasets.labeled_text import read_labeled_text
 from protocol.datasets.preferences import read_preferences
 from protocol.datasets.rows import BadRows
 from protocol.datasets.sequences import read_tagged_words, read_text_pairs
-from protocol.datasets.text_corpus import parts
+from protocol.datasets.text_corpus import read_parts
 from protocol.spec.files.adapter import check_adapter, check_labels
 from protocol.spec.run_spec import (
     CausalLmRun,
@@ -34,7 +34,7 @@ from protocol.spec.sections.data import DataSpec
 
 
 def check_data(spec: RunSpec) -> None:
-    """Read all data of the run spec, and keep none in memory.
+    """Read and check all data of the run spec.
 
     Raises:
         DataError: The data cannot be used; the error names the location and what to set.
@@ -45,29 +45,31 @@ def check_data(spec: RunSpec) -> None:
             labeled = read_labeled_text(data)
             check_labels(spec, labeled.names)
             classes = Counter(labeled.labels).values() if data.stratify else [len(labeled.texts)]
-            train_samples = sum(trained_on(samples, data) for samples in classes)
+            train_samples = sum(count_training_samples(samples, data) for samples in classes)
             check_samples(train_samples, spec, labeled.duplicates)
             if data.validation is not None:
                 read_labeled_text(validation_data(data), labeled.names)
         case TagRun(data=data):
             tagged = read_tagged_words(data)
             check_labels(spec, sorted({tag for row in tagged for tag in row.tags}))
-            check_samples(trained_on(len(tagged), data), spec, tagged.duplicates)
+            check_samples(count_training_samples(len(tagged), data), spec, tagged.duplicates)
             if data.validation is not None:
                 read_tagged_words(validation_data(data))
         case Seq2SeqRun(data=data):
             pairs = read_text_pairs(data)
-            check_samples(trained_on(len(pairs), data), spec, pairs.duplicates)
+            check_samples(count_training_samples(len(pairs), data), spec, pairs.duplicates)
             if data.validation is not None:
                 read_text_pairs(validation_data(data))
         case DpoRun(data=data):
             preferences = read_preferences(data)
-            check_samples(trained_on(len(preferences), data), spec, preferences.duplicates)
+            check_samples(
+                count_training_samples(len(preferences), data), spec, preferences.duplicates
+            )
             if data.validation is not None:
                 read_preferences(validation_data(data))
         case EmbedRun(data=data):
             groups = read_text_groups(data)
-            check_samples(trained_on(len(groups), data), spec, groups.duplicates)
+            check_samples(count_training_samples(len(groups), data), spec, groups.duplicates)
             if spec.batch.samples == 1 and len(groups[0].passages) == 1:
                 raise DataError(
                     "expected at least 2 pairs in a step, or rows with a hard negative, got 1 "
@@ -76,30 +78,30 @@ def check_data(spec: RunSpec) -> None:
             if data.validation is not None:
                 read_text_groups(validation_data(data), groups[0])
         case DistilRun():
-            check_samples(trained_on(check_capture(spec).samples, spec.data), spec)
+            check_samples(count_training_samples(check_capture(spec).samples, spec.data), spec)
         case CausalLmRun(data=data) | MaskedLmRun(data=data):
-            samples, duplicates = _read(data)
+            samples, duplicates = _read_language_data(data)
             if data.format != "text":
-                check_samples(trained_on(samples, data), spec, duplicates)
+                check_samples(count_training_samples(samples, data), spec, duplicates)
             if data.validation is not None:
-                _read(validation_data(data))
+                _read_language_data(validation_data(data))
         case TeacherLogitsRun(data=data):
-            logits_file.pyarrow_modules()  # the coordinator writes them
-            samples, duplicates = _read(data)
+            logits_file.pyarrow_modules()  # the coordinator writes files of logits
+            samples, duplicates = _read_language_data(data)
             if data.format != "text":
                 check_samples(samples, spec, duplicates)
 
 
-def _read(data: DataSpec) -> tuple[int, int]:
-    """Count conversations and removed duplicates, or parts of running text.
+def _read_language_data(data: DataSpec) -> tuple[int, int]:
+    """Return the number of conversations and of duplicates, or of parts of running text and 0.
 
     Raises:
-        DataError: They cannot be used, or there are none.
+        DataError: The data cannot be used, or is empty.
     """
     if data.format != "text":
         conversations = read_conversations(data)
         return len(conversations), conversations.duplicates
-    count = sum(1 for _ in parts(data, BadRows(skip=data.skip_bad_rows)))
+    count = sum(1 for _ in read_parts(data, BadRows(skip=data.skip_bad_rows)))
     if not count:
         raise DataError(
             f"expected text in {data.train!r}, found none; name other data: --set data.train=FILE"
@@ -108,7 +110,7 @@ def _read(data: DataSpec) -> tuple[int, int]:
 
 
 def validation_data(data: DataSpec) -> DataSpec:
-    """Return the section with the evaluation data as its training data."""
+    """Return the section `data` with the evaluation data in place of the training data."""
     assert data.validation is not None
     return data.model_copy(update={"train": data.validation, "validation": None})
 
@@ -122,22 +124,24 @@ def check_samples(train_samples: int, spec: RunSpec, duplicates: int = 0) -> Non
         duplicates: Number of removed duplicates, which the error mentions.
 
     Raises:
-        DataError: They do not.
+        DataError: There are fewer samples.
     """
     if train_samples < spec.batch.microbatch:
         removed = f" (duplicates removed: {duplicates})" if duplicates else ""
         raise DataError(
             f"expected at least {spec.batch.microbatch} training samples (one microbatch), got "
-            f"{train_samples}{removed}; give more data, or lower it: --set "
+            f"{train_samples}{removed}; add data, or lower the microbatch size: --set "
             f"batch.microbatch={train_samples}"
         )
 
 
-def trained_on(samples: int, data: DataSpec) -> int:
-    """Return the number of training samples: all, if other data is for evaluation."""
-    return samples if data.validation is not None else samples - held_out(samples, data.holdout)
+def count_training_samples(samples: int, data: DataSpec) -> int:
+    """Return the number of training samples: all samples if there is validation data."""
+    return (
+        samples if data.validation is not None else samples - held_out_count(samples, data.holdout)
+    )
 
 
-def held_out(samples: int, fraction: float) -> int:
-    """Return the number of held-out samples; at least one stays for training."""
+def held_out_count(samples: int, fraction: float) -> int:
+    """Return the number of held-out samples; at least one sample remains for training."""
     return min(round(samples * fraction), samples - 1)

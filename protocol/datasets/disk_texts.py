@@ -1,7 +1,7 @@
 """Texts in an unnamed temporary file: a corpus may be larger than memory.
 
-Memory holds the offset of each text. The file disappears with the process. It is read and not
-mapped, so its pages do not count as the process's memory.
+Memory holds the offset of each text. The file disappears with the process. The file is read, not
+mapped, so that its pages do not count as the process's memory.
 """
 
 from __future__ import annotations
@@ -40,43 +40,43 @@ class DiskFile:
         except OSError as error:
             raise self._storage_error(error) from None
         weakref.finalize(self, os.close, self._fd)
-        self._waiting = bytearray()
+        self._buffer = bytearray()
         self._written = 0
 
     def __len__(self) -> int:
-        return self._written + len(self._waiting)
+        return self._written + len(self._buffer)
 
     def append(self, content: bytes | memoryview) -> None:
         """Append bytes.
 
         Raises:
-            StorageFailed: The disk refuses.
+            StorageFailed: Writing to the disk failed.
         """
-        self._waiting += content
-        if len(self._waiting) >= _WRITE_BYTES:
+        self._buffer += content
+        if len(self._buffer) >= _WRITE_BYTES:
             self.flush()
 
     def read(self, lo: int, hi: int) -> bytes:
         """Return the bytes [lo, hi)."""
-        if self._waiting:
+        if self._buffer:
             self.flush()
-        parts, at = [], lo
-        while at < hi:
-            part = os.pread(self._fd, hi - at, at)
+        parts, offset = [], lo
+        while offset < hi:
+            part = os.pread(self._fd, hi - offset, offset)
             if not part:
                 raise StorageFailed("read", str(self._directory or "/tmp"), "the file is short")  # noqa: S108
             parts.append(part)
-            at += len(part)
+            offset += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def mapped(self, content: memoryview) -> memoryview:
+    def append_mapped(self, content: memoryview) -> memoryview:
         """Append bytes, and return them as memory that is mapped from the file.
 
         Args:
-            content: Bytes, at least one.
+            content: At least one byte.
 
         Raises:
-            StorageFailed: The disk refuses.
+            StorageFailed: Writing to the disk failed.
         """
         self.flush()
         lo = self._written + -self._written % mmap.ALLOCATIONGRANULARITY
@@ -95,16 +95,16 @@ class DiskFile:
             yield self.read(lo, min(lo + _READ_BYTES, len(self)))
 
     def flush(self) -> None:
-        """Write what was appended.
+        """Write appended bytes from the buffer to the file.
 
         Raises:
-            StorageFailed: The disk refuses.
+            StorageFailed: Writing to the disk failed.
         """
         try:
-            while self._waiting:
-                written = os.pwrite(self._fd, self._waiting, self._written)
+            while self._buffer:
+                written = os.pwrite(self._fd, self._buffer, self._written)
                 self._written += written
-                del self._waiting[:written]
+                del self._buffer[:written]
         except OSError as error:
             raise self._storage_error(error) from None
 
@@ -130,7 +130,7 @@ class DiskTexts(Sequence[str]):
 
     @staticmethod
     def of(texts: Iterable[str]) -> DiskTexts:
-        """Store these texts."""
+        """Store these texts in a new file."""
         texts_on_disk = DiskTexts()
         for text in texts:
             texts_on_disk.append(text)
@@ -140,7 +140,7 @@ class DiskTexts(Sequence[str]):
         """Append a text.
 
         Raises:
-            StorageFailed: The disk refuses.
+            StorageFailed: Writing to the disk failed.
         """
         self.file.append(text.encode())
         self.characters.append(len(text))
@@ -155,41 +155,41 @@ class DiskTexts(Sequence[str]):
     def __getitem__(self, number: slice) -> Sequence[str]: ...
     def __getitem__(self, number: int | slice) -> str | Sequence[str]:
         if isinstance(number, slice):
-            return Chosen(self, range(len(self))[number])
-        at = range(len(self))[number]
-        return self.file.read(self._ends[at], self._ends[at + 1]).decode()
+            return SelectedTexts(self, range(len(self))[number])
+        index = range(len(self))[number]
+        return self.file.read(self._ends[index], self._ends[index + 1]).decode()
 
 
 class DistinctTexts:
-    """Distinct texts in the order in which they come.
+    """Distinct texts in the order in which they are added.
 
     Attributes:
-        texts: The distinct ones.
+        texts: The distinct texts.
         duplicates: Number of repeated texts.
     """
 
     def __init__(self) -> None:
         self.texts = DiskTexts()
         self.duplicates = 0
-        self._seen: set[bytes] = set()
+        self._digests: set[bytes] = set()
 
     def add(self, text: str) -> bool:
-        """Append a text unless it has come before; return whether it is new.
+        """Add a text, and return whether it is new.
 
         Raises:
-            StorageFailed: The disk refuses.
+            StorageFailed: Writing to the disk failed.
         """
         digest = blake3(text.encode()).digest(DIGEST_BYTES)
-        if digest in self._seen:
+        if digest in self._digests:
             self.duplicates += 1
             return False
-        self._seen.add(digest)
+        self._digests.add(digest)
         self.texts.append(text)
         return True
 
 
-class Chosen(Sequence[str]):
-    """A selection of texts, by number."""
+class SelectedTexts(Sequence[str]):
+    """Some of the texts of a sequence, selected by index."""
 
     def __init__(self, texts: Sequence[str], numbers: Sequence[int]) -> None:
         self._texts = texts
@@ -204,5 +204,5 @@ class Chosen(Sequence[str]):
     def __getitem__(self, number: slice) -> Sequence[str]: ...
     def __getitem__(self, number: int | slice) -> str | Sequence[str]:
         if isinstance(number, slice):
-            return Chosen(self._texts, self._numbers[number])
+            return SelectedTexts(self._texts, self._numbers[number])
         return self._texts[self._numbers[number]]

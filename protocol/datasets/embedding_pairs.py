@@ -11,18 +11,23 @@ from dataclasses import dataclass
 
 from protocol.base.errors import DataError
 from protocol.datasets.conversations import DistinctRows, read_documents
-from protocol.datasets.messages import read_words
+from protocol.datasets.messages import require_text
 from protocol.datasets.rows import BadRows, Record
 from protocol.spec.sections.data import EMBEDDING_COLUMNS, DataSpec
 
 
 @dataclass(frozen=True, slots=True)
 class TextGroup:
-    """An anchor, its passage, and hard negatives."""
+    """An anchor with its passages.
+
+    Attributes:
+        anchor: The query.
+        passages: The positive, then the hard negatives.
+        location: File and row.
+    """
 
     anchor: str
     passages: tuple[str, ...]
-    """The positive, then the negatives."""
     location: str
 
 
@@ -31,12 +36,12 @@ def read_text_groups(spec: DataSpec, first: TextGroup | None = None) -> Distinct
 
     Args:
         spec: Names files and columns.
-        first: The first row of the training data, if this is the validation data: every row has
-            as many negatives.
+        first: For validation data: the first row of the training data, whose number of negatives
+            every row must have.
 
     Raises:
-        DataError: A file is missing, not UTF-8 or damaged, lacks a column, or rows lack a text or
-            have another number of negatives than the first row.
+        DataError: A file is missing, not UTF-8 or damaged, or lacks a column; or a row lacks a
+            text, or its number of negatives differs from the first row's.
     """
     bad_rows = BadRows(skip=spec.skip_bad_rows)
     parser = _RowParser(first)
@@ -63,11 +68,11 @@ class _RowParser:
             DataError: A text is missing, the positive is also a negative, or the number of
                 negatives differs from the first row's.
         """
-        anchor = read_words(location, record["anchor"], "anchor")
-        positive = read_words(location, record["positive"], "positive")
+        anchor = require_text(location, record["anchor"], "anchor")
+        positive = require_text(location, record["positive"], "positive")
         cell = record["negative"]
         texts = [] if cell is None else cell if isinstance(cell, list) else [cell]
-        negatives = [read_words(location, text, "negative") for text in texts]
+        negatives = [require_text(location, text, "negative") for text in texts]
         if positive in negatives:
             raise DataError(
                 f"{location}: expected negatives that differ from the positive, got the same text "
@@ -79,7 +84,7 @@ class _RowParser:
             raise DataError(
                 f"{location}: expected as many negatives as in the first row, "
                 f"{self._first_location}, which has {self._negatives or 'none'}, got "
-                f"{len(negatives) or 'none'}; give every row the same number, or ignore all: "
-                "--set data.columns.negative=none"
+                f"{len(negatives) or 'none'}; give every row the same number, or ignore all "
+                "negatives: --set data.columns.negative=none"
             )
         return json.dumps([anchor, positive, *negatives], ensure_ascii=False)

@@ -31,35 +31,36 @@ from protocol.datasets.rows import (
     read_rows,
     read_table,
 )
-from protocol.datasets.text_file import check_columns, read_text, shown
+from protocol.datasets.text_file import check_columns, format_value, read_text
 from protocol.spec.files import sources
 from protocol.spec.sections.data import DataSpec
 
 Label = str | float | tuple[str, ...]
-"""As a row says it: a name, a number to predict, or names in order."""
+"""A row's label: a name, a number to predict, or sorted names."""
 LABELS: Final = 1_000
 LABEL_CHARACTERS: Final = 90
 _CONFLICTS_SHOWN: Final = 100
-_MANY: Final = 20
-"""More labels than these, and more than half as many as samples, are ids or texts."""
-_HEADERLESS: Final = ("label", "text")
+_MANY_LABELS: Final = 20
+"""If there are more labels than this, and more than half as many as samples, the column probably
+contains ids or texts."""
+_COLUMNS_WITHOUT_HEADER: Final = ("label", "text")
 
 
 @dataclass(frozen=True, slots=True)
 class LabeledText:
     """Distinct texts with their labels.
 
-    Those that are read from a file are on disk: they may be larger than memory.
+    Texts that are read from a file are stored on disk: they may be larger than memory.
 
     Attributes:
-        texts: Without the spaces at both ends; of pairs, both texts as `joined_pair` joins them.
-        labels: Of each text: a number into `names`, a tuple of them (multi-label), or the value to
-            predict (regression).
-        names: Names of the labels; of regression none.
+        texts: The texts, without the spaces at both ends; pairs as documents of `join_pair`.
+        labels: For each text an index into `names`, a tuple of indices (multi-label), or the value
+            to predict (regression).
+        names: Names of the labels; empty for regression.
         duplicates: Number of repeated texts.
         locations: File and row of each text.
         conflicts: Number of texts that were repeated with another label and left out.
-        bad_rows: How many rows were skipped.
+        bad_rows: Number of skipped rows.
     """
 
     texts: Sequence[str]
@@ -71,15 +72,15 @@ class LabeledText:
     bad_rows: int = field(default=0, compare=False)
 
     @property
-    def alike(self) -> list[tuple[str, ...]]:
+    def similar_labels(self) -> list[tuple[str, ...]]:
         """Return groups of labels that differ only in case, spaces or number format."""
         groups: dict[object, list[str]] = {}
         for name in self.names:
-            groups.setdefault(_normalized_name(name), []).append(name)
+            groups.setdefault(_normalize(name), []).append(name)
         return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
-def _normalized_name(name: str) -> object:
+def _normalize(name: str) -> object:
     try:
         return float(name)
     except ValueError:
@@ -93,8 +94,8 @@ class _Row:
     label: Label
 
 
-def joined_pair(first: str, second: str) -> str:
-    """Return two texts as one document; `split_pair` takes them apart."""
+def join_pair(first: str, second: str) -> str:
+    """Return two texts as one document; see `split_pair`."""
     return json.dumps([first, second], ensure_ascii=False)
 
 
@@ -104,16 +105,15 @@ def split_pair(document: str) -> tuple[str, str]:
     return first, second
 
 
-def read_labeled_text(spec: DataSpec, known: Sequence[str] | None = None) -> LabeledText:
-    """Read what the run spec names.
+def read_labeled_text(spec: DataSpec, known_labels: Sequence[str] | None = None) -> LabeledText:
+    """Read the labeled texts of the files that the run spec names.
 
-    Rows with the same text (spaces at both ends apart) and label count once. Labels are numbered
-    by name; if all of them are whole numbers, by value.
+    Rows with the same label and the same text, without the spaces at both ends, count once. Labels
+    are numbered by name, or by value if all of them are whole numbers.
 
     Args:
         spec: The section data.
-        known: For evaluation data: the names of the training data's labels, in the order of their
-            numbers.
+        known_labels: For evaluation data: `names` of the training data.
 
     Raises:
         DataError: A file is missing, not UTF-8 or empty, lacks a column, a label or a class, or
@@ -123,10 +123,10 @@ def read_labeled_text(spec: DataSpec, known: Sequence[str] | None = None) -> Lab
     first_by_digest: dict[bytes, int] = {}
     distinct: dict[Label, Label] = {}
     conflicts, bad_rows = _Conflicts(spec), BadRows(skip=spec.skip_bad_rows)
-    rows = 0
-    for location, row in bad_rows.parse(_records(spec, bad_rows), partial(_row, spec, known)):
+    rows, parse_row = 0, partial(_parse_row, spec, known_labels)
+    for location, row in bad_rows.parse(_read_records(spec, bad_rows), parse_row):
         rows += 1
-        label = distinct.setdefault(row.label, row.label)  # each is in memory once
+        label = distinct.setdefault(row.label, row.label)  # equal labels are stored once
         first = first_by_digest.setdefault(
             blake3(row.text.encode()).digest(DIGEST_BYTES), len(texts)
         )
@@ -147,13 +147,13 @@ def read_labeled_text(spec: DataSpec, known: Sequence[str] | None = None) -> Lab
     if spec.problem == "regression":
         return LabeledText(texts, array("d", labels), (), *counts)
     label_names = {name for label in distinct for name in _names_in(label)}
-    names = tuple(known or _label_names(label_names, len(texts), spec))
-    number = {name: index for index, name in enumerate(names)}
-    numbers = {label: tuple(number[name] for name in _names_in(label)) for label in distinct}
+    names = tuple(known_labels or _order_labels(label_names, len(texts), spec))
+    index_of = {name: index for index, name in enumerate(names)}
+    indices = {label: tuple(index_of[name] for name in _names_in(label)) for label in distinct}
     if spec.problem == "multi-label":
-        return LabeledText(texts, [numbers[label] for label in labels], names, *counts)
-    lone = array("q", (numbers[label][0] for label in labels))
-    return LabeledText(texts, lone, names, *counts)
+        return LabeledText(texts, [indices[label] for label in labels], names, *counts)
+    single_indices = array("q", (indices[label][0] for label in labels))
+    return LabeledText(texts, single_indices, names, *counts)
 
 
 def _names_in(label: Label) -> tuple[str, ...]:
@@ -164,43 +164,50 @@ class _Conflicts:
     """Texts that occur with two labels.
 
     Attributes:
-        count: How many.
+        count: Number of rows whose label differs from the first label of the same text.
     """
 
     def __init__(self, spec: DataSpec) -> None:
         self._train = spec.train
         self._keeps_first = spec.conflicts == "keep_first"
-        self._shown: list[str] = []
+        self._descriptions: list[str] = []
         self.count = 0
 
-    def add(self, row: _Row, first: str, first_label: Label) -> None:
+    def add(self, row: _Row, first_location: str, first_label: Label) -> None:
         """Add a row, with the location and label of the first row with the same text."""
         self.count += 1
-        if len(self._shown) < _CONFLICTS_SHOWN:
-            one_file = f"{str(row.location.path)!r} "
-            at, earlier_location = (
-                location.removeprefix(one_file) for location in (str(row.location), first)
+        if len(self._descriptions) < _CONFLICTS_SHOWN:
+            path = f"{str(row.location.path)!r} "
+            location, first_location = (
+                text.removeprefix(path) for text in (str(row.location), first_location)
             )
-            self._shown.append(f"{at} {row.label!r} ({earlier_location} {first_label!r})")
+            self._descriptions.append(
+                f"{location} {row.label!r} ({first_location} {first_label!r})"
+            )
 
     def refuse(self) -> None:
-        """Refuse conflicts, unless the first label counts.
+        """Refuse conflicts, unless the run spec keeps the first label.
 
         Raises:
-            DataError: There are some.
+            DataError: There are conflicts.
         """
         if not self.count or self._keeps_first:
             return
-        hidden_count = self.count - len(self._shown)
+        hidden_count = self.count - len(self._descriptions)
         others = f" and {hidden_count} more" if hidden_count else ""
         raise DataError(
             f"{self._train!r}: expected one label for each text, got another for the same text in "
-            f"{', '.join(self._shown)}{others}; correct them, or keep the first label of each: "
-            "--set data.conflicts=keep_first"
+            f"{', '.join(self._descriptions)}{others}; correct them, or keep the first label of "
+            "each text: --set data.conflicts=keep_first"
         )
 
 
-def _label_names(names: set[str], samples: int, spec: DataSpec) -> tuple[str, ...]:
+def _order_labels(names: set[str], samples: int, spec: DataSpec) -> tuple[str, ...]:
+    """Check the names of the labels, and return them in the order of their indices.
+
+    Raises:
+        DataError: There are too few or too many labels, or the run spec names others.
+    """
     if len(names) < 2:
         raise DataError(
             f"expected at least 2 labels in {spec.train!r}, found only {min(names)!r}; add samples "
@@ -214,7 +221,7 @@ def _label_names(names: set[str], samples: int, spec: DataSpec) -> tuple[str, ..
     if (
         spec.num_classes is None
         and spec.problem == "single-label"
-        and len(names) > max(_MANY, samples // 2)
+        and len(names) > max(_MANY_LABELS, samples // 2)
     ):
         raise DataError(
             f"expected labels that repeat in {spec.train!r}, found {len(names)} for {samples} "
@@ -239,13 +246,13 @@ def _label_names(names: set[str], samples: int, spec: DataSpec) -> tuple[str, ..
     return tuple(sorted(names))
 
 
-def _records(spec: DataSpec, bad_rows: BadRows) -> Iterator[tuple[Location, Record]]:
-    """Read every row, its cells as `text`, `label` and perhaps `text_pair`."""
-    required_columns = _columns(spec)
+def _read_records(spec: DataSpec, bad_rows: BadRows) -> Iterator[tuple[Location, Record]]:
+    """Read every row as a mapping with `text`, `label` and, for pairs, `text_pair`."""
+    required_columns = _required_columns(spec)
     for path in sources.row_files(spec.train, class_folders=True):
         kind = sources.kind_of(path)
         if kind in ("csv", "tsv"):
-            yield from _table_rows(path, spec, bad_rows)
+            yield from _read_table_rows(path, spec, bad_rows)
         elif kind in sources.ROW_KINDS or not sources.is_directory(spec.train):
             for location, record in read_rows(
                 [path], required_columns, [*required_columns.values()], bad_rows
@@ -256,59 +263,63 @@ def _records(spec: DataSpec, bad_rows: BadRows) -> Iterator[tuple[Location, Reco
             yield Location(path, 1), {"text": read_text(path), "label": folder}
 
 
-def _columns(spec: DataSpec) -> dict[str, str]:
+def _required_columns(spec: DataSpec) -> dict[str, str]:
     pair = {} if spec.text_pair is None else {"text_pair": spec.text_pair}
     return {"text": spec.text, **pair, "label": spec.label}
 
 
-def _table_rows(path: Path, spec: DataSpec, bad_rows: BadRows) -> Iterator[tuple[Location, Record]]:
-    required_columns = _columns(spec)
+def _read_table_rows(
+    path: Path, spec: DataSpec, bad_rows: BadRows
+) -> Iterator[tuple[Location, Record]]:
+    required_columns = _required_columns(spec)
     columns = {*required_columns.values()}
     rows = read_table(path, columns)
-    line, first = next(rows, (0, []))
-    if not first:
+    line, first_row = next(rows, (0, []))
+    if not first_row:
         return
-    assert not isinstance(first, DataError)
-    header: Sequence[str] = column_names(first)
-    if columns == {*_HEADERLESS} and len(header) == 2 and not columns & {*header}:
+    assert not isinstance(first_row, DataError)
+    header: Sequence[str] = column_names(first_row)
+    if columns == {*_COLUMNS_WITHOUT_HEADER} and len(header) == 2 and not columns & {*header}:
         cells = (row for _, row in read_table(path, columns) if not isinstance(row, DataError))
-        if _is_a_label(header[0], (row[0].strip() for row in cells)):
-            header, rows = _HEADERLESS, read_table(path, columns)
+        if _is_label(header[0], (row[0].strip() for row in cells)):
+            header, rows = _COLUMNS_WITHOUT_HEADER, read_table(path, columns)
     check_columns(str(Location(path, line)), header, required_columns)
-    at = {key: header.index(name) for key, name in required_columns.items()}
+    column_of = {key: header.index(name) for key, name in required_columns.items()}
     for number, row in rows:
         if isinstance(row, DataError):
             bad_rows.add(row)
         else:
-            yield Location(path, number), {key: row[column] for key, column in at.items()}
+            yield Location(path, number), {key: row[column] for key, column in column_of.items()}
 
 
-def _is_a_label(first: str, every: Iterable[str]) -> bool:
-    """Return whether the first row is data: a header would be a label that occurs once."""
+def _is_label(first_cell: str, cells: Iterable[str]) -> bool:
+    """Return whether the first cell of a column of labels is a label: a header occurs only once."""
     labels = Counter[str]()
-    for label in every:
+    for label in cells:
         labels[label] += 1
         if len(labels) > LABELS:
             return False
-    return labels[first] > 1
+    return labels[first_cell] > 1
 
 
-def _row(spec: DataSpec, known: Sequence[str] | None, location: Location, record: Record) -> _Row:
+def _parse_row(
+    spec: DataSpec, known_labels: Sequence[str] | None, location: Location, record: Record
+) -> _Row:
     texts = [record[key] for key in ("text", "text_pair") if key in record]
     for text in texts:
         if not isinstance(text, str):
-            raise DataError(f"{location}: expected text, got {shown(text)}")
+            raise DataError(f"{location}: expected text, got {format_value(text)}")
     stripped = [text.strip() for text in texts]
     if len(stripped) > 1 and not all(stripped):
         raise DataError(f"{location}: expected two texts, got an empty one")
-    document = joined_pair(*stripped) if len(stripped) > 1 else stripped[0]
-    label: Label = _LABEL_OF[spec.problem](location, record["label"])
-    unknown = {*_names_in(label)} - {*(known or ())} if known else ()
+    document = join_pair(*stripped) if len(stripped) > 1 else stripped[0]
+    label: Label = _LABEL_PARSERS[spec.problem](location, record["label"])
+    unknown = {*_names_in(label)} - {*(known_labels or ())} if known_labels else ()
     if unknown and spec.problem != "regression":
-        assert known is not None
+        assert known_labels is not None
         raise DataError(
             f"{location}: expected a label of the training data, got {min(unknown)!r}; there are "
-            f"{', '.join(known[:10])}"
+            f"{', '.join(known_labels[:10])}"
         )
     return _Row(location, document, label)
 
@@ -319,11 +330,11 @@ _OTHER_PROBLEM: Final[Mapping[type, str]] = {
 }
 
 
-def _one_label(location: Location, label: object) -> str:
+def _parse_label(location: Location, label: object) -> str:
     if not isinstance(label, str | int):
         hint = _OTHER_PROBLEM.get(type(label), "")
         raise DataError(
-            f"{location}: expected a text or whole number as label, got {shown(label)}{hint}"
+            f"{location}: expected a text or whole number as label, got {format_value(label)}{hint}"
         )
     name = str(label).strip()
     if not name:
@@ -331,35 +342,35 @@ def _one_label(location: Location, label: object) -> str:
     return name
 
 
-def _labels(location: Location, value: object) -> tuple[str, ...]:
-    """Read a list of labels, its JSON text, or labels with commas between them; perhaps none."""
+def _parse_labels(location: Location, value: object) -> tuple[str, ...]:
+    """Parse a list of labels, its JSON text, or labels with commas between them; may be empty."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise DataError(
-                f"{location}: expected a list of labels as JSON, got {shown(value)}"
+                f"{location}: expected a list of labels as JSON, got {format_value(value)}"
             ) from None
     if value is None or value == "":
         return ()
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list):
-        raise DataError(f"{location}: expected a list of labels, got {shown(value)}")
-    return tuple(sorted({_one_label(location, part) for part in parts}))
+        raise DataError(f"{location}: expected a list of labels, got {format_value(value)}")
+    return tuple(sorted({_parse_label(location, part) for part in parts}))
 
 
-def _number(location: Location, label: object) -> float:
+def _parse_number(location: Location, label: object) -> float:
     try:
         value = math.nan if isinstance(label, bool) else float(label)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         value = math.nan
     if not math.isfinite(value):
-        raise DataError(f"{location}: expected a finite number as label, got {shown(label)}")
+        raise DataError(f"{location}: expected a finite number as label, got {format_value(label)}")
     return value
 
 
-_LABEL_OF: Final[Mapping[str, Callable[[Location, object], Label]]] = {
-    "single-label": _one_label,
-    "multi-label": _labels,
-    "regression": _number,
+_LABEL_PARSERS: Final[Mapping[str, Callable[[Location, object], Label]]] = {
+    "single-label": _parse_label,
+    "multi-label": _parse_labels,
+    "regression": _parse_number,
 }

@@ -1,18 +1,18 @@
 """Captured logits: fixed-size records in memory and on the wire, Parquet files on disk.
 
-After a sample's last row a record is zeros, so a microbatch has the same bytes wherever it was
+A record is zero after the sample's last row, so a microbatch has the same bytes wherever it is
 computed. A file has one row for each sample, in row groups that are read at once:
 
     sample_id    int64
     input_ids    list of int32: the sample's tokens; row t below is about token t + 1
     loss_mask    list of uint8: 1 where a row counts
-    topk_ids     list of k numbers each in one binary: uint16 if the vocabulary allows, else uint32
-    topk_logits  list of k float16 each in one binary, less the largest logit of the row
-    lse_1, lse_T lists of float32: log-sum-exp of all logits, less the largest of the row, at
-                 temperature 1 and at the capture's
+    topk_ids     list of binaries of k token ids: uint16 if the vocabulary allows, else uint32
+    topk_logits  list of binaries of k float16, minus the largest logit of the row
+    lse_1, lse_T lists of float32: log-sum-exp of all logits minus the largest of the row, at
+                 temperature 1 and at the capture's temperature
 
-The file's metadata says the rest (`CaptureFacts`). zstd, no dictionaries, no statistics: the same
-records give the same bytes with the same pyarrow.
+`CaptureFacts` is the file's metadata. Files have zstd compression, no dictionaries and no
+statistics, so that the same records give the same bytes with the same pyarrow.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ Records = NDArray[np.void]
 
 
 def record_dtype(layout: CaptureLayout) -> np.dtype[np.void]:
-    """One sample; L rows of k logits.
+    """Return the dtype of one sample with at most L rows of k logits.
 
-    `rows` of the L count. `input_ids` (L + 1): row t is about token t + 1. `loss_mask` (L): 1 where
-    a row counts. `topk_ids` and `topk_logits` (L, k). `lse_1` and `lse_T` (L): log-sum-exp of all
-    logits, less the row's largest, at temperature 1 and at the capture's.
+    `rows`: number of rows; those after it are zero. `input_ids` (L + 1): row t is about token
+    t + 1. `loss_mask` (L): 1 where a row counts in the loss. `topk_ids` and `topk_logits` (L, k).
+    `lse_1` and `lse_T` (L): log-sum-exp of all logits minus the row's largest, at temperature 1
+    and at the capture's temperature.
     """
     length, k = layout.tokens, layout.top_k
     fields: list[tuple[Any, ...]] = [
@@ -75,7 +76,7 @@ class CaptureFacts(BaseModel):
     Attributes:
         teacher: Digest of the teacher's weights.
         tokenizer: Digest of the tokenizer's vocabulary (`vocabulary_digest`).
-        layout: Which logits.
+        layout: Which logits are captured.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -86,11 +87,11 @@ class CaptureFacts(BaseModel):
     layout: CaptureLayout
 
 
-def pyarrow_modules(reason: str = "logits are kept as Parquet") -> tuple[Any, Any]:
-    """Import pyarrow and its Parquet part.
+def pyarrow_modules(reason: str = "logits are stored as Parquet") -> tuple[Any, Any]:
+    """Import pyarrow and pyarrow.parquet.
 
     Args:
-        reason: What needs pyarrow.
+        reason: Why pyarrow is needed, for the error.
 
     Raises:
         DataError: pyarrow is not installed.
@@ -107,8 +108,8 @@ def write_logits(path: Path, facts: CaptureFacts, groups: Iterable[Records]) -> 
     """Write one file, a row group for each array of records.
 
     Raises:
-        OSError: The disk refuses.
-        DataError: pyarrow is missing.
+        OSError: Writing to the disk failed.
+        DataError: pyarrow is not installed.
     """
     pa, pq = pyarrow_modules()
     schema = _schema(pa, facts)
@@ -127,7 +128,7 @@ class LogitsFile:
         row_groups: Samples per row group.
 
     Raises:
-        DataError: The file does not hold captured logits, or is truncated.
+        DataError: The file does not contain captured logits, or is truncated.
     """
 
     def __init__(self, path: Path) -> None:

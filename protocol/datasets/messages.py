@@ -1,9 +1,9 @@
-"""One message of a conversation, and the tools it may call, read in the dialects people export.
+"""Read one message of a conversation, and its tools, in the formats that people export.
 
 A message is OpenAI's (`role`, `content`, `tool_calls`, `tool_call_id`, `weight`; the older
 `function_call`) or ShareGPT's (`from`, `value`). The arguments of a call are an object, or an
-object as JSON text. A tool is OpenAI's (`type: function`) or its inner object alone. All become
-the same `ChatMessage` and `Tool`.
+object as JSON text. A tool is OpenAI's (`type: function`) or its inner object alone. All formats
+become `ChatMessage` and `Tool`.
 https://platform.openai.com/docs/guides/fine-tuning, https://huggingface.co/docs/transformers/chat_extras
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from protocol.base.errors import DataError
-from protocol.datasets.text_file import shown
+from protocol.datasets.text_file import format_value
 
 Tool = Mapping[str, Any]
 """A function that the assistant may call: `{"type": "function", "function": {...}}`."""
@@ -29,13 +29,15 @@ _ROLE_OF: Final = {
     "function": "tool", "observation": "tool", "function_response": "tool",
     "tool_response": "tool",
 }  # fmt: skip
-_CALLING: Final = frozenset({"function_call", "tool_call"})
+_CALL_ROLES: Final = frozenset({"function_call", "tool_call"})
 """ShareGPT's roles whose text is a call, as JSON."""
-_REASONING: Final = ("reasoning_content", "reasoning", "thinking")
-_READ: Final = frozenset({
+_REASONING_KEYS: Final = ("reasoning_content", "reasoning", "thinking")
+_MESSAGE_KEYS: Final = frozenset({
     "role", "content", "from", "value", "tool_calls", "function_call", "tool_call_id", "name",
-    "weight", "train", *_REASONING,
+    "weight", "train", *_REASONING_KEYS,
 })  # fmt: skip
+_LISTED_TOOLS: Final = 10
+"""Tools that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,8 @@ class ToolCall:
 
     Attributes:
         name: Name of the function.
-        arguments: By name.
-        id: What the answer refers to; empty where nothing does.
+        arguments: Values by name.
+        id: The id by which a tool's answer refers to this call; empty if none does.
     """
 
     name: str
@@ -55,15 +57,15 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """What one of system, user, assistant and tool says.
+    """A message of the system, the user, the assistant or a tool.
 
     Attributes:
-        role: Who.
+        role: One of `ROLES`.
         content: The text; empty only beside tool calls.
-        reasoning: What the assistant thought before; the chat template decides whether to show it.
-        tool_calls: What the assistant calls.
-        call_id: Of a tool's answer: the call it answers, if the data says.
-        name: Name of a tool's answer: the function, if the data says.
+        reasoning: The assistant's thoughts before the text; the chat template may leave them out.
+        tool_calls: The functions that the assistant calls.
+        call_id: In a tool's answer: the id of the call, if the data has it.
+        name: In a tool's answer: the name of the function, if the data has it.
         trained: Whether the assistant learns this message.
     """
 
@@ -76,7 +78,7 @@ class ChatMessage:
     trained: bool = True
 
     def record(self) -> list[Any]:
-        """Return it as JSON: role, content, and a third element only if there is more to say."""
+        """Return the message as JSON: role, content, and the other fields if any is not empty."""
         optional_fields: dict[str, Any] = {
             "reasoning": self.reasoning,
             "tool_calls": [[call.name, call.arguments, call.id] for call in self.tool_calls],
@@ -94,17 +96,17 @@ class ChatMessage:
 
     @staticmethod
     def of(record: list[Any]) -> ChatMessage:
-        """Return the message of a `record`."""
+        """Return the message that `record` has encoded."""
         role, content, *rest = record
         optional_fields = dict(rest[0]) if rest else {}
         calls = tuple(ToolCall(*call) for call in optional_fields.pop("tool_calls", ()))
         return ChatMessage(role, content, tool_calls=calls, **optional_fields)
 
     def for_template(self, *, arguments_as_text: bool) -> dict[str, Any]:
-        """Return it as chat templates expect it.
+        """Return the message in the format that chat templates expect.
 
         Args:
-            arguments_as_text: Whether the template wants the arguments of calls as JSON text.
+            arguments_as_text: Whether the template expects the arguments of calls as JSON text.
         """
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning:
@@ -129,7 +131,7 @@ def _call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
 
 
 def has_value(value: object) -> bool:
-    """Return whether a key says something: zero and false do, null and empty values do not."""
+    """Return whether a value is neither null nor empty; zero and false are values."""
     return value is not None and value not in ("", [], {}, "[]", "{}", "null")
 
 
@@ -141,57 +143,61 @@ def read_message(location: str, document: object) -> ChatMessage:
         document: The message.
 
     Raises:
-        DataError: The value is not a message, or says something that training would ignore.
+        DataError: The value is not a message, or has a key that training would ignore.
     """
     if not isinstance(document, dict):
-        raise DataError(f"{location}: expected role and content, got {shown(document)}")
+        raise DataError(f"{location}: expected role and content, got {format_value(document)}")
     role_key = "from" if "from" in document and "role" not in document else "role"
     text_key = "value" if "value" in document and "content" not in document else "content"
     if role_key not in document:
         raise DataError(f"{location}: expected role and content, found no role")
-    unknown_keys = [key for key, value in document.items() if has_value(value) and key not in _READ]
+    unknown_keys = [
+        key for key, value in document.items() if has_value(value) and key not in _MESSAGE_KEYS
+    ]
     if unknown_keys:
         raise DataError(
             f"{location}: expected role and content, got {unknown_keys[0]!r} too, which training "
-            "would ignore; leave it out"
+            "would ignore; remove that key"
         )
     role_name = document[role_key]
     role = _ROLE_OF.get(role_name) if isinstance(role_name, str) else None
     if role is None:
         raise DataError(
-            f"{location}: expected one of the roles {', '.join(ROLES)}, got {shown(role_name)}"
+            f"{location}: expected one of the roles {', '.join(ROLES)}, got "
+            f"{format_value(role_name)}"
         )
     if role == "assistant":
-        return _assistant(location, document, text_key, calling=role_name in _CALLING)
-    _refuse_assistants_keys(location, role, document)
-    content = read_words(location, _joined_parts(document.get(text_key)), "content")
+        is_call = role_name in _CALL_ROLES
+        return _read_assistant(location, document, text_key, is_call=is_call)
+    _refuse_assistant_keys(location, role, document)
+    content = require_text(location, _join_parts(document.get(text_key)), "content")
     if role != "tool":
         return ChatMessage(role, content)
     call_id, name = (document.get(key) or "" for key in ("tool_call_id", "name"))
     return ChatMessage(role, content, call_id=str(call_id), name=str(name))
 
 
-def _assistant(
-    location: str, message: Mapping[str, Any], text_key: str, *, calling: bool
+def _read_assistant(
+    location: str, message: Mapping[str, Any], text_key: str, *, is_call: bool
 ) -> ChatMessage:
-    content = _joined_parts(message.get(text_key))
+    content = _join_parts(message.get(text_key))
     calls: list[object] = []
-    if calling:
-        calls, content = _list_of(location, content, "calls"), None
+    if is_call:
+        calls, content = _read_list(location, content, "calls"), None
     if has_value(message.get("tool_calls")):
-        calls += _list_of(location, message["tool_calls"], "tool_calls")
+        calls += _read_list(location, message["tool_calls"], "tool_calls")
     if has_value(message.get("function_call")):
         calls.append(message["function_call"])
-    tool_calls = tuple(_tool_call(location, call) for call in calls)
+    tool_calls = tuple(_read_call(location, call) for call in calls)
     if tool_calls and (content is None or (isinstance(content, str) and not content.strip())):
         content = ""
     else:
         if text_key not in message:
             raise DataError(f"{location}: expected role and content, found no content")
-        content = read_words(location, content, "content")
-    reasoning = next((message[key] for key in _REASONING if has_value(message.get(key))), "")
+        content = require_text(location, content, "content")
+    reasoning = next((message[key] for key in _REASONING_KEYS if has_value(message.get(key))), "")
     if not isinstance(reasoning, str):
-        raise DataError(f"{location}: expected text as reasoning, got {shown(reasoning)}")
+        raise DataError(f"{location}: expected text as reasoning, got {format_value(reasoning)}")
     return ChatMessage(
         "assistant",
         content,
@@ -202,37 +208,41 @@ def _assistant(
 
 
 def _is_trained(location: str, message: Mapping[str, Any]) -> bool:
-    """Return what `weight` (0 or 1) and `train` (true or false) say; true without them."""
+    """Return whether neither `weight` (0 or 1) nor `train` (a boolean) excludes the message."""
     weight, train = message.get("weight"), message.get("train")
     if weight is not None and weight not in (0, 1):
         raise DataError(
-            f"{location}: expected weight 0 or 1, got {shown(weight)}; a message is learned or not"
+            f"{location}: expected weight 0 or 1, got {format_value(weight)}; a message is learned "
+            "or not"
         )
     if train is not None and not isinstance(train, bool):
-        raise DataError(f"{location}: expected true or false as train, got {shown(train)}")
+        raise DataError(f"{location}: expected true or false as train, got {format_value(train)}")
     return weight != 0 and train is not False
 
 
-def _refuse_assistants_keys(location: str, role: str, message: Mapping[str, Any]) -> None:
+def _refuse_assistant_keys(location: str, role: str, message: Mapping[str, Any]) -> None:
     for key in ("weight", "train"):
         if message.get(key):
             raise DataError(
-                f"{location}: expected {key} on the assistant's messages alone, which are what is "
-                f"learned, got it on the {role}'s; leave it out"
+                f"{location}: expected {key} only in messages of the assistant, the only ones that "
+                f"are learned, got it in a message of the {role}; remove that key"
             )
-    for key in ("tool_calls", "function_call", *_REASONING):
+    for key in ("tool_calls", "function_call", *_REASONING_KEYS):
         if has_value(message.get(key)):
-            raise DataError(f"{location}: expected {key} from the assistant alone, got the {role}")
-    unread_keys = [key for key in ("tool_call_id", "name") if has_value(message.get(key))]
-    if role != "tool" and unread_keys:
+            raise DataError(
+                f"{location}: expected {key} only in messages of the assistant, got it in a "
+                f"message of the {role}"
+            )
+    tool_keys = [key for key in ("tool_call_id", "name") if has_value(message.get(key))]
+    if role != "tool" and tool_keys:
         raise DataError(
-            f"{location}: expected role and content, got {unread_keys[0]!r} too, which training "
-            "would ignore; leave it out"
+            f"{location}: expected role and content, got {tool_keys[0]!r} too, which training "
+            "would ignore; remove that key"
         )
 
 
-def _joined_parts(content: object) -> object:
-    """Join a content that is a list of text parts, as OpenAI's may be."""
+def _join_parts(content: object) -> object:
+    """Join a content that is a list of text parts, as in OpenAI's format; return any other."""
     if not isinstance(content, list) or not content:
         return content
     texts = [
@@ -242,14 +252,14 @@ def _joined_parts(content: object) -> object:
     return content if None in texts else "".join(map(str, texts))
 
 
-def _tool_call(location: str, call: object) -> ToolCall:
+def _read_call(location: str, call: object) -> ToolCall:
     """Read a call: `{"name", "arguments"}`, alone or as `{"type": "function", "function": ...}`."""
     outer: Mapping[str, Any] = call if isinstance(call, dict) else {}
     inner = outer.get("function", outer)
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise DataError(
             f"{location}: expected a call with the name of a function and its arguments, got "
-            f"{shown(call)}"
+            f"{format_value(call)}"
         )
     arguments = inner.get("arguments", inner.get("parameters"))
     if arguments is None or arguments == "":
@@ -262,7 +272,7 @@ def _tool_call(location: str, call: object) -> ToolCall:
     if not isinstance(arguments, dict):
         raise DataError(
             f"{location}: expected an object as arguments of {inner['name']!r}, or its JSON text, "
-            f"got {shown(inner.get('arguments'))}"
+            f"got {format_value(inner.get('arguments'))}"
         )
     return ToolCall(inner["name"], arguments, str(outer.get("id") or ""))
 
@@ -271,41 +281,45 @@ def read_tools(location: str, document: object) -> tuple[Tool, ...]:
     """Read the tools of a conversation: a list, or its JSON text.
 
     Raises:
-        DataError: They are no list of functions.
+        DataError: The value is not a list of functions.
     """
     if not has_value(document) or (isinstance(document, str) and not document.strip()):
         return ()
-    tools = _list_of(location, document, "tools")
-    return tuple(_tool(f"{location} tool {number}", tool) for number, tool in enumerate(tools, 1))
+    tools = _read_list(location, document, "tools")
+    return tuple(
+        _read_tool(f"{location} tool {number}", tool) for number, tool in enumerate(tools, 1)
+    )
 
 
-def _tool(location: str, tool: object) -> Tool:
+def _read_tool(location: str, tool: object) -> Tool:
     outer: Mapping[str, Any] = tool if isinstance(tool, dict) else {}
     inner = outer.get("function", outer)
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
         raise DataError(
             f"{location}: expected a function with its name, description and parameters, got "
-            f"{shown(tool)}"
+            f"{format_value(tool)}"
         )
     return outer if "function" in outer else {"type": "function", "function": inner}
 
 
-def _list_of(location: str, value: object, what: str) -> list[object]:
-    """Return a list; of its JSON text, and of a lone object, too."""
+def _read_list(location: str, value: object, name: str) -> list[object]:
+    """Return a list; the value may also be JSON text, or a single object."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise DataError(f"{location}: expected {what} as JSON, got {shown(value)}") from None
+            raise DataError(
+                f"{location}: expected {name} as JSON, got {format_value(value)}"
+            ) from None
     if isinstance(value, dict):
         return [value]
     if not isinstance(value, list):
-        raise DataError(f"{location}: expected {what} as a list, got {shown(value)}")
+        raise DataError(f"{location}: expected {name} as a list, got {format_value(value)}")
     return value
 
 
-def read_words(location: str, value: object, key: str) -> str:
-    """Return a text with its spaces.
+def require_text(location: str, value: object, key: str) -> str:
+    """Return the value unchanged if it is a text that is not blank.
 
     Raises:
         DataError: The value is not text, or is blank.
@@ -313,7 +327,7 @@ def read_words(location: str, value: object, key: str) -> str:
     if value is None:
         raise DataError(f"{location}: expected text as {key}, found no {key}")
     if not isinstance(value, str):
-        raise DataError(f"{location}: expected text as {key}, got {shown(value)}")
+        raise DataError(f"{location}: expected text as {key}, got {format_value(value)}")
     if not value.strip():
         raise DataError(f"{location}: expected text as {key}, found none; leave the row out")
     return value
@@ -322,13 +336,13 @@ def read_words(location: str, value: object, key: str) -> str:
 def check_calls(
     location: str, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...]
 ) -> tuple[Tool, ...]:
-    """Check that calls name tools, where there is a list of them.
+    """Check that every call names one of the tools, if the conversation lists tools.
 
     Returns:
         The tools.
 
     Raises:
-        DataError: A call names another function.
+        DataError: A call names a function that is not in the list.
     """
     names = [tool["function"]["name"] for tool in tools]
     for number, message in enumerate(messages, start=1):
@@ -336,45 +350,49 @@ def check_calls(
             if names and call.name not in names:
                 raise DataError(
                     f"{location} message {number}: expected a call of a function in tools "
-                    f"({', '.join(names[:_SHOWN_TOOLS])}), got {call.name!r}"
+                    f"({', '.join(names[:_LISTED_TOOLS])}), got {call.name!r}"
                 )
     return tools
 
 
-_SHOWN_TOOLS: Final = 10
-
-
 def check_turns(location: str, messages: tuple[ChatMessage, ...]) -> None:
-    """Check the order: perhaps system, then user and assistant in turn; tools answer calls.
+    """Check the order: optionally system, then user and assistant in turn; tools answer calls.
 
     Raises:
         DataError: A message is out of turn, or the assistant does not speak last.
     """
     open_calls = 0
-    last = ""
+    last_role = ""
     for number, message in enumerate(messages, start=1):
-        at = f"{location} message {number}"
+        message_location = f"{location} message {number}"
         if message.role == "system":
             if number > 1:
-                raise DataError(f"{at}: expected the system to speak first or never, got it here")
+                raise DataError(
+                    f"{message_location}: expected a system message only at the start, got one here"
+                )
             continue
         if message.role == "tool":
             if not open_calls:
-                raise DataError(f"{at}: expected a tool to answer a call, got no call before it")
+                raise DataError(
+                    f"{message_location}: expected a tool to answer a call, got no call before it"
+                )
             open_calls -= 1
-            last = "tool"
+            last_role = "tool"
             continue
-        expected = "user" if last in ("", "assistant") and not open_calls else "assistant"
-        if open_calls and last == "assistant":
+        expected = "user" if last_role in ("", "assistant") and not open_calls else "assistant"
+        if open_calls and last_role == "assistant":
             raise DataError(
-                f"{at}: expected the answer of a tool to the call before, got {message.role}"
+                f"{message_location}: expected a tool's answer to the preceding call, got "
+                f"{message.role}"
             )
         if message.role != expected:
-            raise DataError(f"{at}: expected it to be the {expected}'s turn, got {message.role}")
+            raise DataError(
+                f"{message_location}: expected a message of the {expected}, got {message.role}"
+            )
         open_calls = len(message.tool_calls)
-        last = message.role
+        last_role = message.role
     if messages[-1].role != "assistant":
         raise DataError(
-            f"{location}: expected the assistant to speak last, got {messages[-1].role}; leave out "
-            "what is not answered"
+            f"{location}: expected the last message to be the assistant's, got "
+            f"{messages[-1].role}; remove the messages after the last answer"
         )

@@ -1,8 +1,8 @@
-"""Rows of data files, each a value by the name of its column, and the report of bad ones.
+"""Read rows of data files as mappings from column to value, and report bad rows.
 
-JSON lines, JSON lists, CSV, TSV, Parquet and Arrow, each plain, gzip or zstandard; the end of a
-file's name says which. Files may be larger than memory, but for a JSON list's object, a row, and
-compressed Parquet and Arrow.
+Files are JSON lines, JSON lists, CSV, TSV, Parquet or Arrow, each plain, gzip or zstandard; the
+suffix says which. Files may be larger than memory, except compressed Parquet and Arrow, and an
+object that contains a list of rows. A single row must fit memory.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from protocol.spec.files import sources
 
 _ROWS_AT_ONCE: Final = 64
 _BUFFER_BYTES: Final = 1 << 18
-_SHOWN: Final = 20
+_REPORTED_ROWS: Final = 20
 """Bad rows that a report quotes."""
-_HOPELESS: Final = 100
-"""So many bad rows before the first good one end the reading."""
+_GIVE_UP_ROWS: Final = 100
+"""Bad rows, without a good row before them, that end the reading."""
 
 Record = Mapping[str, Any]
 Row = TypeVar("Row")
@@ -45,14 +45,14 @@ Parsed = TypeVar("Parsed")
 
 
 class Location(NamedTuple):
-    """A row of a file, from 1."""
+    """A row of a file; rows are numbered from 1."""
 
     path: Path
     number: int
 
     def __str__(self) -> str:
-        kind = sources.kind_of(self.path)
-        return f"{str(self.path)!r} {'line' if kind in _LINES else 'row'} {self.number}"
+        is_line = sources.kind_of(self.path) in ("jsonl", "csv", "tsv")
+        return f"{str(self.path)!r} {'line' if is_line else 'row'} {self.number}"
 
 
 class Locations:
@@ -63,7 +63,7 @@ class Locations:
         self._files, self._numbers = array("l"), array("q")
 
     def append(self, location: Location) -> None:
-        """Add one more."""
+        """Append a location."""
         if not self._paths or self._paths[-1] != location.path:
             self._paths.append(location.path)
         self._files.append(len(self._paths) - 1)
@@ -77,13 +77,13 @@ class Locations:
 
 
 class BadRows:
-    """Rows that cannot be used: all in one report, or counted and skipped.
+    """Rows that cannot be used: reported together, or counted and skipped.
 
     Args:
-        skip: Whether they are skipped (`data.skip_bad_rows`).
+        skip: Whether bad rows are skipped (`data.skip_bad_rows`).
 
     Attributes:
-        count: How many there are.
+        count: Number of bad rows so far.
     """
 
     def __init__(self, *, skip: bool) -> None:
@@ -93,15 +93,15 @@ class BadRows:
         self._errors: list[DataError] = []
 
     def add(self, error: DataError) -> None:
-        """Note one more.
+        """Add the error of a bad row.
 
         Raises:
-            DataError: There are many, and no good row.
+            DataError: There are many bad rows, and no good one.
         """
         self.count += 1
-        if len(self._errors) < _SHOWN:
+        if len(self._errors) < _REPORTED_ROWS:
             self._errors.append(error)
-        if not self._good and self.count >= _HOPELESS:
+        if not self._good and self.count >= _GIVE_UP_ROWS:
             raise self._errors[0]
 
     def parse(
@@ -109,26 +109,26 @@ class BadRows:
         rows: Iterable[tuple[Location, Record]],
         parse_row: Callable[[Location, Record], Parsed],
     ) -> Iterator[tuple[Location, Parsed]]:
-        """Parse each row; a `DataError` makes it a bad one.
+        """Yield each row's location and parsed row; a row that raises `DataError` is bad.
 
         Raises:
-            DataError: After the last row: bad rows were found, and are not to be skipped.
+            DataError: After the last row, if there are bad rows that may not be skipped.
         """
-        for (location, _), parsed in self.usable(rows, lambda row: parse_row(*row)):
+        for (location, _), parsed in self.apply(rows, lambda row: parse_row(*row)):
             yield location, parsed
         self.report()
 
-    def usable(
-        self, rows: Iterable[Row], use: Callable[[Row], Parsed]
+    def apply(
+        self, rows: Iterable[Row], function: Callable[[Row], Parsed]
     ) -> Iterator[tuple[Row, Parsed]]:
-        """Yield each row with the result of `use`; a row that raises `DataError` is bad.
+        """Yield each row with the function's result; a row that raises `DataError` is bad.
 
         Raises:
             DataError: There are many bad rows, and no good one. `report` raises the others.
         """
         for row in rows:
             try:
-                result = use(row)
+                result = function(row)
             except DataError as error:
                 self.add(error)
                 continue
@@ -136,10 +136,10 @@ class BadRows:
             yield row, result
 
     def report(self) -> None:
-        """Raise what was found, unless bad rows are skipped.
+        """Report the bad rows, unless they are skipped.
 
         Raises:
-            DataError: Of the only bad row, or of all.
+            DataError: There are bad rows that may not be skipped, or all rows are bad.
         """
         if not self.count or (self._skip and self._good):
             return
@@ -150,12 +150,12 @@ class BadRows:
         lines = [f"{self.count} bad rows:", *map(str, self._errors)]
         if self.count > len(self._errors):
             lines.append(f"and {self.count - len(self._errors)} more")
-        lines.append(f"fix them, or leave them out: {SKIP_BAD_ROWS}")
+        lines.append(f"correct these rows, or leave them out: {SKIP_BAD_ROWS}")
         raise DataError("\n  ".join(lines))
 
 
 def _with_remedy(error: str) -> str:
-    """Return the error of a lone bad row, with what to do if it does not say what to set."""
+    """Return the error of the only bad row, with a remedy unless the error names an option."""
     if "--set" in error:
         return error
     if error.endswith("leave the row out"):
@@ -164,37 +164,35 @@ def _with_remedy(error: str) -> str:
     return f"{error}{start}: {SKIP_BAD_ROWS}"
 
 
-_LINES: Final = ("jsonl", "csv", "tsv")
-
-
-class _Columns:
-    """The columns that rows have to have.
+class _ColumnCheck:
+    """Checks that rows have the required columns.
 
     Args:
-        columns_wanted: By the key of the section `data` that names each.
+        required_columns: Columns, by the key of the section `data` that names them.
         optional: Columns that are read where they exist.
-        look: Called before any column is missed.
+        inspect_columns: Called with a row's location and columns before they are checked.
     """
 
     def __init__(
         self,
-        columns_wanted: Mapping[str, str],
+        required_columns: Mapping[str, str],
         optional: Collection[str],
-        look: Callable[[Location, Sequence[str]], None],
+        inspect_columns: Callable[[Location, Sequence[str]], None],
     ) -> None:
-        self._wanted, self._optional, self._look = columns_wanted, optional, look
+        self._required, self._optional = required_columns, optional
+        self._inspect_columns = inspect_columns
         self._has_complete_rows = False
 
     def check(self, path: Path, number: int, columns: Sequence[str]) -> None:
         """Check the columns of one row, or of a table's header.
 
         Raises:
-            DataError: One is missing.
+            DataError: A required column is missing or occurs twice.
         """
         location = Location(path, number)
-        self._look(location, columns)
+        self._inspect_columns(location, columns)
         check_columns(
-            str(location), columns, self._wanted, optional=self._optional,
+            str(location), columns, self._required, optional=self._optional,
             is_lone_row=self._has_complete_rows and sources.kind_of(path) in ("jsonl", "json"),
         )  # fmt: skip
         self._has_complete_rows = True
@@ -202,33 +200,34 @@ class _Columns:
 
 def read_rows(
     files: Sequence[Path],
-    columns_wanted: Mapping[str, str],
+    required_columns: Mapping[str, str],
     names: Sequence[str],
     bad_rows: BadRows,
-    look: Callable[[Location, Sequence[str]], None] = lambda _location, _columns: None,
+    inspect_columns: Callable[[Location, Sequence[str]], None] = lambda _location, _columns: None,
 ) -> Iterator[tuple[Location, Record]]:
     """Read every row of these files, one at a time.
 
     Args:
-        files: In order.
-        columns_wanted: Columns that have to be there, by the key of the section `data` that names
-            each.
-        names: All columns that are read.
+        files: The files, in order.
+        required_columns: Columns that every row must have, by the key of the section `data` that
+            names them.
+        names: All columns to read.
         bad_rows: Where rows that are damaged or lack a column are reported.
-        look: Is called with a row's location and its columns before any is missed.
+        inspect_columns: Called with a row's location and columns before they are checked.
 
     Raises:
-        DataError: A file is none of a kind that is read, is damaged, or its header lacks a column.
+        DataError: A file is of an unsupported kind or damaged, or a table's header lacks a column.
     """
-    columns = _Columns(columns_wanted, {*names} - {*columns_wanted.values()}, look)
+    optional = {*names} - {*required_columns.values()}
+    column_check = _ColumnCheck(required_columns, optional, inspect_columns)
     for path in files:
-        check = partial(columns.check, path)
+        check = partial(column_check.check, path)
         kind = sources.kind_of(path)
         if kind in ("jsonl", "json"):
             lines = (
                 json_lines(path)
                 if kind == "jsonl"
-                else _json_rows(path, {*columns_wanted.values()})
+                else _json_rows(path, {*required_columns.values()})
             )
             for number, record in lines:
                 try:
@@ -240,7 +239,7 @@ def read_rows(
                     continue
                 yield Location(path, number), record
         elif kind in ("csv", "tsv"):
-            yield from _table_rows(path, {*columns_wanted.values()}, check, bad_rows)
+            yield from _table_rows(path, {*required_columns.values()}, check, bad_rows)
         elif kind in ("parquet", "arrow"):
             rows = _parquet_rows if kind == "parquet" else _arrow_rows
             for number, record in enumerate(rows(path, check, names), start=1):
@@ -248,14 +247,14 @@ def read_rows(
         else:
             raise DataError(
                 f"expected a file that ends with one of {sources.ROW_KINDS_SHOWN}, got "
-                f"{str(path)!r}: this kind of file is not read"
+                f"{str(path)!r}, which is not supported"
             )
 
 
 def _json_rows(
-    path: Path, columns_wanted: Collection[str]
+    path: Path, required_columns: Collection[str]
 ) -> Iterator[tuple[int, Record | DataError]]:
-    """Read a JSON list of objects, a lone list inside an object, or JSON lines by another name."""
+    """Read a JSON list of objects, the only list inside an object, or JSON lines named `.json`."""
     lines = (line for line in stream_lines(path) if line.strip())
     first_line, second_line = next(lines, "").lstrip(), next(lines, "")
     if first_line.startswith("["):
@@ -263,11 +262,13 @@ def _json_rows(
             yield number, checked_object(f"{str(path)!r} row {number}", value)
         return
     try:
-        lone = json.loads(first_line)
+        first_value = json.loads(first_line)
     except (ValueError, RecursionError):
-        lone = None
-    if lone is not None and (
-        second_line or not isinstance(lone, dict) or {*columns_wanted} <= lone.keys()
+        first_value = None
+    if first_value is not None and (
+        second_line
+        or not isinstance(first_value, dict)
+        or {*required_columns} <= first_value.keys()
     ):
         yield from json_lines(path)
         return
@@ -287,11 +288,11 @@ def _json_rows(
 
 def _table_rows(
     path: Path,
-    columns_wanted: Collection[str],
+    required_columns: Collection[str],
     check: Callable[[int, Sequence[str]], None],
     bad_rows: BadRows,
 ) -> Iterator[tuple[Location, Record]]:
-    rows = read_table(path, columns_wanted)
+    rows = read_table(path, required_columns)
     line, first = next(rows, (0, []))
     if not first:
         return
@@ -307,7 +308,7 @@ def _table_rows(
 
 @contextmanager
 def _pyarrow_errors(path: Path, kind: str) -> Iterator[tuple[Any, Any]]:
-    """Give pyarrow and its Parquet part; their errors become one line."""
+    """Yield pyarrow and pyarrow.parquet; their errors become a `DataError` of one line."""
     pa, pq = pyarrow_modules(f"{kind} files are read by pyarrow")
     try:
         yield pa, pq
@@ -321,7 +322,8 @@ def _parquet_rows(
 ) -> Iterator[Record]:
     with _pyarrow_errors(path, "Parquet") as (pa, pq):
         source = pa.BufferReader(open_decompressed(path).read()) if is_compressed(path) else path
-        # Page by page: else whole columns of a group are read at once, and all may be one group.
+        # Page by page: otherwise whole columns of a row group are read at once, and the whole file
+        # may be one group.
         with pq.ParquetFile(source, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
             columns = list(file.schema_arrow.names)
             check(1, columns)
@@ -334,7 +336,7 @@ def _parquet_rows(
 def _arrow_rows(
     path: Path, check: Callable[[int, Sequence[str]], None], names: Sequence[str]
 ) -> Iterator[Record]:
-    """Read Arrow's stream, as `datasets` saves it, or its file."""
+    """Read Arrow's streaming format, which `datasets` saves, or its file format."""
     with _pyarrow_errors(path, "Arrow") as (pa, _):
         source = (
             pa.BufferReader(open_decompressed(path).read())
@@ -360,29 +362,30 @@ def _arrow_rows(
 
 
 def _class_names(metadata: Mapping[bytes, bytes] | None) -> Mapping[str, Sequence[str]]:
-    """Return the names of classes by column, where `datasets` has written them into a file.
+    """Return the class names of each column of classes, or of lists of classes.
 
-    Of a column of classes, or of lists of classes. https://huggingface.co/docs/datasets/about_dataset_features
+    `datasets` writes them into a file: https://huggingface.co/docs/datasets/about_dataset_features
     """
     try:
         features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
         columns = dict(features.items())
     except (KeyError, TypeError, ValueError, AttributeError):
         return {}
-    values = {}
+    names_by_column = {}
     for column, feature in columns.items():
         definition = feature[0] if isinstance(feature, list) and feature else feature
         definition = definition.get("feature", definition) if isinstance(definition, dict) else {}
         names = definition.get("names") if isinstance(definition, dict) else None
         if isinstance(names, list) and definition.get("_type") == "ClassLabel":
-            values[str(column)] = [*map(str, names)]
-    return values
+            names_by_column[str(column)] = [*map(str, names)]
+    return names_by_column
 
 
 def _clean_record(record: Record, classes: Mapping[str, Sequence[str]]) -> Record:
-    """Remove nulls inside of cells, as Arrow gives every object of a column the keys of all.
+    """Replace classes by their names, and remove nulls inside cells.
 
-    Classes become their names; -1, which says that there is none, becomes null.
+    Arrow gives every object of a column the keys of all objects. The class -1 stands for none, and
+    becomes null.
     """
     return {
         name: _class_name(value, classes[name]) if name in classes else _without_nulls(value)
@@ -405,7 +408,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 _CELL_CHARACTERS: Final = 1 << 28
-csv.field_size_limit(_CELL_CHARACTERS)  # for the process: its own limit is 131,072
+csv.field_size_limit(_CELL_CHARACTERS)  # applies to the process; the default is 131,072
 _TAB: Final = "\t"
 _DELIMITERS: Final = (",", _TAB, ";", "|")
 
@@ -413,65 +416,69 @@ TableRow = tuple[int, list[str] | DataError]
 """The number of a row's last line, and the row's cells or its error."""
 
 
-def read_table(path: Path, columns_wanted: Collection[str]) -> Iterator[TableRow]:
-    """Read every row of a table that is not empty, the header first.
+def read_table(path: Path, required_columns: Collection[str]) -> Iterator[TableRow]:
+    """Read every nonempty row of a table, the header first.
 
     Args:
         path: The file.
-        columns_wanted: Columns asked for: what separates the header into them separates the cells.
+        required_columns: Columns that the header must have; they determine the delimiter.
 
     Raises:
-        DataError: The table is not UTF-8, or quotes are wrong somewhere.
+        DataError: The table is not UTF-8, or a quote is missing or not doubled.
     """
-    delimiter = _delimiter(path, columns_wanted)
+    delimiter = _delimiter(path, required_columns)
     quoting = csv.QUOTE_MINIMAL
     if delimiter == _TAB and _quotes_are_text(path):
         quoting = csv.QUOTE_NONE
     yield from _cells(path, delimiter, quoting)
 
 
-def _delimiter(path: Path, columns_wanted: Collection[str]) -> str:
-    """Return what separates the header into the columns asked for; else what the name says."""
+def _delimiter(path: Path, required_columns: Collection[str]) -> str:
+    """Return the delimiter that splits the header into the required columns.
+
+    If there is none: tab if every line has one, else the delimiter with the most columns.
+    """
     usual_delimiter = _TAB if sources.kind_of(path) == "tsv" else ","
-    first = next((line for line in stream_lines(path) if line.strip()), "")
-    by_cells = {
-        each: column_names(next(csv.reader([first], delimiter=each))) for each in _DELIMITERS
+    header = next((line for line in stream_lines(path) if line.strip()), "")
+    columns = {
+        delimiter: column_names(next(csv.reader([header], delimiter=delimiter)))
+        for delimiter in _DELIMITERS
     }
-    fitting_delimiters = [each for each, cells in by_cells.items() if {*columns_wanted} <= {*cells}]
-    if fitting_delimiters:
-        return fitting_delimiters[0]
+    for delimiter in _DELIMITERS:
+        if {*required_columns} <= {*columns[delimiter]}:
+            return delimiter
     if all(_TAB in line for line in stream_lines(path) if line.strip()):
         return _TAB
-    return max((usual_delimiter, *_DELIMITERS), key=lambda each: len(by_cells[each]))
+    return max((usual_delimiter, *_DELIMITERS), key=lambda delimiter: len(columns[delimiter]))
 
 
 def _quotes_are_text(path: Path) -> bool:
-    """Return whether quotes of a TSV file are only part of the text.
+    """Return whether quotes in a TSV file are part of the text rather than around cells.
 
-    Read as such it has more rows, and no column of quoted cells alone.
+    They are if the file then has more rows, and no column in which every cell is quoted.
     """
     if not any(line[0] == '"' or '\t"' in line for line in stream_lines(path) if line):
         return False
-    rows, quoted_columns = 0, list[bool]()
+    rows, is_column_quoted = 0, list[bool]()
     for _, cells in _cells(path, _TAB, csv.QUOTE_NONE):
         if isinstance(cells, DataError):
             return False
-        quoted_here = [*map(_is_quoted, cells)]
-        quoted_columns = [
-            a and b for a, b in zip(quoted_columns or quoted_here, quoted_here, strict=True)
+        is_cell_quoted = [*map(_is_quoted, cells)]
+        is_column_quoted = [
+            a and b for a, b in zip(is_column_quoted or is_cell_quoted, is_cell_quoted, strict=True)
         ]
         rows += 1
-    if any(quoted_columns):
+    if any(is_column_quoted):
         return False
-    minimal = 0
+    rows_with_quoting = 0
     try:
         for _, cells in _cells(path, _TAB, csv.QUOTE_MINIMAL):
             if isinstance(cells, DataError):
                 return True
-            minimal += 1
+            rows_with_quoting += 1
     except DataError:
         return True
-    return minimal < rows
+    return rows_with_quoting < rows
 
 
 def _is_quoted(cell: str) -> bool:
@@ -493,7 +500,8 @@ def _cells(path: Path, delimiter: str, quoting: Any) -> Iterator[TableRow]:
                 table.line_num,
                 DataError(
                     f"{str(path)!r} line {table.line_num}: expected {columns} columns, got "
-                    f"{len(row)}; quote cells that hold {delimiter!r}, or write the data as JSONL"
+                    f"{len(row)}; quote cells that contain {delimiter!r}, or write the data as "
+                    "JSONL"
                 ),
             )
     except csv.Error as error:

@@ -1,6 +1,6 @@
 """Read text files, plain or compressed, whole or in pieces; JSON lines and JSON lists.
 
-Text is UTF-8; anything else is refused with what the file is and what to do.
+Text is UTF-8; the error for any other file says what it is and what to do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from protocol.datasets.logits_file import pyarrow_modules
 from protocol.spec.sections.data import COLUMNS_OF_FORMAT, OPTIONAL_COLUMNS
 
 _PIECE_CHARACTERS: Final = 1 << 20
-_UNPACK, _AS_TEXT = "unpack it first", "save what it says as text (UTF-8)"
+_UNPACK, _AS_TEXT = "unpack it first", "save its content as text (UTF-8)"
 _OTHER_KINDS: Final = {
     b"BZh": ("bzip2", _UNPACK),
     b"\xfd7zXZ\0": ("xz", _UNPACK),
@@ -39,14 +39,17 @@ _OTHER_KINDS: Final = {
     b"\xd0\xcf\x11\xe0": ("an old Office document", _AS_TEXT),
     b"PAR1": (
         "Parquet",
-        "let its name end with .parquet where Parquet is read, or write it as .jsonl",
+        "if this task reads Parquet, rename it to .parquet; otherwise write it as .jsonl",
     ),
-    b"ARROW1": ("Arrow", "let its name end with .arrow where Arrow is read, or write it as .jsonl"),
+    b"ARROW1": (
+        "Arrow",
+        "if this task reads Arrow, rename it to .arrow; otherwise write it as .jsonl",
+    ),
     b"SQLite format 3\0": ("SQLite", "write the table as .csv or .jsonl"),
     b"\xff\xfe": ("UTF-16", "convert it to UTF-8"),
     b"\xfe\xff": ("UTF-16", "convert it to UTF-8"),
 }
-"""First bytes of files that are not text: what they are, and what to do."""
+"""The first bytes of files that are not text, with the kind of file and what to do."""
 SKIP_BAD_ROWS: Final = "--set data.skip_bad_rows=true"
 """The option that leaves out rows that cannot be used."""
 
@@ -57,7 +60,7 @@ _COMPRESSIONS: Final = {
     ".zst": ("zstandard", _ZSTANDARD),
     ".zstd": ("zstandard", _ZSTANDARD),
 }
-"""By the end of a file's name: the compression, and the first bytes of such a file."""
+"""The compression and the first bytes of files with a suffix."""
 _MAGIC_BYTES: Final = max(map(len, _OTHER_KINDS))
 
 
@@ -87,7 +90,7 @@ def open_decompressed(path: Path) -> BinaryIO:
 
 @contextmanager
 def _file_errors(path: Path) -> Iterator[None]:
-    """Make errors of reading a file one line."""
+    """Replace errors of reading a file by a `DataError` of one line."""
     try:
         yield
     except UnicodeDecodeError:
@@ -112,7 +115,7 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines with their ends; only real line ends count, not U+2028 and its like."""
+    """Return the lines with their ends: LF, CR LF or CR, but not U+2028 and similar characters."""
     return list(io.StringIO(read_text(path), newline=""))
 
 
@@ -130,13 +133,12 @@ def stream_lines(path: Path) -> Iterator[str]:
 
 def _open_text(path: Path) -> TextIO:
     beginning = b""
-    with suppress(OSError), open_decompressed(path) as file:  # reading says what is wrong with it
+    with suppress(OSError), open_decompressed(path) as file:  # the caller's read reports the error
         beginning = file.read(_MAGIC_BYTES)
     for magic, (kind, remedy) in _OTHER_KINDS.items():
         if beginning.startswith(magic):
             raise DataError(
-                f"expected text in {str(path)!r}, got {kind}: this kind of file is not read here; "
-                f"{remedy}"
+                f"expected text in {str(path)!r}, got {kind}, which is not supported here; {remedy}"
             )
     compression, magic = _COMPRESSIONS.get(path.suffix.lower(), ("", b""))
     if beginning and not _beginning(path).startswith(magic):
@@ -153,7 +155,7 @@ def _beginning(path: Path) -> bytes:
         with open_regular(path) as file:
             return file.read(_MAGIC_BYTES)
     except OSError:
-        return b""  # whoever reads it says what is wrong with it
+        return b""  # the caller's read reports the error
 
 
 def _bad_byte(path: Path) -> int:
@@ -173,20 +175,20 @@ def _bad_byte(path: Path) -> int:
 _SPACES: Final = re.compile(r"\s+")
 
 
-class _KeyTwice(ValueError):
+class _DuplicateKey(ValueError):
     pass
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]
         duplicate = next(name for name in names if names.count(name) > 1)
-        raise _KeyTwice(f"the key {duplicate!r} comes twice")
+        raise _DuplicateKey(f"the key {duplicate!r} occurs twice")
     return record
 
 
-def _holds_surrogates(record: object) -> bool:
+def _contains_surrogates(record: object) -> bool:
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -195,7 +197,7 @@ def _holds_surrogates(record: object) -> bool:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
-    """Read every object of a JSONL file, or the line's error, with the line number.
+    """Yield the number of each nonempty line of a JSONL file, and its object or its error.
 
     Raises:
         DataError: The file cannot be read, or is not UTF-8.
@@ -205,26 +207,28 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
             continue
         location = f"{str(path)!r} line {number}"
         try:
-            record = json.loads(line, object_pairs_hook=_distinct)
+            record = json.loads(line, object_pairs_hook=_refuse_duplicate_keys)
         except (ValueError, RecursionError) as error:
-            reason = error if isinstance(error, _KeyTwice) else "expected one object on each line"
+            reason = (
+                error if isinstance(error, _DuplicateKey) else "expected one object on each line"
+            )
             yield number, DataError(f"{location} is not JSON: {reason}")
             continue
-        yield number, checked_object(location, record, may_hold_half="\\ud" in line.lower())
+        yield number, checked_object(location, record, may_contain_half_pair="\\ud" in line.lower())
 
 
 def checked_object(
-    location: str, value: object, *, may_hold_half: bool = True
+    location: str, value: object, *, may_contain_half_pair: bool = True
 ) -> dict[str, Any] | DataError:
     """Return an object of a file, or the error if the value is not a valid object.
 
     Args:
         location: File and row.
         value: The parsed JSON value.
-        may_hold_half: Whether the value may contain half a surrogate pair, which only JSON can
-            escape.
+        may_contain_half_pair: Whether the value may contain half a surrogate pair, which only JSON
+            can escape.
     """
-    if may_hold_half and _holds_surrogates(value):
+    if may_contain_half_pair and _contains_surrogates(value):
         return DataError(
             f"{location}: expected Unicode text, got half a surrogate pair (\\ud800 to \\udfff); "
             "correct or remove that character"
@@ -242,14 +246,14 @@ def json_values(path: Path, pieces: Iterator[str]) -> Iterator[Any]:
     Raises:
         DataError: The text is not JSON.
     """
-    decoder = json.JSONDecoder(object_pairs_hook=_distinct)
-    text, at, count, expected = "", 0, 0, "["
+    decoder = json.JSONDecoder(object_pairs_hook=_refuse_duplicate_keys)
+    text, position, count, expected = "", 0, 0, "["
     for piece in itertools.chain(pieces, [""]):
-        text, at = text[at:] + piece, 0
+        text, position = text[position:] + piece, 0
         while True:
-            if spaces := _SPACES.match(text, at):
-                at = spaces.end()
-            next_character = text[at : at + 1]
+            if spaces := _SPACES.match(text, position):
+                position = spaces.end()
+            next_character = text[position : position + 1]
             if next_character == "]" and (expected == "," or not (expected or count)):
                 return
             if expected:
@@ -260,28 +264,28 @@ def json_values(path: Path, pieces: Iterator[str]) -> Iterator[Any]:
                         f"{str(path)!r} is not JSON: expected {expected!r} after row {count}, got "
                         f"{next_character!r}"
                     )
-                at, expected = at + 1, ""
+                position, expected = position + 1, ""
                 continue
             try:
-                value, at = decoder.raw_decode(text, at)
+                value, position = decoder.raw_decode(text, position)
             except (ValueError, RecursionError) as error:
-                if piece and not isinstance(error, _KeyTwice):
-                    break  # perhaps the rest of it is still to come
+                if piece and not isinstance(error, _DuplicateKey):
+                    break  # the rest of the value may be in the next piece
                 raise DataError(f"{str(path)!r} row {count + 1} is not JSON: {error}") from None
             count, expected = count + 1, ","
             yield value
     raise DataError(f"{str(path)!r} is not JSON: expected ']' after row {count}")
 
 
-def shown(value: object) -> str:
-    """A JSON value as it stands in a file, or its beginning."""
+def format_value(value: object) -> str:
+    """Format the beginning of a JSON value for an error."""
     return json.dumps(value, ensure_ascii=False)[:40]
 
 
 def check_columns(
     location: str,
-    columns_found: Sequence[str],
-    columns_wanted: Mapping[str, str],
+    actual_columns: Sequence[str],
+    required_columns: Mapping[str, str],
     *,
     optional: Collection[str] = (),
     is_lone_row: bool = False,
@@ -289,36 +293,36 @@ def check_columns(
     """Check that each required column exists once.
 
     Args:
-        location: File and row with `columns_found`.
-        columns_found: Columns or keys.
-        columns_wanted: By the key of the run spec's section `data` that names it.
+        location: File and row of the columns.
+        actual_columns: Columns of the table, or keys of the row.
+        required_columns: Columns, by the key of the run spec's section `data` that names them.
         optional: Columns that are read where they exist.
-        is_lone_row: Rows before this one have all columns.
+        is_lone_row: Whether earlier rows have all columns, so that only this row is wrong.
 
     Raises:
-        DataError: What is missing, and what to set.
+        DataError: A required column is missing or occurs twice; says what to set.
     """
-    for name in columns_wanted.values():
-        if columns_found.count(name) > 1:
+    for name in required_columns.values():
+        if actual_columns.count(name) > 1:
             raise DataError(
                 f"{location}: expected one column {name!r}, found "
-                f"{columns_found.count(name)} of that name; rename all but one"
+                f"{actual_columns.count(name)} of that name; rename all but one"
             )
-    missing = {key: name for key, name in columns_wanted.items() if name not in columns_found}
+    missing = {key: name for key, name in required_columns.items() if name not in actual_columns}
     if not missing:
         return
-    read = {*columns_wanted.values(), *optional}
-    unused = [name for name in columns_found if name not in read]
-    column_names = ", ".join(repr(str(name)[:40]) for name in columns_found[:10]) or "nothing"
+    used = {*required_columns.values(), *optional}
+    unused = [name for name in actual_columns if name not in used]
+    column_names = ", ".join(repr(str(name)[:40]) for name in actual_columns[:10]) or "nothing"
     settings = []
     for key, name in missing.items():
-        similar_names = difflib.get_close_matches(name, unused, n=1) or unused
-        lone = len(similar_names) == 1 and len(missing) <= len(unused)
-        settings.append(f"--set data.{key}={similar_names[0] if lone else 'COLUMN'}")
+        candidates = difflib.get_close_matches(name, unused, n=1) or unused
+        is_unique = len(candidates) == 1 and len(missing) <= len(unused)
+        settings.append(f"--set data.{key}={candidates[0] if is_unique else 'COLUMN'}")
     names = " and ".join(map(repr, missing.values()))
-    advice = f"say which it is: {' '.join(settings)}"
-    if (other := _format_with(columns_found)) and {*missing} & _CONVERSATION_KEYS:
-        advice = f"these are columns of another format: --set data.format={other}"
+    advice = f"name the column: {' '.join(settings)}"
+    if (other_format := _format_with(actual_columns)) and {*missing} & _CONVERSATION_KEYS:
+        advice = f"these are columns of another format: --set data.format={other_format}"
     if is_lone_row:
         advice = f"correct the row, or leave it out: {SKIP_BAD_ROWS}"
     raise DataError(f"expected a column {names} in {location}, found {column_names}; {advice}")
@@ -330,9 +334,9 @@ _CONVERSATION_KEYS: Final = frozenset(
 
 
 def _format_with(columns: Sequence[str]) -> str | None:
-    """Return the format of conversations that has these columns; None if there is none."""
-    for name, columns_wanted in COLUMNS_OF_FORMAT.items():
-        required = {*columns_wanted} - OPTIONAL_COLUMNS
+    """Return the format of conversations that these columns fit; None if they fit none."""
+    for name, required_columns in COLUMNS_OF_FORMAT.items():
+        required = {*required_columns} - OPTIONAL_COLUMNS
         if required and required <= {*columns}:
             return name
     return None

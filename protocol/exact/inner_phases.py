@@ -86,5 +86,10 @@ def order_of_steps(
     if spec.replicas is not None:
         return InnerPhaseOrder(spec, samples, row_groups, sampling)
     return SampleOrder(
-        spec.order_seed, samples, spec.batch, row_groups, grouped=spec.grouped, sampling=sampling
+        spec.order_seed,
+        samples,
+        spec.batch,
+        row_groups,
+        grouped=spec.groups_by_length,
+        sampling=sampling,
     )

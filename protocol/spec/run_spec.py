@@ -30,10 +30,10 @@ from protocol.spec.sections.data import (
     EmbeddingPairs,
     LabeledData,
     MaskedText,
-    OwnData,
     PreferencePairs,
     TaggedData,
     TextPairs,
+    UserTaskData,
 )
 from protocol.spec.sections.document import (
     RENAMED_KEYS,
@@ -62,8 +62,8 @@ from protocol.spec.sections.section import (
     Needs,
     OmittedByDefault,
     Section,
-    Tagged,
-    without_lacked_keys,
+    TaggedUnion,
+    drop_unsupported_keys,
 )
 from protocol.spec.sections.tasks import (
     BatchSpec,
@@ -81,17 +81,17 @@ LogMode = Literal["full", "checkpoint"]
 Role = Literal["data", "validation", "model", "adapter", "tokenizer"]
 """The purpose for which a task reads a file."""
 
-_OF_ANOTHER_TASK: Final = frozenset({"regress", "digits", "scripted"})
-"""Only canonical documents of earlier releases have all of these sections."""
-_KINDS: Final = {list: "list", str: "text", int: "number", float: "number", bool: "truth value"}
-_OWN_TASK: Final = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
+_EARLIER_RELEASE_SECTIONS: Final = frozenset({"regress", "digits", "scripted"})
+"""Sections of three different tasks: only earlier releases wrote documents with all of them."""
+_KINDS: Final = {list: "list", str: "text", int: "number", float: "number", bool: "boolean"}
+_USER_TASK: Final = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 
 
 class RunSpec(Section):
     """One training job, with the sections of all tasks.
 
-    `task` is a built-in task or `package.module:Class`, a user's class that is installed on every
-    worker; `options` are for the latter.
+    `task` is a built-in task, or a class that the user has installed on every worker
+    (`package.module:Class`). `options` are for such a class.
     """
 
     name: str = Field("run", pattern=NAME_PATTERN, description="name of the run and its directory")
@@ -129,8 +129,8 @@ class RunSpec(Section):
         Needs("replicas", (None,), ", or set replicas.codec and replicas.averages instead"),
     ] = ExchangeSpec()
     steps: Count = Field(
-        description="optimizer updates; with replicas: rounds; teacher-logits: batches at most, "
-        "by default all"
+        description="optimizer updates; with replicas: rounds; teacher-logits: maximum number of "
+        "batches, all by default"
     )
     epochs: Count | None = Field(
         None,
@@ -141,8 +141,9 @@ class RunSpec(Section):
     log: LogMode = Field(
         "full",
         description="full: log averaged gradients since the last checkpoint, so that a restart "
-        "loses no committed step; checkpoint: do not, which is cheaper for large states, but a "
-        "restart repeats the steps since the last checkpoint (with the same bits in an exact run)",
+        "loses no committed step; checkpoint: log no gradients, which is cheaper for large states, "
+        "but a restart repeats the steps since the last checkpoint (with the same bits in an exact "
+        "run)",
     )
     checkpoint: CheckpointSpec = CheckpointSpec()
     stop: StopSpec | None = None
@@ -194,7 +195,7 @@ class RunSpec(Section):
             raise KeyFault(text, "optimizer.plateau", "evaluate_every")
 
     def _check_unit(self) -> None:
-        if self.batch.unit == "microbatch" and not self.is_own_task:
+        if self.batch.unit == "microbatch" and not self.is_user_task:
             text = f"the loss of task {self.task} is a sum over samples: remove batch.unit"
             raise KeyFault(text, "batch.unit")
 
@@ -204,7 +205,7 @@ class RunSpec(Section):
             return
         text = ""
         if self.task != "causal-lm" or data is None:
-            text = f"task {self.task} has no batch.tokens: set batch.samples"
+            text = f"task {self.task} does not support batch.tokens: set batch.samples"
         elif data.format != "text" and not data.packing:
             text = (
                 "batch.tokens does not determine how many conversations are in a batch: pack them "
@@ -221,24 +222,25 @@ class RunSpec(Section):
             raise KeyFault(text, "batch.tokens")
 
     def _check_replicas(self) -> None:
-        replicas, float16 = self.replicas, self.model and self.model.precision == "float16"
+        replicas = self.replicas
+        is_float16 = self.model is not None and self.model.precision == "float16"
         if replicas is None:
             return
         for key, is_set in (
             ("epochs", self.epochs is not None),
-            ("data.group_by_length", self.grouped),
+            ("data.group_by_length", self.groups_by_length),
             ("optimizer.name schedule-free", self.optimizer.name == "schedule-free"),
             ("optimizer.name adafactor", self.optimizer.name == "adafactor"),
             ("optimizer.schedule plateau", self.optimizer.schedule == "plateau"),
-            ("model.precision float16", float16),
+            ("model.precision float16", is_float16),
         ):
             if is_set:
                 text = f"expected no {key} with replicas, got both: remove one of them"
                 raise KeyFault(text, key.split()[0], "replicas")
-        if replicas.carries and self.optimizer.name == "sgd" and replicas.codec != "topk":
+        if replicas.has_carried_state and self.optimizer.name == "sgd" and replicas.codec != "topk":
             text = "optimizer sgd has no moments to carry: remove replicas.inner_state"
             raise KeyFault(text, "replicas.inner_state", "optimizer.name")
-        if replicas.carries and self.checkpoint.copies:
+        if replicas.has_carried_state and self.checkpoint.copies:
             text = (
                 "copies of checkpoints lack the per-replica state: remove checkpoint.copies, or "
                 "set replicas.inner_state=reset and a codec other than topk"
@@ -252,13 +254,13 @@ class RunSpec(Section):
 
     def steps_with(self, train_samples: int) -> int:
         """Return the number of steps for a number of training samples."""
-        passes = 1 if self.captures else self.epochs
+        passes = 1 if self.is_capture else self.epochs
         if passes is None:
             return self.steps
         return min(self.steps, passes * -(-train_samples // self.batch.samples))
 
     def epochs_after(self, step: int, train_samples: int) -> str:
-        """Format the progress after some steps, `1.25 of 3 epochs`; empty if `steps` is set."""
+        """Format the progress after some steps: `1.25 of 3 epochs`; empty without `epochs`."""
         if self.epochs is None:
             return ""
         return f"{step / -(-train_samples // self.batch.samples):.3g} of {self.epochs} epochs"
@@ -269,13 +271,13 @@ class RunSpec(Section):
         return self.seed if self.data_seed is None else self.data_seed
 
     @property
-    def grouped(self) -> bool:
+    def groups_by_length(self) -> bool:
         """Whether microbatches group samples of similar lengths."""
         return self.data is not None and self.data.group_by_length
 
     @property
-    def update(self) -> OptimizerSpec:
-        """The update that commits a step: the optimizer's, or with replicas the outer one."""
+    def step_optimizer(self) -> OptimizerSpec:
+        """The optimizer whose update ends a step: with replicas, the outer one."""
         if self.replicas is None:
             return self.optimizer
         outer = self.replicas.outer
@@ -301,12 +303,12 @@ class RunSpec(Section):
         return self.exchange.codecs if self.replicas is None else self.replicas.codecs
 
     @property
-    def captures(self) -> bool:
+    def is_capture(self) -> bool:
         """Whether the run captures a teacher's logits instead of training."""
         return self.task == "teacher-logits"
 
     @property
-    def is_own_task(self) -> bool:
+    def is_user_task(self) -> bool:
         """Whether the task is a user's class."""
         return ":" in self.task
 
@@ -323,7 +325,7 @@ SECTIONS: Final = frozenset({
     "model", "tokenizer", "lora", "data", "capture", "distil", "dpo", "embed", "regress", "digits",
     "scripted", "options",
 })  # fmt: skip
-"""Sections that some tasks lack."""
+"""Sections that some tasks do not support."""
 
 
 class RegressRun(RunSpec, lacks=SECTIONS - {"regress"}):
@@ -359,7 +361,7 @@ class ModelRun(RunSpec):
         if self.lora is None and model.adapter is not None:
             text = "model.adapter needs lora with the adapter's rank and scale: --set lora.r=8"
             raise KeyFault(text, "model.adapter")
-        if self.lora is None and model.base_dtype != "float32" and not self.captures:
+        if self.lora is None and model.base_dtype != "float32" and not self.is_capture:
             text = (
                 f"model.base_dtype {model.base_dtype} needs lora: without it there is no frozen "
                 "base"
@@ -370,7 +372,7 @@ class ModelRun(RunSpec):
             raise KeyFault(text, "model.base_dtype", "arithmetic")
 
     @model_validator(mode="after")
-    def _names_a_base_only_with_lora(self, info: ValidationInfo) -> Self:
+    def _refuse_base_name_without_lora(self, info: ValidationInfo) -> Self:
         if info.context == USER_DOCUMENT and self.lora is None and self.model.name is not None:
             text = "model.name has no effect without lora; remove it, or set lora"
             raise KeyFault(text, "model.name")
@@ -451,9 +453,7 @@ class DpoRun(ModelRun, lacks=SECTIONS - {"model", "lora", "data", "dpo"}):
     def _check(self) -> None:
         super()._check()
         if self.lora is None:
-            text = (
-                "task dpo needs lora: its loss compares the model with the base without the adapter"
-            )
+            text = "task dpo needs lora: its loss compares the adapted model with the base model"
             raise KeyFault(text, "lora")
 
 
@@ -468,29 +468,29 @@ class EmbedRun(ModelRun, lacks=SECTIONS - {"model", "lora", "data", "embed"}):
         super()._check()
         if self.replicas is not None:
             text = (
-                "task embed has no replicas: its loss reads all samples of a step, and a replica "
-                "takes its inner steps alone; remove replicas"
+                "task embed does not support replicas: its loss reads all samples of a step, and a "
+                "replica takes its inner steps alone; remove replicas"
             )
             raise KeyFault(text, "replicas")
 
 
-class OwnTokenizer(TokenizerSpec):
-    """The tokenizer of a user-defined task, which may read any key."""
+class UserTaskTokenizer(TokenizerSpec):
+    """The tokenizer of a user-defined task; the task may read any key."""
 
     vocab_size: int = Field(
         2048, ge=257, le=1_000_000, description="vocabulary size of a tokenizer that is trained"
     )
 
 
-class OwnRun(RunSpec):
-    """A user-defined task, which may read any section."""
+class UserTaskRun(RunSpec):
+    """A run with a user-defined task; the task may read any section."""
 
-    task: str = Field(pattern=f"^{_OWN_TASK}$")
-    tokenizer: OwnTokenizer | None = None
-    data: OwnData | None = None
+    task: str = Field(pattern=f"^{_USER_TASK}$")
+    tokenizer: UserTaskTokenizer | None = None
+    data: UserTaskData | None = None
 
 
-RUNS: Final = Tagged("task", pattern=_OWN_TASK)
+RUN_VARIANTS: Final = TaggedUnion("task", pattern=_USER_TASK)
 AnyRun = Annotated[
     RegressRun
     | DigitsRun
@@ -504,15 +504,17 @@ AnyRun = Annotated[
     | DpoRun
     | EmbedRun
     | ScriptedRun
-    | OwnRun,
-    RUNS,
+    | UserTaskRun,
+    RUN_VARIANTS,
 ]
 _ADAPTER: Final = TypeAdapter[RunSpec](AnyRun)
+_STEPS_OF_ALL_SAMPLES: Final = limits.LARGEST_COUNT
+"""`steps` of a run whose number of steps depends on the number of samples."""
 
 
 def known_steps(steps: int | None) -> int | None:
-    """Return the number of steps; None for the largest count, which stands for all samples."""
-    return None if steps == limits.COUNTED_SAMPLES else steps
+    """Return the number of steps; None if it depends on the number of samples."""
+    return None if steps == _STEPS_OF_ALL_SAMPLES else steps
 
 
 def run_spec_schema() -> dict[str, Any]:
@@ -572,8 +574,8 @@ def parse_run_spec(
         # not.
         raise RunSpecError(f"expected plain keys and values{in_origin}") from None
     renamed_keys = rename_keys(values)
-    if values.keys() >= _OF_ANOTHER_TASK:
-        values = _without_defaults(values)
+    if values.keys() >= _EARLIER_RELEASE_SECTIONS:
+        values = _rewrite_canonical_document(values)
     for override in overrides:
         renamed_keys += [old for old in RENAMED_KEYS if override.startswith(f"{old}=")]
         apply_override(values, rename_override(override))
@@ -583,32 +585,36 @@ def parse_run_spec(
     apply_init_from(values)
     if values.get("steps", 0) is None:
         del values["steps"]
-    _count_samples_of_tokens(values, in_origin)
+    _set_samples_from_tokens(values, in_origin)
     stop, checkpoint = values.get("stop"), values.setdefault("checkpoint", {})
     if isinstance(stop, dict) and isinstance(checkpoint, dict):
         checkpoint.setdefault("metric", stop.get("figure"))
         checkpoint.setdefault("better", stop.get("better", "lower"))
     if values.get("task") == "teacher-logits" or values.get("epochs") is not None:
-        values.setdefault("steps", limits.COUNTED_SAMPLES)
-    values = without_lacked_keys(values, RUNS, everything=False)
+        values.setdefault("steps", _STEPS_OF_ALL_SAMPLES)
+    values = drop_unsupported_keys(values, RUN_VARIANTS, with_values=False)
     try:
         # Strict JSON mode accepts lists as tuples, but not "8" as 8.
         return _ADAPTER.validate_json(json.dumps(values), strict=True, context=USER_DOCUMENT)
     except ValidationError as error:
-        text = explain(RUNS, error, overrides)
+        text = explain(RUN_VARIANTS, error, overrides)
     # A mistake in an override is not in the file.
     raise RunSpecError(text if text.endswith(")") and "(from --set" in text else text + in_origin)
 
 
-def _count_samples_of_tokens(document: dict[str, Any], in_origin: str) -> None:
-    """Set `batch.samples` from `batch.tokens`."""
+def _set_samples_from_tokens(document: dict[str, Any], in_origin: str) -> None:
+    """Set `batch.samples` from `batch.tokens`.
+
+    Raises:
+        RunSpecError: The document has both, and they contradict each other.
+    """
     batch, data = document.get("batch"), document.get("data")
     if not isinstance(batch, dict) or not isinstance(batch.get("tokens"), int):
         return
     length = data.get("max_tokens") if isinstance(data, dict) else None
     length = length if isinstance(length, int) else DataSpec.model_fields["max_tokens"].default
     samples = max(1, batch["tokens"] // max(1, length))
-    # The canonical document has both.
+    # A canonical document has both.
     if batch.get("samples", samples) not in (None, samples):
         raise RunSpecError(
             f"expected batch.samples or batch.tokens, got both: remove one of them{in_origin}"
@@ -617,30 +623,30 @@ def _count_samples_of_tokens(document: dict[str, Any], in_origin: str) -> None:
 
 
 def parse_run_spec_bytes(document: bytes) -> RunSpec:
-    """Read a canonical document, as `RunSpec.to_bytes` of this release or an earlier one wrote it.
+    """Read a canonical document that `RunSpec.to_bytes` of this or an earlier release wrote.
 
     Raises:
         MessageError: The document is not a run spec that this release can read.
     """
     try:
-        content = used_sections(parse_json(document))
+        content = drop_unused_sections(parse_json(document))
         return _ADAPTER.validate_json(json.dumps(content))
     except ValidationError as error:
-        raise MessageError(f"expected a run spec: {explain(RUNS, error)}") from None
+        raise MessageError(f"expected a run spec: {explain(RUN_VARIANTS, error)}") from None
     except ValueError as error:
         raise MessageError(f"expected a run spec as JSON: {error}") from None
 
 
-def used_sections(document: Any) -> Any:
-    """Remove the keys that the task lacks, since earlier releases wrote every section."""
+def drop_unused_sections(document: Any) -> Any:
+    """Remove the keys that the task does not support: earlier releases wrote every section."""
     if isinstance(document, dict):
         document = copy.deepcopy(document)
         rename_keys(document)
-    return without_lacked_keys(document, RUNS, everything=True)
+    return drop_unsupported_keys(document, RUN_VARIANTS, with_values=True)
 
 
-def _without_defaults(document: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite an earlier release's canonical document, whose defaults are not the user's choice."""
+def _rewrite_canonical_document(document: dict[str, Any]) -> dict[str, Any]:
+    """Remove what an earlier release wrote by default: the user did not choose those sections."""
     try:
         spec = parse_run_spec_bytes(json.dumps(document).encode())
     except MessageError:
@@ -649,28 +655,28 @@ def _without_defaults(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore_run_spec(document: bytes) -> RunSpec:
-    """Read a document of `RunSpec.to_bytes` from another process of the same worker.
+    """Read a document that `RunSpec.to_bytes` wrote in another process of the same worker.
 
-    It has been validated, and its sources are local paths. So the checks of key combinations, which
-    are for a user's document, are skipped.
+    The document has been validated, and its sources are local paths. So the checks of key
+    combinations, which are for a user's document, are skipped.
     """
     return _ADAPTER.validate_json(document, context=RESTORED)
 
 
 def source_of(spec: RunSpec, role: Role) -> str | None:
     """Return the source that the run spec names for a role; None if it names none."""
-    is_own = spec.is_own_task
+    is_user_task = spec.is_user_task
     if role == "data":
         return spec.data.train if spec.data is not None else None
     if role == "validation":
-        return spec.data.validation if spec.data is not None and not is_own else None
+        return spec.data.validation if spec.data is not None and not is_user_task else None
     if role == "adapter":
-        return spec.model.adapter if spec.model is not None and not is_own else None
+        return spec.model.adapter if spec.model is not None and not is_user_task else None
     if role == "model":
-        return spec.model.source if spec.model is not None and not is_own else None
-    return spec.tokenizer.source if spec.tokenizer is not None and not is_own else None
+        return spec.model.source if spec.model is not None and not is_user_task else None
+    return spec.tokenizer.source if spec.tokenizer is not None and not is_user_task else None
 
 
 def is_fetched_later(spec: RunSpec, role: Role, name: str) -> bool:
-    """Whether a worker fetches this file only when a step needs it."""
+    """Return whether a worker fetches this file only when a step needs it."""
     return spec.task == "distil" and role == "data" and name.endswith(LOGITS_SUFFIX)

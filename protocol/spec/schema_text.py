@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from protocol.base.errors import UsageError
-from protocol.spec.run_spec import RUNS, RunSpec
-from protocol.spec.sections.section import Tagged, flat, has_key, model_at
+from protocol.spec.run_spec import RUN_VARIANTS, RunSpec
+from protocol.spec.sections.section import TaggedUnion, flat, has_key, model_at
 
 _SUGGESTIONS: Final = 5
 """Number of similar keys that an error suggests."""
@@ -108,7 +108,11 @@ def _keys_of(model: type[BaseModel], parents: list[str]) -> Iterator[Key]:
     for name, field in model.model_fields.items():
         path = [*parents, name]
         section = model_at(model, name)
-        tags = " | ".join(RUNS.variants) if path == [RUNS.key] else _variants_with(path)
+        tags = (
+            " | ".join(RUN_VARIANTS.variants)
+            if path == [RUN_VARIANTS.key]
+            else _variants_with(path)
+        )
         choices, kind = ("", "") if section is not None else (_choices(field), _type(field))
         if "|" in tags:  # this key selects the variant
             choices, kind, tags = tags, "", ""
@@ -128,8 +132,8 @@ def _variants_with(path: list[str]) -> str:
     A user-defined task has every key.
     """
     section = model_at(RunSpec, path[0])
-    unions = [(RUNS, path)]
-    if isinstance(section, Tagged) and len(path) > 1:
+    unions = [(RUN_VARIANTS, path)]
+    if isinstance(section, TaggedUnion) and len(path) > 1:
         if path[1:] == [section.key]:
             return " | ".join(section.variants)
         unions.append((section, path[1:]))
@@ -142,8 +146,8 @@ def _variants_with(path: list[str]) -> str:
         if len(tags_without_key) == 1:
             return f"not for {tags_without_key[0]}"
         if tags_without_key:
-            built_in = [tag for tag in tags_with_key if tag != Tagged.OTHER]
-            return f"for {', '.join(built_in) or Tagged.OTHER}"
+            built_in = [tag for tag in tags_with_key if tag != TaggedUnion.OTHER]
+            return f"for {', '.join(built_in) or TaggedUnion.OTHER}"
     return ""
 
 

@@ -55,7 +55,7 @@ class Disturbances:
         coordinator, execution = cluster.coordinator, cluster.execution
         if coordinator is not None and execution is not None:
             choices += self._on_coordinator(coordinator, execution, alive)
-        if any(job.spec.replicas and job.spec.replicas.carries for job in cluster.jobs):
+        if any(job.spec.replicas and job.spec.replicas.has_carried_state for job in cluster.jobs):
             # The undisturbed run cannot reproduce the per-replica state of a spoilt replica.
             choices = [choice for choice in choices if not choice[1].startswith("flip")]
         weights = [10 * w if name in self._often else w for w, name, _ in choices]

@@ -48,7 +48,7 @@ from protocol.spec.manifest import (
     Metric,
     TensorSpec,
 )
-from protocol.spec.run_spec import LogMode, OwnRun
+from protocol.spec.run_spec import LogMode, UserTaskRun
 from protocol.spec.sections.checkpoint import CheckpointSpec
 from protocol.spec.sections.exchange import ExchangeSpec, Precision, Topology
 from protocol.spec.sections.optimizer import Adamw, Momentum
@@ -146,7 +146,7 @@ class Job:
         variant %= len(_BATCHES) * len(_OPTIMIZERS)
         microbatch, samples, train_samples = _BATCHES[variant % len(_BATCHES)]
         optimizer = _OPTIMIZERS[variant // len(_BATCHES)]
-        self.spec = OwnRun(
+        self.spec = UserTaskRun(
             task="tests.simulation.job:Job",
             steps=steps,
             batch=BatchSpec(samples=samples, microbatch=microbatch),
@@ -253,7 +253,7 @@ class Job:
     def replica(self, flavour: int = 0) -> Replica:
         """Return a new replica in the initial state of the task."""
         if flavour not in self._initial_replicas:
-            self._initial_replicas[flavour] = Replica(self.blocks, self.spec.update)
+            self._initial_replicas[flavour] = Replica(self.blocks, self.spec.step_optimizer)
             self._initial_replicas[flavour].load_parameters(self.initial(flavour))
         return self._initial_replicas[flavour].copy()
 

@@ -27,7 +27,7 @@ from coordinator.storage.states.checkpoint import checkpoint_steps
 from protocol.exact.reduction.average import Array
 from protocol.exact.replica import Replica
 from protocol.spec.run_spec import RunSpec
-from protocol.spec.sections.data import OwnData
+from protocol.spec.sections.data import UserTaskData
 from protocol.wire.messages import Commit
 from tests.simulation.job import ExpectedStep, Job
 
@@ -86,7 +86,7 @@ class Ledger:
     @property
     def spec(self) -> RunSpec:
         """Return the run spec as submitted, with the data file."""
-        data = None if self.data is None else OwnData(train=str(self.data))
+        data = None if self.data is None else UserTaskData(train=str(self.data))
         return self.job.spec.model_copy(update={"data": data})
 
     def expected(self, step: int) -> ExpectedStep:

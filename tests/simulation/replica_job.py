@@ -98,7 +98,7 @@ class ReplicaJob(Job):
         loss = along_tree(count, lambda k: rounds[k][1]) / count
         norm = global_norm([square_sum(values) for values in averages])
         scalars = step_scalars(
-            spec.update, replica.optimizer_step + 1, replica.step, spec.steps, norm
+            spec.step_optimizer, replica.optimizer_step + 1, replica.step, spec.steps, norm
         )
         digests = [
             weights_digest({

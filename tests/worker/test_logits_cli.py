@@ -43,7 +43,7 @@ def test_a_file_that_has_changed_is_not_shown(tmp_path):
     result = CliRunner().invoke(app, ["logits", "show", str(file)])
     assert isinstance(result.exception, DataError)
     assert "'00000.parquet'" in str(result.exception)
-    assert "is not what the capture wrote" in str(result.exception)
+    assert "has changed since the capture" in str(result.exception)
     assert not result.output
     (logits / "capture.json").unlink()
     assert CliRunner().invoke(app, ["logits", "show", str(file)]).exit_code == 0

@@ -155,7 +155,7 @@ def _class_table(targets: NDArray[Any], data: LabeledTexts) -> Iterator[str]:
 
 
 def _language(spec: ModelRun, samples: int) -> Iterator[str]:
-    data = read_language_data(spec, 0.0 if spec.captures else spec.data.holdout)
+    data = read_language_data(spec, 0.0 if spec.is_capture else spec.data.holdout)
     check_samples(len(data.train), spec)
     for number in _sample_numbers(len(data.train), samples, spec.seed):
         tokens, loss_mask = data.train.sample(number)

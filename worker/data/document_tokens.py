@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from tokenizers import models
 
 from protocol.base.errors import DataError
-from protocol.datasets.disk_texts import Chosen, DiskTexts
+from protocol.datasets.disk_texts import DiskTexts, SelectedTexts
 from protocol.datasets.text_corpus import TextCorpus
 from worker.models.tokens import Tokens, encode_each
 
@@ -88,7 +88,7 @@ def encode_documents(
     for are_short, documents in groupby(pairwise([0, *ends]), is_short):
         if are_short:
             numbers = [lo for lo, _ in documents if selected[lo]]
-            texts = Chosen(corpus.documents, numbers)
+            texts = SelectedTexts(corpus.documents, numbers)
             yield from zip(numbers, encode_each(tokenizer, texts), strict=True)
             continue
         for lo, hi in documents:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.base import draws
-from protocol.datasets.data_check import held_out
+from protocol.datasets.data_check import held_out_count
 from protocol.exact.samples import permutation
 
 
@@ -45,7 +45,7 @@ def split(keys: Sequence[str], seed: int, fraction: float) -> tuple[list[int], l
         seed: The run's seed.
         fraction: Share of the samples to hold out, in [0, 1).
     """
-    count = held_out(len(keys), fraction)
+    count = held_out_count(len(keys), fraction)
     ranked = sorted(range(len(keys)), key=lambda i: (draws.key_of(seed, "holdout", keys[i]), i))
     return sorted(ranked[count:]), sorted(ranked[:count])
 

@@ -319,7 +319,7 @@ def _label_notes(
     missed = Counter(int(label) for label in evaluation_labels if int(label) not in trained_classes)
     numbers = {name: number for number, name in enumerate(data.names)}
     notes = {"conflicting_labels_left_out": data.conflicts} if data.conflicts else {}
-    for names in data.alike:
+    for names in data.similar_labels:
         note = cut_text(f"labels_alike[{'|'.join(names)}]", limits.NAME_CHARACTERS)
         notes[note] = int(sum(counts[numbers[name]] for name in names))
     for label, count in sorted(missed.items()):

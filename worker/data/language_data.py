@@ -22,7 +22,7 @@ from backends.base.interface import Batch
 from protocol.base.errors import DataError
 from protocol.datasets.conversations import Conversation, read_conversations
 from protocol.datasets.data_check import validation_data
-from protocol.datasets.disk_texts import Chosen, DiskTexts
+from protocol.datasets.disk_texts import DiskTexts, SelectedTexts
 from protocol.datasets.rows import BadRows
 from protocol.datasets.text_corpus import TextCorpus, read_text_corpus
 from protocol.exact.digest import Streamed, digest_arrays
@@ -116,7 +116,7 @@ def _running_text(spec: ModelRun, data: DataSpec, fraction: float) -> LanguageDa
     validation = None if data.validation is None else read_text_corpus(validation_data(data))
     validation_documents = None if validation is None else validation.documents
     splits = _split(corpus, validation, spec.seed, fraction)
-    train, held_out = (Chosen(part.documents, numbers) for part, numbers in splits)
+    train, held_out = (SelectedTexts(part.documents, numbers) for part, numbers in splits)
     tokenizer = load_or_train_tokenizer(spec, train)
     if validation is None:
         streams = TextStream.of(tokenizer, corpus, *(numbers for _, numbers in splits))
@@ -459,7 +459,7 @@ class Turns:
         tokens, loss_masks = DiskArrays("<u4", np.int64), DiskArrays(np.uint8, np.bool_)
         truncated = longest = count = ended_answers = 0
         end_tokens = np.array(sorted(ends), np.int64)
-        rendered = (text for _, text in bad_rows.usable(conversations, template.render))
+        rendered = (text for _, text in bad_rows.apply(conversations, template.render))
         for batch in _batches(rendered):
             count += len(batch)
             for ids, loss_mask in template.encode(batch):

@@ -14,8 +14,8 @@ from backends.base.interface import Batch
 from protocol.base.errors import DataError
 from protocol.datasets.conversations import DistinctRows
 from protocol.datasets.data_check import validation_data
-from protocol.datasets.disk_texts import Chosen
-from protocol.datasets.preferences import Pair, read_preferences
+from protocol.datasets.disk_texts import SelectedTexts
+from protocol.datasets.preferences import PreferencePair, read_preferences
 from protocol.datasets.rows import BadRows
 from protocol.spec.run_spec import DpoRun
 from protocol.spec.sections.data import DataSpec
@@ -118,7 +118,7 @@ class EncodedPairs:
         self._loss_masks = DiskArrays(np.uint8, np.bool_)
 
     def add(
-        self, template: ChatTemplate, rows: DistinctRows[Pair], data: DataSpec
+        self, template: ChatTemplate, rows: DistinctRows[PreferencePair], data: DataSpec
     ) -> Sequence[str]:
         """Render, tokenize and append pairs.
 
@@ -146,7 +146,7 @@ class EncodedPairs:
                 f"data.max_tokens={longest}"
             )
         self.left_out += len(rows) - len(numbers) - bad_rows.count
-        return Chosen(rows.documents, numbers)
+        return SelectedTexts(rows.documents, numbers)
 
     def __len__(self) -> int:
         return len(self._tokens) // 2
@@ -193,14 +193,14 @@ class EncodedPairs:
 
 
 def _encode(
-    template: ChatTemplate, rows: DistinctRows[Pair], bad_rows: BadRows
+    template: ChatTemplate, rows: DistinctRows[PreferencePair], bad_rows: BadRows
 ) -> Iterator[tuple[int, tuple[Answer, Answer]]]:
     """Yield the number of each pair and both conversations, whose last answers have loss."""
 
-    def render(row: tuple[int, Pair]) -> tuple[Rendered, Rendered]:
+    def render(row: tuple[int, PreferencePair]) -> tuple[Rendered, Rendered]:
         return template.render(row[1].chosen), template.render(row[1].rejected)
 
-    rendered = bad_rows.usable(enumerate(rows), render)
+    rendered = bad_rows.apply(enumerate(rows), render)
     while batch := [*islice(rendered, _PAIRS_PER_CALL)]:
         sides = (template.encode([texts[side] for _, texts in batch]) for side in (0, 1))
         for ((number, pair), _), chosen_answer, rejected_answer in zip(batch, *sides, strict=True):
@@ -210,7 +210,7 @@ def _encode(
                 yield number, (chosen_answer, rejected_answer)
 
 
-def _equal_answers(pair: Pair) -> DataError:
+def _equal_answers(pair: PreferencePair) -> DataError:
     return DataError(
         f"{pair.chosen.location}: expected chosen and rejected to differ, got the same tokens for "
         "both from the chat template; leave the row out"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from protocol.base.errors import DataError
-from protocol.datasets.capture_check import TOKENIZER, changed
+from protocol.datasets.capture_check import TOKENIZER, changed_file_error
 from protocol.datasets.capture_index import INDEX, read_index
 from protocol.datasets.logits_file import LogitsFile, Records
 from protocol.spec.files.file_digest import file_digest
@@ -70,7 +70,7 @@ def _check_digest(path: Path) -> None:
     except OSError as error:
         raise DataError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
     if listed_digests.get(path.name, digest) != digest:
-        raise changed(path.name, str(path.parent))
+        raise changed_file_error(path.name, str(path.parent))
 
 
 def _row(record: Any, row: int, tokens: int, layout: CaptureLayout, token_text: TokenText) -> str:

@@ -102,7 +102,7 @@ class _DiskWeights:
         return mapped_parameter
 
     def _write_and_map(self, values: NDArray[Any]) -> NDArray[Any]:
-        content = self._file.mapped(values.reshape(-1).view(np.uint8).data)
+        content = self._file.append_mapped(values.reshape(-1).view(np.uint8).data)
         self._unreleased_bytes += len(content)
         if self._unreleased_bytes > _RELEASE_BATCH_BYTES:
             self._unreleased_bytes = 0

@@ -282,11 +282,11 @@ def _parameter_copies(run: RunSpec) -> int:
     There are two copies of the initial values, and the replica with its moments. The device's own
     memory is checked elsewhere.
     """
-    if run.captures:
+    if run.is_capture:
         return 1
     # An inner phase has its own parameters and moments, and sends its difference.
     per_replica = 0 if run.replicas is None else 2 + moment_count(run.optimizer)
-    return 2 + state_arrays(run.update) + per_replica
+    return 2 + state_arrays(run.step_optimizer) + per_replica
 
 
 def check_length(model: torch.nn.Module, max_tokens: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from protocol.base.errors import DataError
 from protocol.datasets.rows import BadRows, Location, read_rows
-from protocol.datasets.text_file import read_lines, shown
+from protocol.datasets.text_file import format_value, read_lines
 from protocol.spec.files import sources
 
 
@@ -42,7 +42,7 @@ def read_texts(path: Path, columns: Sequence[str]) -> list[str]:
     texts = []
     for location, text in _rows(path, columns):
         if not isinstance(text, str) or not text.strip():
-            raise DataError(f"{location}: expected text, got {shown(text)}")
+            raise DataError(f"{location}: expected text, got {format_value(text)}")
         texts.append(text.strip())
     if not texts:
         raise DataError(f"expected texts in {str(path)!r}, found none")

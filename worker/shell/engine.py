@@ -194,7 +194,7 @@ def _batch(task: Task, samples: Sequence[int], seed: int) -> Batch:
 
 
 def _sum_trial(task: Task, spec: RunSpec) -> SumTrial | None:
-    if not spec.is_own_task or spec.batch.unit == "microbatch":
+    if not spec.is_user_task or spec.batch.unit == "microbatch":
         return None
     from worker.tasks.checks.additivity import sum_trial_of  # noqa: PLC0415 -- imports torch
 
@@ -518,7 +518,7 @@ class Engine:
         evaluations = evaluation_per_shape(task)
         with self._watch.preparing("it compiles the task and computes its first microbatches"):
             program = self._compile(spec, task, [example, *other_examples], evaluations)
-            replica = Replica(manifest.blocks, spec.update)
+            replica = Replica(manifest.blocks, spec.step_optimizer)
             initial_parameters = task.initial_parameters()
             program.load(initial_parameters)
             progress.say("computing the first microbatches")
@@ -675,7 +675,7 @@ class Engine:
         job.coupled_step = CoupledStep(
             _coupled_program(job), action.step_id, action.rows, sizes, job.spec.seed
         )
-        if job.spec.is_own_task and action.step_id.step < _CHECKED_STEPS:
+        if job.spec.is_user_task and action.step_id.step < _CHECKED_STEPS:
             try:
                 job.coupled_step.check()
             except DataError as error:
@@ -878,7 +878,9 @@ class Engine:
         """Read the group's replica from now on, in memory that its processes share."""
         job = self._require_job()
         arrays, blocks = action.arrays, job.task.manifest.blocks
-        job.replica = Replica(blocks, job.spec.update, lambda kind, block: arrays[kind][block])
+        job.replica = Replica(
+            blocks, job.spec.step_optimizer, lambda kind, block: arrays[kind][block]
+        )
         job.uses_group_replica = True
         job.replica.restore(action.step, action.optimizer_step)
         if action.was_reset and job.inner_phases is not None:

@@ -201,7 +201,7 @@ class GroupEngine:
         # The devices are idle during an update, so it may use all their threads.
         use_threads(min(output.spec.threads * self._count, usable_cores()))
         self._replica = None  # frees its memory before the next one is allocated
-        self._replica = self._devices.replica(output.blocks, output.spec.update)
+        self._replica = self._devices.replica(output.blocks, output.spec.step_optimizer)
         self._replica.reset(output.parameters)
 
     def _change(self, action: act.ReplicaAction) -> None:

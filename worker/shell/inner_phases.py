@@ -145,7 +145,7 @@ class InnerPhases:
 
     def has_carried_state(self, step: int, replica: int) -> bool:
         """Return whether the replica's carried state of this round is here or not needed."""
-        if not self._replicas.carries or step == 0:
+        if not self._replicas.has_carried_state or step == 0:
             return True
         return self._carried_states.get(replica, (-1, None))[0] == step
 
@@ -246,7 +246,7 @@ class InnerPhases:
 
     def _carried_state_at(self, step: int, replica: int) -> CarriedState:
         """Return the carried state of this round; empty in the first round."""
-        if not self._replicas.carries or step == 0:
+        if not self._replicas.has_carried_state or step == 0:
             return CarriedState([], [])
         if not self.has_carried_state(step, replica):
             raise DataError(
@@ -293,7 +293,7 @@ class InnerPhases:
         state = steps.state() if carries_moments else InnerState(steps.parameters(), [])
         residual: list[Array] = []
         differences = self._differences(step_id.step, replica, start, state.parameters, residual)
-        if self._replicas.carries:
+        if self._replicas.has_carried_state:
             missed = state.missed_updates or [
                 np.zeros(len(b.tensors), np.float32) for b in self._blocks
             ]

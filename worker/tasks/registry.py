@@ -70,7 +70,7 @@ def build(spec: RunSpec) -> Task:
     """
     # Progress bars would clutter the log. Libraries read this variable when they are imported.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    task = _build_user_task(spec) if spec.is_own_task else _build_built_in(spec)
+    task = _build_user_task(spec) if spec.is_user_task else _build_built_in(spec)
     manifest = task.manifest
     check_samples(manifest.train_samples, spec, manifest.notes.get("duplicates_removed", 0))
     return task

@@ -22,7 +22,7 @@ Form = Literal["file", "directory"]
 
 
 def name_fault(name: str) -> str:
-    """Return why a name is not a valid path inside a directory on every machine; empty if it is."""
+    """Return why a file cannot have this name on some machine; empty if it can on all."""
     try:
         name_bytes = name.encode()
     except UnicodeEncodeError:
@@ -30,7 +30,7 @@ def name_fault(name: str) -> str:
     if not name or len(name_bytes) > limits.BLOB_NAME_BYTES:
         return f"expected 1 to {limits.BLOB_NAME_BYTES} bytes"
     if "\\" in name or not all(map(_is_plain, name)):
-        return "it has a backslash or an unprintable character"
+        return "it contains a backslash or an unprintable character"
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts):
         return "it is not a plain path inside its directory"
@@ -69,13 +69,16 @@ class BlobSource(_Document):
     files: Annotated[tuple[BlobFile, ...], Field(min_length=1)]
 
     @model_validator(mode="after")
-    def _names_fit_a_directory(self) -> BlobSource:
+    def _check_names(self) -> BlobSource:
         names = {file.name for file in self.files}
         folders = {
-            name[:at] for name in names for at, letter in enumerate(name) if letter == "/"
-        }  # fmt: skip
+            name[:index]
+            for name in names
+            for index, character in enumerate(name)
+            if character == "/"
+        }
         if len(names) < len(self.files) or names & folders:
-            raise ValueError("expected distinct file names, none of them a directory's")
+            raise ValueError("expected distinct file names, none of which is also a directory")
         if self.form == "file" and (len(self.files) > 1 or "/" in self.files[0].name):
             raise ValueError("expected one file with a plain name")
         return self
@@ -87,7 +90,7 @@ class BlobList(_Document):
     sources: Annotated[tuple[BlobSource, ...], Field(max_length=5)] = ()
 
     @model_validator(mode="after")
-    def _bounded(self) -> BlobList:
+    def _check_sources(self) -> BlobList:
         if len({source.role for source in self.sources}) < len(self.sources):
             raise ValueError("expected each role once, got one twice")
         count = sum(len(source.files) for source in self.sources)
@@ -109,17 +112,17 @@ class BlobList(_Document):
         document = self.model_dump_json().encode()
         if len(document) > limits.BODY_BYTES:
             raise DataError(
-                f"expected names of at most {limits.BODY_BYTES} bytes for the run's files, got "
+                f"expected a list of the run's files of at most {limits.BODY_BYTES} bytes, got "
                 f"{len(document)}; put the data into fewer files, such as JSONL"
             )
         return document
 
     @staticmethod
     def from_bytes(document: bytes) -> BlobList:
-        """Read a document of `to_bytes` from the network.
+        """Read a document that `to_bytes` wrote and the network delivered.
 
         Raises:
-            MessageError: The bytes are not such a document, or a name in it leads out of its
+            MessageError: The bytes are not such a document, or a file name leads out of its
                 directory.
         """
         try:

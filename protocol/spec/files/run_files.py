@@ -120,7 +120,7 @@ def refuse_links_out(files: SourceFiles) -> None:
 
 def _data(spec: RunSpec, data: DataSpec) -> SourceFiles | None:
     path = Path(os.path.expanduser(data.train))  # noqa: PTH111  (leaves an unknown ~name as it is)
-    if spec.is_own_task:
+    if spec.is_user_task:
         return _single_file("data", data.train, path) if path.is_file() else None
     if spec.task == "distil":
         return _capture(data, path)

@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from protocol.base.fields import Bounded, Count, Fraction, sort_keys
-from protocol.spec.sections.section import KeyFault, Needs, OmittedByDefault, Section, Tagged
+from protocol.spec.sections.section import KeyFault, Needs, OmittedByDefault, Section, TaggedUnion
 
 LOGITS_SUFFIX: Final = ".parquet"
 """Suffix of files with captured logits."""
@@ -144,7 +144,7 @@ _KEYS: Final = frozenset(DataSpec.model_fields)
 _HELD_OUT: Final = {"train", "name", "validation", "holdout", "holdout_samples"}
 
 
-class OwnData(DataSpec):
+class UserTaskData(DataSpec):
     """Data of a user-defined task, which may read any key."""
 
     holdout: Fraction = Field(
@@ -308,5 +308,7 @@ class EmbeddingPairs(
         return self
 
 
-AnyText = Annotated[RunningText | Conversations, Tagged("format", default="text")]
-AnyTeacherText = Annotated[TeacherText | TeacherConversations, Tagged("format", default="text")]
+AnyText = Annotated[RunningText | Conversations, TaggedUnion("format", default="text")]
+AnyTeacherText = Annotated[
+    TeacherText | TeacherConversations, TaggedUnion("format", default="text")
+]

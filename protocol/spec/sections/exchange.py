@@ -153,7 +153,7 @@ class ReplicasSpec(Section):
         return self
 
     @property
-    def carries(self) -> bool:
+    def has_carried_state(self) -> bool:
         """Whether replicas have per-replica state that lasts beyond a round."""
         return self.inner_state == "carry" or self.codec == "topk"
 

@@ -9,7 +9,15 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ValidationError
 
-from protocol.spec.sections.section import KeyFault, Model, Tagged, flat, has_key, listed, model_at
+from protocol.spec.sections.section import (
+    KeyFault,
+    Model,
+    TaggedUnion,
+    flat,
+    has_key,
+    listed,
+    model_at,
+)
 
 NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,53}$"
 
@@ -59,10 +67,10 @@ class _Location:
 
     def __init__(self, model: Model, location: Iterable[Any]) -> None:
         self.keys: list[str] = []
-        self.unions: list[tuple[Tagged, str, int]] = []
+        self.unions: list[tuple[TaggedUnion, str, int]] = []
         self.model: Model | None = model
         for part in map(str, location):
-            if isinstance(self.model, Tagged):
+            if isinstance(self.model, TaggedUnion):
                 self.unions.append((self.model, part, len(self.keys)))
                 self.model = self.model.variants[part]
             elif "[" not in part:  # pydantic names the alternatives of a value this way
@@ -168,7 +176,7 @@ def _key_of_other_variant(location: _Location) -> str:
         ]
         if not others:
             continue
-        others = [other_tag for other_tag in others if other_tag != Tagged.OTHER] or others
+        others = [other_tag for other_tag in others if other_tag != TaggedUnion.OTHER] or others
         name = tag if union.key == "name" else f"{union.key} {tag}"
         own_keys = _distinct_keys(union, tag) if len(rest) == 1 else []
         expected = f"; expected one of {', '.join(own_keys)}" if own_keys else ""
@@ -179,16 +187,16 @@ def _key_of_other_variant(location: _Location) -> str:
     return ""
 
 
-def _distinct_keys(union: Tagged, tag: str) -> list[str]:
+def _distinct_keys(union: TaggedUnion, tag: str) -> list[str]:
     """Return the keys that distinguish a variant: those that at least two others lack."""
     variants = {*union.variants.values()}
     few = min(2, len(variants) - 1)
     keys = union.variants[tag].model_fields
-    return [key for key in keys if sum(key in variant.lacked for variant in variants) >= few]
+    return [key for key in keys if sum(key in variant.unsupported for variant in variants) >= few]
 
 
 def _unknown_tag(location: _Location, document: Any) -> str:
-    assert isinstance(location.model, Tagged)
+    assert isinstance(location.model, TaggedUnion)
     tagged, tags = location.model, [*location.model.variants]
     if not isinstance(document, dict):
         actual = json.dumps(document)[:80]
@@ -206,7 +214,7 @@ def _unknown_tag(location: _Location, document: Any) -> str:
     if isinstance(value, str) and (refusal := tagged.refusal(value)):
         return f"{tag_key}: {refusal}"
     hint = _did_you_mean(str(value), tags)
-    suffix = " of your own" if Tagged.OTHER in tags else ""
+    suffix = " of your own" if TaggedUnion.OTHER in tags else ""
     return f"{tag_key}: expected {listed(tags)}{suffix}, got {json.dumps(value)[:80]}{hint}"
 
 

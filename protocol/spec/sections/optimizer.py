@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from protocol.base import limits
 from protocol.base.fields import PRINTABLE, Count, Every, Fraction
 from protocol.spec.sections.checkpoint import Better
-from protocol.spec.sections.section import KeyFault, Needs, OmittedByDefault, Section, Tagged
+from protocol.spec.sections.section import KeyFault, Needs, OmittedByDefault, Section, TaggedUnion
 
 ScheduleName = Literal[
     "constant", "linear", "cosine", "wsd", "polynomial", "cosine-restarts", "inverse-sqrt",
@@ -400,5 +400,5 @@ class ScheduleFree(OptimizerSpec, lacks={"momenta", "momentum", "alpha"} | _VARI
 
 AnyOptimizer = Annotated[
     Sgd | Momentum | Adamw | Adam | Rmsprop | Adagrad | Adafactor | Lion | ScheduleFree,
-    Tagged("name", default="adamw", refusal=_refusal),
+    TaggedUnion("name", default="adamw", refusal=_refusal),
 ]

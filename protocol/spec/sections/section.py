@@ -6,7 +6,7 @@ in it: a document cannot set them, and code reads their defaults.
 
     class OptimizerSpec(Section): name; lr; momentum; betas
     class Sgd(OptimizerSpec, lacks={"momentum", "betas"}): name: Literal["sgd"]
-    AnyOptimizer = Annotated[Sgd | ..., Tagged("name", default="adamw")]
+    AnyOptimizer = Annotated[Sgd | ..., TaggedUnion("name", default="adamw")]
 """
 
 from __future__ import annotations
@@ -97,19 +97,19 @@ def listed(words: Sequence[str]) -> str:
 
 
 class Section(BaseModel):
-    """A section of a run spec; a variant names in `lacks` the keys of its base that it lacks."""
+    """A section of a run spec; `lacks` names the keys of its base that a variant does not have."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    lacked: ClassVar[Mapping[str, FieldInfo]] = {}
-    """The keys of its base that this variant lacks."""
+    unsupported: ClassVar[Mapping[str, FieldInfo]] = {}
+    """The keys of the base that this variant does not have, with the base's fields."""
 
     def __init_subclass__(cls, lacks: Iterable[str] = (), **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         base = cls.__mro__[1]
         assert issubclass(base, Section)
         fields = {key: base.model_fields[key] for key in lacks}
-        cls.lacked = {**base.lacked, **fields}
+        cls.unsupported = {**base.unsupported, **fields}
         for key, field in fields.items():
             cls.__annotations__[key] = ClassVar[Any]  # keeps pydantic from making it a field
             setattr(cls, key, field.get_default())
@@ -126,14 +126,14 @@ class Section(BaseModel):
         return document
 
 
-class Tagged:
-    """Metadata of a union of sections: the value of one key selects the variant.
+class TaggedUnion:
+    """Metadata of a union of sections: the value of one key, the tag, selects the variant.
 
     Attributes:
         key: The key.
-        default: Its value in a document that lacks it.
-        pattern: Further valid values, all for the variant whose key is not a `Literal`.
-        refusal: Returns why a value is not supported; empty if there is no reason to give.
+        default: The tag of a document without the key.
+        pattern: Further valid tags, all for the variant whose key is not a `Literal`.
+        refusal: Returns why a tag is not supported; empty for an unknown tag.
         variants: The sections by tag.
     """
 
@@ -172,7 +172,7 @@ class Tagged:
         return core_schema.tagged_union_schema(choices, self)
 
 
-Model = type[BaseModel] | Tagged
+Model = type[BaseModel] | TaggedUnion
 """A section, or a union of sections."""
 
 
@@ -183,41 +183,46 @@ def model_at(model: type[BaseModel], key: str) -> Model | None:
         return None
     kinds = [field.annotation, *get_args(field.annotation)]
     sections = [item for item in kinds if isinstance(item, type) and issubclass(item, BaseModel)]
-    tags = [item for item in field.metadata if isinstance(item, Tagged)]
+    tags = [item for item in field.metadata if isinstance(item, TaggedUnion)]
     return tags[0] if tags else next(iter(sections), None)
 
 
 def flat(model: Model) -> type[BaseModel]:
     """Return the class that has every key: a union's base."""
-    return next(iter(model.variants.values())).__mro__[1] if isinstance(model, Tagged) else model
+    return (
+        next(iter(model.variants.values())).__mro__[1] if isinstance(model, TaggedUnion) else model
+    )
 
 
 def has_key(model: Model | None, path: Sequence[str]) -> bool:
     """Return whether a document can have the key at this path, in this section or any variant."""
-    if isinstance(model, Tagged):
+    if isinstance(model, TaggedUnion):
         return any(has_key(variant, path) for variant in model.variants.values())
     if model is None or path[0] not in model.model_fields:
         return False
     return len(path) == 1 or has_key(model_at(model, path[0]), path[1:])
 
 
-def without_lacked_keys(document: Any, model: Model | None, *, everything: bool) -> Any:
-    """Remove the keys that the document's variants lack.
+def drop_unsupported_keys(document: Any, model: Model | None, *, with_values: bool) -> Any:
+    """Remove the keys that the document's variants do not support.
 
     Args:
         document: Plain dicts and lists.
-        model: The section or union to validate it as.
-        everything: Remove all of them, since documents of earlier releases contain every default;
-            otherwise remove only nulls, and empty sections that the base creates by default.
+        model: The section or union that the document will be validated as.
+        with_values: Remove keys with values too: documents of earlier releases contain every
+            default. Otherwise remove only nulls, and empty sections that the base creates by
+            default.
     """
-    if isinstance(model, Tagged):
+    if isinstance(model, TaggedUnion):
         model = model.variants.get(model(document) or "")
     if model is None or not isinstance(document, dict):
         return document
-    lacked = model.lacked if issubclass(model, Section) else {}
+    unsupported = model.unsupported if issubclass(model, Section) else {}
     return {
-        key: without_lacked_keys(value, model_at(model, key), everything=everything)
+        key: drop_unsupported_keys(value, model_at(model, key), with_values=with_values)
         for key, value in document.items()
-        if key not in lacked
-        or not (everything or value is None or (value == {} and lacked[key].default is not None))
+        if key not in unsupported
+        or not (
+            with_values or value is None or (value == {} and unsupported[key].default is not None)
+        )
     }

@@ -64,7 +64,7 @@ def test_a_changed_file(logits):
     content = bytearray(file.read_bytes())
     content[99] ^= 1
     file.write_bytes(content)
-    assert "is not what the capture wrote" in refusal(spec_of(logits))
+    assert "has changed since the capture" in refusal(spec_of(logits))
 
 
 def test_no_capture(tmp_path):
@@ -98,7 +98,7 @@ def test_a_student_with_another_tokenizer(logits, tmp_path):
     digest = digest_of_file(student / "tokenizer.json")
     assert digest == vocabulary_digest({**tokens, "<end>": 2})
     spec = spec_of(logits, model={"source": str(student)})
-    assert "has another tokenizer than the teacher" in refusal(spec)
+    assert "differs from that of the capture" in refusal(spec)
     index = (logits / "capture.json").read_text()
     assert digest is not None
     (logits / "capture.json").write_text(index.replace("b" * 64, digest))

@@ -101,7 +101,7 @@ def test_other_column_names(read):
         ("a.csv", "text,class\nx,y\n", "a column 'label'.*'class'.*--set data.label=class"),
         ("a.csv", "a;article;lable\nx;y;z\n", "'a', 'article', 'lable'.*data.text=COLUMN"),
         ("a.csv", "text,text,label\nx,y,z\n", "line 1: expected one column 'text', found 2"),
-        ("a.jsonl", '{"text": "x", "text": "y", "label": 1}', "the key 'text' comes twice"),
+        ("a.jsonl", '{"text": "x", "text": "y", "label": 1}', "the key 'text' occurs twice"),
         ("a.csv", "text,label\nx,a\ny,b\n x,b\n", r"line 4 'b' \(line 2 'a'\).*=keep_first"),
         ("a.tsv", '"text"\t"label"\n"x"\t"a"\n"y"z"\t"b"\n', "line 3 is not a table.*quote"),
         ("a.tsv", "class\tmessage\nham\tx\nspam\ty\n", "expected a column 'text'.*'class'"),
@@ -186,7 +186,11 @@ def test_every_text_with_two_labels_is_named_and_the_first_can_count(read):
 def test_labels_with_conflicting_duplicates_are_reported(read):
     labels = ["Good", "good", "bad", "1", "1.0", "01", "2", "very  bad", "Very bad"]
     data = read("a.csv", "text,label\n" + "".join(f"t{n},{x}\n" for n, x in enumerate(labels)))
-    assert sorted(data.alike) == [("01", "1", "1.0"), ("Good", "good"), ("Very bad", "very  bad")]
+    assert sorted(data.similar_labels) == [
+        ("01", "1", "1.0"),
+        ("Good", "good"),
+        ("Very bad", "very  bad"),
+    ]
 
 
 def test_a_long_cell_is_read(read):

@@ -63,10 +63,16 @@ def test_columns_may_have_other_names_and_pairs_come_once(tmp_path):
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "line 1 rejected: expected text"),
         ({"prompt": "a", "chosen": "b", "rejected": None}, "line 1: expected rejected"),
         ({"chosen": "b", "rejected": "c"}, "line 1 chosen: expected a prompt"),
-        ({"chosen": [ASK, YES], "rejected": [TOLD, ASK, NO]}, "differ before"),
-        ({"prompt": "other", "chosen": [ASK, YES], "rejected": [ASK, NO]}, "another one"),
-        ({"prompt": [ASK, YES], "chosen": [YES], "rejected": [NO]}, "turn"),
-        ({"prompt": [ASK], "chosen": [YES, ASK], "rejected": [NO]}, "speak last"),
+        ({"chosen": [ASK, YES], "rejected": [TOLD, ASK, NO]}, "differ earlier"),
+        ({"prompt": "other", "chosen": [ASK, YES], "rejected": [ASK, NO]}, "begins differently"),
+        (
+            {"prompt": [ASK, YES], "chosen": [YES], "rejected": [NO]},
+            "a message of the user",
+        ),
+        (
+            {"prompt": [ASK], "chosen": [YES, ASK], "rejected": [NO]},
+            "last message to be",
+        ),
         ({"prompt": 3, "chosen": "b", "rejected": "c"}, "line 1 prompt: expected text"),
     ],
 )

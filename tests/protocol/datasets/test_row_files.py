@@ -200,7 +200,10 @@ def test_all_bad_rows_are_in_one_report_or_are_skipped(tmp_path):
     assert [f"line {n}" in line for n, line in zip((6, 7, 8), report_lines[1:], strict=False)] == [
         True
     ] * 3
-    assert report_lines[-1].strip() == "fix them, or leave them out: --set data.skip_bad_rows=true"
+    assert (
+        report_lines[-1].strip()
+        == "correct these rows, or leave them out: --set data.skip_bad_rows=true"
+    )
     corpus = read(path, skip_bad_rows=True)
     assert (len(corpus.texts), corpus.bad_rows) == (5, 3)
     path.write_text("\n".join(bad_rows[1:2] * 300))

@@ -11,7 +11,7 @@ from protocol.base.errors import DataError
 from protocol.datasets.text_corpus import (
     LONE_FILE_CHARACTERS,
     TextCorpus,
-    _pieces,
+    _cut_at_line_ends,
     read_text_corpus,
 )
 from protocol.spec.sections.data import DataSpec
@@ -53,9 +53,10 @@ def test_single_text_file_is_split_at_line_ends(read):
 
 @given(st.text(alphabet="a\n\r\u2028", max_size=40).map(lambda text: text * 500))
 def test_splitting_loses_nothing(text):
-    pieces = list(_pieces([text]))
+    pieces = list(_cut_at_line_ends([text]))
     assert (
-        list(_pieces(text[offset : offset + 777] for offset in range(0, len(text), 777))) == pieces
+        list(_cut_at_line_ends(text[offset : offset + 777] for offset in range(0, len(text), 777)))
+        == pieces
     )
     assert "".join(pieces) == text
     assert all(pieces)
@@ -131,11 +132,11 @@ def test_only_the_text_column_is_learned(read, name, content, is_single):
         ({"a.json": '[{"text": 3}]'}, "a.json", {}, "row 1: expected text, got 3"),
         ({"d/a.ndjson": "{}", "d/b": "x"}, "d", {"pattern": "*"}, "a column 'text'.*found nothing"),
         ({"a.txt": "x"}, "a.txt", {"text": "body"}, "data.text names a column, 'body'.*plain text"),
-        ({"a.txt": "x", "b.txt": "y"}, "", {"text": "body"}, "leave data.text out"),
-        ({"a.txt": "x"}, "a.txt", {"pattern": "*.py"}, "leave data.pattern out"),
+        ({"a.txt": "x", "b.txt": "y"}, "", {"text": "body"}, "remove data.text"),
+        ({"a.txt": "x"}, "a.txt", {"pattern": "*.py"}, "remove data.pattern"),
         ({"a.txt": b"\x1f\x8b\x08abc"}, "a.txt", {}, "compressed file .* is damaged"),
         ({"d/a": b"%PDF-1.7\nall of it ASCII", "d/b": "x"}, "d", {"pattern": "*"}, "got PDF"),
-        ({"a.txt": b"PAR1abc"}, "a.txt", {}, r"got Parquet.*end with \.parquet"),
+        ({"a.txt": b"PAR1abc"}, "a.txt", {}, r"got Parquet.*rename it to \.parquet"),
         ({"a.jsonl": b"PK\x03\x04abc"}, "a.jsonl", {}, "got a ZIP archive"),
         ({"a.csv": "text\nx\n".encode("utf-16")}, "a.csv", {}, "UTF-16.*convert it to UTF-8"),
         ({"a.parquet": "no"}, "a.parquet", {}, "expected Parquet"),

@@ -1,4 +1,4 @@
-"""Sample order: every epoch covers each sample exactly once, and its bits never change."""
+"""Sample order: every epoch covers each sample exactly once, and no release changes the order."""
 
 import hashlib
 
@@ -54,23 +54,23 @@ def test_an_epoch_covers_every_sample_exactly_once(seed, samples, batch, epoch):
     assert per_epoch == -(-samples // batch.samples)
     steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
     assert {order.epoch(step) for step in steps} == {epoch}
-    samples_in_order = [s for step in steps for part in order.microbatches(step) for s in part]
+    samples_in_order = [s for step in steps for m in order.microbatches(step) for s in m]
     assert sorted(samples_in_order) == list(range(samples))
 
 
 @given(seeds, st.integers(1, 90), batches(), st.integers(0, 30))
 def test_only_the_last_microbatch_of_a_step_may_be_smaller(seed, samples, batch, step):
     order = SampleOrder(seed, samples, batch)
-    parts = order.microbatches(step)
-    assert len(parts) == order.microbatch_count(step)
-    assert all(len(part) == batch.microbatch for part in parts[:-1])
-    assert 1 <= len(parts[-1]) <= batch.microbatch
+    microbatches = order.microbatches(step)
+    assert len(microbatches) == order.microbatch_count(step)
+    assert all(len(m) == batch.microbatch for m in microbatches[:-1])
+    assert 1 <= len(microbatches[-1]) <= batch.microbatch
 
 
 def test_going_back_to_an_earlier_epoch_gives_the_same_samples():
     order = SampleOrder(3, 20, BatchSpec(samples=6, microbatch=2))
-    first = [order.microbatches(step) for step in range(12)]
-    assert [order.microbatches(step) for step in reversed(range(12))] == first[::-1]
+    ascending = [order.microbatches(step) for step in range(12)]
+    assert [order.microbatches(step) for step in reversed(range(12))] == ascending[::-1]
 
 
 def test_seed_and_epoch_change_the_order():
@@ -90,7 +90,7 @@ def test_samples_are_uniform_over_positions():
     for epoch in range(2000):
         counts[np.arange(10), permutation(1, epoch, 10)] += 1
     chi_square = ((counts - 200) ** 2 / 200).sum()
-    assert chi_square < 140  # 81 degrees of freedom: exceeded once in 20,000 such hashes
+    assert chi_square < 140  # 81 degrees of freedom: a uniform hash exceeds 140 once in 20,000
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_samples_are_uniform_over_positions():
         (3, ((7, 1, 2), (4,))),
     ],
 )
-def test_frozen_microbatches(step, expected):
+def test_pinned_microbatches(step, expected):
     order = SampleOrder(7, 10, BatchSpec(samples=4, microbatch=3))
     assert order.microbatches(step) == expected
 
 
-def test_frozen_bits():
+def test_pinned_seed_and_permutation():
     assert microbatch_seed(7, 0, 0) == 4034621176940806385
     order = permutation(2**63 - 1, 5, 10_000).astype("<i8").tobytes()
     assert (
@@ -117,28 +117,28 @@ def test_frozen_bits():
 
 
 @given(seeds, st.integers(1, 90), batches(), st.integers(0, 3))
-def test_grouping_covers_every_sample_once_with_as_many_microbatches(seed, samples, batch, epoch):
+def test_grouping_covers_every_sample_once_and_keeps_the_sizes(seed, samples, batch, epoch):
     ungrouped, grouped = (
         SampleOrder(seed, samples, batch),
         SampleOrder(seed, samples, batch, grouped=True),
     )
     steps = range(epoch * ungrouped.steps_per_epoch, (epoch + 1) * ungrouped.steps_per_epoch)
-    parts = [grouped.microbatches(step) for step in steps]
-    assert [len(p) for step in parts for p in step] == [
-        len(p) for step in steps for p in ungrouped.microbatches(step)
+    grouped_microbatches = [m for step in steps for m in grouped.microbatches(step)]
+    assert [len(m) for m in grouped_microbatches] == [
+        len(m) for step in steps for m in ungrouped.microbatches(step)
     ]
-    assert sorted(s for step in parts for p in step for s in p) == list(range(samples))
+    assert sorted(sample for m in grouped_microbatches for sample in m) == list(range(samples))
 
 
-def test_grouped_microbatches_are_of_neighbors_and_steps_are_mixed():
+def test_grouped_microbatches_contain_neighbors_and_steps_mix_groups():
     order = SampleOrder(3, 6400, BatchSpec(samples=64, microbatch=8), grouped=True)
-    parts = [part for step in range(100) for part in order.microbatches(step)]
-    ranges = [max(part) - min(part) for part in parts]
+    microbatches = [m for step in range(100) for m in order.microbatches(step)]
+    ranges = [max(m) - min(m) for m in microbatches]
     assert np.median(ranges) < 6400 / 20
     step_means = [
-        np.mean([s for part in order.microbatches(step) for s in part]) for step in range(100)
+        np.mean([sample for m in order.microbatches(step) for sample in m]) for step in range(100)
     ]
-    assert np.std([np.mean(part) for part in parts]) > 1000
+    assert np.std([np.mean(m) for m in microbatches]) > 1000
     assert np.std(step_means) < 1000
     assert [order.microbatches(step) for step in (100, 3, 100)] == [
         SampleOrder(3, 6400, BatchSpec(samples=64, microbatch=8), grouped=True).microbatches(step)

@@ -1,4 +1,4 @@
-"""A thread that flushes subnormals is found, even if it did so before the check was imported."""
+"""A thread that flushes subnormals is detected, even if it began before the check was imported."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def test_thread_that_keeps_subnormals_passes():
     subnormals.check_subnormals("this test")
 
 
-@pytest.mark.parametrize("loaded_before", [True, False])
-def test_thread_that_flushes_subnormals_is_refused_in_one_line(loaded_before):
-    def flushing() -> str:
+@pytest.mark.parametrize("is_imported_first", [True, False])
+def test_thread_that_flushes_subnormals_is_refused_with_one_line(is_imported_first):
+    def error_of_flushing_thread() -> str:
         assert torch.set_flush_denormal(True)
-        module = {} if loaded_before else runpy.run_path(subnormals.__file__)
+        module = {} if is_imported_first else runpy.run_path(subnormals.__file__)
         are_kept = module.get("subnormals_are_kept", subnormals.subnormals_are_kept)
         assert not are_kept()
         check = module.get("check_subnormals", subnormals.check_subnormals)
@@ -30,6 +30,6 @@ def test_thread_that_flushes_subnormals_is_refused_in_one_line(loaded_before):
         return str(error_info.value)
 
     with ThreadPoolExecutor(1) as thread:
-        error = thread.submit(flushing).result()
+        error = thread.submit(error_of_flushing_thread).result()
     assert error.startswith("this test flushes subnormal numbers to zero")
     assert "\n" not in error

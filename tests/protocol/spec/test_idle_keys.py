@@ -9,13 +9,13 @@ from pydantic_core import PydanticUndefined
 
 from protocol.base.errors import RunSpecError
 from protocol.spec.run_spec import (
-    RUNS,
+    RUN_VARIANTS,
     SECTIONS,
     RunSpec,
     parse_run_spec,
     parse_run_spec_bytes,
 )
-from protocol.spec.sections.section import Model, Needs, Tagged, flat, model_at
+from protocol.spec.sections.section import Model, Needs, TaggedUnion, flat, model_at
 
 REGRESS = {"task": "regress", "steps": 3}
 TEXT = {"task": "causal-lm", "steps": 3, "model": {"source": "m"}, "data": {"train": "d"}}
@@ -109,7 +109,7 @@ def usual(key: str) -> Any:
 
 
 def with_conditions(model: Model, before: str = "") -> set[str]:
-    if isinstance(model, Tagged):
+    if isinstance(model, TaggedUnion):
         return {key for each in model.variants.values() for key in with_conditions(each, before)}
     keys: set[str] = set()
     for name, field in model.model_fields.items():
@@ -138,7 +138,7 @@ def refusal(document: dict[str, Any], *overrides: str) -> str:
 
 
 def test_every_condition_is_tried():
-    assert with_conditions(RUNS) - {"exchange"} <= set(IDLE)
+    assert with_conditions(RUN_VARIANTS) - {"exchange"} <= set(IDLE)
     sections = {"optimizer.plateau"}
     assert {key for key in IDLE if not key.endswith(".*")} - sections <= {*every_key()}
 
@@ -186,9 +186,11 @@ def test_every_key_of_an_optimizer_is_accepted(name):
     assert spec.optimizer.name == name
 
 
-@pytest.mark.parametrize("task", [each for each in RUNS.variants if each != Tagged.OTHER])
+@pytest.mark.parametrize(
+    "task", [each for each in RUN_VARIANTS.variants if each != TaggedUnion.OTHER]
+)
 def test_sections_of_other_tasks_are_refused_with_defaults_too(task):
-    variant = RUNS.variants[task]
+    variant = RUN_VARIANTS.variants[task]
     base = with_keys(TEXT if "data" in variant.model_fields else REGRESS, {"task": task})
     for key in every_key():
         section = key.partition(".")[0]
@@ -200,9 +202,9 @@ def test_sections_of_other_tasks_are_refused_with_defaults_too(task):
 
 def _lacked_data(variant: Any) -> set[str]:
     data = model_at(variant, "data")
-    if isinstance(data, Tagged):
-        return set.intersection(*({*each.lacked} for each in data.variants.values()))
-    return {*data.lacked}  # type: ignore[union-attr]
+    if isinstance(data, TaggedUnion):
+        return set.intersection(*({*each.unsupported} for each in data.variants.values()))
+    return {*data.unsupported}  # type: ignore[union-attr]
 
 
 def test_set_keys_are_named_and_null_is_ignored():
@@ -240,7 +242,9 @@ def earlier_document(spec: RunSpec) -> dict[str, Any]:
             value = document.get(name, PydanticUndefined)
             if value is PydanticUndefined:
                 value = field.get_default()
-                value = json.loads(value.model_dump_json()) if hasattr(value, "lacked") else value
+                value = (
+                    json.loads(value.model_dump_json()) if hasattr(value, "unsupported") else value
+                )
             inner = model_at(model, name)
             nested = isinstance(value, dict)  # not a list of sections
             section[name] = full_document(flat(inner), value) if inner and nested else value

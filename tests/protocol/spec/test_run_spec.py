@@ -501,7 +501,7 @@ def test_missing_moments_cannot_be_carried():
     ],
 )
 def test_unsupported_options_of_replicas_are_refused_with_a_remedy(override, message):
-    assert parse_run_spec_text(REPLICAS).update.name == "nesterov"
+    assert parse_run_spec_text(REPLICAS).step_optimizer.name == "nesterov"
     with pytest.raises(RunSpecError) as error:
         parse_run_spec_text(REPLICAS, [override])
     assert message in str(error.value)

@@ -281,12 +281,12 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     "a JSON list that ends early": ("a.json", b"[" + GOOD, {}, "expected ']' after row 1"),
     "a list": ("a.jsonl", GOOD + b"[1]\n", {}, "line 2: expected a JSON object"),
     "no column": ("a.jsonl", b'{"message": 1}\n', {}, "--set data.columns.messages=message"),
-    "key twice": ("a.jsonl", b'{"messages": 1, "messages": 2}\n', {}, "comes twice"),
+    "key twice": ("a.jsonl", b'{"messages": 1, "messages": 2}\n', {}, "occurs twice"),
     "text for messages": ("a.jsonl", GOOD + b'{"messages": "Hi"}\n', {}, "line 2: expected mes"),
     "null": ("a.jsonl", b'{"messages": null}\n', {}, "line 1: expected a list of messages, got"),
     "no message": ("a.jsonl", GOOD + line(), {}, "line 2: expected a list of messages, got []"),
     "a bare text": ("a.jsonl", line("Hi"), {}, "line 1 message 1: expected role and content"),
-    "an unanswered ShareGPT": ("a.jsonl", line({"from": "human", "value": "Hi"}), {}, "speak last"),
+    "an unanswered ShareGPT": ("a.jsonl", line({"from": "human", "value": "Hi"}), {}, "last mess"),
     "no role": ("a.jsonl", line({"content": "Hi"}), {}, "message 1: expected role and content"),
     "no content": ("a.jsonl", line(ASKED, {"role": "assistant"}), {}, "found no content"),
     "unknown role": ("a.jsonl", line(ASKED, SAID | {"role": "bot"}), {}, "roles system, user, as"),
@@ -298,11 +298,11 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     "parts": ("a.jsonl", line(ASKED | {"content": [{"type": "text"}]}), {}, "expected text as con"),
     "a number": ("a.jsonl", line(ASKED, SAID | {"content": 4}), {}, "message 2: expected text as"),
     "late system": (
-        "a.jsonl", line(ASKED, {"role": "system", "content": "x"}, SAID), {}, "first or never",
+        "a.jsonl", line(ASKED, {"role": "system", "content": "x"}, SAID), {}, "only at the start",
     ),
-    "two users": ("a.jsonl", line(ASKED, ASKED, SAID), {}, "message 2: expected it to be the ass"),
-    "assistant first": ("a.jsonl", line(SAID, ASKED), {}, "message 1: expected it to be the user"),
-    "no answer": ("a.jsonl", GOOD + line(ASKED), {}, "line 2: expected the assistant to speak la"),
+    "two users": ("a.jsonl", line(ASKED, ASKED, SAID), {}, "message 2: expected a message of the"),
+    "assistant first": ("a.jsonl", line(SAID, ASKED), {}, "message 1: expected a message of the"),
+    "no answer": ("a.jsonl", GOOD + line(ASKED), {}, "line 2: expected the last message"),
     "half a character": (
         "a.jsonl", b'{"messages": [{"role": "user", "content": "\\ud800"}]}\n', {}, "surrogate",
     ),
@@ -387,7 +387,7 @@ def test_a_tokenizer_without_a_template_is_named(tokenizers, tmp_path):
 def test_the_coordinator_sees_mistakes_before_a_worker_does(tokenizers, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(GOOD + line(ASKED))
     spec: RunSpec = parse_run_spec(document_of(tokenizers, {"train": str(tmp_path / "a.jsonl")}))
-    with pytest.raises(Exception, match="line 2: expected the assistant to speak last"):
+    with pytest.raises(Exception, match="line 2: expected the last message to be the assistant's"):
         check_data(spec)
 
 
@@ -422,7 +422,7 @@ OTHER_MISTAKES: dict[str, tuple[bytes, dict[str, Any], dict[str, Any], str]] = {
     "no validation file": (b"", {"validation": "nowhere.jsonl"}, {}, "expected a data file at"),
     "a validation file's line": (
         GOOD + line(ASKED), {"validation": "v.jsonl"}, {},
-        "v.jsonl' line 2: expected the assistant to speak last",
+        "v.jsonl' line 2: expected the last message to be the assistant's",
     ),
     "an empty validation file": (b"\n", {"validation": "v.jsonl"}, {}, "expected conversations in"),
     "validation beside a share": (

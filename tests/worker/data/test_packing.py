@@ -145,7 +145,7 @@ def test_a_model_that_sees_across_documents_is_refused():
 
 
 def padding(spec: Any, samples: Any) -> int:
-    order = SampleOrder(spec.seed, len(samples), spec.batch, grouped=spec.grouped)
+    order = SampleOrder(spec.seed, len(samples), spec.batch, grouped=spec.groups_by_length)
     parts = [p for step in range(order.steps_per_epoch) for p in order.microbatches(step)]
     assert sorted(n for part in parts for n in part) == list(range(len(samples)))
     room = sum(samples.batch(np.array(part)).arrays["input_ids"].size for part in parts)

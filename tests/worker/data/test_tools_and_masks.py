@@ -160,15 +160,18 @@ def test_a_prompt_of_messages_is_not_learned(tokenizer, tmp_path):
         ([ASK, TOLD, SAID], "message 2: expected a tool to answer a call, got no call before it"),
         (
             [ASK, {**SAID, **CALLS["one call"]}, ASK, SAID],
-            "message 3: expected the answer of a tool",
+            "message 3: expected a tool's answer",
         ),
         ([ASK, {**SAID, "tool_calls": [{"arguments": {}}]}], "expected a call with the name"),
         (
             [ASK, {**SAID, "tool_calls": [{"name": "f", "arguments": "[1]"}]}],
             "expected an object as arguments of 'f'",
         ),
-        ([{**ASK, "weight": 1}, SAID], "expected weight on the assistant's messages alone"),
-        ([{**ASK, "tool_calls": [1]}, SAID], "expected tool_calls from the assistant alone"),
+        ([{**ASK, "weight": 1}, SAID], "expected weight only in messages of the assistant"),
+        (
+            [{**ASK, "tool_calls": [1]}, SAID],
+            "expected tool_calls only in messages of the assistant",
+        ),
         ([ASK, {**SAID, "reasoning_content": 3}], "expected text as reasoning, got 3"),
         ([ASK, {**SAID, "train": "no"}], "expected true or false as train"),
     ],

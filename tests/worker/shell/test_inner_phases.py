@@ -46,7 +46,9 @@ def test_inner_phase_state_counts_if_its_attempt_is_committed(
         engine.do(act.Build("run", SPEC, keep_state=True))
     averages = [np.zeros(16, np.float32) for _ in range(3)]
     engine.do(
-        act.Apply(averages, step_scalars(SPEC.update, 1, 0, SPEC.steps, 0.0), committed_attempt)
+        act.Apply(
+            averages, step_scalars(SPEC.step_optimizer, 1, 0, SPEC.steps, 0.0), committed_attempt
+        )
     )
     first(Applied)
     engine.do(act.Compute(StepId(1, 0), 2, Subtree(1, 2)))

@@ -58,7 +58,7 @@ class Device:
         self.engine.do(act.Build("run", spec, keep_state=False))
         self.digest = self.until(events.Built)[0].state_digest
         task = build(spec)
-        self.replica = Replica(task.manifest.blocks, spec.update)
+        self.replica = Replica(task.manifest.blocks, spec.step_optimizer)
         self.replica.load_parameters(task.initial_parameters())
 
     def until(self, kind: type) -> tuple[Any, list[Any]]:
@@ -71,7 +71,9 @@ class Device:
         """Apply a step on both, and compare their digests."""
         replica = self.replica
         gradients = [np.full_like(values, gradient) for values in replica.parameters]
-        scalars = step_scalars(self.spec.update, replica.optimizer_step + 1, replica.step, 8, 1.0)
+        scalars = step_scalars(
+            self.spec.step_optimizer, replica.optimizer_step + 1, replica.step, 8, 1.0
+        )
         self.engine.do(act.Apply(gradients, None if skip else scalars))
         replica.skip() if skip else replica.apply(gradients, scalars)
         assert self.until(events.Applied)[0].state_digest == replica.state_digest()

@@ -277,11 +277,11 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     ),
     "a prompt that is answered": (
         "a.jsonl", row(prompt=[ASKED, YES], chosen=[YES], rejected=[NO]), {},
-        "line 1 chosen message 3: expected it to be the user's turn, got assistant",
+        "line 1 chosen message 3: expected a message of the user, got assistant",
     ),
     "a question at the end": (
         "a.jsonl", row(prompt=[ASKED], chosen=[YES, ASKED], rejected=[NO]), {},
-        "line 1 chosen: expected the assistant to speak last, got user",
+        "line 1 chosen: expected the last message to be the assistant's, got user",
     ),
     "an unknown role": (
         "a.jsonl", row(prompt=[ASKED], chosen=[YES | {"role": "narrator"}], rejected=[NO]), {},

@@ -281,7 +281,7 @@ def test_rows_that_are_neither_pairs_nor_triplets_are_named(tiny, tmp_path, chan
 
 
 def test_a_run_with_replicas_is_refused(tiny):
-    with pytest.raises(RunSpecError, match="task embed has no replicas"):
+    with pytest.raises(RunSpecError, match="task embed does not support replicas"):
         parse_run_spec({
             "task": "embed", "steps": 1, "model": {"source": tiny}, "data": {"train": "x"},
             "replicas": {"count": 2, "inner_steps": 2},

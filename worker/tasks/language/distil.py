@@ -20,11 +20,11 @@ from backends.losses.vocabulary_loss import logits_of, sum_over_tokens
 from protocol.base.errors import DataError
 from protocol.datasets.capture_check import (
     TOKENIZER,
-    check_alike,
-    tokenizers_differ,
+    check_same_facts,
+    tokenizer_mismatch,
     vocabulary_digest,
 )
-from protocol.datasets.data_check import trained_on
+from protocol.datasets.data_check import count_training_samples
 from protocol.datasets.logits_file import Records, record_dtype
 from protocol.exact.digest import digest_arrays
 from protocol.spec.manifest import Manifest, Metric
@@ -65,11 +65,11 @@ class Distil:
         self._initial = InitialValues(model.initial_values())
         files = {} if tokenizer is None else tokenizer_files(tokenizer)
         samples = self._samples.index.samples
-        self._train = trained_on(samples, spec.data)
+        self._train = count_training_samples(samples, spec.data)
         self._held_out = self._samples
         if spec.data.validation is not None:
             self._held_out = CapturedSamples(Path(spec.data.validation))
-            check_alike(self._samples.index, self._held_out.index, spec.data.validation)
+            check_same_facts(self._samples.index, self._held_out.index, spec.data.validation)
         has_validation = self._held_out is not self._samples
         first_held_out = 0 if has_validation else self._train
         self._evaluated_samples = first_held_out + holdout.evaluation_subset(
@@ -170,7 +170,7 @@ def _tokenizer(spec: DistilRun, directory: Path, digest: str) -> Any:
         return captured_tokenizer
     tokenizer = load_tokenizer(spec.model.source)
     if vocabulary_digest(tokenizer.get_vocab()) != digest:
-        raise tokenizers_differ(spec.model.name or spec.model.source)
+        raise tokenizer_mismatch(spec.model.name or spec.model.source)
     return tokenizer
 
 

@@ -68,7 +68,7 @@ def test_accepted_name_stays_inside_its_directory(tmp_path_factory, name):
         (b"[]", "expected a list of blobs"),
         (listing(), "files"),
         (listing("a", "a"), "distinct file names"),
-        (listing("a", "a/b"), "none of them a directory's"),
+        (listing("a", "a/b"), "none of which is also a directory"),
         (listing("a", "b", form="file"), "one file with a plain name"),
         (listing("a/b", form="file"), "one file with a plain name"),
         (listing("a").replace(b"data", b"secrets"), "role"),
