@@ -383,7 +383,7 @@ def _ending(service: Service) -> _Ending:
         return _Ending(ExitCode.OK)
     outcome, run = execution.outcome, execution.run
     if outcome.outcome == "failed":
-        has_checkpoint = run.checkpoints.saved is not None and not execution.superseded
+        has_checkpoint = run.checkpoints.saved_step is not None and not execution.superseded
         is_resumable = has_checkpoint and outcome.is_resumable
         return _Ending(outcome.exit_code, outcome.reason, is_resumable)
     is_drained = outcome.outcome == "drained" and run.steps_committed > 0

@@ -398,7 +398,7 @@ def _articles(entries: Sequence[Entry]) -> str:
             kind_of(record),
             counts.get(kind_of(record), 0),
             ", ".join(str(article) for article in record.articles),
-            record.serves,
+            record.purpose,
         )
         for record in RECORDS
     ]

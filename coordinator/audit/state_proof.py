@@ -54,7 +54,7 @@ class StateProof:
         self._manifest = manifest
         self.history = history
         self._progress = progress
-        figures = {step: record.figures for step, record in history.evaluations.items()}
+        figures = {step: record.metric_values for step, record in history.evaluations.items()}
         self._specs = [
             (first_step, spec, Plateau(spec.step_optimizer, figures))
             for first_step, document in history.specs

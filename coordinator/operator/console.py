@@ -200,7 +200,7 @@ class ProgressConsole:
                 if execution is not None:
                     self._print_evaluation_notice(execution.run, event)
             case Evaluated() if execution is not None:
-                metrics = _headline(execution.run, event.figures)
+                metrics = _headline(execution.run, event.metric_values)
                 text = ", ".join(f"{name} {_metric(value)}" for name, value in metrics.items())
                 self._print(f"step {event.step}: held-out {text}", event, fields)
             case RunEnded(outcome="failed"):
@@ -237,7 +237,7 @@ class ProgressConsole:
         if (
             self._service.settings.once
             or finished is None
-            or finished.run.checkpoints.saved is None
+            or finished.run.checkpoints.saved_step is None
         ):
             return
         if finished.outcome is not None and not finished.outcome.is_resumable:

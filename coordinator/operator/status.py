@@ -99,8 +99,8 @@ def _run_part(execution: Execution) -> dict[str, Any]:
         "unit": unit_text(run.spec.batch, run.manifest),
         "view": run.members.view,
         "directory": str(execution.directory),
-        "checkpoint": run.checkpoints.saved,
-        "catching_up": run.progress.agreement.catching_up if run.progress is not None else False,
+        "checkpoint": run.checkpoints.saved_step,
+        "catching_up": run.progress.agreement.is_catching_up if run.progress is not None else False,
         "eval": {name: v if math.isfinite(v) else None for name, v in run.metrics.items()},
         "balance": _balance(run),
         "result": execution.result or None,
@@ -114,7 +114,7 @@ def _exchange(run: Run) -> dict[str, Any] | None:
         return None
     mesh = run.progress.mesh
     topology = "sharded" if mesh.table.has_peers else "star"
-    return {"way": topology, "reason": mesh.reason, "owners": mesh.owned()}
+    return {"way": topology, "reason": mesh.reason, "owners": mesh.owned_shares()}
 
 
 def _links(run: Run, name: str) -> dict[str, dict[str, float]]:
@@ -162,7 +162,7 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
         speed = member.ms_per_microbatch
         part |= {
             "state": member.state.value,
-            "late": member.late,
+            "late": member.is_late,
             "aside_until": member.aside_until if run.steps_committed < member.aside_until else None,
             "backend": member.backend or hello.backend,
             "device": member.device,
@@ -216,7 +216,7 @@ def _cannot(run: Run) -> str:
 def _inner_phase(run: Run, worker: str) -> dict[str, int] | None:
     """Return how far a worker is in an inner phase; None without replicas."""
     round_ = run.progress.round if run.progress is not None else None
-    at = round_.inner.get(worker) if round_ is not None else None
+    at = round_.inner_progress.get(worker) if round_ is not None else None
     if run.spec.replicas is None or at is None or round_ is None or not round_.pending(worker):
         return None
     return {"replica": at[0], "inner_step": at[1], "inner_steps": run.spec.replicas.inner_steps}
@@ -292,7 +292,7 @@ def waiting_for(run: Run, present: list[str]) -> Waiting:
             f"a worker that can take part{cannot}" if cannot else "a worker: all have left"
         )
         return _workers(loading, "{} to load the state") if loading else no_worker
-    evaluating = run.evaluation.waiting_for() if run.evaluation is not None else []
+    evaluating = run.evaluation.awaited_workers() if run.evaluation is not None else []
     if evaluating:
         return _workers(evaluating, "{} to evaluate")
     return _waiting_in_step(run, run.progress) if run.progress is not None else Waiting()
@@ -300,14 +300,14 @@ def waiting_for(run: Run, present: list[str]) -> Waiting:
 
 def _waiting_in_step(run: Run, progress: Progress) -> Waiting:
     round_ = progress.round
-    if progress.persisting:
+    if progress.is_persisting:
         return Waiting(f"the disk to take the commit of step {progress.step}", (), "disk")
     owing_names = (
         [name for name in sorted(round_.shares) if round_.unfinished(name)] if round_ else []
     )
     if owing_names and round_ is not None:
         payload_kind = "gradients" if run.spec.replicas is None else "differences"
-        computing = set(owing_names) & set(round_.computing())
+        computing = set(owing_names) & set(round_.computing_workers())
         lacking = ", ".join(sorted(round_.peers.owners_lacking_sums()))
         if computing or not lacking:
             return _workers(
@@ -316,12 +316,12 @@ def _waiting_in_step(run: Run, progress: Progress) -> Waiting:
         return _workers(owing_names, f"gradients of {{}} to reach {lacking}", "up")
     if round_ is not None and round_.peers.outstanding_owners:
         return _workers(sorted(round_.peers.outstanding_owners), "averages of {}", "reduce")
-    if round_ is not None and round_.summarizes:
+    if round_ is not None and round_.is_summarizing:
         return Waiting("the coordinator to take the norm of the gradients", (), "reduce")
-    if not progress.agreement.reached or (round_ is None and progress.agreement.catching_up):
-        late_names = progress.agreement.waiting_for or ["the coordinator's replica"]
+    if not progress.agreement.is_reached or (round_ is None and progress.agreement.is_catching_up):
+        late_names = progress.agreement.awaited_workers or ["the coordinator's replica"]
         return _workers(late_names, "{} to apply the step", "down")
-    step = 0 if run.checkpoints.saved is None else progress.step
+    step = 0 if run.checkpoints.saved_step is None else progress.step
     return Waiting(f"the disk to take the checkpoint of step {step}", (), "disk")
 
 

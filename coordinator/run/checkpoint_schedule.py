@@ -1,4 +1,4 @@
-"""When a checkpoint is due, being written, and durable. Pure."""
+"""Which checkpoints are due, being written, and durable. Pure."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from protocol.spec.sections.checkpoint import CheckpointSpec
 
 
 class CheckpointSchedule:
-    """The checkpoints of one run, as far as its decisions depend on them.
+    """The checkpoints of one run, as far as the run's decisions depend on them.
 
     Attributes:
-        saved: Steps of the newest durable checkpoint; None before the first.
+        saved_step: Step of the newest durable checkpoint; None before the first.
     """
 
     def __init__(self, spec: CheckpointSpec, saved: int | None = None) -> None:
-        self.saved = saved
+        self.saved_step = saved
         self._spec = spec
         self._requested: int | None = None
         self._must_retry = False
 
     def save(self, step: int) -> list[Action]:
-        """Save the state after `step` steps, unless that is done or requested."""
-        if step in (self.saved, self._requested):
+        """Request a checkpoint after `step` steps, unless it is durable or requested already."""
+        if step in (self.saved_step, self._requested):
             return []
         self._requested = step
         return [MakeCheckpoint(step)]
 
-    def committed(self, step: int) -> list[Action]:
-        """Save a checkpoint if one is due after `step` committed steps."""
+    def save_if_due(self, step: int) -> list[Action]:
+        """Request a checkpoint if one is due after `step` committed steps."""
         every = self._spec.every
         return self.save(step) if every and step % every == 0 else []
 
-    def done(self, step: int) -> None:
+    def note_saved(self, step: int) -> None:
         """Note a durable checkpoint."""
-        self.saved = step
+        self.saved_step = step
         if self._requested == step:
             self._requested = None
 
-    def failed(self) -> None:
+    def note_failure(self) -> None:
         """Note a failed write; `retry` requests it again."""
         self._must_retry, self._requested = self._must_retry or self._requested is not None, None
 
     def retry(self, step: int) -> list[Action]:
-        """After a halt, save the current state if an earlier write failed."""
+        """After a halt, request a checkpoint of the current state if an earlier write failed."""
         must_retry, self._must_retry = self._must_retry, False
         return self.save(step) if must_retry else []

@@ -1,7 +1,7 @@
-"""Evaluation in a run: when one is due, who does it, and what its metrics lead to. Pure.
+"""Evaluation in a run: when it is due, which workers do it, and what follows from the metrics.
 
-Either training waits and the workers that train evaluate (`Evaluations.current`), or workers that
-only evaluate do so while the others train (`Evaluators`).
+Pure. Either training waits and the workers that train evaluate (`Evaluations.current`), or workers
+that only evaluate do so in parallel with training (`Evaluators`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Evaluations:
     """All evaluations of one run.
 
     Attributes:
-        current: The one that training waits for, even while the run is halted.
+        current: The evaluation that training waits for, even while the run is halted.
         evaluators: Workers that evaluate while the others train.
         metrics: Metrics of the newest evaluated state.
-        stopped: Why the run stops early; empty if it does not.
+        stop_reason: Why the run stops early; empty if it does not.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Evaluations:
         self.current: Evaluation | None = None
         self.evaluators = Evaluators(members)
         self.metrics: dict[str, float] = {}
-        self.stopped = ""
+        self.stop_reason = ""
         self._stopping = Stopping(spec.stop, earlier)
         self._spec = spec
         self._members = members
@@ -53,8 +53,8 @@ class Evaluations:
         self._measured_step = -1
 
     @property
-    def run_beside_training(self) -> bool:
-        """Whether there is anything to evaluate while the run trains."""
+    def can_run_in_parallel(self) -> bool:
+        """Whether evaluations are due while the run trains."""
         return bool(self._manifest.evaluation_parts and self._spec.evaluate_every)
 
     @property
@@ -62,7 +62,7 @@ class Evaluations:
         """Whether the newest state is to be evaluated."""
         step, every = self._progress.step, self._spec.evaluate_every
         is_scheduled = self._progress.all_committed or bool(step and every and step % every == 0)
-        pending = self.evaluators.pending and not self.evaluators.can_evaluate
+        pending = self.evaluators.is_pending and not self.evaluators.can_evaluate
         return bool(self._manifest.evaluation_parts) and (is_scheduled or pending)
 
     @property
@@ -73,46 +73,47 @@ class Evaluations:
         `stop`, the metrics decide whether there is a next step, and with the schedule plateau,
         its rate.
         """
-        steers = self._spec.stop is not None or self._spec.optimizer.plateau is not None
-        waits = self._progress.all_committed or steers
-        return waits or not self.evaluators.can_evaluate
+        metrics_steer = self._spec.stop is not None or self._spec.optimizer.plateau is not None
+        must_wait = self._progress.all_committed or metrics_steer
+        return must_wait or not self.evaluators.can_evaluate
 
     @property
     def is_evaluated(self) -> bool:
         """Whether the newest state is evaluated, as far as it can be."""
         return self._evaluated_step == self._progress.step or not self._manifest.evaluation_parts
 
-    # By the workers that train.
+    # Evaluation by the workers that train.
 
     def begin(self) -> list[Action]:
-        """Evaluate the newest state; start over if that had begun."""
+        """Evaluate the newest state; restart an evaluation that has begun."""
         self.evaluators.cancel_pending()
         self.current = Evaluation(self._progress.step, self._manifest.evaluation_parts)
         return self.plan()
 
     @property
-    def _evaluating(self) -> Evaluation:
+    def _current_evaluation(self) -> Evaluation:
         assert self.current is not None, "the phase EVALUATING has an evaluation"
         return self.current
 
     def plan(self) -> list[Action]:
         """Assign unassigned parts to idle workers, or to all if none is idle."""
         busy_names, active_names = (
-            self._evaluating.waiting_for(),
+            self._current_evaluation.awaited_workers(),
             self._members.names(MemberState.ACTIVE),
         )
         idle_names = [name for name in active_names if name not in busy_names]
-        return self._evaluating.plan(self._progress.term, idle_names or active_names)
+        return self._current_evaluation.plan(self._progress.term, idle_names or active_names)
 
     def tick(self, now_ms: float) -> list[Action]:
-        """Pass over workers that are late, or do not confirm the state that is evaluated."""
+        """Pass over workers that are late with results, or with the digest of the evaluated
+        state."""
         earlier_names = set(self._members.names(MemberState.ACTIVE))
         actions = self._progress.tick(now_ms)
         passed_names = earlier_names.difference(self._members.names(MemberState.ACTIVE))
         for worker in passed_names:
-            self._evaluating.lose(worker, is_proven=False)
-        self._evaluating.tick(now_ms)
-        if self._evaluating.disown_late() or passed_names:
+            self._current_evaluation.lose(worker, is_proven=False)
+        self._current_evaluation.tick(now_ms)
+        if self._current_evaluation.disown_late() or passed_names:
             actions += self.plan()
         return actions
 
@@ -120,22 +121,28 @@ class Evaluations:
     def is_complete(self) -> bool:
         """Whether all parts have results and all workers agree on the evaluated state.
 
-        After a restart, workers agree among themselves before the replica has caught up. The
-        metrics wait for its digest: otherwise they could be of a state that is not the run's.
+        After a restart, workers may agree with each other before the replica has caught up. The
+        metrics wait for the replica's digest: otherwise they could be of a wrong state.
         """
         agreement = self._progress.agreement
-        return agreement.reached and self._evaluating.is_complete and not agreement.catching_up
+        return (
+            agreement.is_reached
+            and self._current_evaluation.is_complete
+            and not agreement.is_catching_up
+        )
 
     def end(self) -> tuple[list[Action], bool]:
         """Report the metrics of the complete evaluation.
 
         Returns:
-            What to do, and whether the state is the best so far.
+            The actions, and whether the state is the best so far.
         """
         step = self._progress.step
-        actions = self._publish_metrics(self._evaluating, self._progress.agreement.digest(step))
+        actions = self._publish_metrics(
+            self._current_evaluation, self._progress.agreement.digest(step)
+        )
         self.current, self._evaluated_step = None, step
-        self.stopped = self._stopping.measured(step, self.metrics)
+        self.stop_reason = self._stopping.add_metrics(step, self.metrics)
         return actions + self._lower_rate(step), self._stopping.is_best(step)
 
     def _lower_rate(self, step: int) -> list[Action]:
@@ -148,7 +155,7 @@ class Evaluations:
         return [Report(RateLowered(step, spec.plateau.metric, spec.lr * factor))]
 
     def _publish_metrics(self, evaluation: Evaluation, state_digest: str | None) -> list[Action]:
-        """Metrics of an older state replace none of a newer one."""
+        """Report metrics; those of an older state do not replace those of a newer state."""
         metrics = evaluation.metrics(self._manifest.metrics)
         if evaluation.step > self._measured_step:
             self.metrics, self._measured_step = metrics, evaluation.step
@@ -158,9 +165,9 @@ class Evaluations:
         )  # fmt: skip
         return [Report(event)]
 
-    # By workers that only evaluate.
+    # Evaluation by workers that only evaluate.
 
-    def begin_beside(self) -> list[Action]:
+    def begin_in_parallel(self) -> list[Action]:
         """Evaluate the newest state while training continues."""
         step, parts = self._progress.step, self._manifest.evaluation_parts
         digest = self._progress.agreement.digest(step)
@@ -169,18 +176,18 @@ class Evaluations:
     def begin_pending(self) -> list[Action]:
         """Begin a pending evaluation if possible; after the last step all workers evaluate."""
         can_begin = self.evaluators.can_begin_pending and not self._progress.all_committed
-        return self.begin_beside() if can_begin else []
+        return self.begin_in_parallel() if can_begin else []
 
-    def result_beside(self, member: Member, message: EvalResult) -> list[Action]:
+    def take_parallel_result(self, member: Member, message: EvalResult) -> list[Action]:
         """Take one part's sums from a worker that only evaluates."""
-        return self.evaluators.result(member, message) + self.end_beside()
+        return self.evaluators.take_result(member, message) + self.end_in_parallel()
 
-    def end_beside(self) -> list[Action]:
+    def end_in_parallel(self) -> list[Action]:
         """Report metrics once all parts have results and the state is known to be the run's."""
         evaluation = self.evaluators.evaluation
         if evaluation is None or not self.evaluators.is_complete:
             return []
-        if mismatched := self.evaluators.mismatched:
+        if mismatched := self.evaluators.mismatched_workers:
             return [a for name in mismatched for a in self.refuse_evaluator(name, evaluation.step)]
         self.evaluators.evaluation = None
         return (
@@ -197,7 +204,7 @@ class Evaluations:
         return [*actions, *refuse(worker, reason)]
 
     def lose(self, worker: str, *, is_proven: bool) -> list[Action]:
-        """A worker has left; `is_proven` says whether its state was known to be the run's."""
+        """Remove a worker that has left; `is_proven`: its state was known to be the run's."""
         if self.current is not None:
             self.current.lose(worker, is_proven=is_proven)
         missing = f"worker {worker!r} left before it was measured"
@@ -246,11 +253,11 @@ class Evaluation:
             for worker, (lo, hi) in self.assign(workers).items()
         ]
 
-    def result(self, worker: str, message: EvalResult) -> None:
+    def take_result(self, worker: str, message: EvalResult) -> None:
         """Take one part's sums; the first result counts.
 
-        Results of an older evaluation are ignored, and those of workers without parts: their
-        weights may have differed.
+        Results of an older evaluation are ignored, and so are results of workers without parts:
+        their weights may have differed.
         """
         fits = message.step == self.step and message.part < self._parts
         if fits and worker in self._workers:
@@ -262,7 +269,8 @@ class Evaluation:
     def lose(self, worker: str, *, is_proven: bool) -> None:
         """Unassign the unfinished parts of a worker that has left.
 
-        Its results are dropped too, unless its weights are known to be the run's (`is_proven`).
+        The worker's results are dropped too, unless its weights are known to be the run's
+        (`is_proven`).
         """
         self._assigned.pop(worker, None)
         self._workers.discard(worker)
@@ -275,11 +283,13 @@ class Evaluation:
         self._leases.tick(now_ms)
 
     def disown_late(self) -> list[str]:
-        """Return workers that take far longer than any part has taken, if others are idle.
+        """Unassign the unfinished parts of late workers, if other workers are idle.
 
-        Their unfinished parts become unassigned, though their results still count.
+        Returns:
+            The workers that have been silent for far longer than any part has taken. Their results
+            still count.
         """
-        waiting_names = self.waiting_for()
+        waiting_names = self.awaited_workers()
         late_names = [w for w in waiting_names if self._leases.is_over(w, self._longest_gap_ms)]
         if not self._workers.difference(waiting_names):
             return []
@@ -287,7 +297,7 @@ class Evaluation:
             del self._assigned[worker]
         return late_names
 
-    def waiting_for(self) -> list[str]:
+    def awaited_workers(self) -> list[str]:
         """Return the workers with unfinished parts."""
         return sorted(w for w, parts in self._assigned.items() if parts - self._sums.keys())
 
@@ -309,40 +319,40 @@ class Evaluators:
     """Workers whose duty is to evaluate: they measure committed states while the others train.
 
     An evaluator receives every broadcast, so it has every committed state. When an evaluation is
-    due it gets parts of the newest state, and no broadcasts until it has sent their sums; then it
-    gets the missed steps from the log. Nothing waits for it: no step, no commit, and not the end of
-    the run. An evaluation that becomes due meanwhile is pending until the evaluator is back, and
-    is then of the newest state. The training workers evaluate before any evaluator has had the
-    run's state, and after the last one has left. A step that was due and gets no metrics is
-    reported once.
+    due, the evaluator gets parts of it, and no broadcasts until it has sent the sums of its parts;
+    then it gets the missed steps from the log. Nothing waits for an evaluator: no step, no commit,
+    and not the end of the run. An evaluation that becomes due meanwhile is pending until the
+    evaluator has caught up, and then measures the newest state. The training workers evaluate
+    before any evaluator has had the run's state, and after the last evaluator has left. A due
+    evaluation that does not happen is reported once.
 
     Attributes:
-        evaluation: The one in progress.
+        evaluation: The evaluation in progress, if any.
         state_digest: Digest of the evaluated state, once the coordinator's replica has it.
-        pending: Whether an evaluation is due that has not begun.
+        is_pending: Whether an evaluation is due that has not begun.
     """
 
     def __init__(self, members: Membership) -> None:
         self.evaluation: Evaluation | None = None
         self.state_digest: str | None = None
-        self.pending = False
+        self.is_pending = False
         self._members = members
         self._pending_step: tuple[int, str] | None = None
         """The step whose evaluation is pending, and why; None once a newer step is committed."""
         self._states: dict[str, str | None] = {}
-        """By worker with parts: the digest of its state."""
+        """The digest of the state of each worker with parts; None while unknown."""
 
     @property
     def can_evaluate(self) -> bool:
-        """Whether an evaluator can measure the run's state, now or when it is back: then nobody
-        else evaluates while the run trains."""
-        return any(member.evaluates and member.caught_up for member in self._members)
+        """Whether an evaluator can measure the run's state, now or once it has caught up: then no
+        other worker evaluates while the run trains."""
+        return any(member.evaluates and member.has_caught_up for member in self._members)
 
     @property
     def can_begin_pending(self) -> bool:
         """Whether an evaluation is pending and an evaluator is free."""
         free = self._members.names(MemberState.FOLLOWING)
-        return self.pending and self.evaluation is None and bool(free)
+        return self.is_pending and self.evaluation is None and bool(free)
 
     def begin(self, term: int, step: int, parts: int, state_digest: str | None) -> list[Action]:
         """Assign the parts of an evaluation to free evaluators, or make it pending.
@@ -350,13 +360,13 @@ class Evaluators:
         Args:
             term: Term of the coordinator.
             step: Steps committed.
-            parts: How many parts there are.
+            parts: Number of parts of the evaluation.
             state_digest: Digest of the replica after `step` steps, if already known.
         """
         free = self._members.names(MemberState.FOLLOWING)
-        self.pending = self.evaluation is not None or not free
-        if self.pending:
-            self._pending_step = (step, self._busy_with())
+        self.is_pending = self.evaluation is not None or not free
+        if self.is_pending:
+            self._pending_step = (step, self._reason_for_delay())
             return []
         self._pending_step = None
         self.evaluation, self.state_digest = Evaluation(step, parts), state_digest
@@ -371,7 +381,7 @@ class Evaluators:
             actions += [Send(worker, plan), Unsubscribe(worker)]
         return actions
 
-    def _busy_with(self) -> str:
+    def _reason_for_delay(self) -> str:
         if self.evaluation is None:
             return "the evaluators are receiving the steps that they have missed"
         names = ", ".join(map(repr, self._members.names(MemberState.EVALUATING)))
@@ -379,77 +389,77 @@ class Evaluators:
 
     def cancel_pending(self) -> None:
         """Drop the pending evaluation: the training workers evaluate the newest state."""
-        self.pending, self._pending_step = False, None
+        self.is_pending, self._pending_step = False, None
 
-    def committed(self, step: int) -> list[Action]:
-        """Note a newer state: a pending evaluation of an older one gets no metrics."""
+    def note_commit(self, step: int) -> list[Action]:
+        """Note a commit: report a pending evaluation of an older state as missed."""
         if self._pending_step is None or self._pending_step[0] == step:
             return []
         missed_evaluation, self._pending_step = EvaluationMissed(*self._pending_step), None
         return [Report(missed_evaluation)]
 
-    def run_ends(self) -> list[Action]:
+    def end_run(self) -> list[Action]:
         """Report evaluations in progress or pending as missed."""
-        actions = self.committed(-1)
+        actions = self.note_commit(-1)
         if self.evaluation is not None:
             missed_evaluation = EvaluationMissed(self.evaluation.step, "the run ended first")
             actions = [Report(missed_evaluation), *actions]
-        self.evaluation, self.pending = None, False
+        self.evaluation, self.is_pending = None, False
         return actions
 
-    def result(self, member: Member, message: EvalResult) -> list[Action]:
+    def take_result(self, member: Member, message: EvalResult) -> list[Action]:
         """Take one part's sums; an evaluator without unfinished parts catches up."""
         if self.evaluation is None or member.state is not MemberState.EVALUATING:
             return []
-        self.evaluation.result(member.name, message)
-        is_waited_for = member.name in self.evaluation.waiting_for()
-        return [] if is_waited_for else [_catch_up(member, self.evaluation.step)]
+        self.evaluation.take_result(member.name, message)
+        is_awaited = member.name in self.evaluation.awaited_workers()
+        return [] if is_awaited else [_catch_up(member, self.evaluation.step)]
 
-    def applied(self, member: Member, message: StepApplied) -> None:
+    def take_answer(self, member: Member, message: StepApplied) -> None:
         """Take an evaluator's answer to a commit."""
         member.step, member.state_digest = message.step, message.state_digest
-        if self._is_of(message.step) and member.name in self._states:
+        if self._is_evaluating(message.step) and member.name in self._states:
             self._states[member.name] = message.state_digest
 
-    def replica_answer(self, step: int, digest: str) -> None:
-        """Take the digest of the coordinator's own replica, which arbitrates here too."""
-        if self._is_of(step):
+    def take_replica_answer(self, step: int, digest: str) -> None:
+        """Take the digest of the coordinator's replica, which proves the evaluated state."""
+        if self._is_evaluating(step):
             self.state_digest = digest
 
-    def _is_of(self, step: int) -> bool:
+    def _is_evaluating(self, step: int) -> bool:
         return self.evaluation is not None and self.evaluation.step == step
 
-    def lose(self, worker: str, newest: int, reason: str) -> list[Action]:
+    def lose(self, worker: str, newest_step: int, reason: str) -> list[Action]:
         """Remove a worker; the evaluation is dropped unless its results are complete and proven.
 
         Args:
             worker: The worker's name.
-            newest: Steps committed.
-            reason: Why there are no metrics, if so.
+            newest_step: Number of committed steps.
+            reason: The reason to report if there are no metrics.
         """
         if self.evaluation is None or worker not in self._states:
             return []
         is_proven = self.state_digest is not None and self._states[worker] == self.state_digest
-        if is_proven and worker not in self.evaluation.waiting_for():
+        if is_proven and worker not in self.evaluation.awaited_workers():
             return []
-        return self._drop(newest, reason)
+        return self._drop(newest_step, reason)
 
-    def _drop(self, newest: int, reason: str) -> list[Action]:
+    def _drop(self, newest_step: int, reason: str) -> list[Action]:
         """Drop the evaluation and make it pending; its evaluators catch up."""
         assert self.evaluation is not None
-        step, self.evaluation, self.pending = self.evaluation.step, None, True
+        step, self.evaluation, self.is_pending = self.evaluation.step, None, True
         busy_members = [
             member for member in self._members if member.state is MemberState.EVALUATING
         ]
         actions: list[Action] = [_catch_up(member, step) for member in busy_members]
-        if step < newest:
+        if step < newest_step:
             return [*actions, Report(EvaluationMissed(step, reason))]
         self._pending_step = (step, reason)
         return actions
 
     @property
     def is_complete(self) -> bool:
-        """Whether all parts have results, and all digests that prove them are known."""
+        """Whether all parts have results, and all digests that prove the results are known."""
         return (
             self.evaluation is not None
             and self.evaluation.is_complete
@@ -458,24 +468,24 @@ class Evaluators:
         )
 
     @property
-    def mismatched(self) -> list[str]:
-        """The workers whose state was not the run's; only if `is_complete`."""
+    def mismatched_workers(self) -> list[str]:
+        """The workers whose state was not the run's; valid once `is_complete`."""
         return sorted(w for w, state in self._states.items() if state != self.state_digest)
 
 
 def _catch_up(member: Member, step: int) -> Replay:
     member.state = MemberState.LOADING
-    member.gets_state()
+    member.begin_replay()
     return Replay(member.name, step, None)
 
 
 class Stopping:
     """Decides whether a run stops early because a metric no longer improves.
 
-    It decides from the metrics of all evaluations so far, so a restart changes nothing.
+    The decision depends on the metrics of all evaluations so far, so a restart does not change it.
 
     Args:
-        spec: Which metric; None never stops.
+        spec: The metric and its limits; None: never stop.
         earlier: Metrics from before a restart.
     """
 
@@ -485,7 +495,7 @@ class Stopping:
         for step, metrics in earlier.items():
             self._add(step, metrics)
 
-    def measured(self, step: int, metrics: Mapping[str, float]) -> str:
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> str:
         """Take the metrics after `step` steps.
 
         Returns:
@@ -514,14 +524,16 @@ class Stopping:
             self._values[step] = metrics[self._spec.figure]
 
     def _best_step(self) -> tuple[int, int]:
-        """Return the best step, and the number of evaluations since an improvement counted."""
+        """Return the best step, and the number of evaluations since an improvement of at least
+        `min_delta`."""
         assert self._spec is not None
         sign = 1.0 if self._spec.better == "higher" else -1.0
-        best, highest, since = 0, -math.inf, 0
+        best_step, best_value, since = 0, -math.inf, 0
         for step in sorted(self._values):
             value = sign * self._values[step]
-            counts = value > highest + (self._spec.min_delta if highest > -math.inf else 0.0)
-            since = 0 if counts else since + 1
-            if counts or (self._spec.baseline == "best" and value > highest):
-                best, highest = step, value
-        return best, since
+            min_delta = self._spec.min_delta if best_value > -math.inf else 0.0
+            is_improvement = value > best_value + min_delta
+            since = 0 if is_improvement else since + 1
+            if is_improvement or (self._spec.baseline == "best" and value > best_value):
+                best_step, best_value = step, value
+        return best_step, since

@@ -1,4 +1,4 @@
-"""Halts: how one is announced, and what remains to be done when the run continues. Pure."""
+"""Halts: how they are announced, and what remains to be done when the run continues. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Failures:
     """Workers that failed in one attempt at a step, and the microbatches that they had.
 
     When a second worker fails with the same microbatches, these are the likely cause: every worker
-    that gets them would fail. One failure alone is that machine's.
+    that gets them would fail. A single failure is ascribed to the machine.
     """
 
     def __init__(self) -> None:
@@ -29,11 +29,12 @@ class Failures:
         """Note a worker whose device failed while it had these subtrees.
 
         Returns:
-            Which two workers failed with which microbatches, if this is the second; else empty.
+            If this is the second failure with the same microbatches: text that names both workers
+            and the microbatches. Otherwise empty.
         """
         leaves = frozenset(leaf for subtree in subtrees for leaf in range(subtree.lo, subtree.hi))
-        for other, earlier in self._microbatches:
-            if common_leaves := sorted(leaves & earlier):
+        for other, earlier_leaves in self._microbatches:
+            if common_leaves := sorted(leaves & earlier_leaves):
                 return (
                     f"workers {other!r} and {worker!r} failed in turn, each while computing "
                     f"microbatches {common_leaves[0]} to {common_leaves[-1]}"
@@ -42,7 +43,7 @@ class Failures:
         return ""
 
     def clear(self) -> None:
-        """Forget all failures: the step is over, or starts over."""
+        """Forget all failures: the step is over, or restarts."""
         self._microbatches.clear()
 
 
@@ -52,7 +53,7 @@ class Halts:
     Attributes:
         mismatched: Workers whose state differs from the run's; reseeded when the run continues.
         skip_requested: Whether the operator wants the halted step skipped.
-        commit_pending: Whether a commit became durable during the halt and awaits what follows it.
+        commit_pending: Whether a commit became durable during the halt, and its consequences wait.
         failures: Workers that failed in this step.
     """
 
@@ -66,7 +67,8 @@ class Halts:
     def announce(
         self, progress: Progress, reason: str, fault: NonFinite | None = None
     ) -> list[Action]:
-        """Tell all workers to stop, and report where a value was not finite, if one was."""
+        """Tell all workers to stop, and report the halt, with the location of a non-finite
+        value."""
         step_id = progress.next_step_id()
         block = None if fault is None else fault.block
         name = None if block is None else progress.blocks[block].name
@@ -84,7 +86,7 @@ class Halts:
 
         A new attempt begins, unless the halted step is being committed.
         """
-        if not (progress.persisting or self.commit_pending):
+        if not (progress.is_persisting or self.commit_pending):
             progress.attempt += 1
         step_id = progress.next_step_id()
         continued = RunContinued(**step_id, skip_step=skip_step)

@@ -24,11 +24,11 @@ class WorkerAvailable:
     """A worker is connected and free: ask it to build the task.
 
     Attributes:
-        worker: Its name.
-        admitted_by: What it proved its identity with.
-        host: The address it connects from; empty on the coordinator's machine.
-        devices: How many it has.
-        evaluates: Whether it only evaluates, and computes no gradients.
+        worker: The worker's name.
+        admitted_by: The credentials that admitted the worker.
+        host: The address from which the worker connects; empty on the coordinator's machine.
+        devices: Number of devices.
+        evaluates: Whether the worker only evaluates, and computes no gradients.
     """
 
     worker: str
@@ -43,7 +43,7 @@ class WorkerMessage:
     """A worker sent a message.
 
     Attributes:
-        worker: Its name.
+        worker: The worker's name.
         message: The message.
         body: float32 values of a gradient or of state, the uint8 bytes of a stored piece, or a
             JSON document.
@@ -59,10 +59,10 @@ class WorkerGone:
     """A worker's session is over; its unfinished subtrees go to others within the step.
 
     Attributes:
-        worker: Its name.
-        reason: Why.
-        exit_code: The worker's, as it said: OK; MISMATCH if it cannot take part in this run; any
-            other if its device failed or cannot be used.
+        worker: The worker's name.
+        reason: Why the session is over.
+        exit_code: The exit code that the worker reported: OK; MISMATCH if it cannot take part in
+            this run; any other if its device failed or cannot be used.
     """
 
     worker: str
@@ -90,7 +90,7 @@ class ReplicaLoaded:
     """The replica holds all of an upload of state 0.
 
     Attributes:
-        upload: Its number.
+        upload: Number of the upload.
         initial_digest: Digest of the state, as the uploader announced it in `Ready`.
         digest: Digest of the state, as replicas compare it.
     """
@@ -102,12 +102,12 @@ class ReplicaLoaded:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaApplied:
-    """The coordinator's replica has taken `step` steps; its digest arbitrates.
+    """The coordinator's replica has applied `step` steps; its digest arbitrates.
 
     Attributes:
-        step: Steps taken.
+        step: Number of applied steps.
         digest: Digest of the state after them.
-        not_finite: Where that state has a non-finite value; empty if nowhere.
+        not_finite: Where that state has a non-finite value; empty if all values are finite.
     """
 
     step: int
@@ -124,8 +124,8 @@ class WorkerCaughtUp:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFellBehind:
-    """A worker whose answer is not awaited reads too slowly: from `step` on it is served from the
-    log."""
+    """A worker whose answer is not awaited reads too slowly: from `step` on, its averages come from
+    the log."""
 
     worker: str
     step: int
@@ -142,11 +142,11 @@ class Summarized:
 
 @dataclass(frozen=True, slots=True)
 class CommitDurable:
-    """The commit of a step is on disk: workers may hear of it.
+    """The commit of a step is on disk: it may be sent to workers.
 
     Attributes:
         step: The step.
-        own_digest: The digest, named in the commit, of what replicas keep for themselves.
+        own_digest: The digest of the per-replica state, as in the commit.
     """
 
     step: int
@@ -166,8 +166,8 @@ class WriteFailed:
 
     Attributes:
         reason: The error.
-        lost_commit: Whether the write was a step's commit, which is then tried again. Any other
-            commit that is being written may still become durable.
+        lost_commit: Whether the write was a step's commit, which is then retried. If not, a commit
+            that is being written may still become durable.
     """
 
     reason: str
@@ -188,7 +188,7 @@ class ResultNotWritten:
 class HaltRun:
     """Stop now and apply nothing.
 
-    A commit that is being written still becomes durable: then the next step waits.
+    A commit that is being written still becomes durable; the next step then waits.
     """
 
     reason: str

@@ -12,8 +12,8 @@ from typing import Final
 
 from protocol.exact.reduction.tree import Subtree, cover
 
-_STICKY_GAIN: Final = 0.1
-"""A new division must promise this much less time: noise must not move work around."""
+_LEAST_GAIN: Final = 0.1
+"""A new division must save at least this share of the time: noise must not move work around."""
 
 Shares = dict[str, int]
 
@@ -25,8 +25,8 @@ def shares(microbatches: int, ms_per_microbatch: Mapping[str, float]) -> Shares:
     microbatches (Graham 1969).
 
     Args:
-        microbatches: How many the step has.
-        ms_per_microbatch: Measured time of one, by worker.
+        microbatches: Number of microbatches in the step.
+        ms_per_microbatch: Measured time of a microbatch, by worker.
     """
     counts = dict.fromkeys(ms_per_microbatch, 0)
     heap = [(ms, name) for name, ms in sorted(ms_per_microbatch.items())]
@@ -39,7 +39,7 @@ def shares(microbatches: int, ms_per_microbatch: Mapping[str, float]) -> Shares:
 
 
 def makespan_ms(division: Shares, ms_per_microbatch: Mapping[str, float]) -> float:
-    """Return when the last worker finishes."""
+    """Return the time at which the last worker finishes, in milliseconds."""
     return max(count * ms_per_microbatch[name] for name, count in division.items())
 
 
@@ -49,9 +49,10 @@ def divide(
     """Divide microbatches among workers; keep the previous division while it is good enough.
 
     Args:
-        microbatches: How many the step has.
-        speeds: Milliseconds per microbatch; None if not measured yet (the median is assumed).
-        previous: The last step's division.
+        microbatches: Number of microbatches in the step.
+        speeds: Milliseconds per microbatch, by worker; None if not measured yet (the median is
+            assumed).
+        previous: The division of the previous step.
     """
     speeds_ms = [ms for ms in speeds.values() if ms is not None]
     typical = median(speeds_ms) if speeds_ms else 1.0
@@ -61,12 +62,12 @@ def divide(
         previous = shares(microbatches, dict.fromkeys(times, 1.0))
     if sum(previous.values()) != microbatches:
         return best
-    present, new = makespan_ms(previous, times), makespan_ms(best, times)
-    return best if new < present * (1 - _STICKY_GAIN) else previous
+    previous_ms, best_ms = makespan_ms(previous, times), makespan_ms(best, times)
+    return best if best_ms < previous_ms * (1 - _LEAST_GAIN) else previous
 
 
 def subtrees_for(division: Shares) -> dict[str, tuple[Subtree, ...]]:
-    """Neighboring microbatches for each worker as subtrees, the largest share first.
+    """Return neighboring microbatches for each worker as subtrees, the largest share first.
 
     The largest share starts at 0, where the tree's largest subtrees lie: few subtrees, few uploads.
     """
@@ -94,8 +95,9 @@ def spread(
 
 
 def balance(division: Shares, ms_per_microbatch: Mapping[str, float | None]) -> float:
-    """Share of all workers' time that is spent computing while the slowest works, 0 to 1."""
+    """Return the share of all workers' time that is spent computing until the slowest worker
+    finishes, 0 to 1."""
     times = {name: ms if ms is not None else 1.0 for name, ms in ms_per_microbatch.items()}
-    slowest = makespan_ms(division, times)
+    slowest_ms = makespan_ms(division, times)
     busy_ms = sum(count * times[name] for name, count in division.items())
-    return busy_ms / (slowest * len(division)) if slowest else 1.0
+    return busy_ms / (slowest_ms * len(division)) if slowest_ms else 1.0

@@ -12,7 +12,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.run.exchange.double_check import Differing, chosen_double
+from coordinator.run.exchange.double_check import Differing, choose_double
 from coordinator.run.exchange.embeddings import JoinedEmbeddings
 from coordinator.run.exchange.mesh import Mesh
 from coordinator.run.exchange.peer_sums import WrongAverage
@@ -86,21 +86,21 @@ from protocol.wire.peers import Traffic, parse
 
 _NO_AVERAGES: Final = "0" * 64
 _DEMOTED_STEPS: Final = 16
-"""Number of steps for which an owner that was too slow owns nothing."""
+"""For this many steps an owner that was too slow owns nothing."""
 PeerMessage = AveragedGradient | ChunkReduced | SumsArrived
 _MAX_SUBTREES: Final = 64
 """Most subtrees in one message."""
 
 
-OfRound = (
+RoundMessage = (
     GradientPayload | SubtreeLoss | NonFiniteSum | CapturedRows
     | InnerPhaseProgress | InnerCheckpointChunk | InnerStateRequest
 )  # fmt: skip
 """Messages that workers send within one attempt at a step."""
 
 
-class _Committing(NamedTuple):
-    """A commit on its way to the disk, and the round that it ends."""
+class _PendingCommit(NamedTuple):
+    """A commit that is being written, and the round that it ends."""
 
     record: CommitRecord
     round: Round
@@ -109,7 +109,7 @@ class _Committing(NamedTuple):
 M = TypeVar("M", bound=Message)
 M_co = TypeVar("M_co", bound=Message, covariant=True)
 Fault = NonFinite | Differing | WrongAverage
-"""Why a step cannot be committed as it is."""
+"""Why a step cannot be committed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class FromMember(Generic[M_co]):
 
     @property
     def values(self) -> NDArray[Any]:
-        """The body of a message that carries an array: the connection lets no other through."""
+        """The body of a message that carries an array: the connection rejects any other."""
         assert isinstance(self.body, np.ndarray)
         return self.body
 
@@ -134,12 +134,12 @@ class FromMember(Generic[M_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What a message of the step leads to.
+class MessageEffect:
+    """The effect of a message that belongs to the step.
 
     Attributes:
-        actions: To be done first.
-        fault: What halts the run then, if anything.
+        actions: Actions to execute first.
+        fault: The fault that then halts the run, if any.
         may_complete: Whether the step may be complete now.
     """
 
@@ -148,36 +148,36 @@ class Taken:
     may_complete: bool = True
 
 
-_NO_PROGRESS: Final = Taken(may_complete=False)
+_NO_PROGRESS: Final = MessageEffect(may_complete=False)
 
 
 class Progress:
     """The steps of one run.
 
     Attributes:
-        term: The coordinator's.
-        step: Steps committed, and so the number of the one in progress.
-        attempt: Which try at it; where the loss couples all samples, a try is two attempts, for
-            embeddings and for gradients.
-        optimizer_step: Updates committed; skipped steps do not count.
-        losses: Mean loss of each step; NaN for a skipped one.
+        term: Term of the coordinator.
+        step: Number of committed steps, and so the number of the step in progress.
+        attempt: Number of the attempt at the step; where the loss couples all samples, a try takes
+            two attempts, for embeddings and for gradients.
+        optimizer_step: Number of committed updates; skipped steps do not count.
+        losses: Mean loss of each step; NaN for a skipped step.
         division: Microbatches by worker in the newest plan.
         round: The attempt in progress; None between the last commit and the next plan.
-        loss_scale: What losses of this attempt are multiplied by; 1 unless in float16.
+        loss_scale: Factor of the losses of this attempt; 1 unless in float16.
         agreement: Whether all replicas have the same state after the newest commit.
         numerics_profiles: Profiles of all workers that have computed.
-        mixed: Whether those are several.
-        mesh: The members that reach each other, and who of them owns what.
+        mixed: Whether the workers had different profiles.
+        mesh: The members that reach each other, and which chunks each of them owns.
         plateau: The factor by which evaluations have lowered the learning rate.
 
     Args:
         spec: The run spec.
-        term: The coordinator's.
+        term: Term of the coordinator.
         manifest: The run's manifest.
-        members: Who takes part.
+        members: The members of the run.
         resumption: The point from which a restart continues; None for a new run.
         mesh: The members that reach each other; None: all send to the coordinator.
-        allocate: Makes an array for averages, given its number of elements.
+        allocate: Returns an array for averages with the given number of elements.
     """
 
     def __init__(
@@ -200,10 +200,10 @@ class Progress:
         self.agreement = Agreement()
         self.mixed = False
         self.numerics_profiles: set[str] = set()
-        self.loss_scale = self._scale_at_first = first_scale(spec)
+        self.loss_scale = self._initial_scale = first_scale(spec)
         self._stragglers = Stragglers(members)
-        self._committing: _Committing | None = None
-        self._redone: Mapping[int, str | None] = {}
+        self._pending_commit: _PendingCommit | None = None
+        self._redone_digests: Mapping[int, str | None] = {}
         self._spec = spec
         self.term = term
         self._manifest = manifest
@@ -218,7 +218,7 @@ class Progress:
         )
         self._clipped = ClippedGroups(spec.step_optimizer)
         self._owner_lease = OwnerLease()
-        self._sent_again: dict[str, int] = {}
+        self._resent_steps: dict[str, int] = {}
         self._now_ms = self._began_ms = 0.0
         if resumption is not None:
             self._resume(resumption)
@@ -227,14 +227,14 @@ class Progress:
         self.step, self.optimizer_step = resumption.step, resumption.optimizer_step
         self.losses = list(resumption.losses)
         if resumption.loss_scale is not None:
-            self.loss_scale = self._scale_at_first = resumption.loss_scale
-        # Their averages wait in memory for the replica.
+            self.loss_scale = self._initial_scale = resumption.loss_scale
+        # The averages of steps ahead of the replica wait in memory.
         steps_ahead = limits.REPLAY_BYTES // max(self._manifest.elements * 4, 1)
         self.agreement = Agreement(
-            self.step, catching_up=True, known=resumption.state_digest,
-            ahead=min(steps_ahead, MOST_STEPS_AHEAD),
+            self.step, catching_up=True, known_digest=resumption.state_digest,
+            most_steps_ahead=min(steps_ahead, MOST_STEPS_AHEAD),
         )  # fmt: skip
-        self._redone = resumption.redone
+        self._redone_digests = resumption.redone
         if resumption.admission is not None:
             self.numerics_profiles = set(resumption.admission.signatures)
             self.mixed = resumption.admission.mixed
@@ -270,17 +270,17 @@ class Progress:
         return self._order.microbatch_count(step)
 
     @property
-    def persisting(self) -> bool:
-        """Whether the commit of the step is on its way to the disk."""
-        return self._committing is not None
+    def is_persisting(self) -> bool:
+        """Whether the commit of the step is being written."""
+        return self._pending_commit is not None
 
     @property
     def was_skipped(self) -> bool:
-        """Whether this step was committed as skipped before a restart took it back."""
-        return self._redone.get(self.step, "") is None
+        """Whether this step was committed as skipped before a restart rolled it back."""
+        return self._redone_digests.get(self.step, "") is None
 
     def begin(self) -> list[Action]:
-        """Start a try at the step: give every active worker its subtrees."""
+        """Start a try at the step: assign subtrees to every active worker."""
         layout = self._manifest.embeddings
         if layout is None:
             return self._begin_gradients(None)
@@ -295,7 +295,7 @@ class Progress:
             self.step,
             self.attempt,
             side_outputs=side_outputs,
-            embeds=layout,
+            embedding_layout=layout,
         )
         return self._begin_round(self.round, [], "embeddings")
 
@@ -310,23 +310,23 @@ class Progress:
         number = self.mesh.number
         earlier_table, table = self.mesh.table, self.mesh.star
         if self._may_be_sharded:
-            table = self.mesh.choose(self._members.speeds(), self.step)
+            table = self.mesh.choose_table(self._members.speeds(), self.step)
         self.round = Round(
             self._manifest.blocks,
             self._order.microbatch_count(self.step),
             self.term,
             self.step,
             self.attempt,
-            side_outputs=self._keeps(),
+            side_outputs=self._new_side_outputs(),
             exchange=self._spec.codecs,
             has_inner_phases=self._spec.replicas is not None,
             embeddings=embeddings,
-            owners=(self.mesh.number if table.has_peers else 0, table),
+            numbered_table=(self.mesh.number if table.has_peers else 0, table),
             allocate=self._allocate,
             clipped=self._clipped,
         )
         has_changed = number != self.mesh.number or earlier_table != table
-        owned = [Report(self._owned())] if has_changed else []
+        owned = [Report(self._ownership_report())] if has_changed else []
         return self._begin_round(self.round, owned, "step")
 
     def _begin_round(self, round_: Round, owned: list[Report], cause: Cause) -> list[Action]:
@@ -335,16 +335,16 @@ class Progress:
         if not speeds or self.was_skipped:
             return leaving
         self.division = self._divide(round_.microbatches, speeds)
-        actions = self._give(round_, subtrees_for(self.division), cause)
+        actions = self._assign(round_, subtrees_for(self.division), cause)
         return [*leaving, *owned, *actions, *self._assign_double(round_, list(speeds))]
 
     @property
     def _may_be_sharded(self) -> bool:
-        """Whether members may average among themselves: not what a capture or replicas send."""
+        """Whether members may average among themselves: not in a capture or with replicas."""
         is_plain = self._manifest.capture is None and self._spec.replicas is None
         return is_plain and not self.was_skipped
 
-    def _keeps(self) -> SideOutputs | None:
+    def _new_side_outputs(self) -> SideOutputs | None:
         if self._spec.replicas is not None:
             own_bytes = replica_state_bytes(self._spec, self._manifest)
             return SideOutputs([own_bytes] * self._spec.replicas.count) if own_bytes else None
@@ -357,103 +357,109 @@ class Progress:
     def _assign_double(self, round_: Round, active: list[str]) -> list[Action]:
         """Occasionally assign a subtree to a second worker as well, to compare the results."""
         subtrees = {name: share.subtrees for name, share in round_.shares.items()}
-        signed = {
+        profiles = {
             member.name: member.numerics_profile
             for member in self._members
             if member.name in active
         }
         spec = self._spec
-        # After one step workers have different histories, which reveals a user's task with memory.
-        surely = self.step == 1 and spec.is_user_task
+        # After one step workers have different histories: a user's task that keeps state between
+        # calls then gives different gradients.
+        always = self.step == 1 and spec.is_user_task
         every = spec.double_check_every
-        double = chosen_double(spec.seed, self.step, every, subtrees, signed, surely=surely)
+        double = choose_double(spec.seed, self.step, every, subtrees, profiles, always=always)
         if double is None:
             return []
-        round_.doubled = double
+        round_.double_assignment = double
         _, other, subtree = double
-        return self._give(round_, {other: (subtree,)}, "speculative")
+        return self._assign(round_, {other: (subtree,)}, "speculative")
 
     def _divide(self, microbatches: int, speeds: dict[str, float | None]) -> Shares:
-        """Divide by speed; a worker that was idle for long gets one microbatch, to be measured."""
+        """Divide by speed; a worker that was idle for long gets one microbatch, to measure its
+        speed."""
         active = [member for member in self._members if member.name in speeds]
-        overdue = [member.name for member in active if member.overdue]
+        overdue = [member.name for member in active if member.is_overdue]
         if len(overdue) >= min(len(active), microbatches):
             overdue = []
         rest = {name: ms for name, ms in speeds.items() if name not in overdue}
         division = divide(microbatches - len(overdue), rest, self.division)
         division |= dict.fromkeys(overdue, 1)
         for member in active:
-            member.planned(division[member.name])
+            member.note_share(division[member.name])
         return division
 
     def lose(self, worker: str) -> bool:
         """Remove a worker that has left.
 
         Returns:
-            Whether its weights are known to be the run's. A faulty worker may have had other
-            weights, and left before its digest showed that.
+            Whether the worker's weights are known to be the run's. A faulty worker may have had
+            other weights, and left before its digest showed the difference.
         """
-        is_proven = worker not in self.agreement.waiting_for
+        is_proven = worker not in self.agreement.awaited_workers
         self.agreement.lose(worker)
         self._stragglers.lose(worker)
-        self._sent_again.pop(worker, None)
+        self._resent_steps.pop(worker, None)
         if self.round is not None:
             self.round.lose(worker, is_proven=is_proven)
         return is_proven
 
     def reassign(self) -> list[Action]:
-        """Give unassigned subtrees to the active workers, within the step."""
+        """Assign unassigned subtrees to the active workers, within the step."""
         round_ = self.round
-        if round_ is None or self.was_skipped or self.persisting:
+        if round_ is None or self.was_skipped or self.is_persisting:
             return []
-        if round_.tainted:  # what was added to a sum cannot be subtracted again
+        if round_.is_tainted:  # a term that was added to a sum cannot be subtracted again
             self.attempt += 1
             return [Report(StepRestarted(**self.step_id())), *self.begin()]
-        owned = self._reown(round_)
+        owned = self._reassign_chunks(round_)
         speeds = self._members.speeds()
         orphans = round_.unassigned()
         if not speeds or not orphans:
             return owned
         if not round_.has_begun:  # no worker was active when the step began
-            cause: Cause = "embeddings" if round_.embeds else "step"
+            cause: Cause = "embeddings" if round_.embedding_layout else "step"
             actions = self._spread(round_, orphans, speeds, cause)
             return actions + self._assign_double(round_, list(speeds))
         event = SubtreesReassigned(self.step, [str(subtree) for subtree in orphans])
-        if round_.has_inner_phases:  # an inner phase is a whole share: give it to an idle worker
+        if round_.has_inner_phases:  # an inner phase is a whole share: assign it to an idle worker
             idle_speeds = {name: ms for name, ms in speeds.items() if not round_.pending(name)}
             speeds = idle_speeds or speeds
         return [*owned, *self._spread(round_, orphans, speeds, "reassigned"), Report(event)]
 
-    def _reown(self, round_: Round) -> list[Action]:
+    def _reassign_chunks(self, round_: Round) -> list[Action]:
         """Give the chunks of lost owners to the remaining ones, or to the coordinator."""
         table, number = round_.peers.table, self.mesh.number
         if not table.has_peers:
             return []
         computing = self._members.names(*COMPUTING)
-        self.mesh.without([name for name in table.members if name not in computing])
+        self.mesh.reassign_lost([name for name in table.members if name not in computing])
         return self._send_owners(round_) if self.mesh.number != number else []
 
     def _send_owners(self, round_: Round) -> list[Action]:
         """Send the newest table of owners to all workers."""
-        round_.reown(self.mesh.number, self.mesh.table)
+        round_.switch_table(self.mesh.number, self.mesh.table)
         workers = [name for name in round_.shares if name in self._members]
-        return [*self.mesh.tell(workers), *self.credit(round_), Report(self._owned())]
+        return [
+            *self.mesh.send_table(workers),
+            *self.grant_credit(round_),
+            Report(self._ownership_report()),
+        ]
 
-    def _owned(self) -> Owned:
+    def _ownership_report(self) -> Owned:
         mesh = self.mesh
         return Owned(
             term=self.term, step=self.step, number=mesh.number, reason=mesh.reason,
-            owners=mesh.owned(),
+            owners=mesh.owned_shares(),
         )  # fmt: skip
 
-    def _pass_over_owner(self, round_: Round) -> list[Action]:
-        """Let an owner own nothing for a while if the step waits for it alone and it is silent."""
-        late_owner = self._owner_lease.late(round_)
+    def _demote_late_owner(self, round_: Round) -> list[Action]:
+        """Let an owner own nothing for a while if the step waits only for it and it is silent."""
+        late_owner = self._owner_lease.find_late_owner(round_)
         if late_owner is None:
             return []
         self.mesh.demote(late_owner, self.step + _DEMOTED_STEPS)
-        self.mesh.reown(late_owner)
-        actions = self._stragglers.reports_owner(late_owner, self.step)
+        self.mesh.reassign_owner(late_owner)
+        actions = self._stragglers.report_late_owner(late_owner, self.step)
         return [*actions, *self._send_owners(round_)]
 
     def _spread(
@@ -463,20 +469,22 @@ class Progress:
         speeds: dict[str, float | None],
         cause: Cause,
     ) -> list[Action]:
-        return self._give(round_, spread(subtrees, round_.microbatches, speeds), cause)
+        return self._assign(round_, spread(subtrees, round_.microbatches, speeds), cause)
 
-    def _give(
+    def _assign(
         self, round_: Round, subtrees: Mapping[str, tuple[Subtree, ...]], cause: Cause
     ) -> list[Action]:
-        """Give subtrees to workers: their plans of this step, or more of it."""
+        """Send subtrees to workers: in a first plan of this step, or in addition to it."""
         self._note_numerics_profiles()
         if self._spec.replicas is not None:
-            # Each difference is encoded by itself: a sum of two would need another codec.
+            # Each replica's difference is encoded separately: a sum of two needs another codec.
             subtrees = {
                 name: tuple(leaves_of(worker_subtrees))
                 for name, worker_subtrees in subtrees.items()
             }
-        actions = self._may_send(round_, round_.expect_subtrees(sum(map(len, subtrees.values()))))
+        actions = self._send_credit(
+            round_, round_.expect_subtrees(sum(map(len, subtrees.values())))
+        )
         for name, worker_subtrees in subtrees.items():
             parts = [
                 worker_subtrees[at : at + _MAX_SUBTREES]
@@ -500,10 +508,10 @@ class Progress:
     def _plan(self, round_: Round, worker: str, subtrees: tuple[Subtree, ...]) -> list[Action]:
         is_member = worker in round_.shares
         member = self._members.get(worker)
-        round_.assign(worker, subtrees, local=member is not None and not member.host)
+        round_.assign(worker, subtrees, is_local=member is not None and not member.host)
         if member is not None:
             round_.double_check.assign(worker, member.numerics_profile, subtrees)
-        self._stragglers.assigned(worker)
+        self._stragglers.note_assignment(worker)
         step_id, view = self.step_id(), self._members.view
         if is_member:
             return [Send(worker, Assign(**step_id, view=view, subtrees=subtrees))]
@@ -511,18 +519,18 @@ class Progress:
         plan = StepPlan(
             **step_id, view=view, subtrees=subtrees, microbatches=round_.microbatches,
             uploads=round_.uploads(worker), owners=number, loss_scale=self.loss_scale,
-            phase="embeddings" if round_.embeds else "gradients",
+            phase="embeddings" if round_.embedding_layout else "gradients",
         )  # fmt: skip
-        actions = self.mesh.tell([worker]) if number else []
+        actions = self.mesh.send_table([worker]) if number else []
         messages = () if round_.embeddings is None else round_.embeddings.messages(step_id)
         rows = [Send(worker, message, body) for message, body in messages]
         return [*actions, *rows, Send(worker, plan)]
 
     def halve_loss_scale(self, reason: str) -> list[Action]:
-        """Start the step over with half the loss scale, after gradients overflowed in float16.
+        """Restart the step with half the loss scale, after gradients overflowed in float16.
 
         Returns:
-            No actions if losses are not scaled, or no longer.
+            No actions if losses are not scaled, or the scale is already at its minimum.
         """
         if not scales(self._spec) or self.loss_scale <= FLOOR:
             return []
@@ -531,20 +539,20 @@ class Progress:
         event = LossScaleHalved(**self.step_id(), loss_scale=self.loss_scale, reason=reason)
         return [Report(event), *self.begin()]
 
-    def credit(self, round_: Round) -> list[Action]:
-        """Let workers send more chunks once there is memory for their sums."""
-        return self._may_send(round_, round_.raise_uploads())
+    def grant_credit(self, round_: Round) -> list[Action]:
+        """Let workers send more chunks if there is memory for the sums."""
+        return self._send_credit(round_, round_.raise_uploads())
 
-    def _may_send(self, round_: Round, workers: list[str]) -> list[Action]:
+    def _send_credit(self, round_: Round, workers: list[str]) -> list[Action]:
         for worker in workers:
-            self._stragglers.may_send(worker)
+            self._stragglers.note_credit(worker)
         return [
             Send(worker, Credit(**self.step_id(), uploads=round_.uploads(worker)))
             for worker in workers
         ]
 
     def _note_numerics_profiles(self) -> None:
-        """Note the profiles of all workers, also of those that leave: their sums stay."""
+        """Note the profiles of all workers; the sums of workers that leave stay."""
         self.numerics_profiles |= self._members.numerics_profiles
         self.mixed = self.mixed or len(self.numerics_profiles) > 1
 
@@ -552,30 +560,32 @@ class Progress:
         """Advance the time; stop waiting for workers that are late."""
         self._now_ms = now_ms
         self._stragglers.tick(now_ms)
-        if self.persisting:
+        if self.is_persisting:
             return []
         self._owner_lease.tick(now_ms)
         round_ = self.round
-        speculated = self._speculate(round_) if round_ is not None else []
-        passed_actions = self._pass_over()
-        owners = (
-            self._pass_over_owner(round_) if round_ is not None and round_ is self.round else []
+        speculated = [] if round_ is None else self._speculate(round_)
+        late_actions = self._pass_over_late_workers()
+        owner_actions = (
+            self._demote_late_owner(round_) if round_ is not None and round_ is self.round else []
         )
-        return [*passed_actions, *speculated, *owners]
+        return [*late_actions, *speculated, *owner_actions]
 
-    def _pass_over(self) -> list[Action]:
-        """Continue without workers that do not answer; they take part again once they have."""
-        blocked = self.round is not None and self.round.complete
-        late_members = self._stragglers.late_answers(self.agreement, blocked=blocked)
+    def _pass_over_late_workers(self) -> list[Action]:
+        """Continue without workers that do not answer; they take part again once they answer."""
+        blocked = self.round is not None and self.round.is_complete
+        late_members = self._stragglers.find_late_answers(self.agreement, blocked=blocked)
         if not late_members:
             return []
-        actions: list[Action] = list(self._stragglers.reports(late_members, self.step, "an answer"))
+        actions: list[Action] = list(
+            self._stragglers.report_late_workers(late_members, self.step, "an answer")
+        )
         for member in late_members:
             if member.state is MemberState.DRAINING:
                 actions.append(member.release())
                 continue
-            self._stragglers.passed_over(member)
-            if member.passed_over(self.step):
+            self._stragglers.stop_waiting_for(member)
+            if member.note_passed_over(self.step):
                 aside = WorkerPutAside(member.name, self.step, member.aside_until)
                 actions.append(Report(aside))
             self.agreement.lose(member.name)
@@ -587,17 +597,20 @@ class Progress:
         return actions + self.reassign()
 
     def _speculate(self, round_: Round) -> list[Action]:
-        """Assign what late workers owe to idle ones as well; the first result counts.
+        """Assign the subtrees of late workers to idle ones as well; the first result counts.
 
-        If all are late, there is nobody to continue without them, so nothing is reported.
+        If all workers are late, nobody can continue without them, so nothing is reported.
         """
-        late_members = self._stragglers.late_workers(round_)
+        late_members = self._stragglers.find_late_workers(round_)
         names = [member.name for member in late_members]
         cancelled = self.cancel_surplus(round_) if round_.forgo_double(names) else []
         others = {name: ms for name, ms in self._members.speeds().items() if name not in names}
         if not late_members or not others:
             return [*cancelled]
-        reports = [*cancelled, *self._stragglers.reports(late_members, self.step, "gradients")]
+        reports = [
+            *cancelled,
+            *self._stragglers.report_late_workers(late_members, self.step, "gradients"),
+        ]
         speeds = {name: speed for name, speed in others.items() if not round_.pending(name)}
         subtrees = round_.unassigned(ignoring=names) if speeds else ()
         if not subtrees:
@@ -610,11 +623,11 @@ class Progress:
         """Cancel subtrees that other workers have finished first."""
         return [
             Send(name, Cancel(**self.step_id(), subtrees=subtrees[at : at + _MAX_SUBTREES]))
-            for name, subtrees in round_.surplus().items()
+            for name, subtrees in round_.take_surplus().items()
             for at in range(0, len(subtrees), _MAX_SUBTREES)
         ]
 
-    def round_of(self, message: OfRound | PeerMessage) -> Round | None:
+    def round_of(self, message: RoundMessage | PeerMessage) -> Round | None:
         """Return the round that a message belongs to; None if the message is late.
 
         A message is late if it belongs to an earlier attempt, to a step that was skipped, or to a
@@ -630,32 +643,32 @@ class Progress:
                 f"{type(message).__name__}: expected (term, step, attempt) {own_id}, got "
                 f"{message_id}"
             )
-        return self.round if message_id == own_id and not self.persisting else None
+        return self.round if message_id == own_id and not self.is_persisting else None
 
-    def delivered(self, worker: str) -> None:
-        """Note that a worker sent a part of what it owes."""
-        self._stragglers.delivered(worker)
+    def note_delivery(self, worker: str) -> None:
+        """Note that a worker has sent a part of its results."""
+        self._stragglers.note_delivery(worker)
 
-    def subtree_loss(
+    def take_loss(
         self, round_: Round, member: Member, message: SubtreeLoss
     ) -> NonFinite | Differing | None:
-        """Take a subtree's loss, and how long the subtree took."""
-        outcome = round_.subtree_loss(member.name, message)
-        if round_.embeds is None:  # embeddings alone take less than a microbatch
-            member.measured(message.elapsed_ms / message.subtree.leaves)
-        if outcome is True and round_.embeds is None:
+        """Take a subtree's loss, and the time that the subtree took."""
+        outcome = round_.take_loss(member.name, message)
+        if round_.embedding_layout is None:  # embeddings alone take less than a microbatch
+            member.add_measurement(message.elapsed_ms / message.subtree.leaves)
+        if outcome is True and round_.embedding_layout is None:
             member.microbatches += message.subtree.leaves
         return None if isinstance(outcome, bool) else outcome
 
     def averages_request(self, worker: str, message: AveragesRequest) -> list[Action]:
-        """Send a worker committed averages that lost owners did not send."""
+        """Send a worker committed averages that it did not receive from lost owners."""
         is_committed = message.term == self.term and message.step < self.step
-        if not is_committed or self._sent_again.get(worker, -1) >= message.step:
+        if not is_committed or self._resent_steps.get(worker, -1) >= message.step:
             return []
-        self._sent_again[worker] = message.step
+        self._resent_steps[worker] = message.step
         return [SendAverages(worker, message.step)]
 
-    def applied(self, worker: str, message: StepApplied) -> None:
+    def take_answer(self, worker: str, message: StepApplied) -> None:
         """Take a worker's answer to a commit.
 
         Raises:
@@ -667,14 +680,15 @@ class Progress:
                 f"got {message.term} and {message.step}"
             )
         if message.step == self.step:
-            self._stragglers.answered(worker)
-        self.agreement.answer(worker, message.step, message.state_digest)
+            self._stragglers.note_answer(worker)
+        self.agreement.take_answer(worker, message.step, message.state_digest)
 
     def persist(self, round_: Round, *, skip: bool) -> list[Action]:
-        """Make the commit record and order its write, before any worker receives the commit.
+        """Make the commit record, and return the action that writes it before any worker receives
+        the commit.
 
-        The round is complete and all replicas agree on the step before; or, with `skip`, nothing
-        is applied.
+        The round must be complete, and all replicas agree on the previous step; with `skip`,
+        nothing is applied.
         """
         scalars, norm, loss, digest = None, None, float("nan"), _NO_AVERAGES
         updates = self.optimizer_step
@@ -697,27 +711,27 @@ class Progress:
             counted=combinations,
             embedded=None if rows is None else Embedded.made_by(rows.digest, rows.origin),
         )  # fmt: skip
-        self._committing = _Committing(record, round_)
+        self._pending_commit = _PendingCommit(record, round_)
         side_outputs = () if skip or round_.side_outputs is None else round_.side_outputs.content
         return [*self._compare(digest), Persist(record, side_outputs)]
 
     def _compare(self, digest: str) -> list[Action]:
-        """Report a repeated step whose averages differ from those before the restart."""
-        earlier = self._redone.get(self.step)
-        if earlier is None or earlier == digest:
+        """Report a redone step whose averages differ from those before the restart."""
+        earlier_digest = self._redone_digests.get(self.step)
+        if earlier_digest is None or earlier_digest == digest:
             return []
-        return [Report(RedoneOtherwise(self.step, earlier, digest))]
+        return [Report(RedoneOtherwise(self.step, earlier_digest, digest))]
 
-    def leave_out(self) -> None:
+    def drop_step(self) -> None:
         """Drop the step in progress because the run ends, unless its commit is being written."""
-        if not self.persisting:
+        if not self.is_persisting:
             self.round = None
 
     def abandon_commit(self) -> None:
         """Note that the commit was not written: the step is still in progress."""
-        self._committing = None
+        self._pending_commit = None
 
-    def durable(self, step: int, own_digest: str | None = None) -> list[Action]:
+    def end_step(self, step: int, own_digest: str | None = None) -> list[Action]:
         """Broadcast the commit of this step, which is now on disk, and end the step.
 
         Args:
@@ -727,27 +741,27 @@ class Progress:
         Returns:
             No actions if no such commit was being written.
         """
-        if self._committing is None or step != self.step:
+        if self._pending_commit is None or step != self.step:
             return []
-        record, round_ = self._committing
+        record, round_ = self._pending_commit
         record = record.model_copy(update={"own_digest": own_digest})
-        self._committing = self.round = None
+        self._pending_commit = self.round = None
         commit = record.commit
         digests = self._average_digests(round_, commit)
         if commit.scalars is not None and self.attempt < self._attempts_per_try:
-            sharded = round_.peers.table_number > 0
-            self.mesh.took(self._now_ms - self._began_ms, sharded=sharded)
+            is_sharded = round_.peers.table_number > 0
+            self.mesh.note_duration(self._now_ms - self._began_ms, sharded=is_sharded)
         apply = ApplyStep(self.step, round_.averages, commit.scalars)
         self.optimizer_step = record.optimizer_step
         self.losses.append(commit.loss)
         self.step += 1
-        # A skipped step records no scale: a restart would know only the one before it.
-        scale = self._scale_at_first if commit.scalars is None else self.loss_scale
-        self.loss_scale = self._scale_at_first = scale_after(self._spec, scale, self.step)
+        # A skipped step records no scale: a restart would know only that of the previous step.
+        scale = self._initial_scale if commit.scalars is None else self.loss_scale
+        self.loss_scale = self._initial_scale = scale_after(self._spec, scale, self.step)
         self.attempt = 0
         computing = self._members.names(*COMPUTING)
-        self.agreement.expect(self.step, computing)
-        self._stragglers.committed(round_, computing)
+        self.agreement.expect_answers(self.step, computing)
+        self._stragglers.end_step(round_, computing)
         actions: list[Action] = [*digests, Broadcast(commit), apply, Report(Committed.of(record))]
         return [*actions, *self.release()]
 
@@ -769,54 +783,54 @@ class Progress:
         ]
 
     def next_step_id(self) -> dict[str, int]:
-        """Return the StepId of the next message: of the next step, if this one is being
-        committed."""
+        """Return the StepId of the next message: that of the next step while the commit of this
+        step is being written."""
         step_id = self.step_id()
-        return {**step_id, "step": self.step + 1, "attempt": 0} if self.persisting else step_id
+        return {**step_id, "step": self.step + 1, "attempt": 0} if self.is_persisting else step_id
 
     def step_id(self) -> dict[str, int]:
         """Return term, step and attempt, as messages carry them."""
         return {"term": self.term, "step": self.step, "attempt": self.attempt}
 
-    # Messages of workers about the step in progress, while the run is TRAINING. `Run` halts at a
-    # fault, and else checks whether the step is complete. A message of an earlier attempt changes
-    # nothing.
+    # Messages of workers about the step in progress, while the run is TRAINING. `Run` halts on a
+    # fault; otherwise it checks whether the step is complete. A message of an earlier attempt
+    # changes nothing.
 
     def _round_of(
         self, incoming: FromMember[GradientPayload | CapturedRows | SubtreeLoss]
     ) -> Round | None:
-        """Return the round that a computing worker delivers to; None if its message is late."""
+        """Return the round of a computing worker's message; None if the message is late."""
         round_ = self.round_of(incoming.message)
         if round_ is None or incoming.member.state not in COMPUTING:
             return None
-        self.delivered(incoming.member.name)
+        self.note_delivery(incoming.member.name)
         return round_
 
-    def on_payload(self, incoming: FromMember[GradientPayload]) -> Taken:
+    def on_payload(self, incoming: FromMember[GradientPayload]) -> MessageEffect:
         """Add a chunk of a subtree's gradient sum, or pass it on to the worker that averages it."""
         round_ = self._round_of(incoming)
         if round_ is None:
             return _NO_PROGRESS
-        outcome = round_.payload(incoming.member.name, incoming.message, incoming.values)
+        outcome = round_.take_payload(incoming.member.name, incoming.message, incoming.values)
         if isinstance(outcome, NonFinite | Differing):
-            return Taken(fault=outcome)
+            return MessageEffect(fault=outcome)
         if isinstance(outcome, Send):
-            return Taken([outcome], may_complete=False)
-        credit = self.credit(round_)  # before an average: it is short, and waited for
+            return MessageEffect([outcome], may_complete=False)
+        credit = self.grant_credit(round_)  # before an average: it is short, and waited for
         actions: list[Action] = [] if outcome is None else [outcome, *round_.summarize()]
-        return Taken(credit + actions + self.release())
+        return MessageEffect(credit + actions + self.release())
 
-    def on_captured_rows(self, incoming: FromMember[CapturedRows]) -> Taken:
+    def on_captured_rows(self, incoming: FromMember[CapturedRows]) -> MessageEffect:
         """Store a chunk of a microbatch's side outputs."""
         round_ = self._round_of(incoming)
         if round_ is None:
             return _NO_PROGRESS
-        differing = round_.captured(incoming.member.name, incoming.message, incoming.values)
-        return Taken(fault=differing, may_complete=False)
+        differing = round_.take_side_output(incoming.member.name, incoming.message, incoming.values)
+        return MessageEffect(fault=differing, may_complete=False)
 
     def on_inner_phase(
         self, incoming: FromMember[InnerPhaseProgress | InnerCheckpointChunk | InnerStateRequest]
-    ) -> Taken:
+    ) -> MessageEffect:
         """Handle a worker's progress, checkpoint or state request in an inner phase."""
         message, name = incoming.message, incoming.member.name
         if not self.has_replicas:
@@ -824,27 +838,29 @@ class Progress:
         round_ = self.round_of(message)
         if round_ is None or incoming.member.state is MemberState.LOADING:
             return _NO_PROGRESS
-        self.delivered(name)
+        self.note_delivery(name)
         match message:
             case InnerPhaseProgress():
                 round_.note_inner_step(name, message.replica, message.inner)
                 return _NO_PROGRESS
             case InnerCheckpointChunk():
                 round_.note_inner_checkpoint(name, message.replica)
-                return Taken([WriteInnerCheckpoint(message, incoming.values)], may_complete=False)
+                return MessageEffect(
+                    [WriteInnerCheckpoint(message, incoming.values)], may_complete=False
+                )
             case InnerStateRequest():
                 round_.note_inner_step(name, message.replica, 0)
-                return Taken([AnswerInnerStateRequest(name, message)], may_complete=False)
+                return MessageEffect([AnswerInnerStateRequest(name, message)], may_complete=False)
 
-    def on_subtree_loss(self, incoming: FromMember[SubtreeLoss]) -> Taken:
+    def on_subtree_loss(self, incoming: FromMember[SubtreeLoss]) -> MessageEffect:
         """Take the loss of a subtree, the last of its results to arrive."""
         round_ = self._round_of(incoming)
         if round_ is None:
             return _NO_PROGRESS
-        fault = self.subtree_loss(round_, incoming.member, incoming.message)
-        return Taken(self.release() + self.cancel_surplus(round_), fault)
+        fault = self.take_loss(round_, incoming.member, incoming.message)
+        return MessageEffect(self.release() + self.cancel_surplus(round_), fault)
 
-    def on_non_finite(self, incoming: FromMember[NonFiniteSum]) -> Taken:
+    def on_non_finite(self, incoming: FromMember[NonFiniteSum]) -> MessageEffect:
         """Halt for NaN or infinity that a worker found in its own gradients, or in its sums."""
         round_, name, non_finite = (
             self.round_of(incoming.message),
@@ -855,52 +871,56 @@ class Progress:
             return _NO_PROGRESS
         if non_finite.worker == name and incoming.member.state is MemberState.LOADING:
             return _NO_PROGRESS
-        self.delivered(name)
-        return Taken(fault=round_.non_finite(name, non_finite))
+        self.note_delivery(name)
+        return MessageEffect(fault=round_.check_non_finite(name, non_finite))
 
-    def on_peer_listens(self, incoming: FromMember[PeerPort]) -> Taken:
+    def on_peer_listens(self, incoming: FromMember[PeerPort]) -> MessageEffect:
         """Note the port at which a worker listens for peers."""
-        return Taken(self.mesh.opened(incoming.member.name, incoming.message), may_complete=False)
+        return MessageEffect(
+            self.mesh.add_listener(incoming.member.name, incoming.message), may_complete=False
+        )
 
-    def on_peer_linked(self, incoming: FromMember[Linked]) -> Taken:
+    def on_peer_linked(self, incoming: FromMember[Linked]) -> MessageEffect:
         """Note that a worker reaches a peer."""
-        self.mesh.linked(incoming.member.name, incoming.message.peer, incoming.message.mbit)
+        self.mesh.add_link(incoming.member.name, incoming.message.peer, incoming.message.mbit)
         return _NO_PROGRESS
 
-    def on_link_traffic(self, incoming: FromMember[LinkTraffic]) -> Taken:
+    def on_link_traffic(self, incoming: FromMember[LinkTraffic]) -> MessageEffect:
         """Note how much a worker has exchanged with its peers."""
         self.mesh.traffic[incoming.member.name] = parse(Traffic, incoming.document).peers
         return _NO_PROGRESS
 
-    def on_sums_arrived(self, incoming: FromMember[SumsArrived]) -> Taken:
+    def on_sums_arrived(self, incoming: FromMember[SumsArrived]) -> MessageEffect:
         """Note that an owner has received all its chunks of a subtree."""
         message = incoming.message
         round_ = self.round_of(message)
         if round_ is None:
             return _NO_PROGRESS
-        self.delivered(incoming.member.name)
-        round_.sums_arrived(incoming.member.name, message)
+        self.note_delivery(incoming.member.name)
+        round_.note_arrival(incoming.member.name, message)
         if message.worker in round_.shares:
-            self.delivered(message.worker)
-        return Taken(self.release() + self.cancel_surplus(round_), may_complete=False)
+            self.note_delivery(message.worker)
+        return MessageEffect(self.release() + self.cancel_surplus(round_), may_complete=False)
 
-    def on_peer_average(self, incoming: FromMember[ChunkReduced | AveragedGradient]) -> Taken:
-        """Take the values of a worker's average, or its digest of them."""
+    def on_peer_average(
+        self, incoming: FromMember[ChunkReduced | AveragedGradient]
+    ) -> MessageEffect:
+        """Take the values of an average that a worker computed, or the owner's digest of them."""
         message, name = incoming.message, incoming.member.name
         round_ = self.round_of(message)
         if round_ is None:
             return _NO_PROGRESS
-        self.delivered(name)
+        self.note_delivery(name)
         is_reduced = isinstance(message, ChunkReduced)
         body = parse_origin(incoming.document) if is_reduced else incoming.values
-        result = round_.peer_average(name, message, body)
+        result = round_.take_peer_average(name, message, body)
         if isinstance(result, WrongAverage):
-            return Taken(fault=result)
+            return MessageEffect(fault=result)
         outcomes = [] if result is None else [result]
-        return Taken([*outcomes, *round_.summarize(), *self.release()])
+        return MessageEffect([*outcomes, *round_.summarize(), *self.release()])
 
-    def on_averages_request(self, incoming: FromMember[AveragesRequest]) -> Taken:
+    def on_averages_request(self, incoming: FromMember[AveragesRequest]) -> MessageEffect:
         """Send committed averages to a worker that lacks them because their owners have left."""
-        return Taken(
+        return MessageEffect(
             self.averages_request(incoming.member.name, incoming.message), may_complete=False
         )

@@ -3,9 +3,9 @@
 `Run.step` takes one input and returns actions, in the order in which the shell must execute them.
 It is pure: time and the results of actions come back as inputs.
 
-The state is a phase and four parts, each of which owns what it names: `Progress` the steps and the
-exchange of the step in progress, `Admission` the conditions for workers, `Evaluations` the
-evaluations, `Halts` what a halt leaves to do. Only this file changes the phase. Between two inputs:
+The state is a phase and four parts: `Progress` has the steps and the exchange of the step in
+progress, `Admission` the conditions for workers, `Evaluations` the evaluations, `Halts` what
+remains to be done after a halt. Only this file changes the phase. Between two inputs:
 
 - WAITING: no worker computes; each member is IDLE, PREPARING or READY. Manifest and parts exist
   once the first worker is ready, or from the beginning after a restart. There is no round.
@@ -21,9 +21,10 @@ evaluations, `Halts` what a halt leaves to do. Only this file changes the phase.
 The table at the end of `Run` has a row for each class of `Input` and for each message that a member
 may send, with a handler for each phase. The handler acts, ignores the input, or raises OutOfOrder
 because the sender breaks the protocol. mypy checks that a handler accepts its row's type; a test
-checks that no row is missing. `_NEXT` says which phase may follow which. Inputs that may complete
-something (a payload, an answer, a durable write) end in `_advance`, which commits the step or ends
-evaluation or run once everything has arrived, so the order of these inputs does not matter.
+checks that no row is missing. `_NEXT_PHASES` says which phase may follow which. Handlers of inputs
+that may complete something (a payload, an answer, a durable write) call `_advance`, which commits
+the step or ends evaluation or run once everything has arrived, so the order of these inputs does
+not matter.
 """
 
 from __future__ import annotations
@@ -88,10 +89,10 @@ from coordinator.run.progress import (
     Fault,
     FromMember,
     M,
-    OfRound,
+    MessageEffect,
     PeerMessage,
     Progress,
-    Taken,
+    RoundMessage,
 )
 from coordinator.run.workers.admission import Admission, is_stale, refuse, seed
 from coordinator.run.workers.eligibility import Eligibility, Verdict
@@ -133,8 +134,9 @@ from protocol.wire.messages import (
     Unready,
 )
 
-_MAX_STEPS_BEHIND: Final = 2
-"""A joiner whose state was right so few steps ago takes part: it gets every later commit."""
+_MOST_STEPS_BEHIND: Final = 2
+"""A joiner whose state was correct at most this many steps ago takes part: it has received every
+later commit."""
 I = TypeVar("I")  # noqa: E741 -- an input
 
 
@@ -148,7 +150,7 @@ class RunPhase(Enum):
     OVER = "over"
 
 
-_NEXT: Final[dict[RunPhase, set[RunPhase]]] = {
+_NEXT_PHASES: Final[dict[RunPhase, set[RunPhase]]] = {
     RunPhase.WAITING: {RunPhase.TRAINING, RunPhase.OVER},
     RunPhase.TRAINING: {
         RunPhase.TRAINING, RunPhase.EVALUATING, RunPhase.HALTED, RunPhase.OVER,
@@ -175,10 +177,10 @@ def _message(
 
 
 def _step(
-    handle: Callable[[Progress, FromMember[M]], Taken],
+    handle: Callable[[Progress, FromMember[M]], MessageEffect],
 ) -> Callable[[Run, FromMember[M]], list[Action]]:
-    """Make a handler out of a method of `Progress`."""
-    return lambda run, incoming: run.take(handle, incoming)
+    """Make a handler from a method of `Progress`."""
+    return lambda run, incoming: run.handle_step_message(handle, incoming)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,7 @@ class Run:
 
     Attributes:
         phase: The phase of the run.
-        reason: Why the run is in this phase; empty while it trains.
+        reason: The reason for the phase; empty while the run trains.
         members: The workers that take part.
         settled: Manifest and parts, once they exist.
         checkpoints: Which checkpoints are due, being written, and durable.
@@ -209,8 +211,9 @@ class Run:
         term: Term of the coordinator.
         expect_workers: How many workers must be ready before the start.
         resumption: Where a restart continues; None for a new run.
-        secret: Derives the keys of members that exchange chunks; empty if they do not.
-        allocate: Returns an array for averages, with the given number of elements.
+        secret: Secret from which the keys of members that exchange chunks are derived; empty:
+            members exchange none.
+        allocate: Returns an array for averages with the given number of elements.
     """
 
     def __init__(
@@ -242,9 +245,9 @@ class Run:
         self._is_draining = False
         self._recorded_profiles: set[str] = set()
         if resumption is not None:
-            self._take_from(resumption)
+            self._restore(resumption)
 
-    def _take_from(self, resumption: Resumption) -> None:
+    def _restore(self, resumption: Resumption) -> None:
         record = resumption.admission
         settled = self._settle(resumption.manifest, resumption)
         settled.admission.resume(record, resumption.initial_digest)
@@ -303,7 +306,7 @@ class Run:
     @property
     def has_state(self) -> bool:
         """Whether the coordinator's replica has a state of this run."""
-        return self.settled is not None and self.settled.admission.state_known
+        return self.settled is not None and self.settled.admission.has_state
 
     @property
     def steps_committed(self) -> int:
@@ -322,7 +325,8 @@ class Run:
 
     @property
     def epochs(self) -> str:
-        """The epoch of the data, if the run spec counts epochs and they are known; else empty."""
+        """The epoch as text, if the run spec counts epochs and the samples are known; else
+        empty."""
         if self.settled is None:
             return ""
         return self.spec.epochs_after(self.steps_committed, self.settled.manifest.epoch_samples)
@@ -352,23 +356,26 @@ class Run:
         if member is None:  # not part of the run: it may leave at once
             leaves = isinstance(message, Drain)
             return [Dismiss(incoming.worker, "drained", ExitCode.OK)] if leaves else []
-        over = self.phase is RunPhase.OVER and not isinstance(message, Drain)
-        if over or is_stale(member, message, self.run_id):
+        is_over = self.phase is RunPhase.OVER and not isinstance(message, Drain)
+        if is_over or is_stale(member, message, self.run_id):
             return []
         row = self._MESSAGES.get(type(message))
-        if row is None or not self._may_come(member, message):
+        if row is None or not self._is_expected(member, message):
             raise OutOfOrder(f"{type(message).__name__} is out of order")
         return row[self.phase](self, FromMember(member, message, incoming.body))
 
-    def _may_come(self, member: Member, message: Message) -> bool:
-        """Whether Ready or Unready may come: once after StartRun; Unready later if data changed."""
+    def _is_expected(self, member: Member, message: Message) -> bool:
+        """Return whether the member may send the message now.
+
+        Ready or Unready may come once after StartRun; Unready also later, if the data has changed.
+        """
         if not isinstance(message, Ready | Unready) or member.state is MemberState.PREPARING:
             return True
         has_begun = self.phase is not RunPhase.WAITING
         return isinstance(message, Unready) and not message.own and has_begun
 
     def _enter(self, phase: RunPhase, reason: str = "") -> None:
-        assert phase in _NEXT[self.phase], f"{self.phase} is never followed by {phase}"
+        assert phase in _NEXT_PHASES[self.phase], f"{self.phase} is never followed by {phase}"
         self.phase, self.reason = phase, reason
 
     def _ignore(self, input_: object) -> list[Action]:
@@ -379,7 +386,7 @@ class Run:
         name = type(incoming.message).__name__
         raise OutOfOrder(f"{name} of {incoming.member.name!r} before the first step")
 
-    def _check_late(self, incoming: FromMember[OfRound | PeerMessage]) -> list[Action]:
+    def _check_late(self, incoming: FromMember[RoundMessage | PeerMessage]) -> list[Action]:
         """Drop a message of a step that is interrupted; refuse one that belongs to no step."""
         self._parts.progress.round_of(incoming.message)
         return []
@@ -406,13 +413,14 @@ class Run:
 
     # Workers join and leave.
 
-    def _connect_early(self, worker: WorkerAvailable) -> list[Action]:
-        """Let evaluators wait: training workers settle manifest and initial state."""
+    def _on_connect_early(self, worker: WorkerAvailable) -> list[Action]:
+        """Add a worker; an evaluator waits, since training workers settle the manifest and the
+        initial state."""
         member = self._add(worker)
-        return [] if member.evaluates else self._ask(member)
+        return [] if member.evaluates else self._request_build(member)
 
-    def _connect(self, worker: WorkerAvailable) -> list[Action]:
-        return self._ask(self._add(worker))
+    def _on_connect(self, worker: WorkerAvailable) -> list[Action]:
+        return self._request_build(self._add(worker))
 
     def _add(self, worker: WorkerAvailable) -> Member:
         return self.members.add(
@@ -420,8 +428,8 @@ class Run:
             evaluates=worker.evaluates,
         )  # fmt: skip
 
-    def _ask(self, member: Member) -> list[Action]:
-        if member.evaluates and not self._parts.evaluations.run_beside_training:
+    def _request_build(self, member: Member) -> list[Action]:
+        if member.evaluates and not self._parts.evaluations.can_run_in_parallel:
             return []
         member.state = MemberState.PREPARING
         self._eligibility.unfit.pop(member.name, None)
@@ -430,7 +438,7 @@ class Run:
         )
         return [Send(member.name, message, self.spec.to_bytes())]
 
-    def _ready_early(self, incoming: FromMember[Ready]) -> list[Action]:
+    def _on_ready_early(self, incoming: FromMember[Ready]) -> list[Action]:
         """Before the start, take a ready worker; the first settles manifest and initial state."""
         manifest = Manifest.from_bytes(incoming.document)
         actions: list[Action] = []
@@ -488,19 +496,19 @@ class Run:
     def _check_ready(self, member: Member, manifest: Manifest, message: Ready) -> list[Action]:
         admission = self._parts.admission
         if not member.evaluates:
-            admission.first_ready(message)
-        if refusal := admission.refusal(manifest, message, evaluates=member.evaluates):
+            admission.take_first_ready(message)
+        if refusal := admission.find_refusal(manifest, message, evaluates=member.evaluates):
             self.members.remove(member.name)
             self._eligibility.reject(member, refusal)
             self._eligibility.judge(member, refusal, ExitCode.MISMATCH)
             return refuse(member.name, refusal)
-        member.now_ready(message)
+        member.become_ready(message)
         event = WorkerReady(member.name, member.device, member.backend, member.numerics_text)
         if member.evaluates:
             return [Report(event)]
-        return [Report(event), *self._parts.progress.mesh.joined(member.name, member.host)]
+        return [Report(event), *self._parts.progress.mesh.add_worker(member.name, member.host)]
 
-    def _unready_early(self, incoming: FromMember[Unready]) -> list[Action]:
+    def _on_unready_early(self, incoming: FromMember[Unready]) -> list[Action]:
         """Before the start, reject a worker that cannot build the task.
 
         The run ends, unless the cause is that worker's alone and others may still come.
@@ -509,9 +517,9 @@ class Run:
         verdict = self._eligibility.verdict
         if verdict is None or (incoming.message.own and self._eligibility.others_may_come):
             return actions
-        return actions + self._end_by(verdict)
+        return actions + self._end_with(verdict)
 
-    def _unready(self, incoming: FromMember[Unready]) -> list[Action]:
+    def _on_unready(self, incoming: FromMember[Unready]) -> list[Action]:
         """Reject a worker; if it took part and its task changed, its results cannot be undone."""
         was_preparing = incoming.member.state is MemberState.PREPARING
         actions = self._reject_member(incoming)
@@ -531,34 +539,34 @@ class Run:
         )
         return [Report(WorkerUnready(member.name, message.reason))]
 
-    def _end_by(self, verdict: Verdict) -> list[Action]:
+    def _end_with(self, verdict: Verdict) -> list[Action]:
         return self._finish("failed", verdict.reason, verdict.exit_code)
 
-    def _state_chunk(self, incoming: FromMember[StateChunk]) -> list[Action]:
+    def _on_state_chunk(self, incoming: FromMember[StateChunk]) -> list[Action]:
         if self.settled is None:
             raise OutOfOrder("StateChunk was not requested")
-        return self.settled.admission.state_chunk(
+        return self.settled.admission.take_state_chunk(
             incoming.member.name, incoming.message, incoming.values
         )
 
-    def _loaded(self, replica: ReplicaLoaded) -> list[Action]:
+    def _on_replica_loaded(self, replica: ReplicaLoaded) -> list[Action]:
         settled = self._parts
-        actions = settled.admission.state_loaded(replica.upload, replica.initial_digest)
-        if not settled.admission.state_known:
+        actions = settled.admission.accept_upload(replica.upload, replica.initial_digest)
+        if not settled.admission.has_state:
             return actions
-        settled.progress.agreement.replica_answer(0, replica.digest)
+        settled.progress.agreement.take_replica_answer(0, replica.digest)
         return actions + self.checkpoints.save(0) + self._start_if_enough()
 
-    def _tick_waiting(self, tick: Tick) -> list[Action]:
-        if verdict := self._eligibility.expired(tick.now_ms):
-            return self._end_by(verdict)
+    def _on_tick_waiting(self, tick: Tick) -> list[Action]:
+        if verdict := self._eligibility.find_expired(tick.now_ms):
+            return self._end_with(verdict)
         return self.settled.admission.tick(tick.now_ms) if self.settled is not None else []
 
     def _start_if_enough(self) -> list[Action]:
         ready_members = [member for member in self.members if member.state is MemberState.READY]
         admission, progress = self._parts.admission, self._parts.progress
         expected = self.expect_workers
-        if sum(member.devices for member in ready_members) < expected or not admission.state_known:
+        if sum(member.devices for member in ready_members) < expected or not admission.has_state:
             return []
         progress.mixed = not all(admission.has_initial_state(member) for member in ready_members)
         event = Report(TrainingStarted([member.name for member in ready_members]))
@@ -566,24 +574,26 @@ class Run:
         self._enter(RunPhase.TRAINING)
         view = self.members.view_begins(self.steps_committed, "started")
         evaluators = [member for member in self.members if member.evaluates]
-        invited = [action for member in evaluators for action in self._ask(member)]
-        return [event, *admission_actions, *view, *progress.begin(), *invited]
+        build_requests = [action for member in evaluators for action in self._request_build(member)]
+        return [event, *admission_actions, *view, *progress.begin(), *build_requests]
 
     def _remove(self, departure: WorkerGone) -> tuple[Member | None, list[Action]]:
         """Remove a worker; the others drop their links to it."""
         member = self.members.remove(departure.worker)
         if member is None or self.settled is None:
             return member, []
-        return member, self.settled.progress.mesh.lost(departure.worker)
+        return member, self.settled.progress.mesh.remove_worker(departure.worker)
 
-    def _lost_early(self, departure: WorkerGone) -> list[Action]:
+    def _on_lost_early(self, departure: WorkerGone) -> list[Action]:
         member, actions = self._remove(departure)
         if member is None:
             return []
         actions.append(self._report_departure(member, departure))
-        return actions + (self.settled.admission.lost(member.name) if self.settled else [])
+        return actions + (
+            self.settled.admission.replace_uploader(member.name) if self.settled else []
+        )
 
-    def _lost_late(self, departure: WorkerGone) -> list[Action]:
+    def _on_lost_late(self, departure: WorkerGone) -> list[Action]:
         return self._remove(departure)[1]
 
     def _on_lost(self, departure: WorkerGone) -> list[Action]:
@@ -591,25 +601,26 @@ class Run:
         if member is None:
             return []
         worker, progress = departure.worker, self._parts.progress
-        pattern = ""
+        failure_pattern = ""
         if departure.exit_code != ExitCode.OK and progress.round is not None:
-            pattern = self._halts.failures.note(worker, progress.round.unfinished(worker))
+            failure_pattern = self._halts.failures.note(worker, progress.round.unfinished(worker))
         self._halts.mismatched.discard(worker)
         actions.append(self._report_departure(member, departure))
-        change: Change = "drained" if member.released else "lost"
+        change: Change = "drained" if member.is_released else "lost"
         actions += self.members.view_begins(self.steps_committed, change, worker, departure.reason)
         is_proven = progress.lose(worker)
         actions += self._parts.evaluations.lose(worker, is_proven=is_proven)
-        if pattern:
+        if failure_pattern:
             self._halts.failures.clear()
             actions += self._halt(
-                f"step {self.steps_committed}: {pattern}; the last one: {departure.reason}"
+                f"step {self.steps_committed}: {failure_pattern}; the last failure: "
+                f"{departure.reason}"
             )
         actions += self._recall_all() + self._reassign() + self._advance()
         return actions + self._drain_now() if self._is_draining else actions
 
     def _recall_all(self) -> list[Action]:
-        """Send workers that were set aside the state, if no other worker is left."""
+        """Send the state to workers that were set aside, if no other worker is left."""
         if self._computing:
             return []
         actions: list[Action] = []
@@ -620,20 +631,20 @@ class Run:
         return actions
 
     def _report_departure(self, member: Member, departure: WorkerGone) -> Report:
-        """Report a worker that has left; while it built the task, that may rule it out."""
+        """Report a worker that has left; if it failed while it built the task, reject it."""
         reason, exit_code = departure.reason, departure.exit_code
         if member.state is MemberState.PREPARING and exit_code != ExitCode.OK:
             self._eligibility.reject(member, reason)
             if exit_code == ExitCode.MISMATCH:  # after other errors it may return, repaired
                 self._eligibility.judge(member, reason, exit_code)
-        kind = WorkerLeft if member.released else WorkerLost
+        kind = WorkerLeft if member.is_released else WorkerLost
         return Report(kind(member.name, reason, self.members.view))
 
     def _release(self, incoming: FromMember[Drain]) -> list[Action]:
-        """Let a worker go that wants to leave; nothing waits for it."""
+        """Dismiss a worker that asks to leave; nothing waits for it."""
         return [incoming.member.release()]
 
-    def _release_when_done(self, incoming: FromMember[Drain]) -> list[Action]:
+    def _on_drain_request_in_step(self, incoming: FromMember[Drain]) -> list[Action]:
         round_ = self._parts.progress.round
         if round_ is None or not round_.unfinished(incoming.member.name):
             return self._release(incoming)
@@ -641,7 +652,7 @@ class Run:
         return []
 
     def _on_unlinked(self, incoming: FromMember[Unlinked]) -> list[Action]:
-        self._parts.progress.mesh.unlinked(incoming.member.name, incoming.message.peer)
+        self._parts.progress.mesh.remove_link(incoming.member.name, incoming.message.peer)
         return self._reassign() + self._advance()
 
     def _on_note(self, incoming: FromMember[DeviceNote]) -> list[Action]:
@@ -653,7 +664,7 @@ class Run:
 
     # Steps.
 
-    def _resume(self, resume: Resume) -> list[Action]:
+    def _on_resume(self, resume: Resume) -> list[Action]:
         del resume
         self._enter(RunPhase.TRAINING)
         return self._after_commit() + self._advance()
@@ -662,8 +673,8 @@ class Run:
         self._enter(RunPhase.TRAINING)
         return self._parts.progress.begin()
 
-    def take(
-        self, handle: Callable[[Progress, FromMember[M]], Taken], incoming: FromMember[M]
+    def handle_step_message(
+        self, handle: Callable[[Progress, FromMember[M]], MessageEffect], incoming: FromMember[M]
     ) -> list[Action]:
         """Handle a message of the step in progress; a fault halts the run."""
         result = handle(self._parts.progress, incoming)
@@ -671,104 +682,104 @@ class Run:
             return [*result.actions, *self._fail_step(result.fault)]
         return [*result.actions, *(self._advance() if result.may_complete else ())]
 
-    def _summarized(self, blocks: Summarized) -> list[Action]:
+    def _on_summarized(self, blocks: Summarized) -> list[Action]:
         round_ = self._parts.progress.round
         attempt = {"step": blocks.step, "attempt": blocks.attempt}
         if round_ is None or not attempt.items() <= round_.step_id.items():
             return []
-        round_.summarized(blocks.summaries)
+        round_.take_summaries(blocks.summaries)
         return self._advance()
 
-    def _tick(self, tick: Tick) -> list[Action]:
-        if verdict := self._eligibility.expired(tick.now_ms):
-            return self._end_by(verdict)
+    def _on_tick(self, tick: Tick) -> list[Action]:
+        if verdict := self._eligibility.find_expired(tick.now_ms):
+            return self._end_with(verdict)
         return self._parts.progress.tick(tick.now_ms) + self._advance()
 
     def _advance_step(self) -> list[Action]:
-        """Commit if the round is complete and all replicas agree on the step before.
+        """Commit if the round is complete and all replicas agree on the previous step.
 
-        A round of embeddings is followed by that of gradients, and waits for no agreement.
+        After a round of embeddings, begin the round of gradients, without waiting for agreement.
         """
         progress = self._parts.progress
         round_ = progress.round
         skip = self._halts.skip_requested or progress.was_skipped
-        if round_ is not None and round_.embeds and round_.complete and not skip:
+        if round_ is not None and round_.embedding_layout and round_.is_complete and not skip:
             return progress.continue_with_gradients(round_)
-        if not progress.agreement.reached:
+        if not progress.agreement.is_reached:
             return []
         if round_ is None:
             return self._end_if_done()
         # The first commit waits for the checkpoint of step 0: without it a restart has no state.
-        if progress.persisting or self.checkpoints.saved is None:
+        if progress.is_persisting or self.checkpoints.saved_step is None:
             return []
-        if not (skip or round_.complete):
+        if not (skip or round_.is_complete):
             return []
         self._halts.skip_requested = False
         return self._save_admission_record() + progress.persist(round_, skip=skip)
 
     def _save_admission_record(self) -> list[Action]:
-        """Save whose bits may be in the step that is committed now, if that changed."""
+        """Save the numerics profiles that may have contributed to the step, if they changed."""
         progress, admission = self._parts.progress, self._parts.admission
         if self._recorded_profiles == progress.numerics_profiles:
             return []
         self._recorded_profiles = set(progress.numerics_profiles)
-        record = admission.record(progress.numerics_profiles, mixed=progress.mixed)
+        record = admission.make_record(progress.numerics_profiles, mixed=progress.mixed)
         return [SaveAdmissionRecord(record)]
 
     def _on_durable(self, commit: CommitDurable) -> list[Action]:
         actions = self._after_durable(commit)
         return actions and actions + self._after_commit() + self._advance()
 
-    def _durable_in_halt(self, commit: CommitDurable) -> list[Action]:
+    def _on_durable_halted(self, commit: CommitDurable) -> list[Action]:
         actions = self._after_durable(commit)
         self._halts.commit_pending = self._halts.commit_pending or bool(actions)
         return actions
 
-    def _durable_too_late(self, commit: CommitDurable) -> list[Action]:
+    def _on_late_durable(self, commit: CommitDurable) -> list[Action]:
         """Count a step that became durable after the run had ended; no worker receives it."""
-        self._parts.progress.durable(commit.step, commit.own_digest)
+        self._parts.progress.end_step(commit.step, commit.own_digest)
         return []
 
     def _after_durable(self, commit: CommitDurable) -> list[Action]:
-        actions = self._parts.progress.durable(commit.step, commit.own_digest)
+        actions = self._parts.progress.end_step(commit.step, commit.own_digest)
         if actions:
             self._halts.failures.clear()
-            actions += self._parts.evaluations.evaluators.committed(self.steps_committed)
-            actions += self.checkpoints.committed(self.steps_committed)
+            actions += self._parts.evaluations.evaluators.note_commit(self.steps_committed)
+            actions += self.checkpoints.save_if_due(self.steps_committed)
         return actions
 
     def _after_commit(self) -> list[Action]:
         progress, evaluations = self._parts.progress, self._parts.evaluations
         if self._is_draining and not self._computing:
             return []
-        actions_beside: list[Action] = []
+        parallel_actions: list[Action] = []
         if evaluations.is_due:
             if evaluations.stops_training:
                 return self._begin_evaluation()
-            actions_beside = evaluations.begin_beside()
+            parallel_actions = evaluations.begin_in_parallel()
         if progress.all_committed or self._is_draining:
-            return actions_beside
-        return actions_beside + self._begin_step()
+            return parallel_actions
+        return parallel_actions + self._begin_step()
 
     # Agreement.
 
-    def _applied(self, incoming: FromMember[StepApplied]) -> list[Action]:
+    def _on_applied(self, incoming: FromMember[StepApplied]) -> list[Action]:
         progress, member, step = self._parts.progress, incoming.member, incoming.message.step
-        progress.applied(member.name, incoming.message)
+        progress.take_answer(member.name, incoming.message)
         agreement = progress.agreement
         if member.evaluates:
-            self._parts.evaluations.evaluators.applied(member, incoming.message)
-            return self._judge(step) + self._parts.evaluations.end_beside()
-        if agreement.catching_up and agreement.digest(step) is None:
-            # Provisional: compared with the others now, and with the replica once that has caught
-            # up.
+            self._parts.evaluations.evaluators.take_answer(member, incoming.message)
+            return self._judge(step) + self._parts.evaluations.end_in_parallel()
+        if agreement.is_catching_up and agreement.digest(step) is None:
+            # Provisional: compared with the other answers now, and with the replica once the
+            # replica has caught up.
             return self._confirm_state(member, step) + self._advance()
         return self._judge(step)
 
-    def _replica_applied(self, replica: ReplicaApplied) -> list[Action]:
+    def _on_replica_applied(self, replica: ReplicaApplied) -> list[Action]:
         evaluations = self._parts.evaluations
-        self._parts.progress.agreement.replica_answer(replica.step, replica.digest)
-        evaluations.evaluators.replica_answer(replica.step, replica.digest)
+        self._parts.progress.agreement.take_replica_answer(replica.step, replica.digest)
+        evaluations.evaluators.take_replica_answer(replica.step, replica.digest)
         halted: list[Action] = []
         if replica.not_finite:
             halted = self._halt(
@@ -776,10 +787,10 @@ class Run:
                 f"{replica.not_finite}; resume from an earlier checkpoint (--from-step N) with a "
                 "lower learning rate"
             )
-        return halted + self._judge(replica.step) + evaluations.end_beside()
+        return halted + self._judge(replica.step) + evaluations.end_in_parallel()
 
     def _judge(self, step: int) -> list[Action]:
-        """Compare the digests of a step with the replica's, once that is known."""
+        """Compare the digests of a step with the replica's, once the replica's is known."""
         agreement = self._parts.progress.agreement
         agreeing, differing = agreement.judge(step)
         actions: list[Action] = []
@@ -801,18 +812,19 @@ class Run:
         return actions + self._advance()
 
     def _confirm_state(self, member: Member | None, step: int) -> list[Action]:
-        """Let a loading worker take part, whose state after `step` steps is the run's.
+        """Let a loading worker take part if its state after `step` steps is the run's.
 
-        After a restart that may be provisional. The worker must receive broadcasts by now.
+        After a restart the confirmation may be provisional. A worker that still receives missed
+        steps takes part later.
         """
         if member is None or member.state is not MemberState.LOADING or member.evaluates:
             return []
-        if member.replaying:
+        if member.is_replaying:
             member.confirmed_step = step
             return []
         agreement, steps_behind = self._parts.progress.agreement, self.steps_committed - step
         is_provisional = agreement.digest(step) is None
-        if steps_behind > (0 if is_provisional else _MAX_STEPS_BEHIND):
+        if steps_behind > (0 if is_provisional else _MOST_STEPS_BEHIND):
             return []
         if self.steps_committed < member.aside_until and self.members.names(MemberState.ACTIVE):
             return []
@@ -826,21 +838,21 @@ class Run:
         view = self.members.view_begins(self.steps_committed, "joined", member.name)
         return [report, *view, *self._reassign()]
 
-    def _fell_behind(self, worker: WorkerFellBehind) -> list[Action]:
+    def _on_fell_behind(self, worker: WorkerFellBehind) -> list[Action]:
         member = self.members.get(worker.worker)
         if member is None or member.state not in (MemberState.LOADING, MemberState.FOLLOWING):
             return []
-        member.state, member.caught_up = MemberState.LOADING, False
-        member.gets_state()
+        member.state, member.has_caught_up = MemberState.LOADING, False
+        member.begin_replay()
         return [Replay(worker.worker, worker.step, None)]
 
-    def _caught_up(self, worker: WorkerCaughtUp) -> list[Action]:
+    def _on_caught_up(self, worker: WorkerCaughtUp) -> list[Action]:
         member = self.members.get(worker.worker)
-        if member is None or not member.replaying:
+        if member is None or not member.is_replaying:
             return []
-        member.replaying = False
+        member.is_replaying = False
         if member.evaluates:
-            member.follows()
+            member.begin_following()
             return self._parts.evaluations.begin_pending()
         if member.confirmed_step is None:
             return []
@@ -852,19 +864,19 @@ class Run:
         self._enter(RunPhase.EVALUATING)
         return self._parts.evaluations.begin()
 
-    def _eval_result(self, incoming: FromMember[EvalResult]) -> list[Action]:
+    def _on_eval_result(self, incoming: FromMember[EvalResult]) -> list[Action]:
         if incoming.member.evaluates:
-            return self._result_beside(incoming)
+            return self._on_parallel_result(incoming)
         if self.evaluation is not None:
-            self.evaluation.result(incoming.member.name, incoming.message)
+            self.evaluation.take_result(incoming.member.name, incoming.message)
         return self._advance()
 
-    def _result_beside(self, incoming: FromMember[EvalResult]) -> list[Action]:
-        return self._parts.evaluations.result_beside(incoming.member, incoming.message)
+    def _on_parallel_result(self, incoming: FromMember[EvalResult]) -> list[Action]:
+        return self._parts.evaluations.take_parallel_result(incoming.member, incoming.message)
 
-    def _tick_evaluation(self, tick: Tick) -> list[Action]:
-        if verdict := self._eligibility.expired(tick.now_ms):
-            return self._end_by(verdict)
+    def _on_tick_evaluation(self, tick: Tick) -> list[Action]:
+        if verdict := self._eligibility.find_expired(tick.now_ms):
+            return self._end_with(verdict)
         return self._parts.evaluations.tick(tick.now_ms) + self._advance()
 
     def _end_evaluation(self) -> list[Action]:
@@ -889,8 +901,8 @@ class Run:
         retry_actions = progress.halve_loss_scale(text) if fault.block is not None else []
         return retry_actions or self._halt(f"step {self.steps_committed}: {text}", fault)
 
-    def _average_mismatch(self, incoming: FromMember[AverageMismatch]) -> list[Action]:
-        """Halt: a worker received other averages than those committed; it gets the right ones."""
+    def _on_average_mismatch(self, incoming: FromMember[AverageMismatch]) -> list[Action]:
+        """Halt: a worker received averages that differ from the committed ones."""
         message, blocks = incoming.message, self._parts.manifest.blocks
         if message.block >= len(blocks) or message.step >= self.steps_committed:
             raise OutOfOrder(f"AverageMismatch: no block {message.block} of a committed step")
@@ -900,43 +912,43 @@ class Run:
         mismatch = WrongAverage(message.owner, block, f"to worker {incoming.member.name!r}")
         return self._halt(f"step {message.step}: {mismatch}")
 
-    def _halt_asked(self, halt: HaltRun) -> list[Action]:
+    def _on_halt(self, halt: HaltRun) -> list[Action]:
         return self._halt(halt.reason)
 
     def _halt(self, reason: str, fault: NonFinite | None = None) -> list[Action]:
-        """Stop and apply nothing, if a step or evaluation is in progress."""
+        """Halt if a step or evaluation is in progress; nothing is applied."""
         if self.phase not in (RunPhase.TRAINING, RunPhase.EVALUATING):
             return []
         self._enter(RunPhase.HALTED, reason)
         actions = self._halts.announce(self._parts.progress, reason, fault)
         return actions + self._drain_now() if self._is_draining else actions
 
-    def _end_halt(self, command: ContinueRun) -> list[Action]:
+    def _on_continue(self, command: ContinueRun) -> list[Action]:
         progress, halts = self._parts.progress, self._halts
-        was_committing = progress.persisting or halts.commit_pending
+        was_committing = progress.is_persisting or halts.commit_pending
         actions = halts.end(progress, skip_step=command.skip_step)
         actions += self.checkpoints.retry(self.steps_committed)
         actions += halts.reseed(progress)
         if self.evaluation is not None:
             return actions + self._begin_evaluation()
-        if progress.round is not None and not progress.persisting:
+        if progress.round is not None and not progress.is_persisting:
             halts.skip_requested = command.skip_step
             return actions + self._begin_step() + self._advance()
-        # The halted step was committed during the halt: skip_step refers to the next one.
+        # The halted step was committed during the halt: skip_step refers to the next step.
         self._enter(RunPhase.TRAINING)
         halts.skip_requested = command.skip_step and was_committing
         is_pending, halts.commit_pending = halts.commit_pending, False
         actions += self._after_commit() if is_pending else []
         return actions + self._advance()
 
-    def _write_failed(self, failure: WriteFailed) -> list[Action]:
-        self.checkpoints.failed()
+    def _on_write_failed(self, failure: WriteFailed) -> list[Action]:
+        self.checkpoints.note_failure()
         if failure.lost_commit:
             self._parts.progress.abandon_commit()
         return self._halt(failure.reason)
 
-    def _write_failed_early(self, failure: WriteFailed) -> list[Action]:
-        self.checkpoints.failed()
+    def _on_write_failed_early(self, failure: WriteFailed) -> list[Action]:
+        self.checkpoints.note_failure()
         return self._finish("failed", failure.reason, ExitCode.FAILED)
 
     # The end.
@@ -945,41 +957,41 @@ class Run:
     def _computing(self) -> list[str]:
         return self.members.names(*COMPUTING)
 
-    def _save(self, request: SaveState) -> list[Action]:
+    def _on_save(self, request: SaveState) -> list[Action]:
         del request
         return self.checkpoints.save(self.steps_committed) if self.has_state else []
 
     def _on_saved(self, checkpoint: CheckpointDurable) -> list[Action]:
-        self.checkpoints.done(checkpoint.step)
+        self.checkpoints.note_saved(checkpoint.step)
         return self._advance()
 
     @property
     def _ends(self) -> bool:
         """Whether no further step follows."""
-        stopped = bool(self._parts.evaluations.stopped)
-        return self._parts.progress.all_committed or self._is_draining or stopped
+        has_stopped = bool(self._parts.evaluations.stop_reason)
+        return self._parts.progress.all_committed or self._is_draining or has_stopped
 
     def _end_if_done(self) -> list[Action]:
         """End the run if no further step follows, all replicas agree and the state is saved."""
         progress, evaluations = self._parts.progress, self._parts.evaluations
-        if progress.persisting or not self._ends:
+        if progress.is_persisting or not self._ends:
             return []
-        if progress.agreement.catching_up or self.checkpoints.saved != progress.step:
+        if progress.agreement.is_catching_up or self.checkpoints.saved_step != progress.step:
             return self.checkpoints.save(progress.step)
-        stopped = evaluations.stopped
-        if (progress.all_committed or stopped) and evaluations.is_evaluated:
-            return self._finish("finished", stopped or "all steps are committed", ExitCode.OK)
-        remark = ", before their evaluation" if progress.all_committed else ""
-        reason = f"drained after {progress.step} steps{remark}"
+        stop_reason = evaluations.stop_reason
+        if (progress.all_committed or stop_reason) and evaluations.is_evaluated:
+            return self._finish("finished", stop_reason or "all steps are committed", ExitCode.OK)
+        note = ", before their evaluation" if progress.all_committed else ""
+        reason = f"drained after {progress.step} steps{note}"
         return self._finish("drained", reason, ExitCode.OK)
 
-    def _drain(self, command: DrainRun) -> list[Action]:
+    def _on_drain(self, command: DrainRun) -> list[Action]:
         del command
         self._is_draining = True
         return self._drain_now()
 
     def _drain_now(self) -> list[Action]:
-        """End as soon as that loses no work in progress."""
+        """End the run as soon as that loses no work in progress."""
         match self.phase:
             case RunPhase.WAITING:
                 return self._finish("drained", "drained before the start", ExitCode.OK)
@@ -993,10 +1005,10 @@ class Run:
         if self.evaluation is not None:
             self._parts.evaluations.current = None
             self._enter(RunPhase.TRAINING)
-        self._parts.progress.leave_out()
+        self._parts.progress.drop_step()
         return self._advance()
 
-    def _fail(self, command: FailRun) -> list[Action]:
+    def _on_fail(self, command: FailRun) -> list[Action]:
         return self._finish("failed", command.reason, ExitCode.FAILED)
 
     def _finish(
@@ -1004,11 +1016,11 @@ class Run:
     ) -> list[Action]:
         self._enter(RunPhase.OVER, reason)
         self.outcome = outcome
-        missed_evaluations = self.settled.evaluations.evaluators.run_ends() if self.settled else []
+        missed_evaluations = self.settled.evaluations.evaluators.end_run() if self.settled else []
         return [*missed_evaluations, Finish(outcome, reason, exit_code, is_resumable)]
 
-    def _not_written(self, result: ResultNotWritten) -> list[Action]:
-        self._enter(RunPhase.TRAINING)  # the run continues, although it seemed over
+    def _on_result_not_written(self, result: ResultNotWritten) -> list[Action]:
+        self._enter(RunPhase.TRAINING)  # the run is not over after all
         return self._halt(
             f"all steps are committed, but the result could not be written: {result.reason}"
         )
@@ -1017,60 +1029,61 @@ class Run:
 
     _INPUTS: Final[Mapping[type, _Row]] = dict((
         # input, then its handler when WAITING, TRAINING, EVALUATING, HALTED, OVER
-        _row(WorkerAvailable, _connect_early, _connect, _connect, _connect, _ignore),
-        _row(WorkerGone, _lost_early, _on_lost, _on_lost, _on_lost, _lost_late),
-        _row(Tick, _tick_waiting, _tick, _tick_evaluation, _ignore, _ignore),
-        _row(Resume, _resume, _ignore, _ignore, _ignore, _ignore),
-        _row(ReplicaLoaded, _loaded, _ignore, _ignore, _ignore, _ignore),
-        _row(ReplicaApplied, _ignore, *[_replica_applied] * 4),
-        _row(WorkerCaughtUp, _ignore, _caught_up, _caught_up, _caught_up, _ignore),
-        _row(WorkerFellBehind, _ignore, _fell_behind, _fell_behind, _fell_behind, _ignore),
-        _row(Summarized, _ignore, _summarized, _ignore, _ignore, _ignore),
-        _row(CommitDurable, _ignore, _on_durable, _ignore, _durable_in_halt, _durable_too_late),
+        _row(WorkerAvailable, _on_connect_early, _on_connect, _on_connect, _on_connect, _ignore),
+        _row(WorkerGone, _on_lost_early, _on_lost, _on_lost, _on_lost, _on_lost_late),
+        _row(Tick, _on_tick_waiting, _on_tick, _on_tick_evaluation, _ignore, _ignore),
+        _row(Resume, _on_resume, _ignore, _ignore, _ignore, _ignore),
+        _row(ReplicaLoaded, _on_replica_loaded, _ignore, _ignore, _ignore, _ignore),
+        _row(ReplicaApplied, _ignore, *[_on_replica_applied] * 4),
+        _row(WorkerCaughtUp, _ignore, _on_caught_up, _on_caught_up, _on_caught_up, _ignore),
+        _row(WorkerFellBehind, _ignore, _on_fell_behind, _on_fell_behind, _on_fell_behind, _ignore),
+        _row(Summarized, _ignore, _on_summarized, _ignore, _ignore, _ignore),
+        _row(CommitDurable, _ignore, _on_durable, _ignore, _on_durable_halted, _on_late_durable),
         _row(CheckpointDurable, _on_saved, _on_saved, _on_saved, _on_saved, _on_saved),
-        _row(WriteFailed, _write_failed_early, *[_write_failed] * 4),
-        _row(ResultNotWritten, _ignore, _ignore, _ignore, _ignore, _not_written),
-        _row(HaltRun, _ignore, _halt_asked, _halt_asked, _ignore, _ignore),
-        _row(ContinueRun, _ignore, _ignore, _ignore, _end_halt, _ignore),
-        _row(SaveState, _save, _save, _save, _save, _save),
-        _row(DrainRun, _drain, _drain, _drain, _drain, _drain),
-        _row(FailRun, _fail, _fail, _fail, _fail, _ignore),
+        _row(WriteFailed, _on_write_failed_early, *[_on_write_failed] * 4),
+        _row(ResultNotWritten, _ignore, _ignore, _ignore, _ignore, _on_result_not_written),
+        _row(HaltRun, _ignore, _on_halt, _on_halt, _ignore, _ignore),
+        _row(ContinueRun, _ignore, _ignore, _ignore, _on_continue, _ignore),
+        _row(SaveState, _on_save, _on_save, _on_save, _on_save, _on_save),
+        _row(DrainRun, _on_drain, _on_drain, _on_drain, _on_drain, _on_drain),
+        _row(FailRun, _on_fail, _on_fail, _on_fail, _on_fail, _ignore),
     ))  # fmt: skip
-    _AFTERWARDS: Final = (_check_late, _check_late, _ignore)
+    _NO_STEP: Final = (_check_late, _check_late, _ignore)
     """Handlers of a step's messages in the phases without a step in progress."""
     _MESSAGES: Final[Mapping[type, _Row]] = dict((
-        # message, then its handlers; when the run is OVER, only Drain is looked at
-        _message(Ready, _ready_early, _on_ready, _on_ready, _on_ready, _ignore),
-        _message(Unready, _unready_early, _unready, _unready, _unready, _ignore),
-        _message(Drain, _release, _release_when_done, _release, _release, _release),
-        _message(StateChunk, *[_state_chunk] * 4, _ignore),
+        # message, then its handlers; when the run is OVER, only Drain is handled
+        _message(Ready, _on_ready_early, _on_ready, _on_ready, _on_ready, _ignore),
+        _message(Unready, _on_unready_early, _on_unready, _on_unready, _on_unready, _ignore),
+        _message(Drain, _release, _on_drain_request_in_step, _release, _release, _release),
+        _message(StateChunk, *[_on_state_chunk] * 4, _ignore),
         _message(DeviceNote, *[_on_note] * 4, _ignore),
-        _message(StepApplied, _refuse_early, _applied, _applied, _applied, _ignore),
+        _message(StepApplied, _refuse_early, _on_applied, _on_applied, _on_applied, _ignore),
         _message(
-            EvalResult, _refuse_early, _result_beside, _eval_result, _result_beside, _ignore
+            EvalResult, _refuse_early, _on_parallel_result, _on_eval_result, _on_parallel_result,
+            _ignore,
         ),
         # of a step
-        _message(BlockGradientPayload, _refuse_early, _step(Progress.on_payload), *_AFTERWARDS),
-        _message(NonBlockGradientPayload, _refuse_early, _step(Progress.on_payload), *_AFTERWARDS),
-        _message(CapturedRows, _refuse_early, _step(Progress.on_captured_rows), *_AFTERWARDS),
-        _message(InnerPhaseProgress, _refuse_early, _step(Progress.on_inner_phase), *_AFTERWARDS),
-        _message(InnerCheckpointChunk, _refuse_early, _step(Progress.on_inner_phase), *_AFTERWARDS),
-        _message(InnerStateRequest, _refuse_early, _step(Progress.on_inner_phase), *_AFTERWARDS),
-        _message(SubtreeLoss, _refuse_early, _step(Progress.on_subtree_loss), *_AFTERWARDS),
-        _message(NonFiniteSum, _refuse_early, _step(Progress.on_non_finite), *_AFTERWARDS),
+        _message(BlockGradientPayload, _refuse_early, _step(Progress.on_payload), *_NO_STEP),
+        _message(NonBlockGradientPayload, _refuse_early, _step(Progress.on_payload), *_NO_STEP),
+        _message(CapturedRows, _refuse_early, _step(Progress.on_captured_rows), *_NO_STEP),
+        _message(InnerPhaseProgress, _refuse_early, _step(Progress.on_inner_phase), *_NO_STEP),
+        _message(InnerCheckpointChunk, _refuse_early, _step(Progress.on_inner_phase), *_NO_STEP),
+        _message(InnerStateRequest, _refuse_early, _step(Progress.on_inner_phase), *_NO_STEP),
+        _message(SubtreeLoss, _refuse_early, _step(Progress.on_subtree_loss), *_NO_STEP),
+        _message(NonFiniteSum, _refuse_early, _step(Progress.on_non_finite), *_NO_STEP),
         _message(
-            AveragedBlockGradient, _refuse_early, _step(Progress.on_peer_average), *_AFTERWARDS
+            AveragedBlockGradient, _refuse_early, _step(Progress.on_peer_average), *_NO_STEP
         ),
         _message(
-            AveragedNonBlockGradient, _refuse_early, _step(Progress.on_peer_average), *_AFTERWARDS
+            AveragedNonBlockGradient, _refuse_early, _step(Progress.on_peer_average), *_NO_STEP
         ),
-        _message(ChunkReduced, _refuse_early, _step(Progress.on_peer_average), *_AFTERWARDS),
-        _message(SumsArrived, _refuse_early, _step(Progress.on_sums_arrived), *_AFTERWARDS),
+        _message(ChunkReduced, _refuse_early, _step(Progress.on_peer_average), *_NO_STEP),
+        _message(SumsArrived, _refuse_early, _step(Progress.on_sums_arrived), *_NO_STEP),
         # of the links between members, in any phase
         _message(PeerPort, *[_step(Progress.on_peer_listens)] * 4, _ignore),
         _message(Linked, *[_step(Progress.on_peer_linked)] * 4, _ignore),
         _message(LinkTraffic, *[_step(Progress.on_link_traffic)] * 4, _ignore),
         _message(Unlinked, *[_on_unlinked] * 4, _ignore),
         _message(AveragesRequest, _ignore, *[_step(Progress.on_averages_request)] * 3, _ignore),
-        _message(AverageMismatch, _refuse_early, *[_average_mismatch] * 3, _ignore),
+        _message(AverageMismatch, _refuse_early, *[_on_average_mismatch] * 3, _ignore),
     ))  # fmt: skip

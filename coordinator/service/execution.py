@@ -268,7 +268,7 @@ class Execution:
         member = self.run.members.get(session.name)
         if member is None:
             return "loading" if session.name in self.run.unfit else None
-        if member.released or self.outcome is not None:
+        if member.is_released or self.outcome is not None:
             return None
         match member.state:
             case MemberState.PREPARING:
@@ -456,7 +456,7 @@ class Execution:
         if isinstance(event, RunContinued):
             self._wake_joiners()
         if isinstance(event, Evaluated) and event.state_digest is not None:
-            self._storage.keep_metrics(event.step, event.state_digest, event.figures)
+            self._storage.keep_metrics(event.step, event.state_digest, event.metric_values)
         if event.name:
             self._sink.emit(event, self.run.run_id)
 

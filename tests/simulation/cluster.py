@@ -404,7 +404,7 @@ class Cluster:
         run = execution.run
         members = {member.name: member.state.value for member in run.members}
         progress = run.progress
-        waiting_for = progress.agreement.waiting_for if progress is not None else []
+        waiting_for = progress.agreement.awaited_workers if progress is not None else []
         round_ = progress.round if progress is not None else None
         owing = {n: [str(x) for x in round_.unfinished(n)] for n in round_.shares} if round_ else {}
         return (

@@ -66,7 +66,7 @@ def check_invariant(run: Run) -> None:
             assert progress is not None
             assert run.evaluation is not None
             assert round_ is None
-            assert not progress.persisting
+            assert not progress.is_persisting
         case RunPhase.HALTED:
             assert run.reason
         case RunPhase.OVER:
@@ -93,7 +93,7 @@ class Probes:
                 (run_storage, "write_checkpoint", None, self._saved),
                 (Execution, "_do", None, self._done),
                 (Run, "step", self._steps, self._stepped),
-                (Round, "surplus", self._before_surplus, self._after_surplus),
+                (Round, "take_surplus", self._before_surplus, self._after_surplus),
                 (Client, "_transmit", self._transmitted, None),
                 (FileFetcher, "_store", None, self._stored),
                 (Client, "on_message", self._heard, None),
@@ -150,7 +150,7 @@ class Probes:
         self._cluster.commits(coordinator)
         execution = coordinator.execution
         progress = execution.run.progress if execution is not None else None
-        if execution is None or progress is None or not progress.agreement.catching_up:
+        if execution is None or progress is None or not progress.agreement.is_catching_up:
             return
         assert progress.round is not None
         if coordinator.trust[0] is not execution:
@@ -197,7 +197,7 @@ class Probes:
         assert execution is not None
         progress = execution.run.progress
         assert progress is not None
-        if commit.step == 0 or progress.agreement.catching_up:
+        if commit.step == 0 or progress.agreement.is_catching_up:
             return
         replica_state = execution.applied
         assert replica_state is not None
@@ -261,14 +261,14 @@ class Probes:
         """Check that an arrived subtree counts, and that no other worker still has to compute
         it."""
         progress = run.progress
-        if not isinstance(message, SubtreeLoss) or progress is None or progress.persisting:
+        if not isinstance(message, SubtreeLoss) or progress is None or progress.is_persisting:
             return
         step_id = {"term": message.term, "step": message.step, "attempt": message.attempt}
         round_ = progress.round
         if round_ is not None and run.phase is RunPhase.TRAINING and step_id == progress.step_id():
             # Two workers must deliver a double-checked subtree.
             double_checked = (
-                round_.doubled[-1:] if round_.doubled and round_._awaits_double() else ()
+                round_.double_assignment[-1:] if round_.double_assignment and round_._awaits_double() else ()
             )
             for share in round_.shares.values():
                 missing = all(

@@ -131,7 +131,7 @@ def compares_no_answers(self, step):
 def any_round(self, message):
     """Accepts every message for the current attempt."""
     del message
-    return None if self.persisting else self.round
+    return None if self.is_persisting else self.round
 
 
 def any_share(self, worker, subtree):
@@ -205,7 +205,7 @@ def replays_on_any_state(self, member, step, agreement):
     """Replays missed steps on any state."""
     member.state_digest = agreement.digest(member.step) or member.state_digest
     actions = ADMIT(self, member, step, agreement)
-    member.replaying = False
+    member.is_replaying = False
     return actions
 
 
@@ -307,7 +307,7 @@ def reuses_rows_of_older_attempts(self):
     actions = BEGIN(self)
     if (
         previous_round is not None
-        and previous_round.embeds
+        and previous_round.embedding_layout
         and previous_round.step_id["step"] == self.step
     ):
         self.round.side_outputs = previous_round.side_outputs
@@ -325,9 +325,9 @@ JOIN = Round.join_embeddings
 BEGIN = Progress.begin
 JOIN_PIECES = JoinedEmbeddings.of
 SEND = Execution._send
-SURPLUS = Round.surplus
+SURPLUS = Round.take_surplus
 NEW_SESSION = WorkerSession.__init__
-DURABLE = Progress.durable
+DURABLE = Progress.end_step
 RECEIVE = WorkerSession.receive
 ADMIT = Admission.admit
 NEW_SEGMENT = GradientLog._new_segment
@@ -404,7 +404,7 @@ PLANTED = {
         seed=359,
     ),
     "a commit before agreement": PlantedFault(
-        [(Agreement, "reached", True)],
+        [(Agreement, "is_reached", True)],
         "the replica has not agreed",
         seed=1,
     ),
@@ -488,7 +488,7 @@ PLANTED = {
         seed=2,
     ),
     "a checkpoint that failed twice is forgotten": PlantedFault(
-        [(CheckpointSchedule, "failed", forgets_refused_writes)],
+        [(CheckpointSchedule, "note_failure", forgets_refused_writes)],
         "nothing can happen",
         often="disk",
         seed=8,
@@ -530,7 +530,7 @@ PLANTED = {
         seed=116,
     ),
     "surplus forgets pending subtrees": PlantedFault(
-        [(Round, "surplus", removes_pending_subtrees)],
+        [(Round, "take_surplus", removes_pending_subtrees)],
         "a missing subtree is forgotten",
         often="stall",
         seed=33,
@@ -542,7 +542,7 @@ PLANTED = {
         seed=14,
     ),
     "the attempt is not reset": PlantedFault(
-        [(Progress, "durable", reuses_attempt_number)],
+        [(Progress, "end_step", reuses_attempt_number)],
         "an attempt number without a cause",
         often="operator_halts",
         seed=0,

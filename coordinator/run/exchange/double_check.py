@@ -1,9 +1,9 @@
 """Compare results of subtrees that two workers computed: unequal bits mean that one is faulty.
 
-Pure. State digests detect a wrong replica. A frozen base that faulty memory or a disk has changed
-is in no state digest and shows only in gradients. So now and then two workers with the same
-numerics profile compute the same subtree. If a subtree was reassigned because its worker was late,
-both results are compared, as far as both arrive.
+Pure. State digests detect a wrong replica. But no state digest covers a frozen base: if faulty
+memory or a faulty disk changes it, only gradients show that. So now and then two workers with the
+same numerics profile compute the same subtree. If a subtree was reassigned because its worker was
+late, its two results are also compared, if both arrive.
 """
 
 from __future__ import annotations
@@ -21,24 +21,30 @@ from protocol.exact.samples import microbatch_seed
 
 @dataclass(frozen=True, slots=True)
 class Differing:
-    """Two workers with one numerics profile computed different bits for `what` of a subtree."""
+    """Two workers with one numerics profile computed different bits for a result of a subtree.
+
+    Attributes:
+        workers: The two workers.
+        result_name: Name of the result in messages, as in "gradients".
+        subtree: The subtree.
+    """
 
     workers: tuple[str, str]
-    what: str
+    result_name: str
     subtree: Subtree
 
     def __str__(self) -> str:
-        one, other = map(repr, sorted(self.workers))
-        if one == other:
+        first, second = map(repr, sorted(self.workers))
+        if first == second:
             return (
-                f"worker {one} computed {self.what} of microbatches {self.subtree} with different "
-                "bits in the second phase of the step than in the first: check that the model "
-                "keeps no state between calls, and run 'worker doctor' on that machine"
+                f"worker {first} computed {self.result_name} of microbatches {self.subtree} with "
+                "different bits in the second phase of the step than in the first: check that the "
+                "model keeps no state between calls, and run 'worker doctor' on that machine"
             )
         return (
-            f"workers {one} and {other} have the same numerics profile but computed different "
-            f"{self.what} for microbatches {self.subtree}: one of the two computes incorrectly; "
-            "run 'worker doctor' on both, and continue without the faulty one"
+            f"workers {first} and {second} have the same numerics profile but computed different "
+            f"{self.result_name} for microbatches {self.subtree}: one of the two computes "
+            "incorrectly; run 'worker doctor' on both, and continue without the faulty one"
         )
 
 
@@ -50,7 +56,7 @@ class DoubleCheck:
         self._answers: dict[tuple[Subtree, tuple[int, ...], str], tuple[str, str]] = {}
 
     def assign(self, worker: str, profile: str, subtrees: Sequence[Subtree]) -> None:
-        """Note that subtrees were assigned to a worker (possibly one of two)."""
+        """Note that subtrees were assigned to a worker; a subtree may have a second worker."""
         for subtree in subtrees:
             self._assigned.setdefault(subtree, {})[worker] = profile
 
@@ -59,7 +65,12 @@ class DoubleCheck:
         return self._assigned.get(subtree, {}).get(worker, "")
 
     def answer(
-        self, worker: str, subtree: Subtree, part: tuple[int, ...], values: NDArray[Any], what: str
+        self,
+        worker: str,
+        subtree: Subtree,
+        part: tuple[int, ...],
+        values: NDArray[Any],
+        part_name: str,
     ) -> Differing | None:
         """Compare a part of a subtree's result with the other worker's, before it is summed.
 
@@ -68,7 +79,7 @@ class DoubleCheck:
             subtree: The subtree.
             part: Which part: block and chunk of gradients, or three numbers of a side output.
             values: The content.
-            what: Name of the part in messages.
+            part_name: Name of the part in messages, as in "gradients".
         """
         profiles = self._assigned.get(subtree, {})
         if len(profiles) < 2 or worker not in profiles:
@@ -76,32 +87,33 @@ class DoubleCheck:
         key = (subtree, part, profiles[worker])
         digest = blake3(values.tobytes()).hexdigest()
         other, earlier = self._answers.setdefault(key, (worker, digest))
-        return Differing((worker, other), what, subtree) if earlier != digest else None
+        return Differing((worker, other), part_name, subtree) if earlier != digest else None
 
 
-def chosen_double(
+def choose_double(
     seed: int,
     step: int,
     every: int,
     subtrees: Mapping[str, Sequence[Subtree]],
     profiles: Mapping[str, str],
     *,
-    surely: bool = False,
+    always: bool = False,
 ) -> tuple[str, str, Subtree] | None:
-    """Choose a subtree to be computed twice in this step: its owner, the other worker, the subtree.
+    """Choose a subtree to be computed twice in this step.
 
     Args:
         seed: Seed of the run.
         step: The step.
-        every: Average number of steps between two such checks; 0: never.
+        every: Average number of steps between two double checks; 0: never.
         subtrees: The subtrees assigned to each worker.
         profiles: The numerics profiles of the workers that may compute.
-        surely: Choose one in this step, unless `every` is 0.
+        always: Choose a subtree in this step in any case, unless `every` is 0.
 
     Returns:
-        None if this step has none, or no two workers share a numerics profile.
+        The worker to which the subtree is assigned, a second worker, and the subtree. None if this
+        step has no double check, or no two workers share a numerics profile.
     """
-    if not every or not (surely or microbatch_seed(seed, step, 0) % every == 0):
+    if not every or not (always or microbatch_seed(seed, step, 0) % every == 0):
         return None
     pairs = [
         (owner, other)

@@ -1,12 +1,13 @@
-"""The embeddings of one step, which its loss reads of all samples at once. Pure.
+"""The embeddings of all samples of a step, for a loss that couples the samples. Pure.
 
 A step whose loss couples all its samples (contrastive learning with negatives from the whole step)
 has two phases, as in GradCache (Gao et al. 2021, arXiv:2101.06983). In the first, each microbatch's
 embeddings arrive as separate rows and are joined in the order of microbatches, so the result does
-not show who computed them or when. In the second, every worker has all rows, computes the gradient
-of the loss by the embeddings, and recomputes its microbatches for their gradients.
+not depend on which worker computed them, or when. In the second, every worker has all rows,
+computes the gradient of the loss with respect to the embeddings, and recomputes its microbatches
+for their gradients.
 
-Each phase is a separate attempt, so late messages of the first are dropped like those of any
+Each phase is a separate attempt, so late messages of the first phase are dropped like those of any
 earlier attempt. Joined embeddings are final. Recomputing a microbatch must give the same bits,
 which checks machines with the same numerics profile at no cost.
 """
@@ -35,9 +36,9 @@ class JoinedEmbeddings:
     Attributes:
         content: All rows, flat uint8.
         digest: BLAKE3 of the content.
-        origin: Whose subtrees the rows are from.
+        origin: The workers and subtrees that the rows are from.
         profiles: The numerics profiles of these workers.
-        delivered: All workers that delivered rows of the attempt, needed or not.
+        delivered: All workers that delivered rows in this attempt, used or not.
     """
 
     content: Bytes
@@ -63,10 +64,14 @@ class JoinedEmbeddings:
             yield StepEmbeddings(**step_id, chunk=chunk, last=chunk == chunks - 1), body
 
     def compare(self, worker: str, profile: str, message: SubtreeLoss) -> Differing | None:
-        """Judge a worker's report of microbatches whose embeddings have other bits than these.
+        """Check a worker's report of microbatches whose recomputed embeddings differ from these.
+
+        Returns:
+            The fault, if the worker has the same numerics profile as the one that computed the
+            embeddings.
 
         Raises:
-            OutOfOrder: They are not of the subtree.
+            OutOfOrder: A reported microbatch is not in the worker's subtree.
         """
         for leaf in message.unlike:
             if not message.lo <= leaf < message.hi:

@@ -1,7 +1,8 @@
-"""Who averages which chunk: the coordinator all of them (a star), or workers that reach each other.
+"""Which machine averages which chunk: the coordinator all chunks (a star), or workers that reach
+each other.
 
-Pure. Workers report where they listen, then which peers they reach; the table of owners follows
-from that and from which workers compute. All members of a table reach each other in both
+Pure. Workers report where they listen, then which peers they reach; the table of owners depends on
+these reports and on the computing workers. All members of a table reach each other in both
 directions; other workers send to the coordinator. A table changes between steps, and within a step
 if an owner is lost.
 """
@@ -25,15 +26,16 @@ from protocol.wire.peers import HERE, OwnerTable, Peer, PeerList, pair_key
 
 _FEWEST_HOSTS: Final = 3
 """With two hosts, each sends and receives as much in a star."""
-_PAYS: Final = 0.9
-"""`auto` chooses sharded if it is expected to take less than this share of the star's time."""
-_ALIKE: Final = 4.0
-"""Links whose measured speeds differ by less than this factor count as equally fast."""
+_MOST_TIME_RATIO: Final = 0.9
+"""`auto` chooses sharded if its expected time is below this share of the star's."""
+_SIMILAR_SPEED_FACTOR: Final = 4.0
+"""Links whose measured speeds differ from the median by less than this factor count as equally
+fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Where a member listens; port 0: it does not."""
+    """Where a member listens; port 0: it does not listen."""
 
     port: int
     fingerprint: str
@@ -43,11 +45,10 @@ class Mesh:
     """The workers of a run that reach one another, and the table of owners.
 
     Attributes:
-        number: The number of the newest table that workers have received. A star that was in force
-            from the start is table 0.
+        number: The number of the newest table. A star that was in force from the start is table 0.
         table: The table in force.
         star: The table whose only owner is the coordinator.
-        reason: Why this table was chosen, as text for users.
+        reason: Why the table was chosen, as text for users.
         links: The link speeds that each member reports: Mbit/s by peer.
         traffic: Bytes sent and received on each link.
 
@@ -56,7 +57,7 @@ class Mesh:
         term: Term of the coordinator.
         exchange: The section of the run spec.
         blocks: The blocks of the manifest.
-        secret: Secret of the run, from which the keys of pairs derive; empty: no links.
+        secret: Secret of the run, from which the keys of pairs are derived; empty: no links.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Mesh:
         self.traffic: dict[str, dict[str, tuple[int, int]]] = {}
         self._run_id = run_id
         self._term = term
-        self._way = exchange.topology if secret else "star"
+        self._topology = exchange.topology if secret else "star"
         elements = sum(block.elements for block in blocks)
         self._volume = Volume(
             elements * ELEMENT_BYTES[exchange.precision],
@@ -84,130 +85,131 @@ class Mesh:
         )
         self._secret = secret
         self._hosts: dict[str, str] = {}
-        self._listening: dict[str, Offer] = {}
-        self._demoted: dict[str, int] = {}
-        self._reported: dict[str, int] = {}
+        self._offers: dict[str, Offer] = {}
+        self._demoted_until: dict[str, int] = {}
+        self._sent_numbers: dict[str, int] = {}
         self._invited: set[str] = set()
         self._times = StepTimes()
-        self._timed: frozenset[str] = frozenset()
+        self._timed_workers: frozenset[str] = frozenset()
 
     # Members.
 
-    def joined(self, worker: str, host: str) -> list[Action]:
+    def add_worker(self, worker: str, host: str) -> list[Action]:
         """Add a ready worker; if links may pay off, ask all workers to listen.
 
         Args:
             worker: The worker's name.
-            host: The host it connects from; `HERE` for the coordinator's machine.
+            host: The host from which the worker connects; `HERE` for the coordinator's machine.
         """
-        self.lost(worker)
+        self.remove_worker(worker)
         self._hosts[worker] = host
-        if self._way == "star":
+        if self._topology == "star":
             return []
-        if self._way == "auto" and len(set(self._hosts.values())) < _FEWEST_HOSTS:
+        if self._topology == "auto" and len(set(self._hosts.values())) < _FEWEST_HOSTS:
             self.reason = f"a star: fewer than {_FEWEST_HOSTS} hosts"
             return []
         names = [name for name in sorted(self._hosts) if name not in self._invited]
         self._invited.update(names)
         return [Send(name, ListenForPeers(run_id=self._run_id)) for name in names]
 
-    def opened(self, worker: str, message: PeerPort) -> list[Action]:
-        """Note that a worker listens, and send the list of peers to all that do."""
+    def add_listener(self, worker: str, message: PeerPort) -> list[Action]:
+        """Note where a worker listens, and send the list of peers to all that listen."""
         if worker not in self._hosts:
             return []
-        self._listening[worker] = Offer(message.port, message.fingerprint.hex())
-        names = sorted(self._listening)
-        return [self._peers(name, names) for name in names]
+        self._offers[worker] = Offer(message.port, message.fingerprint.hex())
+        names = sorted(self._offers)
+        return [self._send_peers(name, names) for name in names]
 
-    def _peers(self, me: str, names: Sequence[str]) -> Send:
-        others = tuple(
+    def _send_peers(self, worker: str, names: Sequence[str]) -> Send:
+        peers = tuple(
             Peer(
-                name=name, host=self._hosts[name], port=self._listening[name].port,
-                fingerprint=self._listening[name].fingerprint,
-                key=pair_key(self._secret, me, name).hex(),
+                name=name, host=self._hosts[name], port=self._offers[name].port,
+                fingerprint=self._offers[name].fingerprint,
+                key=pair_key(self._secret, worker, name).hex(),
             )
             for name in names
-            if name != me
+            if name != worker
         )  # fmt: skip
-        listens = self._listening[me].port > 0
-        document = PeerList(me=me, listens=listens, peers=others)
-        return Send(me, Peers(run_id=self._run_id), document.to_bytes())
+        listens = self._offers[worker].port > 0
+        document = PeerList(me=worker, listens=listens, peers=peers)
+        return Send(worker, Peers(run_id=self._run_id), document.to_bytes())
 
-    def linked(self, worker: str, peer: str, mbit: float) -> None:
+    def add_link(self, worker: str, peer: str, mbit: float) -> None:
         """Note that a worker reaches a peer, and at what speed in Mbit/s."""
-        if worker in self._listening and peer in self._listening:
+        if worker in self._offers and peer in self._offers:
             self.links.setdefault(worker, {})[peer] = mbit
 
-    def unlinked(self, worker: str, peer: str) -> None:
+    def remove_link(self, worker: str, peer: str) -> None:
         """Note that a worker no longer reaches a peer."""
         self.links.get(worker, {}).pop(peer, None)
 
-    def lost(self, worker: str) -> list[Action]:
-        """Remove a worker that left; the others get a new list and close their links to it."""
-        had_links = worker in self._listening
-        for table in (self._hosts, self._listening, self._reported, self._demoted):
+    def remove_worker(self, worker: str) -> list[Action]:
+        """Remove a worker that has left; the others get a new list and close their links to it."""
+        had_links = worker in self._offers
+        for table in (self._hosts, self._offers, self._sent_numbers, self._demoted_until):
             table.pop(worker, None)
         self._invited.discard(worker)
         self.links.pop(worker, None)
         self.traffic.pop(worker, None)
         for reachable_names in self.links.values():
             reachable_names.pop(worker, None)
-        names = sorted(self._listening)
-        return [self._peers(name, names) for name in names] if had_links else []
+        names = sorted(self._offers)
+        return [self._send_peers(name, names) for name in names] if had_links else []
 
     def demote(self, worker: str, until: int) -> None:
-        """Let a worker whose averages were late own nothing before step `until`."""
-        self._demoted[worker] = until
+        """Let a worker whose averages were late own no chunk before step `until`."""
+        self._demoted_until[worker] = until
 
-    def took(self, step_ms: float, *, sharded: bool) -> None:
+    def note_duration(self, step_ms: float, *, sharded: bool) -> None:
         """Note the duration of a step that committed in its first attempt."""
         self._times.add(step_ms, sharded=sharded)
 
     # Tables.
 
-    def choose(self, active: Collection[str], step: int) -> OwnerTable:
+    def choose_table(self, active: Collection[str], step: int) -> OwnerTable:
         """Choose the table for a step that these workers compute."""
-        if self._way == "star":
+        if self._topology == "star":
             return self.star
-        if self._timed != frozenset(active):
-            self._timed = frozenset(active)
+        if self._timed_workers != frozenset(active):
+            self._timed_workers = frozenset(active)
             self._times.clear()
-        members = self._clique(sorted(set(active) & self._listening.keys()))
+        members = self._clique(sorted(set(active) & self._offers.keys()))
         speeds = {name: self._speed(name, members) for name in members}
         shares = _shares([speeds[name] for name in members])
-        without_late = [
-            0.0 if self._demoted.get(name, 0) > step else share
+        shares_without_late = [
+            0.0 if self._demoted_until.get(name, 0) > step else share
             for name, share in zip(members, shares, strict=True)
         ]
-        # A member with a slow link may own nothing anyway: somebody must own something.
-        if any(without_late):
-            shares = without_late
-        self.reason = self._why_star(members, speeds, shares, active)
+        # The other members may have slow links and so no share: somebody must own the chunks.
+        if any(shares_without_late):
+            shares = shares_without_late
+        self.reason = self._reason_for_star(members, speeds, shares, active)
         if self.reason:
             self.table = self.star
             return self.table
-        return self._set(self._table_of(members, shares))
+        return self._adopt(self._table_of(members, shares))
 
-    def without(self, lost_owners: Collection[str]) -> OwnerTable:
-        """Reassign the chunks of lost owners within a step; to the coordinator if none is left."""
+    def reassign_lost(self, lost_owners: Collection[str]) -> OwnerTable:
+        """Reassign the chunks of lost owners within a step; to the coordinator if no owner is
+        left."""
         table = self.table
         if not table.has_peers:
             return table
-        rest = self._clique([name for name in table.members if name not in lost_owners])
-        if not rest:
+        remaining = self._clique([name for name in table.members if name not in lost_owners])
+        if not remaining:
             self.reason = "a star: no owner is left"
-            return self._set(self.star)
-        index = {name: number for number, name in enumerate(rest)}
-        next_owner = itertools.cycle(range(len(rest)))
+            return self._adopt(self.star)
+        index = {name: number for number, name in enumerate(remaining)}
+        next_owner = itertools.cycle(range(len(remaining)))
         owners = tuple(
             index[owner] if (owner := table.owner(number)) in index else next(next_owner)
             for number in range(self._grid.count)
         )
-        scribe = table.scribe if table.scribe in index else self._scribe(rest)
-        return self._set(OwnerTable(members=tuple(rest), owners=owners, scribe=scribe))
+        scribe = table.scribe if table.scribe in index else self._choose_scribe(remaining)
+        return self._adopt(OwnerTable(members=tuple(remaining), owners=owners, scribe=scribe))
 
-    def reown(self, worker: str) -> OwnerTable:
-        """Reassign the chunks of one owner within a step; it stays a member."""
+    def reassign_owner(self, worker: str) -> OwnerTable:
+        """Reassign the chunks of one owner within a step; the owner stays a member."""
         table = self.table
         others = [n for n, name in enumerate(table.members) if name != worker]
         if not others:
@@ -217,17 +219,17 @@ class Mesh:
         owners = tuple(
             next(next_owner) if owner == member_index else owner for owner in table.owners
         )
-        return self._set(table.model_copy(update={"owners": owners}))
+        return self._adopt(table.model_copy(update={"owners": owners}))
 
-    def tell(self, workers: Collection[str]) -> list[Action]:
+    def send_table(self, workers: Collection[str]) -> list[Action]:
         """Send the table to each of these workers that does not have it."""
         message = Owners(run_id=self._run_id, term=self._term, number=self.number)
         document = self.table.to_bytes()
-        new = [name for name in sorted(workers) if self._reported.get(name) != self.number]
-        self._reported.update(dict.fromkeys(new, self.number))
-        return [Send(name, message, document) for name in new]
+        receivers = [n for n in sorted(workers) if self._sent_numbers.get(n) != self.number]
+        self._sent_numbers.update(dict.fromkeys(receivers, self.number))
+        return [Send(name, message, document) for name in receivers]
 
-    def owned(self) -> dict[str, float]:
+    def owned_shares(self) -> dict[str, float]:
         """Return the share of all chunks that each worker owns; empty for a star."""
         table = self.table
         if not table.has_peers:
@@ -237,10 +239,10 @@ class Mesh:
             counts[table.members[owner]] += 1
         return {name: round(count / self._grid.count, 3) for name, count in counts.items()}
 
-    def _set(self, table: OwnerTable) -> OwnerTable:
+    def _adopt(self, table: OwnerTable) -> OwnerTable:
         if table.has_peers:
-            owning, member_count = len({*table.owners}), len(table.members)
-            self.reason = f"sharded: {owning} of {member_count} linked members average"
+            owner_count, member_count = len({*table.owners}), len(table.members)
+            self.reason = f"sharded: {owner_count} of {member_count} linked members average"
         if table != self.table:
             self.table = table
             self.number += 1
@@ -248,33 +250,36 @@ class Mesh:
 
     def _table_of(self, members: Sequence[str], shares: Sequence[float]) -> OwnerTable:
         owners = tuple(divide_chunks(shares, self._grid))
-        return OwnerTable(members=tuple(members), owners=owners, scribe=self._scribe(members))
+        return OwnerTable(
+            members=tuple(members), owners=owners, scribe=self._choose_scribe(members)
+        )
 
-    def _scribe(self, members: Sequence[str]) -> str | None:
+    def _choose_scribe(self, members: Sequence[str]) -> str | None:
         """Return a member on the coordinator's machine, which receives all averages anyway."""
         return next((name for name in members if self._hosts[name] == HERE), None)
 
-    def _are_linked(self, one: str, other: str) -> bool:
-        return other in self.links.get(one, {}) and one in self.links.get(other, {})
+    def _are_linked(self, first: str, second: str) -> bool:
+        return second in self.links.get(first, {}) and first in self.links.get(second, {})
 
     def _clique(self, names: Sequence[str]) -> list[str]:
-        """Return members that all reach each other; drop those with the most missing links."""
+        """Return members that all reach each other: drop the member with the most missing links,
+        until none are missing."""
         candidates = list(names)
         while candidates:
-            lacking = {
+            missing_links = {
                 name: sum(
                     not self._are_linked(name, other) for other in candidates if other != name
                 )
                 for name in candidates
             }
-            worst = max(candidates, key=lambda name: (lacking[name], name))
-            if not lacking[worst]:
+            worst = max(candidates, key=lambda name: (missing_links[name], name))
+            if not missing_links[worst]:
                 break
             candidates.remove(worst)
         return candidates
 
     def _speed(self, name: str, members: Sequence[str]) -> float:
-        """Return the speed of a member's network link in Mbit/s: that of its fastest peer link."""
+        """Return the speed of a member's fastest peer link in Mbit/s, for its network link."""
         speeds = [
             min(self.links[name][other], self.links[other][name])
             for other in members
@@ -282,7 +287,7 @@ class Mesh:
         ]
         return max(speeds, default=1.0)
 
-    def _why_star(
+    def _reason_for_star(
         self, members: Sequence[str], speeds: Mapping[str, float], shares: Sequence[float],
         active: Collection[str],
     ) -> str:  # fmt: skip
@@ -291,7 +296,7 @@ class Mesh:
             return "a star: there is one worker, and sharded needs two"
         if len(members) < 2:
             return "a star: no two members reach each other"
-        if self._way == "sharded":
+        if self._topology == "sharded":
             return ""
         hosts = {self._hosts.get(name, name) for name in active}
         if len(hosts) < _FEWEST_HOSTS:
@@ -302,24 +307,26 @@ class Mesh:
             for name, share in zip(members, shares, strict=True)
         ]
         star, sharded = star_s(self._volume, mesh_members), sharded_s(self._volume, mesh_members)
-        if sharded > _PAYS * star:
+        if sharded > _MOST_TIME_RATIO * star:
             ms = f"{star * 1e3:.0f} ms, a sharded exchange {sharded * 1e3:.0f}"
             return f"a star: it is expected to take {ms}"
-        return self._times.why_star()
+        return self._times.reason_for_star()
 
 
 def _shares(speeds: Sequence[float]) -> list[float]:
-    """Return the share that each member owns, so that all links are busy for about as long.
+    """Return the share that each member owns, such that all links are busy for about equally long.
 
-    A member of speed b that owns the share f of n members' chunks sends 1 - f of a payload to
-    other owners and its average to n - 1 others: 1 + (n - 2) f payloads, and receives as many.
+    In units of all chunks, one of n members that owns the share f sends 1 - f to other owners, and
+    its averages, f each, to n - 1 others: 1 + (n - 2) f. It receives as much.
     """
     count = len(speeds)
     if count < 3:
         return [1.0] * count
     median_speed = median(speeds)
     smoothed_speeds = [
-        median_speed if median_speed / _ALIKE < speed < median_speed * _ALIKE else speed
+        median_speed
+        if median_speed / _SIMILAR_SPEED_FACTOR < speed < median_speed * _SIMILAR_SPEED_FACTOR
+        else speed
         for speed in speeds
     ]
     low, high = 0.0, 2.0 * count / min(smoothed_speeds)

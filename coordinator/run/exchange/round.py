@@ -57,22 +57,22 @@ Allocate = Callable[[int], Array]
 
 
 def new_array(elements: int) -> Array:
-    """Allocate an average, where no worker reads it from shared memory."""
+    """Allocate an average that no worker reads from shared memory."""
     return np.empty(elements, np.float32)
 
 
 class Summary(NamedTuple):
-    """What a commit records of a block's averaged gradients.
+    """Norm and digest of a block's averaged gradients, for the commit.
 
     Attributes:
-        square_sum: `protocol.exact.reduction.average.square_sum` of them.
-        digest: `protocol.exact.digest.block_digest` of them.
-        by_group: `ClippedGroups.square_sums` of them.
+        square_sum: `protocol.exact.reduction.average.square_sum` of the gradients.
+        digest: `protocol.exact.digest.block_digest` of the gradients.
+        group_square_sums: `ClippedGroups.square_sums` of the gradients.
     """
 
     square_sum: float
     digest: str
-    by_group: tuple[float, ...] = ()
+    group_square_sums: tuple[float, ...] = ()
 
 
 _NO_GROUPS: Final = ClippedGroups(OptimizerSpec(name="sgd"))
@@ -80,8 +80,8 @@ _NO_GROUPS: Final = ClippedGroups(OptimizerSpec(name="sgd"))
 
 def summary_of(block: Block, average: Array, clipped: ClippedGroups = _NO_GROUPS) -> Summary:
     """Compute the summary of a block: about one second per gigabyte."""
-    by_group = clipped.square_sums(block, average) if block.is_trained else ()
-    return Summary(square_sum(average), block_digest(block, average), by_group)
+    group_square_sums = clipped.square_sums(block, average) if block.is_trained else ()
+    return Summary(square_sum(average), block_digest(block, average), group_square_sums)
 
 
 @dataclass(slots=True)
@@ -95,20 +95,20 @@ class Share:
             but not a chunk still owes the subtree, so its lease continues.
         dropped: Subtrees that the worker need not compute or send any more.
         uploads: How many chunks of a subtree the worker may send, counted from the first.
-        local: Whether the worker is on the coordinator's machine and so shares no network link.
+        is_local: Whether the worker is on the coordinator's machine and so shares no network link.
     """
 
     subtrees: list[Subtree] = field(default_factory=list)
     owed: dict[Subtree, int] = field(default_factory=dict)
     dropped: set[Subtree] = field(default_factory=set)
     uploads: int = 0
-    local: bool = False
+    is_local: bool = False
 
     def pending(self, due: int) -> tuple[Subtree, ...]:
         """Return the subtrees with outstanding results among `due` (bits as in `owed`)."""
         return tuple(subtree for subtree, bits in self.owed.items() if bits & due)
 
-    def arrived(self, subtree: Subtree, bit: int) -> None:
+    def clear_bit(self, subtree: Subtree, bit: int) -> None:
         """Clear the bit of a result that has arrived."""
         outstanding = self.owed.get(subtree, 0) & ~(1 << bit)
         if outstanding:
@@ -130,14 +130,14 @@ class Round:
         shares: The share of each worker that has not left.
         has_begun: Whether any subtree was assigned.
         double_check: Compares results of subtrees that two workers computed.
-        doubled: The subtree that two workers must both finish, preceded by their names.
-        tainted: Whether a sum may include gradients at weights whose digest was never compared.
-        inner: Progress of each worker in an inner phase: replica, and inner steps taken.
+        double_assignment: Two workers, and the subtree that both must finish.
+        is_tainted: Whether a sum may include gradients at weights whose digest was never compared.
+        inner_progress: For each worker in an inner phase: replica, and number of inner steps taken.
         has_inner_phases: Whether a leaf is a whole inner phase of a replica: too much work to hold
             back at a worker that may be lost.
-        side_outputs: What microbatches produce beside gradients; None if nothing.
-        embeds: Layout of the embeddings that this round collects; None for a round of gradients. A
-            round of embeddings has no blocks.
+        side_outputs: Outputs of microbatches other than gradients; None without any.
+        embedding_layout: Layout of the embeddings that this round collects; None for a round of
+            gradients. A round of embeddings has no blocks.
         embeddings: Embeddings that the previous round collected, read by this round's loss.
         peers: The chunks that workers average; none in a star.
     """
@@ -153,9 +153,9 @@ class Round:
         side_outputs: SideOutputs | None = None,
         exchange: Codecs = _FLOAT32,
         has_inner_phases: bool = False,
-        embeds: EmbeddingLayout | None = None,
+        embedding_layout: EmbeddingLayout | None = None,
         embeddings: JoinedEmbeddings | None = None,
-        owners: tuple[int, OwnerTable] | None = None,
+        numbered_table: tuple[int, OwnerTable] | None = None,
         allocate: Allocate = new_array,
         clipped: ClippedGroups = _NO_GROUPS,
     ) -> None:
@@ -165,30 +165,30 @@ class Round:
         self.has_inner_phases = has_inner_phases
         self.step_id = {"term": term, "step": step, "attempt": attempt}
         self.shares: dict[str, Share] = {}
-        self.tainted = False
+        self.is_tainted = False
         self.side_outputs = side_outputs
-        self.embeds = embeds
+        self.embedding_layout = embedding_layout
         self.embeddings = embeddings
         self.double_check = DoubleCheck()
-        self.doubled: tuple[str, str, Subtree] | None = None
+        self.double_assignment: tuple[str, str, Subtree] | None = None
         self.averages = [allocate(block.elements) for block in blocks]
-        self.inner: dict[str, tuple[int, int]] = {}
+        self.inner_progress: dict[str, tuple[int, int]] = {}
         self.has_begun = False
         self._grid = ChunkGrid(blocks)
-        self._given_subtrees = 0
-        self._given_again = False
-        self._summed = 0
+        self._assigned_subtrees = 0
+        self._is_reassigned = False
+        self._summed_chunks = 0
         # The gradients depend on all embeddings, also on those of workers that have since left.
         self._delivered = set[str]() if embeddings is None else set(embeddings.delivered)
         self._blocks = blocks
         self._average_of = _averages_by_chunk(blocks, self.averages, self._grid)
-        owners = owners or (0, OwnerTable.star(self._grid.count))
-        self._mine = owners[1].owned_by(COORDINATOR)
+        numbered_table = numbered_table or (0, OwnerTable.star(self._grid.count))
+        self._own_chunks = numbered_table[1].owned_by(COORDINATOR)
         # Block 0 first: its sums arrive last, so they usually show what is missing overall.
-        first = sorted(self._mine, reverse=True)
+        first = sorted(self._own_chunks, reverse=True)
         self._reducer = Reducer(microbatches, exchange, first, self._average_of)
-        self.peers = PeerSums(self._grid, microbatches, owners, self._average_of)
-        self._open_chunks = [block.chunks for block in blocks]
+        self.peers = PeerSums(self._grid, microbatches, numbered_table, self._average_of)
+        self._outstanding_counts = [block.chunks for block in blocks]
         self._loss_bit = self._grid.count
         self._owed = self._owed_bits()
         self._unsummarized: list[int] = []
@@ -205,8 +205,8 @@ class Round:
         Returns:
             The workers with subtrees that may now send more chunks.
         """
-        self._given_again = self._given_subtrees > 0
-        self._given_subtrees += subtrees
+        self._is_reassigned = self._assigned_subtrees > 0
+        self._assigned_subtrees += subtrees
         return self._extend_windows(self._grid.count)
 
     def uploads(self, worker: str) -> int:
@@ -219,47 +219,48 @@ class Round:
         Returns:
             The workers that may now send more.
         """
-        return self._extend_windows(4) if self._mine else []
+        return self._extend_windows(4) if self._own_chunks else []
 
     def _extend_windows(self, parts: int) -> list[str]:
         """Raise limits that can grow by at least 1 / `parts` of the window; return the workers."""
         raised: list[str] = []
-        self._note_summed()
-        upload_limit = self._within_memory()
+        self._count_summed_chunks()
+        upload_limit = self._memory_limit()
         # With many workers most may already send everything: skip them cheaply.
         waiting_shares = [
             (worker, s) for worker, s in self.shares.items() if s.uploads < upload_limit
         ]
         if not waiting_shares:
             return raised
-        last = self._slowest(share for share in self.shares.values() if not share.local)
+        last = self._slowest(share for share in self.shares.values() if not share.is_local)
         for worker, share in waiting_shares:
             own_uploads = self._slowest([share])
-            now = min(upload_limit, self._uploads_ahead(share, min(last, own_uploads)))
-            added_uploads = now - share.uploads
-            if added_uploads > 0 and added_uploads * parts >= now - own_uploads:
-                share.uploads = now
+            new_limit = min(upload_limit, self._uploads_ahead(share, min(last, own_uploads)))
+            added_uploads = new_limit - share.uploads
+            if added_uploads > 0 and added_uploads * parts >= new_limit - own_uploads:
+                share.uploads = new_limit
                 raised.append(worker)
         return sorted(raised)
 
-    def _note_summed(self) -> None:
-        while self._summed < self._grid.count and self._is_summed(self._summed):
-            self._summed += 1
+    def _count_summed_chunks(self) -> None:
+        while self._summed_chunks < self._grid.count and self._is_summed(self._summed_chunks):
+            self._summed_chunks += 1
 
-    def _within_memory(self) -> int:
+    def _memory_limit(self) -> int:
         """Return the upload limit at which all subtree sums fit the memory limit, unmerged."""
         if self.has_inner_phases:
             return self._grid.count
         limit_bytes = max(limits.PARTIAL_SUMS_BYTES, self._grid.total_bytes // 2)
-        return self._grid.end(self._summed, limit_bytes // max(self._given_subtrees, 1))
+        return self._grid.end(self._summed_chunks, limit_bytes // max(self._assigned_subtrees, 1))
 
     def _uploads_ahead(self, share: Share, last: int) -> int:
-        """Return how far a worker may send ahead of the slowest one.
+        """Return up to which chunk a worker may send ahead of the slowest worker.
 
-        Flows that share a link do not get equal parts of it. A sum waits for the slowest, while the
-        other direction of the link is idle. If subtrees were reassigned, there is no limit.
+        Flows that share a link do not get equal parts of it. A sum waits for the slowest flow,
+        while the other direction of the link is idle. If subtrees were reassigned, there is no
+        limit.
         """
-        if share.local or self._given_again or self.has_inner_phases:
+        if share.is_local or self._is_reassigned or self.has_inner_phases:
             return self._grid.count
         most_uploads = last + limits.UPLOAD_AHEAD_CHUNKS
         return max(
@@ -269,50 +270,52 @@ class Round:
     def _slowest(self, shares: Iterable[Share]) -> int:
         """Return the fewest chunks that have arrived of any subtree that has begun to arrive."""
         count, mask = self._grid.count, (1 << self._loss_bit) - 1
-        others = count - len(self._mine)
+        others = count - len(self._own_chunks)
         bits_left = (bits & mask for share in shares for bits in share.owed.values())
         arrived_bits = (count - bits.bit_count() for bits in bits_left)
-        return max(self._summed, min((n for n in arrived_bits if others < n < count), default=0))
+        return max(
+            self._summed_chunks, min((n for n in arrived_bits if others < n < count), default=0)
+        )
 
     def _is_summed(self, number: int) -> bool:
         return number not in self._reducer or self._reducer.is_done(number)
 
-    def due(self, share: Share) -> int:
-        """Return the results that a worker is permitted to send, as bits of `Share.owed`."""
+    def due_results(self, share: Share) -> int:
+        """Return the results that a worker may send, as bits of `Share.owed`."""
         return (1 << share.uploads) - 1 | -1 << self._loss_bit
 
     def pending(self, worker: str) -> tuple[Subtree, ...]:
         """Return the worker's subtrees with results that it may send and has not sent."""
         share = self.shares.get(worker)
-        return share.pending(self.due(share)) if share is not None else ()
+        return share.pending(self.due_results(share)) if share is not None else ()
 
-    def assign(self, worker: str, subtrees: tuple[Subtree, ...], *, local: bool = False) -> None:
-        """Assign subtrees to a worker; for `local` see `Share`."""
+    def assign(self, worker: str, subtrees: tuple[Subtree, ...], *, is_local: bool = False) -> None:
+        """Assign subtrees to a worker; `is_local` is that of `Share`."""
         self.has_begun = True
-        share = self.shares.setdefault(worker, Share(local=local))
+        share = self.shares.setdefault(worker, Share(is_local=is_local))
         share.subtrees.extend(subtrees)
         share.owed.update(dict.fromkeys(subtrees, self._owed))
         share.dropped.difference_update(subtrees)
-        self._note_summed()
-        first = min(self._within_memory(), self._uploads_ahead(share, self._summed))
+        self._count_summed_chunks()
+        first = min(self._memory_limit(), self._uploads_ahead(share, self._summed_chunks))
         share.uploads = max(share.uploads, first)
 
     def _owed_bits(self) -> int:
         """Return all bits of a subtree; see `Share.owed`."""
-        chunks = sum(1 << number for number in self._mine)
+        chunks = sum(1 << number for number in self._own_chunks)
         return chunks | 1 << self._loss_bit | self.peers.owner_bits << self._loss_bit + 1
 
-    def payload(
+    def take_payload(
         self, worker: str, message: GradientPayload, values: Array
     ) -> Send | Broadcast | NonFinite | Differing | None:
-        """Take a chunk of a subtree's gradient sum; `values` belongs to the round from then on.
+        """Take a chunk of a subtree's gradient sum; the round takes ownership of `values`.
 
         Returns:
             The average to broadcast if this completes the chunk; the sum to forward if another
             worker averages it; or the fault.
 
         Raises:
-            OutOfOrder: No such subtree or table, or not this worker's.
+            OutOfOrder: There is no such subtree or table, or the subtree is another worker's.
         """
         share = self._check_assigned(worker, message.subtree)
         if message.owners > self.peers.table_number:
@@ -329,7 +332,7 @@ class Round:
             )
             return Send(owner, forwarded, packed(values, self._exchange.precision))
         # Counts as sent even if it is not needed: the lease covers what the worker still owes.
-        share.arrived(message.subtree, number)
+        share.clear_bit(message.subtree, number)
         name = self._blocks[message.block].name
         part, description = (message.block, message.chunk), f"gradients in block {name!r}"
         # Before anything is added to the values; also for values that are dropped below.
@@ -348,7 +351,7 @@ class Round:
         self._origins.add(result.origin)
         return self._broadcast_average(number)
 
-    def captured(
+    def take_side_output(
         self, worker: str, message: CapturedRows, content: Bytes
     ) -> NonFinite | Differing | None:
         """Take a piece of a microbatch's side outputs.
@@ -357,7 +360,8 @@ class Round:
             A fault: a non-finite embedding, or one that differs from another worker's.
 
         Raises:
-            OutOfOrder: No such piece, not this worker's subtree, or a run without side outputs.
+            OutOfOrder: There is no such piece, the subtree is another worker's, or the run has no
+                side outputs.
         """
         self._check_assigned(worker, message.subtree)
         if self.side_outputs is None:
@@ -365,13 +369,13 @@ class Round:
         self.side_outputs.put(message, content)
         self._delivered.add(worker)
         leaf = Subtree(message.microbatch, message.microbatch + 1)
-        if self.embeds and self.side_outputs.has(leaf):
+        if self.embedding_layout and self.side_outputs.has(leaf):
             # Also for a second copy: its NaN shows which of the two is wrong.
             rows = self.side_outputs.of(leaf.lo, message.chunk, content)
-            if not are_finite(self.embeds, rows):
+            if not are_finite(self.embedding_layout, rows):
                 return NonFinite(leaf, worker, is_embedding=True)
         part = (0, message.microbatch, message.chunk)
-        row_kind = "embeddings" if self.embeds else "logits"
+        row_kind = "embeddings" if self.embedding_layout else "logits"
         row_kind = "per-replica state" if self.has_inner_phases else row_kind
         return self.double_check.answer(worker, message.subtree, part, content, row_kind)
 
@@ -379,10 +383,10 @@ class Round:
         """Note how many inner steps of a replica a worker has taken.
 
         Raises:
-            OutOfOrder: There is no such replica, or it is not this worker's.
+            OutOfOrder: There is no such replica, or it is another worker's.
         """
         self._check_assigned(worker, Subtree(replica, replica + 1))
-        self.inner[worker] = (replica, inner)
+        self.inner_progress[worker] = (replica, inner)
 
     def note_inner_checkpoint(self, worker: str, replica: int) -> None:
         """Note that other workers may continue from this worker's inner checkpoint.
@@ -397,7 +401,7 @@ class Round:
 
     # Chunks that workers average.
 
-    def sums_arrived(self, owner: str, message: SumsArrived) -> None:
+    def note_arrival(self, owner: str, message: SumsArrived) -> None:
         """Note that an owner has received all its chunks of a worker's subtree.
 
         Raises:
@@ -409,9 +413,9 @@ class Round:
             self._delivered.add(message.worker)
             share = self.shares.get(message.worker)
             if share is not None:
-                share.arrived(message.subtree, self._loss_bit + 1 + self.peers.bits[owner])
+                share.clear_bit(message.subtree, self._loss_bit + 1 + self.peers.bits[owner])
 
-    def peer_average(
+    def take_peer_average(
         self, sender: str, message: ChunkReduced | AveragedGradient, body: Origin | Array
     ) -> Broadcast | WrongAverage | None:
         """Take the values of a worker's average, or its origin and digest.
@@ -428,11 +432,11 @@ class Round:
             result = self.peers.take_average(sender, message, body)
         return self._broadcast_average(result) if isinstance(result, int) else result
 
-    def reown(self, number: int, table: OwnerTable) -> None:
-        """Switch to a new table: workers owe the new owners the sums already sent to others."""
+    def switch_table(self, number: int, table: OwnerTable) -> None:
+        """Switch to a new table: workers send the new owners the sums that earlier owners got."""
         gaining_workers, chunks_taken_over = self.peers.switch_table(number, table)
-        self._mine |= chunks_taken_over
-        self._reducer.own(self._mine)
+        self._own_chunks |= chunks_taken_over
+        self._reducer.own(self._own_chunks)
         self._owed = self._owed_bits()
         first = self._loss_bit + 1
         resend = sum(1 << chunk for chunk in chunks_taken_over)
@@ -445,20 +449,23 @@ class Round:
                 and (bits := share.owed.get(subtree, 0) & self._owed | resend)
             }
 
-    def subtree_loss(self, worker: str, message: SubtreeLoss) -> NonFinite | Differing | bool:
+    def take_loss(self, worker: str, message: SubtreeLoss) -> NonFinite | Differing | bool:
         """Take a subtree's loss sum.
 
         Returns:
-            Whether it was missing; or the fault.
+            Whether the loss was missing; or the fault.
 
         Raises:
-            OutOfOrder: No such subtree, not this worker's, or its side outputs have not arrived.
+            OutOfOrder: There is no such subtree, the subtree is another worker's, or its side
+                outputs have not arrived.
         """
         share = self._check_assigned(worker, message.subtree)
         if self.side_outputs is not None and not self.side_outputs.has(message.subtree):
-            raise OutOfOrder(f"the loss of subtree {message.subtree} came before all of its rows")
-        share.arrived(message.subtree, self._loss_bit)
-        if (differing := self._unlike_embeddings(worker, message)) is not None:
+            raise OutOfOrder(
+                f"the loss of subtree {message.subtree} came before all of its side outputs"
+            )
+        share.clear_bit(message.subtree, self._loss_bit)
+        if (differing := self._compare_embeddings(worker, message)) is not None:
             return differing
         if message.sums:
             sums = np.frombuffer(message.sums, np.uint8)
@@ -478,7 +485,7 @@ class Round:
             return NonFinite(root(self.microbatches))
         return True
 
-    def _unlike_embeddings(self, worker: str, message: SubtreeLoss) -> Differing | None:
+    def _compare_embeddings(self, worker: str, message: SubtreeLoss) -> Differing | None:
         """Return the fault in embeddings that were recomputed for their gradients."""
         if message.unlike and self.embeddings is None:
             raise OutOfOrder("SubtreeLoss: differing embeddings in a step without embeddings")
@@ -489,18 +496,19 @@ class Round:
 
     def join_embeddings(self) -> JoinedEmbeddings:
         """Join all embeddings of the step; the round of embeddings is complete."""
-        assert self.complete
+        assert self.is_complete
         assert self.side_outputs is not None
         origin = self._loss_origins.total or ()
         profiles = {name: self.double_check.profile_of(name, part) for name, part in origin}
         delivered = frozenset(self._delivered)
         return JoinedEmbeddings.of(self.side_outputs.content, origin, profiles, delivered)
 
-    def non_finite(self, sender: str, fault: NonFinite) -> NonFinite:
+    def check_non_finite(self, sender: str, fault: NonFinite) -> NonFinite:
         """Check a worker's report about its own subtree, or about a sum that it owns.
 
         Raises:
-            OutOfOrder: The subtree is not the worker's, it owns nothing, or no such block exists.
+            OutOfOrder: The subtree is not the worker's, the worker owns no chunk, or there is no
+                such block.
         """
         if fault.worker == sender:
             share, subtree = self.shares.get(sender), fault.subtree
@@ -509,18 +517,18 @@ class Round:
                 subtree_share.covers(subtree) for subtree_share in subtrees
             ):
                 raise OutOfOrder(
-                    f"subtree {subtree} was not given to worker {sender!r} in this step"
+                    f"subtree {subtree} was not assigned to worker {sender!r} in this step"
                 )
         elif sender not in self.peers.bits:
-            raise OutOfOrder(f"NonFiniteSum of {sender!r}, which owns nothing")
+            raise OutOfOrder(f"NonFiniteSum of worker {sender!r}, which owns no chunk")
         if fault.block is not None and fault.block >= len(self._blocks):
             raise OutOfOrder(f"NonFiniteSum: there is no block {fault.block}")
         return fault
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all blocks are averaged and summarized, all losses known, doubles compared."""
-        has_all = not any(self._open_chunks) and self._losses.total is not None
+        has_all = not any(self._outstanding_counts) and self._losses.total is not None
         return has_all and not self._summarizing and not self._awaits_double()
 
     @property
@@ -534,24 +542,25 @@ class Round:
     @property
     def gradient_norms(self) -> GradientNorms:
         """Euclidean norms of the averaged gradients; the round is complete."""
-        assert self.complete
+        assert self.is_complete
         self._summarize()
         trained_summaries = (
             self._summaries[number] for number, block in enumerate(self._blocks) if block.is_trained
         )
         return self._clipped.norms(
-            (summary.square_sum, summary.by_group) for summary in trained_summaries
+            (summary.square_sum, summary.group_square_sums) for summary in trained_summaries
         )
 
     def averages_digest(self) -> str:
         """BLAKE3 over the hex digests of the blocks, in block order; the round is complete."""
-        assert self.complete
+        assert self.is_complete
         self._summarize()
         return averages_digest(self._summaries[block].digest for block in range(len(self._blocks)))
 
     @property
     def counted(self) -> tuple[dict[str, tuple[Subtree, ...]], ...] | None:
-        """Whose subtrees make up the sums, as a commit records it; the round is complete."""
+        """Workers and subtrees that make up the sums, as a commit records them; the round is
+        complete."""
         origins = sorted({*self._origins, *self.peers.origins, self._loss_origins.total or ()})
         if sum(map(len, origins)) > _MOST_COUNTED_SUBTREES:
             return None
@@ -571,13 +580,14 @@ class Round:
         missing = {leaf for subtree in share.owed for leaf in self._missing_leaves(subtree)}
         return cover(sorted(missing), self.microbatches)
 
-    def computing(self) -> list[str]:
+    def computing_workers(self) -> list[str]:
         """Return the workers that owe a loss, so are still computing."""
         loss = 1 << self._loss_bit
         return [n for n, share in self.shares.items() if any(b & loss for b in share.owed.values())]
 
     def unassigned(self, ignoring: Collection[str] = ()) -> tuple[Subtree, ...]:
-        """Return missing microbatches that only ignored workers owe, or none, as subtrees."""
+        """Return the missing microbatches that no worker owes, except the ignored ones, as
+        subtrees."""
         assigned_leaves = {
             leaf
             for worker, share in self.shares.items()
@@ -590,32 +600,35 @@ class Round:
         return cover(sorted(missing), self.microbatches)
 
     def lose(self, worker: str, *, is_proven: bool) -> None:
-        """Remove a worker that has left; what it delivered stays in the sums.
+        """Remove a worker that has left; its gradients stay in the sums.
 
         Args:
             worker: The worker's name.
             is_proven: Whether the worker's weights are known to be the run's.
         """
-        # If its weights were not the run's, its sums may be wrong and cannot be subtracted again:
-        # then the step restarts. It may also have sent sums directly to other workers.
+        # A worker whose weights were not the run's may have sent wrong sums, also directly to other
+        # workers. They cannot be subtracted again, so the step restarts.
         may_have_sent = self.peers.table.has_peers and worker in self.shares
         has_sent = worker in self._delivered or may_have_sent
         self.shares.pop(worker, None)
-        self.tainted = self.tainted or (not is_proven and has_sent)
+        self.is_tainted = self.is_tainted or (not is_proven and has_sent)
 
     def disown(self, worker: str, *, is_proven: bool) -> None:
-        """Release what a late worker owes, so that others can compute it; it may still arrive."""
+        """Release a late worker's results, so that others can compute them; they may still
+        arrive."""
         share = self.shares.get(worker)
         if share is not None:
             share.owed.clear()
             share.dropped.update(share.subtrees)
-        self.tainted = self.tainted or (not is_proven and worker in self._delivered)
+        self.is_tainted = self.is_tainted or (not is_proven and worker in self._delivered)
 
-    def surplus(self) -> dict[str, tuple[Subtree, ...]]:
+    def take_surplus(self) -> dict[str, tuple[Subtree, ...]]:
         """Remove and return pending subtrees that other workers have completed, by worker."""
         surplus: dict[str, tuple[Subtree, ...]] = {}
         # Sums cover a doubled subtree after its first answer; the second is needed to compare.
-        double = self.doubled[-1] if self.doubled and self._awaits_double() else None
+        double = (
+            self.double_assignment[-1] if self.double_assignment and self._awaits_double() else None
+        )
         for worker, share in self.shares.items():
             delivered = tuple(n for n in share.owed if n != double and not self._missing_leaves(n))
             if delivered:
@@ -627,21 +640,23 @@ class Round:
 
     def forgo_double(self, late: Collection[str]) -> bool:
         """Stop waiting for late workers' double answers; return whether one was dropped."""
-        given_up = self.doubled is not None and any(worker in late for worker in self.doubled[:2])
-        if given_up:
-            self.doubled = None
-        return given_up
+        is_late = self.double_assignment is not None and any(
+            worker in late for worker in self.double_assignment[:2]
+        )
+        if is_late:
+            self.double_assignment = None
+        return is_late
 
     def _awaits_double(self) -> bool:
         """Return whether the second answer to the doubled subtree is outstanding."""
-        if self.doubled is None:
+        if self.double_assignment is None:
             return False
-        *workers, subtree = self.doubled
+        *workers, subtree = self.double_assignment
         shares = [self.shares[worker] for worker in workers if worker in self.shares]
         return len(shares) == len(workers) and any(subtree in share.owed for share in shares)
 
     def _missing_leaves(self, subtree: Subtree) -> set[int]:
-        """Return the microbatches with a result in no sum yet; subtrees are assigned whole."""
+        """Return the microbatches whose results are missing in some sum."""
         missing = set(self._losses.missing(subtree)) | self.peers.missing_microbatches(subtree)
         return self._reducer.missing(subtree, missing)
 
@@ -653,12 +668,12 @@ class Round:
         self._unsummarized.clear()
 
     @property
-    def summarizes(self) -> bool:
+    def is_summarizing(self) -> bool:
         """Whether summaries are being computed in another thread."""
         return bool(self._summarizing)
 
     def summarize(self) -> list[Summarize]:
-        """Return an action that summarizes large blocks in a thread; `summarized` follows."""
+        """Return an action that summarizes large blocks in a thread; `take_summaries` follows."""
         elements = sum(self._blocks[number].elements for number in self._unsummarized)
         if elements * 4 <= limits.EVENT_LOOP_REDUCE_BYTES:
             return []
@@ -667,7 +682,7 @@ class Round:
         averages = {number: (self._blocks[number], self.averages[number]) for number in numbers}
         return [Summarize(self.step_id["step"], self.step_id["attempt"], averages)]
 
-    def summarized(self, summaries: Mapping[int, Summary]) -> None:
+    def take_summaries(self, summaries: Mapping[int, Summary]) -> None:
         """Take norms and digests of blocks from the thread."""
         for number, summary in summaries.items():
             self._summarizing.discard(number)
@@ -680,14 +695,16 @@ class Round:
             )
         share = self.shares.get(worker)
         if share is None or subtree not in share.subtrees:
-            raise OutOfOrder(f"subtree {subtree} was not given to worker {worker!r} in this step")
+            raise OutOfOrder(
+                f"subtree {subtree} was not assigned to worker {worker!r} in this step"
+            )
         return share
 
     def _broadcast_average(self, number: int) -> Broadcast:
-        """Broadcast an averaged chunk to all who do not get it from its owner."""
+        """Broadcast an averaged chunk to everyone who does not receive it from its owner."""
         block, chunk = self._grid.chunk(number)
-        self._open_chunks[block] -= 1
-        if not self._open_chunks[block]:
+        self._outstanding_counts[block] -= 1
+        if not self._outstanding_counts[block]:
             self._unsummarized.append(block)
         is_block = self._blocks[block].kind == "block"
         kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
@@ -700,10 +717,10 @@ class Round:
 def _averages_by_chunk(
     blocks: tuple[Block, ...], averages: Sequence[Array], grid: ChunkGrid
 ) -> Callable[[int], Array]:
-    """Return where the average of a chunk goes, by its number.
+    """Return a function that returns the array of a chunk's average, given the chunk's number.
 
-    Not a method: a round that its reducer refers to would be freed only by a collection, and its
-    averages are as large as the model.
+    Not a method: if the reducer referred to the round, only the garbage collector would free the
+    round, whose averages are as large as the model.
     """
 
     def average_of(number: int) -> Array:

@@ -15,7 +15,7 @@ _HEADERS: Final = 1.05
 """Factor of the overhead of Ethernet, IP, TCP, TLS and frames, on 1500-byte packets."""
 _UNEVEN: Final = 1.17
 """Factor of a star: workers that share one link do not get equal parts of it, and a sum waits for
-the last one; meanwhile averages use the other direction of the same connections."""
+the last worker; meanwhile averages use the other direction of the same connections."""
 _LOOP_S: Final = 0.9e-9
 """Time of the coordinator's event loop per byte in or out: TLS, checksum, sums."""
 _LINK_S: Final = 0.6e-9
@@ -26,9 +26,9 @@ _FIXED_S: Final = 0.003
 """Time of messages without gradients, and of wake-ups."""
 _WINDOW_STEPS: Final = 8
 _WINDOW_MS: Final = 5_000.0
-"""Steps are timed by ticks, ten per second, which is an error of two percent over a window."""
+"""Ticks, ten per second, time the steps: an error of two percent over a window."""
 _SHARDED_WINDOWS: Final = 2
-"""More than one window, since a single one may be slow for another reason."""
+"""More than one window, since a single window may be slow for another reason."""
 _SLOWER: Final = 1.05
 
 
@@ -37,8 +37,8 @@ class MeshMember:
     """One host.
 
     Attributes:
-        mbit: Speed of its link to the network, Mbit/s, each way.
-        share: The part of all chunks that it owns where workers average; all shares sum up to 1.
+        mbit: Speed of the host's link to the network in each direction, Mbit/s.
+        share: The part of all chunks that the host owns where workers average; all shares sum to 1.
         here: Whether the coordinator is on this machine.
     """
 
@@ -53,13 +53,13 @@ class MeshMember:
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """What is exchanged in a step.
+    """The data that is exchanged in a step.
 
     Attributes:
-        up_bytes: All sums of one host, as they travel.
-        down_bytes: All averages, as they travel.
-        pieces: Number of chunks, sent in sequence: an average can go down as soon as its sum
-            has arrived from all.
+        up_bytes: Encoded size of all sums of one host.
+        down_bytes: Encoded size of all averages.
+        pieces: Number of chunks, sent in sequence: an average can be sent as soon as the sums of
+            its chunk have arrived from all hosts.
     """
 
     up_bytes: int
@@ -68,8 +68,8 @@ class Volume:
 
 
 def star_s(volume: Volume, members: Sequence[MeshMember]) -> float:
-    """Return the seconds of a star: all sums to the coordinator and all averages from it, at
-    once."""
+    """Return the seconds of a star: all hosts send their sums to the coordinator and receive all
+    averages, in parallel."""
     away = [member for member in members if not member.here]
     # Without a member on its machine, the coordinator's link is not measured: assume the fastest.
     at_center = [member for member in members if member.here] or members
@@ -90,12 +90,12 @@ def sharded_s(volume: Volume, members: Sequence[MeshMember], cores: float = _MEM
     """Return the seconds of a sharded exchange: sums to the owners of chunks, averages to all.
 
     Args:
-        volume: What is exchanged.
+        volume: The data that is exchanged.
         members: The members with their shares.
         cores: Cores of each member that process link traffic.
     """
     others = len(members) - 1
-    # Without a member on its machine, the coordinator receives a further copy of each average.
+    # Without a member on its machine, the coordinator receives another copy of each average.
     extra = 0 if any(member.here for member in members) else 1
     takes_s = []
     for member in members:
@@ -110,14 +110,14 @@ def sharded_s(volume: Volume, members: Sequence[MeshMember], cores: float = _MEM
 class StepTimes:
     """Measured times of steps, star and sharded, for one set of workers.
 
-    A step's time includes its forward and backward, which are the same either way.
+    A step's time includes forward and backward, which take equally long either way.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all: other workers take part."""
+        """Forget all times: the set of workers has changed."""
         self._windows_ms: dict[bool, list[float]] = {False: [], True: []}
         self._open_ms: list[float] = []
         self._sharded: bool | None = None
@@ -134,8 +134,8 @@ class StepTimes:
             self._windows_ms[sharded] = window[-_SHARDED_WINDOWS:]
             self._open_ms = []
 
-    def why_star(self) -> str:
-        """Why measurements ask for a star; empty if they do not."""
+    def reason_for_star(self) -> str:
+        """Return why the measurements call for a star; empty if they do not."""
         star_ms, sharded_ms = self._windows_ms[False], self._windows_ms[True]
         if len(sharded_ms) < _SHARDED_WINDOWS:
             return ""

@@ -38,7 +38,7 @@ class Broadcast:
     """Send a message to all subscribers, and keep it for joiners until the replica has the step.
 
     Attributes:
-        had_by: Workers that get it from others.
+        had_by: Workers that receive the message's content from other workers.
     """
 
     message: Message
@@ -70,8 +70,8 @@ class DigestReplica:
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Subscribe a worker, whose state is the newest: send it what was broadcast since `step`, and
-    every broadcast from now on."""
+    """Subscribe a worker whose state is the newest: send it all broadcasts since `step`, and every
+    later broadcast."""
 
     worker: str
     step: int
@@ -100,8 +100,8 @@ class Replay:
     """Send the worker the steps from `step` on from the log, then subscribe it;
     `inputs.WorkerCaughtUp` follows.
 
-    The worker is seeded instead if the log lacks these steps, or if `state_digest` is given and
-    differs from that of the state before `step`.
+    The worker is seeded instead if the log lacks these steps, or if `state_digest` is not None and
+    differs from the digest of the state before `step`.
     """
 
     worker: str
@@ -111,7 +111,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class SendAverages:
-    """Send the worker the averages of a step again, which others failed to send."""
+    """Send the worker the averages of a step that other workers failed to send."""
 
     worker: str
     step: int
@@ -131,7 +131,7 @@ class Summarize:
 class Persist:
     """Make the commit durable; `inputs.CommitDurable` or `inputs.WriteFailed` follows.
 
-    `side_outputs` of the step's microbatches become durable before the commit.
+    The `side_outputs` of the step's microbatches become durable before the commit.
     """
 
     record: CommitRecord
@@ -156,7 +156,7 @@ class AnswerInnerStateRequest:
 
 @dataclass(frozen=True, slots=True)
 class SaveAdmissionRecord:
-    """Save for a restart what workers were admitted by."""
+    """Save the conditions by which workers were admitted, for a restart."""
 
     record: AdmissionRecord
 
@@ -171,7 +171,7 @@ class MakeCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class ApplyStep:
-    """Apply the committed step to the replica, off the critical path; no scalars: skip it."""
+    """Apply the committed step to the replica, off the critical path; skip it without scalars."""
 
     step: int
     averages: Sequence[Array]

@@ -24,8 +24,8 @@ Change = Literal["started", "joined", "lost", "late", "drained", "reseeded"]
 Cause = Literal["step", "embeddings", "reassigned", "speculative"]
 """Why subtrees were assigned."""
 Name = Annotated[str, Field(max_length=limits.NAME_CHARACTERS)]
-Words = Annotated[str, Field(max_length=2_000)]
-Figure = Annotated[float | None, BeforeValidator(finite_or_none)]
+LongText = Annotated[str, Field(max_length=2_000)]
+NullableFloat = Annotated[float | None, BeforeValidator(finite_or_none)]
 """JSON has no NaN: a value that is not finite is null."""
 Subtrees = dict[Name, tuple[tuple[Number, Number], ...]]
 """Subtrees [lo, hi) of the reduction tree over a step's microbatches, by worker."""
@@ -35,14 +35,15 @@ class Event:
     """Base of all events.
 
     Attributes:
-        name: Its name in log and event stream; empty if it goes to the journal alone.
+        name: The event's name in log and event stream; empty if it goes only to the journal.
     """
 
     __slots__ = ()
     name: ClassVar[str] = ""
 
     def fields(self) -> dict[str, object]:
-        """Return the values by name, as log and event stream show them; None is left out."""
+        """Return the values by name, as log and event stream show them, without those that are
+        None."""
         assert dataclasses.is_dataclass(self)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if value is not None}
@@ -52,23 +53,23 @@ class Record(BaseModel, Event):
     """An event with a line in the journal; validated, since it is read back from files.
 
     Attributes:
-        kind: Its name in the journal.
+        kind: The record's name in the journal.
         articles: The articles of the EU AI Act that a line serves; see `journal_records`.
-        serves: What a line is good for.
-        older: Fields that older releases wrote, always null.
-        streamed: Fields that log and event stream show.
+        purpose: The purpose of a line.
+        older_fields: Fields that older releases wrote, always null.
+        streamed_fields: Fields that log and event stream show.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     articles: ClassVar[tuple[int, ...]]
-    serves: ClassVar[str]
+    purpose: ClassVar[str]
     name: ClassVar[str] = ""
-    older: ClassVar[tuple[str, ...]] = ()
-    streamed: ClassVar[tuple[str, ...]] = ()
+    older_fields: ClassVar[tuple[str, ...]] = ()
+    streamed_fields: ClassVar[tuple[str, ...]] = ()
 
     def fields(self) -> dict[str, object]:
-        values = {name: getattr(self, name) for name in self.streamed}
+        values = {name: getattr(self, name) for name in self.streamed_fields}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -84,7 +85,7 @@ class WorkerReady(Event):
     device: str
     backend: str
     signature: str
-    """Its numerics profile and its parity with torch, as text for users."""
+    """The worker's numerics profile and its parity with torch, as text for users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class WorkerJoined(Event):
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost(Event):
-    """A worker's connection is over."""
+    """A worker's connection has ended."""
 
     name = "worker_lost"
     worker: str
@@ -173,15 +174,15 @@ class MemberInfo(BaseModel):
     backend: Name
     device: Name
     signature: Name
-    admitted_by: Words = ""
-    """Its credentials: the join token, or its own key."""
+    admitted_by: LongText = ""
+    """The credentials that admitted the worker: the join token, or its own key."""
 
 
 class ViewChanged(Record):
-    """The set of computing workers changed. `view` starts over with each term."""
+    """The set of computing workers changed. `view` restarts from 0 with each term."""
 
     articles = (12, 15)
-    serves = "which machines took part, when, with which numerics profile"
+    purpose = "which machines took part, when, with which numerics profile"
 
     kind: Literal["view"] = "view"
     term: Number
@@ -189,7 +190,7 @@ class ViewChanged(Record):
     view: Number
     change: Change
     worker: Name | None = None
-    reason: Words = ""
+    reason: LongText = ""
     members: tuple[MemberInfo, ...]
 
 
@@ -200,7 +201,7 @@ class ManifestSettled(Record):
     """The workers agreed on data, base model and tokenizer: their digests, and counts."""
 
     articles = (10, 13)
-    serves = "proof of the exact data, base model and tokenizer; what was left out of the data"
+    purpose = "proof of the exact data, base model and tokenizer; what was left out of the data"
 
     kind: Literal["manifest"] = "manifest"
     manifest_digest: Digest
@@ -244,16 +245,16 @@ class Owned(Record):
     """Each worker's share of every block to average; empty if the coordinator averages."""
 
     articles = (12, 15)
-    serves = "which machine summed the gradients of others, in which step"
+    purpose = "which machine summed the gradients of others, in which step"
 
     name = "owners"
-    streamed = ("step", "number", "reason", "owners")
+    streamed_fields = ("step", "number", "reason", "owners")
 
     kind: Literal["owners"] = "owners"
     term: Number
     step: Number
     number: Number
-    reason: Words = ""
+    reason: LongText = ""
     owners: dict[Name, Annotated[float, Field(ge=0, le=1)]]
 
 
@@ -262,7 +263,7 @@ class Planned(Record):
     and batch and the number of samples (`protocol.exact.samples`)."""
 
     articles = (10, 12)
-    serves = "which worker was to use which samples, in which step"
+    purpose = "which worker was to use which samples, in which step"
 
     kind: Literal["plan"] = "plan"
     term: Number
@@ -309,9 +310,9 @@ class StepRestarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class LossScaleHalved(Event):
-    """Gradients in float16 overflowed: the step is done again with half the loss scale.
+    """Gradients in float16 overflowed: the step is redone with half the loss scale.
 
-    `reason` says where.
+    `reason` says where they overflowed.
     """
 
     name = "loss_scale_halved"
@@ -324,7 +325,7 @@ class LossScaleHalved(Event):
 
 @dataclass(frozen=True, slots=True)
 class RedoneOtherwise(Event):
-    """A step repeated after a restart has averages that differ from those before the restart."""
+    """A step that was redone after a restart has averages that differ from those before it."""
 
     name = "redone_otherwise"
     step: int
@@ -333,23 +334,23 @@ class RedoneOtherwise(Event):
 
 
 class Committed(Record):
-    """A step was committed, or skipped: then its samples count as used, and nothing was applied.
+    """A step was committed; or skipped: its samples count as used, and nothing was applied.
 
     Attributes:
-        counted: Whose subtrees are summed, where known: each distinct combination, one unless
-            subtrees were assigned twice.
+        counted: The workers and subtrees in the sums, where known: each distinct combination; just
+            one, unless subtrees were assigned twice.
         state_before: Digest of the state that the step started from.
         norm: Norm of the averaged gradient before clipping.
         rate: The learning rate. Like `norm`, None for a skipped step and in older lines.
         own_digest: Digest of the per-replica state after the step (`replica_states`).
         loss_scale: The factor of the losses, if they were scaled.
-        embedded: The embeddings that the loss has read of all samples of the step, if it couples
-            them: their digest, and who computed them.
+        embedded: If the loss couples all samples of the step: the digest of their embeddings, and
+            the workers that computed them.
     """
 
     articles = (10, 12, 15)
-    serves = "that every sample counted once; loss and digests of every step"
-    older = ("weights_before",)
+    purpose = "that every sample counted once; loss and digests of every step"
+    older_fields = ("weights_before",)
 
     name = "committed"
 
@@ -358,10 +359,10 @@ class Committed(Record):
     step: Number
     attempt: Number
     optimizer_step: Number
-    loss: Figure
-    norm: Figure = None
-    rate: Figure = None
-    loss_scale: Figure = None
+    loss: NullableFloat
+    norm: NullableFloat = None
+    rate: NullableFloat = None
+    loss_scale: NullableFloat = None
     skipped: bool
     averages_digest: Digest
     state_before: Digest | None = None
@@ -407,10 +408,10 @@ class Checkpointed(Record):
     """A checkpoint is durable. That of step 0 is the state that training started from."""
 
     articles = (12, 15)
-    serves = "which states were kept, with digests to prove each"
+    purpose = "which states were kept, with digests to prove each"
 
     name = "checkpoint"
-    streamed = ("step",)
+    streamed_fields = ("step",)
 
     kind: Literal["checkpoint"] = "checkpoint"
     term: Number
@@ -425,29 +426,29 @@ class Evaluated(Record):
     """Evaluation metrics of the state after `step` steps."""
 
     articles = (13, 15)
-    serves = "accuracy as measured on held-out data, over the course of training"
+    purpose = "accuracy as measured on held-out data, over the course of training"
 
     name = "evaluated"
 
     kind: Literal["evaluation"] = "evaluation"
     term: Number
     step: Number
-    metrics: dict[Name, Figure]
+    metrics: dict[Name, NullableFloat]
     state_digest: Digest | None = None
-    """Of that state, if the coordinator's replica had it."""
+    """Digest of that state, if the coordinator's replica had the state."""
 
     @property
-    def figures(self) -> dict[str, float]:
-        """The metrics as numbers: NaN for one that is not finite."""
+    def metric_values(self) -> dict[str, float]:
+        """The metrics as numbers; NaN for a metric that is not finite."""
         return {k: math.nan if v is None else v for k, v in self.metrics.items()}
 
     def fields(self) -> dict[str, object]:
-        return {"step": self.step, **self.figures}
+        return {"step": self.step, **self.metric_values}
 
 
 @dataclass(frozen=True, slots=True)
 class RateLowered(Event):
-    """A metric has stopped improving: from this step on, the schedule plateau has this rate."""
+    """A metric has stopped improving: from this step on, schedule `plateau` uses this rate."""
 
     name = "rate_lowered"
     step: int
@@ -468,21 +469,21 @@ class EvaluationMissed(Event):
 
 
 class Halted(Record):
-    """The run stopped until an operator continues it: for a non-finite value, unequal digests, a
-    failed write, or on command. For a non-finite value, `microbatches` [lo, hi), `worker` and
-    `block` say where, as far as known."""
+    """The run stopped until an operator continues it: because of a non-finite value, unequal
+    digests, a failed write, or a command. For a non-finite value, `microbatches` [lo, hi), `worker`
+    and `block` say where it is, as far as known."""
 
     articles = (12, 15)
-    serves = "faults that halted the run, with worker, block, step and microbatches"
+    purpose = "faults that halted the run, with worker, block, step and microbatches"
 
     name = "halted"
-    streamed = ("term", "step", "attempt", "reason", "microbatches", "worker", "block")
+    streamed_fields = ("term", "step", "attempt", "reason", "microbatches", "worker", "block")
 
     kind: Literal["halt"] = "halt"
     term: Number
     step: Number
     attempt: Number
-    reason: Words
+    reason: LongText
     worker: Name | None = None
     block: Name | None = None
     microbatches: tuple[Number, Number] | None = None

@@ -15,7 +15,7 @@ from protocol.spec.manifest import Manifest
 from protocol.wire.messages import Commit
 
 MetricsByStep = Mapping[int, Mapping[str, float]]
-"""Metrics of evaluations, by the number of steps committed before."""
+"""Metrics of evaluations, by the step of the evaluated state."""
 
 
 class Packed(BaseModel):
@@ -34,7 +34,7 @@ class Embedded(BaseModel):
 
     Attributes:
         digest: BLAKE3 of all rows, in the order of microbatches.
-        of: Whose subtrees [lo, hi) they are.
+        of: The subtrees [lo, hi) of each worker that computed them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,14 +55,15 @@ class CommitRecord(Packed):
 
     Attributes:
         commit: The message to the workers.
-        optimizer_step: How many updates there are, this one included.
+        optimizer_step: Number of updates, including this one.
         state_before: Digest of the state that the step starts from, if known.
         norm: Norm of the gradient, before clipping; None for a skipped step and in older records.
-        own_digest: Digest of the per-replica state after the step; None without any.
-        counted: Whose subtrees [lo, hi) are summed. Each chunk and the loss has its own sum. Where
-            subtrees were assigned twice, sums can differ in whose results they hold: each distinct
-            combination is listed. None for a skipped step, or if the list would be too long.
-        embedded: The embeddings that the loss has read, where it couples all samples of the step.
+        own_digest: Digest of the per-replica state after the step; None without such state.
+        counted: The subtrees [lo, hi) of each worker that are summed. Each chunk has its own sum,
+            and so has the loss. Where subtrees were assigned twice, sums can contain results of
+            different workers: each distinct combination is listed. None for a skipped step, or if
+            the list would be too long.
+        embedded: The embeddings that the loss has read, if it couples all samples of the step.
     """
 
     commit: Commit
@@ -75,7 +76,7 @@ class CommitRecord(Packed):
 
 
 class AdmissionRecord(BaseModel):
-    """What workers are admitted by, as the run's first workers settled it.
+    """The conditions by which workers are admitted, as the run's first workers settled them.
 
     Attributes:
         signature: The first worker's numerics profile, which `exactness: require` demands.
@@ -98,16 +99,20 @@ class Resumption:
 
     Attributes:
         manifest: The run's manifest.
-        step: Steps committed whose state can be restored; the run continues with this step.
-        optimizer_step: Updates among them.
-        losses: Mean loss of each; NaN for a skipped one.
-        state_digest: Digest of the state after these steps, if it is known before it is restored.
-        saved: Steps of the newest intact checkpoint.
-        redone: Steps that were committed before and are done again, with the digest of their
-            averages; None for a skipped one, which is skipped again.
-        admission: What workers were admitted by; None if no worker had computed.
-        initial_digest: Digest of state 0, if it is the newest and there is no admission record.
-        metrics: Metrics of the evaluations so far, if they can stop the run or lower its rate.
+        step: Number of committed steps whose state can be restored; the run continues with this
+            step.
+        optimizer_step: Number of updates among these steps.
+        losses: Mean loss of each of these steps; NaN for a skipped step.
+        state_digest: Digest of the state after these steps, if it is known before the state is
+            restored.
+        saved: Step of the newest intact checkpoint.
+        redone: The committed steps that are redone, with the digest of their averages; None for a
+            skipped step, which is skipped again.
+        admission: The admission record; None if no worker had computed.
+        initial_digest: Digest of state 0, if it is the newest state and there is no admission
+            record.
+        metrics: Metrics of the evaluations so far, if they can stop the run or lower the learning
+            rate.
         loss_scale: Loss scale of the next step, if losses are scaled.
     """
 

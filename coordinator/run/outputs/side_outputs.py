@@ -1,7 +1,8 @@
-"""Side outputs of one attempt: what microbatches produce beside gradients; never summed.
+"""Side outputs of one attempt: outputs of microbatches other than gradients, never summed.
 
-Pure. The bytes of each microbatch are stored by its number, so they do not show who computed them
-or when they arrived. The result of a capture consists of side outputs.
+Pure. The bytes of each microbatch are stored by the microbatch's number, so the result does not
+depend on which worker computed them, or when they arrived. The result of a capture consists of side
+outputs.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Bytes = NDArray[np.uint8]
 
 
 class SideOutputs:
-    """Collects the pieces of each microbatch; the first answer for a piece counts.
+    """Collects the pieces of each microbatch; of each piece, the first copy counts.
 
     Args:
-        sizes: Bytes of each microbatch.
+        sizes: Size of each microbatch's side output, in bytes.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -36,7 +37,7 @@ class SideOutputs:
         ]
 
     def put(self, message: CapturedRows, content: Bytes) -> None:
-        """Take a piece; it belongs to this object from then on.
+        """Take a piece, and ownership of its content.
 
         Raises:
             OutOfOrder: There is no such piece, or it has another size.
@@ -70,21 +71,20 @@ class SideOutputs:
 
 
 def replica_state_bytes(spec: RunSpec, manifest: Manifest) -> int:
-    """Return the size of one replica's state: carried moments and missed updates, and the values
-    that topk has not sent; 0 without either."""
+    """Return the size of one replica's state in bytes: carried moments and counts of missed
+    updates, and the values that topk has not sent; 0 without state."""
     return next(iter(replica_state_sizes(spec, manifest)), 0)
 
 
 def replica_state_sizes(spec: RunSpec, manifest: Manifest) -> tuple[int, ...]:
-    """Return the possible sizes of a replica's state in a file: the current one, then that of
-    releases before protocol version 9, which counted no missed updates. Empty without such
-    state."""
+    """Return the possible sizes of a replica's state in a file: the current size, then that of
+    releases before protocol version 9, which counted no missed updates. Empty without state."""
     if spec.replicas is None:
         return ()
-    carried = spec.replicas.inner_state == "carry"
-    arrays = (moment_count(spec.optimizer) if carried else 0) + (spec.replicas.codec == "topk")
+    is_carried = spec.replicas.inner_state == "carry"
+    arrays = (moment_count(spec.optimizer) if is_carried else 0) + (spec.replicas.codec == "topk")
     length = arrays * manifest.elements * 4
-    if carried and counts_updates(spec.optimizer):
+    if is_carried and counts_updates(spec.optimizer):
         tensors = sum(len(block.tensors) for block in manifest.blocks)
         return (length + 4 * tensors, length)
     return (length,) if length else ()

@@ -1,9 +1,8 @@
 """How workers are admitted to a run: the conditions, refusals, and the initial state.
 
-Pure. The first ready worker settles manifest, numerics profile and initial state. State 0 comes
-from one worker, chunk by chunk, into the coordinator's replica, which seeds every worker that
-starts in another state. So all start with the same bits even if their random initialization
-differs.
+Pure. The first ready worker settles manifest, numerics profile and initial state. One worker
+uploads state 0, chunk by chunk, to the coordinator's replica, which seeds every worker that starts
+in another state. So all start with the same bits even if their random initialization differs.
 """
 
 from __future__ import annotations
@@ -45,40 +44,40 @@ from protocol.wire.messages import (
 )
 
 _EXPECTED_CHUNK_MS: Final = limits.LIVENESS_TIMEOUT_MS
-"""How long a chunk of the state may take on any network: the state may be large."""
+"""How long a chunk of the state may take, even on a slow network."""
 
 
 class Admission:
     """The conditions of admission, and the upload of state 0.
 
     Attributes:
-        state_known: Whether the coordinator's replica has state 0.
-        upload: Number of the valid upload; each request to a worker starts a new one.
+        has_state: Whether the coordinator's replica has state 0.
+        upload: Number of the valid upload; each request to a worker begins a new upload.
         uploader: The worker that uploads state 0.
     """
 
     def __init__(
         self, run_id: str, exactness: Exactness, members: Membership, manifest: Manifest
     ) -> None:
-        self.state_known = False
+        self.has_state = False
         self.upload = 0
         self._run_id = run_id
         self._exactness = exactness
         self._members = members
         self._manifest = manifest
         self._manifest_digest = manifest.digest()
-        self._resumed = False
+        self._is_resumed = False
         self._numerics_profile: str | None = None
         self._first_device = ""
         self._initial_digest = ""
         self.uploader: str | None = None
-        self._uploaded = False
+        self._is_upload_complete = False
         self._requested: set[str] = set()
         self._lease = Leases()
 
     # Conditions.
 
-    def first_ready(self, message: Ready) -> None:
+    def take_first_ready(self, message: Ready) -> None:
         """Take numerics profile and initial state from the first ready worker only."""
         if self._numerics_profile is None:
             self._numerics_profile = message.signature
@@ -86,20 +85,20 @@ class Admission:
             self._initial_digest = self._initial_digest or message.initial_digest
 
     def resume(self, record: AdmissionRecord | None, initial_digest: str | None) -> None:
-        """Restore what was settled before a restart; the state is known.
+        """Restore the conditions that were settled before a restart; the state is known.
 
         Args:
-            record: None if no worker had computed.
+            record: The admission record; None if no worker had computed.
             initial_digest: Digest of state 0, if known without the record.
         """
-        self.state_known = self._resumed = True
+        self.has_state = self._is_resumed = True
         if record is None:
             self._initial_digest = initial_digest or ""
         else:
             self._numerics_profile, self._initial_digest = record.signature, record.initial_digest
 
-    def record(self, numerics_profiles: set[str], *, mixed: bool) -> AdmissionRecord:
-        """Return what a restart must know, with the numerics profiles of all computing workers."""
+    def make_record(self, numerics_profiles: set[str], *, mixed: bool) -> AdmissionRecord:
+        """Return the record for a restart, with the numerics profiles of all computing workers."""
         assert self._numerics_profile is not None, "a computing worker was ready before"
         return AdmissionRecord(
             signature=self._numerics_profile,
@@ -108,8 +107,11 @@ class Admission:
             mixed=mixed,
         )
 
-    def refusal(self, manifest: Manifest, ready: Ready, *, evaluates: bool = False) -> str:
-        """Say why a worker cannot take part; empty if it can. Evaluators commit no bits."""
+    def find_refusal(self, manifest: Manifest, ready: Ready, *, evaluates: bool = False) -> str:
+        """Return why a worker cannot take part; empty if it can.
+
+        Evaluators contribute no gradients, so only their manifest is compared.
+        """
         if manifest.digest() != self._manifest_digest:
             run_digests, worker_digests = self._manifest.digests, manifest.digests
             keys = sorted(
@@ -118,7 +120,7 @@ class Admission:
                 if run_digests.get(k) != worker_digests.get(k)
             )
             differing_items = ", ".join(keys) or "model shape, sample counts or metrics"
-            if self._resumed:
+            if self._is_resumed:
                 return (
                     f"expected the {differing_items} that the run started with, got another "
                     "digest: restore it, or start a new run"
@@ -150,15 +152,15 @@ class Admission:
     def request_state(self) -> list[Action]:
         """Request state 0 from one ready worker, unless one is uploading it."""
         ready_names = self._members.names(MemberState.READY)
-        if self.uploader is not None or self.state_known or not ready_names:
+        if self.uploader is not None or self.has_state or not ready_names:
             return []
-        return self._request(ready_names)
+        return self._request_from(ready_names)
 
-    def _request(self, ready_names: list[str]) -> list[Action]:
+    def _request_from(self, ready_names: list[str]) -> list[Action]:
         # Prefer a worker with the first worker's initial state: most workers then have it too.
         same_start = {member.name for member in self._members if self.has_initial_state(member)}
         worker = next((name for name in ready_names if name in same_start), ready_names[0])
-        self.uploader, self._uploaded = worker, False
+        self.uploader, self._is_upload_complete = worker, False
         # The replica may still be receiving an earlier upload, whose digest is not this one's.
         self.upload += 1
         self._requested.add(worker)
@@ -171,51 +173,54 @@ class Admission:
         late_uploader = self.uploader
         if (
             late_uploader is None
-            or self._uploaded
+            or self._is_upload_complete
             or not self._lease.is_over(late_uploader, _EXPECTED_CHUNK_MS)
         ):
             return []
         others = [n for n in self._members.names(MemberState.READY) if n not in self._requested]
         if not others:
             return []
-        return [Report(WorkerLate(late_uploader, 0, "the initial state")), *self._request(others)]
+        return [
+            Report(WorkerLate(late_uploader, 0, "the initial state")),
+            *self._request_from(others),
+        ]
 
-    def state_chunk(self, worker: str, message: StateChunk, values: Array) -> list[Action]:
-        """Put a chunk of state 0 into the replica, if it belongs to the valid upload.
+    def take_state_chunk(self, worker: str, message: StateChunk, values: Array) -> list[Action]:
+        """Copy a chunk of state 0 to the replica, if it belongs to the valid upload.
 
         Raises:
             OutOfOrder: The chunk was not requested, or is not a chunk of the parameters at step 0.
         """
         if worker not in self._requested:
             raise OutOfOrder("StateChunk was not requested")
-        if self.state_known or worker != self.uploader or self._uploaded:
+        if self.has_state or worker != self.uploader or self._is_upload_complete:
             return []  # another worker is the uploader now, or this upload is complete
         if message.kind != "parameters" or message.step or message.optimizer_step:
             raise OutOfOrder("StateChunk: expected the parameters of step 0")
-        self._uploaded = message.last
+        self._is_upload_complete = message.last
         self._lease.sign(worker)
         fill = FillReplica(message, values)
         return [fill, DigestReplica(self.upload)] if message.last else [fill]
 
-    def state_loaded(self, upload: int, digest: str) -> list[Action]:
+    def accept_upload(self, upload: int, digest: str) -> list[Action]:
         """Accept an upload that is in the replica, or refuse its sender.
 
-        The next worker is requested once the refused one is gone.
+        Once a refused sender has left, another worker is asked for the state.
         """
-        if self.state_known or upload != self.upload or self.uploader is None:
+        if self.has_state or upload != self.upload or self.uploader is None:
             return []  # the uploader has left
         sender = self._members.get(self.uploader)
         if sender is not None and sender.initial_digest != digest:
-            reason = "the digest of the state that it sent differs from the one that it announced"
+            reason = "the state that the worker sent does not match the digest that it announced"
             return refuse(sender.name, reason)
-        self.state_known = True
+        self.has_state = True
         # The uploader's start may differ from the first worker's, if all that shared it have left.
         self._initial_digest = digest
         return []
 
-    def lost(self, worker: str) -> list[Action]:
-        """Note a lost worker; if it was the uploader, request the state from another."""
-        if worker != self.uploader or self.state_known:
+    def replace_uploader(self, worker: str) -> list[Action]:
+        """Request the state from another worker if the lost worker was the uploader."""
+        if worker != self.uploader or self.has_state:
             return []
         # Chunks of two workers would mix two states: the next worker uploads all chunks.
         self.uploader = None
@@ -234,7 +239,7 @@ class Admission:
             if member.state is not MemberState.READY:
                 continue
             if self.has_initial_state(member):
-                # It has the same bits already: nothing to send, however large the model is.
+                # The worker already has the same bits: nothing to send, however large the model.
                 self._members.activate(member)
                 actions.append(Subscribe(member.name, 0))
             else:
@@ -248,33 +253,34 @@ class Admission:
         Args:
             member: The worker; active afterwards if it has the state after `step` steps.
             step: Steps committed.
-            agreement: Knows the digests of the newest states.
+            agreement: The digests of the newest states.
         """
         digest = agreement.digest(member.step)  # None: too long ago, or the replica is behind
-        is_provisional = agreement.catching_up and digest is None and not member.evaluates
+        is_provisional = agreement.is_catching_up and digest is None and not member.evaluates
         if member.step == step and member.state_digest == digest and member.evaluates:
-            member.follows()
+            member.begin_following()
             return [Subscribe(member.name, step)]
         if member.step == step and (member.state_digest == digest or is_provisional):
-            # After a restart a worker that kept its state continues before the replica is back.
-            # A state admitted provisionally is compared once the replica has caught up.
+            # After a restart, a worker that kept its state continues before the replica has caught
+            # up. Its state is admitted provisionally, and compared with the replica's later.
             if is_provisional:
                 agreement.wait_for(member.name)
-                agreement.answer(member.name, step, member.state_digest)
+                agreement.take_answer(member.name, step, member.state_digest)
             self._members.activate(member)
             return [Subscribe(member.name, step)]
         member.state = MemberState.LOADING
         if 0 < member.step < step and digest in (None, member.state_digest):
-            # It took part before: the steps that it missed are smaller than the whole state.
-            member.gets_state()
-            to_compare = member.state_digest if digest is None else None
-            return [Replay(member.name, member.step, to_compare)]
+            # The worker took part before: the missed steps are smaller than the whole state.
+            member.begin_replay()
+            unverified_digest = member.state_digest if digest is None else None
+            return [Replay(member.name, member.step, unverified_digest)]
         return [seed(member)]
 
 
 def seed(member: Member) -> Seed:
-    """Send a worker the whole state; it takes part after `WorkerCaughtUp`."""
-    member.gets_state()
+    """Return the action that sends a worker the whole state; the worker takes part after
+    `WorkerCaughtUp`."""
+    member.begin_replay()
     return Seed(member.name)
 
 
@@ -284,7 +290,7 @@ def refuse(worker: str, reason: str) -> list[Action]:
 
 
 def is_stale(member: Member, message: Message, run_id: str) -> bool:
-    """Whether a message was sent before the worker knew of this run, as all before `Ready`."""
+    """Return whether a worker sent a message before it knew of this run: any before `Ready`."""
     if isinstance(message, Ready | Unready | StateChunk):
         return message.run_id != run_id
     if isinstance(message, PeerPort | Linked | Unlinked | LinkTraffic) and message.run_id != run_id:

@@ -1,10 +1,11 @@
-"""Whether all replicas have the same state after a step: the commit barrier.
+"""The commit barrier: whether all replicas have the same state after a step.
 
 Pure. The coordinator's own replica arbitrates: a worker whose digest differs from the replica's is
-wrong. The next commit waits until every worker that was active at the last one has answered.
+wrong. The next commit waits until every worker that was active at the last commit has answered.
 
-After a restart the replica takes logged steps again while workers continue. Until it has caught
-up, the workers' answers must be equal among themselves, for a few steps at most; then it judges.
+After a restart the replica applies logged steps again while workers continue. Until it has caught
+up, for a few steps at most, the workers' answers must equal each other; then they are compared with
+the replica's.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ class Agreement:
     """Answers by step, and the workers whose answer to the newest step is missing.
 
     Args:
-        step: Steps committed so far.
-        catching_up: Whether the replica has yet to take some of them.
-        known: Digest of the state after those steps, if known regardless.
-        ahead: How many steps workers may be ahead of a replica that catches up.
+        step: Number of steps committed so far.
+        catching_up: Whether the replica has not yet applied all of these steps.
+        known_digest: Digest of the state after these steps, if it is known all the same.
+        most_steps_ahead: How many steps workers may be ahead of a replica that catches up.
     """
 
     def __init__(
@@ -31,73 +32,73 @@ class Agreement:
         step: int = 0,
         *,
         catching_up: bool = False,
-        known: str | None = None,
-        ahead: int = MOST_STEPS_AHEAD,
+        known_digest: str | None = None,
+        most_steps_ahead: int = MOST_STEPS_AHEAD,
     ) -> None:
-        self._ahead = ahead
-        self._arbiter: dict[int, str] = {} if known is None else {step: known}
+        self._most_steps_ahead = most_steps_ahead
+        self._replica_digests: dict[int, str] = {} if known_digest is None else {step: known_digest}
         self._answers: dict[int, dict[str, str]] = {}
-        self._missing: set[str] = set()
+        self._awaited: set[str] = set()
         self._newest = step
-        self._replica_missing = catching_up
+        self._is_replica_awaited = catching_up
         self._behind_since: int | None = step if catching_up else None
 
     @property
-    def catching_up(self) -> bool:
-        """Whether the replica still takes steps that were committed before a restart."""
+    def is_catching_up(self) -> bool:
+        """Whether the replica is still applying steps that were committed before a restart."""
         return self._behind_since is not None
 
     @property
-    def reached(self) -> bool:
+    def is_reached(self) -> bool:
         """Whether the next step may be committed."""
         if self._behind_since is None:
-            return not self._missing and not self._replica_missing
+            return not self._awaited and not self._is_replica_awaited
         answers = self._answers.get(self._newest, {})
-        digests = {answers.get(worker) for worker in self._missing}
+        digests = {answers.get(worker) for worker in self._awaited}
         steps_ahead = self._newest - self._behind_since
-        return None not in digests and len(digests) <= 1 and steps_ahead < self._ahead
+        return None not in digests and len(digests) <= 1 and steps_ahead < self._most_steps_ahead
 
     @property
-    def waiting_for(self) -> list[str]:
-        """Workers whose answer is missing, or not yet judged."""
-        return sorted(self._missing)
+    def awaited_workers(self) -> list[str]:
+        """Workers whose answer is missing, or not yet compared with the replica's."""
+        return sorted(self._awaited)
 
     @property
-    def silent(self) -> list[str]:
-        """Workers that have not answered to the newest step at all."""
-        return sorted(self._missing.difference(self._answers.get(self._newest, {})))
+    def silent_workers(self) -> list[str]:
+        """Workers without any answer to the newest step."""
+        return sorted(self._awaited.difference(self._answers.get(self._newest, {})))
 
     def digest(self, step: int) -> str | None:
-        """Return the replica's own digest after `step` steps, while it is kept."""
-        return self._arbiter.get(step)
+        """Return the replica's digest after `step` steps; None if unknown or no longer kept."""
+        return self._replica_digests.get(step)
 
-    def expect(self, step: int, workers: list[str]) -> None:
-        """Note a commit: these workers and the replica will have taken `step` steps."""
+    def expect_answers(self, step: int, workers: list[str]) -> None:
+        """Note a commit: expect answers after `step` steps from these workers and the replica."""
         self._newest = step
-        self._missing = set(workers)
-        self._replica_missing = True
-        for old in [s for s in (*self._arbiter, *self._answers) if s <= step - _STEPS_KEPT]:
-            self._arbiter.pop(old, None)
+        self._awaited = set(workers)
+        self._is_replica_awaited = True
+        for old in [s for s in (*self._replica_digests, *self._answers) if s <= step - _STEPS_KEPT]:
+            self._replica_digests.pop(old, None)
             self._answers.pop(old, None)
 
     def wait_for(self, worker: str) -> None:
-        """Wait for this worker too before the next commit."""
-        self._missing.add(worker)
+        """Make the next commit wait for this worker too."""
+        self._awaited.add(worker)
 
-    def replica_answer(self, step: int, digest: str) -> None:
+    def take_replica_answer(self, step: int, digest: str) -> None:
         """Take the replica's own answer, which arbitrates."""
-        self._arbiter[step] = digest
+        self._replica_digests[step] = digest
         if step == self._newest:
-            self._replica_missing = False
+            self._is_replica_awaited = False
             self._behind_since = None
 
-    def answer(self, worker: str, step: int, digest: str) -> None:
+    def take_answer(self, worker: str, step: int, digest: str) -> None:
         """Take a worker's answer."""
         self._answers.setdefault(step, {})[worker] = digest
 
     def lose(self, worker: str) -> None:
         """Discard a worker's answers."""
-        self._missing.discard(worker)
+        self._awaited.discard(worker)
         for answers in self._answers.values():
             answers.pop(worker, None)
 
@@ -106,12 +107,12 @@ class Agreement:
 
         Each answer is judged once, as soon as the replica's digest is known.
         """
-        arbiter_digest = self._arbiter.get(step)
-        if arbiter_digest is None:
+        replica_digest = self._replica_digests.get(step)
+        if replica_digest is None:
             return [], []
         answers = self._answers.pop(step, {})
-        agreed = sorted(name for name, digest in answers.items() if digest == arbiter_digest)
+        agreed = sorted(name for name, digest in answers.items() if digest == replica_digest)
         unequal = sorted(answers.keys() - set(agreed))
         if step == self._newest:
-            self._missing.difference_update(agreed)
+            self._awaited.difference_update(agreed)
         return agreed, unequal

@@ -1,8 +1,8 @@
 """Workers that cannot take part in a run, and whether the run still waits for others. Pure.
 
-Others may come: connected workers that were not rejected; workers that computed before and are
-away; for a while, those that took part before a restart; and, unless what rejects one worker
-rejects all, the expected workers that are still missing.
+A run waits for connected workers that were not rejected; for workers that computed before and are
+away; for a while, for those that took part before a restart; and for the expected workers that are
+still missing, unless the cause of a rejection rejects all workers.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from typing import Final
 from coordinator.run.workers.membership import Member, Membership
 
 OTHERS_COME_WITHIN_MS: Final = 30_000
-"""How long a run waits for another worker after it has rejected all that came."""
+"""How long a run waits for another worker after it has rejected all connected ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a worker cannot take part, and how the run ends unless another one can.
+    """Why a worker cannot take part, and how the run ends unless another worker can.
 
     Attributes:
+        reason: Why the worker cannot take part.
+        exit_code: The exit code with which the run would end.
         rejects_all: Whether the cause rejects every worker.
-        since_ms: Since when no other worker is connected; None before the next tick.
+        since_ms: The time from which no other worker is connected; None before the next tick.
     """
 
     reason: str
@@ -35,7 +37,7 @@ class Eligibility:
     """The newest verdict, and the rejected workers with the reason for each.
 
     Attributes:
-        unfit: Reasons by worker.
+        unfit: Workers that cannot take part, with the reason.
         verdict: The newest verdict that may end the run.
     """
 
@@ -47,7 +49,7 @@ class Eligibility:
         self._expect_workers = expect_workers
 
     def reject(self, member: Member, reason: str) -> None:
-        """Note why a worker cannot take part; it may come back changed."""
+        """Note why a worker cannot take part; the worker may return after a change."""
         if not member.evaluates:
             self.unfit[member.name] = reason
             self._devices[member.name] = member.devices
@@ -55,23 +57,26 @@ class Eligibility:
     def judge(
         self, member: Member, reason: str, exit_code: int, *, rejects_all: bool = False
     ) -> None:
-        """Note that a worker cannot take part at all: the run ends if no other comes soon."""
+        """Note that a worker cannot take part at all: the run ends if no other worker comes
+        soon."""
         if not member.evaluates:
             reason = f"worker {member.name!r}: {reason}"
             self.verdict = Verdict(reason, exit_code, rejects_all)
 
     @property
     def others_may_come(self) -> bool:
-        """Whether another worker is here, or may still come."""
+        """Whether another worker is connected, or may still come."""
         has_trainer = any(not member.evaluates for member in self._members)
-        away = self._members.departed - self.unfit.keys()
+        departed = self._members.departed - self.unfit.keys()
         unfit_devices = sum(self._devices[name] for name in self.unfit)
         rejects_all = self.verdict is not None and self.verdict.rejects_all
         return (
-            has_trainer or bool(away) or (unfit_devices < self._expect_workers and not rejects_all)
+            has_trainer
+            or bool(departed)
+            or (unfit_devices < self._expect_workers and not rejects_all)
         )
 
-    def expired(self, now_ms: float) -> Verdict | None:
+    def find_expired(self, now_ms: float) -> Verdict | None:
         """Return the verdict that ends the run now, if no other worker has come in time."""
         if self.verdict is None:
             return None

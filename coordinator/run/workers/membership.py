@@ -18,22 +18,23 @@ from protocol.base.errors import ExitCode
 from protocol.wire.messages import Ready
 
 _IDLE_STEPS: Final = 16
-"""Steps without work after which a worker gets one microbatch: it may have become fast."""
-_TIMES_PASSED: Final = 3
-"""A worker that is passed over this often is set aside."""
+"""After this many steps without work, a worker gets one microbatch: it may have become faster."""
+_PASSES_BEFORE_ASIDE: Final = 3
+"""A worker that is passed over this many times is set aside."""
 _ASIDE_STEPS: Final = 16
-_DOUBLINGS: Final = 6
-_IN_TIME: Final = 16
+_MOST_DOUBLINGS: Final = 6
+_TIMELY_ANSWERS: Final = 16
 """Timely answers after which earlier lateness no longer counts."""
 _MEASUREMENTS_KEPT: Final = 9
 """The speed is the median of this many: one slow subtree must not move work."""
 
 
 class MemberState(Enum):
-    """IDLE is not asked yet: an evaluator before training; PREPARING builds the task; READY has
-    built it and waits for the start; LOADING receives the state and missed steps; ACTIVE computes;
-    DRAINING finishes and leaves. An evaluator is FOLLOWING when it has the state and receives
-    broadcasts, and EVALUATING when it has parts to evaluate."""
+    """The states of a member. IDLE: an evaluator before training, not yet asked to build the task.
+    PREPARING: builds the task. READY: has built the task, and waits for the start. LOADING:
+    receives the state and missed steps. ACTIVE: computes. DRAINING: finishes its work and leaves.
+    FOLLOWING: an evaluator that has the state and receives broadcasts. EVALUATING: an evaluator
+    that has parts to evaluate."""
 
     IDLE = "idle"
     PREPARING = "preparing"
@@ -56,49 +57,51 @@ class Member:
     name: str
     state: MemberState = MemberState.PREPARING
     admitted_by: str = ""
-    """Its credentials: the join token, or its own key."""
+    """The credentials that admitted the worker: the join token, or its own key."""
     evaluates: bool = False
-    """Whether it evaluates while others train, and computes no gradient."""
+    """Whether the worker evaluates while others train, and computes no gradients."""
     host: str = ""
-    """The address it connects from; empty on the coordinator's machine."""
+    """The address from which the worker connects; empty on the coordinator's machine."""
     backend: str = ""
     device: str = ""
     devices: int = 1
-    """Its number of devices; it counts as that many workers."""
+    """Number of devices; the member counts as that many workers."""
     left_out: str = ""
-    """Why other devices of its machine take no part; empty if all do."""
+    """Why other devices of the machine take no part; empty if all do."""
     initial_digest: str = ""
     step: int = 0
-    """Of the state that it had when it became ready; for an evaluator, of its newest state."""
+    """Step of the state that the worker had when it became ready; for an evaluator, of its newest
+    state."""
     state_digest: str = ""
-    caught_up: bool = False
-    """For an evaluator: whether it has had the run's state, and keeps up with the commits."""
+    has_caught_up: bool = False
+    """Whether an evaluator has had the run's state, and keeps up with the commits."""
     numerics_profile: str = ""
     numerics_text: str = ""
     microbatches: int = 0
-    """How many it has computed in this run."""
+    """Number of microbatches that the worker has computed in this run."""
     idle_steps: int = 0
-    """Steps in a row without work."""
-    replaying: bool = False
-    """Whether it is still receiving missed steps, and gets no broadcasts yet."""
+    """Number of consecutive steps without work."""
+    is_replaying: bool = False
+    """Whether the worker is still receiving missed steps, and gets no broadcasts yet."""
     confirmed_step: int | None = None
-    """After how many steps its state was found to be the run's, meanwhile."""
-    released: bool = False
-    """Whether it asked to leave, and may."""
-    late: bool = False
-    """Whether it is silent for longer than its measured speed explains."""
+    """The step after which the worker's state was found to be the run's, while it was receiving
+    missed steps."""
+    is_released: bool = False
+    """Whether the worker asked to leave, and may leave now."""
+    is_late: bool = False
+    """Whether the worker has been silent for longer than its measured speed explains."""
     _measured_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))
     _answers_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))
     _gaps_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS_KEPT))
     _longest_gap_ms: float | None = None
     aside_until: int = 0
-    """The step before which it takes no part, after it was passed over too often."""
-    times_passed: int = 0
-    """How often it was passed over, since it last answered in time for long."""
+    """The step before which the worker takes no part, after it was passed over too often."""
+    times_passed_over: int = 0
+    """How often the worker was passed over; reset after a series of timely answers."""
     _answers_in_time: int = 0
 
-    def now_ready(self, message: Ready) -> None:
-        """Take in what the worker says once its task is built."""
+    def become_ready(self, message: Ready) -> None:
+        """Copy the fields of the message that the worker sends once its task is built."""
         self.state = MemberState.READY
         self.backend, self.device = message.backend, message.device
         self.devices, self.left_out = message.devices, message.left_out
@@ -107,47 +110,47 @@ class Member:
         self.numerics_profile, self.numerics_text = message.signature, message.signature_text
 
     def release(self) -> Dismiss:
-        """Let a worker go that asked to leave; nothing waits for it."""
-        self.released = True
+        """Dismiss a worker that asked to leave; nothing waits for it."""
+        self.is_released = True
         return Dismiss(self.name, "drained", ExitCode.OK)
 
-    def measured(self, ms_per_microbatch: float) -> None:
-        """Take in a measured time."""
+    def add_measurement(self, ms_per_microbatch: float) -> None:
+        """Add a measured time of a microbatch."""
         self._measured_ms.append(ms_per_microbatch)
 
-    def answered(self, ms: float) -> None:
-        """Take in the time of an answer that came in time."""
-        self.measured_answer(ms)
-        self.late = False
+    def note_timely_answer(self, ms: float) -> None:
+        """Add the time of an answer that came in time."""
+        self.add_answer_time(ms)
+        self.is_late = False
         self._answers_in_time += 1
-        if self._answers_in_time >= _IN_TIME:
-            self.times_passed = 0
+        if self._answers_in_time >= _TIMELY_ANSWERS:
+            self.times_passed_over = 0
 
-    def measured_answer(self, ms: float) -> None:
-        """Take in how long an answer took, or took at least."""
+    def add_answer_time(self, ms: float) -> None:
+        """Add the time that an answer took, or a lower bound of it."""
         self._answers_ms.append(ms)
 
-    def passed_over(self, step: int) -> bool:
-        """Note that the others continued without its answer.
+    def note_passed_over(self, step: int) -> bool:
+        """Note that the other workers continued without this one's answer.
 
         Returns:
-            Whether it is set aside: each time for twice as many steps, since each step that waits
-            for it costs all others a lease.
+            Whether the worker is set aside: each time for twice as many steps, since each step that
+            waits for it costs all others a lease.
         """
-        self.late, self._answers_in_time = True, 0
-        self.times_passed += 1
-        excess = self.times_passed - _TIMES_PASSED
+        self.is_late, self._answers_in_time = True, 0
+        self.times_passed_over += 1
+        excess = self.times_passed_over - _PASSES_BEFORE_ASIDE
         if excess < 0:
             return False
-        self.aside_until = step + (_ASIDE_STEPS << min(excess, _DOUBLINGS))
+        self.aside_until = step + (_ASIDE_STEPS << min(excess, _MOST_DOUBLINGS))
         return True
 
-    def gave_sign(self, gap_ms: float) -> None:
-        """Take in how long it was silent in a step."""
+    def note_silence(self, gap_ms: float) -> None:
+        """Note how long the worker was silent in a step."""
         self._longest_gap_ms = max(self._longest_gap_ms or 0.0, gap_ms)
 
     def expected_work_ms(self, microbatches: int) -> float | None:
-        """Return how long it may be silent while it computes this many microbatches."""
+        """Return how long the worker may be silent while it computes this many microbatches."""
         speed = self.ms_per_microbatch
         if speed is None:
             return None
@@ -156,34 +159,34 @@ class Member:
 
     @property
     def expected_gap_ms(self) -> float | None:
-        """The longest silence to expect in a step; None before its first step is over."""
+        """The longest silence to expect in a step; None before the worker's first step is over."""
         return median(self._gaps_ms) if self._gaps_ms else None
 
     @property
     def expected_answer_ms(self) -> float | None:
-        """How long it takes to apply a step."""
+        """How long the worker takes to answer a commit; None without measurements."""
         return median(self._answers_ms) if self._answers_ms else None
 
-    def gets_state(self) -> None:
-        """Note that it is being sent the state, or steps that it has missed."""
-        self.replaying, self.confirmed_step = True, None
+    def begin_replay(self) -> None:
+        """Note that the worker is being sent the state, or missed steps."""
+        self.is_replaying, self.confirmed_step = True, None
 
-    def follows(self) -> None:
+    def begin_following(self) -> None:
         """Note that an evaluator has the run's state and receives broadcasts."""
-        self.state, self.caught_up = MemberState.FOLLOWING, True
+        self.state, self.has_caught_up = MemberState.FOLLOWING, True
 
-    def planned(self, microbatches: int) -> None:
-        """Note its share of a step; measurements from before a long idle time expire."""
+    def note_share(self, microbatches: int) -> None:
+        """Note the worker's share of a step; measurements expire after a long idle time."""
         if self._longest_gap_ms is not None:
             self._gaps_ms.append(self._longest_gap_ms)
             self._longest_gap_ms = None
         self.idle_steps = 0 if microbatches else self.idle_steps + 1
-        if self.overdue:
+        if self.is_overdue:
             self._measured_ms.clear()
 
     @property
-    def overdue(self) -> bool:
-        """Whether it was idle for so long that its speed must be measured again."""
+    def is_overdue(self) -> bool:
+        """Whether the worker was idle for so long that its speed must be measured again."""
         return self.idle_steps >= _IDLE_STEPS
 
     @property
@@ -227,7 +230,7 @@ class Membership:
         devices: int = 1,
         evaluates: bool = False,
     ) -> Member:
-        """Add a worker that is asked to build the task; an evaluator will be asked later."""
+        """Add a worker that builds the task; an evaluator does so later."""
         state = MemberState.IDLE if evaluates else MemberState.PREPARING
         member = Member(name, state, admitted_by, evaluates, host, devices=devices)
         self._members[name] = member
@@ -249,7 +252,7 @@ class Membership:
         self.view += 1
 
     def deactivate(self, member: Member) -> None:
-        """Let a worker compute no more: its state is not the run's, or not known to be."""
+        """Stop a worker from computing: its state is not the run's, or not known to be."""
         member.state = MemberState.LOADING
         self.view += 1
 
@@ -295,7 +298,8 @@ class Membership:
         return 1 if member is None else member.devices
 
     def microbatches(self) -> dict[str, int]:
-        """Return how many microbatches each has computed in this run, past members included."""
+        """Return how many microbatches each member has computed in this run, including members
+        that have left."""
         counts = dict(self._departed)
         for member in self:
             counts[member.name] = counts.get(member.name, 0) + member.microbatches
@@ -303,7 +307,7 @@ class Membership:
 
     @property
     def departed(self) -> set[str]:
-        """Names of workers that have computed in this run, and are away."""
+        """Names of workers that have computed in this run and are not members now."""
         return self._departed.keys() - self._members.keys()
 
     @property

@@ -1,7 +1,7 @@
-"""Leases: how long a worker may be silent while work or an answer is due, and who is late.
+"""Leases: how long a worker may be silent while work or an answer is due, and which are late.
 
-Pure: the time comes with `tick`. A lease follows what was measured of the worker itself; the
-constants only keep noise and first steps, which warm up, from counting as lateness.
+Pure: the time comes with `tick`. A lease depends on measurements of the worker itself; the
+constants only keep noise and slow first steps from counting as lateness.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PATIENCE: Final = 3.0
 _LEASE_FLOOR_MS: Final = 500.0
 _SILENCES_KEPT: Final = 16
 _FIRST_LEASE_MS: Final = 5_000.0
-"""For a worker without measurements."""
+"""The lease of a worker without measurements."""
 
 
 class Leases:
@@ -37,7 +37,7 @@ class Leases:
         self._since_ms: dict[str, float] = {}
 
     def tick(self, now_ms: float) -> None:
-        """Advance the time. A gap in the ticks (a suspended process) counts for no lease."""
+        """Advance the time. A gap in the ticks (a suspended process) shortens no lease."""
         gap_ms = now_ms - self.now_ms
         if gap_ms > 3 * limits.TICK_MS:
             for worker in self._since_ms:
@@ -45,10 +45,10 @@ class Leases:
         self.now_ms = now_ms
 
     def sign(self, worker: str) -> float:
-        """Note that a worker got work or delivered some.
+        """Note that a worker was given work or has sent results.
 
         Returns:
-            Milliseconds since its last sign.
+            Milliseconds since the worker's last sign.
         """
         gap_ms = self.now_ms - self._since_ms.get(worker, self.now_ms)
         self._since_ms[worker] = self.now_ms
@@ -68,7 +68,7 @@ class Leases:
 
         Args:
             worker: The worker's name.
-            expected_ms: How long it should take, as measured; None without measurements.
+            expected_ms: Expected duration, from measurements; None without any.
         """
         silent_ms = self.silent_ms(worker)
         lease_ms = _FIRST_LEASE_MS if expected_ms is None else _PATIENCE * expected_ms
@@ -76,11 +76,11 @@ class Leases:
 
 
 class OwnerLease:
-    """Whether a step waits for one chunk owner alone, and for how long.
+    """Detects a chunk owner for which alone a step waits too long.
 
-    Chunks of a silent owner go to other owners, and all sums are sent again. On a machine or link
-    that is merely slow, that would only make it slower. So the lease follows how long owners were
-    silent before they sent again, and doubles each time it expires in a step.
+    Chunks of a silent owner go to other owners, and all sums are sent again. On a slow machine or
+    link this would cost even more time. So the lease depends on how long owners were silent before
+    they sent again, and doubles each time it expires in a step.
     """
 
     def __init__(self) -> None:
@@ -88,23 +88,23 @@ class OwnerLease:
         self._since_ms = 0.0
         self._last_wait: tuple[str, int] | None = None
         self._step_id: dict[str, int] = {}
-        self._over = 0
+        self._expirations = 0
         self._silences_ms: deque[float] = deque(maxlen=_SILENCES_KEPT)
 
     def tick(self, now_ms: float) -> None:
-        """Advance the time. A gap in the ticks counts for no lease."""
+        """Advance the time. A gap in the ticks does not shorten the lease."""
         gap_ms = now_ms - self._now_ms
         if gap_ms > 3 * limits.TICK_MS:
             self._since_ms += gap_ms
         self._now_ms = now_ms
 
-    def late(self, round_: Round) -> str | None:
-        """Return the owner that the step waits for alone and whose lease has expired: its chunks
-        must go to others now."""
+    def find_late_owner(self, round_: Round) -> str | None:
+        """Return the owner whose lease has expired, if the step waits only for it: its chunks must
+        go to other owners now."""
         if round_.step_id != self._step_id:
-            self._step_id, self._over = round_.step_id, 0
+            self._step_id, self._expirations = round_.step_id, 0
         silent_ms = self._now_ms - self._since_ms
-        wait = self._waited_for(round_)
+        wait = self._find_only_owner(round_)
         if wait != self._last_wait:
             if self._last_wait is not None:
                 self._silences_ms.append(silent_ms)
@@ -112,20 +112,20 @@ class OwnerLease:
             return None
         if wait is None or silent_ms <= self._lease_ms:
             return None
-        self._over += 1
+        self._expirations += 1
         self._last_wait = None
         return wait[0]
 
     @property
     def _lease_ms(self) -> float:
         measured_ms = _PATIENCE * max(self._silences_ms, default=0.0)
-        return 2.0**self._over * max(limits.OWNER_LEASE_MS, measured_ms)
+        return 2.0**self._expirations * max(limits.OWNER_LEASE_MS, measured_ms)
 
-    def _waited_for(self, round_: Round) -> tuple[str, int] | None:
+    def _find_only_owner(self, round_: Round) -> tuple[str, int] | None:
         """Return the only owner with missing averages, and how many are missing."""
-        collecting = round_.peers.outstanding_counts()
-        owing_owners = [(name, count) for name, count in collecting.items() if count]
-        return owing_owners[0] if len(owing_owners) == 1 and len(collecting) > 1 else None
+        counts = round_.peers.outstanding_counts()
+        late_owners = [(name, count) for name, count in counts.items() if count]
+        return late_owners[0] if len(late_owners) == 1 and len(counts) > 1 else None
 
 
 class Stragglers:
@@ -135,7 +135,7 @@ class Stragglers:
         self._members = members
         self._work = Leases()
         self._shares = Leases()
-        """Since when each worker has its subtrees, whatever it has sent since."""
+        """Leases that run from the assignment of subtrees, whatever the worker has sent since."""
         self._answers = Leases()
         self._reported: set[str] = set()
 
@@ -145,34 +145,34 @@ class Stragglers:
         self._shares.tick(now_ms)
         self._answers.tick(now_ms)
 
-    def assigned(self, worker: str) -> None:
+    def note_assignment(self, worker: str) -> None:
         """Note that a worker was assigned subtrees."""
         self._work.sign(worker)
         self._shares.sign(worker)
 
-    def delivered(self, worker: str) -> None:
-        """Note that a worker sent a part of what is due."""
+    def note_delivery(self, worker: str) -> None:
+        """Note that a worker has sent a part of its results."""
         gap_ms = self._work.sign(worker)
         member = self._members.get(worker)
         if member is not None:
-            member.gave_sign(gap_ms)
-            member.late = False
+            member.note_silence(gap_ms)
+            member.is_late = False
 
-    def may_send(self, worker: str) -> None:
-        """Note that more is due of a worker, since it may send more."""
+    def note_credit(self, worker: str) -> None:
+        """Note that a worker may send more chunks, so that more is due."""
         self._work.sign(worker)
 
-    def answered(self, worker: str) -> None:
+    def note_answer(self, worker: str) -> None:
         """Note a worker's answer to a commit."""
         member, ms = self._members.get(worker), self._answers.silent_ms(worker)
         if member is not None and ms is not None:
-            member.answered(ms)
+            member.note_timely_answer(ms)
         self._answers.forget(worker)
 
-    def passed_over(self, member: Member) -> None:
-        """Stop waiting for a worker's answer; its answers take at least this long."""
+    def stop_waiting_for(self, member: Member) -> None:
+        """Stop waiting for a worker's answer; the time so far is a lower bound of its duration."""
         if (ms := self._answers.silent_ms(member.name)) is not None:
-            member.measured_answer(ms)
+            member.add_answer_time(ms)
         self._answers.forget(member.name)
 
     def lose(self, worker: str) -> None:
@@ -181,28 +181,28 @@ class Stragglers:
         self._shares.forget(worker)
         self._answers.forget(worker)
 
-    def committed(self, round_: Round, answering: Iterable[str]) -> None:
+    def end_step(self, round_: Round, answering: Iterable[str]) -> None:
         """Note that a step is over; these workers must answer to its commit."""
         for worker, share in round_.shares.items():
             member = self._members.get(worker)
             silent_ms = self._work.silent_ms(worker)
-            if member is not None and member.late and share.owed and silent_ms is not None:
+            if member is not None and member.is_late and share.owed and silent_ms is not None:
                 # Its unfinished work was cancelled: it would have taken at least this long.
-                member.measured(silent_ms / max(subtree.leaves for subtree in share.owed))
+                member.add_measurement(silent_ms / max(subtree.leaves for subtree in share.owed))
             self._work.forget(worker)
             self._shares.forget(worker)
         for worker in answering:
             self._answers.sign(worker)
         self._reported.clear()
 
-    def late_workers(self, round_: Round) -> list[Member]:
+    def find_late_workers(self, round_: Round) -> list[Member]:
         """Return the workers whose lease on subtrees of this round has expired.
 
-        A lease follows what was measured of the worker and what the others do: shares are planned
+        A lease depends on measurements of the worker and on the other workers: shares are planned
         to finish together, so a worker that takes several times as long as the finished ones is
         late, however slow it was before.
         """
-        late_members, done_ms = [], self._done_ms(round_)
+        late_members, finished_ms = [], self._slowest_finished_ms(round_)
         for worker in sorted(round_.shares):
             member = self._members.get(worker)
             pending = round_.pending(worker)
@@ -211,34 +211,35 @@ class Stragglers:
             expected_ms = member.expected_work_ms(max(subtree.leaves for subtree in pending))
             if round_.has_inner_phases:  # the worker reports its progress throughout
                 expected_ms = member.expected_gap_ms
-            over = self._work.is_over(worker, expected_ms)
-            if done_ms is not None and expected_ms is not None:
-                over = over or self._shares.is_over(worker, done_ms)
-            if over:
-                member.late = True
+            has_expired = self._work.is_over(worker, expected_ms)
+            if finished_ms is not None and expected_ms is not None:
+                has_expired = has_expired or self._shares.is_over(worker, finished_ms)
+            if has_expired:
+                member.is_late = True
                 late_members.append(member)
         return late_members
 
-    def _done_ms(self, round_: Round) -> float | None:
+    def _slowest_finished_ms(self, round_: Round) -> float | None:
         """Return how long the slowest of the finished workers took."""
-        took = [
+        durations_ms = [
             share_ms - silent_ms
             for worker, share in round_.shares.items()
             if share.subtrees and not share.owed
             if (share_ms := self._shares.silent_ms(worker)) is not None
             if (silent_ms := self._work.silent_ms(worker)) is not None
         ]
-        return max(took, default=None)
+        return max(durations_ms, default=None)
 
-    def late_answers(self, agreement: Agreement, *, blocked: bool) -> list[Member]:
+    def find_late_answers(self, agreement: Agreement, *, blocked: bool) -> list[Member]:
         """Return workers whose answer to a commit is late, if others have answered and wait.
 
         Args:
-            agreement: Knows who has not answered.
-            blocked: Whether nothing else is waited for. Before that a slow answer costs nothing,
-                and only the worker's own lease counts; then others' answers count as well.
+            agreement: The answers so far.
+            blocked: Whether the step waits only for answers. If not, a slow answer costs nothing,
+                and only the worker's own lease counts; if so, the times of other workers' answers
+                count as well.
         """
-        silent_names = set(agreement.silent)
+        silent_names = set(agreement.silent_workers)
         computing = [member for member in self._members if member.state in COMPUTING]
         prompt = [member for member in computing if member.name not in silent_names]
         if not prompt:
@@ -253,12 +254,12 @@ class Stragglers:
                 late_members.append(member)
         return late_members
 
-    def reports_owner(self, worker: str, step: int) -> list[Report]:
+    def report_late_owner(self, worker: str, step: int) -> list[Report]:
         """Report a late chunk owner."""
         return [Report(WorkerLate(worker, step, "averages of its chunks"))]
 
-    def reports(self, late: list[Member], step: int, owing: str) -> list[Report]:
+    def report_late_workers(self, late: list[Member], step: int, due_item: str) -> list[Report]:
         """Report each late worker once in a step."""
         new = [member.name for member in late if member.name not in self._reported]
         self._reported.update(new)
-        return [Report(WorkerLate(w, step, owing)) for w in new]
+        return [Report(WorkerLate(w, step, due_item)) for w in new]

@@ -448,7 +448,7 @@ def evaluations(path: Path, up_to: int) -> dict[int, dict[str, float]]:
                 continue
             match _intact_record(line):
                 case Evaluated() as record:
-                    metrics[record.step] = record.figures
+                    metrics[record.step] = record.metric_values
                 case Resumed() as record:
                     metrics = {
                         step: figures for step, figures in metrics.items() if step <= record.step

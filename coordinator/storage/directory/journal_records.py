@@ -18,13 +18,13 @@ from coordinator.run.outputs.events import (
     Committed,
     Evaluated,
     Halted,
+    LongText,
     ManifestSettled,
     Name,
     Owned,
     Planned,
     Record,
     ViewChanged,
-    Words,
 )
 from protocol.base.fields import Digest, Number
 
@@ -33,7 +33,7 @@ class RunStarted(Record):
     """A run is accepted: its complete spec, and the software that executes it."""
 
     articles = (10, 12, 13)
-    serves = "what was trained, on which data, with which settings and software"
+    purpose = "what was trained, on which data, with which settings and software"
 
     kind: Literal["run"] = "run"
     run_id: Name
@@ -53,12 +53,12 @@ class SpecChanged(Record):
     """The run continues with a changed run spec: it applies to the steps from `step` on."""
 
     articles = (10, 12, 13)
-    serves = "which settings were changed, when, and what the steps before were computed with"
+    purpose = "which settings were changed, when, and what the steps before were computed with"
 
     kind: Literal["spec_changed"] = "spec_changed"
     term: Number
     step: Number
-    changes: tuple[Words, ...]
+    changes: tuple[LongText, ...]
     before: Digest
     """`spec_digest` of the spec until then."""
     spec: dict[str, Any]
@@ -72,7 +72,7 @@ class FileDigests(Record):
     """
 
     articles = (12, 15)
-    serves = "that settings and admission of a resumed run are those that it began with"
+    purpose = "that settings and admission of a resumed run are those that it began with"
 
     kind: Literal["files"] = "files"
     term: Number
@@ -84,29 +84,29 @@ class Resumed(Record):
     done again."""
 
     articles = (12, 15)
-    serves = "resilience: what a restart found, and from where the run went on"
-    older = ("state_digest",)
+    purpose = "resilience: what a restart found, and from where the run went on"
+    older_fields = ("state_digest",)
 
     kind: Literal["resumed"] = "resumed"
     term: Number
     step: Number
     optimizer_step: Number
-    notes: tuple[Words, ...] = ()
+    notes: tuple[LongText, ...] = ()
 
 
 class Fault(Record):
     """Something went wrong without stopping the run, and the response."""
 
     articles = (12, 15)
-    serves = "robustness: faults, and the response to each"
+    purpose = "robustness: faults, and the response to each"
 
     kind: Literal["fault"] = "fault"
     term: Number
     step: Number
     what: Name
     worker: Name | None = None
-    reason: Words = ""
-    response: Words = ""
+    reason: LongText = ""
+    response: LongText = ""
 
 
 CommandName = Literal[
@@ -118,26 +118,26 @@ class CommandReceived(Record):
     """An operator's command."""
 
     articles = (12, 13)
-    serves = "human intervention: who asked for what, when"
+    purpose = "human intervention: who asked for what, when"
 
     kind: Literal["command"] = "command"
     term: Number
     step: Number
     command: CommandName
-    source: Words = ""
+    source: LongText = ""
 
 
 class Ended(Record):
     """The run is over. `result.json` holds this line's hash, as `journal_head`."""
 
     articles = (12, 13)
-    serves = "how the run ended, and the digest of what it made"
+    purpose = "how the run ended, and the digest of what it made"
 
     kind: Literal["end"] = "end"
     term: Number
     step: Number
     outcome: Literal["finished", "drained", "failed"]
-    reason: Words
+    reason: LongText
     weights_digest: Digest | None = None
     state_digest: Digest | None = None
     result_digest: Digest | None = None
@@ -160,8 +160,8 @@ def read_record(document: Any) -> Record:
         pydantic.ValidationError: The record's kind is unknown, or it does not fit its kind.
     """
     if isinstance(document, dict):
-        older = _OLDER.get(document.get("kind", ""), ())
-        fields = {k: v for k, v in document.items() if k not in older or v is not None}
+        older_fields = _OLDER.get(document.get("kind", ""), ())
+        fields = {k: v for k, v in document.items() if k not in older_fields or v is not None}
         document = with_term(fields)
     return _READER.validate_json(canonical_json(document), strict=True)
 
@@ -171,4 +171,4 @@ def kind_of(record: type[Record]) -> str:
     return str(record.model_fields["kind"].default)
 
 
-_OLDER: Final = {kind_of(kind): kind.older for kind in RECORDS if kind.older}
+_OLDER: Final = {kind_of(kind): kind.older_fields for kind in RECORDS if kind.older_fields}

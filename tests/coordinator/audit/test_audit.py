@@ -286,7 +286,7 @@ def test_a_kill_between_a_checkpoint_and_its_line_is_no_damage(tmp_path):
     run.directory.journal.write_bytes(lines)
     result = audit(tmp_path / "run")
     assert result.ok, result.lines()
-    assert "the coordinator ended in between" in "\n".join(result.lines())
+    assert "the coordinator ended before writing one" in "\n".join(result.lines())
 
 
 def test_replay_is_claimed_only_after_a_replay(tmp_path):

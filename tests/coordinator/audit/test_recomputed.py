@@ -74,7 +74,7 @@ def test_forged_element_is_found_only_by_recomputing(tmp_path):
     assert audit(path).ok
     by_digest, by_element, summary = recomputed(path, 99, forged_step)
     assert [by_digest.ok, by_element.ok, summary.ok] == [False] * 3
-    assert f"step {FORGED}: recomputed, its gradients have digest" in by_digest.text
+    assert f"step {FORGED}: the recomputed gradients have digest" in by_digest.text
     location = "block 'layer.0', tensor 'layer.0.weight', element 12"
     assert f"step {FORGED}: recomputed, {location} is" in by_element.text
     assert "of 40 elements 1 differ" in by_element.text
@@ -83,7 +83,7 @@ def test_forged_element_is_found_only_by_recomputing(tmp_path):
 def test_a_loss_that_differs_is_named(tmp_path):
     path = finished(tmp_path / "run")
     finding = recomputed(path, 99, lambda *a: RecomputedStep(0.25, honest_step(*a).averages))[0]
-    assert "step 0: recomputed, its loss is 0.25, in the journal 1.0" in finding.text
+    assert "step 0: the recomputed loss is 0.25, the journal's is 1.0" in finding.text
 
 
 def test_without_gradients_steps_at_checkpoints_are_recomputed(tmp_path):

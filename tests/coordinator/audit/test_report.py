@@ -93,7 +93,7 @@ def test_page_summarizes_the_run(tmp_path):
         assert part in page.text, part
     for kind in RECORDS:
         assert kind_of(kind) in page.text
-        assert kind.serves in page.text
+        assert kind.purpose in page.text
     assert page.tags.count("figure") == 6
     for title in ("Loss", "Gradient norm", "Learning rate", "Time of a step", "Workers"):
         assert title in page.text

@@ -40,16 +40,16 @@ def test_any_history_of_losses_gives_the_same_metrics(parts, data):
             workers.add(f"w{life}")
             owed_parts[f"w{life}"] = set()
         elif owed_parts[worker]:
-            evaluation.result(worker, answer(owed_parts[worker].pop()))
+            evaluation.take_result(worker, answer(owed_parts[worker].pop()))
         else:
             workers.add("helping")
             owed_parts.setdefault("helping", set())
     for worker in sorted(workers):
         for part in sorted(owed_parts[worker]):
-            evaluation.result(worker, answer(part))
+            evaluation.take_result(worker, answer(part))
     assert evaluation.is_complete
     assert evaluation.metrics([MEAN]) == expected(parts)
-    assert evaluation.waiting_for() == []
+    assert evaluation.awaited_workers() == []
 
 
 def test_parts_are_divided_once_among_all():
@@ -57,7 +57,7 @@ def test_parts_are_divided_once_among_all():
     ranges = evaluation.assign(["a", "b", "c"])
     assert sorted(part for lo, hi in ranges.values() for part in range(lo, hi)) == list(range(7))
     assert evaluation.assign(["a", "b", "c"]) == {}
-    assert evaluation.waiting_for() == ["a", "b", "c"]
+    assert evaluation.awaited_workers() == ["a", "b", "c"]
 
 
 def test_plans_carry_step_and_range():
@@ -72,22 +72,22 @@ def test_without_workers_nothing_is_planned():
 def test_the_first_answer_counts_and_foreign_ones_do_not():
     evaluation = Evaluation(3, 1)
     evaluation.assign(["a"])
-    evaluation.result("a", answer(0, step=2))
-    evaluation.result("a", answer(1))
-    evaluation.result("nobody", answer(0, value=7.0))
+    evaluation.take_result("a", answer(0, step=2))
+    evaluation.take_result("a", answer(1))
+    evaluation.take_result("nobody", answer(0, value=7.0))
     assert not evaluation.is_complete
-    evaluation.result("a", answer(0))
-    evaluation.result("a", answer(0, value=7.0))
+    evaluation.take_result("a", answer(0))
+    evaluation.take_result("a", answer(0, value=7.0))
     assert evaluation.metrics([MEAN]) == expected(1)
 
 
 def test_answers_of_unproven_weights_are_dropped_with_their_worker():
     evaluation = Evaluation(3, 2)
     evaluation.assign(["a", "b"])
-    evaluation.result("a", answer(0, value=7.0))
+    evaluation.take_result("a", answer(0, value=7.0))
     evaluation.lose("a", is_proven=False)
     assert evaluation.assign(["b"]) == {"b": (0, 1)}
-    evaluation.result("b", answer(0))
-    evaluation.result("b", answer(1))
+    evaluation.take_result("b", answer(0))
+    evaluation.take_result("b", answer(1))
     evaluation.lose("b", is_proven=True)
     assert evaluation.metrics([MEAN]) == expected(2)

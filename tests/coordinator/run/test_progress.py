@@ -58,12 +58,12 @@ def pay(progress, worker, message):
     """Deliver a payload of ones to the round it belongs to."""
     round_ = progress.round_of(message)
     assert round_ is not None
-    return round_.payload(worker, message, np.full(2, 8, np.float32))
+    return round_.take_payload(worker, message, np.full(2, 8, np.float32))
 
 
 def skip(progress):
     progress.persist(progress.round, skip=True)
-    return visible_actions(progress.durable(progress.step))
+    return visible_actions(progress.end_step(progress.step))
 
 
 def visible_actions(actions):
@@ -92,8 +92,8 @@ def test_a_worker_without_a_share_still_learns_of_the_step():
     ann, bob = members.get("ann"), members.get("bob")
     assert ann is not None
     assert bob is not None
-    ann.measured(1.0)
-    bob.measured(1000.0)
+    ann.add_measurement(1.0)
+    bob.add_measurement(1000.0)
     assert plans(progress.begin())["bob"].subtrees == ()
 
 
@@ -153,11 +153,11 @@ def test_a_step_from_plan_to_commit():
     assert actions.body.tolist() == [2, 2]
     ann = members.get("ann")
     assert ann is not None
-    assert progress.subtree_loss(progress.round, ann, loss(0, 4)) is None
+    assert progress.take_loss(progress.round, ann, loss(0, 4)) is None
     assert (ann.microbatches, ann.ms_per_microbatch) == (4, 6.0)
     (persist,) = progress.persist(progress.round, skip=False)
-    assert progress.persisting
-    commit, apply, report = progress.durable(0)
+    assert progress.is_persisting
+    commit, apply, report = progress.end_step(0)
     contributions = ({"ann": ((0, 4),)},)
     record = CommitRecord(
         commit=commit.message, optimizer_step=1, norm=math.sqrt(8), counted=contributions
@@ -170,7 +170,7 @@ def test_a_step_from_plan_to_commit():
     assert apply.scalars == commit.message.scalars is not None
     assert isinstance(report, Report)
     assert (progress.step, progress.optimizer_step, progress.losses) == (1, 1, [0.25])
-    assert progress.agreement.waiting_for == ["ann"]
+    assert progress.agreement.awaited_workers == ["ann"]
 
 
 def test_a_skipped_step_updates_nothing():
@@ -187,7 +187,7 @@ def test_answer_to_an_uncommitted_step_is_out_of_order():
     progress, _ = started_progress("ann")
     for term, step in ((5, 1), (4, 0)):
         with pytest.raises(OutOfOrder, match="expected term 5 and at most 0 steps"):
-            progress.applied("ann", StepApplied(term=term, step=step, state_digest="0" * 64))
+            progress.take_answer("ann", StepApplied(term=term, step=step, state_digest="0" * 64))
 
 
 def test_draining_worker_leaves_after_delivering_its_subtrees():
@@ -198,7 +198,7 @@ def test_draining_worker_leaves_after_delivering_its_subtrees():
     ann.state = MemberState.DRAINING
     assert progress.release() == []
     pay(progress, "ann", payload(0, 2))
-    progress.subtree_loss(progress.round, ann, loss(0, 2))
+    progress.take_loss(progress.round, ann, loss(0, 2))
     (leaving_worker,) = progress.release()
     assert isinstance(leaving_worker, Dismiss)
     assert leaving_worker.worker == "ann"

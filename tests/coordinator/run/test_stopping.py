@@ -17,7 +17,7 @@ def stops_at(spec: StopSpec, values: list[float], restart: int = 0) -> tuple[int
     metrics = {step: {"loss": value} for step, value in enumerate(values[:restart], start=1)}
     stopping = Stopping(spec, metrics)
     for step, value in enumerate(values, start=1):
-        if step >= max(1, restart) and (reason := stopping.measured(step, {"loss": value})):
+        if step >= max(1, restart) and (reason := stopping.add_metrics(step, {"loss": value})):
             return step, reason
     return 0, ""
 
@@ -50,13 +50,13 @@ def test_the_best_value_may_be_the_baseline_as_in_transformers():
 
 def test_higher_is_better_option():
     stopping = Stopping(StopSpec(figure="f1", better="higher", patience=2), {})
-    assert not stopping.measured(5, {"f1": 0.5})
+    assert not stopping.add_metrics(5, {"f1": 0.5})
     assert stopping.is_best(5)
-    assert not stopping.measured(10, {"f1": 0.4})
+    assert not stopping.add_metrics(10, {"f1": 0.4})
     assert not stopping.is_best(10)
-    assert stopping.measured(15, {"f1": 0.5})
+    assert stopping.add_metrics(15, {"f1": 0.5})
 
 
 def test_without_a_metric_it_never_stops():
-    assert Stopping(None, {}).measured(5, {"loss": 1.0}) == ""
+    assert Stopping(None, {}).add_metrics(5, {"loss": 1.0}) == ""
     assert not Stopping(None, {}).is_best(5)

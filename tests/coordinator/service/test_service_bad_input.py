@@ -173,11 +173,11 @@ BREACHES: dict[str, tuple[Any, str]] = {
     "a future attempt": (lambda p: (payload(p, attempt=1), zeros()), "expected (term"),
     "another's subtree": (
         lambda p: (payload(p, **subtree_of_another(p)), zeros()),
-        "was not given to worker 'hostile'",
+        "was not assigned to worker 'hostile'",
     ),
     "a part of its own subtree": (
         lambda p: (payload(p, **first_leaf(p)), zeros()),
-        "was not given to worker 'hostile'",
+        "was not assigned to worker 'hostile'",
     ),
     "no subtree of the tree": (
         lambda p: (payload(p, lo=1, hi=3), zeros()),
@@ -208,7 +208,7 @@ BREACHES: dict[str, tuple[Any, str]] = {
     ),
     "a loss of another's subtree": (
         lambda p: (loss(p, **subtree_of_another(p)), None),
-        "was not given to worker 'hostile'",
+        "was not assigned to worker 'hostile'",
     ),
     "a loss of a future step": (lambda p: (loss(p, step=9), None), "expected (term"),
     "an answer to a step to come": (

@@ -9,7 +9,7 @@ import pytest
 
 from backends.base.interface import BlockGradient
 from backends.scripted import ScriptedBackend, ScriptedProgram
-from coordinator.run.exchange.double_check import Differing, chosen_double
+from coordinator.run.exchange.double_check import Differing, choose_double
 from coordinator.run.exchange.round import Round
 from protocol.exact.reduction.tree import Subtree
 from protocol.spec.manifest import Block, TensorSpec
@@ -29,15 +29,15 @@ SIGNED = {"ann": "s", "bob": "s", "eve": "other"}
 
 def test_one_step_in_this_many_is_computed_twice_within_a_profile():
     steps = 5_000
-    choices = [chosen_double(7, step, 50, SUBTREES, SIGNED) for step in range(steps)]
+    choices = [choose_double(7, step, 50, SUBTREES, SIGNED) for step in range(steps)]
     doubles = Counter(double for double in choices if double is not None)
     assert 0.5 * steps / 50 < doubles.total() < 1.5 * steps / 50
     assert doubles.keys() == {("ann", "bob", Subtree(4, 6)), ("bob", "ann", Subtree(6, 7))}
-    assert all(chosen_double(7, step, 0, SUBTREES, SIGNED) is None for step in range(300))
-    assert all(chosen_double(7, step, 50, SUBTREES, SIGNED, surely=True) for step in range(9))
-    assert chosen_double(7, 1, 0, SUBTREES, SIGNED, surely=True) is None
+    assert all(choose_double(7, step, 0, SUBTREES, SIGNED) is None for step in range(300))
+    assert all(choose_double(7, step, 50, SUBTREES, SIGNED, always=True) for step in range(9))
+    assert choose_double(7, 1, 0, SUBTREES, SIGNED, always=True) is None
     profiles = {"ann": "s", "eve": "other"}
-    assert all(chosen_double(7, step, 1, SUBTREES, profiles) is None for step in range(9))
+    assert all(choose_double(7, step, 1, SUBTREES, profiles) is None for step in range(9))
 
 
 def round_with_double_check(signatures=("s", "s"), *, awaited=True):
@@ -49,14 +49,14 @@ def round_with_double_check(signatures=("s", "s"), *, awaited=True):
         round_.assign(worker, subtrees)
         round_.double_check.assign(worker, signature, subtrees)
     if awaited:
-        round_.doubled = ("ann", "bob", Subtree(0, 1))
+        round_.double_assignment = ("ann", "bob", Subtree(0, 1))
     return round_
 
 
 def give(round_, worker, lo, values=(1, 2, 3)):
     message = BlockGradientPayload(**PLACE, block=0, chunk=0, lo=lo, hi=lo + 1, weight=1.0)
-    outcome = round_.payload(worker, message, np.array(values, np.float32))
-    round_.subtree_loss(
+    outcome = round_.take_payload(worker, message, np.array(values, np.float32))
+    round_.take_loss(
         worker,
         SubtreeLoss(**PLACE, lo=lo, hi=lo + 1, loss_sum=1.0, weight=1.0, sums=b"", elapsed_ms=1.0),
     )
@@ -66,11 +66,11 @@ def give(round_, worker, lo, values=(1, 2, 3)):
 def test_step_waits_for_both_answers_and_accepts_equal_ones():
     round_ = round_with_double_check()
     give(round_, "ann", 0)
-    assert round_.surplus() == {}, "its second answer is wanted too"
+    assert round_.take_surplus() == {}, "its second answer is wanted too"
     give(round_, "bob", 1)
-    assert not round_.complete
+    assert not round_.is_complete
     assert give(round_, "bob", 0) is None
-    assert round_.complete
+    assert round_.is_complete
     assert round_.averages[0].tolist() == [1, 2, 3]
 
 
@@ -103,9 +103,9 @@ def test_round_does_not_wait_for_an_impossible_second_answer(leave):
     round_ = round_with_double_check()
     give(round_, "bob", 1)
     give(round_, "ann", 0)
-    assert not round_.complete
+    assert not round_.is_complete
     leave(round_)
-    assert round_.complete
+    assert round_.is_complete
 
 
 class DamagedProgram(ScriptedProgram):

@@ -22,9 +22,11 @@ def mesh(topology="sharded", secret=SECRET):
 def open_mesh(peer_mesh, *names, hosts=None, dials=()):
     actions = []
     for name in names:
-        peer_mesh.joined(name, (hosts or {}).get(name, f"host-{name}"))
+        peer_mesh.add_worker(name, (hosts or {}).get(name, f"host-{name}"))
         port = 0 if name in dials else 7000
-        actions = peer_mesh.opened(name, PeerPort(run_id="run", port=port, fingerprint=bytes(32)))
+        actions = peer_mesh.add_listener(
+            name, PeerPort(run_id="run", port=port, fingerprint=bytes(32))
+        )
     return actions
 
 
@@ -32,7 +34,7 @@ def link_all(peer_mesh, *names, mbit=1000.0, but=()):
     for one in names:
         for other in names:
             if one != other and {one, other} not in but:
-                peer_mesh.linked(one, other, mbit)
+                peer_mesh.add_link(one, other, mbit)
 
 
 def test_each_worker_gets_all_peers_with_pairwise_keys():
@@ -46,46 +48,48 @@ def test_each_worker_gets_all_peers_with_pairwise_keys():
 
 
 def test_only_sharded_asks_workers_to_listen():
-    assert mesh("star").joined("a", "h") == []
-    assert mesh(secret=b"").joined("a", "h") == []
-    (action_to_listen,) = mesh().joined("a", "h")
+    assert mesh("star").add_worker("a", "h") == []
+    assert mesh(secret=b"").add_worker("a", "h") == []
+    (action_to_listen,) = mesh().add_worker("a", "h")
     assert isinstance(action_to_listen.message, ListenForPeers)
     peer_mesh = mesh("auto")
     assert (
-        peer_mesh.joined("a", "h1") + peer_mesh.joined("b", "h2") + peer_mesh.joined("c", "h2")
+        peer_mesh.add_worker("a", "h1")
+        + peer_mesh.add_worker("b", "h2")
+        + peer_mesh.add_worker("c", "h2")
         == []
     )
-    assert [action.worker for action in peer_mesh.joined("d", "h3")] == ["a", "b", "c", "d"]
+    assert [action.worker for action in peer_mesh.add_worker("d", "h3")] == ["a", "b", "c", "d"]
 
 
 def test_equal_links_own_equal_parts_and_owners_are_reported_once():
     peer_mesh = mesh()
     open_mesh(peer_mesh, *"abcd")
     link_all(peer_mesh, *"abcd")
-    table = peer_mesh.choose("abcd", 0)
-    assert set(peer_mesh.owned().values()) <= {0.25, 0.258, 0.242, 0.226, 0.29, 0.222, 0.278}
-    actions = peer_mesh.tell("abcd")
+    table = peer_mesh.choose_table("abcd", 0)
+    assert set(peer_mesh.owned_shares().values()) <= {0.25, 0.258, 0.242, 0.226, 0.29, 0.222, 0.278}
+    actions = peer_mesh.send_table("abcd")
     assert [action.worker for action in actions] == list("abcd")
     assert all(isinstance(action.message, Owners) for action in actions)
-    assert peer_mesh.tell("abcd") == []
-    assert peer_mesh.choose("abcd", 1) == table
-    assert peer_mesh.tell("abcd") == []
+    assert peer_mesh.send_table("abcd") == []
+    assert peer_mesh.choose_table("abcd", 1) == table
+    assert peer_mesh.send_table("abcd") == []
 
 
 def test_worker_without_links_uses_the_coordinator():
     peer_mesh = mesh()
     open_mesh(peer_mesh, *"abcd")
     link_all(peer_mesh, *"abcd", but=[{"a", "d"}, {"b", "d"}])
-    assert peer_mesh.choose("abcd", 0).members == ("a", "b", "c")
+    assert peer_mesh.choose_table("abcd", 0).members == ("a", "b", "c")
 
 
 def test_one_of_two_disconnected_peers_stays():
     peer_mesh = mesh()
     open_mesh(peer_mesh, *"abc")
     link_all(peer_mesh, *"abc")
-    peer_mesh.choose("abc", 0)
-    peer_mesh.unlinked("a", "b")
-    table = peer_mesh.without(())
+    peer_mesh.choose_table("abc", 0)
+    peer_mesh.remove_link("a", "b")
+    table = peer_mesh.reassign_lost(())
     assert table.members == ("a", "c")
     assert set(table.owners) == {0, 1}
 
@@ -94,14 +98,14 @@ def test_chunks_of_a_lost_owner_move_and_others_stay():
     peer_mesh = mesh()
     open_mesh(peer_mesh, *"abc")
     link_all(peer_mesh, *"abc")
-    before = peer_mesh.choose("abc", 0)
-    peer_mesh.lost("b")
-    after = peer_mesh.without({"b"})
+    before = peer_mesh.choose_table("abc", 0)
+    peer_mesh.remove_worker("b")
+    after = peer_mesh.reassign_lost({"b"})
     for number in range(len(before.owners)):
         assert after.owner(number) in ("a", "c")
         assert before.owner(number) in ("b", after.owner(number))
     assert peer_mesh.number == 2
-    assert peer_mesh.without("abc") == peer_mesh.star
+    assert peer_mesh.reassign_lost("abc") == peer_mesh.star
     assert peer_mesh.number == 3, "within a step all have to be told"
 
 
@@ -109,14 +113,14 @@ def test_slow_owner_temporarily_owns_nothing():
     peer_mesh = mesh()
     open_mesh(peer_mesh, *"abc")
     link_all(peer_mesh, *"abc")
-    peer_mesh.choose("abc", 0)
+    peer_mesh.choose_table("abc", 0)
     peer_mesh.demote("b", 5)
-    assert peer_mesh.reown("b").members == ("a", "b", "c")
-    assert peer_mesh.owned()["b"] == 0
-    assert peer_mesh.choose("abc", 4) != peer_mesh.star
-    assert peer_mesh.owned()["b"] == 0
-    assert peer_mesh.choose("abc", 5) != peer_mesh.star
-    assert peer_mesh.owned()["b"] > 0
+    assert peer_mesh.reassign_owner("b").members == ("a", "b", "c")
+    assert peer_mesh.owned_shares()["b"] == 0
+    assert peer_mesh.choose_table("abc", 4) != peer_mesh.star
+    assert peer_mesh.owned_shares()["b"] == 0
+    assert peer_mesh.choose_table("abc", 5) != peer_mesh.star
+    assert peer_mesh.owned_shares()["b"] > 0
 
 
 def test_slow_owner_stays_if_others_lack_bandwidth():
@@ -124,22 +128,22 @@ def test_slow_owner_stays_if_others_lack_bandwidth():
     open_mesh(members, *"abc")
     link_all(members, *"abc", mbit=1000.0)
     for other in "ac":
-        members.linked("b", other, 10.0)
-    members.choose("abc", 0)
+        members.add_link("b", other, 10.0)
+    members.choose_table("abc", 0)
     for name in "abc":
-        if members.owned()[name]:
+        if members.owned_shares()[name]:
             members.demote(name, 5)
-    table = members.choose("abc", 1)
+    table = members.choose_table("abc", 1)
     assert table != members.star
-    assert sum(members.owned().values()) == pytest.approx(1.0, abs=0.01)
+    assert sum(members.owned_shares().values()) == pytest.approx(1.0, abs=0.01)
 
 
 def test_scribe_runs_on_the_coordinator_s_machine():
     peer_mesh = mesh()
     open_mesh(peer_mesh, *"abc", hosts={"b": ""})
     link_all(peer_mesh, *"abc")
-    assert peer_mesh.choose("abc", 0).scribe == "b"
-    assert peer_mesh.without({"b"}).scribe is None
+    assert peer_mesh.choose_table("abc", 0).scribe == "b"
+    assert peer_mesh.reassign_lost({"b"}).scribe is None
 
 
 def test_slow_link_owns_nothing_and_fast_links_own_equal_parts():
@@ -154,16 +158,16 @@ def test_auto_chooses_by_measurements():
     peer_mesh = mesh("auto")
     open_mesh(peer_mesh, *"abcd", hosts={"a": ""})
     link_all(peer_mesh, *"abcd")
-    assert peer_mesh.choose("abcd", 0) != peer_mesh.star
+    assert peer_mesh.choose_table("abcd", 0) != peer_mesh.star
     slow_mesh = mesh("auto")
     open_mesh(slow_mesh, *"abcd", hosts={"a": ""})
     link_all(slow_mesh, *"abc")
     link_all(slow_mesh, *"abcd", mbit=60.0)
-    assert slow_mesh.choose("abcd", 0) == slow_mesh.star or "sharded" in slow_mesh.reason
+    assert slow_mesh.choose_table("abcd", 0) == slow_mesh.star or "sharded" in slow_mesh.reason
     small_mesh = mesh("auto")
     open_mesh(small_mesh, *"ab")
     link_all(small_mesh, *"ab")
-    assert small_mesh.choose("ab", 0) == small_mesh.star
+    assert small_mesh.choose_table("ab", 0) == small_mesh.star
     assert small_mesh.reason == "a star: fewer than 3 hosts"
 
 
@@ -171,22 +175,22 @@ def test_auto_returns_to_a_faster_star_until_membership_changes():
     peer_mesh = mesh("auto")
     open_mesh(peer_mesh, *"abcd", hosts={"a": ""})
     for _ in range(9):
-        assert peer_mesh.choose("abcd", 0) == peer_mesh.star  # no links yet
-        peer_mesh.took(1000.0, sharded=False)
+        assert peer_mesh.choose_table("abcd", 0) == peer_mesh.star  # no links yet
+        peer_mesh.note_duration(1000.0, sharded=False)
     link_all(peer_mesh, *"abcd")
     for _ in range(17):
-        assert peer_mesh.choose("abcd", 0) != peer_mesh.star
-        peer_mesh.took(1100.0, sharded=True)
-    assert peer_mesh.choose("abcd", 0) == peer_mesh.star
+        assert peer_mesh.choose_table("abcd", 0) != peer_mesh.star
+        peer_mesh.note_duration(1100.0, sharded=True)
+    assert peer_mesh.choose_table("abcd", 0) == peer_mesh.star
     assert peer_mesh.reason == "a star: its steps took 1000 ms, sharded ones 1100 ms"
-    assert peer_mesh.owned() == {}
-    assert peer_mesh.choose("abc", 0) != peer_mesh.star
+    assert peer_mesh.owned_shares() == {}
+    assert peer_mesh.choose_table("abc", 0) != peer_mesh.star
 
 
 def test_coordinator_only_payloads_need_no_links():
     peer_mesh = mesh("auto", secret=b"")
-    assert [peer_mesh.joined(name, f"h{name}") for name in "abc"] == [[], [], []]
-    assert peer_mesh.choose("abc", 0) == peer_mesh.star
+    assert [peer_mesh.add_worker(name, f"h{name}") for name in "abc"] == [[], [], []]
+    assert peer_mesh.choose_table("abc", 0) == peer_mesh.star
     assert peer_mesh.reason == "a star: this run has no links between workers"
 
 
@@ -198,18 +202,18 @@ def test_workers_own_all_chunks_or_the_coordinator_does():
             name = rng.choice("abcdef")
             match rng.randrange(6):
                 case 0:
-                    peer_mesh.lost(name)
-                    peer_mesh.without([name])
+                    peer_mesh.remove_worker(name)
+                    peer_mesh.reassign_lost([name])
                 case 1:
-                    peer_mesh.without([name])
+                    peer_mesh.reassign_lost([name])
                 case 2 if name in peer_mesh.table.members:
                     peer_mesh.demote(name, step + 3)
-                    peer_mesh.reown(name)
+                    peer_mesh.reassign_owner(name)
                 case _:
                     open_mesh(peer_mesh, name)
-                    link_all(peer_mesh, *peer_mesh._listening)
+                    link_all(peer_mesh, *peer_mesh._offers)
             table = (
-                peer_mesh.choose([*peer_mesh._listening], step)
+                peer_mesh.choose_table([*peer_mesh._offers], step)
                 if rng.random() < 0.5
                 else peer_mesh.table
             )

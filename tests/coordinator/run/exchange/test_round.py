@@ -107,11 +107,11 @@ def values(subtree, block, chunk, exchange=FLOAT32):
 def deliver(round_, worker, subtree, *, upto=None, exchange=FLOAT32):
     """Deliver the payloads of a subtree in a worker's order, then its loss."""
     for block, chunk in chunks()[:upto]:
-        round_.payload(
+        round_.take_payload(
             worker, payload(subtree, block, chunk), values(subtree, block, chunk, exchange)
         )
     if upto is None:
-        round_.subtree_loss(worker, subtree_loss(subtree))
+        round_.take_loss(worker, subtree_loss(subtree))
 
 
 def assert_is_the_plain_sum(round_, microbatches, exchange):
@@ -128,7 +128,7 @@ def assert_is_the_plain_sum(round_, microbatches, exchange):
         squares.append(square_sum(expected))
         values_by_name = {t.name: expected[part].reshape(t.shape) for t, part in block.slices()}
         digests.append(weights_digest(values_by_name))
-    assert round_.complete
+    assert round_.is_complete
     assert round_.averages_digest() == blake3("".join(digests).encode()).hexdigest()
     assert round_.gradient_norms.whole == global_norm(squares)
     loss = along_tree(0, microbatches, lambda leaf: leaf / 9)
@@ -176,13 +176,13 @@ def test_partial_sums_stay_within_the_limit_in_any_interleaving(data):
         round_.expect_subtrees(len(subtrees))
         for subtree in subtrees:
             worker = data.draw(st.sampled_from("abc"))
-            round_.assign(worker, (subtree,), local=worker == "c")
+            round_.assign(worker, (subtree,), is_local=worker == "c")
             ready.setdefault(worker, []).append(subtree)
             sent_chunks[subtree] = 0
-            round_.subtree_loss(worker, subtree_loss(subtree))
+            round_.take_loss(worker, subtree_loss(subtree))
         all_bytes = sum(block.elements * 4 for block in BLOCKS)
         most_bytes = max(limit_bytes, all_bytes // 2, len(subtrees) * 16)
-        while not round_.complete:
+        while not round_.is_complete:
             may = [
                 (worker, subtree)
                 for worker, own_subtrees in sorted(ready.items())
@@ -194,7 +194,9 @@ def test_partial_sums_stay_within_the_limit_in_any_interleaving(data):
             assert round_.pending(worker)
             block, chunk = chunks()[sent_chunks[subtree]]
             sent_chunks[subtree] += 1
-            round_.payload(worker, payload(subtree, block, chunk), values(subtree, block, chunk))
+            round_.take_payload(
+                worker, payload(subtree, block, chunk), values(subtree, block, chunk)
+            )
             round_.raise_uploads()
             assert held_bytes(round_) <= most_bytes
         assert not any(round_.pending(worker) for worker in ready)
@@ -212,10 +214,10 @@ def test_worker_at_its_send_limit_owes_nothing_due(monkeypatch):
     assert round_.pending("a") == (subtrees[0],)
     block, chunk = chunks()[0]
     for worker, subtree in zip("abcd", subtrees, strict=True):
-        round_.subtree_loss(worker, subtree_loss(subtree))
+        round_.take_loss(worker, subtree_loss(subtree))
         assert round_.pending(worker) == (subtree,)
         assert round_.raise_uploads() == []
-        round_.payload(worker, payload(subtree, block, chunk), values(subtree, block, chunk))
+        round_.take_payload(worker, payload(subtree, block, chunk), values(subtree, block, chunk))
         assert round_.pending(worker) == ()
     assert round_.raise_uploads() == ["a", "b", "c", "d"]
     assert round_.uploads("a") == 2
@@ -245,10 +247,10 @@ def test_any_assignment_and_interleaving_gives_the_same_bits(data):
         worker = data.draw(st.sampled_from(sorted(queues)))
         subtree, block, chunk = queues[worker].pop(0)
         if block < 0:
-            assert round_.subtree_loss(worker, subtree_loss(subtree)) in (True, False)
+            assert round_.take_loss(worker, subtree_loss(subtree)) in (True, False)
         else:
             gradient = values(subtree, block, chunk, exchange)
-            chunk_average = round_.payload(worker, payload(subtree, block, chunk), gradient)
+            chunk_average = round_.take_payload(worker, payload(subtree, block, chunk), gradient)
             assert not isinstance(chunk_average, NonFinite)
             averaged += [place_of(chunk_average)] if chunk_average is not None else []
         if not queues[worker]:
@@ -284,7 +286,7 @@ def test_worker_losses_within_the_step_keep_the_bits(data):
             deliver(round_, worker, own_subtrees[last], upto=upto, exchange=exchange)
             round_.lose(worker, is_proven=True)
     assert_is_the_plain_sum(round_, microbatches, exchange)
-    assert not round_.tainted
+    assert not round_.is_tainted
 
 
 def two_workers():
@@ -300,16 +302,16 @@ def two_workers():
 def test_unassigned_payload_is_refused(subtree):
     round_ = two_workers()
     with pytest.raises(OutOfOrder):
-        round_.payload("ann", payload(subtree, 0, 0, weight_=1), np.zeros(4, np.float32))
+        round_.take_payload("ann", payload(subtree, 0, 0, weight_=1), np.zeros(4, np.float32))
     valid = subtree.lo < subtree.hi <= 4
     loss = subtree_loss(subtree, 1.0) if valid else SubtreeLoss(
         term=1, step=0, attempt=0, lo=subtree.lo, hi=subtree.hi, loss_sum=1, weight=1,
         sums=b"", elapsed_ms=1,
     )  # fmt: skip
     with pytest.raises(OutOfOrder):
-        round_.subtree_loss("ann", loss)
-    with pytest.raises(OutOfOrder, match="was not given"):
-        round_.payload("eve", payload(Subtree(0, 2), 0, 0), np.zeros(4, np.float32))
+        round_.take_loss("ann", loss)
+    with pytest.raises(OutOfOrder, match="was not assigned"):
+        round_.take_payload("eve", payload(Subtree(0, 2), 0, 0), np.zeros(4, np.float32))
 
 
 def text_of(fault):
@@ -318,7 +320,7 @@ def text_of(fault):
 
 @pytest.mark.parametrize("bad_value", [np.nan, np.inf, -np.inf])
 def test_a_bad_payload_is_named(bad_value):
-    fault = two_workers().payload(
+    fault = two_workers().take_payload(
         "bob", payload(Subtree(2, 4), LAST, 0), np.full(4, bad_value, "f4")
     )
     assert fault == NonFinite(Subtree(2, 4), "bob", LAST)
@@ -327,28 +329,26 @@ def test_a_bad_payload_is_named(bad_value):
 
 
 def test_a_bad_loss_is_named():
-    fault = two_workers().subtree_loss("ann", subtree_loss(Subtree(0, 2), float("nan")))
+    fault = two_workers().take_loss("ann", subtree_loss(Subtree(0, 2), float("nan")))
     assert text_of(fault) == "non-finite loss, microbatches [0,2), from worker 'ann'"
 
 
 def test_sums_that_overflow_are_named():
     round_ = two_workers()
     large_values = np.full(4, 3e38, np.float32)
-    assert round_.payload("ann", payload(Subtree(0, 2), 0, 0), large_values.copy()) is None
-    fault = round_.payload("bob", payload(Subtree(2, 4), 0, 0), large_values.copy())
+    assert round_.take_payload("ann", payload(Subtree(0, 2), 0, 0), large_values.copy()) is None
+    fault = round_.take_payload("bob", payload(Subtree(2, 4), 0, 0), large_values.copy())
     assert fault == NonFinite(Subtree(0, 4), None, 0)
-    assert round_.subtree_loss("ann", subtree_loss(Subtree(0, 2), 1.7e308)) is True
-    assert round_.subtree_loss("bob", subtree_loss(Subtree(2, 4), 1.7e308)) == NonFinite(
-        Subtree(0, 4)
-    )
+    assert round_.take_loss("ann", subtree_loss(Subtree(0, 2), 1.7e308)) is True
+    assert round_.take_loss("bob", subtree_loss(Subtree(2, 4), 1.7e308)) == NonFinite(Subtree(0, 4))
 
 
 @pytest.mark.parametrize("small", [1e-300, 1e308])
 def test_weights_without_finite_average_are_named(small):
     round_ = two_workers()
     ones = np.ones(4, np.float32)
-    round_.payload("ann", payload(Subtree(0, 2), 0, 0, weight_=small), ones.copy())
-    fault = round_.payload("bob", payload(Subtree(2, 4), 0, 0, weight_=small), ones.copy())
+    round_.take_payload("ann", payload(Subtree(0, 2), 0, 0, weight_=small), ones.copy())
+    fault = round_.take_payload("bob", payload(Subtree(2, 4), 0, 0, weight_=small), ones.copy())
     assert fault == NonFinite(Subtree(0, 4), None, 0)
 
 
@@ -359,7 +359,7 @@ def test_weights_without_finite_average_are_named(small):
 def test_non_finite_sum_is_blamed_on_its_worker_but_not_an_average(value, small, worker):
     round_ = Round(BLOCKS, 4, 1, 0, 0)
     round_.assign("ann", (Subtree(0, 4),))
-    fault = round_.payload(
+    fault = round_.take_payload(
         "ann", payload(Subtree(0, 4), 0, 0, weight_=small), np.full(4, value, "f4")
     )
     assert fault == NonFinite(Subtree(0, 4), worker, 0)
@@ -369,21 +369,21 @@ def test_late_duplicates_change_nothing_and_do_not_halt():
     round_ = two_workers()
     deliver(round_, "ann", Subtree(0, 2))
     nan_payload = np.full(4, np.nan, np.float32)
-    assert round_.payload("ann", payload(Subtree(0, 2), 0, 0), nan_payload) is None
-    assert round_.subtree_loss("ann", subtree_loss(Subtree(0, 2), float("nan"))) is False
+    assert round_.take_payload("ann", payload(Subtree(0, 2), 0, 0), nan_payload) is None
+    assert round_.take_loss("ann", subtree_loss(Subtree(0, 2), float("nan"))) is False
     deliver(round_, "bob", Subtree(2, 4))
-    assert round_.payload("bob", payload(Subtree(2, 4), LAST, 0), nan_payload) is None
+    assert round_.take_payload("bob", payload(Subtree(2, 4), LAST, 0), nan_payload) is None
     assert_is_the_plain_sum(round_, 4, FLOAT32)
 
 
 def test_blocks_are_averaged_when_complete():
     round_ = two_workers()
     deliver(round_, "ann", Subtree(0, 2))
-    broadcast = round_.payload(
+    broadcast = round_.take_payload(
         "bob", payload(Subtree(2, 4), LAST, 0), values(Subtree(2, 4), LAST, 0)
     )
     assert place_of(broadcast) == (LAST, 0)
-    assert not round_.complete
+    assert not round_.is_complete
     assert round_.unfinished("bob") == (Subtree(2, 4),)
     assert round_.unfinished("ann") == ()
     assert round_.unassigned() == ()
@@ -394,20 +394,20 @@ def test_blocks_are_averaged_when_complete():
 def test_unproven_worker_taints_the_round():
     round_ = two_workers()
     round_.lose("bob", is_proven=False)
-    assert not round_.tainted
+    assert not round_.is_tainted
     deliver(round_, "ann", Subtree(0, 2), upto=1)
     round_.lose("ann", is_proven=False)
-    assert round_.tainted
+    assert round_.is_tainted
 
 
 def test_a_step_without_weight_has_no_gradient():
     round_ = Round(BLOCKS, 1, 1, 0, 0)
     round_.assign("ann", (Subtree(0, 1),))
     for block, chunk in chunks():
-        round_.payload("ann", payload(Subtree(0, 1), block, chunk, weight_=0), np.ones(
+        round_.take_payload("ann", payload(Subtree(0, 1), block, chunk, weight_=0), np.ones(
             len(values(Subtree(0, 1), block, chunk)), np.float32
         ))  # fmt: skip
-    round_.subtree_loss("ann", subtree_loss(Subtree(0, 1), 0.0).model_copy(update={"weight": 0.0}))
+    round_.take_loss("ann", subtree_loss(Subtree(0, 1), 0.0).model_copy(update={"weight": 0.0}))
     assert (round_.loss, round_.gradient_norms.whole) == (0.0, 0.0)
 
 
@@ -424,7 +424,7 @@ def test_double_assignments_report_each_way_of_counting():
     round_.assign("bob", (Subtree(0, 2),))
     deliver(round_, "ann", Subtree(0, 2), upto=1)
     deliver(round_, "bob", Subtree(0, 2))
-    assert round_.complete
+    assert round_.is_complete
     assert round_.counted == (
         {"ann": (Subtree(0, 2),), "bob": (Subtree(2, 4),)},
         {"bob": (Subtree(0, 2), Subtree(2, 4))},
@@ -437,16 +437,16 @@ def test_blocks_are_summarized_by_another_thread_and_the_round_waits_for_it(monk
     round_.assign("a", (Subtree(0, 1),))
     requests = []
     for block, chunk in chunks():
-        round_.payload(
+        round_.take_payload(
             "a", payload(Subtree(0, 1), block, chunk), values(Subtree(0, 1), block, chunk)
         )
         requests += round_.summarize()
-    round_.subtree_loss("a", subtree_loss(Subtree(0, 1)))
+    round_.take_loss("a", subtree_loss(Subtree(0, 1)))
     assert [len(each.averages) for each in requests] == [2]  # and the rest at the end, here
-    assert round_.summarizes
-    assert not round_.complete
+    assert round_.is_summarizing
+    assert not round_.is_complete
     for each in requests:
-        round_.summarized({n: summary_of(*averages) for n, averages in each.averages.items()})
+        round_.take_summaries({n: summary_of(*averages) for n, averages in each.averages.items()})
     assert_is_the_plain_sum(round_, 1, FLOAT32)
 
 
@@ -461,7 +461,7 @@ def send(round_, worker, subtree, count=1):
     """Send the next chunks of its subtree; return who may send more then."""
     sent_count = len(chunks()) - round_.shares[worker].owed[subtree].bit_count()
     for block, chunk in chunks()[sent_count:][:count]:
-        round_.payload(worker, payload(subtree, block, chunk), values(subtree, block, chunk))
+        round_.take_payload(worker, payload(subtree, block, chunk), values(subtree, block, chunk))
     return round_.raise_uploads()
 
 
@@ -471,8 +471,8 @@ def of_three(local=""):
     round_ = Round(BLOCKS, 3, 1, 0, 0)
     assert round_.expect_subtrees(len(subtrees)) == []
     for worker, subtree in zip("abc", subtrees, strict=True):
-        round_.assign(worker, (subtree,), local=worker == local)
-        round_.subtree_loss(worker, subtree_loss(subtree))
+        round_.assign(worker, (subtree,), is_local=worker == local)
+        round_.take_loss(worker, subtree_loss(subtree))
     return round_, subtrees
 
 

@@ -61,33 +61,33 @@ def test_sharded_stays_while_its_steps_are_no_slower():
     times = StepTimes()
     feed_step_times(times, 9, 1000, sharded=False)
     feed_step_times(times, 16, 1049, sharded=True)
-    assert times.why_star() == ""  # one window: the first step of a topology does not count
+    assert times.reason_for_star() == ""  # one window: the first step of a topology does not count
     feed_step_times(times, 1, 1049, sharded=True)
-    assert times.why_star() == ""
+    assert times.reason_for_star() == ""
 
 
 def test_star_returns_after_two_slower_sharded_windows():
     times = StepTimes()
     feed_step_times(times, 9, 1000, sharded=False)
     feed_step_times(times, 9, 1200, sharded=True)
-    assert times.why_star() == ""
+    assert times.reason_for_star() == ""
     feed_step_times(times, 8, 1300, sharded=True)
-    assert times.why_star() == "a star: its steps took 1000 ms, sharded ones 1200 ms"
+    assert times.reason_for_star() == "a star: its steps took 1000 ms, sharded ones 1200 ms"
     times.clear()
-    assert times.why_star() == ""
+    assert times.reason_for_star() == ""
 
 
 def test_unmeasured_star_is_measured_and_compared():
     times = StepTimes()
     feed_step_times(times, 17, 900, sharded=True)
-    assert times.why_star() == "a star, to measure it: a sharded step took 900 ms"
+    assert times.reason_for_star() == "a star, to measure it: a sharded step took 900 ms"
     feed_step_times(times, 9, 1000, sharded=False)
-    assert times.why_star() == ""
+    assert times.reason_for_star() == ""
 
 
 def test_short_steps_are_timed_over_seconds():
     times = StepTimes()
     feed_step_times(times, 167, 60, sharded=True)
-    assert times.why_star() == ""
+    assert times.reason_for_star() == ""
     feed_step_times(times, 8, 60, sharded=True)
-    assert times.why_star()
+    assert times.reason_for_star()

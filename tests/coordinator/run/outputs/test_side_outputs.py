@@ -47,17 +47,17 @@ def end(round_: Round, worker: str, subtree: Subtree) -> None:
     zeros = BlockGradientPayload(
         **PLACE, block=0, chunk=0, lo=subtree.lo, hi=subtree.hi, weight=float(subtree.leaves)
     )
-    round_.payload(worker, zeros, np.zeros(1, np.float32))
+    round_.take_payload(worker, zeros, np.zeros(1, np.float32))
     weight = float(subtree.leaves)
     loss = SubtreeLoss(
         **PLACE, lo=subtree.lo, hi=subtree.hi, loss_sum=1.0, weight=weight, sums=b"", elapsed_ms=1.0
     )
-    round_.subtree_loss(worker, loss)
+    round_.take_loss(worker, loss)
 
 
 def give(round_: Round, worker: str, subtree: Subtree) -> None:
     for message, content in pieces(subtree):
-        assert round_.captured(worker, message, content) is None
+        assert round_.take_side_output(worker, message, content) is None
     end(round_, worker, subtree)
 
 
@@ -77,9 +77,9 @@ def test_result_does_not_depend_on_order_or_workers(order):
     subtrees = {"ann": (Subtree(0, 2),), "bob": (Subtree(2, 3),), "cid": (Subtree(3, 4),)}
     round_ = started_round(**subtrees)
     for worker in order:
-        assert not round_.complete
+        assert not round_.is_complete
         give(round_, worker, *subtrees[worker])
-    assert round_.complete
+    assert round_.is_complete
     assert round_.side_outputs is not None
     assert np.concatenate(round_.side_outputs.content).tolist() == EVERYTHING.tolist()
 
@@ -87,7 +87,7 @@ def test_result_does_not_depend_on_order_or_workers(order):
 def test_half_subtree_of_a_lost_worker_counts_once():
     round_ = started_round(ann=(Subtree(0, 2),), bob=(Subtree(2, 4),))
     for message, content in pieces(Subtree(0, 2))[:4]:
-        round_.captured("ann", message, content)
+        round_.take_side_output("ann", message, content)
     round_.lose("ann", is_proven=True)
     assert round_.unassigned() == (Subtree(0, 2),)
     round_.assign("bob", (Subtree(0, 2),))
@@ -101,7 +101,7 @@ def test_unlike_logits_of_one_numerics_profile_name_both_workers():
     round_ = started_round(ann=(Subtree(0, 1),), bob=(Subtree(0, 1),))
     give(round_, "ann", Subtree(0, 1))
     message, content = pieces(Subtree(0, 1))[1]
-    differing = round_.captured("bob", message, content + np.uint8(1))
+    differing = round_.take_side_output("bob", message, content + np.uint8(1))
     assert differing == Differing(("bob", "ann"), "logits", Subtree(0, 1))
     assert "different logits" in str(differing)
 
@@ -109,7 +109,9 @@ def test_unlike_logits_of_one_numerics_profile_name_both_workers():
 def test_non_finite_embedding_names_its_worker():
     (field,) = fields = (EmbeddingField(name="e", dtype="float32", shape=(2,)),)
     layout, one = EmbeddingLayout(fields=fields), Subtree(0, 1)
-    round_ = Round(BLOCKS, 1, 1, 0, 0, side_outputs=SideOutputs([2 * PIECE]), embeds=layout)
+    round_ = Round(
+        BLOCKS, 1, 1, 0, 0, side_outputs=SideOutputs([2 * PIECE]), embedding_layout=layout
+    )
     values = np.ones(field.shape, np.float32)
     for worker in ("ann", "bob"):
         round_.assign(worker, (one,))
@@ -120,15 +122,15 @@ def test_non_finite_embedding_names_its_worker():
         values[1] = last
         for chunk, content in enumerate(values.view(np.uint8).reshape(2, PIECE)):
             message = CapturedRows(**PLACE, lo=0, hi=1, microbatch=0, chunk=chunk)
-            outcome = round_.captured(worker, message, content.copy())
+            outcome = round_.take_side_output(worker, message, content.copy())
         assert outcome == expected
 
 
 def test_a_loss_before_all_of_a_subtree_s_logits_is_refused():
     round_ = started_round(ann=(Subtree(0, 2),))
     for message, content in pieces(Subtree(0, 2))[:-1]:
-        round_.captured("ann", message, content)
-    with pytest.raises(OutOfOrder, match="before all of its rows"):
+        round_.take_side_output("ann", message, content)
+    with pytest.raises(OutOfOrder, match="before all of its side outputs"):
         end(round_, "ann", Subtree(0, 2))
 
 
@@ -139,7 +141,7 @@ def test_a_loss_before_all_of_a_subtree_s_logits_is_refused():
         ({"microbatch": 2}, PIECE, "of microbatch 2 in this subtree"),
         ({"chunk": 2}, PIECE, "expected 2 bytes, got 4"),
         ({}, 0, "expected 4 bytes, got 0"),
-        ({"lo": 1, "hi": 2}, PIECE, "was not given to worker 'ann'"),
+        ({"lo": 1, "hi": 2}, PIECE, "was not assigned to worker 'ann'"),
         ({"lo": 1, "hi": 3}, PIECE, "is not a subtree"),
     ],
 )
@@ -147,11 +149,11 @@ def test_rows_of_wrong_shape_are_refused(change, count, expected_text):
     round_ = started_round(ann=(Subtree(0, 2),))
     message = pieces(Subtree(0, 2))[0][0].model_copy(update=change)
     with pytest.raises(OutOfOrder, match=expected_text):
-        round_.captured("ann", message, np.zeros(count, np.uint8))
+        round_.take_side_output("ann", message, np.zeros(count, np.uint8))
 
 
 def test_run_without_capture_refuses_logits():
     round_ = Round(BLOCKS, len(SIZES), 1, 0, 0)
     round_.assign("ann", (Subtree(0, 2),))
     with pytest.raises(OutOfOrder, match="captures nothing"):
-        round_.captured("ann", *pieces(Subtree(0, 2))[0])
+        round_.take_side_output("ann", *pieces(Subtree(0, 2))[0])

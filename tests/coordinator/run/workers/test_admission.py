@@ -28,15 +28,15 @@ def ready(state="0", signature="1", run_id="run"):
 def admission(exactness="require", **members):
     membership = Membership()
     for name, state in members.items():
-        membership.add(name).now_ready(ready(state))
+        membership.add(name).become_ready(ready(state))
     admission = Admission("run", exactness, membership, MANIFEST)
-    admission.first_ready(ready())
+    admission.take_first_ready(ready())
     return admission, membership
 
 
 @pytest.mark.parametrize("exactness", ["require", "prefer"])
 def test_worker_like_the_first_is_admitted(exactness):
-    assert admission(exactness)[0].refusal(MANIFEST, ready()) == ""
+    assert admission(exactness)[0].find_refusal(MANIFEST, ready()) == ""
 
 
 @pytest.mark.parametrize("exactness", ["require", "prefer"])
@@ -51,15 +51,15 @@ def test_worker_like_the_first_is_admitted(exactness):
 )
 def test_refusal_names_the_difference_of_manifests(exactness, change, difference):
     other = MANIFEST.model_copy(update=change)
-    refusal = admission(exactness)[0].refusal(other, ready())
+    refusal = admission(exactness)[0].find_refusal(other, ready())
     assert f"expected the same {difference}" in refusal or difference in refusal
 
 
 def test_other_numerics_are_refused_only_if_exactness_is_required():
     exact, mixed = admission("require")[0], admission("prefer")[0]
-    assert "two threads" in exact.refusal(MANIFEST, ready(signature="2"))
-    assert "initial weights" in exact.refusal(MANIFEST, ready(state="2"))
-    assert mixed.refusal(MANIFEST, ready("2", "2")) == ""
+    assert "two threads" in exact.find_refusal(MANIFEST, ready(signature="2"))
+    assert "initial weights" in exact.find_refusal(MANIFEST, ready(state="2"))
+    assert mixed.find_refusal(MANIFEST, ready("2", "2")) == ""
 
 
 def requested_worker(actions):
@@ -71,23 +71,23 @@ def test_state_is_requested_from_the_next_worker_after_a_loss():
     assert requested_worker(admitting.request_state()) == ["bob"]
     assert admitting.request_state() == []
     members.remove("ann")
-    assert admitting.lost("ann") == []
+    assert admitting.replace_uploader("ann") == []
     members.remove("bob")
-    assert requested_worker(admitting.lost("bob")) == ["cem"]
+    assert requested_worker(admitting.replace_uploader("bob")) == ["cem"]
     members.remove("cem")
-    assert admitting.lost("cem") == []
-    members.add("dan").now_ready(ready("2"))
+    assert admitting.replace_uploader("cem") == []
+    members.add("dan").become_ready(ready("2"))
     assert requested_worker(admitting.request_state()) == ["dan"]
-    admitting.state_loaded(admitting.upload, "2" * 64)
+    admitting.accept_upload(admitting.upload, "2" * 64)
     members.remove("dan")
-    assert admitting.lost("dan") == []
+    assert admitting.replace_uploader("dan") == []
 
 
 def test_workers_with_the_loaded_state_follow_at_once():
     admitting, members = admission("prefer", ann="2", bob="0")
     members.add("preparing")
     admitting.request_state()
-    admitting.state_loaded(admitting.upload, "0" * 64)
+    admitting.accept_upload(admitting.upload, "0" * 64)
     assert admitting.admit_ready() == [Seed("ann"), Subscribe("bob", 0)]
     assert members.names(MemberState.ACTIVE) == ["bob"]
     assert members.names(MemberState.LOADING) == ["ann"]
@@ -117,21 +117,21 @@ def chunk(*, last=False, **changes):
 def test_only_the_requested_upload_fills_the_replica():
     admitting, members = admission("prefer", ann="0", bob="0")
     with pytest.raises(OutOfOrder, match="not requested"):
-        admitting.state_chunk("ann", *chunk())
+        admitting.take_state_chunk("ann", *chunk())
     admitting.request_state()
     message, values = chunk()
-    assert admitting.state_chunk("ann", message, values) == [FillReplica(message, values)]
+    assert admitting.take_state_chunk("ann", message, values) == [FillReplica(message, values)]
     members.remove("ann")
-    admitting.lost("ann")
+    admitting.replace_uploader("ann")
     # Chunks still in transit from ann, and the digest of her upload, no longer count.
-    assert admitting.state_chunk("ann", *chunk()) == []
-    assert admitting.state_loaded(1, "0" * 64) == []
-    assert not admitting.state_known
-    _, actions = admitting.state_chunk("bob", *chunk(last=True))
+    assert admitting.take_state_chunk("ann", *chunk()) == []
+    assert admitting.accept_upload(1, "0" * 64) == []
+    assert not admitting.has_state
+    _, actions = admitting.take_state_chunk("bob", *chunk(last=True))
     assert actions == DigestReplica(2)
-    assert admitting.state_chunk("bob", *chunk(last=True)) == []
-    assert admitting.state_loaded(2, "0" * 64) == []
-    assert admitting.state_known
+    assert admitting.take_state_chunk("bob", *chunk(last=True)) == []
+    assert admitting.accept_upload(2, "0" * 64) == []
+    assert admitting.has_state
 
 
 @pytest.mark.parametrize("change", [{"kind": "first_moment"}, {"step": 1}, {"optimizer_step": 1}])
@@ -139,14 +139,14 @@ def test_state_0_has_parameters_alone(change):
     admitting, _ = admission("prefer", ann="0")
     admitting.request_state()
     with pytest.raises(OutOfOrder, match="expected the parameters of step 0"):
-        admitting.state_chunk("ann", *chunk(**change))
+        admitting.take_state_chunk("ann", *chunk(**change))
 
 
 def test_state_that_differs_from_its_digest_is_refused():
     admitting, members = admission("prefer", ann="0", bob="0")
     admitting.request_state()
-    report, dismiss = admitting.state_loaded(1, "2" * 64)
+    report, dismiss = admitting.accept_upload(1, "2" * 64)
     assert report.event.worker == dismiss.worker == "ann"
-    assert not admitting.state_known
+    assert not admitting.has_state
     members.remove("ann")
-    assert requested_worker(admitting.lost("ann")) == ["bob"]
+    assert requested_worker(admitting.replace_uploader("ann")) == ["bob"]

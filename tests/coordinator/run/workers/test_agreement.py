@@ -8,61 +8,61 @@ from coordinator.run.workers.agreement import Agreement
 
 def committed_step(*workers):
     agreement = Agreement()
-    agreement.expect(1, list(workers))
+    agreement.expect_answers(1, list(workers))
     return agreement
 
 
 def test_agreement_waits_for_every_worker_and_the_replica():
     agreement = committed_step("a", "b")
-    assert agreement.waiting_for == ["a", "b"]
-    agreement.answer("a", 1, "x")
-    agreement.replica_answer(1, "x")
+    assert agreement.awaited_workers == ["a", "b"]
+    agreement.take_answer("a", 1, "x")
+    agreement.take_replica_answer(1, "x")
     assert agreement.judge(1) == (["a"], [])
-    assert not agreement.reached
-    agreement.answer("b", 1, "x")
+    assert not agreement.is_reached
+    agreement.take_answer("b", 1, "x")
     assert agreement.judge(1) == (["b"], [])
-    assert agreement.reached
+    assert agreement.is_reached
 
 
 def test_answers_are_judged_once_the_replica_has_answered():
     agreement = committed_step("a", "b")
-    agreement.answer("a", 1, "x")
-    agreement.answer("b", 1, "y")
+    agreement.take_answer("a", 1, "x")
+    agreement.take_answer("b", 1, "y")
     assert agreement.judge(1) == ([], [])
-    assert not agreement.reached
-    agreement.replica_answer(1, "x")
+    assert not agreement.is_reached
+    agreement.take_replica_answer(1, "x")
     assert agreement.judge(1) == (["a"], ["b"])
     assert agreement.judge(1) == ([], [])
-    assert agreement.waiting_for == ["b"]
+    assert agreement.awaited_workers == ["b"]
 
 
 def test_agreement_waits_for_the_replica_alone():
     agreement = committed_step()
-    assert not agreement.reached
-    agreement.replica_answer(0, "x")
-    assert not agreement.reached
-    agreement.replica_answer(1, "x")
-    assert agreement.reached
+    assert not agreement.is_reached
+    agreement.take_replica_answer(0, "x")
+    assert not agreement.is_reached
+    agreement.take_replica_answer(1, "x")
+    assert agreement.is_reached
 
 
 def test_lost_worker_is_ignored():
     agreement = committed_step("a", "b")
-    agreement.answer("a", 1, "odd")
+    agreement.take_answer("a", 1, "odd")
     agreement.lose("a")
-    agreement.replica_answer(1, "x")
+    agreement.take_replica_answer(1, "x")
     assert agreement.judge(1) == ([], [])
-    assert agreement.waiting_for == ["b"]
+    assert agreement.awaited_workers == ["b"]
 
 
 def test_old_steps_are_forgotten():
     agreement = Agreement()
     for step in range(1, 50):
-        agreement.expect(step, ["a"])
-        agreement.answer("a", step, "x")
-        agreement.answer("joiner", step - 1, "x")
-        agreement.replica_answer(step, "x")
+        agreement.expect_answers(step, ["a"])
+        agreement.take_answer("a", step, "x")
+        agreement.take_answer("joiner", step - 1, "x")
+        agreement.take_replica_answer(step, "x")
         agreement.judge(step)
-    assert len(agreement._arbiter) < 6
+    assert len(agreement._replica_digests) < 6
     assert len(agreement._answers) < 6
 
 
@@ -72,20 +72,20 @@ def test_exactly_the_deviating_workers_are_named_in_any_order(order, deviating):
     agreed, odd_workers = [], []
     for participant in order:
         if participant == "replica":
-            agreement.replica_answer(1, "x")
+            agreement.take_replica_answer(1, "x")
         else:
-            agreement.answer(participant, 1, "odd" if participant in deviating else "x")
+            agreement.take_answer(participant, 1, "odd" if participant in deviating else "x")
         now, deviating_workers = agreement.judge(1)
         agreed += now
         odd_workers += deviating_workers
     assert set(odd_workers) == deviating
     assert set(agreed) == set("abc") - deviating
-    assert agreement.waiting_for == sorted(deviating)
-    assert agreement.reached is (not deviating)
+    assert agreement.awaited_workers == sorted(deviating)
+    assert agreement.is_reached is (not deviating)
 
 
 def test_commits_wait_for_a_replica_that_would_exceed_memory():
-    agreement = Agreement(5, catching_up=True, known="state", ahead=0)
-    assert not agreement.reached
-    agreement.replica_answer(5, "state")
-    assert agreement.reached
+    agreement = Agreement(5, catching_up=True, known_digest="state", most_steps_ahead=0)
+    assert not agreement.is_reached
+    agreement.take_replica_answer(5, "state")
+    assert agreement.is_reached

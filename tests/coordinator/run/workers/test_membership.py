@@ -15,7 +15,7 @@ READY = Ready(
 def test_a_view_is_a_change_of_who_computes():
     members = Membership()
     ann, bob = members.add("ann"), members.add("bob")
-    ann.now_ready(READY)
+    ann.become_ready(READY)
     assert members.view == 0
     members.activate(ann)
     assert members.view == 1
@@ -58,10 +58,10 @@ def test_speed_is_a_median_of_the_newest_times():
     members.activate(member)
     assert members.speeds() == {"ann": None}
     for ms in (10.0, 10.0, 900.0):
-        member.measured(ms)
+        member.add_measurement(ms)
     assert members.speeds() == {"ann": 10.0}
     for _ in range(20):
-        member.measured(3.0)
+        member.add_measurement(3.0)
     assert members.speeds() == {"ann": 3.0}
 
 
@@ -69,10 +69,10 @@ def test_only_active_members_are_planned_for_and_only_computing_ones_have_numeri
     members = Membership()
     for name, state in zip("abc", MemberState, strict=False):
         member = members.add(name)
-        member.now_ready(READY.model_copy(update={"signature": name * 64}))
+        member.become_ready(READY.model_copy(update={"signature": name * 64}))
         member.state = state
     e = members.add("e")
-    e.now_ready(READY)
+    e.become_ready(READY)
     e.state = MemberState.ACTIVE
     assert list(members.speeds()) == ["e"]
     assert members.numerics_profiles == {"1" * 64}

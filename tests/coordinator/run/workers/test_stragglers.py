@@ -38,9 +38,9 @@ class Race:
         for name, subtree in (("ann", Subtree(0, 2)), ("bob", Subtree(2, 4))):
             member = self.members.add(name)
             self.members.activate(member)
-            member.measured(1.0)
+            member.add_measurement(1.0)
             self.round.assign(name, (subtree,))
-            self.stragglers.assigned(name)
+            self.stragglers.note_assignment(name)
 
     def wait(self, ms: float) -> None:
         for _ in range(int(ms / TICK_MS)):
@@ -48,14 +48,14 @@ class Race:
             self.stragglers.tick(self._now_ms)
 
     def finish(self, name: str, subtree: Subtree) -> None:
-        self.stragglers.delivered(name)
+        self.stragglers.note_delivery(name)
         where: Any = {"term": 1, "step": 0, "attempt": 0, "lo": subtree.lo, "hi": subtree.hi}
         loss = SubtreeLoss(**where, loss_sum=1.0, weight=1.0, sums=b"", elapsed_ms=1.0)
-        self.round.subtree_loss(name, loss)
+        self.round.take_loss(name, loss)
 
     @property
     def late(self) -> list[str]:
-        return [member.name for member in self.stragglers.late_workers(self.round)]
+        return [member.name for member in self.stragglers.find_late_workers(self.round)]
 
 
 def test_long_gaps_of_a_worker_do_not_extend_its_lease_beyond_others():
@@ -63,8 +63,8 @@ def test_long_gaps_of_a_worker_do_not_extend_its_lease_beyond_others():
     ann = race.members.get("ann")
     assert ann is not None
     for _ in range(9):  # it has been silent for a minute in each step
-        ann.gave_sign(60_000.0)
-        ann.planned(2)
+        ann.note_silence(60_000.0)
+        ann.note_share(2)
     race.wait(300)
     race.finish("bob", Subtree(2, 4))
     race.wait(600)
@@ -98,15 +98,15 @@ class Owners:
             Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(4 * MOST,)),)),
         )
         table = OwnerTable(members=("ann", "bob"), owners=(0, 1, 1, 1), scribe=None)
-        self.round = Round(blocks, 1, 1, step, 0, owners=(1, table))
+        self.round = Round(blocks, 1, 1, step, 0, numbered_table=(1, table))
         self.average("ann", 0)
 
     def average(self, owner: str, number: int) -> None:
         values = np.zeros(MOST, np.float32)
         step_id = {**self.round.step_id, "owners": 1, "block": 0, "chunk": number}
-        self.round.peer_average(owner, AveragedBlockGradient(**step_id), values)
+        self.round.take_peer_average(owner, AveragedBlockGradient(**step_id), values)
         message = ChunkReduced(**step_id, digest=chunk_digest(values))
-        self.round.peer_average(owner, message, ((owner, Subtree(0, 1)),))
+        self.round.take_peer_average(owner, message, ((owner, Subtree(0, 1)),))
 
     def late_after_ms(self) -> float:
         """Return the time after which a silent owner is late."""
@@ -120,7 +120,7 @@ class Owners:
         for _ in range(int(ms / TICK_MS)):
             self._now_ms += TICK_MS
             self.lease.tick(self._now_ms)
-            late_at_ms = late_at_ms or self.lease.late(self.round)
+            late_at_ms = late_at_ms or self.lease.find_late_owner(self.round)
         return late_at_ms
 
 

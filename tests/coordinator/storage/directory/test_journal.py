@@ -103,7 +103,7 @@ def test_every_record_kind_has_an_example_and_names_its_articles():
     for kind in RECORDS:
         assert set(kind.articles) <= {10, 12, 13, 15}
         assert kind.articles
-        assert kind.serves
+        assert kind.purpose
     assert {article for kind in RECORDS for article in kind.articles} == {10, 12, 13, 15}
 
 
