@@ -268,7 +268,9 @@ class Probes:
         if round_ is not None and run.phase is RunPhase.TRAINING and step_id == progress.step_id():
             # Two workers must deliver a double-checked subtree.
             double_checked = (
-                round_.double_assignment[-1:] if round_.double_assignment and round_._awaits_double() else ()
+                round_.double_assignment[-1:]
+                if round_.double_assignment and round_._awaits_double()
+                else ()
             )
             for share in round_.shares.values():
                 missing = all(
