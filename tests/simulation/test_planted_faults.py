@@ -124,7 +124,7 @@ def compares_no_answers(self, step):
         return [], []
     answers = self._answers.pop(step, {})
     if step == self._newest:
-        self._missing.difference_update(answers)
+        self._awaited.difference_update(answers)
     return sorted(answers), []
 
 

@@ -113,7 +113,7 @@ def test_a_run_that_failed_waits_for_no_disk():
 def test_late_coordinator_replica_is_named():
     run = run_after(*COMMITTED, workers="2", steps="1")
     assert run.progress is not None
-    run.progress.agreement._missing.clear()
+    run.progress.agreement._awaited.clear()
     assert waiting_for(run, ["ann"]).words == "the coordinator's replica to apply the step"
 
 
