@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests import house
+from tests import processes
 from tests.backends.eager.sharded_rank import CASES
 from tests.free_ports import free_ports
 
@@ -18,14 +16,9 @@ from tests.free_ports import free_ports
 def by_rank() -> list[dict[str, Any]]:
     """What both ranks have found."""
     port = str(free_ports(1)[0])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.backends.eager.sharded_rank", str(rank), port],
-            cwd=house.ROOT, stdout=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    module = "tests.backends.eager.sharded_rank"
+    ranks = [processes.start(module, str(rank), port) for rank in range(2)]
+    outputs = [rank.communicate(timeout=processes.PATIENCE_S)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     return [json.loads(output) for output in outputs]
 
