@@ -204,6 +204,8 @@ def _import_all(*, with_tests: bool) -> None:
             importlib.import_module(name)
         except ImportError:
             continue
+    adapters = sys.modules["backends.wgpu.device.adapters"].adapters
+    assert not adapters.cache_info().currsize, "a test requests Vulkan devices on import"
     gc.freeze()  # children skip these objects in garbage collections, and share their memory
     gc.enable()
 

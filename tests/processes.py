@@ -145,12 +145,11 @@ def ended(
 
 
 def _read_late(name: str) -> bool:
-    """Return whether the fork server's imports read this variable at use instead of at import.
+    """Return whether this variable is read at use instead of by the fork server's imports.
 
-    Variables of Vulkan are read once per process, by the first request for a device: some tests
-    make one on import.
+    Variables of Vulkan are read once per process, by the first request for a device.
     """
-    return name in _READ_LATE or name.startswith(("SAMESTEP_", "XDG_"))
+    return name in _READ_LATE or name.startswith(("FAULTY_VULKAN_", "SAMESTEP_", "VK_", "XDG_"))
 
 
 def _network_of_this_thread() -> Path | None:

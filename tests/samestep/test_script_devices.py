@@ -7,10 +7,14 @@ import select
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from tests.processes import ROOT, ended, start
+import samestep
+from protocol.base.errors import UsageError
+from tests.processes import ended, start
 from tests.samestep.scripts import HEAD, close
 from tests.samestep.test_scripts import digests, write_script
 
@@ -108,12 +112,12 @@ samestep.fit(task, steps=6, batch=8, device='cpu0-1')
     close(process)
 
 
-def test_a_notebook_is_told_to_become_a_script(tmp_path):
-    text = HEAD + "samestep.fit(task, steps=6, batch=8, device='cpu0-1')\n"
-    done = subprocess.run(
-        [sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "SAMESTEP_BIND": "127.0.0.1:0"},
-    )  # fmt: skip
-    assert done.returncode != 0
-    last = done.stderr.splitlines()[-1]
-    assert "got a notebook: write the model to a script, or name one device" in last
+def test_a_notebook_is_told_to_become_a_script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    cell: dict[str, Any] = {}
+    exec(HEAD, cell)
+    with pytest.raises(
+        UsageError, match="got a notebook: write the model to a script, or name one device"
+    ):
+        samestep.fit(cell["task"], steps=6, batch=8, device="cpu0-1")
