@@ -36,10 +36,13 @@ from tests.no_disk_sync import disable_disk_sync
 
 PRELOADED = (
     "torch", "torch.nn.functional", "wgpu.backends.wgpu_native", "backends.cpu",
-    "backends.eager.eager", "backends.scripted", "backends.wgpu.backend", "coordinator.cli",
-    "coordinator.main", "coordinator.members.announcement", "coordinator.short_forms",
-    "coordinator.token_cli", "encodings.idna", "encodings.utf_8_sig", "protocol.wire.certificate",
-    "worker.cli", "worker.join.discovery", "worker.main", "worker.shell.engine",
+    "backends.eager.eager", "backends.registry", "backends.scripted", "backends.wgpu.backend",
+    "coordinator.cli", "coordinator.main", "coordinator.members.announcement",
+    "coordinator.short_forms", "coordinator.token_cli",
+    "cryptography.hazmat.backends.openssl.backend", "encodings.idna", "encodings.unicode_escape",
+    "encodings.utf_8_sig", "protocol.wire.certificate", "typer._adapters",
+    "typer._click.decorators", "uvloop", "worker.cli", "worker.join.discovery", "worker.main",
+    "worker.shell.engine", "worker.tasks.checks.reachable_state", "worker.tasks.registry",
     "worker.tasks.small.regress",
 )  # fmt: skip
 """None of these imports may start a thread, or read variables of one process's environment."""
