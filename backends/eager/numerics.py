@@ -20,7 +20,7 @@ import torch
 from blake3 import blake3
 
 from backends.eager import torch_devices
-from protocol.exact.subnormals import EXPECTED_BITS, FACTORS, GIVEN_BITS
+from protocol.exact.subnormals import EXPECTED_BITS, FACTORS, INPUT_BITS
 
 ALIGNMENT_BYTES: Final = 64
 """Kernels choose their code path by alignment; tensors mapped from a file are aligned to 8 only."""
@@ -203,7 +203,7 @@ def keeps_subnormals(device: torch.device, *, in_every_thread: bool) -> bool:
         in_every_thread: On a CPU, check all threads that share a loop, not only the calling one.
     """
     times = _LOOP_SHARE * torch.get_num_threads() if in_every_thread else 1
-    inputs = torch.tensor(GIVEN_BITS, dtype=torch.int32).view(torch.float32).repeat(times)
+    inputs = torch.tensor(INPUT_BITS, dtype=torch.int32).view(torch.float32).repeat(times)
     product = inputs.to(device) * torch.tensor(FACTORS).repeat(times).to(device)
     expected = torch.tensor(EXPECTED_BITS, dtype=torch.int32).repeat(times)
     return bool(torch.equal(product.cpu().view(torch.int32), expected))

@@ -148,7 +148,7 @@ class Evaluations:
     def _lower_rate(self, step: int) -> list[Action]:
         plateau, spec = self._progress.plateau, self._spec.optimizer
         earlier_factor = plateau.factor_at(step - 1)
-        plateau.measured(step, self.metrics)
+        plateau.add_evaluation(step, self.metrics)
         factor = plateau.factor_at(step)
         if factor == earlier_factor or spec.plateau is None:
             return []

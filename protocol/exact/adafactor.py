@@ -1,9 +1,8 @@
 """Adafactor (Shazeer and Stern 2018, arXiv:1804.04235): a rule that reads each tensor as a whole.
 
-Its second moment is a mean for each row and one for each column; the update takes sums of both over
-whole tensors. Every machine applies the update to its whole replica, however gradients were
-averaged, so all of them see whole tensors. The order of every sum is stated here, and all sums are
-in float64.
+The second moment is a mean for each row and one for each column; the update sums over whole
+tensors. Every machine applies the update to its whole replica, however gradients were averaged, so
+every machine has whole tensors. The order of every sum is stated here, and all sums are in float64.
 
     g = clipped gradient, n = row and column means of g^2 + eps, b = t^beta2_decay
     r += b (n_rows - r);  c += b (n_columns - c)           vectors: v += b (g^2 + eps - v)
@@ -15,10 +14,10 @@ A tensor of more than two dimensions is a stack of matrices of its last two. Wit
 lr is at most 1 / sqrt(t); without `scale_parameter` it is not multiplied by rms(p). t counts the
 run's updates, also for a tensor that has missed some.
 
-A column's sum takes its rows from first to last. A row is cut into pieces of `PIECE_COLUMNS`; in a
-piece, column j goes to lane j % `LANES`, lanes add from first to last and are then halved until one
-is left, in which lane i takes up lane i + half. Pieces add from first to last. The mean of r halves
-in the same way.
+A column is summed from the first row to the last. A row is cut into pieces of `PIECE_COLUMNS`. In a
+piece, column j belongs to lane j % `LANES`, and a lane is summed from first to last. Then the lanes
+are halved until one is left: lane i + half is added to lane i. Pieces are added from first to last.
+The mean of r is halved in the same way.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Wide = NDArray[np.float64]
 
 
 def factor_elements(shape: tuple[int, ...]) -> int:
-    """Return the number of values that stand for a tensor's second moment: rows, then columns."""
+    """Return the number of values that represent a tensor's second moment: rows, then columns."""
     if len(shape) < 2:
         return math.prod(shape)
     *stack, rows, columns = shape
@@ -77,7 +76,7 @@ def apply_adafactor(
     if not parameters.size:
         return True
     with np.errstate(all="ignore"):
-        update = _normalized(scalars, _clip_gradient(scalars, gradient), factors)
+        update = _normalize(scalars, _clip_gradient(scalars, gradient), factors)
         rate = scalars.learning_rate / max(1.0, _rms(update) / spec.clip_threshold)
         if spec.scale_parameter:
             rate *= max(spec.min_parameter_rms, _rms(parameters))
@@ -102,8 +101,8 @@ def _clip_gradient(scalars: StepScalars, gradient: Array) -> Array:
     return gradient
 
 
-def _normalized(scalars: StepScalars, gradient: Array, factors: Array) -> Array:
-    """Update the means, and return g divided by the root of the second moment they stand for."""
+def _normalize(scalars: StepScalars, gradient: Array, factors: Array) -> Array:
+    """Update the means, and return g divided by the root of the second moment."""
     update, shape = np.empty_like(gradient), gradient.shape
     if len(shape) < 2:
         flat, out = gradient.reshape(-1), update.reshape(-1)
@@ -120,16 +119,16 @@ def _normalized(scalars: StepScalars, gradient: Array, factors: Array) -> Array:
     matrices = max(1, _STRIP_ELEMENTS // (rows * columns))
     for lo in range(0, count, matrices):
         part = slice(lo, lo + matrices)
-        of_rows, of_columns = _sums(scalars, stack[part])
-        _move(scalars, row_means[part], of_rows / columns)
-        _move(scalars, column_means[part], of_columns / rows)
+        row_sums, column_sums = _square_sums(scalars, stack[part])
+        _move(scalars, row_means[part], row_sums / columns)
+        _move(scalars, column_means[part], column_sums / rows)
     out = update.reshape(stack.shape)
     float64_means = row_means.astype(np.float64)
     mean = _sum_in_halves(float64_means.copy())[:, None] / rows
-    by_row = (1.0 / np.sqrt(float64_means / mean)).astype(np.float32)
-    by_column = (1.0 / np.sqrt(column_means.astype(np.float64))).astype(np.float32)
-    np.multiply(stack, by_row[:, :, None], out=out)
-    np.multiply(out, by_column[:, None, :], out=out)
+    row_factors = (1.0 / np.sqrt(float64_means / mean)).astype(np.float32)
+    column_factors = (1.0 / np.sqrt(column_means.astype(np.float64))).astype(np.float32)
+    np.multiply(stack, row_factors[:, :, None], out=out)
+    np.multiply(out, column_factors[:, None, :], out=out)
     return update
 
 
@@ -140,30 +139,31 @@ def _squares(scalars: StepScalars, gradient: Array) -> Wide:
 
 
 def _move(scalars: StepScalars, means: Array, new: Wide) -> None:
-    """Move means towards the new ones, in float64, and round once."""
+    """Move means toward the new means, in float64, and round once."""
     float64_means = means.astype(np.float64)
     np.subtract(new, float64_means, out=new)
     np.multiply(new, scalars.one_minus_beta2, out=new)
     np.copyto(means, np.add(float64_means, new, out=float64_means), casting="same_kind")
 
 
-def _sums(scalars: StepScalars, matrices: Array) -> tuple[Wide, Wide]:
+def _square_sums(scalars: StepScalars, matrices: Array) -> tuple[Wide, Wide]:
     """Return the sums of squares by row and by column, shapes (n, rows) and (n, columns)."""
     count, rows, columns = matrices.shape
     pieces = np.empty((count, -(-columns // PIECE_COLUMNS), rows))
     if (library := library_for(matrices)) is not None:
-        of_columns = library.factor_sums(matrices, scalars.epsilon, pieces)
+        column_sums = library.factor_sums(matrices, scalars.epsilon, pieces)
     else:
-        of_columns = _sums_by_numpy(scalars, matrices, pieces)
-    of_rows = pieces[:, 0].copy()
+        column_sums = _square_sums_by_numpy(scalars, matrices, pieces)
+    row_sums = pieces[:, 0].copy()
     for number in range(1, pieces.shape[1]):
-        of_rows += pieces[:, number]
-    return of_rows, of_columns
+        row_sums += pieces[:, number]
+    return row_sums, column_sums
 
 
-def _sums_by_numpy(scalars: StepScalars, matrices: Array, pieces: Wide) -> Wide:
+def _square_sums_by_numpy(scalars: StepScalars, matrices: Array, pieces: Wide) -> Wide:
+    """Write the row sums of each piece to `pieces`, and return the sums by column."""
     count, rows, columns = matrices.shape
-    of_columns = np.zeros((count, columns))
+    column_sums = np.zeros((count, columns))
     for number, lo in enumerate(range(0, columns, PIECE_COLUMNS)):
         part = slice(lo, lo + PIECE_COLUMNS)
         width = min(PIECE_COLUMNS, columns - lo)
@@ -171,9 +171,9 @@ def _sums_by_numpy(scalars: StepScalars, matrices: Array, pieces: Wide) -> Wide:
         for row in range(0, rows, strip):
             squares = _squares(scalars, matrices[:, row : row + strip, part])
             pieces[:, number, row : row + strip] = _row_sums(squares)
-            earlier_sums = np.concatenate((of_columns[:, None, part], squares), axis=1)
-            of_columns[:, part] = np.add.accumulate(earlier_sums, axis=1)[:, -1]
-    return of_columns
+            terms = np.concatenate((column_sums[:, None, part], squares), axis=1)
+            column_sums[:, part] = np.add.accumulate(terms, axis=1)[:, -1]
+    return column_sums
 
 
 def _row_sums(squares: Wide) -> Wide:
@@ -187,12 +187,12 @@ def _row_sums(squares: Wide) -> Wide:
     while half:
         lanes[..., :half] += lanes[..., half : 2 * half]
         half //= 2
-    first: Wide = lanes[..., 0]
-    return first
+    first_lane: Wide = lanes[..., 0]
+    return first_lane
 
 
 def _sum_in_halves(values: Wide) -> Wide:
-    """Return the sum of each row: value i takes up value i + half until one is left."""
+    """Return the sum of each row: value i + half is added to value i until one is left."""
     n = values.shape[1]
     while n > 1:
         half = -(-n // 2)

@@ -15,10 +15,10 @@ and little-endian, values are float32 and little-endian.
               u32 name bytes, name, u32 blocks, then for each block: u64 count of values, and
               16 bytes XXH3-128 of each 256 KiB of them (in xxHash's canonical, big-endian form)
     state 1   label, u64 step, u64 optimizer step, u32 kinds, then for each kind in order:
-              u32 name bytes, name, 32 bytes digest of its tensors
+              u32 name bytes, name, 32 bytes digest of the kind's tensors
 
-`label` is a fixed text, which separates digests of different kinds. "state 1" is that of a run's
-initial state, and of every state in run directories that older releases wrote.
+`label` is a fixed text, which separates digests of different kinds. "state 1" is the format for a
+run's initial state, and for every state in run directories that older releases wrote.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def state_digest(
         optimizer_step: Steps applied.
         kinds: Kinds with one flat float32 array per block each, in a fixed order: parameters, then
             each moment.
-        hashes: The `piece_hashes` that are known, by kind and number of block.
+        hashes: Known `piece_hashes`, by kind and number of block.
     """
     hashes = hashes or {}
     hasher = blake3(_STATE_LABEL + struct.pack("<QQI", step, optimizer_step, len(kinds)))
@@ -87,7 +87,7 @@ def piece_hashes(array: NDArray[np.float32]) -> bytes:
 
 
 def pieces_of(elements: int) -> int:
-    """Return into how many pieces `piece_hashes` cuts an array."""
+    """Return the number of pieces of an array in `piece_hashes`."""
     return -(-elements * 4 // HASHED_BYTES)
 
 
@@ -103,7 +103,7 @@ def write_piece_hashes(array: NDArray[np.float32], hashes: NDArray[np.uint8]) ->
 
 
 def state_digest_1(step: int, optimizer_step: int, kinds: Collection[tuple[str, Named]]) -> str:
-    """Digest a state as format 1 has it, in 64 hex digits.
+    """Digest a state in format 1, in 64 hex digits.
 
     Args:
         step: Steps applied or skipped.

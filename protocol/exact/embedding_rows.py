@@ -1,9 +1,9 @@
-"""Embeddings of samples as bytes: one row per sample, which joins its fields.
+"""Embeddings of samples as bytes: one row per sample, with all fields of the sample.
 
-The rows of a step, in the order of its microbatches, are what a loss over the whole step reads.
-They are joined by position and never added, always float32 and int64 in little-endian order: the
-codecs of the exchange do not apply. A rounded embedding would not be the encoder's, to be compared
-with, and the rows of a step are small beside the gradients of a whole model.
+A loss over the whole step reads the rows of the step, in the order of microbatches. Rows are joined
+by position and never added. Their values are float32 and int64 in little-endian order: the codecs
+of the exchange do not apply, since rounded embeddings could not be compared with recomputed ones.
+The rows of a step are small compared with the gradients of a whole model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def row_dtype(layout: EmbeddingLayout) -> np.dtype[Any]:
 
 
 def join_fields(layout: EmbeddingLayout, fields: Mapping[str, NDArray[Any]]) -> Rows:
-    """Make rows of fields, each of shape (samples, ...).
+    """Return the rows of fields, each field of shape (samples, ...).
 
     Raises:
         DataError: A field is missing, or has another shape or dtype than in the layout.
@@ -50,14 +50,19 @@ def join_fields(layout: EmbeddingLayout, fields: Mapping[str, NDArray[Any]]) -> 
 
 
 def split_fields(layout: EmbeddingLayout, rows: Rows) -> dict[str, NDArray[Any]]:
-    """Return contiguous fields of rows, each of shape (samples, ...)."""
+    """Return the fields of rows as contiguous arrays, each of shape (samples, ...)."""
     dtype = row_dtype(layout)
     records = np.ascontiguousarray(rows).reshape(-1).view(dtype)
     return {field.name: np.ascontiguousarray(records[field.name]) for field in layout.fields}
 
 
 def are_finite(layout: EmbeddingLayout, content: NDArray[np.uint8]) -> bool:
-    """Whether all embeddings of some rows, given as flat bytes, are finite."""
+    """Return whether all embeddings are finite.
+
+    Args:
+        layout: The layout of the rows.
+        content: The rows as flat bytes.
+    """
     records = content.view(row_dtype(layout))
     floats = (field.name for field in layout.fields if field.dtype == "float32")
     return all(bool(np.isfinite(records[name]).all()) for name in floats)

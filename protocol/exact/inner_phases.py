@@ -2,7 +2,7 @@
 
 An *inner phase* is the unit of assignment in a run with replicas: one replica's inner steps of a
 round. Its result is a function of the parameters at the start of the round, the per-replica state
-if there is any, and the run spec. So its bits are the same whoever computes it, and however often.
+if there is any, and the run spec. So every worker computes the same bits, every time.
 
 All replicas share one order of samples: inner step h of replica k in round r takes the samples of
 step (r H + h) K + k of a run without replicas. So replicas never share a sample within an epoch,
@@ -29,7 +29,7 @@ class InnerPhaseOrder:
         spec: The run spec, with a section `replicas`.
         samples: Number of training samples.
         row_groups: As in `SampleOrder`.
-        sampling: Likewise.
+        sampling: As in `SampleOrder`.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class InnerPhaseOrder:
         )
 
     def microbatch_count(self, step: int) -> int:
-        """Return the leaves of a round's tree: one for each replica."""
+        """Return the number of leaves of a round's tree: one for each replica."""
         del step
         return self.replicas
 
     def global_step(self, round_: int, inner: int) -> int:
-        """Return the inner steps that a replica has taken before this one, in all rounds."""
+        """Return the number of inner steps of a replica before this one, in all rounds."""
         return round_ * self.inner_steps + inner
 
     def batch(self, round_: int, replica: int, inner: int) -> int:

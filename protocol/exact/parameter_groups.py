@@ -1,4 +1,4 @@
-"""Parameter groups: how the update of a tensor differs from others, by the tensor's name."""
+"""Parameter groups: rules for the update of a tensor, selected by the tensor's name."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ class TensorRule(NamedTuple):
     Attributes:
         lr_scale: Factor of the learning rate.
         weight_decay: Weight decay; 0 for none.
-        clip_group: Index of its group in `OptimizerSpec.clipped_groups`; None for the others.
-        scales: Index of its factors in `OptimizerSpec.scheduled_scales`; None if `lr_scale` holds.
+        clip_group: Index of the tensor's group in `OptimizerSpec.clipped_groups`; None if it is in
+            none of them.
+        scales: Index of the tensor's factors in `OptimizerSpec.scheduled_scales`; None if
+            `lr_scale` applies.
     """
 
     lr_scale: float
@@ -33,17 +35,19 @@ class TensorRule(NamedTuple):
         return nearest_float32(self.weight_decay) != 0.0
 
     def scalars(self, step: StepScalars) -> StepScalars:
-        """Return the scalars of this tensor's update, given those of the step.
+        """Return the scalars of this tensor's update.
 
-        They are computed in float64 from the step's float32 scalars, and rounded once.
+        Args:
+            step: The scalars of the step, from which the result is computed in float64 and rounded
+                once.
         """
         if self.clip_group is not None:
             clip = step.group_clips[self.clip_group]
             step = step if clip == step.clip else step.model_copy(update={"clip": clip})
-        usual_decay = not self.decays or nearest_float32(self.weight_decay) == step.weight_decay
+        has_step_decay = not self.decays or nearest_float32(self.weight_decay) == step.weight_decay
         scale = self.lr_scale if self.scales is None else step.group_scales[self.scales]
-        if scale == 1.0 and usual_decay:
-            return step  # without decay, `apply_update` ignores its scalars
+        if scale == 1.0 and has_step_decay:
+            return step  # without decay, `apply_update` ignores the scalars of weight decay
         rate = nearest_float32(step.learning_rate * scale)
         float64_values = {
             "step_size": step.step_size * scale,
@@ -56,7 +60,7 @@ class TensorRule(NamedTuple):
 
 
 def tensor_rule(name: str, spec: OptimizerSpec) -> TensorRule:
-    """Return the rule of a tensor: that of the first group with a pattern that matches its name."""
+    """Return the rule of the first group with a pattern that matches the tensor's name."""
     default_decay = spec.weight_decay if decays(name, spec) else 0.0
     for group in spec.groups:
         if any(fnmatchcase(name, pattern) for pattern in group.match):
@@ -73,13 +77,14 @@ def tensor_rule(name: str, spec: OptimizerSpec) -> TensorRule:
 
 
 def decays(name: str, spec: OptimizerSpec) -> bool:
-    """Whether weight decay applies outside of groups: no part in `no_decay`, ignoring case."""
+    """Return whether weight decay applies outside of groups: the name contains no text of
+    `no_decay`, ignoring case."""
     lower = name.lower()
     return not any(part.lower() in lower for part in spec.no_decay)
 
 
 class ClippedGroups:
-    """The groups of tensors whose gradients are clipped by a norm of their own.
+    """The groups of tensors whose gradients are clipped by the norm of the group.
 
     Args:
         spec: The optimizer.
@@ -106,17 +111,17 @@ class ClippedGroups:
         return tuple(sums)
 
     def norms(self, sums: Iterable[tuple[float, tuple[float, ...]]]) -> GradientNorms:
-        """Return the norms.
+        """Return the norms of averaged gradients from sums of squares.
 
         Args:
             sums: `square_sum` and `square_sums` of each trained block, in order.
         """
         sums = list(sums)
-        global_value = global_norm(square for square, _ in sums)
+        whole_norm = global_norm(square_sum for square_sum, _ in sums)
         if not self._count:
-            return GradientNorms.of(global_value)
+            return GradientNorms.of(whole_norm)
         *groups, others = map(global_norm, zip(*(by_group for _, by_group in sums), strict=True))
-        return GradientNorms(global_value, others, tuple(groups))
+        return GradientNorms(whole_norm, others, tuple(groups))
 
     def norms_of(self, blocks: Sequence[Block], averages: Sequence[Array]) -> GradientNorms:
         """Return the norms of averaged gradients; changes of buffers do not count."""
@@ -131,23 +136,23 @@ _NAMES_SHOWN = 8
 
 
 def unmatched_pattern(spec: OptimizerSpec, blocks: Sequence[Block]) -> str:
-    """Describe a pattern of `optimizer.groups` that no tensor is left for; empty if none."""
+    """Describe a pattern of `optimizer.groups` without a tensor; empty if there is none."""
     names = [t.name for block in blocks if block.is_trained for t in block.tensors]
     remaining = dict.fromkeys(names)
     for number, group in enumerate(spec.groups):
-        matched = set()
+        group_names = set()
         for pattern in group.match:
             matches = [name for name in remaining if fnmatchcase(name, pattern)]
             if not matches:
                 is_matched = any(fnmatchcase(name, pattern) for name in names)
-                reason = "all that match are in earlier groups" if is_matched else "none matches"
+                reason = "all matches are in earlier groups" if is_matched else "none matches"
                 ellipsis = ", ..." if len(names) > _NAMES_SHOWN else ""
                 return (
                     f"optimizer.groups[{number}].match: expected the name of a trained tensor, got "
                     f"{pattern!r}; {reason} (* stands for any characters); the "
                     f"{len(names)} names are {', '.join(names[:_NAMES_SHOWN])}{ellipsis}"
                 )
-            matched.update(matches)
-        for name in matched:
+            group_names.update(matches)
+        for name in group_names:
             del remaining[name]
     return ""

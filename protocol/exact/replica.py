@@ -90,11 +90,11 @@ def part_shape(kind: PartKind, tensor: TensorSpec) -> tuple[int, ...]:
 
 def tensor_slices(kind: PartKind, block: Block) -> Iterator[tuple[TensorSpec, slice]]:
     """Yield each tensor with its elements of a part's flat array."""
-    at = 0
+    start = 0
     for tensor in block.tensors:
         size = math.prod(part_shape(kind, tensor))
-        yield tensor, slice(at, at + size)
-        at += size
+        yield tensor, slice(start, start + size)
+        start += size
 
 
 def part_elements(kind: PartKind, block: Block) -> int:
@@ -105,7 +105,7 @@ def part_elements(kind: PartKind, block: Block) -> int:
 
 
 def part_slices(kind: PartKind, block: Block) -> list[slice]:
-    """Return the pieces in which a part is sent: at most its block's chunks."""
+    """Return the slices in which a part is sent: at most as many as the block has chunks."""
     elements, size = part_elements(kind, block), block.chunk_elements
     if kind == MISSED:
         return [slice(0, elements)]
@@ -113,7 +113,7 @@ def part_slices(kind: PartKind, block: Block) -> list[slice]:
 
 
 def are_counts(values: Array, limit: int) -> bool:
-    """Whether the values can be counts of missed updates: whole numbers from 0 to `most`."""
+    """Return whether the values can be counts of missed updates: whole numbers up to `limit`."""
     return bool(((values >= 0) & (values <= limit) & (values == np.rint(values))).all())
 
 
@@ -123,8 +123,8 @@ class Replica:
     Attributes:
         step: Steps applied or skipped.
         optimizer_step: Steps applied.
-        missed: By block, the updates that each tensor has missed; always zero for optimizers that
-            do not depend on it.
+        missed: For each block, the number of updates that each tensor has missed; always zero for
+            optimizers that do not depend on the number of updates.
 
     Args:
         blocks: The manifest's blocks.
@@ -152,8 +152,8 @@ class Replica:
         else:
             self._state = {kind: [memory(kind, n) for n in range(len(blocks))] for kind in kinds}
         self.missed = [np.zeros(len(block.tensors), np.float32) for block in blocks]
-        self._is_finite = False  # True if the last update checked all values and none changed since
-        self._hashes: dict[tuple[str, int], bytes] = {}  # likewise, for one digest
+        self._is_finite = False  # True if the last update checked all values, still unchanged
+        self._hashes: dict[tuple[str, int], bytes] = {}  # made by the last update, for one digest
 
     @property
     def parameters(self) -> list[Array]:
@@ -192,14 +192,14 @@ class Replica:
         return self._state[AVERAGE][block][part] if AVERAGE in self._state else None
 
     def load_parameters(self, values: Sequence[Array]) -> None:
-        """Copy in one flat array per block; moments and counters do not change."""
+        """Copy parameters from one flat array per block; moments and counters do not change."""
         self._check(values)
         self._changed()
         for parameters, value in zip(self.parameters, values, strict=True):
             np.copyto(parameters, value)
 
     def reset(self, parameters: Sequence[Array]) -> None:
-        """Start over from these parameters."""
+        """Reset the state to step 0 with these parameters."""
         self.load_parameters(parameters)
         self.clear_moments()
         self.step = self.optimizer_step = 0
@@ -224,10 +224,11 @@ class Replica:
         """Apply one step.
 
         Args:
-            averages: Averaged gradients, one flat float32 array per block; not changed. Tensors
-                whose gradient is absent are not updated. Of buffers it is the mean change.
+            averages: Averaged gradients, or mean changes of buffers, one flat float32 array per
+                block; not changed. Tensors whose gradient is absent are not updated.
             scalars: The step's scalars.
-            hashing: Hash the new state while the processor's cache has it: `state_digest` follows.
+            hashing: Hash the new state while it is in the processor's cache, for the next
+                `state_digest`.
 
         Raises:
             SubnormalsFlushed: This thread would compute different bits; nothing is changed.
@@ -235,23 +236,23 @@ class Replica:
         check_subnormals("the thread that applies updates")
         self._check(averages)
         self._hashes = {}
-        finite, updated = True, 0
+        finite, updated_elements = True, 0
         for index, gradient in enumerate(averages):
             if not self._blocks[index].is_trained:
                 finite &= _add_change(self._blocks[index], self.parameters[index], gradient)
-                updated += gradient.size
+                updated_elements += gradient.size
                 continue
             if self._optimizer.name == "adafactor":
                 finite &= self._apply_by_tensor(index, gradient, scalars)
-                updated += gradient.size
+                updated_elements += gradient.size
                 continue
-            for part, rule, own_scalars in self._updates(index, gradient, scalars):
+            for part, rule, part_scalars in self._updates(index, gradient, scalars):
                 size = part.stop - part.start
-                updated += size
+                updated_elements += size
                 hashes = self._hashes_for(index) if hashing and size == gradient.size else None
                 finite &= apply_update(
                     self._optimizer,
-                    rule.scalars(own_scalars),
+                    rule.scalars(part_scalars),
                     self.parameters[index][part],
                     gradient[part],
                     self._moments(index, part),
@@ -262,20 +263,20 @@ class Replica:
                 if hashes is not None:
                     for kind, pieces in zip(self._state, hashes, strict=True):
                         self._hashes[kind, index] = pieces.tobytes()
-        everything = updated == sum(block.elements for block in self._blocks)
-        self._is_finite = finite and (everything or self._is_finite)
+        all_updated = updated_elements == sum(block.elements for block in self._blocks)
+        self._is_finite = finite and (all_updated or self._is_finite)
         self.step += 1
         self.optimizer_step += 1
 
     def _hashes_for(self, index: int) -> NDArray[np.uint8]:
-        """Return room for the hashes of a block's parameters, moments and average."""
+        """Return an array for the hashes of a block's parameters, moments and average."""
         pieces = pieces_of(self._blocks[index].elements)
         return np.empty((len(self._state), pieces, 16), np.uint8)
 
     def _updates(
         self, index: int, gradient: Array, scalars: StepScalars
     ) -> Iterator[tuple[slice, TensorRule, StepScalars]]:
-        """Yield the parts of a block to update: elements, rule, and scalars before the rule."""
+        """Yield the parts of a block to update: elements, rule, and the scalars for the rule."""
         block, missed = self._blocks[index], self.missed[index]
         are_absent = [is_absent(gradient[part]) for _, part in block.slices()]
         if not any(are_absent) and not missed.any():
@@ -287,20 +288,21 @@ class Replica:
             if are_absent[number]:
                 self._keep_average(index, part, scalars)
                 continue
-            own_scalars = scalars
+            tensor_scalars = scalars
             if missed[number]:
                 updates = self.optimizer_step + 1 - int(missed[number])
-                own_scalars = scalars_after(self._optimizer, scalars, updates)
-            yield part, self._rules[index][number], own_scalars
+                tensor_scalars = scalars_after(self._optimizer, scalars, updates)
+            yield part, self._rules[index][number], tensor_scalars
 
     def _keep_average(self, index: int, part: slice, scalars: StepScalars) -> None:
-        """Let the average of a tensor that is not updated move towards it."""
+        """Move the average of a tensor that is not updated toward the tensor."""
         if (average := self._average(index, part)) is not None:
             assert scalars.average_keep is not None
             keep_average(average, scalars.average_keep)
 
     def _apply_by_tensor(self, index: int, gradient: Array, scalars: StepScalars) -> bool:
-        """Update a block by a rule that reads each tensor as a whole; whether all is finite."""
+        """Update a block by a rule that reads whole tensors; return whether all new values are
+        finite."""
         block, finite = self._blocks[index], True
         factors = tensor_slices(FACTORS, block)
         for (tensor, part), (_, factors_slice), rule in zip(
@@ -338,17 +340,17 @@ class Replica:
 
     def state_digest(self) -> str:
         """Return the digest of parameters, moments and counters, which replicas compare."""
-        # Once: after that, values are read from memory again.
+        # Hashes are used once: the next digest reads the values from memory again.
         hashes, self._hashes = self._hashes, {}
         return state_digest(self.step, self.optimizer_step, self._kinds().items(), hashes)
 
     def initial_digest(self) -> str:
-        """Return the state's digest in format 1: admission records keep it from step 0 on."""
+        """Return the state's digest in format 1, which admission records have."""
         kinds = {kind: self._by_name(arrays, kind) for kind, arrays in self._kinds().items()}
         return state_digest_1(self.step, self.optimizer_step, kinds.items())
 
     def has_state(self, recorded_digest: str) -> bool:
-        """Whether the state has the recorded digest, which an older release may have written."""
+        """Return whether the state has this digest, which an older release may have recorded."""
         return self.state_digest() == recorded_digest or self.initial_digest() == recorded_digest
 
     def location_not_finite(self) -> str:

@@ -103,13 +103,13 @@ class SampleOrder:
         lo, hi = self._bounds(step)
         samples: list[int] = self._epoch_order(self.epoch(step))[lo:hi].tolist()
         size = self._batch.microbatch
-        return tuple(tuple(samples[at : at + size]) for at in range(0, len(samples), size))
+        return tuple(tuple(samples[lo : lo + size]) for lo in range(0, len(samples), size))
 
     def microbatch_sizes(self, step: int) -> list[int]:
         """Return the number of samples of each microbatch of a step."""
         lo, hi = self._bounds(step)
         size = self._batch.microbatch
-        return [min(size, hi - at) for at in range(lo, hi, size)]
+        return [min(size, hi - start) for start in range(lo, hi, size)]
 
     def _bounds(self, step: int) -> tuple[int, int]:
         assert step >= 0
@@ -118,16 +118,16 @@ class SampleOrder:
 
     def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._permutations:
-            # Keep two epochs: looking ahead at the end of one alternates between them.
+            # Two epochs stay: looking ahead at the end of an epoch alternates between both.
             latest = list(self._permutations.items())[-1:]
-            self._permutations = dict([*latest, (epoch, self._permuted(epoch))])
+            self._permutations = dict([*latest, (epoch, self._permute(epoch))])
         return self._permutations[epoch]
 
-    def _permuted(self, epoch: int) -> NDArray[np.int64]:
+    def _permute(self, epoch: int) -> NDArray[np.int64]:
         if self._sampling is not None:
             return draw(self._seed, epoch, self._samples, self._sampling)
         if self._grouped:
-            return self._by_length(epoch)
+            return self._permute_by_length(epoch)
         if not self._row_groups:
             return permutation(self._seed, epoch, self._samples)
         size = self._batch.microbatch
@@ -144,9 +144,9 @@ class SampleOrder:
                     numbers.append(np.arange(first, min(first + size, firsts[group + 1])))
         return np.concatenate(numbers).astype(np.int64, copy=False)
 
-    def _by_length(self, epoch: int) -> NDArray[np.int64]:
-        """Permute the samples, sort some microbatches at a time by length, then permute whole
-        microbatches."""
+    def _permute_by_length(self, epoch: int) -> NDArray[np.int64]:
+        """Permute the samples, sort the samples of `_SORTED_MICROBATCHES` at a time by length, then
+        permute microbatches."""
         size = self._batch.microbatch
         order = permutation(self._seed, epoch, self._samples)
         for lo in range(0, self._samples, _SORTED_MICROBATCHES * size):
@@ -183,16 +183,16 @@ def draw(seed: int, epoch: int, samples: int, sampling: Sampling) -> NDArray[np.
     )
     if sampling.replacement:
         return _draw_by_weight(_hash(_DRAW_DOMAIN, seed, epoch), remaining_weights, draws)
-    # Each draw is in proportion to the weights that are left: later draws of a sample are skipped.
+    # A repeated draw of a sample is skipped, so each draw is in proportion to remaining weights.
     numbers = np.empty(0, np.int64)
-    turn = 0
+    round_ = 0
     while len(numbers) < draws:
-        state = _hash(_DRAW_DOMAIN, seed, epoch, turn)
-        drawn_numbers = _draw_by_weight(state, remaining_weights, draws - len(numbers))
-        first = np.sort(np.unique(drawn_numbers, return_index=True)[1])
-        numbers = np.concatenate([numbers, drawn_numbers[first]])
-        remaining_weights[drawn_numbers] = 0
-        turn += 1
+        state = _hash(_DRAW_DOMAIN, seed, epoch, round_)
+        candidates = _draw_by_weight(state, remaining_weights, draws - len(numbers))
+        first_draws = np.sort(np.unique(candidates, return_index=True)[1])
+        numbers = np.concatenate([numbers, candidates[first_draws]])
+        remaining_weights[candidates] = 0
+        round_ += 1
     return numbers
 
 
@@ -206,12 +206,12 @@ def _draw_by_weight(state: int, weights: NDArray[np.uint64], count: int) -> NDAr
 
 def _high_product(words: NDArray[np.uint64], factor: int) -> NDArray[np.uint64]:
     """Return floor(word * factor / 2^64) of each word, for a factor below 2^64."""
-    half, low_half = np.uint64(32), np.uint64(2**32 - 1)
-    high, low = words >> half, words & low_half
+    half_bits, low_mask = np.uint64(32), np.uint64(2**32 - 1)
+    high, low = words >> half_bits, words & low_mask
     factor_high, factor_low = np.uint64(factor >> 32), np.uint64(factor & (2**32 - 1))
-    middle = high * factor_low + ((low * factor_low) >> half)  # below 2^64
-    other = low * factor_high + (middle & low_half)
-    product: NDArray[np.uint64] = high * factor_high + (middle >> half) + (other >> half)
+    middle = high * factor_low + ((low * factor_low) >> half_bits)  # below 2^64
+    carry = (low * factor_high + (middle & low_mask)) >> half_bits
+    product: NDArray[np.uint64] = high * factor_high + (middle >> half_bits) + carry
     return product
 
 

@@ -22,18 +22,17 @@ With w = warmup_steps and n = steps, both counted from the first step (step 0):
     inverse-sqrt f = sqrt(k / (step - w + k)), k = w, or 10,000 without warmup  transformers, after
                                                       Vaswani et al., arXiv:1706.03762
 
-With m = min_lr_ratio the factor is m + (1 - m) f. Four others say the factor by itself:
+With m = min_lr_ratio the factor is m + (1 - m) f. For four other schedules this is the factor:
 
     onecycle     torch's OneCycleLR (Smith and Topin, arXiv:1708.07120): rises from start_lr_ratio
-                 to 1 in the first rise_ratio n steps, falls to m at the last one, along a cosine;
-                 its momentum does not cycle
-    piecewise    gamma^k, k = how many milestones are at most step     torch's MultiStepLR
-    rates        entry number step // rates_every, or the last one
-    plateau      1; the coordinator lowers it by evaluations (`protocol.exact.plateau`)
+                 to 1 in the first rise_ratio n steps, falls to m at the last step, along a cosine;
+                 the momentum does not cycle
+    piecewise    gamma^k, k = number of milestones up to step          torch's MultiStepLR
+    rates        entry number step // rates_every, or the last entry
+    plateau      1; the coordinator lowers the rate after evaluations (`protocol.exact.plateau`)
 
-The last step is not zero: linear ends at
-lr / (n - w). `step` includes skipped steps: a skip advances the schedule, so a run has the same
-length with and without skips.
+The rate of the last step is not zero: linear ends at lr / (n - w). `step` includes skipped steps: a
+skip advances the schedule, so a run has the same length with and without skips.
 """
 
 from __future__ import annotations
@@ -104,11 +103,11 @@ def _one_cycle(spec: OptimizerSpec, step: int, steps: int) -> float:
 
 
 FLOOR: Final = 1.0
-"""The smallest loss scale: with it, a value that is not finite is the model's own."""
+"""The smallest loss scale: with it, a non-finite value comes from the model."""
 
 
 def scales(spec: RunSpec) -> bool:
-    """Whether the run scales its loss, since it computes in float16."""
+    """Return whether the run scales its loss, since it computes in float16."""
     return spec.model is not None and spec.model.precision == "float16"
 
 
@@ -118,12 +117,12 @@ def first_scale(spec: RunSpec) -> float:
 
 
 def scale_after(spec: RunSpec, scale: float, step: int) -> float:
-    """Return the loss scale of step number `step`, given that of the step before it.
+    """Return the loss scale of step number `step`, from the scale of the preceding step.
 
-    The scale starts as the run spec says and doubles every `model.loss_scale_every` steps. A step
+    The scale starts at `model.loss_scale` and doubles every `model.loss_scale_every` steps. A step
     whose gradients overflow is repeated with half the scale, down to 1. Scales are powers of two,
     so that multiplying and dividing by them changes no bit unless a value over- or underflows.
-    After Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740, where a batch
+    Based on Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740, where a batch
     that overflows is skipped.
     """
     if spec.model is None or not scales(spec) or step % spec.model.loss_scale_every:

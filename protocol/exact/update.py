@@ -67,14 +67,14 @@ from protocol.spec.sections.optimizer import EmaSpec, OptimizerSpec, SwaSpec
 Moments = tuple[Array, ...]
 
 UPDATE_CHUNK_ELEMENTS: Final = 32_768
-"""A chunk's arrays (six of 128 KiB for adamw) fit a level-2 cache. No bit depends on the size."""
+"""A chunk's arrays (for adamw six of 128 KiB) fit a level-2 cache. No bit depends on the size."""
 
 _MOMENTS: Final = {
     "sgd": 0, "momentum": 1, "nesterov": 1, "adamw": 2, "lion": 1, "schedule-free": 2,
     "adam": 2, "rmsprop": 1, "adagrad": 1, "adafactor": 0, "adam-amsgrad": 3, "adamw-amsgrad": 3,
     "rmsprop-momentum": 2, "rmsprop-centered": 2, "rmsprop-centered-momentum": 3,
 }  # fmt: skip
-_SCHEDULE_FREE: Final = ("averaging", "one_minus_averaging", "drift")
+_SCHEDULE_FREE_SCALARS: Final = ("averaging", "one_minus_averaging", "drift")
 
 
 def _float32_value(value: float) -> float:
@@ -93,7 +93,7 @@ class StepScalars(BaseModel):
 
     learning_rate: _Float32
     clip: _Float32
-    """Factor that gradients are multiplied by first; 1 for none."""
+    """Factor that gradients are multiplied by first; 1 if they are not clipped."""
     weight_decay: _Float32
     decay_factor: _Float32
     """adamw: 1 - learning rate * weight decay."""
@@ -115,20 +115,21 @@ class StepScalars(BaseModel):
     loss_scale: _Float32 = 0.0
     """float16: the loss scale of this step; gradients are already divided by it."""
     clip_value: _Float32 | None = None
-    """Magnitude that each element is clipped to; None for none."""
+    """Magnitude that each element is clipped to; None if elements are not clipped."""
     group_clips: tuple[_Float32, ...] = Field((), max_length=limits.CLIPPED_GROUPS)
     """`clip` for each of `OptimizerSpec.clipped_groups`."""
     group_scales: tuple[_Float32, ...] = Field((), max_length=limits.SCHEDULED_GROUPS)
     """Factor of the learning rate for each of `OptimizerSpec.scheduled_scales`."""
     average_keep: _Float32 | None = None
-    """Share of its distance from the new weights that their average keeps; None without one."""
+    """Share of the distance from the new weights that the average keeps; None without an
+    average."""
 
     @model_serializer(mode="wrap")
     def _without_unused(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit scalars that the optimizer does not use, as logs of earlier releases do."""
         document: dict[str, Any] = inner(self)
         if not self.averaging:
-            for name in _SCHEDULE_FREE:
+            for name in _SCHEDULE_FREE_SCALARS:
                 del document[name]
         if not self.loss_scale:
             del document["loss_scale"]
@@ -147,7 +148,7 @@ class GradientNorms(NamedTuple):
     Attributes:
         whole: Norm of all tensors.
         others: Norm of all tensors outside of `OptimizerSpec.clipped_groups`.
-        groups: Norm of each of these groups.
+        groups: Norm of each group in `OptimizerSpec.clipped_groups`.
     """
 
     whole: float
@@ -156,7 +157,7 @@ class GradientNorms(NamedTuple):
 
     @classmethod
     def of(cls, whole: float) -> GradientNorms:
-        """Return the norms of a run without groups that are clipped apart."""
+        """Return the norms of a run without groups that are clipped separately."""
         return cls(whole, whole)
 
 
@@ -177,7 +178,7 @@ def step_scalars(
         optimizer_step: t, the number of updates including this one, from 1.
         step: Position in the schedule, from 0, including skipped steps.
         steps: Length of the run.
-        norms: Of the averaged gradients, finite; a number stands for `GradientNorms.of` it.
+        norms: Finite norms of the averaged gradients; a number stands for `GradientNorms.of`.
         loss_scale: The loss scale with float16; recorded only.
         rate_factor: `Plateau.factor_at` the step.
 
@@ -187,14 +188,15 @@ def step_scalars(
     assert optimizer_step >= 1
     norms = norms if isinstance(norms, GradientNorms) else GradientNorms.of(norms)
     assert math.isfinite(norms.whole)
-    free = spec.name == "schedule-free"
-    # The average weighs its steps, so a skipped step must not count.
-    rate = learning_rate(spec, optimizer_step - 1 if free else step, steps) * rate_factor
+    is_schedule_free = spec.name == "schedule-free"
+    # The average weights its steps, so a skipped step must not count.
+    schedule_step = optimizer_step - 1 if is_schedule_free else step
+    rate = learning_rate(spec, schedule_step, steps) * rate_factor
     if spec.relative_step:
         rate = min(rate, 1.0 / math.sqrt(optimizer_step))
     beta1 = _entry(spec.momenta or spec.betas[:1], step)
-    beta2, one_minus_beta2 = _of_squares(spec, optimizer_step)
-    share = averaging_share(optimizer_step, spec.warmup_steps) if free else 0.0
+    beta2, one_minus_beta2 = _second_moment_decay(spec, optimizer_step)
+    share = averaging_share(optimizer_step, spec.warmup_steps) if is_schedule_free else 0.0
     float64_values = {
         "learning_rate": rate,
         "clip": clip_factor(spec.clip_norm, norms.others),
@@ -206,16 +208,16 @@ def step_scalars(
         "beta2": beta2,
         "one_minus_beta2": one_minus_beta2,
         "step_size": rate * (1.0 - beta1 * (1.0 - share))
-        if free
+        if is_schedule_free
         else rate / (1.0 - beta1**optimizer_step),
         "root_correction": 1.0 / math.sqrt(1.0 - beta2**optimizer_step),
         "epsilon": spec.eps,
         "averaging": share,
         "one_minus_averaging": 1.0 - share,
-        "drift": rate * beta1 if free else 0.0,
+        "drift": rate * beta1 if is_schedule_free else 0.0,
         "loss_scale": loss_scale,
     }
-    float64_values |= _if_used(spec, optimizer_step)
+    float64_values |= _optional_scalars(spec, optimizer_step)
     groups = zip(spec.clipped_groups, norms.groups, strict=True)
     clips = tuple(nearest_float32(clip_factor(g.clip_norm, norm)) for g, norm in groups)
     rounded_values = {name: nearest_float32(value) for name, value in float64_values.items()}
@@ -227,50 +229,50 @@ def _group_scales(spec: OptimizerSpec, step: int) -> tuple[float, ...]:
 
 
 def _entry(values: tuple[float, ...], step: int) -> float:
-    """Return a step's entry of a list, whose last one holds from then on."""
+    """Return a step's entry of a list; later steps have the last entry."""
     return values[min(step, len(values) - 1)]
 
 
-def _if_used(spec: OptimizerSpec, optimizer_step: int) -> dict[str, float]:
-    clip_values = {} if spec.clip_value is None else {"clip_value": spec.clip_value}
+def _optional_scalars(spec: OptimizerSpec, optimizer_step: int) -> dict[str, float]:
+    scalars = {} if spec.clip_value is None else {"clip_value": spec.clip_value}
     if spec.average is not None:
-        clip_values["average_keep"] = average_keep(spec.average, optimizer_step)
-    return clip_values
+        scalars["average_keep"] = average_keep(spec.average, optimizer_step)
+    return scalars
 
 
-def _of_squares(spec: OptimizerSpec, optimizer_step: int) -> tuple[float, float]:
-    """Return the decay rate of the squares, and 1 minus that."""
+def _second_moment_decay(spec: OptimizerSpec, optimizer_step: int) -> tuple[float, float]:
+    """Return beta2, the decay rate of the squared gradients, and 1 - beta2."""
     if spec.name == "adafactor":
-        moved = math.pow(optimizer_step, spec.beta2_decay)
-        return 1.0 - moved, moved
+        one_minus_beta2 = math.pow(optimizer_step, spec.beta2_decay)
+        return 1.0 - one_minus_beta2, one_minus_beta2
     beta2 = spec.alpha if spec.name == "rmsprop" else spec.betas[1]
     return beta2, 1.0 - beta2
 
 
 def average_keep(average: EmaSpec | SwaSpec, update: int) -> float:
-    """Return the share of its distance from the new weights that the average keeps.
+    """Return the share of the distance from the new weights that the average keeps.
 
-    0 before the first averaging and in it, so that the average is the weights; 1 in an update
-    that is not averaged.
+    The share is 0 up to the first averaging, so that the average equals the weights, and 1 in an
+    update that is not averaged.
 
     Args:
-        average: Which average.
+        average: The kind of average.
         update: Number of the update, from 1.
     """
-    initial = isinstance(average, EmaSpec) and average.count_initial
-    first = average.start_step // average.every  # averagings that `start_step` leaves out
-    earlier_averagings = update // average.every - first
-    if earlier_averagings <= 0 and not initial:
+    counts_initial = isinstance(average, EmaSpec) and average.count_initial
+    skipped = average.start_step // average.every  # averagings that `start_step` leaves out
+    averagings = update // average.every - skipped
+    if averagings <= 0 and not counts_initial:
         return 0.0
     if update % average.every:
         return 1.0
-    earlier = earlier_averagings - 1
+    earlier = averagings - 1
     if isinstance(average, SwaSpec):
-        return earlier / earlier_averagings
-    if not earlier and not initial:
+        return earlier / averagings
+    if not earlier and not counts_initial:
         return 0.0
-    warm = (1 + earlier) / (10 + earlier) if average.warmup else 1.0
-    return min(average.decay, warm)
+    warmup_limit = (1 + earlier) / (10 + earlier) if average.warmup else 1.0
+    return min(average.decay, warmup_limit)
 
 
 def scalars_after(spec: OptimizerSpec, scalars: StepScalars, updates: int) -> StepScalars:
@@ -285,7 +287,7 @@ def scalars_after(spec: OptimizerSpec, scalars: StepScalars, updates: int) -> St
         updates: Number of the tensor's updates including this one, from 1.
     """
     assert counts_updates(spec)
-    assert updates >= 1, f"expected fewer missed updates than the replica's, got {updates} left"
+    assert updates >= 1, f"expected at least one update of the tensor, got {updates}"
     beta1, beta2 = scalars.beta1 if spec.momenta else spec.betas[0], spec.betas[1]
     float64_values = {
         "step_size": scalars.learning_rate / (1.0 - _power(beta1, updates)),
@@ -307,7 +309,7 @@ def _power(base: float, exponent: int) -> float:
 
 
 def counts_updates(spec: OptimizerSpec) -> bool:
-    """Whether an update depends on the number of the tensor's earlier updates."""
+    """Return whether an update depends on the number of the tensor's earlier updates."""
     return spec.name in {"adam", "adamw"}
 
 
@@ -613,7 +615,7 @@ def _adagrad(c: _Constants, chunk: _Chunk) -> None:
 
 
 def _adafactor(c: _Constants, chunk: _Chunk) -> None:
-    """The gradient is the direction that `apply_adafactor` has made of it."""
+    """Apply a direction from `apply_adafactor`, which stands in place of the gradient."""
     _decay_first(c, chunk)
     _descend(c, chunk, chunk.gradient)
 
@@ -664,36 +666,36 @@ _RULES: Final[dict[str, _Rule]] = {
 
 
 def keep_average(average: Array, keep: float) -> None:
-    """Take a step of the average of weights that do not move: e = k e."""
+    """Move the average one step toward weights that do not change: e = k e."""
     np.multiply(average, np.float32(keep), out=average)
 
 
 def averages(spec: OptimizerSpec) -> bool:
-    """Whether `averaged` is evaluated and saved instead of the parameters."""
+    """Return whether an average is evaluated and saved instead of the parameters."""
     return spec.name == "schedule-free" or spec.average is not None
 
 
 def averaged(
     spec: OptimizerSpec, parameters: Array, moments: Moments, average: Array | None = None
 ) -> Array:
-    """Return the evaluated and saved values: the parameters, or a new array with an average.
+    """Return the evaluated and saved values: the parameters, or a new array with their average.
 
-    With `spec.average` it is p + e, for schedule-free x = y - (1 / beta1 - 1) (z - y).
+    The average is p + e with `spec.average`, and x = y - (1 / beta1 - 1) (z - y) for schedule-free.
     """
     if not averages(spec):
         return parameters
     with np.errstate(all="ignore"):
         if average is not None:
             return np.add(parameters, average)
-        back = np.multiply(moments[0], np.float32(1.0 / spec.betas[0] - 1.0))
-        return np.subtract(parameters, back, out=back)
+        distance = np.multiply(moments[0], np.float32(1.0 / spec.betas[0] - 1.0))
+        return np.subtract(parameters, distance, out=distance)
 
 
 def global_norm(square_sums: Iterable[float]) -> float:
     """Return the gradient's Euclidean norm from the `square_sum` of each block, in block order."""
     total = 0.0
-    for block in square_sums:
-        total += block
+    for square_sum in square_sums:
+        total += square_sum
     return math.sqrt(total)
 
 

@@ -1,9 +1,9 @@
 """Accept connections on TCP ports, with TLS if there is a context.
 
-It calls accept(2) itself, instead of `loop.create_server`, so that a connection counts from its
-first packet: one that never finishes the TLS handshake counts as pending too, and its address is
-known before anything is read from it. The coordinator and the workers of a sharded run both accept
-with this class.
+`Acceptor` calls accept(2) itself, instead of `loop.create_server`, so that a connection counts from
+its first packet: a connection that never finishes the TLS handshake counts as pending too, and its
+address is known before anything is read from it. The coordinator and the workers of a sharded run
+both use this class.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ BACKLOG: Final = 1024
 """Connections that wait in the kernel: a flood must not drop a newcomer's first packet, which TCP
 would repeat only after a second."""
 ACCEPTED_AT_ONCE: Final = 64
-"""Most connections accepted per turn of the event loop, which must also serve admitted ones."""
-_LEAST_TIMEOUT_S: Final = 0.001
+"""Maximum number of connections accepted per turn of the event loop, which must also serve admitted
+connections."""
+_MIN_TIMEOUT_S: Final = 0.001
 _REQUEST_BYTES: Final = 16 * limits.KIB
 _HELLO_BYTES: Final = 2 * limits.UNAUTHENTICATED_HEADER_BYTES
 _TLS_HANDSHAKE: Final = b"\x16"
 """Type of the first TLS record."""
-NOTHING_RECEIVED: Final = "it closed the connection without sending anything"
+NOTHING_RECEIVED: Final = "the peer closed the connection without sending anything"
 _RESOLVE_TIMEOUT_S: Final = 10.0
 """Time limit for the name servers, if the address to bind is a name."""
 _RETRY_ACCEPT_S: Final = 0.2
@@ -47,7 +48,7 @@ class Acceptor:
     """Listening sockets on one port.
 
     Attributes:
-        address: Host and port, once it listens.
+        address: Host and port, once the acceptor listens.
 
     Args:
         greet: Returns the protocol for each new connection.
@@ -179,7 +180,7 @@ class Acceptor:
                 await self._loop.connect_accepted_socket(lambda: channel, endpoint)
                 return
             assert isinstance(channel, Channel), "only channels speak over TLS"
-            left_s = max(deadline_s - self._loop.time(), _LEAST_TIMEOUT_S)
+            left_s = max(deadline_s - self._loop.time(), _MIN_TIMEOUT_S)
             await tls_transport.secure(
                 endpoint, self._context, channel, server_side=True, timeout_s=left_s
             )
@@ -207,7 +208,7 @@ class Acceptor:
             async with asyncio.timeout(limits.HANDSHAKE_TIMEOUT_MS / 1000):
                 await self._wait_readable(endpoint)
         except TimeoutError:
-            raise TimeoutError("it has sent nothing") from None
+            raise TimeoutError("the peer has sent nothing") from None
         first = endpoint.recv(1, socket.MSG_PEEK)
         if not first:
             raise FrameError(NOTHING_RECEIVED)
@@ -217,7 +218,7 @@ class Acceptor:
             with suppress(OSError):
                 endpoint.recv(_REQUEST_BYTES)  # unread bytes would turn the answer into a reset
                 endpoint.send(self._plain_answer)
-            raise FrameError("it speaks neither TLS nor frames (plain HTTP?)")
+            raise FrameError("the peer speaks neither TLS nor frames (plain HTTP?)")
         endpoint.recv(_HELLO_BYTES)  # unread bytes would turn the Goodbye into a reset
         goodbye = Goodbye(reason=self._plain_refusal, retry=False, exit_code=Mismatch.exit_code)
         with endpoint:
@@ -236,7 +237,7 @@ class Acceptor:
 def file_limit() -> float:
     """Return how many files and connections this process may have open."""
     try:
-        import resource  # noqa: PLC0415 -- not for every system
+        import resource  # noqa: PLC0415 -- Windows lacks this module
     except ImportError:
         return math.inf
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -244,9 +245,9 @@ def file_limit() -> float:
 
 
 def has_spare_descriptors(endpoint: socket.socket) -> bool:
-    """Return whether files can still be opened beside this connection.
+    """Return whether enough file descriptors are left beside this connection.
 
-    The kernel gives out the lowest free number, so a high one means that few are left; those are
-    for the log and the lock.
+    The kernel assigns the lowest free number, so a high number means that few are left. Those are
+    reserved for files such as the log and the lock.
     """
     return endpoint.fileno() < file_limit() - limits.RESERVED_FILES

@@ -1,7 +1,7 @@
 """The file in which a coordinator publishes its addresses (`--address-file`), as JSON.
 
-A worker reads it instead of being given an address, and reads it again when the connection is lost:
-a coordinator that a scheduler has moved to another machine writes its new address there. Its
+A worker reads the file in place of an address option, and reads it again when the connection is
+lost: a coordinator that a scheduler has moved to another machine writes its new address there. The
 content is not trusted: the peer that answers must have the certificate that the join token names.
 """
 
@@ -17,7 +17,7 @@ from protocol.base.address import parse_address
 from protocol.base.errors import MessageError, UsageError
 from protocol.base.regular_file import parse_json, read_regular
 
-_MOST_BYTES: Final = 16_384
+_MAX_BYTES: Final = 16_384
 _HostAndPort = Annotated[str, Field(max_length=300)]
 
 
@@ -25,9 +25,9 @@ class PublishedAddress(BaseModel):
     """The addresses of a coordinator.
 
     Attributes:
-        data: Where it listens for workers.
-        control: Where its control port listens, on its own machine.
-        reachable: Where other machines reach `data`, the address by the default route first.
+        data: The address at which the coordinator listens for workers.
+        control: The address of the control port, on the coordinator's machine.
+        reachable: Addresses at which other machines reach `data`, that of the default route first.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,7 +37,7 @@ class PublishedAddress(BaseModel):
     reachable: Annotated[tuple[_HostAndPort, ...], Field(max_length=32)] = ()
 
     def to_json(self) -> str:
-        """The file's content."""
+        """Return the content of the file."""
         return json.dumps(self.model_dump(), indent=2) + "\n"
 
     @property
@@ -45,7 +45,7 @@ class PublishedAddress(BaseModel):
         """Return host and port of each address that a worker may try; at least one.
 
         Raises:
-            MessageError: One is not an address.
+            MessageError: A text is not an address.
         """
         try:
             return tuple(
@@ -63,7 +63,7 @@ def read_address_file(path: Path) -> PublishedAddress | None:
         OSError: The file cannot be read.
     """
     try:
-        content = read_regular(path, _MOST_BYTES)
+        content = read_regular(path, _MAX_BYTES)
     except FileNotFoundError:
         return None
     try:

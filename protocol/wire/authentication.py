@@ -1,6 +1,6 @@
 """Mutual authentication: both sides prove that they know a secret without revealing it.
 
-The coordinator proves itself first, in its Challenge; a worker that finds that proof wrong sends
+The coordinator proves itself first, in its Challenge; if that proof is wrong, the worker sends
 nothing more. A proof is an HMAC over the role and the exchange, so it cannot be replayed on another
 connection (both nonces), in the other direction (the role), for another worker, or at another TLS
 endpoint (the certificate's fingerprint).
@@ -22,14 +22,14 @@ METHOD: Final = "hmac-sha256"
 NONCE_BYTES: Final = 32
 KEY_BYTES: Final = 32
 NO_CERTIFICATE: Final = bytes(32)
-"""Replaces the fingerprint if a flag has turned TLS off; no certificate has it."""
+"""Replaces the fingerprint if TLS is turned off; no certificate has this fingerprint."""
 
 Role = Literal["coordinator", "worker"]
 
 
 def on_this_machine(fingerprint: bytes) -> bytes:
-    """Return the replacement for a fingerprint over a Unix socket, where no TLS shows the
-    certificate: a proof made there is not valid over TLS."""
+    """Return the replacement for a fingerprint over a Unix socket, where no TLS handshake shows the
+    certificate. A proof from there is not valid over TLS."""
     return hashlib.sha256(b"samestep on this machine" + fingerprint).digest()
 
 
@@ -118,10 +118,10 @@ def answer(hello: Hello | PeerHello, challenge: Challenge, fingerprint: bytes, k
     """Check the side that was dialed, then return this side's proof.
 
     Args:
-        hello: What this worker sent.
-        challenge: The reply to it.
-        fingerprint: SHA-256 of the certificate that the other side has shown.
-        key: The secret.
+        hello: The message that this worker sent.
+        challenge: The reply to `hello`.
+        fingerprint: SHA-256 of the other side's certificate.
+        key: The secret that both sides know.
 
     Raises:
         NotAuthorized: The other side does not know the key, or uses another method.

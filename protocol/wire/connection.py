@@ -93,7 +93,7 @@ class Phase(Enum):
     """The phases of the handshake; before OPEN, only small headers and no bodies are accepted.
 
     Each of the four messages Hello, Challenge, Proof and Welcome is legal in one phase and leads to
-    the next, so none can come before the one that it answers.
+    the next, so no message can precede the one that it answers.
     """
 
     GREETING = "greeting"
@@ -161,15 +161,15 @@ FROM_LISTENER: Final[dict[Phase, frozenset[type[Message]]]] = {
     Phase.OPEN: _BETWEEN_PEERS,
     Phase.CLOSED: frozenset(),
 }
-_TALKS: Final = {
+_LEGAL_MESSAGES: Final = {
     "coordinator": (FROM_WORKER, FROM_COORDINATOR),
     "worker": (FROM_COORDINATOR, FROM_WORKER),
     "listener": (FROM_DIALLER, FROM_LISTENER),
     "dialler": (FROM_LISTENER, FROM_DIALLER),
 }
-"""The messages that each role receives, and sends."""
+"""The messages that each role may receive, and those that it may send."""
 
-_LEADS_TO: Final[dict[type[Message], Phase]] = {
+_NEXT_PHASE: Final[dict[type[Message], Phase]] = {
     Hello: Phase.CHALLENGING,
     Challenge: Phase.PROVING,
     Proof: Phase.ADMITTING,
@@ -179,13 +179,13 @@ _LEADS_TO: Final[dict[type[Message], Phase]] = {
     Goodbye: Phase.CLOSED,
 }
 
-_SHARED: Final = (
+_SHAREABLE: Final = (
     BlockGradientPayload, NonBlockGradientPayload, AveragedBlockGradient, AveragedNonBlockGradient,
 )  # fmt: skip
-"""Messages whose bodies are released within the step."""
+"""Messages whose bodies may be in shared memory, since they are released within the step."""
 _SCRATCH_BYTES: Final = 64 * limits.KIB
 _HANDSHAKE_BUFFER_BYTES: Final = 2 * limits.UNAUTHENTICATED_HEADER_BYTES
-"""Size of the receive buffer during the handshake: many connections may be in it at once."""
+"""Size of the receive buffer during the handshake, when there may be many connections at once."""
 
 
 class SharedBodies(Protocol):
@@ -227,7 +227,7 @@ class Encoded:
 
     Attributes:
         message: The message.
-        nbytes: Its length on the wire.
+        nbytes: Length of the frame on the wire.
     """
 
     def __init__(self, message: Message, raw: memoryview | None) -> None:
@@ -252,7 +252,7 @@ class Encoded:
             SharedMemoryFull: There is no room.
         """
         raw = self._raw
-        if not isinstance(self.message, _SHARED) or raw is None or len(raw) < memory.least_bytes:
+        if not isinstance(self.message, _SHAREABLE) or raw is None or len(raw) < memory.least_bytes:
             return None
         values = self._copy() if self._copy is not None else None
         offset = memory.lend(np.frombuffer(raw, np.uint8) if values is None else values)
@@ -262,7 +262,7 @@ class Encoded:
                 return None
             self._copy = ref(values)
             offset = memory.lend(values)
-            assert offset is not None, "it was copied there"
+            assert offset is not None, "the copy is in this memory"
         return frames.encode_shared(self.message.tag, self._header, len(raw), offset)
 
 
@@ -283,9 +283,9 @@ class Connection:
     """One peer's side of a connection. Not thread-safe.
 
     Attributes:
-        phase: Advanced by the handshake messages, on both sides alike.
-        blocks: Set once the manifest is known; from then on, a gradient's size is checked before
-            any of it is read. Reset when a worker becomes ready for another run.
+        phase: The phase of the handshake; its messages advance both sides in the same way.
+        blocks: Blocks of the manifest, once it is known; from then on, a gradient's size is checked
+            before its bytes are read. Reset when a worker becomes ready for another run.
         exchange: The codecs of gradients; set with the blocks.
         memory: Memory shared with the peer; None: all bodies go through the connection.
         shared_bytes: Total size of the bodies received through shared memory.
@@ -298,7 +298,7 @@ class Connection:
         self.exchange = Codecs()
         self.memory: SharedBodies | None = None
         self.shared_bytes = 0
-        self._receivable, self._sendable = _TALKS[role]
+        self._receivable, self._sendable = _LEGAL_MESSAGES[role]
         self._scratch = bytearray(_HANDSHAKE_BUFFER_BYTES)
         self._filled = 0
         self._body: Body | None = None
@@ -375,10 +375,10 @@ class Connection:
         Raises:
             FrameError: The data ended in the middle of a frame.
         """
-        middle = self._filled or self._body is not None
+        is_incomplete = self._filled or self._body is not None
         was_open = self.phase is not Phase.CLOSED
         self._close()
-        if middle and was_open:
+        if is_incomplete and was_open:
             raise FrameError("expected the rest of a frame, got the end of the connection")
 
     def _close(self) -> None:
@@ -388,29 +388,30 @@ class Connection:
         self._filled = 0
 
     def _parse(self, received: list[Received]) -> None:
-        at = 0
+        position = 0
         view = memoryview(self._scratch)[: self._filled]
         while self._body is None and self.phase is not Phase.CLOSED:
-            if len(view) - at < frames.PREFIX_BYTES:
+            if len(view) - position < frames.PREFIX_BYTES:
                 break
-            prefix = frames.decode_prefix(view[at:], *self._frame_limits())
-            if len(view) - at < prefix.head_bytes:
+            prefix = frames.decode_prefix(view[position:], *self._frame_limits())
+            if len(view) - position < prefix.head_bytes:
                 break
-            header = bytes(view[at + frames.PREFIX_BYTES :][: prefix.header_bytes])
+            header = bytes(view[position + frames.PREFIX_BYTES :][: prefix.header_bytes])
             if prefix.body_bytes and not prefix.is_shared:
-                frames.check_marker(view[at + prefix.head_bytes - 5 :], prefix.body_bytes)
-            message = self._check(prefix, header)
-            at += prefix.head_bytes
+                marker = position + prefix.head_bytes - frames.MARKER_BYTES
+                frames.check_marker(view[marker:], prefix.body_bytes)
+            message = self._decode(prefix, header)
+            position += prefix.head_bytes
             if prefix.is_shared:
-                offset_bytes = bytes(view[at - frames.OFFSET_BYTES : at])
+                offset_bytes = bytes(view[position - frames.OFFSET_BYTES : position])
                 self._accept_shared(prefix, header, message, offset_bytes, received)
                 continue
             if message.body == "none" or not prefix.body_bytes:
                 self._accept(prefix, header, message, None, received)
                 continue
-            at += self._start_body(prefix, header, message, view[at:], received)
+            position += self._start_body(prefix, header, message, view[position:], received)
         # Once closed, discard input: the buffer must never fill up.
-        rest = b"" if self.phase is Phase.CLOSED else bytes(view[at:])
+        rest = b"" if self.phase is Phase.CLOSED else bytes(view[position:])
         view.release()
         self._scratch[: len(rest)] = rest
         self._filled = len(rest)
@@ -423,7 +424,7 @@ class Connection:
         available: memoryview,
         received: list[Received],
     ) -> int:
-        """Allocate the body and copy its available bytes; return how many there were."""
+        """Allocate the body and copy its available bytes; return their number."""
         self._body = np.empty(prefix.body_bytes, np.uint8)
         self._pending = (prefix, header, message)
         self._body_filled = min(len(available), prefix.body_bytes)
@@ -451,10 +452,10 @@ class Connection:
     ) -> None:
         """Accept a message whose body is in shared memory."""
         kind = type(message).__name__
-        if self.memory is None or not isinstance(message, _SHARED) or not prefix.body_bytes:
-            raise FrameError(f"{kind}: its body is said to lie in memory that is not shared")
+        if self.memory is None or not isinstance(message, _SHAREABLE) or not prefix.body_bytes:
+            raise FrameError(f"{kind}: expected the body in the frame, got one in shared memory")
         if frames.checksum_of(header, offset_bytes) != prefix.checksum:
-            raise FrameError(f"{kind}: the checksum does not fit its bytes")
+            raise FrameError(f"{kind}: the checksum does not fit the bytes")
         body = self.memory.borrow(frames.decode_offset(offset_bytes), prefix.body_bytes)
         self.shared_bytes += prefix.body_bytes
         received.append(Received(message, body))
@@ -467,8 +468,8 @@ class Connection:
         body: Body | None,
         received: list[Received],
     ) -> None:
-        if frames.checksum_of(header, None if body is None else body.data) != (prefix.checksum):
-            raise FrameError(f"{type(message).__name__}: the checksum does not fit its bytes")
+        if frames.checksum_of(header, None if body is None else body.data) != prefix.checksum:
+            raise FrameError(f"{type(message).__name__}: the checksum does not fit the bytes")
         if body is None and message.body != "none":
             body = np.empty(0, np.uint8)
         self._advance(type(message))
@@ -482,8 +483,8 @@ class Connection:
             return limits.HEADER_BYTES, limits.BODY_BYTES
         return limits.UNAUTHENTICATED_HEADER_BYTES, 0
 
-    def _check(self, prefix: frames.Prefix, header: bytes) -> Message:
-        """Decode the message, and check that its phase and body size are legal."""
+    def _decode(self, prefix: frames.Prefix, header: bytes) -> Message:
+        """Decode a message, and check that it is legal in this phase and has the right size."""
         message = decode_message(prefix.tag, header)
         kind = type(message)
         if kind not in self._receivable[self.phase]:
@@ -503,7 +504,7 @@ class Connection:
             return None
         if self.blocks is None:
             raise OutOfOrder(f"{type(message).__name__} before the manifest is known")
-        block, chunk = _offset(message)
+        block, chunk = _block_and_chunk(message)
         state = message.kind if isinstance(message, StateChunk) else "parameters"
         pieces = part_slices(state, self.blocks[block]) if block < len(self.blocks) else []
         if chunk >= len(pieces):
@@ -517,7 +518,7 @@ class Connection:
 
     def _advance(self, kind: type[Message]) -> None:
         """Advance the handshake; the same messages advance both sides."""
-        self.phase = _LEADS_TO.get(kind, self.phase)
+        self.phase = _NEXT_PHASE.get(kind, self.phase)
 
 
 def codec_of(message: Message, exchange: Codecs) -> Codec:
@@ -527,7 +528,7 @@ def codec_of(message: Message, exchange: Codecs) -> Codec:
     return exchange.averages if isinstance(message, AveragedGradient) else "float32"
 
 
-def _offset(message: Message) -> tuple[int, int]:
+def _block_and_chunk(message: Message) -> tuple[int, int]:
     assert isinstance(
         message,
         BlockGradientPayload

@@ -25,10 +25,10 @@ class Announced(BaseModel):
 
     Attributes:
         name: The coordinator's name; unique on the network unless another machine imitates it.
-        addresses: The addresses where it listens, in its own order.
+        addresses: The addresses at which it listens, in the coordinator's order.
         port: The port, at each address.
-        protocol: Its protocol version.
-        certificate: Fingerprint of its certificate; empty without TLS.
+        protocol: The coordinator's protocol version.
+        certificate: Fingerprint of the coordinator's certificate; empty without TLS.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,7 +40,7 @@ class Announced(BaseModel):
     certificate: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
 
     def properties(self) -> dict[str, str]:
-        """Return the content of the TXT record; other records have the rest."""
+        """Return the content of the TXT record; the other fields are in other records."""
         return {"protocol": str(self.protocol), "certificate": self.certificate}
 
     @staticmethod
@@ -61,11 +61,11 @@ class Announced(BaseModel):
                 certificate=properties.get("certificate") or "",
             )
         except (ValidationError, ValueError) as error:
-            raise MessageError(f"expected what a coordinator announces, got {error}") from None
+            raise MessageError(f"expected a coordinator's announcement, got {error}") from None
 
 
 def check_name(name: str, option: str) -> str:
-    """Validate a coordinator's name that the user has given.
+    """Validate a coordinator's name that the user entered.
 
     Raises:
         UsageError: The name is not valid.

@@ -11,8 +11,8 @@
     ...     5      msgpack bin32 marker with the body's length, if there is a body
     ...     ...    body: raw bytes (float32 little-endian for gradients, else a JSON document)
 
-If two processes of one machine share memory, a body may be there instead. Such a frame begins with
-b"sm" and has the body's length as usual; in place of marker and body follows
+If two processes of one machine share memory, the body may be in that memory. Such a frame begins
+with b"sm" and has the body's length as usual; marker and body are replaced by
 
     ...     8      the body's offset in the sender's memory, big-endian
 

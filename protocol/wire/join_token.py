@@ -34,7 +34,7 @@ class JoinToken:
 
         Args:
             text: The token; surrounding white space is ignored.
-            source: Where it came from, for the error.
+            source: The file or variable with the token, for the error.
 
         Raises:
             UsageError: The text is not a join token.
@@ -43,7 +43,7 @@ class JoinToken:
         if match is None:
             raise UsageError(
                 f"expected a join token (64 hexadecimal digits, a dot, 43 characters) in {source}, "
-                "got something else; print the coordinator's with: coordinator token show"
+                "got something else; print the coordinator's token with: coordinator token show"
             )
         secret = base64.urlsafe_b64decode(match[2] + "=")
         assert len(secret) == KEY_BYTES

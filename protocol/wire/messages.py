@@ -2,8 +2,8 @@
 
 A message is the header of a frame. Some have a body after it: raw float32 for gradients and state,
 a JSON document for the run spec and the manifest, a file's bytes for a blob. `term` is the
-coordinator's term: a worker refuses a lower one than it has seen. `step` and `attempt` count from
-0; a step that starts over has the next attempt.
+coordinator's term: a worker refuses a term below the highest that it has seen. `step` and `attempt`
+count from 0; a step that restarts has the next attempt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Outcome = Literal["finished", "drained", "failed"]
 
 
 class Message(BaseModel):
-    """Base of all messages; `tag` is its number on the wire, `body` the kind of its body."""
+    """Base of all messages; `tag` identifies the class on the wire, `body` is the kind of body."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,7 +41,7 @@ class Message(BaseModel):
     body: ClassVar[BodyRule] = "none"
 
     def to_header(self) -> bytes:
-        """Return the header of its frame, a msgpack map."""
+        """Return the header of the message's frame, a msgpack map."""
         packed: bytes = msgpack.packb(self.model_dump(), use_bin_type=True)
         return packed
 
@@ -58,9 +58,9 @@ class _InStep(Message):
 
 
 class Hello(Message):
-    """Worker: who I am. `instance` is new at each start: a restart is another worker.
+    """Worker: who I am. `instance` is new at each start: a restarted worker is another worker.
 
-    It is sent before torch is imported, so `backend` is the one that the user requested.
+    Hello is sent before torch is imported, so `backend` is the one that the user requested.
     `enrolled`: the proofs use the key that was issued to this name, not the join token's secret.
     `devices`: the number of devices.
     """
@@ -93,7 +93,7 @@ class Proof(Message):
 
 
 class Welcome(Message):
-    """Coordinator: you are a member. `worker` is the name others see, made unique.
+    """Coordinator: you are a member. `worker` is your name in this cluster, made unique.
 
     `key` replaces the join token from the next connection on; empty if no key is issued.
     """
@@ -109,8 +109,8 @@ class Welcome(Message):
 class StartRun(Message):
     """Coordinator: build this run's task; `step` of its steps are committed. Body: the spec.
 
-    `blobs` is the digest of the list of files that the task reads, which is requested like any blob
-    (`protocol.spec.files.blob_list`). None: the task reads no files.
+    `blobs` is the digest of the list of files that the task reads; the list is requested like any
+    blob (`protocol.spec.files.blob_list`). None: the task reads no files.
     """
 
     tag = 5
@@ -125,8 +125,8 @@ class Ready(Message):
     """Worker: the task is built on this device. Body: the manifest.
 
     `initial_digest` is the digest of this worker's initial state, and `state_digest` that of its
-    replica after `step` steps, which differs if it has been in this run before. `devices`: how many
-    devices compute, each with its own replica; `left_out`: why others cannot.
+    replica after `step` steps; they differ if the worker has been in this run before. `devices`:
+    how many devices compute, each with its own replica; `left_out`: why the others cannot.
     """
 
     tag = 6
@@ -145,7 +145,7 @@ class Ready(Message):
 
 class Unready(Message):
     """Worker: this run's task cannot be built here, or its results have changed, and why. `own`:
-    the cause is this worker's, so others may be able to."""
+    the cause is this worker's, so other workers may be able to build it."""
 
     tag = 7
     run_id: Small
@@ -191,7 +191,7 @@ class BlobRequest(Message):
 class BlobChunk(Message):
     """Coordinator: the requested chunk, of the largest body size or up to the blob's end.
 
-    Chunks are sent in the order of the requests. A shorter one means that the file has changed
+    Chunks are sent in the order of the requests. A shorter chunk means that the file has changed
     since the run was submitted.
     """
 
@@ -260,8 +260,8 @@ class BlockGradientPayload(_Payload):
     """Worker, to the chunk's owner: a chunk of a block's gradient sum over a subtree of total
     weight `weight`.
 
-    A worker that cannot reach the owner sends it to the coordinator, which forwards it with the
-    worker's name in `worker`; empty: the sender's own.
+    A worker that cannot reach the owner sends its payload to the coordinator, which forwards it
+    with the worker's name in `worker`. Empty: the payload is the sender's own.
     """
 
     tag = 11
@@ -309,9 +309,9 @@ class CapturedRows(_InStep):
 
 
 class SubtreeLoss(_InStep):
-    """Worker: a subtree is done; `loss` is its loss sum (a non-finite one halts the run).
+    """Worker: a subtree is done; a non-finite `loss_sum` halts the run.
 
-    `sums` is the xxh3-128 of its gradients if other workers average them. `unlike`: the
+    `sums` is the xxh3-128 of the subtree's gradients if other workers average them. `unlike`: the
     microbatches, 64 at most, whose recomputed embeddings differ from those in `StepEmbeddings`.
     """
 
@@ -330,9 +330,10 @@ class SubtreeLoss(_InStep):
 
 
 class NonFiniteSum(_InStep):
-    """Worker: a sum over microbatches [lo, hi) has NaN or infinity; see `NonFinite`.
+    """Worker: a sum over microbatches [lo, hi) contains NaN or infinity; see `NonFinite`.
 
-    It is sent instead of the sum: of the worker's own subtree, or of a chunk that it owns.
+    Sent instead of the sum of the worker's own subtree, or instead of the average of a chunk that
+    the worker owns.
     """
 
     tag = 60
@@ -382,7 +383,8 @@ class Assign(_InStep):
 
 
 class Cancel(_InStep):
-    """Coordinator: drop these subtrees of the step in progress; others have finished them."""
+    """Coordinator: drop these subtrees of the step in progress; other workers have finished
+    them."""
 
     tag = 19
     subtrees: SubtreeList
@@ -501,7 +503,7 @@ class Linked(Message):
 
 
 class Unlinked(Message):
-    """Worker: this peer and I do not, or no longer, reach each other, and why."""
+    """Worker: this peer and I cannot reach each other, or no longer can, and why."""
 
     tag = 46
     run_id: Small
@@ -520,7 +522,8 @@ class LinkTraffic(Message):
 class Owners(Message):
     """Coordinator: the table of chunk owners from now on. Body: `protocol.wire.peers`.
 
-    It also applies to the step in progress: sums of chunks with another owner are sent again.
+    The table also applies to the step in progress: sums of chunks whose owner changes are sent
+    again.
     """
 
     tag = 47
@@ -531,8 +534,8 @@ class Owners(Message):
 
 
 class ChunkReduced(_OfChunk):
-    """Owner: I have averaged this chunk. Body: its origin, the workers and subtrees that were added
-    (JSON)."""
+    """Owner: I have averaged this chunk. Body: its origin (JSON), the workers and subtrees whose
+    sums were added."""
 
     tag = 50
     body = "document"
@@ -540,7 +543,7 @@ class ChunkReduced(_OfChunk):
 
 
 class SumsArrived(_InStep):
-    """Owner: I have received all my chunks of this worker's subtree."""
+    """Owner: I have received this worker's sums of the subtree for all chunks that I own."""
 
     tag = 51
     owners: Number
@@ -562,7 +565,7 @@ class AverageDigests(_InStep):
 
 
 class AveragesRequest(_InStep):
-    """Worker: I lack averages of a committed step; send all of them."""
+    """Worker: I lack averages of a committed step; send all averages of the step."""
 
     tag = 54
 
@@ -591,7 +594,7 @@ class PeerWelcome(Message):
 
 
 class PeerProbe(Message):
-    """Sender: bytes that measure the speed of the link. The answer is an empty one."""
+    """Either peer: bytes that measure the speed of the link. The answer has an empty body."""
 
     tag = 58
     body = "bytes"
@@ -635,8 +638,9 @@ class Drain(Message):
 class EndRun(Message):
     """Coordinator: the run is over; wait for the next one.
 
-    `weights` is the digest of the trained weights, if the run has any. `metrics` are its last
-    evaluation metrics, None for one that is not finite; empty if they are too many for a message.
+    `weights` is the digest of the trained weights, if the run has any. `metrics` are the last
+    evaluation metrics, with None for a value that is not finite; empty if a message cannot hold
+    all of them.
     """
 
     tag = 26

@@ -1,8 +1,8 @@
 """Documents for members that average chunks among themselves: peers, keys and chunk owners.
 
-The coordinator sends each of them, over its authenticated connection, the addresses and
-certificates of the others, and for each of the others a key that only the two have. So no member
-can impersonate another: the dialing one knows which certificate must answer, and both prove that
+The coordinator sends each member, over the member's authenticated connection, the addresses and
+certificates of its peers, and for each peer a key that only the two have. So no member can
+impersonate another: the dialing member knows which certificate must answer, and both prove that
 they have the key of the pair.
 """
 
@@ -34,14 +34,14 @@ class _Document(BaseModel):
 
 
 class Peer(_Document):
-    """Another member, as its peers know it.
+    """One peer of a member.
 
     Attributes:
-        name: Its name.
-        host: Its address; `HERE` on the coordinator's machine.
-        port: Where it listens; 0 if nowhere.
-        fingerprint: SHA-256 of its certificate.
-        key: The key of the pair.
+        name: The peer's name.
+        host: The peer's address; `HERE` on the coordinator's machine.
+        port: The port at which the peer listens; 0 if it does not listen.
+        fingerprint: SHA-256 of the peer's certificate.
+        key: The key of this pair of members.
     """
 
     name: Small
@@ -52,12 +52,12 @@ class Peer(_Document):
 
 
 class PeerList(_Document):
-    """The peers that a member is to reach.
+    """The peers that a member should connect to.
 
     Attributes:
         me: The member's own name.
-        listens: Whether it listens for peers.
-        peers: The others.
+        listens: Whether the member listens for peers.
+        peers: The peers.
     """
 
     me: Small
@@ -76,8 +76,8 @@ class OwnerTable(_Document):
 
     Attributes:
         members: Workers that send each other sums and averages; the coordinator forwards the sums
-            of all other workers. In a star, the coordinator alone: workers and coordinator are
-            never members together.
+            of workers that are not members. In a star, the only member is the coordinator: workers
+            and coordinator are never members of the same table.
         owners: For each chunk, in the order of `protocol.exact.reduction.chunk_grid`, the owner's
             index in `members`.
         scribe: The member that sends all averages to the coordinator; None: each owner sends its
@@ -95,43 +95,43 @@ class OwnerTable(_Document):
 
     @property
     def has_peers(self) -> bool:
-        """Whether any worker averages."""
+        """Whether workers average chunks."""
         return self.members != (COORDINATOR,)
 
-    def owner(self, number: int) -> str:
+    def owner(self, chunk: int) -> str:
         """Return the owner of a chunk."""
-        return self.members[self.owners[number]]
+        return self.members[self.owners[chunk]]
 
     def owned_by(self, member: str) -> set[int]:
         """Return the chunks that a member owns."""
         if member not in self.members:
             return set()
         index = self.members.index(member)
-        return {number for number, owner in enumerate(self.owners) if owner == index}
+        return {chunk for chunk, owner in enumerate(self.owners) if owner == index}
 
 
 _Kind = TypeVar("_Kind", bound=_Document)
 
 
-def parse(kind: type[_Kind], document: bytes) -> _Kind:
+def parse(kind: type[_Kind], content: bytes) -> _Kind:
     """Decode a received document.
 
     Raises:
         MessageError: The bytes are not a document of this kind.
     """
     try:
-        message = kind.model_validate_json(document)
+        document = kind.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         location = ".".join(str(part) for part in first["loc"]) or "the document"
         raise MessageError(f"{kind.__name__}: {location}: {first['msg']}") from None
-    if isinstance(message, OwnerTable) and not all(
-        0 <= owner < len(message.members) for owner in message.owners
+    if isinstance(document, OwnerTable) and not all(
+        0 <= owner < len(document.members) for owner in document.owners
     ):
-        raise MessageError("OwnerTable: an owner that is no member")
-    if isinstance(message, OwnerTable) and message.has_peers and COORDINATOR in message.members:
+        raise MessageError("OwnerTable: expected owners among the members, got another")
+    if isinstance(document, OwnerTable) and document.has_peers and COORDINATOR in document.members:
         raise MessageError("OwnerTable: expected workers or the coordinator, got both")
-    return message
+    return document
 
 
 def pair_key(secret: bytes, first_name: str, second_name: str) -> bytes:

@@ -1,7 +1,7 @@
 """Limit unauthenticated connections, in total and per address.
 
 A connection that closes without authenticating keeps its slot for a moment. Otherwise one address
-could start one TLS handshake after another, and each costs this side more than the other.
+could start one TLS handshake after another, and a handshake costs this side more than the client.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ P = TypeVar("P", bound=Pending)
 
 
 class PendingConnections(Generic[P]):
-    """Connections in the handshake; the length is their number.
+    """Connections in the handshake; `len` returns their number.
 
     Args:
-        limit: Most connections in total.
-        most_per_host: Most connections from one address.
+        limit: Maximum number of connections in total.
+        most_per_host: Maximum number of connections from one address.
         on_room: Called whenever a slot becomes free.
     """
 
@@ -49,7 +49,7 @@ class PendingConnections(Generic[P]):
         self._most_per_host = most_per_host
         self._started_s: dict[P, float] = {}
         self._closed_by_address: Counter[str] = Counter()
-        """By address, the number of closed connections that still occupy a slot."""
+        """Number of closed connections from each address that still occupy a slot."""
 
     def __iter__(self) -> Iterator[P]:
         return iter([*self._started_s])
@@ -60,10 +60,10 @@ class PendingConnections(Generic[P]):
     def has_room(self, host: str) -> bool:
         """Return whether one more connection from this address may start."""
         total = len(self._started_s) + self._closed_by_address.total()
-        of_host = (
+        from_host = (
             sum(pending.host == host for pending in self._started_s) + self._closed_by_address[host]
         )
-        return total < self._limit and of_host < self._most_per_host
+        return total < self._limit and from_host < self._most_per_host
 
     def add(self, pending: P) -> None:
         """Count a connection that starts."""
@@ -78,8 +78,8 @@ class PendingConnections(Generic[P]):
             self._on_room()
             return
         self._closed_by_address[pending.host] += 1
-        until_s = started_s + limits.UNAUTHENTICATED_SLOT_MS / 1000
-        asyncio.get_running_loop().call_at(until_s, self._free, pending.host)
+        free_at_s = started_s + limits.UNAUTHENTICATED_SLOT_MS / 1000
+        asyncio.get_running_loop().call_at(free_at_s, self._free, pending.host)
 
     def _free(self, host: str) -> None:
         self._closed_by_address[host] -= 1

@@ -26,19 +26,19 @@ from protocol.wire import dial, frames
 from protocol.wire.transport import Channel, Parsed
 
 _READ_BYTES: Final = 32 * limits.KIB
-"""The most that the event loop reads at once."""
+"""Maximum size of one read in the event loop."""
 _PIECE_BYTES: Final = 256 * limits.KIB
-"""The most that a thread reads or encrypts at once."""
+"""Maximum size of one read or one encryption in a thread."""
 _UNHANDLED_BYTES: Final = limits.MIB
 """Bytes of bodies read by the thread and not yet handled by the loop, at which the thread stops."""
 _NEXT_BODY_S: Final = 0.02
 """How long a thread waits for the next body before the event loop watches the socket again."""
 _LINGER_S: Final = limits.GOODBYE_TIMEOUT_MS / 1000
-"""How long to wait for the peer to close, after everything was written or its last data read."""
+"""How long to wait for the peer to close, once writing is shut down or has failed."""
 _FLUSH_S: Final = 30.0
 """How long `close` waits for the peer to read everything."""
-_LEAST_DIAL_S: Final = 1.0
-"""The least time for dialing the next address after a failed handshake."""
+_MIN_DIAL_S: Final = 1.0
+"""Minimum time for dialing the next address after a failed handshake."""
 _SELECTOR: Final[type[Any]] = getattr(selectors, "PollSelector", selectors.SelectSelector)
 """Not epoll, which would need another file descriptor."""
 
@@ -109,16 +109,17 @@ class TlsTransport(asyncio.Transport):
         self._closing = self._is_lost = False
         self._reader = _Thread("bulk in")
         self._reading = False
-        """Whether the reader thread reads a body, and so uses the parser."""
+        """Whether the reader thread is reading a body, and using the parser."""
         self._paused = False
         self._watched = False
+        """Whether the event loop watches the socket for data to read."""
         self._parsed: deque[Parsed] = deque()
         """Messages parsed by the reader thread, to be handled by the event loop."""
         self._unhandled_bytes = 0
         self._selectors: dict[int, Any] = {}
-        """One selector per thread, by event; none needs a descriptor."""
+        """One selector for each thread, by event; they use no file descriptor."""
         self._socket_error: OSError | None = None
-        """A TLS error. Deferred: data received before it must be delivered first."""
+        """An error of reading. Deferred: data received before it must be delivered first."""
         self._at_eof = False
         """Whether the peer closed the connection within a body."""
         self._writer = _Thread("bulk out")
@@ -132,7 +133,7 @@ class TlsTransport(asyncio.Transport):
         self._high_bytes = self._low_bytes = 0
         self._full = False
         self._error: OSError | None = None
-        """Why writing failed. Reading continues: the peer may have sent its reason before."""
+        """Why writing failed. Reading continues: the peer may have sent a reason before it left."""
         self._is_finished = False
         self._timer: asyncio.TimerHandle | None = None
         """Ends the connection even if the peer does nothing."""
@@ -141,7 +142,7 @@ class TlsTransport(asyncio.Transport):
     def begin(self) -> None:
         """Connect the channel, and read data that arrived with the handshake."""
         self._channel.connection_made(self)
-        self._loop.call_soon(self._go_on)
+        self._loop.call_soon(self._continue_reading)
 
     # asyncio.ReadTransport
 
@@ -155,7 +156,7 @@ class TlsTransport(asyncio.Transport):
     def resume_reading(self) -> None:
         self._paused = False
         if not (self._closing or self._reading):
-            self._loop.call_soon(self._go_on)
+            self._loop.call_soon(self._continue_reading)
 
     def _watch(self, should_watch: bool) -> None:  # noqa: FBT001
         if should_watch == self._watched or self._is_lost:
@@ -169,17 +170,17 @@ class TlsTransport(asyncio.Transport):
     def _may_read(self) -> bool:
         return not (self._paused or self._closing or self._reading)
 
-    def _go_on(self) -> None:
+    def _continue_reading(self) -> None:
         """Handle messages parsed meanwhile, and continue reading."""
         if not self._may_read():
             return
         with self._fail_on_error():
-            self._hear()
+            self._handle_parsed()
             if self._at_eof and self._may_read():
-                self._eof()
-            self._read_on()
+                self._handle_eof()
+            self._read_available()
 
-    def _hear(self) -> None:
+    def _handle_parsed(self) -> None:
         """Handle messages that the thread has parsed, unless reading is paused."""
         while self._parsed and not (self._paused or self._closing):
             parsed = self._parsed.popleft()
@@ -187,7 +188,7 @@ class TlsTransport(asyncio.Transport):
 
     def _on_readable(self) -> None:
         with self._fail_on_error():
-            self._read_on()
+            self._read_available()
 
     @contextlib.contextmanager
     def _fail_on_error(self) -> Iterator[None]:
@@ -198,7 +199,7 @@ class TlsTransport(asyncio.Transport):
             self._end(None)
             raise
 
-    def _read_on(self) -> None:
+    def _read_available(self) -> None:
         """Decrypt and parse available data; hand a large body to the reader thread."""
         while self._may_read():
             if self._channel.connection.rest_of_body >= limits.BULK_BYTES:
@@ -215,18 +216,19 @@ class TlsTransport(asyncio.Transport):
                 self._watch(True)
                 return
             if not count:
-                self._eof()
+                self._handle_eof()
                 return
             self._channel.buffer_updated(count)
 
-    def _eof(self) -> None:
+    def _handle_eof(self) -> None:
         """Handle the end of the peer's data."""
         self._watch(False)
         self._channel.eof_received()
         self.close()
 
     def _decrypt(self, into: memoryview) -> int | None:
-        """Decrypt into a buffer; return the byte count, 0 at the end, None if no data is there."""
+        """Decrypt into a buffer; return the byte count, 0 at the end, None if no data is
+        available."""
         filled = 0
         if self._socket_error is not None:
             raise self._socket_error
@@ -250,7 +252,7 @@ class TlsTransport(asyncio.Transport):
         return filled or None
 
     def _read_bulk(self) -> None:
-        """In the reader thread: read a body, and further ones if they follow at once."""
+        """In the reader thread: read a body, and further bodies if they follow at once."""
         error: Exception | None = None
         try:
             connection = self._channel.connection
@@ -260,11 +262,11 @@ class TlsTransport(asyncio.Transport):
                 if not parsed.is_empty:
                     self._unhandled_bytes += size
                     self._call_later(partial(self._parsed_in_thread, parsed, size))
-                if not self._reads_on_in_thread(parsed):
+                if not self._next_body_began(parsed):
                     break
-        except Exception as wrong:  # noqa: BLE001 -- the event loop raises it
-            error = wrong
-        self._call_later(lambda: self._bulk_read(error))
+        except Exception as read_error:  # noqa: BLE001 -- the event loop raises it
+            error = read_error
+        self._call_later(lambda: self._on_bulk_read(error))
 
     def _read_body(self) -> Parsed:
         """Read the rest of a body; return the messages that it completes."""
@@ -282,11 +284,11 @@ class TlsTransport(asyncio.Transport):
             self._wait(selectors.EVENT_READ)
         return self._channel.parse(filled) if filled else Parsed([])
 
-    def _reads_on_in_thread(self, parsed: Parsed) -> bool:
-        """Return whether another large body has begun.
+    def _next_body_began(self, parsed: Parsed) -> bool:
+        """Read on in the thread, and return whether another large body has begun.
 
-        After any other message the event loop parses: what it does with that message may decide
-        how the next one is checked.
+        After any other message the event loop parses: how it handles that message may decide how
+        the next one is checked.
         """
         if parsed.error is not None or self._unhandled_bytes > _UNHANDLED_BYTES:
             return False
@@ -300,7 +302,7 @@ class TlsTransport(asyncio.Transport):
             if count is None and self._wait(selectors.EVENT_READ, _NEXT_BODY_S):
                 count = self._decrypt(buffer)
         except OSError:
-            return False  # the event loop meets the error again, after earlier messages
+            return False  # the event loop gets the error again, after earlier messages
         if not count:
             self._at_eof = count == 0
             return False
@@ -324,9 +326,9 @@ class TlsTransport(asyncio.Transport):
             return
         self._parsed.append(parsed)
         with self._fail_on_error():
-            self._hear()
+            self._handle_parsed()
 
-    def _bulk_read(self, error: Exception | None) -> None:
+    def _on_bulk_read(self, error: Exception | None) -> None:
         self._reading = False
         if self._is_lost:
             self._release()
@@ -339,7 +341,7 @@ class TlsTransport(asyncio.Transport):
         elif self._closing:
             self._discard_input()
         elif not self._paused:
-            self._go_on()
+            self._continue_reading()
 
     def _call_later(self, callback: Callable[[], None]) -> None:
         """Schedule a call from a thread; close everything if the event loop has ended."""
@@ -368,18 +370,18 @@ class TlsTransport(asyncio.Transport):
         with self._out_lock:
             self._out.extend(list_of_data)
             self._out_bytes += sum(map(len, list_of_data))
-            writing = self._writing
-        if not writing and not self._unsent:
-            self._write_on()
+            is_writing = self._writing
+        if not is_writing and not self._unsent:
+            self._write_pending()
         if self._out_bytes > self._high_bytes and not self._full:
             self._full = True
             self._channel.pause_writing()
 
-    def _write_on(self) -> None:
+    def _write_pending(self) -> None:
         """Encrypt and write pending data; hand large data to the writer thread."""
         if self._out_bytes >= limits.BULK_BYTES:
             try:
-                with self._out_lock:  # where the thread ends with it
+                with self._out_lock:  # the thread resets `_writing` under this lock
                     self._writer.do(self._write_bulk)
                     self._writing = True
             except RuntimeError as error:  # this process may have no more threads
@@ -401,11 +403,11 @@ class TlsTransport(asyncio.Transport):
                         continue
                 self._unsent.popleft()
         except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
-            self._loop.add_writer(self._endpoint, self._writable)
+            self._loop.add_writer(self._endpoint, self._on_writable)
         except OSError as error:
-            self._unwritable(error)
+            self._stop_writing(error)
 
-    def _writable(self) -> None:
+    def _on_writable(self) -> None:
         self._loop.remove_writer(self._endpoint)
         self._write_small()
         if not self._unsent and not self._is_lost:
@@ -421,7 +423,7 @@ class TlsTransport(asyncio.Transport):
         if self._writing or self._unsent:
             return
         if self._out:
-            self._write_on()
+            self._write_pending()
         elif self._closing:
             self._finish()
 
@@ -431,11 +433,11 @@ class TlsTransport(asyncio.Transport):
         try:
             while (buffer := self._next_buffer()) is not None:
                 view = memoryview(buffer).cast("B")
-                for at in range(0, len(view), _PIECE_BYTES):
-                    self._write_piece(view[at : at + _PIECE_BYTES])
-        except Exception as wrong:  # noqa: BLE001 -- the event loop handles it
-            error = wrong
-        self._call_later(lambda: self._bulk_written(error))
+                for start in range(0, len(view), _PIECE_BYTES):
+                    self._write_piece(view[start : start + _PIECE_BYTES])
+        except Exception as write_error:  # noqa: BLE001 -- the event loop handles it
+            error = write_error
+        self._call_later(lambda: self._on_bulk_written(error))
 
     def _next_buffer(self) -> frames.Buffer | None:
         with self._out_lock:
@@ -455,24 +457,24 @@ class TlsTransport(asyncio.Transport):
                 self._wait(selectors.EVENT_WRITE)
         with self._out_lock:
             self._out_bytes -= size
-            room = self._full and self._out_bytes <= self._low_bytes
-        if room:
+            has_room = self._full and self._out_bytes <= self._low_bytes
+        if has_room:
             self._call_later(self._buffer_drained)
 
-    def _bulk_written(self, error: Exception | None) -> None:
+    def _on_bulk_written(self, error: Exception | None) -> None:
         if error is not None:
             self._writing = False
         if self._is_lost:
             self._release()
         elif isinstance(error, OSError):
-            self._unwritable(error)
+            self._stop_writing(error)
         elif error is not None:
             self._end(None)
             raise error
         else:
             self._buffer_drained()
 
-    def _unwritable(self, error: OSError) -> None:
+    def _stop_writing(self, error: OSError) -> None:
         """Stop writing; keep reading for a while, as the peer's last data may still be unread."""
         if self._closing or self._paused:
             self._end(error)
@@ -578,7 +580,7 @@ async def secure(
     server_side: bool,
     timeout_s: float,
 ) -> None:
-    """Do the handshake on a connected non-blocking socket, and start reading.
+    """Do the TLS handshake on a connected non-blocking socket, and start reading.
 
     Raises:
         OSError: The handshake failed (ssl.SSLError, TimeoutError); the socket is closed.
@@ -621,13 +623,13 @@ async def connect(
     addresses = await dial.resolve(host, port, timeout_s)
     while True:
         left_s = until_s - loop.time()
-        endpoint, address = await dial.connect_first(addresses, max(left_s, _LEAST_DIAL_S))
+        endpoint, address = await dial.connect_first(addresses, max(left_s, _MIN_DIAL_S))
         addresses.remove(address)
         try:
             await secure(endpoint, context, channel, server_side=False, timeout_s=timeout_s)
         except BaseException as error:
             endpoint.close()
-            # Another address may have a working route; a server without TLS has none anywhere.
+            # Another address may have a working route; but a server without TLS has TLS nowhere.
             if not addresses or not isinstance(error, OSError) or isinstance(error, ssl.SSLError):
                 raise
         else:

@@ -2,8 +2,8 @@
 
 Bodies are read from the socket directly into the connection's arrays (BufferedProtocol). Outgoing
 messages wait in two queues, so that a halt or a heartbeat does not wait behind a gigabyte of
-gradients; each queue keeps its order. The transport receives more only after it has written most of
-its buffer. A buffer that was passed to `send` must not be changed afterwards.
+gradients; each queue keeps its order. The transport gets further messages only after it has written
+most of its buffer. A buffer that was passed to `send` must not be changed afterwards.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from protocol.wire.messages import (
     StepEmbeddings,
 )
 
-_LAST_ANSWER: Final = struct.Struct("56xI")
+_LAST_ACK: Final = struct.Struct("56xI")
 """`struct tcp_info` up to tcpi_last_ack_recv, which is in milliseconds."""
 URGENT: Final[tuple[type[Message], ...]] = (Halt, Cancel, Heartbeat, Goodbye)
 _MANY_OFFSETS: Final = 16
 """Number of unneeded borrowed offsets that are returned at once, in a message of their own."""
-_COMPUTED = (InnerCheckpointChunk, CapturedRows, StepEmbeddings)
-"""Messages that are chunks of one large array; like gradients, it is in memory anyway."""
+_ARRAY_CHUNKS = (InnerCheckpointChunk, CapturedRows, StepEmbeddings)
+"""Messages that are chunks of one large array, which, like gradients, is in memory anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ class Channel(asyncio.BufferedProtocol):
         self._queue: deque[Encoded] = deque()
         self._queued_bytes = 0
         self._waiting_bytes = 0
-        self._awaiting_room: list[asyncio.Future[None]] = []
-        self._writable = True
+        self._room_futures: list[asyncio.Future[None]] = []
+        self._is_writable = True
         self.paused = False
         self._error: ProtocolError | None = None
         self._reason = ""
@@ -119,7 +119,7 @@ class Channel(asyncio.BufferedProtocol):
 
     @property
     def is_local(self) -> bool:
-        """Whether both ends have one address: the peer is on this machine."""
+        """Whether the peer is on this machine: both ends have the same address."""
         if self._transport is None:
             return False
         endpoint = self._transport.get_extra_info("socket")
@@ -172,33 +172,33 @@ class Channel(asyncio.BufferedProtocol):
     async def room(self) -> None:
         """Wait until few bytes are queued, or the connection is over."""
         while self._waiting_bytes > limits.SEND_AHEAD_BYTES and not self._closing:
-            awaited = asyncio.get_running_loop().create_future()
-            self._awaiting_room.append(awaited)
-            await awaited
+            has_room = asyncio.get_running_loop().create_future()
+            self._room_futures.append(has_room)
+            await has_room
 
     def _wake(self) -> None:
         if self._closing or self._waiting_bytes <= limits.SEND_AHEAD_BYTES:
-            awaiting, self._awaiting_room = self._awaiting_room, []
-            for awaited in awaiting:
-                if not awaited.done():
-                    awaited.set_result(None)
+            futures, self._room_futures = self._room_futures, []
+            for future in futures:
+                if not future.done():
+                    future.set_result(None)
 
     def _count(self, frame: Encoded, sign: int) -> None:
         self._waiting_bytes += sign * frame.nbytes
-        if frame.message.body != "values" and not isinstance(frame.message, _COMPUTED):
+        if frame.message.body != "values" and not isinstance(frame.message, _ARRAY_CHUNKS):
             self._queued_bytes += sign * frame.nbytes
 
     def send(self, message: Message | Encoded) -> None:
         """Queue a message; does nothing once the channel is closing.
 
-        It also counts as closing when the peer's Goodbye has been read but not yet handled: earlier
-        messages are handled first, and may cause messages to everyone.
+        The channel also counts as closing once the peer's Goodbye has been read: messages before
+        the Goodbye are handled first, and may cause messages to everyone.
         """
         if self._closing or self.connection.phase is Phase.CLOSED:
             return
         frame = self.connection.send(encode(message) if isinstance(message, Message) else message)
-        urgent = isinstance(frame.message, self._priority)
-        (self._urgent if urgent else self._queue).append(frame)
+        is_urgent = isinstance(frame.message, self._priority)
+        (self._urgent if is_urgent else self._queue).append(frame)
         self._count(frame, 1)
         if self._queued_bytes > limits.SEND_QUEUE_BYTES:
             self.abort(f"too slow: {self._queued_bytes} bytes wait to be read")
@@ -219,13 +219,13 @@ class Channel(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def goodbye(self, reason: str, *, retry: bool, exit_code: int = 0) -> None:
-        """Send the reason, and close once it is written."""
+        """Send the reason, and close the connection once it is written."""
         if self._closing:
             return
         message = Goodbye(reason=self._shorten_reason(reason), retry=retry, exit_code=exit_code)
         with contextlib.suppress(ProtocolError):
             self.send(message)
-        # The peer closes when it has read that: why it ends was said here.
+        # The peer closes after it has read the Goodbye; the reason for the end is ours.
         self._reason = self._reason or reason
         self.finish()
 
@@ -284,7 +284,7 @@ class Channel(asyncio.BufferedProtocol):
         self._bytes_received += nbytes
 
     def parse(self, nbytes: int) -> Parsed:
-        """Return what these bytes complete; called in the thread that reads."""
+        """Return the messages that these bytes complete; called in the thread that reads."""
         try:
             received = self.connection.buffer_updated(nbytes)
             if self._take_values is None:
@@ -312,19 +312,19 @@ class Channel(asyncio.BufferedProtocol):
         memory = self.connection.memory
         if isinstance(received.message, MemoryReturned):
             if memory is None:
-                raise OutOfOrder("MemoryReturned on a connection that shares none")
+                raise OutOfOrder("MemoryReturned on a connection without shared memory")
             memory.returned(received.message.places)
             return
         self._owner.on_message(self, received)
-        del received  # what is needed no more after that is returned with what is sent next
+        del received  # releases a borrowed body that the owner has not kept
         if memory is not None and (offsets := memory.unneeded(_MANY_OFFSETS)):
-            self._return(offsets)
+            self._return_memory(offsets)
 
     def _has_peer_left(self) -> bool:
         """Whether the peer has closed its end. Writing to it would reset the connection before its
         last messages, and its reason for leaving, are read."""
         if self.connection.memory is None or self._transport is None:
-            return False  # over a network nothing is known of it
+            return False  # over a network this cannot be known
         endpoint = self._transport.get_extra_info("socket")
         if endpoint is None or endpoint.fileno() < 0:
             return False
@@ -332,11 +332,11 @@ class Channel(asyncio.BufferedProtocol):
         poll.register(endpoint.fileno(), select.POLLHUP | select.POLLRDHUP)
         return bool(poll.poll(0))
 
-    def _return(self, offsets: tuple[int, ...]) -> None:
+    def _return_memory(self, offsets: tuple[int, ...]) -> None:
         """Tell the peer that it may reuse this memory."""
         if self._transport is not None and not self._closing and not self._has_peer_left():
-            returned = self.connection.send(MemoryReturned(places=offsets))
-            self._transport.writelines(returned.buffers)
+            frame = self.connection.send(MemoryReturned(places=offsets))
+            self._transport.writelines(frame.buffers)
 
     def eof_received(self) -> bool:
         try:
@@ -346,10 +346,10 @@ class Channel(asyncio.BufferedProtocol):
         return False
 
     def pause_writing(self) -> None:
-        self._writable = False
+        self._is_writable = False
 
     def resume_writing(self) -> None:
-        self._writable = True
+        self._is_writable = True
         self._pump()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -383,7 +383,7 @@ class Channel(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None or self._has_peer_left():
             return
-        while self._writable or force:
+        while self._is_writable or force:
             queue = self._urgent or self._queue
             if not queue:
                 return
@@ -416,7 +416,7 @@ class Channel(asyncio.BufferedProtocol):
 
 
 def reason_of(error: BaseException | None) -> str:
-    """Describe why a connection ended or was not made, without the system's error numbers."""
+    """Describe why a connection ended or could not be made, without the system's error number."""
     if error is None:
         return "the peer closed the connection"
     return getattr(error, "strerror", None) or str(error) or "the connection was reset"
@@ -425,15 +425,15 @@ def reason_of(error: BaseException | None) -> str:
 def _unanswered_s(endpoint: socket.socket) -> float | None:
     """Return the seconds since the peer's kernel last acknowledged data, as Linux reports it."""
     if _is_unix(endpoint):
-        return 0.0  # One kernel at both ends; a process that is gone has closed it.
-    kind = getattr(socket, "TCP_INFO", None)
-    if kind is None:
+        return 0.0  # both ends have one kernel, which closes the socket of a process that exits
+    tcp_info = getattr(socket, "TCP_INFO", None)
+    if tcp_info is None:
         return None
     try:
-        info = endpoint.getsockopt(socket.IPPROTO_TCP, kind, _LAST_ANSWER.size)
+        info = endpoint.getsockopt(socket.IPPROTO_TCP, tcp_info, _LAST_ACK.size)
     except OSError:
         return None
-    return float(_LAST_ANSWER.unpack(info)[0] / 1000) if len(info) == _LAST_ANSWER.size else None
+    return float(_LAST_ACK.unpack(info)[0] / 1000) if len(info) == _LAST_ACK.size else None
 
 
 def _is_unix(endpoint: socket.socket) -> bool:

@@ -2,9 +2,9 @@
 
 torch's optimizers skip such a parameter: its weights, moments and step count do not change. Here
 an absent gradient is an array of negative zeros. In IEEE 754, -0.0 is the identity of addition:
-x + -0.0 is x, bit for bit, and a sum is -0.0 only if both terms are. So the reduction tree itself
-combines what the microbatches of a step have reached, without a mask that could be lost or forged:
-a tensor's average is absent if and only if no microbatch of the step reached the tensor. Averaging,
+x + -0.0 is x, bit for bit, and a sum is -0.0 only if both terms are. So the sums along the
+reduction tree show which tensors a step has reached, without a mask that could be lost or forged: a
+tensor's average is absent if and only if no microbatch of the step reached the tensor. Averaging,
 bfloat16, slices and the gradient log preserve the sign of zero.
 
 The first value of a present gradient is never -0.0: `present` replaces it by +0.0 where the
@@ -51,7 +51,7 @@ def present(gradient: Array) -> Array:
 
 
 def is_absent(gradient: Array) -> bool:
-    """Whether a tensor's gradient, flat float32, is absent; an empty one never is."""
+    """Return whether a tensor's gradient, flat float32, is absent; an empty gradient never is."""
     bits = gradient.view(np.uint32)
     if not bits.size or bits[0] != _ABSENT_BITS:
         return False
@@ -65,8 +65,8 @@ def mark_absent(block: Block, gradient: Array, names: Collection[str] = ()) -> A
 
     Args:
         block: The block.
-        gradient: The gradient of all its tensors, flat float32.
-        names: Names of the tensors that were not reached.
+        gradient: The gradient of all tensors of the block, flat float32.
+        names: Names of the tensors that backward did not reach.
     """
     for tensor, part in block.slices():
         if tensor.name in names:

@@ -29,7 +29,8 @@ ELEMENT_BYTES: Final[dict[Precision, int]] = {"float32": 4, "bfloat16": 2}
 
 
 def rounded(values: Array) -> Array:
-    """Round a flat float32 array in place; too large values become infinite, NaN stays NaN."""
+    """Round a flat float32 array in place; values that are too large become infinite, NaN stays
+    NaN."""
     if (library := library_for(writes=(values,))) is not None:
         library.round_bfloat16(values)
         return values
@@ -48,10 +49,10 @@ def rounded(values: Array) -> Array:
 
 
 def packed(values: Array, precision: Precision) -> NDArray[Any]:
-    """Encode a flat array that is rounded to this precision already.
+    """Encode a flat array that is already rounded to this precision.
 
     Returns:
-        The array itself, or little-endian uint16 of its shape.
+        The array itself, or its upper halves as little-endian uint16 of the same shape.
     """
     if precision == "float32":
         return values
@@ -61,7 +62,7 @@ def packed(values: Array, precision: Precision) -> NDArray[Any]:
 
 
 def unpacked(raw: NDArray[np.uint8], precision: Precision) -> Array:
-    """Decode to float32; float32 gives a view."""
+    """Decode to float32; float32 bytes are viewed, not copied."""
     if precision == "float32":
         return raw.view("<f4")
     if (library := library_for_bytes(raw, raw.size // 2 * 2)) is not None:

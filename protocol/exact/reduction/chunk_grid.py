@@ -23,7 +23,7 @@ DIGEST_BYTES: Final = 16
 
 
 class ChunkGrid:
-    """Number the chunks of a step from 0, in the order in which they are sent.
+    """Numbers the chunks of a step from 0, in the order in which they are sent.
 
     Attributes:
         blocks: The manifest's blocks.
@@ -52,7 +52,7 @@ class ChunkGrid:
         return self._ends_bytes[-1]
 
     def has(self, block: int, chunk: int) -> bool:
-        """Whether this chunk exists."""
+        """Return whether this chunk exists."""
         return block < len(self.blocks) and chunk < self.blocks[block].chunks
 
     def number(self, block: int, chunk: int) -> int:
@@ -72,41 +72,41 @@ class ChunkGrid:
         return (self._ends_bytes[number + 1] - self._ends_bytes[number]) // 4
 
     def end(self, start: int, length_bytes: int) -> int:
-        """Return the number after the last chunk that fits into `length_bytes` from `start` on; at
-        least one chunk counts as fitting."""
-        reach = bisect_right(self._ends_bytes, self._ends_bytes[start] + length_bytes) - 1
-        return min(max(reach, start + 1), self.count)
+        """Return the end of the range of chunks from `start` on that fits into `length_bytes`; the
+        range has at least one chunk."""
+        end = bisect_right(self._ends_bytes, self._ends_bytes[start] + length_bytes) - 1
+        return min(max(end, start + 1), self.count)
 
 
 def chunk_digest(values: Array | NDArray[Any]) -> bytes:
-    """Return the first 16 bytes of BLAKE3 over an average: its owner announces it, receivers check
-    it."""
+    """Return the first 16 bytes of BLAKE3 over an average; the owner announces this digest, and
+    receivers check it."""
     return blake3(values.view("u1").data).digest(DIGEST_BYTES)
 
 
 def divide_chunks(shares: Sequence[float], grid: ChunkGrid) -> list[int]:
-    """Give each chunk an owner: the index of its share.
+    """Assign an owner to each chunk.
 
     Args:
-        shares: Relative number of elements for each owner; at least one is above 0.
+        shares: Each owner's relative share of the elements; at least one is above 0.
         grid: The chunks.
 
     Returns:
-        One index per chunk. In every run of consecutive chunks each owner has about its share.
+        For each chunk the owner's index in `shares`. Each owner has about its share of any
+        consecutive chunks.
     """
-    total = sum(shares)
-    assigned_bytes = [0.0] * len(shares)
-    owners, total_assigned = [], 0.0
-    for number in range(grid.count):
-        elements = max(grid.elements(number), 1)
-        total_assigned += elements
-        # The owner that is furthest below its share so far.
-        lacking = [
-            share / total * total_assigned - assigned_share
-            for share, assigned_share in zip(shares, assigned_bytes, strict=True)
+    total_share = sum(shares)
+    assigned_elements = [0.0] * len(shares)
+    owners, total_elements = [], 0.0
+    for chunk in range(grid.count):
+        elements = max(grid.elements(chunk), 1)
+        total_elements += elements
+        deficits = [
+            share / total_share * total_elements - assigned
+            for share, assigned in zip(shares, assigned_elements, strict=True)
         ]
-        able_owners = [index for index, share in enumerate(shares) if share > 0]
-        owner = max(able_owners, key=lambda index: (lacking[index], -index))
-        assigned_bytes[owner] += elements
+        candidates = [index for index, share in enumerate(shares) if share > 0]
+        owner = max(candidates, key=lambda index: (deficits[index], -index))
+        assigned_elements[owner] += elements
         owners.append(owner)
     return owners

@@ -144,27 +144,27 @@ class Reducer(Generic[Piece]):
         return piece in self._partials
 
     def own(self, pieces: Collection[Piece]) -> set[Piece]:
-        """Reduce these pieces from now on. What is reduced already stays.
+        """Reduce these pieces from now on; results of other pieces that are done remain.
 
         Returns:
             The pieces whose partial sums were dropped.
         """
-        dropped_subtrees = {
+        dropped_pieces = {
             piece for piece in self._partials if piece not in pieces and not self.is_done(piece)
         }
-        for piece in dropped_subtrees:
+        for piece in dropped_pieces:
             del self._partials[piece]
         for piece in pieces:
             if piece not in self._partials:
                 self._partials[piece] = _Partial(self._microbatches, self._exchange)
-        return dropped_subtrees
+        return dropped_pieces
 
     def is_done(self, piece: Piece) -> bool:
-        """Whether the piece is reduced here."""
+        """Return whether the piece is completely reduced."""
         return piece in self._partials and self._partials[piece].sums is None
 
     def covers(self, piece: Piece, subtree: Subtree) -> bool:
-        """Whether a subtree's sum of this piece would change nothing."""
+        """Return whether a subtree's sum of this piece is already included."""
         sums = self._partials[piece].sums
         return sums is None or sums.covers(subtree)
 
@@ -187,20 +187,20 @@ class Reducer(Generic[Piece]):
         Args:
             piece: The piece; one of those to reduce.
             worker: The worker that computed the sum.
-            subtree: The microbatches in it.
-            weight: Their weight.
-            values: Flat float32, rounded to the precision of the exchange.
+            subtree: The microbatches of the sum.
+            weight: The weight of these microbatches.
+            values: The sum, flat float32, rounded to the precision of the exchange.
 
         Returns:
-            The result once all microbatches are included, or what is not finite (without its
-            block).
+            The result once all microbatches are included, or a description of the non-finite sum
+            (without the block).
         """
         partial = self._partials[piece]
         sums = partial.sums
         if sums is None or sums.covers(subtree):
             return None
-        # Checked before adding, since a sum does not show whose NaN it was. A sum over all
-        # microbatches shows it in the average, unless its weight is zero.
+        # Checked before adding, since a sum does not show which term had a NaN. In a sum over all
+        # microbatches the average shows it, unless the weight is zero.
         is_whole_step = weight > 0 and subtree == root(self._microbatches)
         if self._average_into is not None and not (is_whole_step or is_finite(values)):
             return NonFinite(subtree, worker)
@@ -217,14 +217,14 @@ class Reducer(Generic[Piece]):
                 contributor = worker if is_whole_step and not is_finite(values) else None
                 return NonFinite(root(self._microbatches), contributor)
             total = out
-        partial.sums = None  # frees the memory now: all pieces are as large as the model
+        partial.sums = None  # frees the memory now: all pieces together are as large as the model
         return Reduced(total, total_weight, partial.origins.total or ())
 
     def _average(self, total: Array, weight: float, out: Array) -> bool:
         """Write the average, rounded as it is sent; return whether it is finite."""
         if not math.isfinite(weight):
             return False
-        # A small weight can overflow where the sum did not.
+        # Dividing by a small weight can overflow although the sum is finite.
         finite = average(total, weight, out=out)
         if self._exchange.averages == "float32":
             return finite

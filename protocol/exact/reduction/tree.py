@@ -26,7 +26,7 @@ class Subtree(NamedTuple):
         return self.hi - self.lo
 
     def covers(self, other: Subtree) -> bool:
-        """Whether `other` is this subtree or part of it."""
+        """Return whether `other` is this subtree or part of it."""
         return self.lo <= other.lo and other.hi <= self.hi
 
     def __str__(self) -> str:
@@ -59,39 +59,39 @@ def path(subtree: Subtree, microbatches: int) -> tuple[Subtree, ...]:
     """
     if not 0 <= subtree.lo < subtree.hi <= microbatches:
         return ()
-    at = root(microbatches)
-    steps = [at]
-    while at != subtree:
-        if at.leaves == 1:
+    current = root(microbatches)
+    subtrees = [current]
+    while current != subtree:
+        if current.leaves == 1:
             return ()
-        left, right = children(at)
+        left, right = children(current)
         if left.covers(subtree):
-            at = left
+            current = left
         elif right.covers(subtree):
-            at = right
+            current = right
         else:
             return ()
-        steps.append(at)
-    return tuple(steps)
+        subtrees.append(current)
+    return tuple(subtrees)
 
 
 def is_subtree(subtree: Subtree, microbatches: int) -> bool:
-    """Whether the tree over a number of microbatches contains `subtree`."""
+    """Return whether the tree over this number of microbatches contains `subtree`."""
     return bool(path(subtree, microbatches))
 
 
 def parent(subtree: Subtree, microbatches: int) -> Subtree | None:
-    """Return the subtree above; None for the root."""
-    ancestors = path(subtree, microbatches)
-    return ancestors[-2] if len(ancestors) > 1 else None
+    """Return the parent of a subtree; None for the root."""
+    subtrees = path(subtree, microbatches)
+    return subtrees[-2] if len(subtrees) > 1 else None
 
 
 def sibling(subtree: Subtree, microbatches: int) -> Subtree | None:
     """Return the other child of the parent; None for the root."""
-    ancestor = parent(subtree, microbatches)
-    if ancestor is None:
+    above = parent(subtree, microbatches)
+    if above is None:
         return None
-    left, right = children(ancestor)
+    left, right = children(above)
     return right if subtree == left else left
 
 

@@ -24,8 +24,8 @@ T = TypeVar("T")
 class TreeSum(Generic[T]):
     """Sums of disjoint subtrees, each merged with its sibling as soon as both have arrived.
 
-    A subtree whose sum is already included is dropped. A subtree that includes some that have
-    arrived replaces them: it was assigned because other parts of it were missing.
+    A subtree whose sum is already included is dropped. A subtree that contains subtrees whose sums
+    have arrived replaces them: it was assigned because some of its microbatches were missing.
     """
 
     def __init__(self, microbatches: int, add: Callable[[T, T], T]) -> None:
@@ -35,17 +35,17 @@ class TreeSum(Generic[T]):
 
     @property
     def pending(self) -> tuple[Subtree, ...]:
-        """The subtrees whose sums are here, in order."""
+        """The subtrees whose sums have arrived and are not yet merged, in order."""
         return tuple(sorted(self._pending))
 
     def covers(self, subtree: Subtree) -> bool:
-        """Whether a sum that is here includes the subtree."""
+        """Return whether one of the sums includes the subtree."""
         return any(lo <= subtree.lo and subtree.hi <= hi for lo, hi in self._pending)
 
     def put(self, subtree: Subtree, value: T) -> bool:
-        """Add a subtree's value and merge upward; return False if it is dropped.
+        """Add a subtree's value and merge upward; return False if the value is dropped.
 
-        The value belongs to the sum from then on.
+        The value must not be used afterwards: it may become part of a sum.
         """
         if self.covers(subtree):
             return False
@@ -53,11 +53,13 @@ class TreeSum(Generic[T]):
             del self._pending[part]
         while (other := sibling(subtree, self._microbatches)) in self._pending:
             assert other is not None
-            partner = self._pending.pop(other)
-            value = self._add(value, partner) if subtree < other else self._add(partner, value)
-            enclosing = parent(subtree, self._microbatches)
-            assert enclosing is not None
-            subtree = enclosing
+            other_value = self._pending.pop(other)
+            value = (
+                self._add(value, other_value) if subtree < other else self._add(other_value, value)
+            )
+            merged = parent(subtree, self._microbatches)
+            assert merged is not None
+            subtree = merged
         self._pending[subtree] = value
         return True
 

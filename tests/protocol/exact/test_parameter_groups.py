@@ -193,7 +193,7 @@ def test_zero_rate_leaves_tensors_unchanged():
         ([("*.bias",), ("layers.*", "head.norm")], ""),
         ([("*.bias", "layers.1.*")], r"groups\[0\].*'layers.1.\*'; none matches.*layers.10.weight"),
         ([("weight",)], "'weight'; none matches"),
-        ([("layers.*",), ("*.bias",)], r"groups\[1\].*'\*.bias'; all that match are in earlier"),
+        ([("layers.*",), ("*.bias",)], r"groups\[1\].*'\*.bias'; all matches are in earlier"),
     ],
 )
 def test_unmatched_pattern_is_named_with_the_tensor_names(patterns, fault):

@@ -45,7 +45,7 @@ def test_rates_are_those_of_torch(values, keys, floor):
     plateau = Plateau(spec, {})
     for number, value in enumerate(values, 1):
         reference.step(value)
-        plateau.measured(10 * number, {"loss": value, "other": 1.0})
+        plateau.add_evaluation(10 * number, {"loss": value, "other": 1.0})
         rate = spec.lr * plateau.factor_at(10 * number + 9)
         assert rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
     repeat = Plateau(spec, {10 * n: {"loss": value} for n, value in enumerate(values, 1)})

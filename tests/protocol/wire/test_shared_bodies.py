@@ -80,7 +80,7 @@ def test_peer_without_shared_memory_gets_the_body():
     frame = send_shared(worker, SENT)
     coordinator = Connection("coordinator")
     coordinator.phase, coordinator.blocks = Phase.OPEN, BLOCKS
-    with pytest.raises(FrameError, match="memory that is not shared"):
+    with pytest.raises(FrameError, match="expected the body in the frame"):
         coordinator.receive_data(frame)
 
 

@@ -251,7 +251,7 @@ async def test_briefly_resumed_reader_receives_nothing(contexts):
     reader_event, read = asyncio.Event(), asyncio.Event()
     transport = worker_end._transport
     transport._reader.do = _then(transport._reader.do, reader_event)
-    transport._bulk_read = _then(transport._bulk_read, read)
+    transport._on_bulk_read = _then(transport._on_bulk_read, read)
     coordinator_end.send(blob(of_bytes(LARGE)))
     await reader_event.wait()
     worker_end.pause()
