@@ -190,8 +190,8 @@ def step_scalars(
     assert math.isfinite(norms.whole)
     is_schedule_free = spec.name == "schedule-free"
     # The average weights its steps, so a skipped step must not count.
-    schedule_step = optimizer_step - 1 if is_schedule_free else step
-    rate = learning_rate(spec, schedule_step, steps) * rate_factor
+    position = optimizer_step - 1 if is_schedule_free else step
+    rate = learning_rate(spec, position, steps) * rate_factor
     if spec.relative_step:
         rate = min(rate, 1.0 / math.sqrt(optimizer_step))
     beta1 = _entry(spec.momenta or spec.betas[:1], step)
@@ -218,10 +218,14 @@ def step_scalars(
         "loss_scale": loss_scale,
     }
     float64_values |= _optional_scalars(spec, optimizer_step)
+    clips = _group_clips(spec, norms)
+    rounded = {name: nearest_float32(value) for name, value in float64_values.items()}
+    return StepScalars(**rounded, group_clips=clips, group_scales=_group_scales(spec, step))
+
+
+def _group_clips(spec: OptimizerSpec, norms: GradientNorms) -> tuple[float, ...]:
     groups = zip(spec.clipped_groups, norms.groups, strict=True)
-    clips = tuple(nearest_float32(clip_factor(g.clip_norm, norm)) for g, norm in groups)
-    rounded_values = {name: nearest_float32(value) for name, value in float64_values.items()}
-    return StepScalars(**rounded_values, group_clips=clips, group_scales=_group_scales(spec, step))
+    return tuple(nearest_float32(clip_factor(group.clip_norm, norm)) for group, norm in groups)
 
 
 def _group_scales(spec: OptimizerSpec, step: int) -> tuple[float, ...]:

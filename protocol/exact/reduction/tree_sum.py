@@ -53,13 +53,11 @@ class TreeSum(Generic[T]):
             del self._pending[part]
         while (other := sibling(subtree, self._microbatches)) in self._pending:
             assert other is not None
-            other_value = self._pending.pop(other)
-            value = (
-                self._add(value, other_value) if subtree < other else self._add(other_value, value)
-            )
-            merged = parent(subtree, self._microbatches)
-            assert merged is not None
-            subtree = merged
+            partner = self._pending.pop(other)
+            value = self._add(value, partner) if subtree < other else self._add(partner, value)
+            enclosing = parent(subtree, self._microbatches)
+            assert enclosing is not None
+            subtree = enclosing
         self._pending[subtree] = value
         return True
 

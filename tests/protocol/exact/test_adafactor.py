@@ -101,7 +101,7 @@ def test_sums_have_the_documented_order(shape, native):
     stack = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
     squares = stack.astype(np.float64) ** 2 + scalars.epsilon
     with using(library_for(stack) if native else None):
-        of_rows, of_columns = adafactor._sums(scalars, stack)
+        of_rows, of_columns = adafactor._square_sums(scalars, stack)
     for matrix in range(shape[0]):
         rows = squares[matrix].tolist()
         assert of_rows[matrix].tolist() == [summed_in_lanes(row) for row in rows]

@@ -190,7 +190,7 @@ def test_sums_by_row_and_column(kernels, case, columns, rows):
     contents = []
     for native in (None, kernels):
         with using(native), np.errstate(all="ignore"):
-            sums = adafactor._sums(scalars, stack)
+            sums = adafactor._square_sums(scalars, stack)
         contents.append([np.where(np.isnan(each), 0.0, each).tobytes() for each in sums])
     assert contents[0] == contents[1]
 
