@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import ast
-import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from blake3 import blake3
 
-from protocol.base.errors import MessageError, Mismatch
+from protocol.base.errors import DataError, MessageError, Mismatch
 from protocol.base.regular_file import read_json
 from protocol.exact.schedule import learning_rate
+from protocol.spec.files.before_a_run import SCRIPT_DIRECTORY
+from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 from protocol.spec.spec_changes import changes_between, may_change, refused_change
 from samestep.arguments import EDITED
+from samestep.code_difference import first_difference
 from samestep.script import MODULES, Script
+
+_UNKNOWN: Final = "its content differs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +51,28 @@ class ExistingRun:
     @property
     def call(self) -> int | None:
         """The number of its `fit` within the script, counted from 1."""
-        number = (self.spec.options.get("script") or {}).get("call")
+        number = self._identity.get("call")
         return number if isinstance(number, int) else None
 
     @property
+    def _identity(self) -> Mapping[str, Any]:
+        """Name, digest and call of the script that began the run."""
+        return self.spec.options.get("script") or {}
+
+    @property
     def script_file(self) -> str:
-        """The script of its `fit`, which is in its directory; empty without one."""
-        return "" if self.spec.data is None else self.spec.data.train
+        """The run's copy of its script; empty without one.
+
+        A run's directory may have been moved since the run began: a copy in it with the script's
+        digest is the run's script too.
+        """
+        if self.spec.data is None:
+            return ""
+        path = Path(self.spec.data.train)
+        moved = self.directory.resolve() / SCRIPT_DIRECTORY / path.name
+        if not path.is_file() and _digest_of(moved) == self._identity.get("digest"):
+            return str(moved)
+        return str(path)
 
     def script_for(self, script: Script, *, may_be_edited: bool) -> Script | None:
         """Return the script of the run, which an edited one stands for; None if it was not edited.
@@ -63,36 +82,95 @@ class ExistingRun:
             may_be_edited: Whether the user says that the edit changes nothing that is trained.
 
         Raises:
-            Mismatch: It does something else; shows the first line that differs.
+            Mismatch: It does something else; shows the first difference in its code.
         """
-        identity = self.spec.options.get("script") or {}
-        first = str(identity.get("digest") or "")
-        if not first or script.path is None or identity.get("name") != script.name:
+        first = str(self._identity.get("digest") or "")
+        if not first or script.path is None or self._identity.get("name") != script.name:
             return None
         if may_be_edited:
-            modules = _manifest_digests(self.directory).get(MODULES, "")
+            modules = self._digests.get(MODULES, "")
             return replace(script, digest=first, first_modules=modules)
         if script.digest == first:
             return None
         self._require_script_file()
-        before, now = _text_of(Path(self.script_file)), _text_of(script.path)
-        is_known = blake3(before.encode()).hexdigest() == first
-        if is_known and _is_same_code(before, now):
+        difference = self._edit_of(script)
+        if difference == "":
             return replace(script, digest=first)
-        what = _first_difference(before, now) if is_known else "its content differs"
-        restored = f"restore it with cp {self.script_file} {script.path}, " if is_known else ""
+        restored = ""
+        if difference is not None:
+            restored = f"restore it with cp {self.script_file} {script.path}, "
         raise Mismatch(
             f"resume: expected the script of the run in {str(self.directory)!r}, got one that was "
-            f'edited: {what}; {restored}write resume="{EDITED}" if nothing that is trained '
-            "changes, or use another directory"
+            f'edited: {difference or _UNKNOWN}; {restored}write resume="{EDITED}" if nothing that '
+            "is trained changes, or use another directory"
         )
+
+    def accepted_edit(self, script: Script) -> str:
+        """Describe what `resume="edited"` accepts on the user's word; empty if nothing.
+
+        Args:
+            script: The script that resumes the run. It has imported its modules.
+        """
+        differences = []
+        if script.digest != self._identity.get("digest"):
+            difference = self._edit_of(script)
+            differences += [] if difference == "" else [f"its script: {difference or _UNKNOWN}"]
+        if script.modules_digest() != self._digests.get(MODULES, ""):
+            differences.append("the modules beside its script")
+        if not differences:
+            return ""
+        return (
+            f"the run in {str(self.directory)!r} continues with an edit of "
+            f"{', and of '.join(differences)}; that it changes nothing that is trained is your "
+            "word, samestep compares only the gradients at the initial weights"
+        )
+
+    def _edit_of(self, script: Script) -> str | None:
+        """Describe how a script's code differs from the run's; None if that is unknown."""
+        before = _text_of(Path(self.script_file))
+        if script.path is None or blake3(before.encode()).hexdigest() != self._identity["digest"]:
+            return None
+        return first_difference(before, _text_of(script.path))
 
     def _require_script_file(self) -> None:
         if self.script_file and not Path(self.script_file).is_file():
             raise Mismatch(
-                f"resume: expected the run's script at {self.script_file}, got no such file: move "
-                "the run's directory back, put the script back, or use another directory"
+                f"resume: expected the run's script at {self.script_file} or in "
+                f"{str(self.directory / SCRIPT_DIRECTORY)!r}, got no such file: put the script "
+                "back, or use another directory"
             )
+
+    def check_inputs(self, manifest: Manifest) -> None:
+        """Check that what is trained is what the run has trained so far.
+
+        Raises:
+            Mismatch: It is not; names the inputs that differ.
+        """
+        stored = _manifest_in(self.directory)
+        if stored is None or stored.digest() == manifest.digest():
+            return
+        before, now = stored.digests, manifest.digests
+        names = sorted(name for name in {**before, **now} if before.get(name) != now.get(name))
+        remedy = "restore what was changed"
+        if names == [MODULES]:
+            remedy = f'restore them, write resume="{EDITED}" if nothing that is trained changes'
+        raise Mismatch(
+            f"resume: expected the {' and '.join(names) or 'model, sample counts or metrics'} that "
+            f"the run in {str(self.directory)!r} began with, got others: {remedy}, or use another "
+            "directory"
+        )
+
+    def numerics_profiles(self) -> frozenset[str]:
+        """Return the numerics profiles of all that have computed a step of this run."""
+        try:
+            return frozenset(map(str, read_json(self.directory / "terms.json")["signatures"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return frozenset()
+
+    @property
+    def _digests(self) -> Mapping[str, str]:
+        stored = _manifest_in(self.directory)
+        return {} if stored is None else stored.digests
 
     def check(self, spec: RunSpec) -> tuple[str, ...]:
         """Check that this run may be resumed with a run spec.
@@ -148,11 +226,19 @@ class ExistingRun:
         return 0
 
 
-def _manifest_digests(directory: Path) -> dict[str, str]:
+def _manifest_in(directory: Path) -> Manifest | None:
+    """Read a run's manifest; None if it is unreadable: the coordinator reports why."""
     try:
-        return dict(read_json(directory / "manifest.json")["digests"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+        return Manifest.from_bytes((directory / "manifest.json").read_bytes())
+    except (OSError, MessageError):
+        return None
+
+
+def _digest_of(path: Path) -> str:
+    try:
+        return Script.at(path).digest
+    except DataError:
+        return ""
 
 
 def _text_of(path: Path) -> str:
@@ -160,21 +246,6 @@ def _text_of(path: Path) -> str:
         return path.read_bytes().decode()
     except (OSError, ValueError):
         return ""
-
-
-def _is_same_code(one: str, other: str) -> bool:
-    """Whether two scripts differ in comments and layout alone."""
-    try:
-        return ast.dump(ast.parse(one)) == ast.dump(ast.parse(other))
-    except SyntaxError:
-        return False
-
-
-def _first_difference(before: str, now: str) -> str:
-    """The first line that differs, such as `line 3 was 'lr = 1', is 'lr = 2'`."""
-    lines = itertools.zip_longest(before.splitlines(), now.splitlines(), fillvalue="")
-    number, (old, new) = next((n, each) for n, each in enumerate(lines, 1) if each[0] != each[1])
-    return f"line {number} was {old.strip()[:80]!r}, is {new.strip()[:80]!r}"
 
 
 def _outcome(directory: Path) -> object:

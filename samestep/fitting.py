@@ -48,6 +48,7 @@ from protocol.exact.digest import weights_digest
 from protocol.machine.allocator import keep_freed_memory, keep_freed_memory_no_more
 from protocol.machine.secret_file import join_token_file, state_home
 from protocol.spec.files.before_a_run import BEFORE_A_RUN, SCRIPT_DIRECTORY
+from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import SECTIONS, RunSpec, parse_run_spec
 from samestep import script
 from samestep.arguments import EDITED, Arguments
@@ -64,8 +65,9 @@ from samestep.coordinator_subprocess import (
     queue_interrupts,
     show,
 )
+from samestep.edited_script import report_edit, reporting_other_gradients
 from samestep.existing_run import ExistingRun
-from samestep.result import FitResult, read_history
+from samestep.result import FitResult, OnLog, read_history
 from samestep.script_devices import devices_of
 from samestep.served_device import ServedDevice, served_device
 from samestep.srun import SrunStep, TaskDeadline
@@ -89,8 +91,6 @@ _MINIMUM_PATIENCE_S: Final = 10.0
 """Minimum wait for a run: a coordinator offers it at once, but may be busy."""
 _END_TIMEOUT_S: Final = 60.0
 """How long to wait for a coordinator that was told to end at once, or whose run has failed."""
-
-OnLog = Callable[[Mapping[str, float]], object]
 
 _LAST_ADDRESS: list[str] = []
 """Address of the last `fit`'s coordinator; the next one listens there, so that workers reconnect.
@@ -235,7 +235,8 @@ def _begin(call: script.Call, arguments: Arguments) -> FitResult:
         existing_run = ExistingRun.find(Path(arguments.directory)) if arguments.resume else None
         if existing_run is not None:
             call.number = existing_run.call or call.number
-            _take_edited_script(call, existing_run, may_be_edited=arguments.resume == EDITED)
+            may_be_edited = arguments.resume == EDITED
+            call.stands_for = existing_run.script_for(call.script, may_be_edited=may_be_edited)
         spec, task = _build(call, arguments, existing_run)
         call.prepared = (spec, task)
         if arguments.several_devices:
@@ -243,17 +244,9 @@ def _begin(call: script.Call, arguments: Arguments) -> FitResult:
         control_address = arguments.control_address
         if control_address is not None:
             return _submit(call, spec, arguments, control_address)
-        if existing_run is not None:
-            if changes := existing_run.check(spec):
-                _report_changes(existing_run, spec, changes, task.manifest.epoch_samples)
-            elif existing_run.is_finished:
-                call.task(spec)
-                text = (
-                    f"the run in {str(existing_run.directory)!r} has finished; nothing left to do"
-                )
-                show(Line(text))
-                return _result(call, existing_run.directory, has_joined=False)
-        return _with_local_coordinator(call, spec, arguments)
+        if existing_run is None:
+            return _with_local_coordinator(call, spec, arguments, arguments.on_log)
+        return _resume(call, arguments, existing_run, spec, task.manifest)
     except KeyboardInterrupt as interrupt:
         reason = str(interrupt) or "this fit has ended"
         show(Line(f"samestep: interrupted; {reason}", is_error=True))
@@ -262,18 +255,31 @@ def _begin(call: script.Call, arguments: Arguments) -> FitResult:
         raise SystemExit(ExitCode.INTERRUPTED) from None
 
 
-def _take_edited_script(call: script.Call, existing: ExistingRun, *, may_be_edited: bool) -> None:
-    """Have an edited script stand for that of the run, if it may.
+def _resume(
+    call: script.Call,
+    arguments: Arguments,
+    existing_run: ExistingRun,
+    spec: RunSpec,
+    manifest: Manifest,
+) -> FitResult:
+    """Continue a run, or return its result if it has finished.
 
     Raises:
-        Mismatch: It may not.
+        Mismatch: Its script, arguments or data are not those that it began with.
     """
-    call.stands_for = existing.script_for(call.script, may_be_edited=may_be_edited)
-    if call.stands_for is not None:
-        show(Line(
-            f"the run in {str(existing.directory)!r} continues with the edited script; workers "
-            f"that join need the run's own, {existing.script_file!r}"
-        ))  # fmt: skip
+    changes = existing_run.check(spec)
+    if existing_run.is_finished and not changes:
+        call.task(spec)
+        text = f"the run in {str(existing_run.directory)!r} has finished; nothing left to do"
+        show(Line(text))
+        return _result(call, existing_run.directory, has_joined=False)
+    existing_run.check_inputs(manifest)
+    if changes:
+        _report_changes(existing_run, spec, changes, manifest.epoch_samples)
+    on_log = arguments.on_log
+    if call.stands_for is not None and report_edit(call, existing_run):
+        on_log = reporting_other_gradients(call, existing_run, on_log)
+    return _with_local_coordinator(call, spec, arguments, on_log)
 
 
 def _check_combination(call: script.Call, arguments: Arguments) -> None:
@@ -349,7 +355,8 @@ def _script_file(user_script: script.Script, existing_run: ExistingRun | None) -
     if user_script.path is None:
         return {}
     if existing_run is not None and Path(existing_run.script_file).is_file():
-        return {"data": {"train": existing_run.script_file}}
+        assert existing_run.spec.data is not None, "it names the script's file"
+        return {"data": {"train": existing_run.spec.data.train}}  # where that was when it began
     return {"data": {"train": str(user_script.path)}}
 
 
@@ -475,14 +482,16 @@ def _build(
 # With a coordinator that fit starts.
 
 
-def _with_local_coordinator(call: script.Call, spec: RunSpec, arguments: Arguments) -> FitResult:
+def _with_local_coordinator(
+    call: script.Call, spec: RunSpec, arguments: Arguments, on_log: OnLog | None
+) -> FitResult:
     is_alone = arguments.expected_workers <= max(1, len(arguments.several_devices))
     request = {
         "script": "" if call.script.path is None else call.script.name,
         "expect_workers": arguments.expected_workers,
         "resume": bool(arguments.resume),
         "may_change": bool(arguments.resume),
-        "records": arguments.on_log is not None,
+        "records": on_log is not None,
     }
     with (
         _run_directory(arguments.directory, spec.name) as directory,
@@ -504,14 +513,13 @@ def _with_local_coordinator(call: script.Call, spec: RunSpec, arguments: Argumen
 
         coordinator, address, event_queue = _start_where_free(start)
         credentials = WorkerCredentials(join_token_file(state_home()))
-        is_resumed = bool(arguments.resume)
         worker = _worker(call, arguments, address, credentials, event_queue)
         try:
             with queue_interrupts(event_queue):
-                log = _Log(arguments.on_log, coordinator.drain)
+                log = _Log(on_log, coordinator.drain)
                 _handle_events(
                     coordinator, worker, event_queue, directory, log.add_row,
-                    is_alone=is_alone, is_resumed=is_resumed, deadline=_deadline(call, arguments),
+                    is_alone=is_alone, deadline=_deadline(call, arguments),
                 )  # fmt: skip
             if log.error is not None:
                 raise log.error
@@ -596,7 +604,6 @@ def _handle_events(
     on_log: OnLog,
     *,
     is_alone: bool,
-    is_resumed: bool,
     deadline: TaskDeadline,
 ) -> None:
     """Handle events until the coordinator has ended; print its lines.
@@ -644,7 +651,7 @@ def _handle_events(
             case CoordinatorEnded():
                 if event.exit_code and interrupts > 1:
                     raise _ended_at_once(pending_lines, directory)
-                _end_with(event, failure, pending_lines, directory, is_resumed=is_resumed)
+                _end_with(event, failure, pending_lines, directory)
                 return
         if until_s is None and (failure is not None or interrupts > 1):
             until_s = time.monotonic() + _END_TIMEOUT_S
@@ -680,8 +687,6 @@ def _end_with(
     failure: Exception | None,
     pending_lines: list[Line],
     directory: Path,
-    *,
-    is_resumed: bool,
 ) -> None:
     """Print the remaining lines, and raise the error that the run ended with, if any."""
     failure_text = str(failure or end.reason)
@@ -705,11 +710,6 @@ def _end_with(
     if end.reason not in failure_text:
         coordinator_error = error_from(end, "" if is_refused else _resume_call(directory))
         show(Line(f"coordinator: {coordinator_error}", is_error=True))
-    if is_refused and is_resumed:
-        raise Mismatch(
-            f"{failure}; the run in {str(directory)!r} can only be resumed with the script and "
-            "arguments that started it: use those, or another directory"
-        ) from failure
     raise failure
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+OnLog = Callable[[Mapping[str, float]], object]
+"""Called with each new row of the history."""
 
 
 @dataclass(frozen=True, slots=True)

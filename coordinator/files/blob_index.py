@@ -21,6 +21,7 @@ from protocol.base.errors import DataError, MessageError, StorageDamaged
 from protocol.base.regular_file import parse_json, read_regular
 from protocol.datasets.capture_check import check_digests
 from protocol.datasets.data_check import check_data
+from protocol.spec.files.before_a_run import SCRIPT_DIRECTORY
 from protocol.spec.files.blob_list import BlobFile, BlobList, BlobSource, document_digest
 from protocol.spec.files.file_digest import lasting_identity, open_file_digest, open_plain
 from protocol.spec.files.run_files import ROLES, SourceFiles, refuse_links_out, source_files
@@ -173,10 +174,17 @@ def read_or_build_index(
         listing = BlobList.from_bytes(document)
         blob_files = [file for source in listing.sources for file in source.files]
         blobs = {
-            f.digest: Blob(f.size, Path(parsed_document["files"][f.digest])) for f in blob_files
+            f.digest: Blob(f.size, _moved(Path(parsed_document["files"][f.digest]), path.parent))
+            for f in blob_files
         }
     except (ValueError, KeyError, TypeError, MessageError) as error:
         reason = f"expected the list of the run's files, got {error}"
         raise StorageDamaged(str(path), "", reason) from None
     digest = document_digest(document)
     return BlobIndex(digest, listing, {**blobs, digest: Blob(len(document), document)})
+
+
+def _moved(path: Path, directory: Path) -> Path:
+    """Return where a file is: a run's copy of its script moves with the run's directory."""
+    copy = directory / SCRIPT_DIRECTORY / path.name
+    return copy if not path.exists() and copy.is_file() else path

@@ -240,7 +240,7 @@ class Ended:
         owner: Any = self
         _handle_events(
             owner, owner, self.happened, directory, print,
-            is_alone=alone, is_resumed=False, deadline=TaskDeadline(0, None),
+            is_alone=alone, deadline=TaskDeadline(0, None),
         )  # fmt: skip
 
 

@@ -163,15 +163,33 @@ def test_edited_script_resumes_its_run_with_the_user_s_permission(tmp_path):
     copy = tmp_path / "run" / "script" / "train.py"
     refusal = run("how = True\nprint('more')\n")
     line = refusal.stderr.splitlines()[-1]
-    assert "got one that was edited: line 2 was '', is \"print('more')\"; restore it with" in line
+    assert "got one that was edited: line 2 is now \"print('more')\"; restore it with" in line
     assert f'cp {copy} {tmp_path / "train.py"}, write resume="edited" if nothing' in line
     commented = run("how = True  # a comment changes no code\n")
     assert digests(commented.stdout) == expected, commented.stderr
-    assert "the run in 'run' continues with the edited script" in commented.stdout
+    assert "continues with the edited script, whose code is the same" in commented.stdout
 
-    (tmp_path / "run").rename(tmp_path / "moved")
-    line = run("how = True\n", "moved").stderr.splitlines()[-1]
-    assert f"expected the run's script at {copy}, got no such file: move the run's" in line
+
+@pytest.mark.slow
+def test_a_run_that_was_moved_resumes_with_its_own_copy_of_the_script(tmp_path):
+    homes = [tmp_path / name for name in ("first", "second")]
+    for home in homes:
+        home.mkdir()
+        (home / "part.py").write_text("value = 1\n")
+        script = write_script(home, "how = True\n" + HEAD + EDITABLE)
+        assert "KeyError: 'stop'" in ended("tests.plain_script", str(script), cwd=home).stderr
+    expected = digests(ended("tests.plain_script", str(script), cwd=home).stdout)
+    assert len(expected) == 1
+
+    moved = homes[0].rename(tmp_path / "moved")
+    copy = moved / "run" / "script" / "train.py"
+    shutil.copy(copy, tmp_path / "copy.py")
+    copy.write_text("# another script\n")
+    refusal = ended("tests.plain_script", str(moved / "train.py"), cwd=moved).stderr
+    assert "or in 'run/script', got no such file: put the script back" in refusal
+    shutil.copy(tmp_path / "copy.py", copy)
+    resumed = ended("tests.plain_script", str(moved / "train.py"), cwd=moved)
+    assert digests(resumed.stdout) == expected, resumed.stderr
 
 
 @pytest.mark.slow
@@ -185,14 +203,24 @@ def test_edit_that_changes_gradients_makes_the_run_mixed(tmp_path):
     assert "KeyError: 'stop'" in run("how = True\n").stderr
     shutil.copytree(tmp_path / "run", tmp_path / "run-before")
     (tmp_path / "part.py").write_text("value = 2\n")
-    unchanged = run("how = 'edited'\nprint('more')\n")
-    assert "the run in 'run' continues with the edited script" in unchanged.stdout, unchanged.stderr
+    refusal = run("how = True\n").stderr.splitlines()[-1]
+    assert "expected the modules beside the script that the run in 'run' began with" in refusal
+    assert refusal.endswith(
+        'write resume="edited" if nothing that is trained changes, or use another directory'
+    )
+    unchanged = run("# a comment\nhow = 'edited'\nprint('more')\n")
+    (line,) = unchanged.stderr.splitlines()
+    assert (
+        "an edit of its script: line 1 was 'how = True', is \"how = 'edited'\", and of the " in line
+    )
+    assert "modules beside its script; that it changes nothing that is trained is your word" in line
     assert "(exact: " in unchanged.stdout
 
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "run-before").rename(tmp_path / "run")
     changed = run("how = 'edited'\n", loss="** 4")
     assert "(mixed: " in changed.stdout, changed.stderr
+    assert "samestep: from step 8 on, the gradients are not computed as before" in changed.stderr
 
 
 def test_submitted_script_that_exits_before_its_fit_is_reported(tmp_path, monkeypatch):

@@ -173,7 +173,7 @@ def test_task_0_does_not_wait_forever_for_a_failed_task(monkeypatch, tmp_path):
     with pytest.raises(Unreachable, match=r"expected all 3 tasks .* within 0 s, got 2: .*_EXPECT_"):
         fitting._handle_events(
             coordinator, build_worker()[0], coordinator.event_queue, tmp_path, print,
-            is_alone=False, is_resumed=False, deadline=TaskDeadline(3),
+            is_alone=False, deadline=TaskDeadline(3),
         )  # fmt: skip
 
 

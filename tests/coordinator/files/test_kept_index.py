@@ -36,6 +36,22 @@ def test_files_are_not_read_again(tmp_path, file_index):
     assert read_or_build_index(tmp_path / "files.json", SPEC) == file_index
 
 
+def test_the_copy_of_a_script_moves_with_its_run(tmp_path):
+    run = tmp_path / "run"
+    (run / "script").mkdir(parents=True)
+    (run / "script" / "train.py").write_text("fit()\n")
+    data = {"train": str(run / "script" / "train.py")}
+    spec = parse_run_spec({"task": "samestep.script:FitTask", "steps": 1, "data": data})
+    index = read_or_build_index(run / "files.json", spec)
+    assert index is not None
+    moved = run.rename(tmp_path / "moved")
+    moved_index = read_or_build_index(moved / "files.json", spec)
+    assert moved_index is not None
+    assert moved_index.digest == index.digest
+    (digest,) = moved_index.blobs.keys() - {index.digest}
+    assert moved_index.blobs[digest].content == moved / "script" / "train.py"
+
+
 def test_missing_index_is_rebuilt(tmp_path, file_index, monkeypatch):
     assert read_or_build_index(tmp_path / "files.json", SPEC) == file_index
     assert (tmp_path / "files.json").exists()

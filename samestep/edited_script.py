@@ -1,0 +1,60 @@
+"""What `fit` says about a run that an edited script resumes: what was edited, what that changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from samestep.coordinator_subprocess import Line, show
+from samestep.existing_run import ExistingRun
+from samestep.result import OnLog
+from samestep.script import Call
+
+
+def report_edit(call: Call, existing_run: ExistingRun) -> bool:
+    """Report how an edited script differs; return whether the user answers for the edit."""
+    own_script = f"workers that join need the run's own script, {existing_run.script_file!r}"
+    if edit := existing_run.accepted_edit(call.script):
+        show(Line(f"samestep: {edit}; {own_script}", is_error=True))
+    elif call.script.digest != call.run_script.digest:
+        show(Line(
+            f"the run in {str(existing_run.directory)!r} continues with the edited script, whose "
+            f"code is the same; {own_script}"
+        ))  # fmt: skip
+    return bool(edit)
+
+
+def reporting_other_gradients(call: Call, existing_run: ExistingRun, on_log: OnLog | None) -> OnLog:
+    """Return `on_log` with a report before the first step, if its gradients are of a new kind.
+
+    A worker's numerics profile has the gradients at the initial weights. A profile that no earlier
+    step of the run had shows that the edit changes them, or that something else does.
+
+    Args:
+        call: The call that resumes the run.
+        existing_run: The run, before it continues.
+        on_log: The user's; None without one.
+    """
+    earlier_profiles = existing_run.numerics_profiles()
+    is_first_step = True
+
+    def add_row(row: Mapping[str, float]) -> None:
+        nonlocal is_first_step
+        if is_first_step and "loss" in row:
+            is_first_step = False
+            if not existing_run.numerics_profiles() <= earlier_profiles:
+                text = _describe_other_gradients(call, existing_run, int(row["step"]))
+                show(Line(text, is_error=True))
+        if on_log is not None:
+            on_log(row)
+
+    return add_row
+
+
+def _describe_other_gradients(call: Call, existing_run: ExistingRun, step: int) -> str:
+    return (
+        f"samestep: from step {step} on, the gradients are not computed as before, and the result "
+        "is not that of one script: the edit changes what is trained, or this machine, its device "
+        "or its packages differ from those of earlier steps; for the result of one script, begin "
+        f"in another directory, with this script or after cp {existing_run.script_file} "
+        f"{call.script.path}"
+    )
