@@ -442,7 +442,7 @@ def _print_addresses(
         to_terminal=console.is_terminal,
         script=options.script,
     )
-    startup = [why_not_native(), service.credentials.made_anew, *lines]
+    startup = [why_not_native(), service.credentials.replacement_note, *lines]
     if options.script is None:
         token = control.guard.token
         startup.append(status_line(control.address, token, to_terminal=console.is_terminal))

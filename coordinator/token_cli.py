@@ -99,6 +99,6 @@ def _open_credentials() -> CoordinatorCredentials:
     from coordinator.members.credentials import CoordinatorCredentials
 
     credentials = CoordinatorCredentials.open()
-    if credentials.made_anew:
-        typer.echo(f"coordinator: {credentials.made_anew}", err=True)
+    if credentials.replacement_note:
+        typer.echo(f"coordinator: {credentials.replacement_note}", err=True)
     return credentials

@@ -289,7 +289,7 @@ class WrittenRun:
         lock.release()
         recovery = recover(self.directory)
         assert recovery is not None
-        self.replica = recovery.replica()
+        self.replica = recovery.load_replica()
         self.losses = list(recovery.losses)
         self.journal = self.open_journal()
         self.journal.append(

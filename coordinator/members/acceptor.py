@@ -52,7 +52,7 @@ class CoordinatorAcceptor(Acceptor):
         """Listen at the address of a command-line option.
 
         Raises:
-            UsageError: The address is taken, or is not this machine's.
+            UsageError: The address is in use, or is not this machine's.
         """
         try:
             await self.listen(host, port)
@@ -64,10 +64,11 @@ class CoordinatorAcceptor(Acceptor):
 
         Args:
             fingerprint: SHA-256 of the TLS certificate.
-            lender: Allocates the memory shared with them; None where the system has none.
+            lender: Allocates the memory shared with these processes; None where the system has no
+                shared memory.
         """
-        for at in {listener.getsockname() for listener in self._listeners}:
-            listener = local_socket.listen(dial.host_of(at), at[1])
+        for address in {listener.getsockname() for listener in self._listeners}:
+            listener = local_socket.listen(dial.host_of(address), address[1])
             if listener is not None:
                 self._listeners.append(listener)
                 self._loop.add_reader(listener, self._accept_local, listener, fingerprint, lender)
@@ -81,8 +82,8 @@ class CoordinatorAcceptor(Acceptor):
             except OSError:
                 return
             endpoint.setblocking(False)
-            spare = has_spare_descriptors(endpoint)
-            channel = self._welcome(endpoint, fingerprint, lender) if spare else None
+            can_accept = has_spare_descriptors(endpoint)
+            channel = self._welcome(endpoint, fingerprint, lender) if can_accept else None
             if channel is None:
                 endpoint.close()
                 continue
@@ -91,9 +92,9 @@ class CoordinatorAcceptor(Acceptor):
     def _welcome(
         self, endpoint: socket.socket, fingerprint: bytes, lender: SegmentOwner | None
     ) -> asyncio.BaseProtocol | None:
-        """Return the channel of a process of the same user.
+        """Return the channel of a process of the same user; None for another user.
 
-        It shares memory with this process, unless no descriptors are left for that.
+        The process shares memory with this one, unless no file descriptors are left for that.
         """
         memory, descriptors = None, list[int]()
         if lender is not None:

@@ -24,7 +24,7 @@ from protocol.wire.discovery import SERVICE, Announced
 log = structlog.get_logger("coordinator")
 
 LOOK_EVERY_S: Final = 5.0
-"""How often the interfaces' addresses are checked."""
+"""Seconds between two checks of the interfaces' addresses."""
 _GOODBYE_S: Final = 2.0
 _MOST_ADDRESSES: Final = 32
 
@@ -75,7 +75,10 @@ class Announcement:
     async def _announce(self, addresses: list[str]) -> str:
         """Announce these addresses; return the reason if that fails, else an empty string."""
         if not addresses:
-            return "there is no address that others reach without a zone; check --bind and ip addr"
+            return (
+                "this machine has no address that other machines reach without a zone; check "
+                "--bind and ip addr"
+            )
         try:
             announcement = Announced(
                 name=self._name,

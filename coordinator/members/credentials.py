@@ -1,6 +1,6 @@
 """The credentials of this user's coordinators, on disk.
 
-    certificate.pem, key.pem   for TLS; made once
+    certificate.pem, key.pem   for TLS; created once
     join.token                 admits a new machine
     reader.token               read-only access to the control port
     workers.json               one key per worker (`worker_keys`)
@@ -11,7 +11,7 @@ All have mode 0600, in `coordinator/` below `protocol.machine.secret_file.state_
 run's directory, so that tokens and keys stay valid from run to run.
 
 If a file goes missing while a coordinator runs, nothing is revoked: the content read last stays
-valid, and `look` restores the file once its directory exists.
+valid, and `check` restores the file once its directory exists.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CoordinatorCredentials:
         fingerprint: SHA-256 of the certificate.
         keys: The workers' keys.
         reader_token: The token for read-only access to the control port; see `control_guard`.
-        made_anew: A message if `open` replaced credentials that workers may use; else empty.
+        replacement_note: A message if `open` replaced credentials that workers may use; else empty.
     """
 
     def __init__(self, home: Path, certificate: str, key: str) -> None:
@@ -67,7 +67,7 @@ class CoordinatorCredentials:
         self.fingerprint = _fingerprint(certificate, self.token_file.with_name(_CERTIFICATE))
         self.keys = WorkerKeys(self.token_file.with_name(_WORKERS))
         self.reader_token = ""
-        self.made_anew = ""
+        self.replacement_note = ""
         self._texts = {_CERTIFICATE: certificate, _KEY: key}
         self._token: JoinToken | None = None
 
@@ -92,7 +92,7 @@ class CoordinatorCredentials:
             is_new = certificate is None or key is None
             # A first start that was killed halfway leaves a key that no worker uses.
             if (certificate is None) != (key is None) and (has_members or key is None):
-                raise _half_missing(directory, _KEY if key is None else _CERTIFICATE)
+                raise _incomplete_pair(directory, _KEY if key is None else _CERTIFICATE)
             if certificate is None or key is None:
                 from protocol.wire.certificate import self_signed  # noqa: PLC0415 -- 40 ms, once
 
@@ -104,7 +104,7 @@ class CoordinatorCredentials:
             # A damaged token cannot be repaired: replace it.
             if token is None or token.fingerprint != credentials.fingerprint:
                 credentials._write_token()
-                credentials.made_anew = _replacement_note(
+                credentials.replacement_note = _replacement_note(
                     has_members=has_members, is_new=is_new, token_file=credentials.token_file
                 )
             if not credentials._read_reader_token():
@@ -126,26 +126,26 @@ class CoordinatorCredentials:
             )
         return token
 
-    def look(self) -> list[str]:
+    def check(self) -> list[str]:
         """Check all files and restore missing ones.
 
         Returns:
             A line per problem; empty if all files are usable.
         """
         directory = self.token_file.parent
-        if not _is_there(directory):
+        if not _is_directory(directory):
             # Not created: the old directory may be moved back.
             advice = (
                 "restore it; until then its keys and token stay valid, and no new keys are issued"
             )
             return [f"{str(directory)!r} is gone: {advice}"]
         troubles: list[str] = []
-        for look_at in (
+        for find_troubles in (
             self._certificate_troubles, self._token_troubles, self._reader_troubles,
             self._key_troubles,
         ):  # fmt: skip
             try:
-                troubles += look_at(directory)
+                troubles += find_troubles(directory)
             except (UsageError, OSError) as error:
                 troubles.append(f"{str(directory)!r}: {error}")
         return troubles
@@ -153,17 +153,17 @@ class CoordinatorCredentials:
     def _certificate_troubles(self, directory: Path) -> Iterator[str]:
         for name, text in self._texts.items():
             path = directory / name
-            yield from _written_again(path, text)
+            yield from _restore_file(path, text)
             if read_secret(path) != text:
                 yield (
-                    f"{str(path)!r} has changed: this coordinator continues with the one that it "
-                    "read at its start; the next start reads the new one"
+                    f"{str(path)!r} has changed: this coordinator continues with the content that "
+                    "it read at its start; the next start reads the new content"
                 )
 
     def _token_troubles(self, directory: Path) -> Iterator[str]:
         del directory
         if self._token is not None:
-            yield from _written_again(self.token_file, self._token.reveal() + "\n")
+            yield from _restore_file(self.token_file, self._token.reveal() + "\n")
         if self._read_token() is None:
             yield (
                 f"{str(self.token_file)!r} contains no join token, so the last one stays valid; "
@@ -172,7 +172,7 @@ class CoordinatorCredentials:
             )
 
     def _reader_troubles(self, directory: Path) -> Iterator[str]:
-        yield from _written_again(directory / _READER, self.reader_token + "\n")
+        yield from _restore_file(directory / _READER, self.reader_token + "\n")
         if not self._read_reader_token():
             yield (
                 f"{str(directory / _READER)!r} contains no token, so the last one stays valid; "
@@ -234,11 +234,12 @@ class CoordinatorCredentials:
             self._write_token()
 
     def enrol(self, name: str) -> bytes:
-        """Return the key of a name, creating it if missing; empty if it cannot be stored."""
+        """Return the key of a name, creating it if missing; empty if a new key cannot be
+        stored."""
         with contextlib.suppress(UsageError):
             if (key := self.keys.get(name)) is not None:
                 return key
-            if _is_there(self.token_file.parent):  # else `_locked` would create it
+            if _is_directory(self.token_file.parent):  # else `_locked` would create it
                 with _locked(self.token_file.parent):
                     return self.keys.add(name)
         return b""
@@ -291,7 +292,7 @@ def _fingerprint(certificate: str, path: Path) -> bytes:
         ) from None
 
 
-def _half_missing(directory: Path, name: str) -> UsageError:
+def _incomplete_pair(directory: Path, name: str) -> UsageError:
     return UsageError(
         f"expected {_CERTIFICATE} and {_KEY} in {str(directory)!r}, found no {name}; {RENEWAL}"
     )
@@ -307,18 +308,18 @@ def _replacement_note(*, has_members: bool, is_new: bool, token_file: Path) -> s
             "join token are new, and every worker needs the new token (coordinator token show)"
         )
     return (
-        f"{str(token_file)!r} was missing or held no token that fits the certificate: it is new; "
-        "workers with a key of their own keep it, others need the new token (coordinator token "
+        f"{str(token_file)!r} was missing or held no token that fits the certificate: a new token "
+        "was made; workers that have a key keep it, others need the new token (coordinator token "
         "show)"
     )
 
 
-def _is_there(directory: Path) -> bool:
+def _is_directory(directory: Path) -> bool:
     """Return whether the directory exists; False on errors, for which `Path.is_dir` raises."""
     return os.path.isdir(directory)  # noqa: PTH112
 
 
-def _written_again(path: Path, text: str) -> Iterator[str]:
+def _restore_file(path: Path, text: str) -> Iterator[str]:
     """Restore a missing file, and yield a line about it.
 
     Raises:

@@ -24,16 +24,16 @@ def invitation(
     to_terminal: bool,
     script: str | None = None,
 ) -> Iterator[str]:
-    """Yield the command for a worker on this machine, and one to paste on another machine.
+    """Yield lines with the command for a worker on this machine, and for one on another machine.
 
     Args:
         credentials: The coordinator's credentials, with the join token.
         address: The address that the coordinator listens on.
-        name: The name that the coordinator announces on the network; empty for none.
+        name: The name that the coordinator announces on the network; empty: it announces none.
         plaintext: Whether the coordinator runs without TLS.
         to_terminal: Whether the output is a terminal.
-        script: The script that workers run; empty for a notebook, which workers cannot run: then
-            nothing is yielded.
+        script: The script that workers run. Empty for a notebook, which workers cannot run: no
+            lines are yielded.
     """
     if script == "":
         return
@@ -79,6 +79,6 @@ def status_line(control: tuple[str, int], token: str, *, to_terminal: bool) -> s
 
     Browsers do not send the fragment of a URL, so the token is in no request and no log.
     """
-    at = format_address(*control)
+    address = format_address(*control)
     fragment = f"#token={token}" if to_terminal else ""
-    return f"status: coordinator status --control {at}   (page: http://{at}/{fragment})"
+    return f"status: coordinator status --control {address}   (page: http://{address}/{fragment})"

@@ -16,7 +16,7 @@ from protocol.base.address import format_address
 from protocol.base.errors import UsageError
 
 _INTERFACES: Final = Path("/sys/class/net")
-_SOMEWHERE: Final = {4: (socket.AF_INET, "192.0.2.1"), 6: (socket.AF_INET6, "2001:db8::1")}
+_REMOTE_ADDRESS: Final = {4: (socket.AF_INET, "192.0.2.1"), 6: (socket.AF_INET6, "2001:db8::1")}
 """Documentation addresses behind the default route, for IPv4 and IPv6 (RFC 5737, RFC 3849)."""
 
 
@@ -35,9 +35,10 @@ def from_here(host: str) -> str:
 def reachable_addresses(host: str) -> list[str]:
     """Return the addresses at which other machines reach a listener; the default route's first.
 
-    For 0.0.0.0 or ::, these are the addresses of all interfaces that are up, without loopback and
-    link-local ones: other machines cannot use those, or need a zone. The machine's hostname is not
-    resolved, because it often maps to 127.0.1.1.
+    For 0.0.0.0 or ::, these are the addresses of all interfaces that are up, except loopback
+    addresses, which other machines cannot use, and link-local addresses, which need a zone; without
+    any other address, link-local IPv4 addresses. The machine's hostname is not resolved, because it
+    often maps to 127.0.1.1.
 
     Args:
         host: A name or an IP address, `0.0.0.0` or `::` for all.
@@ -51,11 +52,15 @@ def reachable_addresses(host: str) -> list[str]:
         return [host]
     if not listening.is_unspecified:
         return [host]
-    every = [each for each in _interface_addresses() if each.version == listening.version]
-    routable_addresses = [str(each) for each in every if not each.is_link_local]
-    by_cable = [str(each) for each in every if each.is_link_local and each.version == 4]
-    first = _source_address(listening.version)
-    return sorted(dict.fromkeys(routable_addresses or by_cable), key=lambda each: each != first)
+    addresses = [ip for ip in _interface_addresses() if ip.version == listening.version]
+    routable_addresses = [str(ip) for ip in addresses if not ip.is_link_local]
+    # Two machines on one cable may have no other addresses.
+    link_local_addresses = [str(ip) for ip in addresses if ip.is_link_local and ip.version == 4]
+    default_address = _source_address(listening.version)
+    return sorted(
+        dict.fromkeys(routable_addresses or link_local_addresses),
+        key=lambda address: address != default_address,
+    )
 
 
 def _interface_addresses() -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Address]:
@@ -71,9 +76,9 @@ def _interface_addresses() -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Add
 
 def _source_address(version: int) -> str:
     """Return the source address of the default route; empty if there is none."""
-    family, somewhere = _SOMEWHERE[version]
+    family, remote_address = _REMOTE_ADDRESS[version]
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((somewhere, 9))  # sends no packet, as the socket is a datagram socket
+        probe.connect((remote_address, 9))  # sends no packet, as the socket is a datagram socket
         return str(probe.getsockname()[0])
     return ""
 
@@ -86,14 +91,14 @@ def require_loopback(host: str, option: str) -> None:
     """
     if not is_loopback(host):
         raise UsageError(
-            f"{option}: expected a loopback address such as 127.0.0.1, got {host!r}: it is not "
-            "encrypted; from another machine use a tunnel: ssh -N -L 9001:127.0.0.1:9001 HOST"
+            f"{option}: expected a loopback address such as 127.0.0.1, got {host!r}: this port is "
+            "not encrypted; from another machine use a tunnel: ssh -N -L 9001:127.0.0.1:9001 HOST"
         )
 
 
 def bind_failure(option: str, host: str, port: int, error: OSError) -> str:
     """Return the message for a port that cannot be bound."""
-    at = format_address(host, port)
+    address = format_address(host, port)
     if error.errno == errno.EADDRINUSE:
-        return f"{option} {at} is in use; stop what uses it or choose another port"
-    return f"{option} {at} cannot be bound: {error.strerror or error}"
+        return f"{option} {address} is in use; stop what uses it or choose another port"
+    return f"{option} {address} cannot be bound: {error.strerror or error}"

@@ -1,4 +1,5 @@
-"""The session of one worker: handshake, proof, then membership until the connection ends."""
+"""The session of one worker: handshake, authentication, then membership until the connection
+ends."""
 
 from __future__ import annotations
 
@@ -33,16 +34,16 @@ from protocol.wire.transport import Channel
 
 
 class SessionOwner(Protocol):
-    """Owner of the sessions: admits workers and tracks members."""
+    """Owner of the sessions: names workers and tracks members."""
 
-    def admit(self, session: MemberSession) -> Welcome:
-        """Admit a worker that has proved itself; return its Welcome with its name."""
+    def name_worker(self, session: MemberSession) -> Welcome:
+        """Give an authenticated worker its name; return the Welcome that carries it."""
 
-    def joined(self, session: MemberSession) -> None:
-        """Note that the Welcome was sent."""
+    def add_member(self, session: MemberSession) -> None:
+        """Add a member, to which the Welcome was sent."""
 
-    def left(self, session: MemberSession, reason: str) -> None:
-        """Note that a connection ended, of a member or not."""
+    def remove_session(self, session: MemberSession, reason: str) -> None:
+        """Remove a session whose connection has ended, that of a member or not."""
 
 
 class MembersRun(Protocol):
@@ -53,20 +54,21 @@ class MembersRun(Protocol):
 
 
 class MemberSession:
-    """Drives the handshake of one connection; the owner is notified once it is a member.
+    """Drives the handshake of one connection; notifies the owner once the worker is a member.
 
     Attributes:
-        name: The worker's name, unique among members; empty before.
+        name: The worker's name, unique among members; empty until it is a member.
         hello: The worker's Hello, once received.
         host: The peer's address.
         check: The check of the worker's proof.
         run: The run that the worker takes part in, if one is in progress.
         preparing: Progress of the worker's preparation of the task; empty if none was reported.
-        saying_goodbye: The reason in the worker's Goodbye; empty without one.
-        exit_code: The exit code in its Goodbye; not OK if the worker or its device is unusable.
-        explained: Whether the reason for the end is known: a Goodbye, or a refusal.
-        leaves: Whether the worker left on purpose and will not reconnect.
-        stepped: Whether the worker has applied a step of a run.
+        goodbye_reason: The reason in the worker's Goodbye; empty without a Goodbye.
+        exit_code: The exit code in the worker's Goodbye; not OK if the worker or its device is
+            unusable.
+        is_explained: Whether the reason for the end is known: a Goodbye, or a refusal.
+        has_left: Whether the worker left on purpose and will not reconnect.
+        has_stepped: Whether the worker has applied a step of a run.
         is_worker: False if the peer is not a worker: it sent nothing, or no valid frame.
     """
 
@@ -80,9 +82,9 @@ class MemberSession:
         self.check = check
         self.run: MembersRun | None = None
         self.preparing = ""
-        self.saying_goodbye = ""
+        self.goodbye_reason = ""
         self.exit_code: int = ExitCode.OK
-        self.explained = self.leaves = self.stepped = False
+        self.is_explained = self.has_left = self.has_stepped = False
         self.is_worker = True
         self._owner = owner
 
@@ -107,10 +109,10 @@ class MemberSession:
             case Preparing():
                 self.preparing = message.progress
             case Goodbye():
-                self.saying_goodbye = message.reason or "goodbye"
-                self.exit_code, self.explained = message.exit_code, True
-                self.leaves = not message.retry and message.exit_code == ExitCode.OK
-                channel.abort(self.saying_goodbye)
+                self.goodbye_reason = message.reason or "goodbye"
+                self.exit_code, self.is_explained = message.exit_code, True
+                self.has_left = not message.retry and message.exit_code == ExitCode.OK
+                channel.abort(self.goodbye_reason)
             case _:
                 if not self.name:
                     raise OutOfOrder(f"{type(message).__name__} before the handshake")
@@ -121,17 +123,17 @@ class MemberSession:
 
     def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
         del channel
-        greeted = hasattr(self, "hello") or isinstance(error, VersionMismatch)
-        self.is_worker = greeted or error is None
+        has_greeted = hasattr(self, "hello") or isinstance(error, VersionMismatch)
+        self.is_worker = has_greeted or error is None
         self._timer.cancel()
-        self._owner.left(self, self.saying_goodbye or reason)
+        self._owner.remove_session(self, self.goodbye_reason or reason)
 
     def _challenge(self, channel: Channel, hello: Hello) -> None:
         self.hello = hello
         try:
             channel.send(self.check.challenge(hello))
         except NotAuthorized as error:
-            self.explained = True
+            self.is_explained = True
             channel.goodbye(str(error), retry=False, exit_code=error.exit_code)
         except UsageError as error:
             # The fault is the coordinator's: let the worker retry.
@@ -142,25 +144,26 @@ class MemberSession:
         try:
             self.check.verify(proof)
         except NotAuthorized as error:
-            self.explained = True
+            self.is_explained = True
             channel.goodbye(str(error), retry=False, exit_code=error.exit_code)
             return
         self._timer.cancel()
-        welcome = self._owner.admit(self)
+        welcome = self._owner.name_worker(self)
         self.name = welcome.worker
         channel.send(welcome)
-        self._owner.joined(self)
+        self._owner.add_member(self)
 
 
 class JoinCheck:
     """Checks in one handshake that the worker knows the right secret: its key or the join token.
 
     Attributes:
-        name: The name that the worker asks for; its key is stored under it.
+        name: The name that the worker asks for, under which its key is stored.
 
     Args:
         credentials: The coordinator's credentials.
-        encrypted: Whether the connection has TLS; without it no key is issued, as it could be read.
+        encrypted: Whether the connection has TLS; without TLS no key is issued, since others could
+            read it.
         here: Whether the connection is a Unix socket, which no other user can read.
     """
 
@@ -171,10 +174,10 @@ class JoinCheck:
     ) -> None:
         self.name = ""
         self._credentials = credentials
-        self._here = here
+        self._is_local = here
         self._encrypted = encrypted
         self._secret = b""
-        self._enrolled = False
+        self._is_enrolled = False
         self._key: bytes | None = None
 
     def challenge(self, hello: Hello) -> Challenge:
@@ -185,9 +188,9 @@ class JoinCheck:
             UsageError: The coordinator cannot read its secrets.
         """
         self.name = hello.name or "worker"
-        self._enrolled = hello.enrolled
+        self._is_enrolled = hello.enrolled
         fingerprint = self._credentials.fingerprint if self._encrypted else NO_CERTIFICATE
-        if self._here:
+        if self._is_local:
             fingerprint = on_this_machine(fingerprint)
         self._exchange = Exchange(hello, new_nonce(), fingerprint)
         if hello.enrolled:
@@ -211,7 +214,8 @@ class JoinCheck:
         self._exchange.check_worker(self._secret, proof)
 
     def new_key(self) -> bytes:
-        """Return a new key for the worker; empty if it has one, or must not receive one."""
+        """Return a new key for the worker; empty if the worker has a key, or must not receive
+        one."""
         if self._key is not None or not self._encrypted:
             return b""
         self._key = self._credentials.enrol(self.name) or None
@@ -219,8 +223,8 @@ class JoinCheck:
 
     @property
     def admitted_by(self) -> str:
-        """The secret that the worker proved, described so that its owner can look it up."""
-        if not self._enrolled:
+        """Text that names the secret of the worker, so that the user can look it up."""
+        if not self._is_enrolled:
             return "the join token"
         return f"the key {key_mark(self._secret)} of {self.name!r}"
 
@@ -230,7 +234,7 @@ class JoinCheck:
         if self._key is None:
             return False
         try:
-            present = self._credentials.keys.get(self.name)
+            current_key = self._credentials.keys.get(self.name)
         except UsageError:
             return False  # the file is unreadable now; the key was valid when the worker joined
-        return present is None or not hmac.compare_digest(present, self._key)
+        return current_key is None or not hmac.compare_digest(current_key, self._key)

@@ -22,7 +22,7 @@ from protocol.machine.secret_file import read_secret, write_secret
 from protocol.wire.authentication import new_key
 
 MOST_KEYS: Final = 4_096
-"""Further workers get no key and use the join token each time."""
+"""Workers beyond this number get no key, and use the join token each time."""
 
 
 def key_mark(key: bytes) -> str:
@@ -42,10 +42,10 @@ _Entries: Final = TypeAdapter(dict[str, _Entry])
 class WorkerKeys:
     """Keys by worker name.
 
-    Callers of methods that write hold the lock of `Credentials`.
+    Callers of methods that write hold the lock of `CoordinatorCredentials`.
 
     Attributes:
-        trouble: Why the file cannot be used now, although it could before; empty if usable.
+        trouble: Why the file has become unusable; empty while it is usable.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,9 +100,9 @@ class WorkerKeys:
         names = self.names()
         if name not in names:
             raise UsageError(
-                f"no worker has a key under the name {name!r}; those that have one: "
-                f"{', '.join(names) or 'none'}; to keep out one that joined with the join token "
-                "alone: coordinator token rotate, then restart the coordinator"
+                f"no worker has a key under the name {name!r}; workers with a key: "
+                f"{', '.join(names) or 'none'}; to keep out a worker that joined with the join "
+                "token alone: coordinator token rotate, then restart the coordinator"
             )
         self._write({other: e for other, e in self._entries.items() if other != name})
 
@@ -111,7 +111,7 @@ class WorkerKeys:
         self._write({})
 
     def write_again(self) -> bool:
-        """Restore the file from memory if it is missing; return whether it was.
+        """Restore the file from memory if it is missing; return whether it was missing.
 
         Raises:
             UsageError: The file cannot be written.

@@ -1,10 +1,10 @@
 """Checks every request to the control port before anything else reads it.
 
-Allow-lists: the methods; the host name that it was sent to (someone else's DNS may point here); no
-other site's page behind it; and a bearer token. The control token is new at each start of the
+A request must have a permitted method, a permitted host name (a foreign DNS may point here), no
+origin on another site, and a bearer token. The control token is new at each start of the
 coordinator and is not the join token: a worker may not halt a run. The reader token stays across
-starts, and only opens `READS`: metrics collectors may not command. There are no cookies, so no
-browser adds credentials by itself.
+starts and opens only `READS`: metrics collectors may not command. There are no cookies, so browsers
+add no credentials by themselves.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 METHODS: Final = ("GET", "POST")
 OPEN: Final = ("/healthz", *PAGE_PATHS)
-"""Open without a token: whether the loop answers, and the page's files, which hold no data."""
+"""Paths without a token: the health check, and the page's files, which contain no data."""
 READS: Final = frozenset({
     "/readyz", "/status", "/metrics", "/events", "/runs", "/history", "/report",
 })  # fmt: skip
-"""Readable with the reader token: changes nothing and shows no secret, unlike /join."""
+"""Paths for the reader token: they change nothing and, unlike /join, show no secret."""
 _HOSTS: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _PORT: Final = re.compile(r":[0-9]{1,5}$")
 _SITES: Final = frozenset({"same-origin", "none"})
@@ -42,7 +42,7 @@ class Guard:
 
     Attributes:
         token: The control token.
-        reader_token: Returns the reader token; empty for none.
+        reader_token: Returns the reader token; empty without one.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Guard:
         self._file: Path | None = None
 
     def publish_token(self, host: str, port: int) -> None:
-        """Write the token where this user's commands find it.
+        """Write the token to the file where this user's commands look for it.
 
         Raises:
             UsageError: The token cannot be written.
@@ -63,7 +63,7 @@ class Guard:
         write_secret(self._file, self.token + "\n")
 
     def write_again(self) -> None:
-        """Restore the token's file if it is gone and its directory exists."""
+        """Restore the token's file if it is missing and its directory exists."""
         if self._file is None:
             return
         with contextlib.suppress(UsageError, OSError):
@@ -71,7 +71,7 @@ class Guard:
                 write_secret(self._file, self.token + "\n")
 
     def close(self) -> None:
-        """Remove the token's file; the token is void."""
+        """Remove the token's file."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
@@ -94,20 +94,20 @@ class Guard:
         token = _bearer(request)
         if hmac.compare_digest(token, self.token.encode()):
             return None
-        reader = self.reader_token().encode()
-        if reader and hmac.compare_digest(token, reader):
+        reader_token = self.reader_token().encode()
+        if reader_token and hmac.compare_digest(token, reader_token):
             if request.method == "GET" and request.path in READS:
                 return None
             return _refusal_response(
                 403, "expected the control token (coordinator token control), got the reader token"
             )
-        answer = _refusal_response(401, "expected the control token (Authorization: Bearer ...)")
-        answer.headers["WWW-Authenticate"] = "Bearer"
-        return answer
+        response = _refusal_response(401, "expected the control token (Authorization: Bearer ...)")
+        response.headers["WWW-Authenticate"] = "Bearer"
+        return response
 
 
 def _bearer(request: web.Request) -> bytes:
-    """Return the token in a request; empty if none."""
+    """Return the bearer token of a request; empty without one."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     # aiohttp keeps invalid UTF-8 as lone surrogates.
     return token.strip().encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""

@@ -35,7 +35,7 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
         now_s: The service's monotonic clock.
     """
     execution = service.current or service.finished
-    waited_for: tuple[str, ...] = ()
+    awaited_workers: tuple[str, ...] = ()
     document: dict[str, Any] = {
         "version": __version__,
         "phase": "idle",
@@ -52,7 +52,7 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
         "coming_and_going": [
             str(event)
             for name, event in sorted(service.flap_detector.reported.items())
-            if name not in service.sessions or not service.sessions[name].stepped
+            if name not in service.sessions or not service.sessions[name].has_stepped
         ],
         "queued_runs": [instance.stored.run_id for instance in service.waiting],
         "step": 0,
@@ -70,9 +70,9 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
         if execution is service.current:
             waiting = waited_for_now(service)
             document["waiting_for"], document["stage"] = waiting.words, waiting.stage
-            waited_for = waiting.workers
+            awaited_workers = waiting.workers
     document["workers"] = [
-        _worker_part(service, name, now_s) | {"waited_for": name in waited_for}
+        _worker_part(service, name, now_s) | {"waited_for": name in awaited_workers}
         for name in sorted(service.sessions)
     ]
     return document
@@ -185,8 +185,8 @@ def _idle_reason(service: Service) -> str:
 
 
 def able_workers(service: Service) -> list[str]:
-    """Return the members that train and can take part in the run, each as often as it has
-    devices."""
+    """Return the members that train and can take part in the run, each repeated for every
+    device."""
     return _able_workers(
         service.current.run if service.current is not None else None, service.trainers
     )
@@ -205,7 +205,7 @@ def _able_workers(run: Run | None, present: list[str]) -> list[str]:
 
 
 def _cannot(run: Run) -> str:
-    """List workers and devices that are here and take no part, with the reasons."""
+    """List connected workers and devices that take no part, with the reasons."""
     left_out = {member.name: member.left_out for member in run.members if member.left_out}
     sentences = [f"{name} cannot take part: {reason}" for name, reason in sorted(run.unfit.items())]
     return "".join(
@@ -216,10 +216,12 @@ def _cannot(run: Run) -> str:
 def _inner_phase(run: Run, worker: str) -> dict[str, int] | None:
     """Return how far a worker is in an inner phase; None without replicas."""
     round_ = run.progress.round if run.progress is not None else None
-    at = round_.inner_progress.get(worker) if round_ is not None else None
-    if run.spec.replicas is None or at is None or round_ is None or not round_.pending(worker):
+    progress = round_.inner_progress.get(worker) if round_ is not None else None
+    replicas = run.spec.replicas
+    if replicas is None or progress is None or round_ is None or not round_.pending(worker):
         return None
-    return {"replica": at[0], "inner_step": at[1], "inner_steps": run.spec.replicas.inner_steps}
+    replica, inner_step = progress
+    return {"replica": replica, "inner_step": inner_step, "inner_steps": replicas.inner_steps}
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +229,8 @@ class Waiting:
     """What a run waits for; empty if nothing.
 
     Attributes:
-        words: For people.
-        workers: The workers that it waits for.
+        words: Description for people.
+        workers: The workers that the run waits for.
         stage: Stage of the step.
     """
 
@@ -238,21 +240,21 @@ class Waiting:
 
 
 def _workers(names: Iterable[str], sentence: str, stage: Stage | None = None) -> Waiting:
-    """Make a `Waiting` for these workers; `what` has {} where the names go."""
+    """Return a `Waiting` for these workers; `sentence` has {} where the names go."""
     worker_names = tuple(names)
     return Waiting(sentence.format(", ".join(worker_names)), worker_names, stage)
 
 
 def waited_for_now(service: Service) -> Waiting:
-    """Return what the current run waits for, with how far the preparation of a task is."""
+    """Return what the current run waits for, with the progress of preparing the task."""
     assert service.current is not None
     run = service.current.run
     waiting = waiting_for(run, service.trainers)
-    preparing = set(run.members.names(MemberState.PREPARING))
+    preparing_names = set(run.members.names(MemberState.PREPARING))
     lines = {
         name: service.sessions[name].preparing
         for name in waiting.workers
-        if name in preparing and name in service.sessions
+        if name in preparing_names and name in service.sessions
     }
     progress = "; ".join(f"{name}: {line}" for name, line in lines.items() if line)
     return (
@@ -265,7 +267,7 @@ def waiting_for(run: Run, present: list[str]) -> Waiting:
 
     Args:
         run: The run.
-        present: The workers that train, each as often as it has devices.
+        present: The connected workers that train, each repeated for every device.
     """
     preparing = run.members.names(MemberState.PREPARING)
     cannot = _cannot(run)
@@ -302,18 +304,18 @@ def _waiting_in_step(run: Run, progress: Progress) -> Waiting:
     round_ = progress.round
     if progress.is_persisting:
         return Waiting(f"the disk to take the commit of step {progress.step}", (), "disk")
-    owing_names = (
+    unfinished_names = (
         [name for name in sorted(round_.shares) if round_.unfinished(name)] if round_ else []
     )
-    if owing_names and round_ is not None:
+    if unfinished_names and round_ is not None:
         payload_kind = "gradients" if run.spec.replicas is None else "differences"
-        computing = set(owing_names) & set(round_.computing_workers())
-        lacking = ", ".join(sorted(round_.peers.owners_lacking_sums()))
-        if computing or not lacking:
+        computing = set(unfinished_names) & set(round_.computing_workers())
+        owners = ", ".join(sorted(round_.peers.owners_lacking_sums()))
+        if computing or not owners:
             return _workers(
-                owing_names, f"{payload_kind} of {{}}", "compute" if computing else "up"
+                unfinished_names, f"{payload_kind} of {{}}", "compute" if computing else "up"
             )
-        return _workers(owing_names, f"gradients of {{}} to reach {lacking}", "up")
+        return _workers(unfinished_names, f"gradients of {{}} to reach {owners}", "up")
     if round_ is not None and round_.peers.outstanding_owners:
         return _workers(sorted(round_.peers.outstanding_owners), "averages of {}", "reduce")
     if round_ is not None and round_.is_summarizing:
@@ -327,7 +329,7 @@ def _waiting_in_step(run: Run, progress: Progress) -> Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Speed and time; `left_s` is None before the first step is done."""
+    """Speed and time; `left_s`, the expected remaining time, is None before the first step."""
 
     elapsed_s: float
     samples_per_s: float

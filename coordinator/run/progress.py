@@ -43,8 +43,8 @@ from coordinator.run.outputs.events import (
 from coordinator.run.outputs.restart import CommitRecord, Embedded, Resumption
 from coordinator.run.outputs.side_outputs import SideOutputs, replica_state_bytes
 from coordinator.run.planner import Shares, divide, spread, subtrees_for
-from coordinator.run.workers.agreement import MOST_STEPS_AHEAD, Agreement
 from coordinator.run.workers.membership import COMPUTING, Member, Membership, MemberState
+from coordinator.run.workers.state_agreement import MOST_STEPS_AHEAD, Agreement
 from coordinator.run.workers.stragglers import OwnerLease, Stragglers
 from protocol.base import limits
 from protocol.base.errors import OutOfOrder

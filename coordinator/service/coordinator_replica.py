@@ -36,12 +36,12 @@ class ReplicaState(NamedTuple):
 
 
 class LockedReplica:
-    """The replica while nothing may change it; `release` unlocks it. No second copy is in
+    """The locked replica, which nothing changes until `release`: it needs no second copy in
     memory."""
 
     def __init__(self, replica: Replica, turn: asyncio.Lock) -> None:
         self.replica = replica
-        self._turn: asyncio.Lock | None = turn
+        self._lock: asyncio.Lock | None = turn
 
     def __enter__(self) -> Self:
         return self
@@ -50,10 +50,10 @@ class LockedReplica:
         self.release()
 
     def release(self) -> None:
-        """Unlock the replica; call it in the event loop, once or more."""
-        if self._turn is not None:
-            self._turn.release()
-            self._turn = None
+        """Unlock the replica, if it is locked; call this in the event loop."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
 
 class CoordinatorReplica:
@@ -67,57 +67,57 @@ class CoordinatorReplica:
         self.manifest = manifest
         self._replica = Replica(manifest.blocks, spec.step_optimizer)
         self._thread = thread or Machine().thread("replica")
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     def fill(self, message: StateChunk, values: Array) -> None:
-        """Take a chunk of the parameters of state 0, before the first step."""
+        """Copy a chunk of the parameters of state 0 into the replica, before the first step."""
         piece = self.manifest.blocks[message.block].chunk_slice(message.chunk)
         np.copyto(self._replica.parameters[message.block][piece], values)
 
     async def catch_up(self, recovery: Recovery) -> ReplicaState:
-        """Take the state that a recovery leads to; later calls wait for it.
+        """Load the state of a recovery; later calls wait for it.
 
         Raises:
             StorageDamaged: The files do not lead to the recorded state.
-            StorageFailed: They cannot be read.
+            StorageFailed: The files cannot be read.
         """
 
         def work() -> ReplicaState:
-            self._replica = recovery.replica()
-            return self._present_state()
+            self._replica = recovery.load_replica()
+            return self._current_state()
 
         return await self._in_thread(work)
 
     async def state_0(self) -> tuple[str, ReplicaState]:
         """Return the initial digest, and the current state."""
         return await self._in_thread(
-            lambda: (self._replica.initial_digest(), self._present_state())
+            lambda: (self._replica.initial_digest(), self._current_state())
         )
 
     async def apply(self, averages: Sequence[Array], scalars: StepScalars | None) -> ReplicaState:
-        """Take one step, or skip it without scalars; the averages are not changed."""
+        """Apply one step, or skip it without scalars; the averages are not changed."""
 
         def work() -> ReplicaState:
             if scalars is None:
                 self._replica.skip()
             else:
                 self._replica.apply(averages, scalars, hashing=True)
-            return self._present_state()
+            return self._current_state()
 
         return await self._in_thread(work)
 
     async def lock(self) -> LockedReplica:
-        """Lock the replica after all calls before this one; later calls wait."""
-        await self._turn.acquire()
-        return LockedReplica(self._replica, self._turn)
+        """Lock the replica once all earlier calls are done; later calls wait."""
+        await self._lock.acquire()
+        return LockedReplica(self._replica, self._lock)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _present_state(self) -> ReplicaState:
+    def _current_state(self) -> ReplicaState:
         replica = self._replica
         return ReplicaState(replica.step, replica.state_digest(), replica.location_not_finite())
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        async with self._turn:
+        async with self._lock:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)

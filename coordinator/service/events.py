@@ -1,4 +1,4 @@
-"""Event sinks, and the service's events beside those of a run.
+"""Event sinks, and the service's own events.
 
 Console, event stream, log and all other sinks receive the same typed events.
 """
@@ -15,7 +15,7 @@ class EventSink(Protocol):
     """Receives events."""
 
     def emit(self, event: Event, run_id: str = "") -> None:
-        """Take an event, of this run if it belongs to one."""
+        """Receive an event; `run_id` is the ID of its run, or empty."""
 
 
 def document(event: Event, run_id: str = "") -> dict[str, object]:
@@ -40,7 +40,7 @@ class WorkerConnected(Event):
 
 @dataclass(frozen=True, slots=True)
 class WorkerDisconnected(Event):
-    """A member's connection is over."""
+    """A member's connection has ended."""
 
     name = "worker_disconnected"
     worker: str
@@ -80,7 +80,7 @@ class RunAccepted(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunWaitsForDisk(Event):
-    """The next run cannot begin because its directory cannot be used; this is retried."""
+    """The next run cannot begin because its directory cannot be used; it is retried."""
 
     name = "run_waits_for_disk"
     reason: str
@@ -108,7 +108,7 @@ class RunEnded(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunFailing(Event):
-    """A run is about to end as failed; for the journal alone."""
+    """A run is about to end as failed; this event goes only to the journal."""
 
     reason: str
 
@@ -123,12 +123,12 @@ class LogUnreadable(Event):
 
 @dataclass(frozen=True, slots=True)
 class WorkerOutpaced(Event):
-    """A worker reads the state more slowly than the run takes steps: it starts over.
+    """A worker reads the state more slowly than the run takes steps: its transfer restarts.
 
     Attributes:
         worker: The worker.
-        reached: How many steps its state had.
-        step: Steps committed by the run.
+        reached: Number of steps of the worker's state.
+        step: Number of steps committed by the run.
     """
 
     name = "worker_outpaced"

@@ -98,7 +98,7 @@ Command = inputs.HaltRun | inputs.ContinueRun | inputs.SaveState | inputs.DrainR
 class ExecutionSink(EventSink, Protocol):
     """Receives a run's events, and its end."""
 
-    def ended(self, execution: Execution, outcome: Finish) -> None:
+    def end_run(self, execution: Execution, outcome: Finish) -> None:
         """Note that a run is over and its files are written."""
 
 
@@ -107,8 +107,9 @@ class Execution:
 
     Attributes:
         run: The state machine.
-        applied: The state of the coordinator's replica.
-        weights_digest: Digest of the newest checkpoint, and of the result once it is written.
+        applied: Step and digests of the state that the coordinator's replica has applied.
+        weights_digest: Digest of the weights of the newest checkpoint, or of the result once it is
+            written.
         outcome: How the run ended, once it has.
         result: The content of `result.json`, once written.
         superseded: Whether another coordinator owns the directory now.
@@ -120,7 +121,7 @@ class Execution:
         sessions: Mapping[str, MemberSession],
         storage: RunStorage,
         blobs: BlobServer,
-        watcher: ExecutionSink,
+        sink: ExecutionSink,
         *,
         tracer: Tracer | None = None,
         machine: Machine | None = None,
@@ -138,7 +139,7 @@ class Execution:
         self.started_step = 0
         self._sessions = sessions
         self._blobs = blobs
-        self._sink = watcher
+        self._sink = sink
         self._tracer = tracer
         self._machine = machine or Machine()
         self._coordinator_replica: CoordinatorReplica | None = None
@@ -155,8 +156,7 @@ class Execution:
     # Events.
 
     def resume(self, recovery: Recovery) -> None:
-        """Continue after a restart: workers train while the replica takes the logged steps
-        again."""
+        """Continue after a restart: workers train while the replica applies the logged steps."""
         self._coordinator_replica = self._new_replica(recovery.manifest)
         self._storage.begin_log(
             recovery.manifest, recovery.step, recovery.redo, recovery.index, recovery.checkpoint,
@@ -196,7 +196,7 @@ class Execution:
     def invite(self, session: MemberSession) -> None:
         """Offer a free worker to the run, which receives all its messages from now on."""
         if self._closed:
-            return  # the next run will have it
+            return  # the next run will invite the worker
         session.run = self
         self._step(
             inputs.WorkerAvailable(
@@ -223,9 +223,9 @@ class Execution:
                     body = raw
                 case _:
                     if session.channel.connection.blocks is not self._blocks:
-                        return  # it is of an earlier run, by whose manifest it was checked
+                        return  # the message belongs to an earlier run, whose manifest checked it
                     body = self._values(message, raw)
-        session.stepped |= isinstance(message, StepApplied)
+        session.has_stepped |= isinstance(message, StepApplied)
         self._trace_payload(session.name, message)
         self._step(inputs.WorkerMessage(session.name, message, body))
         if (
@@ -257,14 +257,14 @@ class Execution:
         return unpacked(raw, codec, piece.stop - piece.start)
 
     def lost(self, session: MemberSession, reason: str) -> None:
-        """Note that a member's connection is over."""
+        """Note that a member's connection has ended."""
         self._subscribers.discard(session.name)
         self._stop_transfer(session.name)
         self._step(inputs.WorkerGone(session.name, reason, session.exit_code))
 
     def phase_of(self, session: MemberSession) -> Phase | None:
         """Return what a member was doing when its connection ended; None if the run did not need
-        it."""
+        the member."""
         member = self.run.members.get(session.name)
         if member is None:
             return "loading" if session.name in self.run.unfit else None
@@ -281,7 +281,7 @@ class Execution:
         return None
 
     def report(self, event: Event) -> None:
-        """Report an event of the service that belongs into the run's journal."""
+        """Report an event of the service that belongs in the run's journal."""
         self._emit(event)
 
     def command(self, command: Command) -> None:
@@ -296,7 +296,7 @@ class Execution:
         self._step(inputs.FailRun(reason))
 
     def storage_failed(self, error: Exception) -> None:
-        """Take an error of a write that nothing waited for, or of a lost directory."""
+        """Handle the error of a write that nothing waited for, or of a lost directory."""
         if isinstance(error, StorageFailed):
             self._step(inputs.WriteFailed(str(error)))
         else:
@@ -345,7 +345,8 @@ class Execution:
                 case Unsubscribe():
                     self._subscribers.discard(action.worker)
                 case Seed():
-                    # No commit may reach it before the state: its answer would mismatch again.
+                    # No commit may reach the worker before the state: its digest would differ
+                    # again.
                     self._subscribers.discard(action.worker)
                     self._send_missing(action.worker, None)
                 case Replay():
@@ -393,8 +394,8 @@ class Execution:
         session = self._sessions.get(action.worker)
         if session is not None and not self._subscribers.send_again(session, action.step):
             reason = (
-                "the averages that other workers failed to send are no longer available here "
-                "either: join again"
+                "the coordinator no longer has the averages that other workers failed to send: "
+                "join again"
             )
             session.channel.goodbye(reason, retry=True)
 
@@ -422,21 +423,24 @@ class Execution:
         self._step(inputs.CommitDurable(step, own_digest))
 
     async def _answer_inner_state_request(self, action: AnswerInnerStateRequest) -> None:
-        """Send a worker the state where it continues a replica; a failed read halts the run."""
+        """Send a worker the state from which it continues a replica; a failed read halts the
+        run."""
         request = action.message
         pieces: list[bytes] = []
         try:
             inner, reading = await self._storage.open_replica_progress(request)
             fields = request.model_dump()
             async for piece in reading:
-                for waiting in pieces:
-                    await self._send_inner_state(action.worker, fields, inner, waiting, last=False)
+                for earlier_piece in pieces:
+                    await self._send_inner_state(
+                        action.worker, fields, inner, earlier_piece, last=False
+                    )
                 pieces = [piece]
         except SamestepError as error:
             self._step(inputs.WriteFailed(str(error)))
             return
-        rest = pieces[0] if pieces else b""
-        await self._send_inner_state(action.worker, fields, inner, rest, last=True)
+        last_piece = pieces[0] if pieces else b""
+        await self._send_inner_state(action.worker, fields, inner, last_piece, last=True)
 
     async def _send_inner_state(
         self, worker: str, fields: Mapping[str, Any], inner: int, piece: bytes, *, last: bool
@@ -461,7 +465,7 @@ class Execution:
             self._sink.emit(event, self.run.run_id)
 
     def _emit(self, event: Event) -> None:
-        """Report an event of the shell's own, to the journal and the sinks."""
+        """Report an event that the run does not report itself, to the journal and the sinks."""
         record = record_of(event, self.run)
         if record is not None and not self._closed:
             self._storage.record([record])
@@ -511,15 +515,15 @@ class Execution:
     def _copy_newest(self, step: int) -> None:
         """Copy the newest checkpoint to every directory in the run spec.
 
-        Also at a restart, which may have taken steps back.
+        A restart copies too, since it may have rolled back steps.
         """
         for target in self.run.spec.checkpoint.copies:
             self._copying = self._spawn(self._copy(step, target, self._copying))
 
     async def _copy(self, step: int, target: str, previous_copy: asyncio.Task[None] | None) -> None:
-        """Copy the newest checkpoint after the copy before it.
+        """Copy the newest checkpoint once the previous copy is complete.
 
-        An error stops nothing; its beginning and its end are reported.
+        An error does not stop the run; the first failure and the recovery are reported.
         """
         if previous_copy is not None:
             await previous_copy
@@ -560,7 +564,7 @@ class Execution:
             self._step(inputs.WorkerFellBehind(worker, detached))
 
     async def _transfer(self, session: MemberSession, missed: Replay | None) -> None:
-        """Send a worker the state it lacks; a failed read halts the run and is retried later."""
+        """Send a worker the missing state; a failed read halts the run and is retried later."""
         while not self._is_gone(session):
             try:
                 await self._transfer_once(session, missed)
@@ -571,17 +575,17 @@ class Execution:
                 return
 
     async def _transfer_once(self, session: MemberSession, missed: Replay | None) -> None:
-        """Send a worker the state it lacks, then subscribe it."""
-        checkpoint_tried: Checkpoint | None = None
+        """Send a worker the missing state, then subscribe it."""
+        checkpoint: Checkpoint | None = None
         async with self._storage.joining() as hold:
             reached_step = None
             if missed is not None and not self._is_far(missed.step):
-                hold.needs(missed.step)
+                hold.move_to(missed.step)
                 reached_step = await self._replay_missed(session, missed, hold)
             while reached_step is None and not self._is_gone(session):
-                checkpoint_tried = await self._checkpoint_near(checkpoint_tried)
-                hold.needs(checkpoint_tried.info.step)
-                reached_step = await self._seeded(session, checkpoint_tried, hold)
+                checkpoint = await self._find_near_checkpoint(checkpoint)
+                hold.move_to(checkpoint.info.step)
+                reached_step = await self._send_checkpoint(session, checkpoint, hold)
             if reached_step is None or self._is_gone(session):
                 return
             self._subscribers.join(session, reached_step)
@@ -593,7 +597,7 @@ class Execution:
     def _is_far(self, step: int) -> bool:
         return self._subscribers.is_far(step, self.run.steps_committed, self._replica.manifest)
 
-    async def _seeded(
+    async def _send_checkpoint(
         self, session: MemberSession, checkpoint: Checkpoint, hold: LogHold
     ) -> int | None:
         """Send a worker a checkpoint's state and later steps; None if they cannot be read."""
@@ -630,11 +634,11 @@ class Execution:
             self._emit(LogUnreadable(problem))
         return reached_step
 
-    async def _checkpoint_near(self, checkpoint_tried: Checkpoint | None) -> Checkpoint:
-        """Return the newest checkpoint, or make one if the log since is longer than the state.
+    async def _find_near_checkpoint(self, unusable_checkpoint: Checkpoint | None) -> Checkpoint:
+        """Return the newest checkpoint, or make one if the log since then is longer than the state.
 
         Args:
-            checkpoint_tried: A checkpoint that could not be used.
+            unusable_checkpoint: A checkpoint that could not be read.
         """
         averages_from = await self._storage.averages_from()
         requested_at = None
@@ -642,7 +646,7 @@ class Execution:
             newest = self._storage.newest
             if (
                 newest is not None
-                and newest is not checkpoint_tried
+                and newest is not unusable_checkpoint
                 and newest.info.step >= averages_from
             ):
                 is_near = not self._is_far(newest.info.step)
@@ -658,9 +662,9 @@ class Execution:
         self._progressed.clear()
 
     async def _digest_replica(self, upload: int) -> None:
-        """Report a complete upload of state 0, whose sender may have left.
+        """Report a complete upload of state 0 to the run, once the run's log is open.
 
-        The run receives it once its log is open: without a log nothing starts.
+        Without a log the run cannot start. The sender may have left meanwhile.
         """
         initial_digest, applied = await self._replica.state_0()
         try:
@@ -704,13 +708,13 @@ class Execution:
         try:
             await self.close()
         finally:
-            # All at once: a worker that leaves when it gets this leaves a finished run.
+            # Last: a worker that leaves on this message leaves a finished run.
             for member in self.run.members:
                 self._send(Send(member.name, message))
-            self._sink.ended(self, self.outcome)
+            self._sink.end_run(self, self.outcome)
 
     async def close(self) -> None:
-        """Close files and threads; a run that was interrupted can be resumed."""
+        """Close files and threads; an interrupted run can be resumed."""
         if self._closed:
             return
         self._closed = True
@@ -722,9 +726,8 @@ class Execution:
         self._subscribers.clear()
         if self._coordinator_replica is not None:
             self._coordinator_replica.close()
-            self._coordinator_replica = (
-                None  # the next run needs its memory while this one is still shown
-            )
+            # The next run needs the memory while this run is still shown.
+            self._coordinator_replica = None
         await self._storage.close()
 
     async def _write(self, action: Finish, ended_s: float) -> None:

@@ -16,13 +16,13 @@ from protocol.wire.acceptor import NOTHING_RECEIVED
 Phase = Literal["joining", "fetching files", "loading", "training"]
 _TOO_OFTEN: Final = 3
 _MOST_KEPT: Final = 1024
-"""How many workers and addresses are remembered; anyone can connect from many addresses."""
-_PATH: Final = (
+"""How many workers and addresses are remembered: anyone can connect from many addresses."""
+_NETWORK_CAUSE: Final = (
     "large messages do not arrive; lower the MTU there (ip link set DEV mtu 1400), and run "
     "worker doctor --coordinator HOST:PORT"
 )
-_OTHERS_EVERY_S: Final = 600.0
-_PROCESS: Final = (
+_STRAYS_EVERY_S: Final = 600.0
+_PROCESS_CAUSE: Final = (
     "its process may have been killed for memory: see its log, `worker doctor` and `dmesg` there"
 )
 
@@ -31,7 +31,7 @@ _PROCESS: Final = (
 class WorkerFlapping(Event):
     """A worker's connections have ended in the same way `count` times in a row, without a step.
 
-    `worker` is an address if it has never joined.
+    `worker` is an address if the worker has never joined.
     """
 
     name = "worker_flapping"
@@ -52,7 +52,7 @@ class WorkerFlapping(Event):
 class StrayConnection(Event):
     """A peer connected to the workers' port that is not a worker.
 
-    `count` is how many did so since the last report.
+    `count` is the number of such connections since the last report.
     """
 
     name = "not_a_worker"
@@ -68,19 +68,18 @@ class StrayConnection(Event):
 
 
 class StrayConnections:
-    """Connections to the workers' port that are not workers': reported once in ten minutes."""
+    """Counts connections of peers that are not workers; they are reported once in ten minutes."""
 
     def __init__(self) -> None:
         self._count = 0
         self._reported_s = -math.inf
 
     def count(self, address: str, reason: str, now_s: float) -> StrayConnection | None:
-        """Count a connection; return an event if it is time for one. A port check is never
-        reported."""
+        """Count a connection; return an event if one is due. A port check is never reported."""
         if reason == NOTHING_RECEIVED:
             return None
         self._count += 1
-        if now_s - self._reported_s < _OTHERS_EVERY_S:
+        if now_s - self._reported_s < _STRAYS_EVERY_S:
             return None
         event, self._count = StrayConnection(address, self._count, reason), 0
         self._reported_s = now_s
@@ -88,7 +87,7 @@ class StrayConnections:
 
 
 class FlapDetector:
-    """Counts connections in a row that ended in the same phase.
+    """Counts consecutive connections that ended in the same phase.
 
     Attributes:
         reported: The newest event about each flapping worker, by name or address.
@@ -103,7 +102,7 @@ class FlapDetector:
         self._ends.pop(worker, None)
         self.reported.pop(worker, None)
 
-    def ended(
+    def count_end(
         self, worker: str, phase: Phase, reason: str, *, is_explained: bool
     ) -> WorkerFlapping | None:
         """Count a connection that ended without a step.
@@ -115,7 +114,7 @@ class FlapDetector:
             is_explained: Whether the worker itself gave the reason, which is then the cause.
 
         Returns:
-            An event at the third time, and then each time after twice as many.
+            An event at the third end, and then each time the count has doubled.
         """
         earlier_phase, count = self._ends.pop(worker, (phase, 0))
         count = count + 1 if earlier_phase == phase else 1
@@ -125,16 +124,16 @@ class FlapDetector:
         if count < _TOO_OFTEN:
             return None
         cause = (
-            "fix that, or keep it away"
+            "fix that, or keep the worker away"
             if is_explained
             else f"likely: {_likely_cause(phase, reason)}"
         )
         self.reported[worker] = event = WorkerFlapping(worker, phase, count, reason, cause)
-        turn, rest = divmod(count, _TOO_OFTEN)
-        return event if not rest and turn & (turn - 1) == 0 else None
+        multiple, rest = divmod(count, _TOO_OFTEN)
+        return event if not rest and multiple & (multiple - 1) == 0 else None
 
 
 def _likely_cause(phase: Phase, reason: str) -> str:
     if phase in ("joining", "fetching files") or "silent" in reason or "again" in reason:
-        return _PATH
-    return _PROCESS
+        return _NETWORK_CAUSE
+    return _PROCESS_CAUSE

@@ -1,4 +1,5 @@
-"""The journal's record of each event: a `Record` is its own, some others become a `Fault`. Pure."""
+"""The journal's record of each event: a `Record` itself, or a `Fault` for some other events.
+Pure."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ _RESPONSES: Final[dict[type[Event], tuple[str, str]]] = {
         "idle workers compute the same subtrees; the first result counts",
     ),
     CopyFailed: ("copy_failed", "the run continues; the next checkpoint is copied"),
-    StepRestarted: ("restarted", "the step starts over"),
+    StepRestarted: ("restarted", "the step restarts"),
     EvaluationMissed: ("not_evaluated", "the next metrics are of a later state"),
     LossScaleHalved: ("loss_scale_halved", "the step is done again with half the scale"),
     InternalError: ("internal_error", "the run ends"),

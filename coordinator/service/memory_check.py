@@ -1,15 +1,15 @@
-"""Whether the coordinator's machine has the memory for a run, checked before it begins.
+"""Check that the coordinator's machine has the memory for a run, before the run begins.
 
     (1 + moments) P   the replica: parameters and the optimizer's moments
     2 P               averaged gradients: of the step in progress, and of the one being applied
     max(P/2, 64 MiB)  gradients that wait for their siblings in the tree
-    24 MiB            send and receive buffers of each worker
+    24 MiB            for each worker: send and receive buffers
 
 A run with K replicas needs more, because an inner phase must not be computed twice:
 
     K/2 P + P         differences that wait for their siblings in the tree, in float32
-    K S               per-replica state until it is on disk. S is P per carried moment of the inner
-                      optimizer, and P more with topk
+    K S               per-replica state until it is on disk; S is P for each carried moment of the
+                      inner optimizer, plus P with topk
     64 MiB            inner checkpoints that wait for the disk, if a round has any
 
 P is four bytes for each trained parameter. So AdamW needs 5.5 P, whatever the number of workers,
@@ -41,9 +41,9 @@ class MemoryBudget:
     """The bytes that a run needs.
 
     Attributes:
-        parameters: P of the module's docstring.
+        parameters: P in the module's docstring.
         replica: Parameters and moments.
-        gradients: Averaged ones, and those that wait for siblings.
+        gradients: Averaged gradients, and gradients that wait for siblings.
         workers: Buffers of all connections.
     """
 
@@ -87,34 +87,35 @@ def check_memory(
     Args:
         spec: The run spec.
         manifest: The run's manifest.
-        workers: How many workers the run has.
-        is_resumed: Whether the run began before: its run spec is settled.
+        workers: Number of workers.
+        is_resumed: Whether the run is resumed, so that its run spec cannot change.
 
     Raises:
-        RunFailed: The run does not fit; says how much is missing, and what to set instead.
+        RunFailed: The run does not fit. The message says how much is missing, and what to set
+            instead.
     """
     budget = MemoryBudget.of(spec, manifest, workers)
     try:
         if budget.total <= _free_bytes():
             return
-        give_back_freed_memory()  # an earlier run's
+        give_back_freed_memory()  # that of an earlier run
         free = _free_bytes()
     except (OSError, ValueError):
         return  # not Linux
     if budget.total <= free:
         return
-    instead = (
+    alternatives = (
         "" if spec.step_optimizer.name == "sgd" else f"set optimizer.name=sgd ({option('--set')}), "
     )
     if spec.replicas is not None:
         key = "replicas.inner_state=reset and a lower replicas.count"
-        instead = f"set {key} ({option('--set')}), "
-    instead += "train fewer parameters (LoRA), or "
+        alternatives = f"set {key} ({option('--set')}), "
+    alternatives += "train fewer parameters (LoRA), or "
     raise RunFailed(
         f"the coordinator lacks memory for this run: {byte_size(budget.parameters)} of trained "
         f"parameters take {byte_size(budget.total)} ({byte_size(budget.replica)} with moments, "
         f"{byte_size(budget.gradients)} of gradients, {byte_size(budget.workers)} for "
-        f"connections), {byte_size(free)} are free; {'' if is_resumed else instead}"
+        f"connections), {byte_size(free)} are free; {'' if is_resumed else alternatives}"
         f"run the coordinator on a machine with {byte_size(budget.total - free)} more"
     )
 

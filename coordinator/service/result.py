@@ -28,7 +28,7 @@ from protocol.spec.model_card import CARD, CardFacts, Measured, card_text
 from protocol.spec.run_spec import RunSpec
 
 _METRIC_BYTES: Final = 11
-"""A number and the length of its name, in a message."""
+"""Bytes of a number and of the length of its name in a message."""
 _NAME_CHARACTERS: Final = 64
 """The longest name in a message."""
 
@@ -36,10 +36,10 @@ _NAME_CHARACTERS: Final = 64
 async def write_result(
     run: Run, storage: RunStorage, replica: Replica, end: Finish, wall_s: float
 ) -> tuple[Path, dict[str, object]]:
-    """Write the result; `result.json` comes last, with the journal's head.
+    """Write the result; `result.json` is written last, with the journal's head.
 
     Args:
-        run: The run, over.
+        run: The run, which is over.
         storage: The run's files.
         replica: The trained state.
         end: How the run ended.
@@ -50,7 +50,7 @@ async def write_result(
 
     Raises:
         StorageFailed: A write failed.
-        RunFailed: Another coordinator owns the directory now; nothing of it is overwritten.
+        RunFailed: Another coordinator owns the directory now; none of its files is overwritten.
     """
     assert run.manifest is not None
     path = storage.directory.path
@@ -93,36 +93,36 @@ async def _write_best(run: Run, storage: RunStorage) -> dict[str, str]:
     Returns:
         BLAKE3 of each file, by its path below the run's directory.
     """
-    checkpoint, settled = await storage.best(), run.manifest
-    if checkpoint is None or settled is None:
+    checkpoint, run_manifest = await storage.best(), run.manifest
+    if checkpoint is None or run_manifest is None:
         return {}
-    export = settled.export.model_copy(update={"directory": BEST})
-    manifest = settled.model_copy(update={"export": export})
+    export = run_manifest.export.model_copy(update={"directory": BEST})
+    manifest = run_manifest.model_copy(update={"export": export})
 
     def work() -> dict[str, str]:
         # The paths in a checkpoint follow the run's own manifest.
-        replica = load_replica(checkpoint, settled, run.spec.step_optimizer)
+        replica = load_replica(checkpoint, run_manifest, run.spec.step_optimizer)
         return write_model(storage.directory.path, manifest, replica)
 
     return await asyncio.to_thread(work)
 
 
 def metrics_to_send(result: Mapping[str, object]) -> dict[str, float | None]:
-    """Return the metrics of a result if they fit into a message, else none of them."""
-    figures = result.get("eval")
-    if not isinstance(figures, dict):
+    """Return the metrics of a result if all of them fit into a message; else no metrics."""
+    metrics = result.get("eval")
+    if not isinstance(metrics, dict):
         return {}
-    metric_bytes = sum(len(name.encode()) + _METRIC_BYTES for name in figures)
-    has_long_name = any(len(name) > _NAME_CHARACTERS for name in figures)
-    return {} if has_long_name or metric_bytes > limits.END_METRICS_BYTES else figures
+    metric_bytes = sum(len(name.encode()) + _METRIC_BYTES for name in metrics)
+    has_long_name = any(len(name) > _NAME_CHARACTERS for name in metrics)
+    return {} if has_long_name or metric_bytes > limits.END_METRICS_BYTES else metrics
 
 
 def write_card(
     directory: RunDirectory, spec: RunSpec, manifest: Manifest, result: Mapping[str, Any]
 ) -> None:
-    """Write a model card into the export's directory, unless the task wrote its own.
+    """Write a model card into the export's directory, unless the task has written one.
 
-    `result.json` does not list it: people add a license to it.
+    `result.json` has no digest of the card: people add a license to the card.
 
     Args:
         directory: Directory of the run.
@@ -140,7 +140,7 @@ def write_card(
 
 
 def _newest_metrics(journal: Path) -> Iterator[Measured]:
-    """Yield the newest metrics of each step; a step that a restart repeated has several."""
+    """Yield the newest metrics of each step; a step that was redone may have several."""
     metrics = {record.step: record.metrics for record in entries_of(journal, Evaluated)}
     for step in sorted(metrics):
         yield Measured(step=step, figures=metrics[step])

@@ -14,7 +14,7 @@ from coordinator.files.blob_index import BlobIndex, read_or_build_index, write_i
 from coordinator.files.permitted_files import PermittedFiles
 from coordinator.run.outputs.events import Checkpointed, Committed, ManifestSettled, Record
 from coordinator.run.outputs.restart import AdmissionRecord, Resumption
-from coordinator.service.spec_change import SpecChange, spec_change
+from coordinator.service.spec_change import SpecChange, missing_spec_change
 from coordinator.storage.copies import check_directory
 from coordinator.storage.directory.journal import (
     JournalEnd,
@@ -49,11 +49,11 @@ class RunInstance:
     """One run, queued or in progress.
 
     Attributes:
-        stored: Its ID and spec, as on disk.
-        directory: Its files.
-        lock: Locks the directory.
-        restart: Where it continues; None for a new run.
-        blobs: The files that it names, for workers to request.
+        stored: ID and spec of the run, as on disk.
+        directory: The files of the run.
+        lock: The lock of the directory.
+        restart: The point at which the run continues; None for a new run.
+        blobs: The files that the run spec names, for workers to request.
     """
 
     stored: StoredRun
@@ -63,7 +63,9 @@ class RunInstance:
     blobs: BlobIndex | None = None
 
     def first_lines(self) -> list[Record]:
-        """Return the lines to add to the journal before the run continues; its end must be intact.
+        """Return the lines to add to the journal before the run continues.
+
+        The end of the journal must be intact.
 
         Raises:
             StorageFailed: The journal cannot be read.
@@ -76,7 +78,7 @@ class RunInstance:
         if self.restart is not None:
             recovery = self.restart.recovery
             lines += _lines_after_restart(recovery, journal, self.lock.term)
-            lines += spec_change(self.directory, self.stored, self.lock.term, recovery.step)
+            lines += missing_spec_change(self.directory, self.stored, self.lock.term, recovery.step)
         return lines
 
 
@@ -86,7 +88,8 @@ def begin_run(
     """Begin a new run in a locked directory.
 
     Raises:
-        UsageError: The directory holds a run, or the spec's directories for copies cannot be used.
+        UsageError: The directory contains a run, or the spec's directories for copies cannot be
+            used.
         StorageFailed: A write failed.
     """
     for copies_directory in spec.checkpoint.copies:
@@ -109,11 +112,12 @@ def load_run(
     """Load the run in a locked directory to continue it.
 
     Args:
-        lock: Locks the directory.
+        lock: The lock of the directory.
         spec: The expected run spec; None for any.
         from_step: Roll back to the checkpoint after this many steps, even in a finished run.
-        permitted_files: Which files the run may read that it has not read before; None for all.
-        changes: As in `SpecChange.of`, made first, even of a finished run.
+        permitted_files: The files that the run may read, besides files it has read before; None:
+            all files.
+        changes: Changes of the run spec as in `SpecChange.of`, made first, even in a finished run.
 
     Returns:
         None if there is no run, or it has finished.
@@ -121,7 +125,7 @@ def load_run(
     Raises:
         Mismatch: The directory holds another run.
         RunSpecError: The changed run spec is not valid.
-        UsageError: There is no such checkpoint, or the run spec may not change like that.
+        UsageError: There is no such checkpoint, or the run spec may not change in this way.
         StorageDamaged: A file is damaged in a way that no crash explains.
         StorageFailed: A read or write failed.
     """
@@ -132,7 +136,7 @@ def load_run(
         return None
     if spec is not None and spec != stored_run.spec:
         raise Mismatch(
-            f"{str(lock.directory)!r} holds run {stored_run.run_id!r} of another run spec; leave "
+            f"{str(lock.directory)!r} has run {stored_run.run_id!r} of another run spec; leave "
             f"the run spec out to continue it (--set KEY=VALUE changes it), or choose another "
             f"{option('--out')}"
         )
@@ -147,7 +151,7 @@ def load_run(
     if recovery is None:
         return RunInstance(stored_run, directory, lock, None, blobs)
     if rollback_notes or change is not None:
-        # Later commits are void, even if their steps could be compared.
+        # Later commits no longer count, even if their steps could be compared.
         notes = (*recovery.notes, *rollback_notes, *change_notes)
         recovery = replace(recovery, redo=(), notes=notes)
     metrics: dict[int, dict[str, float]] = {}
@@ -165,11 +169,11 @@ def _check_complete(directory: RunDirectory, recovery: Recovery) -> None:
     """Check that journal and log are complete.
 
     The journal is synced before a checkpoint is written, and the log before the journal reports
-    a step. So if one lacks more than that allows, it was cut.
+    a step. A journal or log that lacks more steps than this order explains was cut.
 
     Raises:
-        StorageDamaged: One is not complete.
-        StorageFailed: One cannot be read.
+        StorageDamaged: The journal or the log is not complete.
+        StorageFailed: The journal or the log cannot be read.
     """
     checkpoint_step = recovery.checkpoint.info.step
     journal = read_end(directory.journal, checkpoint_step)
@@ -182,21 +186,21 @@ def _check_complete(directory: RunDirectory, recovery: Recovery) -> None:
         )
         raise StorageDamaged(str(directory.journal), "", reason)
     last = -1 if recovery.index.last is None else recovery.index.last
-    present = max(last + 1, *checkpoint_steps(directory.checkpoints))
+    stored_steps = max(last + 1, *checkpoint_steps(directory.checkpoints))
     # The newest step may be torn; and a rollback may have set the missing steps aside.
-    if journal.commits > present + 1 and not directory.set_aside.exists():
+    if journal.commits > stored_steps + 1 and not directory.set_aside.exists():
         reason = (
-            f"expected the {journal.commits} steps in the journal, got {present}; restore it from "
-            f"a copy, or repeat the others (--from-step {checkpoint_step})"
+            f"expected the {journal.commits} steps in the journal, got {stored_steps}; restore the "
+            f"log from a copy, or redo the missing steps (--from-step {checkpoint_step})"
         )
         raise StorageDamaged(str(directory.log), "", reason)
 
 
 def _resumption(recovery: Recovery, record: AdmissionRecord | None) -> Resumption:
-    """Return where the run's decisions continue."""
+    """Return the point at which the run's decisions continue."""
     info = recovery.checkpoint.info
     has_digest = info.step == recovery.step and info.format == FORMAT
-    begins = recovery.step == 0 and record is None
+    needs_initial_digest = recovery.step == 0 and record is None
     redone = {
         record.commit.step: None if record.commit.scalars is None else record.commit.averages_digest
         for record in recovery.redo
@@ -210,7 +214,7 @@ def _resumption(recovery: Recovery, record: AdmissionRecord | None) -> Resumptio
         saved=info.step,
         redone=redone,
         admission=record,
-        initial_digest=recovery.replica().initial_digest() if begins else None,
+        initial_digest=recovery.load_replica().initial_digest() if needs_initial_digest else None,
     )
 
 
@@ -220,17 +224,17 @@ def _loss_scale(directory: RunDirectory, recovery: Recovery) -> float:
     That commit is in the log or, before the checkpoint, in the journal.
     """
     spec = recovery.run.spec
-    by_step = {
+    logged_scales = {
         logged_step.step: logged_step.record.commit.scalars.loss_scale
         for logged_step in recovery.logged
         if logged_step.record.commit.scalars is not None
     }
-    at, scale = -1, first_scale(spec)
-    if by_step:
-        at, scale = max(by_step.items())
+    scale_step, scale = -1, first_scale(spec)
+    if logged_scales:
+        scale_step, scale = max(logged_scales.items())
     elif (newest := newest_scale(directory.journal, recovery.step)) is not None:
-        at, scale = newest
-    for step in range(max(at + 1, 1), recovery.step + 1):
+        scale_step, scale = newest
+    for step in range(max(scale_step + 1, 1), recovery.step + 1):
         scale = scale_after(spec, scale, step)
     return scale
 
@@ -239,7 +243,7 @@ def _lines_after_restart(recovery: Recovery, journal: JournalEnd, term: int) -> 
     """Return the lines that the journal must have before the run continues.
 
     Args:
-        recovery: What was found on disk.
+        recovery: The run as recovered from disk.
         journal: The end of the journal so far.
         term: Term of the new coordinator.
     """
@@ -270,7 +274,7 @@ def _lines_after_restart(recovery: Recovery, journal: JournalEnd, term: int) -> 
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether a directory holds a run that can continue: interrupted, failed or drained."""
+    """Return whether a directory has a run that can continue: interrupted, failed or drained."""
     directory = RunDirectory(path)
     if directory.read_run_file() is None:
         return False
@@ -279,9 +283,9 @@ def is_unfinished(path: Path) -> bool:
 
 
 def unfinished_runs(path: Path) -> list[Path]:
-    """Return the directories below this one with unfinished runs, oldest first.
+    """Return the directories below `path` with unfinished runs, oldest first.
 
-    Runs that an operator gave up are left out.
+    Runs that an operator gave up are excluded.
 
     Raises:
         UsageError: There is no such directory.
@@ -293,7 +297,7 @@ def unfinished_runs(path: Path) -> list[Path]:
 
 
 def given_up_runs(path: Path) -> list[str]:
-    """Return the names of the directories below this one whose runs an operator gave up."""
+    """Return the names of the directories below `path` whose runs an operator gave up."""
     return [
         record_path.parent.name
         for record_path in sorted(path.glob("*/run.json"))
@@ -309,7 +313,7 @@ def _given_up(path: Path) -> bool:
 
 
 def _seems_unfinished(path: Path) -> bool:
-    """Whether a run is unfinished; if that is unreadable, too: resuming it will say why."""
+    """Return whether a run is unfinished, or unreadable: resuming it reports the error."""
     try:
         return is_unfinished(path) and not _given_up(path)
     except SamestepError:
@@ -318,7 +322,7 @@ def _seems_unfinished(path: Path) -> bool:
 
 @cache
 def _versions() -> dict[str, str]:
-    """Return the versions of the software here that decides bits or formats."""
+    """Return the versions of the installed software that decides bits or formats."""
     names = ("numpy", "blake3", "safetensors")
     return {
         "samestep": __version__,

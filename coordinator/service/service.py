@@ -77,14 +77,16 @@ log = structlog.get_logger("coordinator")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How the service runs.
+    """The settings of the service.
 
     Attributes:
-        bind: Host and port for workers; port 0 takes a free one.
-        expect_workers: How many must be ready before a run starts.
-        directory: The directory of all runs, each in its own; with `once`, of the one run.
-        once: End after the first run.
-        plaintext: Without TLS: members still authenticate, but anyone can read and change data.
+        bind: Host and port for workers; port 0: any free port.
+        expect_workers: Number of workers that must be ready before a run starts.
+        directory: The directory in which each run has a directory; with `once`, that of the only
+            run.
+        once: Whether to end after the first run.
+        plaintext: Whether to use no TLS: members still authenticate, but anyone can read and change
+            data.
         data_roots: Directories whose files submitted runs may read; empty: all files but secrets.
     """
 
@@ -117,10 +119,10 @@ class Service:
         current: The run in progress.
         finished: The last run that ended.
         over: Set when the service must end.
-        credentials: Available once the service has started.
-        permitted: Which files submitted runs may read.
+        credentials: The coordinator's credentials; available once the service has started.
+        permitted: The files that submitted runs may read.
         disk_trouble: Why the next run cannot begin yet; empty if nothing prevents it.
-        secrets_troubles: What is wrong with the files of keys and token; empty if nothing is.
+        secrets_troubles: Problems with the files of keys and token; empty without problems.
         loop_watch: Measures how long the event loop was blocked.
     """
 
@@ -135,7 +137,7 @@ class Service:
         ),
     ) -> None:
         self.settings = settings
-        self.loop_watch = LoopWatch(lambda held_ms: self.emit(EventLoopBlocked(round(held_ms))))
+        self.loop_watch = LoopWatch(lambda ms: self.emit(EventLoopBlocked(round(ms))))
         self._machine = machine or Machine()
         self._make_acceptor = make_acceptor
         self.permitted = PermittedFiles(settings.data_roots, secret_places())
@@ -155,7 +157,7 @@ class Service:
         self._pending = PendingConnections[MemberSession]()
         self._acceptor: ConnectionSource | None = None
         self._lender: SegmentOwner | None = None
-        self._ticking: list[asyncio.Task[None]] = []
+        self._timer_tasks: list[asyncio.Task[None]] = []
         self._lock: DirectoryLock | None = None
         self._running: RunInstance | None = None
         self._is_draining = False
@@ -163,8 +165,8 @@ class Service:
 
     @property
     def trainers(self) -> list[str]:
-        """Names of the members that train, each as often as it has devices: a run waits for
-        these."""
+        """Names of the members that train, each repeated for every device: a run waits for
+        them."""
         sessions = sorted(self.sessions.items())
         training = [(n, s.hello.devices) for n, s in sessions if s.hello.duty == "train"]
         return [name for name, devices in training for _ in range(devices)]
@@ -173,8 +175,9 @@ class Service:
         """Accept workers.
 
         Raises:
-            UsageError: Another coordinator uses the directory, or it cannot be used; the address is
-                in use or not this machine's; credentials are missing and cannot be created.
+            UsageError: Another coordinator uses the directory, or the directory cannot be used; the
+                address is in use or not this machine's; credentials are missing and cannot be
+                created.
         """
         self.credentials = CoordinatorCredentials.open()
         self.credentials.keys.refresh()
@@ -188,25 +191,26 @@ class Service:
         if context is not None and isinstance(self._acceptor, CoordinatorAcceptor):
             self._lender = new_segment_owner()
             self._acceptor.open_local(self.credentials.fingerprint, self._lender)
-        self._ticking = [loop.create_task(self._beat()), loop.create_task(self._tick())]
+        self._timer_tasks = [loop.create_task(self._beat()), loop.create_task(self._tick())]
 
     async def stop(self) -> None:
         """Close all connections and files."""
         self.event_sinks.clear()
-        # A successor, or a restart that continues the run, needs these workers.
+        # A successor, or a restart that continues the run, needs these workers: they reconnect.
         last = self.finished
-        drained = (
+        is_drained = (
             last is not None and last.outcome is not None and last.outcome.outcome == "drained"
         )
-        superseded = last is not None and last.superseded
-        should_return = superseded or drained or self.current is not None or bool(self.waiting)
+        is_superseded = last is not None and last.superseded
+        has_runs = self.current is not None or bool(self.waiting)
+        should_return = is_superseded or is_drained or has_runs
         for session in self._pending:
             session.channel.abort("the coordinator ends")
         for session in list(self.sessions.values()):
             session.channel.goodbye("the coordinator ends", retry=should_return, exit_code=0)
         if self._acceptor is not None:
             self._acceptor.close()
-        for task in self._ticking:
+        for task in self._timer_tasks:
             task.cancel()
         if self.current is not None:
             await self.current.close()
@@ -225,7 +229,7 @@ class Service:
         """Lock a directory; the service's own directory is locked only once.
 
         Raises:
-            UsageError: Another coordinator uses the directory, or it cannot be used.
+            UsageError: Another coordinator uses the directory, or the directory cannot be used.
         """
         if self._lock is None:
             self._lock = lock_directory(self.settings.directory)
@@ -238,18 +242,19 @@ class Service:
     def submit(
         self, spec: RunSpec, directory: Path | None = None, blobs: BlobIndex | None = None
     ) -> str:
-        """Queue a run; it starts when the runs before it are over.
+        """Queue a run; it starts when the preceding runs are over.
 
         Args:
             spec: The run spec.
-            directory: Directory of the run; None for one below the service's.
-            blobs: The files that the spec names, on this machine; None if each worker has its own.
+            directory: Directory of the run; None: a new one below the service's directory.
+            blobs: The files that the spec names, on this machine; None if each worker has its own
+                copies.
 
         Returns:
             The run's ID.
 
         Raises:
-            UsageError: The directory cannot be used, or holds a run already.
+            UsageError: The directory cannot be used, or already contains a run.
             StorageFailed: A write failed.
         """
         self._refuse_more_runs()
@@ -276,7 +281,7 @@ class Service:
             directory: Directory of the run.
             spec: The expected run spec; None for any.
             from_step: First roll back to the checkpoint after this many steps.
-            changes: `key=value` pairs to change in its run spec first, or its whole new spec.
+            changes: `key=value` pairs to change in the run spec first, or the whole new run spec.
 
         Returns:
             The run's ID; None if there is no run, or it has finished.
@@ -290,7 +295,7 @@ class Service:
         except SamestepError:
             self._release(lock)
             raise
-        return self._queue_found(lock, instance)
+        return self._queue_or_release(lock, instance)
 
     async def resume_by_name(
         self, run_id: str, from_step: int | None = None, changes: Sequence[str] = ()
@@ -322,9 +327,9 @@ class Service:
         except SamestepError:
             self._release(lock)
             raise
-        return self._queue_found(lock, instance)
+        return self._queue_or_release(lock, instance)
 
-    def _queue_found(self, lock: DirectoryLock, instance: RunInstance | None) -> str | None:
+    def _queue_or_release(self, lock: DirectoryLock, instance: RunInstance | None) -> str | None:
         if instance is None:
             self._release(lock)
             return None
@@ -339,14 +344,15 @@ class Service:
             )
         if len(self.waiting) >= limits.QUEUED_RUNS:
             raise QueueFull(
-                f"expected at most {limits.QUEUED_RUNS} queued runs, got one more; submit it when "
-                "one of them has begun"
+                f"expected at most {limits.QUEUED_RUNS} queued runs, got one more; submit the run "
+                "when one of them has begun"
             )
 
     def _queue(self, instance: RunInstance) -> None:
         self.waiting.append(instance)
         if self.current is not None:
-            # Hundreds may be queued, and a lock is an open file: reacquired when the run begins.
+            # Hundreds of runs may be queued, and a lock is an open file: reacquire it when the run
+            # begins.
             self._release(instance.lock)
         self._start_next()
 
@@ -373,8 +379,11 @@ class Service:
 
     # Sessions.
 
-    def admit(self, session: MemberSession) -> Welcome:
-        """Give a worker its name; see `SessionOwner`."""
+    def name_worker(self, session: MemberSession) -> Welcome:
+        """Give a joining worker a unique name; see `SessionOwner`.
+
+        An old connection of the same process is closed first.
+        """
         if len(self.sessions) >= limits.WORKERS:
             raise OutOfOrder(f"expected at most {limits.WORKERS} workers, got one more")
         base = session.hello.name or "worker"
@@ -395,7 +404,7 @@ class Service:
             key=session.check.new_key(),
         )
 
-    def joined(self, session: MemberSession) -> None:
+    def add_member(self, session: MemberSession) -> None:
         """Add a member; see `SessionOwner`."""
         self._pending.remove(session)
         self.flap_detector.reset(session.host)
@@ -406,8 +415,8 @@ class Service:
         if self.current is not None:
             self.current.invite(session)
 
-    def left(self, session: MemberSession, reason: str) -> None:
-        """Note that a connection is over; see `SessionOwner`."""
+    def remove_session(self, session: MemberSession, reason: str) -> None:
+        """Remove a session whose connection has ended; see `SessionOwner`."""
         self._pending.remove(session)
         if not session.name:
             log.info("connection_closed", peer=session.channel.peer, reason=reason)
@@ -432,11 +441,13 @@ class Service:
     def _note_end(
         self, session: MemberSession, worker: str, phase: Phase | None, reason: str
     ) -> None:
-        """Detect a worker that reconnects again and again."""
-        if session.stepped or session.leaves:
+        """Count the end of a connection, to detect a worker that keeps reconnecting."""
+        if session.has_stepped or session.has_left:
             self.flap_detector.reset(worker)
         elif phase is not None:
-            event = self.flap_detector.ended(worker, phase, reason, is_explained=session.explained)
+            event = self.flap_detector.count_end(
+                worker, phase, reason, is_explained=session.is_explained
+            )
             if event is not None and self.current is not None:
                 self.current.report(event)
             elif event is not None:
@@ -459,8 +470,8 @@ class Service:
     # Runs.
 
     def _allocate(self, elements: int) -> Array:
-        """Return an array for averages, in memory that local workers can read if there is
-        enough."""
+        """Return an array for averages: in shared memory, if local workers can read it and there is
+        enough of it."""
         if self._lender is not None and any(
             session.channel.connection.memory for session in self.sessions.values()
         ):
@@ -472,8 +483,7 @@ class Service:
     def _next_run(self) -> RunInstance | None:
         """Take the first queued run whose directory is still this coordinator's.
 
-        A run whose directory cannot be used now stays queued, and is tried again with every
-        heartbeat.
+        A run whose directory cannot be used now stays queued, and is retried with every heartbeat.
         """
         while self.waiting:
             instance = self.waiting[0]
@@ -483,7 +493,7 @@ class Service:
             except StorageFailed as error:
                 if self.settings.once:
                     raise
-                self._waits_for_disk(instance.stored.run_id, str(error))
+                self._note_disk_trouble(instance.stored.run_id, str(error))
                 return None
             except SamestepError as error:
                 event = RunEnded("failed", f"cannot begin: {error}")
@@ -494,7 +504,7 @@ class Service:
                 return self.waiting.popleft()
         return None
 
-    def _waits_for_disk(self, run_id: str, reason: str) -> None:
+    def _note_disk_trouble(self, run_id: str, reason: str) -> None:
         if self.disk_trouble != reason:
             self.disk_trouble = reason
             self.emit(RunWaitsForDisk(reason), run_id)
@@ -551,8 +561,8 @@ class Service:
                 self.event_sinks.remove(sink)
                 log.warning("event_sink_lost", error=repr(error))
 
-    def ended(self, execution: Execution, outcome: Finish) -> None:
-        """Note that a run is over; see `ExecutionSink`."""
+    def end_run(self, execution: Execution, outcome: Finish) -> None:
+        """Note that a run is over, and start the next one; see `ExecutionSink`."""
         self.finished, self.current = execution, None
         if self._running is not None:
             self._release(self._running.lock)
@@ -577,11 +587,11 @@ class Service:
         while True:
             await asyncio.sleep(interval_s)
             # After a stall of this process, received data is still unread.
-            stalled = self._machine.now_s() - last_s > 3 * interval_s
+            has_stalled = self._machine.now_s() - last_s > 3 * interval_s
             last_s = self._machine.now_s()
-            if stalled:
+            if has_stalled:
                 continue
-            self._look_at_secrets()
+            self._check_secrets()
             self._start_next()
             for session in list(self.sessions.values()):
                 silent_s = self._machine.now_s() - session.channel.last_received_s
@@ -594,9 +604,9 @@ class Service:
                 else:
                     session.channel.send(Heartbeat())
 
-    def _look_at_secrets(self) -> None:
-        """Report problems with the files of keys and token, and their end."""
-        earlier_troubles, self.secrets_troubles = self.secrets_troubles, self.credentials.look()
+    def _check_secrets(self) -> None:
+        """Report problems with the files of keys and token, and the end of the problems."""
+        earlier_troubles, self.secrets_troubles = self.secrets_troubles, self.credentials.check()
         for trouble in self.secrets_troubles:
             if trouble not in earlier_troubles:
                 self.emit(SecretsDamaged(trouble))
@@ -606,8 +616,8 @@ class Service:
     def _patience_ms(self, session: MemberSession) -> int:
         """Return how long a member may be silent.
 
-        While it imports a library, opens its device or builds its task, all of its threads may
-        be blocked. Then its kernel's acknowledgements count as signs of life, for a while.
+        While a worker imports a library, opens its device or builds its task, all of its threads
+        may be blocked. Its kernel's acknowledgements then count as signs of life, for a while.
         """
         member = self.current.run.members.get(session.name) if self.current is not None else None
         answered_s = session.channel.unanswered_s

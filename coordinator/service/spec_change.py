@@ -1,7 +1,7 @@
 """Continue a run with a changed run spec: checked, written to `run.json` and the journal.
 
-The journal announces the new content of `run.json` before it is written, so that a crash may leave
-either one; its `SpecChanged` follows when the run continues.
+The journal announces the digest of the new `run.json` before the file is written, so a crash may
+leave the old or the new content. The journal's `SpecChanged` follows when the run continues.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class SpecChange:
             directory: Directory of the run.
             stored_run: The run before the change.
             changes: `key=value` pairs, or the whole new spec.
-            from_step: Steps that a rollback will leave; None without one.
+            from_step: Number of steps that a rollback will leave; None without a rollback.
 
         Raises:
             RunSpecError: The changed run spec is not valid.
-            UsageError: A key may not change, or the run has more steps already.
+            UsageError: A key may not change, or the run has already taken more steps.
             StorageDamaged: A file is damaged.
             StorageFailed: A read or write failed.
         """
@@ -81,7 +81,7 @@ class SpecChange:
         if steps < step or (steps == step and directory.read_result() is not None):
             raise UsageError(
                 f"{option('--set steps')}: the run has taken {step} steps, and the changed run "
-                f"spec has {steps}: set steps (or epochs) to more, or go back first "
+                f"spec has {steps}: set steps (or epochs) to more, or roll back first "
                 "(coordinator --resume --from-step N)"
             )
         document = spec.model_dump(mode="json")
@@ -92,7 +92,7 @@ class SpecChange:
         """Write `run.json`, and set aside the result of a finished run.
 
         Returns:
-            The run with its new spec, and what was set aside.
+            The run with its new spec, and notes about what was set aside.
 
         Raises:
             StorageFailed: A write failed; the call can be repeated.
@@ -103,8 +103,8 @@ class SpecChange:
         journal = Journal(self.directory.journal, guard=lock.check)
         try:
             digests = present_digests(self.directory)
-            either = (file_digest(self.directory.run_file), blake3(self.content).hexdigest())
-            digests[self.directory.run_file.name] = either
+            old_or_new = (file_digest(self.directory.run_file), blake3(self.content).hexdigest())
+            digests[self.directory.run_file.name] = old_or_new
             journal.append(FileDigests(term=lock.term, digests=digests))
             journal.sync()
         finally:
@@ -113,10 +113,11 @@ class SpecChange:
         return self.stored, notes
 
 
-def spec_change(
+def missing_spec_change(
     directory: RunDirectory, stored_run: StoredRun, term: int, step: int
 ) -> tuple[SpecChanged, ...]:
-    """Return the line that the journal lacks if `run.json` has another spec than its newest one."""
+    """Return the line that the journal lacks if its newest spec differs from that of
+    `run.json`."""
     earlier_spec = spec_in_journal(directory.journal)
     if earlier_spec is None or earlier_spec == stored_run.document:
         return ()

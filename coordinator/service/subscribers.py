@@ -1,9 +1,9 @@
 """Workers that have the run's state: how they get it, and the broadcasts that they receive.
 
-A worker gets a checkpoint's state and the later steps from the log, or only the steps that it
-missed; then what was broadcast after the replica's state. No running worker is disturbed. Nothing
-is buffered for it but the few chunks that are being sent: broadcasts stay in memory until the
-replica has them, and a worker that has not read them by then gets them from the log.
+A joining worker gets a checkpoint's state and the later steps from the log, or only the steps that
+it missed; then the broadcasts since the replica's state. No running worker is disturbed. Only the
+few chunks that are being sent are buffered for a joining worker: broadcasts stay in memory until
+the replica has applied them, and a worker that has not read them by then gets them from the log.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Subscribers:
     """The subscribed workers, and the broadcasts that a joiner needs.
 
     Attributes:
-        since: Broadcasts of this step and later ones are kept for joiners.
+        since: The first step whose broadcasts are kept for joiners.
         over: Whether the run is over: nothing more is sent.
 
     Args:
         sessions: Members by name; other names are skipped.
         codec: The precision of averages.
-        since: Steps committed before the first broadcast.
+        since: Number of steps committed before the first broadcast.
     """
 
     def __init__(self, sessions: Mapping[str, MemberSession], codec: Codec, since: int = 0) -> None:
@@ -67,7 +67,7 @@ class Subscribers:
     def broadcast(
         self, message: Message, body: Array | None, had_by: frozenset[str] = frozenset()
     ) -> None:
-        """Send to all subscribers but those that get it from others, and keep it for joiners."""
+        """Send a message to all subscribers except those in `had_by`, and keep it for joiners."""
         frame = encode(message, None if body is None else packed(body, self._codec))
         for name in sorted(self._names - had_by):
             session = self._sessions.get(name)
@@ -77,25 +77,25 @@ class Subscribers:
             self._tail.append((message.step, frame))
 
     def send_again(self, session: MemberSession, step: int) -> bool:
-        """Send the averages of a step again; return whether they are still kept."""
-        remaining = [
+        """Send the averages of a step again; return whether they were still kept."""
+        kept_frames = [
             frame
             for broadcast_step, frame in self._tail
             if broadcast_step == step and not isinstance(frame.message, Commit)
         ]
-        for frame in remaining:
+        for frame in kept_frames:
             session.channel.send(frame)
-        return bool(remaining)
+        return bool(kept_frames)
 
     def forget_before(self, step: int) -> None:
-        """Drop broadcasts of steps that the replica has taken."""
+        """Drop broadcasts of steps that the replica has applied."""
         self.since = max(self.since, step)
         while self._tail and self._tail[0][0] < self.since:
             self._tail.popleft()
 
     def join(self, session: MemberSession, step: int) -> None:
-        """Subscribe a worker that has taken `step` steps, `since` or more: first send what it
-        missed."""
+        """Subscribe a worker that has applied `step` steps, `since` or more; first send it the
+        broadcasts that it missed."""
         assert step >= self.since
         for broadcast_step, frame in self._tail:
             if broadcast_step >= step:
@@ -124,13 +124,13 @@ class Subscribers:
         return next_step
 
     def is_far(self, step: int, now: int, manifest: Manifest) -> bool:
-        """Whether the averages of all steps since are more to send than the state."""
+        """Return whether the averages from `step` to `now` are larger than the state."""
         return (now - step) * manifest.elements * 4 > replay_bytes(manifest)
 
     async def send_state(
         self, channel: Channel, run_id: str, storage: RunStorage, checkpoint_state: CheckpointState
     ) -> None:
-        """Send a worker a whole state, as fast as it reads.
+        """Send a whole state to a worker, as fast as the worker reads.
 
         Raises:
             SamestepError: The state cannot be read.
@@ -157,29 +157,31 @@ class Subscribers:
         *,
         hold: LogHold,
     ) -> int | None:
-        """Send a worker committed steps from the log, as fast as it reads, up to those kept here.
+        """Send a worker committed steps from the log, as fast as the worker reads, up to the steps
+        whose broadcasts are kept.
 
         Args:
             channel: Channel of the worker.
-            storage: Has the log.
-            manifest: Has the kind of each block.
-            replay: The first step, and the state before it.
-            term: Term of the coordinator, for the messages, whichever term wrote the step.
-            hold: Hold of the log, for this worker; moved on with it.
+            storage: The files of the run, with the log.
+            manifest: The run's manifest, with the kind of each block.
+            replay: The first step, and the digest of the state before it.
+            term: Term of the coordinator, for the messages, whichever term committed the step.
+            hold: The hold of the log for this worker; moved to each next step.
 
         Returns:
-            How many steps the worker has then, for `join`; None if the log does not lead there.
+            The number of steps that the worker then has, for `join`; None if the log does not lead
+            there.
 
         Raises:
             SamestepError: The log cannot be read.
         """
         step, digest = replay.step, replay.state_digest
         while step < self.since and not (channel.closed or self.over):
-            row = await storage.logged(step)
-            if not row or digest not in (None, row[0].record.state_before):
+            logged_steps = await storage.logged(step)
+            if not logged_steps or digest not in (None, logged_steps[0].record.state_before):
                 return None
             digest = None
-            for logged_step in row:
+            for logged_step in logged_steps:
                 if logged_step.record.commit.scalars is not None and not logged_step.has_averages:
                     return None
                 await self._send_step(channel, storage, manifest, term, logged_step)
@@ -195,7 +197,7 @@ class Subscribers:
         term: int,
         logged_step: LoggedStep,
     ) -> None:
-        """Send a logged step, unless the run ends: the worker may be in the next run already."""
+        """Send a logged step, unless the run ends: the worker may then be in the next run."""
         commit = logged_step.record.commit
         if commit.scalars is not None:
             step_id = {"term": term, "step": commit.step, "attempt": commit.attempt}

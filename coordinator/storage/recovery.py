@@ -1,7 +1,8 @@
-"""What a coordinator finds when it starts in a directory that holds a run.
+"""Recover a run from its directory when a coordinator starts.
 
-`recover` is quick: it compares the files of the newest checkpoint with their hashes and walks the
-log's record heads, so workers can be served at once. `Recovery.replica` then catches up.
+`recover` is quick: it compares the files of the newest checkpoint with their hashes and reads the
+heads of the log's records, so workers can be served at once. `Recovery.load_replica` then applies
+the logged steps.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ class Recovery:
     Attributes:
         run: ID and spec.
         manifest: The run's manifest.
-        checkpoint: The newest intact one.
+        checkpoint: The newest intact checkpoint.
         logged: Committed steps after the checkpoint whose averages are in the log, in order.
-        redo: Commits after those, without averages (`log: checkpoint`): their steps are done again.
-            Skipped ones are skipped again; the digests of the others can be compared.
-        step: Steps committed whose state can be restored: the run continues with this one.
-        optimizer_step: Updates among them.
-        losses: Mean loss of each; NaN for a skipped one.
-        own_digest: Digest of the per-replica state then, as the last commit names it.
-        index: Where the steps are in the log, including those before the checkpoint.
+        redo: Commits of later steps, without averages (`log: checkpoint`): their steps are redone.
+            Skipped steps are skipped again; for the others, the digests can be compared.
+        step: Number of committed steps whose state can be restored: the run continues with this
+            step.
+        optimizer_step: Number of updates among these steps.
+        losses: Mean loss of each of these steps; NaN for a skipped step.
+        own_digest: Digest of the per-replica state after these steps, as in the last commit.
+        index: Index of the log, including the steps before the checkpoint.
         notes: What was cut off or skipped, for the user and the journal.
     """
 
@@ -59,12 +61,12 @@ class Recovery:
     index: LogIndex
     own_digest: str | None = None
 
-    def replica(self) -> Replica:
+    def load_replica(self) -> Replica:
         """Return the state after `step` steps: the checkpoint's, with the logged steps applied.
 
         Raises:
             StorageDamaged: Log or checkpoint are damaged, or do not lead to the recorded digest.
-            StorageFailed: They cannot be read.
+            StorageFailed: Log or checkpoint cannot be read.
         """
         replica = load_replica(self.checkpoint, self.manifest, self.run.spec.step_optimizer)
         for logged_step in self.logged:
@@ -86,11 +88,11 @@ def recover(directory: RunDirectory) -> Recovery | None:
     Only the holder of the directory's lock may call this: it cuts torn tails.
 
     Returns:
-        None if there is no run, or no state of it was saved yet: then it starts from the beginning.
+        None if there is no run, or none of its states was saved yet: it starts from the beginning.
 
     Raises:
-        StorageDamaged: A file is damaged in a way that no crash explains; or steps are committed
-            whose preceding state is lost.
+        StorageDamaged: A file is damaged in a way that no crash explains; or the state before
+            committed steps is lost.
         StorageFailed: A read or write failed.
         Mismatch: A file belongs to another run.
     """
@@ -118,7 +120,7 @@ def recover(directory: RunDirectory) -> Recovery | None:
     check_replica_states(directory, run, manifest, base + len(logged_steps), own_digest)
     notes = [f"checkpoint skipped: {reason}" for reason in skipped]
     notes += [str(cut) for cut in scan.cuts]
-    notes += _unreachable(scan.index, base + len(logged_steps) + len(redo))
+    notes += _note_lost_states(scan.index, base + len(logged_steps) + len(redo))
     info = checkpoint.info
     return Recovery(
         run=run,
@@ -141,24 +143,24 @@ def recover(directory: RunDirectory) -> Recovery | None:
 
 
 def _no_state(directory: RunDirectory, last: int | None, skipped: Sequence[str]) -> StorageDamaged:
-    """Make the error of a run without a checkpoint: that of step 0 comes before any step."""
+    """Return the error of a run without a checkpoint: the first one is written before any step."""
     steps = "" if last is None else f", which the log's steps up to {last} follow"
     reasons = skipped or ("restore one from a copy",)
     reason = "; ".join((f"expected an intact checkpoint{steps}, found none", *reasons))
     return StorageDamaged(str(directory.checkpoints), "", reason)
 
 
-def _split_steps(row: list[LoggedStep]) -> tuple[list[LoggedStep], list[CommitRecord]]:
-    """Split steps into those that the log can repeat, and the rest."""
+def _split_steps(steps: list[LoggedStep]) -> tuple[list[LoggedStep], list[CommitRecord]]:
+    """Split steps into those that can be applied from the log, and the commits of the rest."""
     count = 0
-    while count < len(row) and (
-        row[count].has_averages or row[count].record.commit.scalars is None
+    while count < len(steps) and (
+        steps[count].has_averages or steps[count].record.commit.scalars is None
     ):
         count += 1
-    return row[:count], [logged_step.record for logged_step in row[count:]]
+    return steps[:count], [logged_step.record for logged_step in steps[count:]]
 
 
-def _unreachable(index: LogIndex, step: int) -> list[str]:
+def _note_lost_states(index: LogIndex, step: int) -> list[str]:
     if index.last is None or index.last < step:
         return []
     steps_text = f"steps up to {index.last} are in the log"
@@ -168,7 +170,7 @@ def _unreachable(index: LogIndex, step: int) -> list[str]:
 def remove_later_checkpoints(directory: RunDirectory, recovery: Recovery) -> None:
     """Remove checkpoints of steps after `recovery.step`, which could not be used.
 
-    They must not count as the run's own some day.
+    Otherwise they might later be taken for the run's.
 
     Raises:
         StorageFailed: A write failed.

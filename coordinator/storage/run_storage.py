@@ -1,9 +1,9 @@
 """The files of one running run, written outside the event loop.
 
-Each kind of file has its own thread, since their syncs are independent: the gradient log, which
-commits wait for; the journal, which only the end waits for; checkpoints, which take long; captures
-and per-replica states. A thread does its jobs in order. Errors of jobs that nothing waits for go to
-`failed`.
+Each kind of file has its own thread, since their syncs are independent: the gradient log, for which
+commits wait; the journal, for which only the end waits; checkpoints, which take long; captures and
+per-replica states. A thread does its jobs in order. Errors of jobs that nothing waits for go to the
+callback `failed`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _THREADS: Final = ("log", "journal", "checkpoint", "capture")
 
 
 class _LogStart(NamedTuple):
-    """What `RunStorage.begin_log` was given."""
+    """The arguments of `RunStorage.begin_log`."""
 
     manifest: Manifest
     next_step: int
@@ -67,7 +67,7 @@ class _LogStart(NamedTuple):
 
 
 def _batch_of(items: Iterator[T], length: Callable[[T], int]) -> Iterator[T]:
-    """Yield as many items as a send queue takes: not each item needs a thread's turn."""
+    """Yield as many items as a send queue takes: one job of a thread reads several."""
     left_bytes = limits.SEND_AHEAD_BYTES
     while left_bytes > 0 and (item := next(items, None)) is not None:
         left_bytes -= length(item)
@@ -75,7 +75,7 @@ def _batch_of(items: Iterator[T], length: Callable[[T], int]) -> Iterator[T]:
 
 
 def replay_bytes(manifest: Manifest) -> int:
-    """Return the most bytes of averages that a worker is sent instead of the state."""
+    """Return how many bytes of averages are sent to a worker at most, instead of the state."""
     return max(limits.REPLAY_BYTES, _MOST_STATE_PARTS * manifest.elements * 4)
 
 
@@ -85,14 +85,14 @@ class LogHold:
 
     Attributes:
         step: The next step that the worker needs; None if not known yet.
-        is_dropped: Whether the run outpaced the worker: the log no longer has that step.
+        is_dropped: Whether the run outpaced the worker: the log no longer has this step.
     """
 
     step: int | None = None
     is_dropped: bool = False
 
-    def needs(self, step: int) -> None:
-        """Keep the log from this step on instead."""
+    def move_to(self, step: int) -> None:
+        """Keep the log from this step on."""
         self.step, self.is_dropped = step, False
 
 
@@ -101,12 +101,12 @@ class RunStorage:
 
     Attributes:
         newest: The newest intact checkpoint.
-        replica_states: For a run with replicas, once its manifest is known.
+        replica_states: The per-replica states of a run with replicas, once its manifest is known.
 
     Args:
         directory: Directory of the run, begun, and locked by this process.
         run_id: The run's ID.
-        spec: Decides the log's mode and which checkpoints are kept.
+        spec: The run spec, which sets the log's mode and which checkpoints are kept.
         term: Term of the coordinator.
         guard: Raises if this coordinator does not own the directory any more.
         failed: Called in the event loop with errors of writes that nothing waits for.
@@ -172,9 +172,9 @@ class RunStorage:
 
         Args:
             manifest: The run's manifest.
-            next_step: Steps committed whose state can be restored.
-            redo: The commits after them.
-            index: Where these steps are in the log; None if there are none.
+            next_step: Number of committed steps whose state can be restored.
+            redo: The commits of later steps.
+            index: Index of the existing log; None for a new run.
             newest: The newest intact checkpoint, if there is one.
             own_digest: Digest of the per-replica state after these steps; None before the first.
         """
@@ -308,11 +308,11 @@ class RunStorage:
         return record.own_digest
 
     def save_admission_record(self, record: AdmissionRecord) -> None:
-        """Write what workers were admitted by before the next commit."""
+        """Write the admission record before the next commit."""
         self._admission_record = record
 
     async def logged(self, step: int) -> list[LoggedStep]:
-        """Return some committed steps from this one on, as far as the log has them without a gap.
+        """Return some committed steps from `step` on, up to the first gap in the log.
 
         Raises:
             SamestepError: The log cannot be read.
@@ -329,7 +329,7 @@ class RunStorage:
         Raises:
             SamestepError: The log cannot be read, or was truncated meanwhile.
         """
-        reading = read_chunks(logged_step, self._begun.manifest.blocks)
+        reading = read_chunks(logged_step, self._log_start.manifest.blocks)
 
         def some() -> list[tuple[int, int, Array]]:
             return list(_batch_of(reading, lambda chunk: chunk[2].nbytes))
@@ -351,22 +351,22 @@ class RunStorage:
         """Make the log keep averages while a worker gets the run's state.
 
         Yields:
-            The hold, to be moved on as the worker gets further. The log is kept until what it holds
-            for one worker is twice `replay_bytes`: a worker that reads at least as fast as averages
-            are made needs no more. A slower one starts over from a newer checkpoint.
+            The hold, to be moved to later steps as the worker progresses. The log keeps at most
+            twice `replay_bytes` of averages for a worker: a worker that reads at least as fast as
+            averages are made needs no more. A slower worker restarts from a newer checkpoint.
 
         Raises:
             StorageFailed: A write failed.
         """
-        sparse, hold = self._spec.log == "checkpoint", LogHold()
+        is_sparse, hold = self._spec.log == "checkpoint", LogHold()
         self._holds.add(hold)
         try:
-            if sparse:  # each time: it may have failed for an earlier worker
+            if is_sparse:  # for every worker: the change may have failed for an earlier one
                 await self._do("log", self._keep_averages)
             yield hold
         finally:
             self._holds.discard(hold)
-            if sparse and not self._holds:
+            if is_sparse and not self._holds:
                 self._spawn("log", lambda: self._open_log().roll("checkpoint"))
 
     def _keep_averages(self) -> None:
@@ -375,14 +375,14 @@ class RunStorage:
             log.roll("full")
 
     @property
-    def _begun(self) -> _LogStart:
+    def _log_start(self) -> _LogStart:
         assert self._start is not None, "begin_log comes before all that needs a manifest"
         return self._start
 
     def _open_log(self) -> GradientLog:
-        """Return the log; begin it now if that failed before."""
+        """Return the log; begin it if that has not succeeded yet."""
         if self._log is None:
-            manifest, next_step, redo, index = self._begun
+            manifest, next_step, redo, index = self._log_start
             self._guard()
             if index is None:
                 check_disk_space(self.directory.path, self._spec, manifest)
@@ -432,15 +432,16 @@ class RunStorage:
             StorageFailed: A write failed.
             RunFailed: Another coordinator owns the directory now.
         """
-        manifest, root = self._begun.manifest, self.directory.checkpoints
-        made_before = self.newest is not None
+        manifest, root = self._log_start.manifest, self.directory.checkpoints
+        has_checkpoint = self.newest is not None
 
         def read() -> None:
             self._loop.call_soon_threadsafe(state_read)
 
         def work() -> tuple[Checkpoint, int | None]:
             self._guard()
-            if made_before and not root.is_dir():  # made again, it could not be restored
+            # If the directory were created again, the missing one could not be restored.
+            if has_checkpoint and not root.is_dir():
                 raise StorageFailed("write to", str(root), MISSING)
             checkpoint = write_checkpoint(
                 root, manifest, replica, run_id=self._run_id, term=self._term, losses=losses,
@@ -458,7 +459,7 @@ class RunStorage:
         checkpoint, intact = await self._do("checkpoint", work)
         self.newest = checkpoint
         self._metrics = {
-            s: figures for s, figures in self._metrics.items() if s > checkpoint.info.step
+            step: metrics for step, metrics in self._metrics.items() if step > checkpoint.info.step
         }
         if intact is not None and not self._spec.checkpoint.keep_log:
             await self._do("log", lambda: self._remove_segments(intact))
@@ -471,7 +472,7 @@ class RunStorage:
             StorageDamaged: The checkpoint is damaged.
             StorageFailed: The checkpoint cannot be read.
         """
-        manifest, root = self._begun.manifest, self.directory.checkpoints
+        manifest, root = self._log_start.manifest, self.directory.checkpoints
 
         def work() -> Checkpoint | None:
             step = best_step(root, self._spec.checkpoint)
@@ -484,7 +485,7 @@ class RunStorage:
         """Keep the newest checkpoint while it is copied, one at a time; sync the journal first.
 
         Yields:
-            Its step.
+            The step of the checkpoint.
 
         Raises:
             SamestepError: A read or write failed.
@@ -508,7 +509,7 @@ class RunStorage:
             StorageFailed: The state cannot be read.
         """
         open_checkpoint = partial(
-            CheckpointState, checkpoint, self._begun.manifest, self._spec.step_optimizer
+            CheckpointState, checkpoint, self._log_start.manifest, self._spec.step_optimizer
         )
         return await self._loop.run_in_executor(None, open_checkpoint)
 
@@ -528,7 +529,7 @@ class RunStorage:
 
     def _remove_segments(self, intact: int) -> None:
         self._guard()  # another coordinator may be reading these segments
-        manifest = self._begun.manifest
+        manifest = self._log_start.manifest
         oldest = intact - 2 * replay_bytes(manifest) // (manifest.elements * 4)
         first = intact
         for hold in tuple(self._holds):
@@ -541,7 +542,7 @@ class RunStorage:
 
     def keep_metrics(self, step: int, state_digest: str, metrics: dict[str, float]) -> None:
         """Keep the metrics of an evaluation with the checkpoint of that state, if there is one."""
-        # Its checkpoint may be written later, after newer metrics.
+        # The checkpoint of the state may be written later, after newer metrics.
         self._metrics[step] = (state_digest, metrics)
         root = self.directory.checkpoints
         self._spawn("checkpoint", lambda: write_metrics(root, step, state_digest, metrics))
@@ -554,7 +555,7 @@ class RunStorage:
             return
 
         self._lines.extend(records)
-        self._spawn("journal", self._opened_journal)
+        self._spawn("journal", self._open_journal)
         if not self._unsynced:
             self._unsynced = True
             self._spawn("journal", self._sync_journal)
@@ -580,7 +581,7 @@ class RunStorage:
         self._has_ended = True
 
         def work() -> str:
-            journal = self._opened_journal()
+            journal = self._open_journal()
             self._digests = present_digests(self.directory)  # no write is in progress any more
             journal.append(FileDigests(term=self._term, digests=self._digests))
             head = journal.append(record)
@@ -590,10 +591,10 @@ class RunStorage:
         return await self._do("journal", work)
 
     def reopen_journal(self) -> None:
-        """Accept lines again: a run that seemed over continues."""
+        """Accept lines again: the run is not over after all."""
         self._has_ended = False
 
-    def _opened_journal(self) -> Journal:
+    def _open_journal(self) -> Journal:
         """Return the journal, with all lines so far; if opening failed before, open it now."""
         if self._journal is None:
             self._journal = Journal(self.directory.journal, guard=self._guard)
@@ -608,12 +609,13 @@ class RunStorage:
         return self._journal
 
     def _announce_admission_record(self, record: AdmissionRecord) -> None:
-        """Note the coming content of the admission record's file; a crash may leave either one."""
+        """Note the new digest of the admission record's file beside the old: a crash may leave
+        either content."""
         name, new = (
             self.directory.admission_file.name,
             blake3(admission_record_bytes(record)).hexdigest(),
         )
-        journal = self._opened_journal()
+        journal = self._open_journal()
         expected = (file_digest(self.directory.admission_file), new)
         if self._digests.get(name) != expected:
             self._digests[name] = expected
@@ -621,16 +623,17 @@ class RunStorage:
         self._sync_journal()
 
     def _note_admission_record(self, record: AdmissionRecord) -> None:
-        """Note the written admission record: from now on the file must exist and hold it."""
+        """Note the digest of the written admission record: from now on the file must match it."""
         name = self.directory.admission_file.name
         expected = (blake3(admission_record_bytes(record)).hexdigest(),)
         if self._admission_record is None and self._digests.get(name) != expected:
             self._digests[name] = expected
-            self._opened_journal().append(FileDigests(term=self._term, digests=self._digests))
+            self._open_journal().append(FileDigests(term=self._term, digests=self._digests))
 
     def _note_files(self) -> None:
-        """Note the files' digests again, where a restart finds them after the newest checkpoint."""
-        journal = self._opened_journal()
+        """Note the files' digests again, so that the lines since the newest checkpoint have
+        them."""
+        journal = self._open_journal()
         if self._digests:
             settled = file_digest(self.directory.manifest_file)
             if settled is not None:
@@ -640,7 +643,7 @@ class RunStorage:
 
     def _sync_journal(self) -> None:
         self._unsynced = False
-        self._opened_journal().sync()
+        self._open_journal().sync()
 
     async def check(self) -> None:
         """Check that this coordinator still owns the directory.

@@ -89,7 +89,7 @@ class Probes:
                 (GradientLog, "commit", self._syncs, self._synced),
                 (RunStorage, "commit", self._commits, None),
                 (Subscribers, "broadcast", self._broadcast, None),
-                (CoordinatorReplica, "_present_state", None, self._present_state),
+                (CoordinatorReplica, "_current_state", None, self._present_state),
                 (run_storage, "write_checkpoint", None, self._saved),
                 (Execution, "_do", None, self._done),
                 (Run, "step", self._steps, self._stepped),

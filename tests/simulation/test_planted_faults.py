@@ -20,7 +20,7 @@ from coordinator.run.inputs import CommitDurable
 from coordinator.run.outputs.actions import Subscribe
 from coordinator.run.progress import Progress
 from coordinator.run.workers.admission import Admission
-from coordinator.run.workers.agreement import Agreement
+from coordinator.run.workers.state_agreement import Agreement
 from coordinator.service.execution import Execution
 from coordinator.service.subscribers import Subscribers
 from coordinator.storage.directory.run_directory import RunDirectory
@@ -216,7 +216,7 @@ def forgets_refused_writes(self):
 
 async def reads_unsynced_commits(self, step):
     """Reads commits from the log's files, synced or not."""
-    scan = lambda: log_reader.scan_log(self.directory.log, self._run_id, self._begun.manifest)  # noqa: E731
+    scan = lambda: log_reader.scan_log(self.directory.log, self._run_id, self._log_start.manifest)  # noqa: E731
     return list((await self._do("log", scan)).index.following(step))
 
 

@@ -22,8 +22,8 @@ from coordinator.run.outputs.actions import (
 )
 from coordinator.run.outputs.events import WorkerLate, WorkerRefused
 from coordinator.run.outputs.restart import AdmissionRecord
-from coordinator.run.workers.agreement import Agreement
 from coordinator.run.workers.membership import Member, Membership, MemberState
+from coordinator.run.workers.state_agreement import Agreement
 from coordinator.run.workers.stragglers import Leases
 from protocol.base import limits
 from protocol.base.errors import ExitCode, OutOfOrder

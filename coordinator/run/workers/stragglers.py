@@ -13,8 +13,8 @@ from typing import Final
 from coordinator.run.exchange.round import Round
 from coordinator.run.outputs.actions import Report
 from coordinator.run.outputs.events import WorkerLate
-from coordinator.run.workers.agreement import Agreement
 from coordinator.run.workers.membership import COMPUTING, Member, Membership
+from coordinator.run.workers.state_agreement import Agreement
 from protocol.base import limits
 
 _PATIENCE: Final = 3.0

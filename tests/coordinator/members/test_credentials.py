@@ -48,16 +48,16 @@ def test_fingerprint_equals_openssl(tmp_path):
 @pytest.mark.parametrize("missing", [("certificate.pem", "key.pem"), ("join.token",)])
 def test_missing_files_are_created_to_match_the_rest(tmp_path, missing):
     before = CoordinatorCredentials.open(tmp_path)
-    assert before.made_anew == ""
+    assert before.replacement_note == ""
     token = before.join_token()
     for name in missing:
         (tmp_path / "coordinator" / name).unlink()
     after = CoordinatorCredentials.open(tmp_path)
-    assert missing[0] in after.made_anew
+    assert missing[0] in after.replacement_note
     assert after.join_token() != token
     assert after.join_token().fingerprint == after.fingerprint
     after.server_context()
-    assert CoordinatorCredentials.open(tmp_path).made_anew == ""
+    assert CoordinatorCredentials.open(tmp_path).replacement_note == ""
 
 
 @pytest.mark.parametrize("missing", ["certificate.pem", "key.pem"])
@@ -82,7 +82,7 @@ def test_killed_first_start_leaves_no_identity(tmp_path):
             path.unlink()
     repeat = CoordinatorCredentials.open(tmp_path)
     assert repeat.fingerprint != first.fingerprint
-    assert repeat.made_anew == ""
+    assert repeat.replacement_note == ""
 
 
 def test_replaced_damaged_token_is_reported(tmp_path):
@@ -138,7 +138,7 @@ def test_revoking_one_worker_keeps_the_others(tmp_path):
     assert credentials.keys.get("bob") == bob
     assert credentials.join_token() != token
     assert credentials.enrol("ann") != ann
-    with pytest.raises(UsageError, match="those that have one: ann, bob"):
+    with pytest.raises(UsageError, match="workers with a key: ann, bob"):
         credentials.revoke("carl")
 
 
@@ -149,7 +149,7 @@ def members(tmp_path):
     check = JoinCheck(credentials, encrypted=True)
     check.name = "ann"
     assert check.new_key() == credentials.keys.get("ann") != b""
-    assert credentials.look() == []
+    assert credentials.check() == []
     return credentials, tmp_path / "home" / "coordinator", check
 
 
@@ -168,11 +168,11 @@ def test_unreadable_keys_are_not_revoked(members, tmp_path):
     moved_path = path.rename(tmp_path / "kept")
     path.symlink_to(path)  # ELOOP, also for root
     _assert_nothing_revoked(credentials, check)
-    assert "cannot read" in credentials.look()[0]
+    assert "cannot read" in credentials.check()[0]
     assert credentials.enrol("bob") == b""
     path.unlink()
     moved_path.rename(path)
-    assert credentials.look() == []
+    assert credentials.check() == []
     _assert_nothing_revoked(credentials, check)
 
 
@@ -181,13 +181,13 @@ def test_temporarily_missing_directory_revokes_nobody(members, tmp_path):
     token = credentials.join_token()
     moved_directory = directory.rename(tmp_path / "away")
     for _ in range(2):
-        assert "is gone: restore it" in credentials.look()[0]
+        assert "is gone: restore it" in credentials.check()[0]
         _assert_nothing_revoked(credentials, check)
         assert credentials.join_token() == token
         assert credentials.enrol("bob") == b""
     assert not directory.exists(), "it comes back under its own name"
     moved_directory.rename(directory)
-    assert credentials.look() == []
+    assert credentials.check() == []
     assert credentials.enrol("bob")
 
 
@@ -201,15 +201,15 @@ def test_invalid_key_file_revokes_nobody(members, text):
     else:
         path.write_text(text)
     _assert_nothing_revoked(credentials, check)
-    (problem,) = credentials.look()
+    (problem,) = credentials.check()
     assert "workers.json" in problem
     if text is not None:
         assert path.read_text() == text, "what is damaged is for a person to look at"
         assert credentials.enrol("bob") == b""
         path.unlink()  # as the line advises
-        credentials.look()
+        credentials.check()
     assert json.loads(path.read_text()) == json.loads(valid)
-    assert credentials.look() == []
+    assert credentials.check() == []
     CoordinatorCredentials.open(directory.parent).revoke("ann")
     assert check.revoked
 
@@ -219,11 +219,11 @@ def test_files_deleted_at_runtime_are_written_again(members, name):
     credentials, directory, check = members
     text = (directory / name).read_text()
     (directory / name).unlink()
-    assert f"{name}' was missing and has been written again" in credentials.look()[0]
+    assert f"{name}' was missing and has been written again" in credentials.check()[0]
     assert (directory / name).read_text() == text
     assert stat.S_IMODE((directory / name).stat().st_mode) == 0o600
     (directory / name).write_text("")
-    assert name in credentials.look()[0]
+    assert name in credentials.check()[0]
     assert (directory / name).read_text() == ""
     _assert_nothing_revoked(credentials, check)
 
@@ -296,12 +296,12 @@ def test_stale_directory_ends_nothing(members, monkeypatch):
     with monkeypatch.context() as patch:
         for name in ("stat", "lstat", "open", "mkdir"):
             patch.setattr(os, name, stale_error)
-        assert len(credentials.look()) == 1
+        assert len(credentials.check()) == 1
         _assert_nothing_revoked(credentials, check)
         assert credentials.enrol("bob") == b""
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", stale_error)
-        assert all("Stale" in problem for problem in credentials.look())
+        assert all("Stale" in problem for problem in credentials.check())
         _assert_nothing_revoked(credentials, check)
-    assert credentials.look() == []
+    assert credentials.check() == []
     assert directory.is_dir()

@@ -50,23 +50,23 @@ class FakeService:
     """Replaces the service and its run."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[str, Any]] = []
+        self.calls: list[tuple[str, Any]] = []
 
-    def admit(self, session: MemberSession) -> Welcome:
-        self.heard.append(("admit", session.hello.name))
+    def name_worker(self, session: MemberSession) -> Welcome:
+        self.calls.append(("name_worker", session.hello.name))
         assert isinstance(WELCOME, Welcome)
         return WELCOME
 
-    def joined(self, session: MemberSession) -> None:
-        self.heard.append(("joined", session.name))
+    def add_member(self, session: MemberSession) -> None:
+        self.calls.append(("add_member", session.name))
 
     def receive(self, session: MemberSession, received: Received) -> None:
         assert session.name
-        self.heard.append(("receive", type(received.message).__name__))
+        self.calls.append(("receive", type(received.message).__name__))
 
-    def left(self, session: MemberSession, reason: str) -> None:
+    def remove_session(self, session: MemberSession, reason: str) -> None:
         assert session.channel is not None
-        self.heard.append(("left", reason))
+        self.calls.append(("remove_session", reason))
 
 
 def started_session() -> tuple[MemberSession, FakeService, Any]:
@@ -95,18 +95,18 @@ async def test_hello_challenge_proof_welcome_and_then_a_member():
     session, service, wire = started_session()
     receive_message(session, messages.Hello)
     assert [type(message) for message in wire.sent] == [Challenge]
-    assert service.heard == []
+    assert service.calls == []
     prove(session, wire)
     assert wire.sent[1:] == [WELCOME]
     # The service may send as soon as it learns of the member: the welcome was sent before.
-    assert service.heard == [("admit", "w"), ("joined", "w")]
+    assert service.calls == [("name_worker", "w"), ("add_member", "w")]
     receive_message(session, messages.SubtreeLoss)  # of an ended run: nobody receives it
     session.run = service
     receive_message(session, messages.Heartbeat)
     receive_message(session, messages.SubtreeLoss)
-    assert service.heard[2:] == [("receive", "SubtreeLoss")]
+    assert service.calls[2:] == [("receive", "SubtreeLoss")]
     session.on_lost(session.channel, "gone", None)
-    assert service.heard[3:] == [("left", "gone")]
+    assert service.calls[3:] == [("remove_session", "gone")]
 
 
 @on_uvloop
@@ -114,7 +114,7 @@ async def test_a_wrong_proof_is_not_admitted():
     session, service, wire = started_session()
     receive_message(session, messages.Hello)
     receive_message(session, messages.Proof, proof=b"guess")
-    assert service.heard == []
+    assert service.calls == []
     ((reason, code),) = wire.goodbyes
     assert "the proof is wrong" in reason
     assert code == ExitCode.NOT_AUTHORIZED
@@ -129,7 +129,7 @@ async def test_a_member_without_a_run_may_leave():
     prove(session, wire)
     receive_message(session, messages.Drain)
     assert wire.goodbyes == [("drained", ExitCode.OK)]
-    assert len(service.heard) == 2
+    assert len(service.calls) == 2
     session.on_lost(session.channel, "closed", None)
 
 
@@ -138,7 +138,7 @@ async def test_work_before_the_welcome_is_out_of_order():
     session, service, _ = started_session()
     with pytest.raises(OutOfOrder, match="SubtreeLoss before the handshake"):
         receive_message(session, messages.SubtreeLoss)
-    assert service.heard == []
+    assert service.calls == []
     session.on_lost(session.channel, "closed", None)
 
 
@@ -178,7 +178,7 @@ async def test_last_message_of_a_worker_is_the_reason(last_message, expected_rea
     receive_message(session, messages.Goodbye, reason=last_message)
     assert wire.aborted.is_set()
     session.on_lost(session.channel, "the peer closed the connection", None)
-    assert service.heard == [("left", expected_reason or last_message)]
+    assert service.calls == [("remove_session", expected_reason or last_message)]
 
 
 # Through the service: which names workers have.

@@ -147,7 +147,7 @@ async def test_reader_token_stays_until_it_is_replaced(tmp_path):
     async with port(tmp_path / "b") as control:
         assert await ask(control, *metrics_route, Authorization=f"Bearer {first}") == 200
         completed = await asyncio.to_thread(called, "coordinator", "token", "reader", "--new")
-        control._service._look_at_secrets()
+        control._service._check_secrets()
         second = completed.stdout.strip()
         assert await ask(control, *metrics_route, Authorization=f"Bearer {first}") == 401
         assert await ask(control, *metrics_route, Authorization=f"Bearer {second}") == 200
@@ -155,7 +155,7 @@ async def test_reader_token_stays_until_it_is_replaced(tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         for text in ("", "\n", "x"):
             path.write_text(text)
-            control._service._look_at_secrets()
+            control._service._check_secrets()
             assert await ask(control, *metrics_route, Authorization="Bearer") == 401
             assert await ask(control, *metrics_route, Authorization=f"Bearer {second}") == 200
 

@@ -29,7 +29,7 @@ class ExecutionSink:
     def emit(self, event, run_id=""):
         del event, run_id
 
-    def ended(self, execution, outcome):
+    def end_run(self, execution, outcome):
         del execution, outcome
 
 

@@ -140,7 +140,7 @@ def resumed(path: Path) -> tuple[str, str]:
     if instance is None or instance.restart is None:
         return "", ""
     recovery = instance.restart.recovery
-    return recovery.replica().state_digest(), "; ".join(recovery.notes)
+    return recovery.load_replica().state_digest(), "; ".join(recovery.notes)
 
 
 def refused(path: Path) -> tuple[str, str, str]:

@@ -23,14 +23,14 @@ from worker.shell.client import Client, Target
 
 def test_reports_after_three_equal_ends_and_then_twice_as_many():
     detector = FlapDetector()
-    events = [detector.ended("w", "loading", "reset", is_explained=False) for _ in range(13)]
+    events = [detector.count_end("w", "loading", "reset", is_explained=False) for _ in range(13)]
     assert [number for number, event in enumerate(events, 1) if event is not None] == [3, 6, 12]
     assert "lost 3 times in a row while loading: reset; likely: its process may" in str(events[2])
     assert detector.reported.keys() == {"w"}
     detector.reset("w")
     assert not detector.reported
     for phase in ("loading", "loading", "training", "training", "loading", "loading"):
-        assert detector.ended("w", phase, "reset", is_explained=False) is None
+        assert detector.count_end("w", phase, "reset", is_explained=False) is None
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_reports_after_three_equal_ends_and_then_twice_as_many():
 def test_the_likely_cause(phase, reason, cause):
     detector = FlapDetector()
     for _ in range(3):
-        event = detector.ended("w", phase, reason, is_explained=False)
+        event = detector.count_end("w", phase, reason, is_explained=False)
     assert event is not None
     assert cause in event.cause
 
@@ -54,7 +54,7 @@ def test_the_likely_cause(phase, reason, cause):
 def test_memory_is_bounded():
     detector = FlapDetector()
     for number in range(5000):
-        detector.ended(f"host-{number}", "joining", "garbage", is_explained=False)
+        detector.count_end(f"host-{number}", "joining", "garbage", is_explained=False)
     assert len(detector._ends) <= 1024
 
 

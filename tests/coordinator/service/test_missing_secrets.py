@@ -33,7 +33,7 @@ async def test_members_stay_and_return_while_the_keys_are_missing(tmp_path, own_
             directory.rename(tmp_path / "away")
         else:
             keys.write_text("")
-        service._look_at_secrets()
+        service._check_secrets()
         event = await live.wait_for("secrets_trouble")
         assert not service.sessions["w0"].check.revoked
         lines = list(status_lines(status_document(service, time.monotonic())))
@@ -47,7 +47,7 @@ async def test_members_stay_and_return_while_the_keys_are_missing(tmp_path, own_
             keys.write_text(content)
         async with asyncio.timeout(10):
             while live.first("secrets_sound") is None:
-                service._look_at_secrets()
+                service._check_secrets()
                 await asyncio.sleep(0)
         assert service.secrets_troubles == []
         assert live.every("worker_connected")[-1]["admitted_by"].startswith("the key")

@@ -166,9 +166,9 @@ def test_segment_beyond_the_checkpoint_is_truncated_and_set_aside(tmp_path):
     recovery = recover(run.directory)
     assert recovery is not None
     assert (recovery.step, recovery.index.last, recovery.notes) == (3, 2, ())
-    assert recovery.replica().state_digest() == state_digest
+    assert recovery.load_replica().state_digest() == state_digest
     # Its remainder would count again if only the newer segment were set aside.
-    run.term, run.replica = 2, recovery.replica()
+    run.term, run.replica = 2, recovery.load_replica()
     run.log = run.open_log()
     run.step()
     run.log.close()

@@ -93,7 +93,7 @@ def restore(run: WrittenRun, copies: Path, target: Path) -> str:
     checkpoint = restore_copy(copies, target)
     recovery = recover(RunDirectory(target))
     assert recovery is not None
-    assert recovery.replica().state_digest() == run.replica.state_digest()
+    assert recovery.load_replica().state_digest() == run.replica.state_digest()
     return checkpoint.summary
 
 
@@ -150,7 +150,7 @@ def test_copy_of_a_live_run_is_enough(tmp_path):
     assert instance is not None
     assert instance.restart is not None
     assert instance.restart.recovery.step == 3
-    assert instance.restart.recovery.replica().state_digest() == state
+    assert instance.restart.recovery.load_replica().state_digest() == state
     lock.release()
 
 

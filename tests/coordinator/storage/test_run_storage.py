@@ -189,7 +189,7 @@ async def test_log_is_kept_for_a_joiner_for_a_limited_time(directory, monkeypatc
     replica, losses = state_zero(), [float("nan")] * 9
     async with storage.joining() as joiner:
         await storage.save(replica, ())
-        joiner.needs(0)
+        joiner.move_to(0)
         for step in range(7):
             await storage.commit(record := record_of(step, 0, skip=True))
             apply_logged_step(replica, record, [])
@@ -197,7 +197,7 @@ async def test_log_is_kept_for_a_joiner_for_a_limited_time(directory, monkeypatc
             await storage.save(replica, losses[: step + 1])
             first = [logged_step.step for logged_step in await storage.logged(0)][:1]
             assert (first, joiner.is_dropped) == (([], True) if step == 6 else ([0], False))
-        joiner.needs(6)
+        joiner.move_to(6)
         assert not joiner.is_dropped
     await storage.close()
     assert failures == []

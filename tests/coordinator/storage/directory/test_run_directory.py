@@ -249,7 +249,7 @@ def test_state_after_the_last_commit_is_recovered(tmp_path, log_mode):
     assert recovery.checkpoint.info.step == log_mode
     assert (recovery.step, recovery.optimizer_step, recovery.redo) == (5, 5, ())
     assert recovery.losses == tuple(1.0 / (1 + step) for step in range(5))
-    assert recovery.replica().state_digest() == trained_replica(5).state_digest()
+    assert recovery.load_replica().state_digest() == trained_replica(5).state_digest()
 
 
 def test_torn_tail_is_truncated_and_recorded(tmp_path):
@@ -286,7 +286,7 @@ def test_without_averages_steps_are_repeated_from_the_checkpoint(tmp_path):
     assert (recovery.step, recovery.optimizer_step) == (2, 2)
     assert [record.commit.step for record in recovery.redo] == [2, 3]
     assert recovery.redo[1].commit.scalars is None
-    assert recovery.replica().state_digest() == trained_replica(2).state_digest()
+    assert recovery.load_replica().state_digest() == trained_replica(2).state_digest()
 
 
 def test_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path):
@@ -303,7 +303,7 @@ def test_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path):
     assert recovery is not None
     assert recovery.step == 5
     assert "checkpoint skipped" in recovery.notes[0]
-    assert recovery.replica().state_digest() == trained_replica(5).state_digest()
+    assert recovery.load_replica().state_digest() == trained_replica(5).state_digest()
     # With the log truncated, its remainder follows no state.
     open_log(directory, term=2, next_step=5).remove_segments(4)
     recovery = recover(directory)
@@ -338,7 +338,7 @@ def test_replay_with_another_digest_is_refused(tmp_path):
     recovery = recover(directory)
     assert recovery is not None
     with pytest.raises(StorageDamaged, match="do not lead"):
-        recovery.replica()
+        recovery.load_replica()
 
 
 def test_valid_result_is_read(tmp_path):

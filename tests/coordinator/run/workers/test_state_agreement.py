@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.run.workers.agreement import Agreement
+from coordinator.run.workers.state_agreement import Agreement
 
 
 def committed_step(*workers):
