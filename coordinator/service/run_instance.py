@@ -115,8 +115,7 @@ def load_run(
         lock: The lock of the directory.
         spec: The expected run spec; None for any.
         from_step: Roll back to the checkpoint after this many steps, even in a finished run.
-        permitted_files: The files that the run may read, besides files it has read before; None:
-            all files.
+        permitted_files: The files that the run may read, besides those read before; None: all.
         changes: Changes of the run spec as in `SpecChange.of`, made first, even in a finished run.
 
     Returns:

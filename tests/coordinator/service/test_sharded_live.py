@@ -119,7 +119,7 @@ def _bytes(live):
 async def test_journal_names_the_owner_of_each_average(tmp_path):
     _, live = await train(tmp_path, "sharded", workers=2)
     run = live.service.finished.run
-    owned_chunks = run.progress._owned()
+    owned_chunks = run.progress._ownership_report()
     assert record_of(owned_chunks, run) is owned_chunks
     lines = (live.service.finished.directory / "journal.jsonl").read_text()
     assert '"kind":"owners"' in lines
