@@ -2,10 +2,11 @@
 
     capture/00003.rows     the rows of steps that are not yet in a file of logits (`spool`)
     logits/00003.parquet   a file of logits (`protocol.datasets.logits_file`), never changed again
-    logits/capture.json    all of them, once the capture is complete (`datasets.capture_index`)
+    logits/capture.json    the list of all files, once the capture is complete
+                           (`datasets.capture_index`)
 
 The number of whole steps in a file, and of whole microbatches in a row group, follow from run spec
-and layout: neither crashes nor workers can affect them.
+and layout: neither crashes nor workers can affect these numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class CapturedFiles:
         directory: Directory of the run.
         manifest: The run's manifest, with a layout.
         spec: The run spec.
-        committed: Steps committed.
+        committed: Number of committed steps.
         guard: Raises if this coordinator does not own the directory any more.
     """
 
@@ -94,7 +95,7 @@ class CapturedFiles:
         self._committed = step + 1
 
     def finish(self, *, is_complete: bool) -> dict[str, str]:
-        """Write the files that can be written: all steps are committed, or the run ends early.
+        """Write the files whose steps are all committed, and the last file if no more steps follow.
 
         Args:
             is_complete: Whether no more steps follow.
@@ -138,7 +139,7 @@ class CapturedFiles:
         return self._spool[1]
 
     def _finish_before(self, count: int) -> None:
-        """Write all files below this number, including those that a crash left open."""
+        """Write all files below this number, including files that a crash left unwritten."""
         for number in range(count):
             path, rows = self._path(number), self._spool_directory / f"{number:05}{_ROWS}"
             if not path.exists():
@@ -172,8 +173,8 @@ class CapturedFiles:
             records = records_of(content, self._layout)
             rows = np.concatenate([rest, records]) if len(rest) else records
             full_rows = len(rows) - len(rows) % self._group
-            for at in range(0, full_rows, self._group):
-                yield rows[at : at + self._group]
+            for start in range(0, full_rows, self._group):
+                yield rows[start : start + self._group]
             rest = rows[full_rows:]
         if len(rest):
             yield rest
@@ -203,7 +204,7 @@ def first_lost_step(directory: Path, manifest: Manifest, spec: RunSpec, committe
         directory: Directory of the run; only read.
         manifest: The run's manifest, with a layout.
         spec: The run spec.
-        committed: Steps committed.
+        committed: Number of committed steps.
 
     Raises:
         StorageFailed: A file cannot be read.
@@ -224,10 +225,10 @@ def first_lost_step(directory: Path, manifest: Manifest, spec: RunSpec, committe
 
 
 def files_from(directory: Path, manifest: Manifest, spec: RunSpec, step: int) -> list[Path]:
-    """Return the result files that hold more than the steps before this one.
+    """Return the result files that contain `step` or later steps.
 
     Raises:
-        UsageError: Rows before this step are lost, or in a file that would have to grow.
+        UsageError: Rows of earlier steps are lost, or in a file that would have to grow.
         StorageFailed: A file cannot be read.
     """
     assert manifest.capture is not None
@@ -244,9 +245,9 @@ def files_from(directory: Path, manifest: Manifest, spec: RunSpec, step: int) ->
             f"of logits; nothing was changed, and the files in {str(logits)!r} stay valid: capture "
             "again into a new directory"
         )
-    stays = {f"{earlier_number:05}{SUFFIX}" for earlier_number in range(number)}
+    remaining_names = {f"{earlier_number:05}{SUFFIX}" for earlier_number in range(number)}
     paths = sorted(logits.iterdir()) if logits.is_dir() else []
-    return [path for path in paths if path.name not in stays]
+    return [path for path in paths if path.name not in remaining_names]
 
 
 def steps_of_a_file(spec: RunSpec, layout: CaptureLayout) -> int:
@@ -262,7 +263,7 @@ def samples_of_a_group(spec: RunSpec, layout: CaptureLayout) -> int:
 
 
 def result_bytes(spec: RunSpec, manifest: Manifest) -> int:
-    """Return the most bytes of all files of logits, apart from incompressible overhead of zstd."""
+    """Return the maximum size of all files of logits in bytes, without the overhead of zstd."""
     assert manifest.capture is not None
     samples = min(manifest.train_samples, spec.steps * spec.batch.samples)
     return samples * manifest.capture.sample_bytes

@@ -1,5 +1,4 @@
-"""The rows of the last steps, as they arrived: an append-only file, until it becomes a file of
-logits.
+"""An append-only file with the rows of the last steps, until they become a file of logits.
 
     frame     4 bytes   magic "SSCR"
               u64       step
@@ -7,8 +6,8 @@ logits.
               32 bytes  BLAKE3 of step and content
     content   records (`protocol.datasets.logits_file`)
 
-Parquet is unreadable without its end, so a crash would cost a whole file that is being written.
-Here it costs only what was not committed.
+Parquet is unreadable without its end, so a crash would cost the whole file that is being written.
+With this file it costs only the rows that were not committed.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ class Spool:
     """The rows of the committed steps from `first` on; later rows are cut off.
 
     Args:
-        path: The file; made if missing.
+        path: The file; created if missing.
         first: The first step in the file.
-        committed: Steps committed: all of them from `first` on must be there.
+        committed: Number of committed steps; the file must have all of them from `first` on.
 
     Raises:
         StorageDamaged: A committed step's rows are missing or damaged.
@@ -98,11 +97,11 @@ class Spool:
         self._frames.append(_Frame(step, offset, nbytes))
 
     def contents(self) -> Iterator[Bytes]:
-        """Yield each step's rows, in order, compared with their digest; mapped, not read at once.
+        """Yield each step's rows in order, compared with their digest, from a memory map.
 
         Raises:
-            StorageDamaged: They are damaged.
-            StorageFailed: They cannot be read.
+            StorageDamaged: Rows are damaged.
+            StorageFailed: Rows cannot be read.
         """
         if not self._frames:
             return

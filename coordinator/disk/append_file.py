@@ -2,7 +2,7 @@
 
 After any error nothing since the last `confirm` is trusted: after a failed sync the system may have
 dropped data, and may report that the next sync succeeded. So the next use reopens the file, cuts it
-to what was confirmed, and has its owner write the rest again.
+to the confirmed length, and has its owner write the rest again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class AppendFile:
     Attributes:
         path: The file's name.
         end: The offset of the next write.
-        broken: Whether it must be repaired before its next use.
+        broken: Whether the file must be repaired before its next use.
 
     Args:
         path: The file's name.
         fd: The file, open for writing; closed by `close`.
-        end: How much of the file is durable; writes begin there.
-        rewrite: Called when the file was cut to what was confirmed: writes the rest again.
+        end: Length of the durable part; writes begin there.
+        rewrite: Called when the file was cut to the confirmed length; writes the rest again.
     """
 
     def __init__(self, path: Path, fd: int, end: int, rewrite: Callable[[], None]) -> None:
@@ -61,17 +61,17 @@ class AppendFile:
             raise
 
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Write at the end, inside `use`. Large amounts are sent to the disk at once, so that the
-        sync has less to wait for."""
+        """Write at the end, inside `use`. Large amounts are sent to the disk at once, so that
+        `sync` takes less time."""
         write_all(self._fd, buffers)
         self.end += sum(buffer.nbytes for buffer in buffers)
         if self.end - self._written_back >= limits.WRITEBACK_BYTES:
-            self._not_read_soon(self._written_back, self.end)  # errors come at the sync
+            self._drop_from_cache(self._written_back, self.end)  # errors come at the sync
             self._written_back = self.end
             self._freed = self._free_from(self._freed)
 
     def sync(self) -> None:
-        """Make what was written durable, under this name; inside `use`."""
+        """Make the written data durable, inside `use`; the file must still have its name."""
         os.fdatasync(self._fd)
         if not is_same_file(self._fd, self.path):
             raise FileNotFoundError(errno.ENOENT, "the file was removed or moved")
@@ -79,14 +79,14 @@ class AppendFile:
         self._cached_from = self._freed = self._free_from(self._cached_from)
 
     def _free_from(self, start: int) -> int:
-        """Drop the page cache from `start` on, except the end; return where the rest begins."""
+        """Drop the page cache from `start` on, except the tail; return where the tail begins."""
         start_of_tail = self.end - limits.PAGE_CACHE_TAIL_BYTES
         if start_of_tail - start < limits.WRITEBACK_BYTES:
             return start
-        self._not_read_soon(start, start_of_tail)
+        self._drop_from_cache(start, start_of_tail)
         return start_of_tail
 
-    def _not_read_soon(self, start: int, end: int) -> None:
+    def _drop_from_cache(self, start: int, end: int) -> None:
         """Make Linux write this range, and free the pages already written."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, start, end - start, os.POSIX_FADV_DONTNEED)

@@ -20,11 +20,11 @@ from protocol.spec.manifest import ADAPTER_CONFIG, Manifest
 
 
 def write_model(directory: Path, manifest: Manifest, replica: Replica) -> dict[str, str]:
-    """Save the trained tensors as the manifest says.
+    """Save the trained tensors in the layout of the manifest.
 
     Args:
-        directory: The run's output directory; the export has its own below.
-        manifest: Has file names, tensor names and the text files beside the tensors.
+        directory: The run's directory; the export's directory is below it.
+        manifest: The run's manifest, with file names, tensor names and further text files.
         replica: The trained state.
 
     Returns:
@@ -41,7 +41,7 @@ def write_model(directory: Path, manifest: Manifest, replica: Replica) -> dict[s
 def begin_model(
     stack: ExitStack, directory: Path, manifest: Manifest, tensors_by_name: Mapping[str, Array]
 ) -> dict[str, NewFile]:
-    """Write the files of `write_model`, not yet durable: the replica may change from then on.
+    """Write the files of `write_model`, not yet durable; the replica may change afterwards.
 
     Args:
         stack: Closes the files.
@@ -61,8 +61,8 @@ def begin_model(
         export.weights_file: safetensors_pieces(tensors, {"format": "pt"})
     }
     for name, text in export.files.items():
-        text_as_written = _with_base_path(text) if name == ADAPTER_CONFIG else text
-        contents[name] = text_as_written.encode()
+        file_text = _with_base_path(text) if name == ADAPTER_CONFIG else text
+        contents[name] = file_text.encode()
     files = {}
     for name, content in contents.items():
         if "/" in name:
@@ -74,9 +74,9 @@ def begin_model(
 
 
 def _with_base_path(text: str) -> str:
-    """Make an adapter's base an absolute path, if it is a directory.
+    """Make the base model in an adapter's configuration an absolute path, if it is a directory.
 
-    PEFT accepts only a directory or a hub name there.
+    PEFT accepts only a directory or a hub name.
     """
     try:
         config = json.loads(text)

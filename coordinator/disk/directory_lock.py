@@ -1,10 +1,11 @@
 """One coordinator for each directory: a lock that its process holds, and the term of its start.
 
-The lock (flock on DIR/lock) ends with the process, however it ends. The term in DIR/term.json is
-raised and synced before anything is read. A coordinator can lose its directory all the same: the
-lock file was replaced, or another directory was moved there. `check` finds that out; it is called
-after each sync and before any worker receives the result. So either the record was durable before
-the successor looked, or this coordinator learns of its successor and reports nothing.
+The lock (flock on DIR/lock) ends with the process, however the process ends. The term in
+DIR/term.json is raised and synced before anything is read. A coordinator can still lose its
+directory: someone may replace the lock file, or move another directory there. `check` detects that;
+it is called after each sync and before any worker receives the result. So either the record was
+durable before the successor read the directory, or this coordinator notices its successor and
+reports nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class DirectoryLock:
 
     Attributes:
         directory: The locked directory.
-        term: Term of this coordinator; greater than that of every earlier one here.
+        term: Term of this coordinator; greater than that of every earlier coordinator of the
+            directory.
     """
 
     def __init__(self, directory: Path, lock: int, term: int) -> None:
@@ -51,14 +53,14 @@ class DirectoryLock:
 
     @classmethod
     def acquire(cls, directory: Path, above: int = 0) -> DirectoryLock:
-        """Lock the directory, made if missing, and raise its term.
+        """Lock the directory, created if missing, and raise its term.
 
         Args:
             directory: The directory to lock.
-            above: A term known from elsewhere; the new one is greater.
+            above: A term known from elsewhere; the new term is greater.
 
         Raises:
-            UsageError: Another coordinator holds the directory, or it cannot be written.
+            UsageError: Another coordinator holds the directory, or the directory cannot be written.
             StorageDamaged: The directory's term file does not hold a term.
             StorageFailed: The term file cannot be read.
         """
@@ -74,7 +76,7 @@ class DirectoryLock:
             term = max(stored_term(directory), above) + 1
             try:
                 replace_file(directory / TERM_FILE, json.dumps({"term": term}).encode())
-                # A coordinator of an older release that still runs here finds out that it has lost.
+                # A running coordinator of an older release then notices that it was replaced.
                 (directory / OLDER_TERM_FILE).unlink(missing_ok=True)
             except (OSError, StorageFailed) as error:
                 raise _unusable_error(directory, error) from None
@@ -113,7 +115,7 @@ class DirectoryLock:
         return self._lock is not None and is_same_file(self._lock, self._lock_file)
 
     def raise_to(self, term: int) -> None:
-        """Raise the term to at least one that was found below this directory.
+        """Raise the term to at least `term`, which was found below this directory.
 
         Raises:
             UsageError: The term file cannot be written.
@@ -137,7 +139,7 @@ class DirectoryLock:
 
         Raises:
             Superseded: Another coordinator has owned the directory since.
-            UsageError: Another coordinator holds it.
+            UsageError: Another coordinator holds the directory.
             StorageFailed: The directory is missing, cannot be read, or cannot be locked now.
         """
         if self._lock is not None:
@@ -155,7 +157,7 @@ class DirectoryLock:
 
 
 def forget(directory: Path) -> None:
-    """Remove a directory that holds nothing but lock and term."""
+    """Remove a directory that contains only lock and term."""
     with contextlib.suppress(OSError):
         if {path.name for path in directory.iterdir()} <= {LOCK_FILE, TERM_FILE, OLDER_TERM_FILE}:
             for path in directory.iterdir():
@@ -176,7 +178,7 @@ def is_locked(directory: Path) -> bool:
 
 
 def term_file(directory: Path) -> str:
-    """Return the name of the file that holds the term; an older release wrote another."""
+    """Return the name of the file with the term; older releases used another name."""
     is_older = (directory / OLDER_TERM_FILE).exists() and not (directory / TERM_FILE).exists()
     return OLDER_TERM_FILE if is_older else TERM_FILE
 

@@ -1,4 +1,4 @@
-"""Write files so that they survive a crash; every failure is one typed error.
+"""Write files so that they survive a crash; every failure is a `StorageFailed`.
 
 A new file is written under a temporary name, synced and renamed, and its directory is synced: a
 reader sees the old content or the new, never half of it.
@@ -47,7 +47,7 @@ _REMEDIES: Final = {
 def storage_errors(doing: str, path: Path) -> Iterator[None]:
     """Turn every OSError inside into a StorageFailed that names file and remedy.
 
-    A name that is too long for any disk is a UsageError.
+    A name that is too long for any disk raises a UsageError.
     """
     try:
         yield
@@ -101,13 +101,13 @@ def write_again(fd: int, start: int, end: int) -> None:
     """Rewrite the bytes of a file from `start` to `end` in place, and sync it.
 
     After a failed sync, bytes may be readable that never reached the disk, and on Linux the next
-    sync does not report that. The failed sync may have been that of a process that is gone: what it
-    wrote last counts as durable only after this.
+    sync does not report that. The failed sync may have been that of a process that has ended: the
+    last data that it wrote is durable only after this call.
 
     Args:
-        fd: The file, open for reading and writing; its offset is moved.
+        fd: The file, open for reading and writing; its offset changes.
         start: The first byte in doubt.
-        end: The byte after the last one.
+        end: The offset after the last byte.
 
     Raises:
         OSError: A read or write failed; the call can be repeated.
@@ -136,7 +136,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents, durably; existing ones are synced too.
+    """Make a directory and its missing parents durably; sync an existing directory too.
 
     Raises:
         OSError: The directory cannot be made.
@@ -148,9 +148,9 @@ def make_directory(path: Path) -> None:
 
 
 def make_below(base: Path, path: Path) -> None:
-    """Make a directory, and those between it and `base`, which must exist.
+    """Make a directory and the directories between it and `base`, which must exist.
 
-    A run's directory that vanishes during the run is not created again: then it could not be
+    A run's directory that vanishes during the run is not created again: otherwise it could not be
     restored to its place.
 
     Raises:
@@ -163,7 +163,7 @@ def make_below(base: Path, path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes | Iterable[memoryview]) -> str:
-    """Write, sync, rename into place, sync the directory.
+    """Replace a file durably: write, sync, rename into place, sync the directory.
 
     Args:
         path: The file.
@@ -181,7 +181,7 @@ def replace_file(path: Path, content: bytes | Iterable[memoryview]) -> str:
 
 
 def write_output(path: Path, content: bytes) -> bool:
-    """Write to a path that a user named: a file is replaced, a pipe or device written into.
+    """Write to a path that a user named: replace a file, or write into a pipe or device.
 
     A symbolic link stays, and its target is written. A descriptor of this process (`/dev/stdout`,
     `/dev/fd/N`) is written at its own offset.
@@ -249,7 +249,7 @@ class NewFile:
                 self._temporary.unlink(missing_ok=True)
 
     def write(self, content: bytes | Iterable[memoryview]) -> None:
-        """Write the content, not yet durable; the given buffers may change then.
+        """Write the content, which is not yet durable; the buffers may change afterwards.
 
         Raises:
             StorageFailed: A write failed.
@@ -260,7 +260,7 @@ class NewFile:
                 self._digest.update(piece)
 
     def confirm(self) -> str:
-        """Make it durable under its name.
+        """Make the file durable under its final name.
 
         Returns:
             The content's BLAKE3, 64 hex digits.
@@ -292,7 +292,8 @@ def remove_temporaries(directory: Path) -> None:
 
 
 def is_same_file(fd: int, path: Path) -> bool:
-    """Whether the open file still has this name: it was not removed, moved or replaced."""
+    """Return whether the open file still has this name: not if it was removed, moved or
+    replaced."""
     try:
         by_name = path.stat()
     except OSError:

@@ -4,9 +4,9 @@
     header   JSON, padded with spaces to a multiple of 8 bytes: {"__metadata__": {...},
              NAME: {"dtype": "F32", "shape": [...], "data_offsets": [begin, end]}, ...}
 
-Little-endian, tensors by name, as https://github.com/huggingface/safetensors#format says and its
-own writer does. That writer builds the whole file in memory first, and blocks all other threads
-meanwhile: for seconds, with a large state.
+Little-endian, tensors sorted by name, as https://github.com/huggingface/safetensors#format says and
+the library's writer does. That writer builds the whole file in memory first, and blocks all other
+threads meanwhile: for seconds, with a large state.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def safetensors_pieces(
     """Yield the file's bytes in order.
 
     Args:
-        tensors: Contiguous, of any shape, by name; must not change meanwhile.
-        metadata: One entry: the order of more would be undefined.
+        tensors: Contiguous tensors of any shape, by name; they must not change meanwhile.
+        metadata: A single entry: the order of several would be undefined.
 
     Yields:
-        At most 8 MiB at a time; on a little-endian machine the tensors' own memory, not a copy.
+        Pieces of at most 8 MiB; on a little-endian machine views of the tensors, not copies.
     """
     assert len(metadata) == 1
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -58,8 +58,8 @@ def safetensors_pieces(
         assert values.dtype == np.float32
         flat = np.ascontiguousarray(values).reshape(-1).astype("<f4", copy=False)
         raw = flat.view(np.uint8).data
-        for at in range(0, raw.nbytes, _PIECE_BYTES):
-            yield raw[at : at + _PIECE_BYTES]
+        for offset in range(0, raw.nbytes, _PIECE_BYTES):
+            yield raw[offset : offset + _PIECE_BYTES]
 
 
 class SafetensorsFile:
@@ -83,7 +83,7 @@ class SafetensorsFile:
         try:
             with storage_errors("read", path):
                 header, self._start = self._read_header()
-            self._begins, self.shapes = self._checked(header)
+            self._begins, self.shapes = self._tensors_of(header)
         except BaseException:
             os.close(self._fd)
             raise
@@ -101,13 +101,13 @@ class SafetensorsFile:
             StorageDamaged: The file was truncated.
             StorageFailed: The file cannot be read.
         """
-        raw, at = out.view(np.uint8).data, self._start + self._begins[name] + start * 4
+        raw, offset = out.view(np.uint8).data, self._start + self._begins[name] + start * 4
         with storage_errors("read", self._path):
             while raw:
-                count = os.preadv(self._fd, [raw[:_PIECE_BYTES]], at)
+                count = os.preadv(self._fd, [raw[:_PIECE_BYTES]], offset)
                 if not count:
                     raise self._damaged("it was truncated")
-                raw, at = raw[count:], at + count
+                raw, offset = raw[count:], offset + count
         if sys.byteorder == "big":
             out.byteswap(inplace=True)
 
@@ -122,7 +122,7 @@ class SafetensorsFile:
         except ValueError:
             raise self._damaged("its header is not JSON") from None
 
-    def _checked(self, header: Any) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+    def _tensors_of(self, header: Any) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
         available = os.fstat(self._fd).st_size - self._start
         try:
             tensors = {

@@ -33,9 +33,10 @@ class Blob:
     """Bytes that workers may request: a file, or a document in memory.
 
     Attributes:
-        size: In bytes.
-        content: The file, not a link, or the document.
-        identity: Identity of the file when it was hashed; empty if a change might not change it.
+        size: Size in bytes.
+        content: The file (not a link), or the document.
+        identity: Identity of the file when it was hashed; empty if a change of the file might leave
+            the identity as it is.
     """
 
     size: int
@@ -50,7 +51,7 @@ class BlobIndex:
     Attributes:
         digest: Digest of the list's document.
         listing: The list.
-        blobs: By digest, including the list's own document.
+        blobs: The blobs by digest, including the document of the list.
     """
 
     digest: str
@@ -64,11 +65,12 @@ async def find_blobs(spec: RunSpec, permitted_files: PermittedFiles) -> BlobInde
 
 
 def index_blobs(spec: RunSpec, permitted_files: PermittedFiles | None = None) -> BlobIndex | None:
-    """Find and hash every file that the run spec names; None if it names none.
+    """Find and hash every file that the run spec names; None if it names no files.
 
     Args:
         spec: The run spec.
-        permitted_files: Which files it may name; None for all, as on the operator's command line.
+        permitted_files: The files that the run spec may name; None: all, as on the operator's
+            command line.
 
     Raises:
         DataError: A file is missing, cannot be read or sent to workers, holds no usable data, or
@@ -85,7 +87,8 @@ def index_blobs(spec: RunSpec, permitted_files: PermittedFiles | None = None) ->
     try:
         check_data(spec)
     except DataError:
-        for files in file_lists:  # the error may quote a file that appeared meanwhile
+        # The error may quote a file that has appeared since the check.
+        for files in file_lists:
             _check_permitted(files, permitted_files)
         raise
     if not file_lists:
@@ -134,8 +137,8 @@ def _hash(
 def write_index(path: Path, index: BlobIndex) -> None:
     """Write the list of a run's files into the run's directory.
 
-    A coordinator that resumes the run serves the same list without reading every file, from any
-    working directory; changed files are noticed by the workers.
+    A coordinator that resumes the run, in any working directory, serves the same list without
+    reading every file; workers notice changed files.
 
     Raises:
         StorageFailed: A write failed.
@@ -174,7 +177,9 @@ def read_or_build_index(
         listing = BlobList.from_bytes(document)
         blob_files = [file for source in listing.sources for file in source.files]
         blobs = {
-            f.digest: Blob(f.size, _moved(Path(parsed_document["files"][f.digest]), path.parent))
+            f.digest: Blob(
+                f.size, _current_path(Path(parsed_document["files"][f.digest]), path.parent)
+            )
             for f in blob_files
         }
     except (ValueError, KeyError, TypeError, MessageError) as error:
@@ -184,7 +189,7 @@ def read_or_build_index(
     return BlobIndex(digest, listing, {**blobs, digest: Blob(len(document), document)})
 
 
-def _moved(path: Path, directory: Path) -> Path:
-    """Return where a file is: a run's copy of its script moves with the run's directory."""
+def _current_path(path: Path, directory: Path) -> Path:
+    """Return the current path of a file: a run's copy of its script moves with the directory."""
     copy = directory / SCRIPT_DIRECTORY / path.name
     return copy if not path.exists() and copy.is_file() else path

@@ -50,13 +50,13 @@ class BlobServer:
         self._waiting: dict[Channel, deque[_Request]] = {}
 
     def request(self, channel: Channel, message: BlobRequest) -> None:
-        """Send a worker a chunk, after those that it requested before.
+        """Send a worker a chunk, after the chunks that it has requested before.
 
         Raises:
             OutOfOrder: The run's blobs have no such chunk, or too many are in flight.
         """
         if message.run_id != self._run_id:
-            return  # of the run before, whose end crossed the request
+            return  # a request for the previous run, which ended meanwhile
         blob = self._blobs.get(message.digest)
         if blob is None:
             raise OutOfOrder(f"BlobRequest: {message.digest[:12]} is not a blob of this run")
@@ -104,19 +104,20 @@ class BlobServer:
         return encode(chunk, body)
 
     def _content(self, digest: str, blob: Blob, offset: int, count: int) -> bytes:
-        """Read from the file that was hashed, or from one with its digest; else return nothing.
+        """Read from the file that was hashed, or from a file with the same digest; else return
+        nothing.
 
-        Anyone who can write a data directory could replace a file by a link to a secret.
+        Anyone who can write to a data directory could replace a file by a link to a secret.
         """
         if isinstance(blob.content, bytes):
             return blob.content[offset : offset + count]
         with open_plain(blob.content) as file:
-            present = lasting_identity(os.fstat(file.fileno()), time.time_ns())
-            checked_identity, fits = self._checked_files.get(digest, (blob.identity, True))
-            if not present or checked_identity != present:
-                fits = open_file_digest(file) == (blob.size, digest)
-                self._checked_files[digest] = present, fits
-            return _read(file, offset, count) if fits else b""
+            identity = lasting_identity(os.fstat(file.fileno()), time.time_ns())
+            checked_identity, is_valid = self._checked_files.get(digest, (blob.identity, True))
+            if not identity or checked_identity != identity:
+                is_valid = open_file_digest(file) == (blob.size, digest)
+                self._checked_files[digest] = identity, is_valid
+            return _read(file, offset, count) if is_valid else b""
 
 
 def _read(file: io.FileIO, offset: int, count: int) -> bytes:

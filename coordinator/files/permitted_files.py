@@ -19,7 +19,7 @@ class PermittedFiles:
     """Checks paths with all links resolved.
 
     Args:
-        roots: Directories whose files may be read; empty: all files but secrets.
+        roots: Directories whose files may be read; empty: all files except secrets.
         secrets: Files and directories that no run may read.
     """
 
@@ -44,7 +44,7 @@ class PermittedFiles:
         """
         try:
             resolved = path.resolve()
-        except (OSError, RuntimeError) as error:  # links in a circle
+        except (OSError, RuntimeError) as error:  # such as a circle of links
             raise DataError(f"cannot read {str(path)!r}: {error}") from None
         self._check_resolved(resolved, source)
 
@@ -55,7 +55,7 @@ class PermittedFiles:
             DataError: The file may not be read.
         """
         self.check(path, source)
-        with suppress(OSError):  # of Linux
+        with suppress(OSError):  # only Linux has /proc
             self._check_resolved(Path(os.readlink(f"/proc/self/fd/{descriptor}")), source)  # noqa: PTH115
 
     def _check_resolved(self, resolved: Path, source: str) -> None:

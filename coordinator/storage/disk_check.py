@@ -1,7 +1,7 @@
-"""Whether the disk has room for the files of a run, checked before it begins.
+"""Check that the disk has room for the files of a run, before the run begins.
 
-The log holds every averaged gradient, four bytes per trained parameter and step, from one
-checkpoint to the next; a checkpoint holds parameters and moments.
+The log keeps every averaged gradient, four bytes per trained parameter and step, from one
+checkpoint to the next; a checkpoint has parameters and moments.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from protocol.spec.run_spec import RunSpec
 
 @dataclass(frozen=True, slots=True)
 class DiskBudget:
-    """The most that a run keeps at any time.
+    """The most disk space that a run uses at any time.
 
     Attributes:
-        step_bytes: Size of the log, for each step.
-        steps: How many steps the log holds at once.
+        step_bytes: Size of the log for each step.
+        steps: How many steps the log has at once, at most.
         state_bytes: Size of a checkpoint.
-        states: How many checkpoints there are at once.
+        states: How many checkpoints there are at once, at most.
         result_bytes: Size of the trained or captured result.
     """
 
@@ -43,12 +43,12 @@ class DiskBudget:
 
     @property
     def fixed_bytes(self) -> int:
-        """All but the log."""
+        """Size of all files except the log."""
         return self.state_bytes * self.states + self.result_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Everything."""
+        """Size of all files."""
         return self.fixed_bytes + self.step_bytes * self.steps
 
     @classmethod
@@ -57,7 +57,7 @@ class DiskBudget:
         saving, parameter_bytes = spec.checkpoint, manifest.elements * 4
         steps = spec.steps_with(manifest.epoch_samples)
         every = min(saving.every or steps, steps)
-        # One is written before another is removed; the best and the first may stay too.
+        # A checkpoint is written before another is removed; the best and the first may stay too.
         states = 1 + saving.keep_last + (saving.metric is not None) + saving.keep_log
         return cls(
             step_bytes=parameter_bytes if spec.log == "full" else 0,
@@ -71,8 +71,8 @@ class DiskBudget:
 
 
 def _replica_bytes(spec: RunSpec, manifest: Manifest, states: int) -> int:
-    """Return the bytes of per-replica states, with checkpoints and the last rounds, and of an inner
-    checkpoint of each replica."""
+    """Return the bytes of the per-replica states of checkpoints and the last rounds, and of the
+    inner checkpoints of each replica."""
     if spec.replicas is None:
         return 0
     state_bytes = replica_state_bytes(spec, manifest) * (states + LATEST)
@@ -92,7 +92,8 @@ def check_disk_space(directory: Path, spec: RunSpec, manifest: Manifest) -> None
     """Check that the files of the run fit on the disk.
 
     Raises:
-        StorageFailed: They do not; says what to set instead, or how much space to free.
+        StorageFailed: The files do not fit. The message says what to set instead, or how much space
+            to free.
     """
     with storage_errors("look at", directory):
         free_bytes = shutil.disk_usage(directory).free
@@ -121,9 +122,9 @@ def _remedy(budget: DiskBudget, spec: RunSpec, free_bytes: int) -> str:
     remaining = free_bytes - budget.fixed_bytes
     if budget.step_bytes == 0 or remaining < 0:
         return free_more
-    fits = remaining // budget.step_bytes
-    if fits and not spec.checkpoint.keep_log:
-        return f"{free_more}, or set checkpoint.every={fits} ({option('--set')})"
-    if spec.checkpoint.keep_log and fits >= (spec.checkpoint.every or budget.steps):
+    fitting_steps = remaining // budget.step_bytes
+    if fitting_steps and not spec.checkpoint.keep_log:
+        return f"{free_more}, or set checkpoint.every={fitting_steps} ({option('--set')})"
+    if spec.checkpoint.keep_log and fitting_steps >= (spec.checkpoint.every or budget.steps):
         return f"{free_more}, or set checkpoint.keep_log=false ({option('--set')})"
     return f"{free_more}, or set log=checkpoint ({option('--set')}), which keeps no gradients"

@@ -1,9 +1,9 @@
 """The digests of the small files that a restart reads: a changed file is refused.
 
 At each start, at each checkpoint and before a file is replaced, the journal records the BLAKE3 of
-each (`FileDigests`). Journals of older releases do not; they have the run spec and the manifest's
-digest, and the other files are covered from the next start on. `term.json` needs no digest: an
-term counts only if it is above all terms in journal and log.
+each file (`FileDigests`). Journals of older releases have only the run spec and the manifest's
+digest; the other files are covered from the next start on. `term.json` needs no digest: a term
+counts only if it is above all terms in journal and log.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Digests = dict[str, tuple[str | None, ...]]
 
 
 def lock_directory(path: Path, above: int = 0) -> DirectoryLock:
-    """Lock a directory, with a term above all in its files.
+    """Lock a directory, with a term above all terms in its files.
 
     Args:
-        path: The directory; made if missing.
-        above: A term known from elsewhere.
+        path: The directory; created if missing.
+        above: A term known from elsewhere; the new term is greater.
 
     Raises:
-        UsageError: Another coordinator holds the directory, or it cannot be written.
+        UsageError: Another coordinator holds the directory, or the directory cannot be written.
         StorageFailed: Journal or log cannot be read.
     """
     lock = DirectoryLock.acquire(path, above)
@@ -55,7 +55,7 @@ def known_term(directory: RunDirectory) -> int:
     """Return the newest term in journal and log; 0 without any.
 
     Raises:
-        StorageFailed: They cannot be read.
+        StorageFailed: Journal or log cannot be read.
     """
     with storage_errors("read", directory.log):
         segments = segment_files(directory.log)
@@ -66,7 +66,7 @@ def present_digests(directory: RunDirectory) -> Digests:
     """Return the digests of the small files that exist.
 
     Raises:
-        StorageFailed: One cannot be read.
+        StorageFailed: A file cannot be read.
     """
     digests = {path.name: file_digest(path) for path in directory.small_files}
     return {name: (digest,) for name, digest in digests.items() if digest is not None}
@@ -82,8 +82,8 @@ def check_files(directory: RunDirectory) -> None:
     """Check the small files against the journal.
 
     Raises:
-        StorageDamaged: One is missing or was changed.
-        StorageFailed: One cannot be read.
+        StorageDamaged: A file is missing or was changed.
+        StorageFailed: A file cannot be read.
     """
     check_journal(directory)
     for path, reason in changed_files(directory, newest_record(directory.journal, FileDigests)):
@@ -98,7 +98,7 @@ def changed_files(directory: RunDirectory, recorded: FileDigests | None) -> list
         recorded: The newest `FileDigests`; None if an older release wrote the journal.
     """
     if recorded is None:
-        return _changed_since_older(directory)
+        return _changes_in_older_journal(directory)
     changes = []
     for path in directory.small_files:
         recorded_digests, digest = recorded.digests.get(path.name), file_digest(path)
@@ -107,7 +107,7 @@ def changed_files(directory: RunDirectory, recorded: FileDigests | None) -> list
         remedy = _REMEDY
         if path == directory.files_file:
             if digest is None:
-                continue  # the list is made again
+                continue  # the files are hashed again
             remedy = f"{remedy}, or remove it: the run's files are hashed again"
         fault = (
             "it is missing" if digest is None else "its content differs from the journal's record"
@@ -120,8 +120,8 @@ def check_journal(directory: RunDirectory) -> None:
     """Check that the journal exists and belongs to the run; before it begins, check `run.json`.
 
     Raises:
-        StorageDamaged: One of them is wrong.
-        StorageFailed: One cannot be read.
+        StorageDamaged: The journal or `run.json` is missing, damaged or of another run.
+        StorageFailed: The journal cannot be read.
     """
     journal, first = directory.journal, first_record(directory.journal)
     is_empty = not journal.exists() or not journal.stat().st_size
@@ -135,13 +135,13 @@ def check_journal(directory: RunDirectory) -> None:
         return  # reading it raises the error
     if isinstance(first, RunStarted) and is_run_intact and run_id != first.run_id:
         reason = f"it belongs to run {first.run_id!r}, and run.json to {run_id!r}"
-        raise StorageDamaged(str(journal), "", f"{reason}; restore the wrong one from a copy")
+        raise StorageDamaged(str(journal), "", f"{reason}; restore the wrong file from a copy")
     if first is None and not is_run_intact:
         reason = f"it does not match its digest; {_REMEDY}, or submit the run again"
         raise StorageDamaged(str(directory.run_file), "", reason)
 
 
-def _changed_since_older(directory: RunDirectory) -> list[tuple[Path, str]]:
+def _changes_in_older_journal(directory: RunDirectory) -> list[tuple[Path, str]]:
     first, stored_run = first_record(directory.journal), directory.read_run()
     settled, manifest = newest_record(directory.journal, ManifestSettled), directory.read_manifest()
     comparisons: list[tuple[Path, object, object]] = []

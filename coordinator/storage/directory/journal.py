@@ -4,18 +4,18 @@ A line is the canonical JSON (`canonical_json`) of
 
     {"batch": 16, "hash": H, "number": 17, "previous": P, "record": {...}, "time": "..."}
 
-with P the hash of the line before (64 zeros in the first line) and H the BLAKE3 of this line's
+with P the hash of the previous line (64 zeros in the first line) and H the BLAKE3 of this line's
 canonical JSON without the key "hash". So a changed byte shows in its own line, and a line that was
-changed together with its hash shows in the next one. Only a truncated end goes unnoticed:
-`result.json` holds the last line's hash. `time` is UTC of the coordinator's clock.
+changed together with its hash shows in the next line. The chain does not show a truncated end;
+therefore `result.json` has the last line's hash. `time` is UTC of the coordinator's clock.
 
 Lines of one batch (`batch` is the number of its first line) are written and synced together. So
-damage in the last batch may come from a crash, and is cut when the journal is opened; damage before
-it cannot, and the journal is refused. The rest of that batch is then rewritten: its sync may have
-failed (`durable_file.write_again`).
+damage in the last batch may come from a crash, and is cut off when the journal is opened. Earlier
+damage cannot, and the journal is refused. The intact lines of the last batch are then rewritten:
+their sync may have failed (`durable_file.write_again`).
 
-A restart must not read all of a long journal: it reads the first line and looks back from the end
-(`read_end`). The audit reads all of it (`verify_journal`).
+A restart must not read all of a long journal: it reads the first line, and backward from the end
+(`read_end`). The audit reads all lines (`verify_journal`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
     """One intact line."""
 
     number: int
-    """Of the line, from 1."""
+    """Number of the line, from 1."""
     time: str
     record: Record
     hash: str
@@ -63,13 +63,13 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """How much of a journal is intact.
+    """The intact part of a journal.
 
     Attributes:
-        entries: The intact lines before the first bad one.
-        head: The hash of the last of them.
+        entries: The intact lines before the first bad line.
+        head: The hash of the last intact line.
         bad_line: Number of the first bad line, from 1; None if there is none.
-        reason: What is wrong with it.
+        reason: What is wrong with the bad line.
     """
 
     entries: tuple[Entry, ...]
@@ -79,17 +79,17 @@ class Verified:
 
 
 class Journal:
-    """The journal of one run, for its coordinator to write. One thread at a time.
+    """Writes the journal of one run, from one thread at a time.
 
     `append` cannot fail: it keeps lines in memory until `sync`, which can be repeated after an
     error.
 
     Attributes:
         head: The hash of the newest line.
-        cut_bytes: How much of a torn tail was cut off at opening.
+        cut_bytes: Size of the torn tail that was cut off at opening.
 
     Args:
-        path: The file; made if missing.
+        path: The file; created if missing.
         guard: Called before each write; raises if this coordinator does not own the directory.
         clock: Returns seconds since 1970.
 
@@ -128,14 +128,14 @@ class Journal:
 
     @property
     def lines(self) -> int:
-        """The number of lines, unsynced ones included."""
+        """The number of lines, including unsynced ones."""
         return self._number
 
     def append(self, record: Record) -> str:
         """Add a line; it is durable after the next `sync`.
 
         Returns:
-            Its hash, the journal's new head.
+            The line's hash, the journal's new head.
         """
         self._number += 1
         moment = datetime.fromtimestamp(self._clock(), UTC)
@@ -154,7 +154,7 @@ class Journal:
         """Write and sync the appended lines.
 
         Raises:
-            StorageFailed: They are not durable yet; the call can be repeated.
+            StorageFailed: The lines are not durable yet; the call can be repeated.
             RunFailed: Another coordinator has taken over; nothing is written.
         """
         if not self._waiting:
@@ -174,7 +174,7 @@ class Journal:
 
 
 def verify_journal(path: Path) -> Verified:
-    """Follow the chain from the first line to the first bad one.
+    """Verify the chain from the first line to the first bad line.
 
     Raises:
         StorageFailed: The journal cannot be read.
@@ -184,11 +184,11 @@ def verify_journal(path: Path) -> Verified:
     entries: list[Entry] = []
     head = NO_HASH
     for number, line in enumerate(io.BytesIO(content), 1):
-        document, reason = _checked(line)
+        document, reason = _parse_line(line)
         if document is None:
             return Verified(tuple(entries), head, number, reason)
         if document["number"] != number or document["previous"] != head:
-            reason = "it does not follow the line before: lines were changed, removed or added"
+            reason = "it does not follow the previous line: lines were changed, removed or added"
             return Verified(tuple(entries), head, number, reason)
         try:
             record = read_record(document["record"])
@@ -203,13 +203,13 @@ def verify_journal(path: Path) -> Verified:
 
 @dataclass(frozen=True, slots=True)
 class JournalEnd:
-    """What a restart must know of its journal.
+    """The facts that a restart needs from the journal.
 
     Attributes:
         has_run: Whether the journal has the line of the run.
         has_manifest: Whether the journal has the line of the manifest.
         commits: How many steps count as committed.
-        has_checkpoint: Whether the journal has the line of the given checkpoint.
+        has_checkpoint: Whether the journal has the line of the requested checkpoint.
     """
 
     has_run: bool
@@ -223,7 +223,7 @@ def read_end(path: Path, checkpoint_step: int) -> JournalEnd:
 
     Args:
         path: A journal with an intact end; it may be missing.
-        checkpoint_step: Its line follows the commit before it.
+        checkpoint_step: Step of the checkpoint; its line follows the commit of the previous step.
 
     Raises:
         StorageFailed: The journal cannot be read.
@@ -241,7 +241,7 @@ def read_end(path: Path, checkpoint_step: int) -> JournalEnd:
         if commits is None:
             commits = step + 1 if kind == "commit" else step
         if has_checkpoint or step < checkpoint_step:
-            # Steps are committed, so the lines before all steps exist.
+            # There are commits, so the lines of run and manifest, which precede them, exist.
             return JournalEnd(True, True, commits, has_checkpoint)
     return JournalEnd(has_run, has_manifest, commits or 0, has_checkpoint)
 
@@ -250,8 +250,8 @@ def _hash(document: dict[str, Any]) -> str:
     return blake3(canonical_json({k: v for k, v in document.items() if k != "hash"})).hexdigest()
 
 
-def _checked(line: bytes) -> tuple[dict[str, Any] | None, str]:
-    """Parse a line; None if it is damaged, with the reason."""
+def _parse_line(line: bytes) -> tuple[dict[str, Any] | None, str]:
+    """Parse a line; None and the reason if it is damaged."""
     if not line.endswith(b"\n"):
         return None, "its newline is missing"
     try:
@@ -292,26 +292,26 @@ def _last_batch(fd: int, path: Path, size: int) -> _LastBatch:
         content = os.pread(fd, size - start, start)
         # The first line may begin before the window.
         skipped = 0 if start == 0 else content.find(b"\n") + 1
-        end = _intact_end(content[skipped:], path, start + skipped)
+        end = _find_last_batch(content[skipped:], path, start + skipped)
         if end is not None and (start == 0 or skipped):
             return end
         window_bytes *= 4
 
 
-def _intact_end(content: bytes, path: Path, start: int) -> _LastBatch | None:
-    """Return the last batch in `content`; None if it must begin earlier."""
+def _find_last_batch(content: bytes, path: Path, start: int) -> _LastBatch | None:
+    """Return the last batch in `content`; None if the batch begins before `content`."""
     last: dict[str, Any] | None = None
-    begin = end = at = start
-    is_intact = not start  # whether the last batch begins in here
-    torn = False
+    begin = end = offset = start
+    has_begin = not start  # whether the last batch begins in `content`
+    is_torn = False
     for line in io.BytesIO(content):
-        document, _ = _checked(line)
+        document, _ = _parse_line(line)
         if document is None:
-            torn = True
-        elif not torn:
+            is_torn = True
+        elif not is_torn:
             if document["batch"] == document["number"]:
-                begin, is_intact = at, True
-            last, end = document, at + len(line)
+                begin, has_begin = offset, True
+            last, end = document, offset + len(line)
         elif start and last is None:
             return None
         elif document["batch"] > (first_number := last["number"] + 1 if last else 1):
@@ -319,12 +319,12 @@ def _intact_end(content: bytes, path: Path, start: int) -> _LastBatch | None:
             raise StorageDamaged(
                 str(path), f"line {first_number}", f"{text}; restore it from a copy"
             )
-        at += len(line)
-    return _LastBatch(last, begin, end) if is_intact else None
+        offset += len(line)
+    return _LastBatch(last, begin, end) if has_begin else None
 
 
 def first_record(path: Path) -> Record | None:
-    """Return the record of the first line; None if it is missing or damaged.
+    """Return the record of the first line; None if the line is missing or damaged.
 
     Raises:
         StorageFailed: The journal cannot be read.
@@ -337,7 +337,7 @@ def first_record(path: Path) -> Record | None:
 
 
 def entries_of(path: Path, kind: type[T]) -> Iterator[T]:
-    """Yield every intact record of a kind, in order; none if the journal is missing."""
+    """Yield every intact record of a kind, in order; no records if the journal is missing."""
     mark = f'"kind":"{kind_of(kind)}"'.encode()
     try:
         with open_regular(path) as file:
@@ -384,14 +384,14 @@ def newest_line(path: Path) -> tuple[int, str]:
         StorageFailed: The journal cannot be read.
     """
     for line in _lines_backwards(path):
-        document, _ = _checked(line + b"\n")
+        document, _ = _parse_line(line + b"\n")
         if document is not None:
             return document["number"], document["hash"]
     return 0, NO_HASH
 
 
 def _intact_record(line: bytes) -> Record | None:
-    document, _ = _checked(line)
+    document, _ = _parse_line(line)
     try:
         return read_record(document["record"]) if document is not None else None
     except ValidationError:
@@ -399,7 +399,7 @@ def _intact_record(line: bytes) -> Record | None:
 
 
 def newest_term(path: Path) -> int:
-    """Return the term of the coordinator that wrote the last lines; 0 without any.
+    """Return the term of the coordinator that wrote the last lines; 0 without lines.
 
     Raises:
         StorageFailed: The journal cannot be read.
@@ -412,7 +412,7 @@ def newest_term(path: Path) -> int:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether an operator gave the run up, and it has not been continued since.
+    """Return whether an operator gave the run up, and it has not been continued since.
 
     Raises:
         StorageFailed: The journal cannot be read.
@@ -437,7 +437,7 @@ def newest_scale(path: Path, before_step: int) -> tuple[int, float] | None:
 
 
 def evaluations(path: Path, up_to: int) -> dict[int, dict[str, float]]:
-    """Return metrics by step, for steps up to `up_to` that no rollback has voided.
+    """Return metrics by step, for steps up to `up_to` that were not rolled back.
 
     A bad line is skipped: the audit reports it.
     """
@@ -451,9 +451,9 @@ def evaluations(path: Path, up_to: int) -> dict[int, dict[str, float]]:
                     metrics[record.step] = record.metric_values
                 case Resumed() as record:
                     metrics = {
-                        step: figures for step, figures in metrics.items() if step <= record.step
+                        step: values for step, values in metrics.items() if step <= record.step
                     }
-    return {step: figures for step, figures in metrics.items() if step <= up_to}
+    return {step: values for step, values in metrics.items() if step <= up_to}
 
 
 def _records_backwards(path: Path) -> Iterator[dict[str, Any]]:
@@ -502,7 +502,8 @@ class JournalTail:
         self._rest = b""
 
     def was_cut(self) -> bool:
-        """Whether a restart has cut off lines that were read; then `new_records` starts over."""
+        """Return whether a restart has cut off lines that were read; `new_records` then restarts
+        from the first line."""
         try:
             is_shorter = self._journal.stat().st_size < self._offset
         except FileNotFoundError:
@@ -512,7 +513,7 @@ class JournalTail:
         return is_shorter
 
     def new_records(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield time and record of each new line. Blocks while they are read.
+        """Yield time and record of each new line; blocks while it reads.
 
         A bad line is skipped: the audit reports it.
         """

@@ -1,8 +1,8 @@
 """The records of a journal, and which articles of the EU AI Act each one serves.
 
 Regulation (EU) 2024/1689: article 10 (data and data governance), 12 (record-keeping), 13
-(transparency), 15 (accuracy, robustness and cybersecurity). That a record serves an article says
-what it is good for, not that keeping it is all the article asks.
+(transparency), 15 (accuracy, robustness and cybersecurity). That a record serves an article states
+its purpose; the article may ask for more than keeping the record.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SpecChanged(Record):
     """The run continues with a changed run spec: it applies to the steps from `step` on."""
 
     articles = (10, 12, 13)
-    purpose = "which settings were changed, when, and what the steps before were computed with"
+    purpose = "which settings were changed, when, and with which ones earlier steps were computed"
 
     kind: Literal["spec_changed"] = "spec_changed"
     term: Number
@@ -68,7 +68,8 @@ class SpecChanged(Record):
 class FileDigests(Record):
     """BLAKE3 of the small files that a restart reads.
 
-    Two for a file that is being replaced: a crash may leave either; None if it may be missing.
+    A file that is being replaced has two digests: a crash may leave the old or the new content.
+    None means that the file may be missing.
     """
 
     articles = (12, 15)
@@ -80,11 +81,11 @@ class FileDigests(Record):
 
 
 class Resumed(Record):
-    """A coordinator continued the run. Earlier commits from `step` on are void: those steps are
-    done again."""
+    """A coordinator continued the run. Earlier commits of `step` and later steps are rolled back:
+    these steps are redone."""
 
     articles = (12, 15)
-    purpose = "resilience: what a restart found, and from where the run went on"
+    purpose = "resilience: what a restart found, and from which step the run continued"
     older_fields = ("state_digest",)
 
     kind: Literal["resumed"] = "resumed"
@@ -128,10 +129,10 @@ class CommandReceived(Record):
 
 
 class Ended(Record):
-    """The run is over. `result.json` holds this line's hash, as `journal_head`."""
+    """The run is over. `result.json` has this line's hash as `journal_head`."""
 
     articles = (12, 13)
-    purpose = "how the run ended, and the digest of what it made"
+    purpose = "how the run ended, and the digest of its result"
 
     kind: Literal["end"] = "end"
     term: Number
@@ -157,7 +158,7 @@ def read_record(document: Any) -> Record:
     """Validate a record's JSON document.
 
     Raises:
-        pydantic.ValidationError: The record's kind is unknown, or it does not fit its kind.
+        pydantic.ValidationError: The record's kind is unknown, or the record does not fit its kind.
     """
     if isinstance(document, dict):
         older_fields = _OLDER.get(document.get("kind", ""), ())

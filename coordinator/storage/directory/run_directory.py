@@ -1,20 +1,20 @@
 """The files of one run's directory.
 
-    lock, term.json          the coordinator that owns it (`directory_lock`)
+    lock, term.json           the coordinator that owns the directory (`directory_lock`)
     run.json                  the run's ID, its spec, and when it was accepted
-    manifest.json             what the workers agreed on
-    terms.json                what workers were admitted by (`AdmissionRecord`)
-    files.json                the files that it reads, and where they were (`blob_index`)
-    journal.jsonl             what happened (`journal`)
+    manifest.json             the run's manifest, on which the workers agreed
+    terms.json                the conditions of admission (`AdmissionRecord`)
+    files.json                the files that the run reads, and where they were (`blob_index`)
+    journal.jsonl             the events of the run (`journal`)
     log/                      averaged gradients since the last checkpoint (`gradient_log`)
     checkpoints/              whole states (`checkpoint`)
     replicas/                 per-replica state (`replica_states`)
-    result.json               how it ended, with the journal's head
+    result.json               how the run ended, with the journal's head
     adapter/ or model/        the trained tensors
-    set-aside/                what a rollback removed from the run (`rollback`)
+    set-aside/                files that a rollback removed from the run (`rollback`)
 
-The coordinator's own directory has lock and term too. If it executes one run alone, both
-directories are one.
+The coordinator's own directory has lock and term too. If the coordinator executes a single run,
+both directories are the same.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class StoredRun:
 
 
 class RunDirectory:
-    """Paths of a run's files, and the small ones that are written whole.
+    """Paths of a run's files; reads and writes the small files, which are replaced as a whole.
 
     Args:
-        path: The directory; `begin` makes it.
+        path: The directory; `begin` creates it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,19 +119,21 @@ class RunDirectory:
 
     @property
     def small_files(self) -> tuple[Path, ...]:
-        """The files that a restart reads beside log, journal and checkpoints (`file_digests`)."""
+        """The files that a restart reads besides log, journal and checkpoints (`file_digests`)."""
         return self.run_file, self.manifest_file, self.admission_file, self.files_file
 
     def begin(self, run_id: str, spec: RunSpec) -> None:
         """Write ID and spec of a new run.
 
         Raises:
-            UsageError: There is a run already.
+            UsageError: The directory already has a run.
             StorageFailed: A write failed.
         """
         if self.read_run_file() is not None:
             if self.manifest_file.exists() or self.log.exists() or self.checkpoints.exists():
-                raise UsageError(f"{str(self.path)!r} holds a run already{self._way_on(spec)}")
+                raise UsageError(
+                    f"{str(self.path)!r} holds a run already{self._advice_for_existing_run(spec)}"
+                )
             with storage_errors("remove the files of a run that never began in", self.path):
                 for leftover in (
                     self.journal,
@@ -154,8 +156,7 @@ class RunDirectory:
         """Return the content of `run.json` with another run spec.
 
         Raises:
-            StorageDamaged: `run.json` cannot be read.
-            StorageFailed: Likewise.
+            StorageFailed: `run.json` cannot be read.
         """
         with storage_errors("read", self.run_file):
             document = read_json(self.run_file)
@@ -165,7 +166,7 @@ class RunDirectory:
         """Write the run's manifest, if there is none.
 
         Raises:
-            Mismatch: There is another one.
+            Mismatch: There is a different manifest.
             StorageFailed: A write failed.
         """
         existing = self.read_manifest()
@@ -178,7 +179,7 @@ class RunDirectory:
             replace_file(self.manifest_file, manifest.to_bytes())
 
     def write_admission_record(self, record: AdmissionRecord) -> None:
-        """Write what workers were admitted by.
+        """Write the admission record.
 
         Raises:
             StorageFailed: A write failed.
@@ -186,7 +187,7 @@ class RunDirectory:
         replace_file(self.admission_file, admission_record_bytes(record))
 
     def read_admission_record(self) -> AdmissionRecord | None:
-        """Return what workers were admitted by, if any has computed.
+        """Return the admission record; None if no worker has computed.
 
         Raises:
             StorageDamaged: The file is damaged.
@@ -210,8 +211,8 @@ class RunDirectory:
                 self.result_file.unlink()
                 sync_directory(self.path)
 
-    def _way_on(self, spec: RunSpec) -> str:
-        """Say what to do where there is a run already, which may have another run spec.
+    def _advice_for_existing_run(self, spec: RunSpec) -> str:
+        """Return advice for a directory that already has a run, perhaps of another run spec.
 
         Raises:
             StorageFailed: The directory cannot be read.
@@ -250,7 +251,7 @@ class RunDirectory:
         """Return the content of `run.json`; None if there is no run.
 
         Raises:
-            StorageDamaged: There is a run without that file, or with a file for a directory.
+            StorageDamaged: A run exists without that file, or has a file in place of a directory.
             StorageFailed: The file cannot be read.
         """
         content = read_if_there(self.run_file)
@@ -267,7 +268,7 @@ class RunDirectory:
         """Check that no file takes the place of a directory.
 
         Raises:
-            StorageDamaged: One does.
+            StorageDamaged: A file does.
         """
         for path in (self.path / name for name in _DIRECTORIES):
             if os.path.lexists(path) and not path.is_dir():
@@ -277,9 +278,9 @@ class RunDirectory:
     def accepted_ns(self) -> int:
         """Return when the run was accepted, in nanoseconds since 1970.
 
-        If `run.json` does not say, that is when the file was last changed: two runs may then have
-        the same time, since file systems count in milliseconds. If it is missing, the directory's
-        time counts.
+        A `run.json` without this time counts as accepted when it was last changed: two runs may
+        then have the same time, since file systems count in milliseconds. Without `run.json`, the
+        directory's time counts.
         """
         try:
             return int(read_json(self.run_file)["accepted_ns"])
@@ -327,7 +328,7 @@ class RunDirectory:
         raise StorageDamaged(str(self.result_file), "", reason)
 
     def clear(self) -> None:
-        """Remove temporary files that a crash left. Only for the holder of the lock.
+        """Remove temporary files that a crash left; only the holder of the lock may call this.
 
         Raises:
             StorageFailed: A write failed.
@@ -337,7 +338,7 @@ class RunDirectory:
 
 
 def is_intact(document: dict[str, Any]) -> bool:
-    """Whether ID and spec in `run.json` are intact; older releases stored no digest."""
+    """Return whether ID and spec in `run.json` are intact; older releases stored no digest."""
     return document.get("blake3") in (None, _seal(document))
 
 

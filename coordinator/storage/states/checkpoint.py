@@ -3,13 +3,15 @@
     step-0000000040/
         adapter/ or model/        the parameters in the run's result format: for LoRA, PEFT's
         optimizer.safetensors     the rest of the state, as KIND/TENSOR with the kinds of
-                                  `protocol.exact.replica.state_kinds`, such as first_moment; if a
-                                  tensor has missed updates, how many, as missed_updates/TENSOR
+                                  `protocol.exact.replica.state_kinds`, such as first_moment; for
+                                  tensors with missed updates also their count, as
+                                  missed_updates/TENSOR
         checkpoint.json           counters, digests, the losses so far, the hash of every file
         metrics.json              metrics of an evaluation of this state, once there are any
 
-A checkpoint is written under a temporary name, every file and directory synced, then renamed: so it
-is complete under its final name. Loading checks hashes and the state's digest all the same.
+A checkpoint is written under a temporary name, every file and directory is synced, and the
+directory is renamed: under its final name a checkpoint is complete. Loading still checks hashes and
+the state's digest.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ class CheckpointInfo(BaseModel):
     """The content of `checkpoint.json`.
 
     `state_digest` is `protocol.exact.digest`'s "state", in checkpoints of format 1 its "state 1".
-    `losses` has one entry for each step so far, None for a skipped one. `files` is the BLAKE3 of
-    every other file by its path within the checkpoint.
+    `losses` has one entry for each step so far, None for a skipped step. `files` has the BLAKE3 of
+    every other file, by its path within the checkpoint.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -128,19 +130,19 @@ def write_checkpoint(
     losses: Sequence[float],
     state_read: Callable[[], None] = lambda: None,
 ) -> Checkpoint:
-    """Write a checkpoint, durable when this returns.
+    """Write a checkpoint, which is durable when this returns.
 
     Args:
-        root: The directory of all checkpoints; made if missing.
-        manifest: The run's manifest; decides the layout.
+        root: The directory of all checkpoints; created if missing.
+        manifest: The run's manifest, which sets the layout.
         replica: The state. It must not change until `state_read` is called, or this returns.
         run_id: The run's ID.
         term: Term of the coordinator.
-        losses: The mean loss of each step so far; not finite for a skipped one.
-        state_read: Called once the state is written, and not yet durable.
+        losses: The mean loss of each step so far; not finite for a skipped step.
+        state_read: Called once the state is written, before it is durable.
 
     Raises:
-        StorageFailed: A write failed; nothing of it is left. The call can be repeated.
+        StorageFailed: A write failed; no partial checkpoint is left. The call can be repeated.
     """
     assert len(losses) == replica.step
     path = checkpoint_path(root, replica.step)
@@ -162,7 +164,7 @@ def write_checkpoint(
     existing = _same_state(root, info, manifest, replica)
     if existing is not None:
         with storage_errors("sync", root):
-            sync_directory(root)  # its writer may not have got this far
+            sync_directory(root)  # its writer may have ended before the sync
         return existing
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
@@ -172,14 +174,14 @@ def write_checkpoint(
             temporary.rename(path)
             sync_directory(root)
     except StorageFailed:
-        # These remains may be what fills the disk.
+        # The partial checkpoint may be what fills the disk.
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return Checkpoint(path, info)
 
 
 def find_checkpoint(root: Path, step: int, run_id: str, manifest: Manifest) -> Checkpoint:
-    """Return the checkpoint after `step` steps, with every file compared with its hash.
+    """Return the checkpoint after `step` steps, once every file matches its hash.
 
     Raises:
         StorageDamaged: A file is missing or damaged.
@@ -189,8 +191,10 @@ def find_checkpoint(root: Path, step: int, run_id: str, manifest: Manifest) -> C
     path = checkpoint_path(root, step)
     file, info = path / INFO_FILE, _read_info(path)
     if info.run_id != run_id or info.manifest_digest != manifest.digest():
-        of = f"belongs to run {info.run_id!r}" if info.run_id != run_id else "has another manifest"
-        raise Mismatch(f"{str(path)!r} {of}; {_REMEDY}")
+        fault = (
+            f"belongs to run {info.run_id!r}" if info.run_id != run_id else "has another manifest"
+        )
+        raise Mismatch(f"{str(path)!r} {fault}; {_REMEDY}")
     if info.step != step:
         reason = f"expected step {step}, got {info.step}; {_REMEDY}"
         raise StorageDamaged(str(file), "", reason)
@@ -269,17 +273,17 @@ def read_metrics(root: Path, step: int) -> Metrics | None:
     """Return the metrics stored with a checkpoint; None if there are none.
 
     Raises:
-        StorageDamaged: They are damaged, or of another state.
-        StorageFailed: They cannot be read.
+        StorageDamaged: The metrics are damaged, or of another state.
+        StorageFailed: The metrics cannot be read.
     """
     path = checkpoint_path(root, step)
     file = path / METRICS_FILE
     with storage_errors("read", file):
         if not file.exists():
             return None
-        older = _parse_older(file.read_bytes())
-    if older is not None:
-        return Metrics(state_digest=None, figures=older)
+        older_metrics = _parse_older(file.read_bytes())
+    if older_metrics is not None:
+        return Metrics(state_digest=None, figures=older_metrics)
     metrics = _read_sealed(file, "metrics", Metrics, "restore it from a copy, or remove it")
     if metrics.state_digest != _read_info(path).state_digest:
         raise StorageDamaged(str(file), "", "its metrics are of another state; remove the file")
@@ -296,7 +300,7 @@ def _parse_older(content: bytes) -> dict[str, float] | None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint if it exists; its name never denotes a partial one.
+    """Remove a checkpoint if it exists; a partial checkpoint never has its name.
 
     Raises:
         StorageFailed: A write failed.
@@ -311,7 +315,7 @@ def remove_checkpoint(path: Path) -> None:
 def _same_state(
     root: Path, info: CheckpointInfo, manifest: Manifest, replica: Replica
 ) -> Checkpoint | None:
-    """Return the checkpoint of this very state, if a resumed run has been here before."""
+    """Return the checkpoint of exactly this state, if the run wrote one before it was resumed."""
     try:
         existing = find_checkpoint(root, info.step, info.run_id, manifest)
     except (StorageDamaged, StorageFailed, Mismatch):
@@ -345,7 +349,7 @@ def _write_files(
 
 
 def _file_digests(path: Path, files: Sequence[Path]) -> dict[str, str]:
-    """Return the BLAKE3 of every file in a checkpoint except those without state."""
+    """Return the BLAKE3 of every file in a checkpoint, except files without state."""
     digests: dict[str, str] = {}
     for file in files:
         name = file.relative_to(path).as_posix()

@@ -1,6 +1,6 @@
 """The state in a checkpoint, read piece by piece: for a replica, or for a worker.
 
-Its files are opened once, so it stays readable when the checkpoint is removed meanwhile.
+The files are opened once, so the state stays readable if the checkpoint is removed meanwhile.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class CheckpointState:
     """The state in a checkpoint; leaving its context closes it.
 
     Attributes:
-        step: Steps taken.
-        optimizer_step: Updates among them.
+        step: Number of steps taken.
+        optimizer_step: Number of updates among these steps.
 
     Args:
         checkpoint: The checkpoint.
         manifest: The run's manifest.
-        optimizer: Decides which moments exist.
+        optimizer: The optimizer, which decides which moments exist.
 
     Raises:
         StorageDamaged: A tensor is missing, or has another shape.
@@ -97,7 +97,7 @@ class CheckpointState:
         return values
 
     def fill(self, replica: Replica) -> None:
-        """Load the state into a replica; raises as `read`."""
+        """Load the state into a replica; raises like `read`."""
         replica.clear_missed()
         for kind in self._kinds:
             for block, values in enumerate(replica.arrays(kind)):

@@ -2,14 +2,15 @@
 
 In `replicas/` of the run's directory:
 
-    own-STEP            of all replicas at the start of that round, in order, each after its BLAKE3
-                        digest; written and synced before the commit that leads to the round
-    boundary-K          the inner checkpoint of replica K in the round in progress; not synced, for
-                        it saves work and decides no bit: a restart can do without
+    own-STEP            the states of all replicas at the start of round STEP, in order, each after
+                        its BLAKE3 digest; written and synced before the commit that leads to the
+                        round
+    boundary-K          the inner checkpoint of replica K in the round in progress; not synced: it
+                        saves work but decides no bit, so a restart does not need it
 
-Nothing in an `own` file is trusted: the BLAKE3 of its digests is `own_digest` in the commit that
-leads to the round, in log and journal. Before the first round there is no per-replica state: the
-file is empty, and that digest is `NOTHING_YET`. Files of the last rounds and of every checkpoint
+Nothing in an `own` file is trusted: the BLAKE3 of its digests must equal `own_digest` in the commit
+that leads to the round, in log and journal. Before the first round there is no per-replica state:
+the file is empty, and the digest is `NOTHING_YET`. Files of the last rounds and of every checkpoint
 are kept, since a restart may roll back to them.
 """
 
@@ -45,7 +46,7 @@ NOTHING_YET: Final = blake3().hexdigest()
 DIGEST_BYTES: Final = 32
 _OWN: Final = re.compile(r"own-(\d{1,18})")
 LATEST: Final = 4
-"""Rounds whose state is kept in any case: a checkpoint may still be being written."""
+"""Number of newest rounds whose state is always kept: a checkpoint may be in progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,12 @@ class ReplicaStates:
 
     Args:
         directory: Directory of the run.
-        own_lengths: The sizes of a replica's state (`replica_state_sizes`); empty without any.
-        every: Number of rounds between checkpoints; 0: only the first and last.
+        own_lengths: The possible sizes of a replica's state (`replica_state_sizes`); empty without
+            such state.
+        every: Number of rounds between checkpoints; 0: only the first and the last checkpoint.
         guard: Raises if this coordinator does not own the directory any more.
         step: The round with which the run continues.
-        own_digest: Digest of the state at its start, as the commit before it names it.
+        own_digest: Digest of the state at the start of that round, as in the preceding commit.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class ReplicaStates:
             content: States of all replicas, in order; empty after a skipped round.
 
         Returns:
-            Its digest, for the commit to name; None without per-replica state.
+            The digest of the state, for the commit; None without per-replica state.
 
         Raises:
             StorageFailed: A write failed.
@@ -122,7 +124,7 @@ class ReplicaStates:
         return self._own_digests[step]
 
     def _make(self) -> None:
-        """Create the directory once: one that has vanished since must be restored."""
+        """Create the directory once: if it vanishes later, it must be restored."""
         if not self._exists:
             with storage_errors("make", self._path):
                 make_below(self._path.parent, self._path)
@@ -132,7 +134,7 @@ class ReplicaStates:
         self, step: int, content: Sequence[Bytes], digests: list[bytes]
     ) -> Iterator[memoryview]:
         if not content:
-            yield from self._as_before(step - 1)
+            yield from self._previous_content(step - 1)
             return
         pieces: list[memoryview] = []
         for piece in content:
@@ -144,7 +146,7 @@ class ReplicaStates:
                 pieces = []
         assert not pieces, "the round has the whole state of every replica"
 
-    def _as_before(self, step: int) -> Iterator[memoryview]:
+    def _previous_content(self, step: int) -> Iterator[memoryview]:
         path = self._directory.own_file(step)
         if step == 0:
             return
@@ -161,7 +163,8 @@ class ReplicaStates:
                 self._directory.own_file(round_).unlink(missing_ok=True)
 
     def write_inner_checkpoint(self, message: InnerCheckpointChunk, content: Bytes) -> None:
-        """Write a piece of an inner checkpoint, in order; a complete one replaces the one before.
+        """Write the next piece of an inner checkpoint; a complete checkpoint replaces the earlier
+        one.
 
         Raises:
             StorageFailed: A write failed.
@@ -190,12 +193,12 @@ class ReplicaStates:
             self._complete[replica] = _InnerCheckpoint(position, digest)
 
     def answer(self, request: InnerStateRequest) -> tuple[int, Iterator[bytes]]:
-        """Return what a worker needs to continue an inner phase.
+        """Return the state from which a worker continues an inner phase.
 
         Returns:
             The inner step of the newest inner checkpoint (0: there is none); and, in pieces, the
-            per-replica state if requested, then the inner checkpoint. What they are read from does
-            not change, even if a newer one replaces it.
+            per-replica state if requested, then the inner checkpoint. The pieces stay the same even
+            if a newer checkpoint replaces the file.
 
         Raises:
             StorageFailed: A read failed.
@@ -214,15 +217,15 @@ class ReplicaStates:
         return inner, itertools.chain.from_iterable(pieces)
 
     def _inner_checkpoint_of(self, replica: int, digest: bytes) -> Iterator[bytes] | None:
-        """Open an inner checkpoint; None if it is damaged or gone: the phase then starts over.
+        """Open an inner checkpoint; None if it is damaged or missing: the phase then restarts.
 
-        Another coordinator that has taken over the directory may have removed it.
+        Another coordinator that has taken over the directory may have removed the file.
         """
         path = self._path / f"boundary-{replica}"
         with contextlib.suppress(StorageFailed):
             with storage_errors("read", path):
                 length = path.stat().st_size
-            checkpoint = verified(path, 0, length)
+            checkpoint = read_with_digest(path, 0, length)
             if next(checkpoint) == digest:
                 return checkpoint
             checkpoint.close()
@@ -240,7 +243,7 @@ class ReplicaStates:
             if not digests:  # every round was skipped
                 return _zeros(self._own_bytes)
             start = replica * (own_bytes + DIGEST_BYTES) + DIGEST_BYTES
-            content = verified(path, start, own_bytes)
+            content = read_with_digest(path, start, own_bytes)
             if next(content) == digests[replica]:
                 # Missed updates come last; older releases did not count them.
                 return itertools.chain(content, _zeros(self._own_bytes - own_bytes))
@@ -304,9 +307,9 @@ def matching_digests(
 
 
 def state_fault(path: Path, lengths: Sequence[int], recorded_digest: str | None) -> str:
-    """Say why a round's per-replica state differs from its commit's digest; empty if it does not.
+    """Return why a round's per-replica state does not match its commit's digest; empty if it does.
 
-    All bytes are read. Args as for `matching_digests`.
+    All bytes are read. The arguments are those of `matching_digests`.
 
     Raises:
         StorageFailed: The state cannot be read.
@@ -320,7 +323,9 @@ def state_fault(path: Path, lengths: Sequence[int], recorded_digest: str | None)
         return "it differs from the digest in the commit of its round"
     own_bytes, digests = found_digests
     for replica, digest in enumerate(digests):
-        content = verified(path, replica * (own_bytes + DIGEST_BYTES) + DIGEST_BYTES, own_bytes)
+        content = read_with_digest(
+            path, replica * (own_bytes + DIGEST_BYTES) + DIGEST_BYTES, own_bytes
+        )
         state = next(content)
         content.close()
         if state != digest:
@@ -335,17 +340,18 @@ def check_replica_states(
     step: int,
     recorded_digest: str | None,
 ) -> None:
-    """Check the per-replica state of the round to continue with, if there is any.
+    """Check the per-replica state of the round with which the run continues, if it has such state.
 
     Args:
         directory: Directory of the run.
         run: The run.
         manifest: The run's manifest.
         step: The round.
-        recorded_digest: The digest in the commit before it.
+        recorded_digest: The digest in the commit before the round.
 
     Raises:
-        StorageDamaged: The state is damaged; says which checkpoints can be rolled back to.
+        StorageDamaged: The state is damaged. The message lists the checkpoints to which the run can
+            be rolled back.
         StorageFailed: The state cannot be read.
     """
     lengths = replica_state_sizes(run.spec, manifest)
@@ -360,12 +366,14 @@ def check_replica_states(
         raise StorageDamaged(str(path), "", f"{reason}; {remedy}")
 
 
-def _usable_checkpoints(directory: RunDirectory, lengths: Sequence[int], but: int) -> list[int]:
-    """Return the checkpoints whose per-replica state is intact."""
+def _usable_checkpoints(
+    directory: RunDirectory, lengths: Sequence[int], damaged_step: int
+) -> list[int]:
+    """Return the other checkpoints whose per-replica state is intact."""
     return [
         step
         for step in checkpoint_steps(directory.checkpoints)
-        if step != but
+        if step != damaged_step
         and (
             not step
             or not state_fault(directory.own_file(step), lengths, recorded_digest(directory, step))
@@ -385,7 +393,7 @@ def recorded_digest(directory: RunDirectory, step: int) -> str | None:
     return record.own_digest if record is not None else None
 
 
-def verified(path: Path, start: int, length: int) -> Generator[bytes]:
+def read_with_digest(path: Path, start: int, length: int) -> Generator[bytes]:
     """Yield the digest of a part of a file, then the part in pieces; close it to stop early."""
     with storage_errors("read", path), open_regular(path) as file:
         hasher = blake3()

@@ -30,9 +30,9 @@ class Pruned:
 
 
 def best_steps(root: Path, retention: CheckpointSpec, steps: Iterable[int]) -> set[int]:
-    """Return the step with the best metric, the earliest of equals.
+    """Return the step with the best metric; of equal metrics, the earliest.
 
-    Steps whose metrics cannot be read are included: one of them may be the best.
+    Steps whose metrics cannot be read are included: each of them may be the best.
     """
     if retention.metric is None:
         return set()
@@ -66,8 +66,8 @@ def prune(
 ) -> Pruned:
     """Remove the checkpoints that the retention does not keep, except `held`.
 
-    The newest intact one (every file compared with its hash) is always kept. Without an intact one
-    nothing is removed.
+    The newest intact checkpoint (every file matches its hash) is always kept. Without an intact
+    checkpoint, nothing is removed.
 
     Raises:
         StorageFailed: A write failed.
