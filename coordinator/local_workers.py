@@ -15,7 +15,7 @@ from coordinator.members.listening import from_here
 from protocol.base.address import format_address
 from protocol.base.errors import ExitCode, RunFailed
 from protocol.cli.command_line import child_environment, command_of
-from protocol.machine.memory import killed_for_memory, killed_more
+from protocol.machine.memory import has_new_kills, killed_for_memory
 
 _END_TIMEOUT_S: Final = 10.0
 RESTARTS: Final = 3
@@ -127,7 +127,7 @@ class LocalWorkers:
                 break
             earlier_kills, self._killed = self._killed, killed_for_memory()
             event_text = f"local worker {name!r} was ended by {signal.Signals(-code).name}"
-            if code == -signal.SIGKILL and killed_more(earlier_kills, self._killed):
+            if code == -signal.SIGKILL and has_new_kills(earlier_kills, self._killed):
                 event_text = f"local worker {name!r} was killed by the kernel for memory (oom_kill)"
             self._tell(f"{event_text}; restarted, {restart} of at most {RESTARTS} times")
             code = await (await self._begin(name, arguments)).wait()

@@ -20,7 +20,7 @@ from samestep.srun import SrunStep
 from worker.scripts.checks import check_precision
 
 EDITED: Final = "edited"
-"""The `resume` of a script that was edited since its run began."""
+"""Value of `resume` for a script that was edited since the run began."""
 _WORKERS: Final = "SAMESTEP_EXPECT_WORKERS"
 _BACKEND: Final = "SAMESTEP_BACKEND"
 
@@ -97,8 +97,7 @@ class Arguments(BaseModel):
         """Validate all arguments.
 
         Raises:
-            DataError: An argument is invalid; the message names it, what was expected and what
-                came.
+            DataError: An argument is invalid; the message names it, and what was expected.
         """
         try:
             validated = cls.model_validate(arguments)
@@ -120,7 +119,7 @@ class Arguments(BaseModel):
 
     @property
     def expected_workers(self) -> int:
-        """Workers that the run waits for, a worker of several devices counted as that many.
+        """Number of workers that the run waits for; each device of a worker counts as one.
 
         Default: $SAMESTEP_EXPECT_WORKERS, else the tasks of the srun step, else this process's
         devices.
@@ -152,10 +151,10 @@ class Arguments(BaseModel):
 
     @property
     def several_devices(self) -> tuple[int | str, ...]:
-        """The devices of this process's worker, if they are several; else none.
+        """The devices of this process's worker if there are several; else none.
 
         Raises:
-            UsageError: See `backend`; or each task of an srun step would have several.
+            UsageError: As of `backend`; or each task of an srun step would have several devices.
         """
         backend, devices = self._named_devices
         if len(devices) < 2:
@@ -175,21 +174,22 @@ class Arguments(BaseModel):
 
     @property
     def control_address(self) -> str | None:
-        """Control port of the coordinator that the run is submitted to; None: start one here."""
+        """Control port of the coordinator that the run is submitted to; None: start a coordinator
+        here."""
         return self.control or os.environ.get("SAMESTEP_CONTROL") or None
 
 
-def named_devices(name: str, where: str) -> tuple[str, tuple[int | str, ...]]:
-    """Parse a device name into a backend and devices; none: the backend's first.
+def named_devices(name: str, source: str) -> tuple[str, tuple[int | str, ...]]:
+    """Parse a device name into a backend and devices; without devices, the backend's first is used.
 
     Args:
-        name: As for `--backend`.
-        where: The argument or variable it came from, for errors.
+        name: A name as in `--backend`.
+        source: The argument or variable that contains the name, for errors.
 
     Raises:
-        UsageError: It names no device.
+        UsageError: There is no device of this name.
     """
     try:
         return parse_devices(name, "")
     except UsageError as error:
-        raise UsageError(f"{where}: {error}") from None
+        raise UsageError(f"{source}: {error}") from None

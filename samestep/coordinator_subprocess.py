@@ -64,7 +64,7 @@ class WorkersChanged:
     """The set of ready workers has changed, or training has started.
 
     Attributes:
-        workers: The names of those that are connected and not refused.
+        workers: Names of the workers that are connected and not refused.
         has_started: Whether training has started.
     """
 
@@ -77,7 +77,7 @@ class CoordinatorEnded:
     """The subprocess has ended.
 
     Attributes:
-        exit_code: Its exit code; negative: the signal that ended it.
+        exit_code: The exit code; negative: the signal that ended the subprocess.
         reason: The error; empty if there was none.
         is_resumable: Whether the run is unfinished and has a checkpoint.
     """
@@ -133,7 +133,7 @@ class CoordinatorSubprocess:
 
     Args:
         request: The request that `coordinator.embedded` reads.
-        event_queue: Receives its events.
+        event_queue: Receives the coordinator's events.
     """
 
     def __init__(self, request: Mapping[str, Any], event_queue: EventQueue) -> None:
@@ -147,7 +147,7 @@ class CoordinatorSubprocess:
         self._output = self._reader(self._read_output, self._process.stderr)
         self._events = self._reader(self._read_events, self._process.stdout)
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended already, and its events say why
+        with contextlib.suppress(OSError):  # if it has already ended, its events say why
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
 
@@ -172,7 +172,7 @@ class CoordinatorSubprocess:
         """Wait until the coordinator accepts workers; return its address.
 
         Raises:
-            SamestepError: It ended, or did not start in time.
+            SamestepError: The coordinator ended, or did not start in time.
         """
         while True:
             try:
@@ -254,7 +254,7 @@ class _WorkerRoster:
         self._has_started = False
 
     def note(self, document: Mapping[str, Any]) -> WorkersChanged | None:
-        """Apply an event; return the change, or None if nothing changed."""
+        """Apply an event; return the change, or None if the event changes nothing."""
         match document["event"]:
             case "worker_connected":
                 self._workers.add(document["worker"])
@@ -268,10 +268,10 @@ class _WorkerRoster:
 
 
 def error_from(end: CoordinatorEnded, resume_call: str = "") -> SamestepError:
-    """The error to raise in `fit` when the coordinator has ended.
+    """Return the error to raise in `fit` when the coordinator has ended.
 
     Args:
-        end: How it ended.
+        end: How the coordinator ended.
         resume_call: The call of `fit` that resumes the run.
     """
     advice = f"; resume it: {resume_call}" if resume_call and end.is_resumable else ""
@@ -280,7 +280,8 @@ def error_from(end: CoordinatorEnded, resume_call: str = "") -> SamestepError:
 
 
 def default_bind() -> str:
-    """The address where workers on this machine look first, or any free port if it is taken."""
+    """Return the address that workers on this machine try first, or any free port if it is
+    taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -291,5 +292,5 @@ def default_bind() -> str:
 
 
 def show(line: Line) -> None:
-    """Print a line to this process's standard streams; in a notebook that is the cell."""
+    """Print a line to this process's standard streams; a notebook shows them in the cell."""
     say(line.text, sys.stderr if line.is_error else sys.stdout)

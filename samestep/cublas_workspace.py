@@ -1,6 +1,6 @@
-"""Reserve, when imported, the workspace with which cuBLAS gives the same bits in every run.
+"""Reserve, on import, the workspace with which cuBLAS gives the same bits in every run.
 
-Torch reads the variable at CUDA's first matrix product, which may come before `fit`.
+Torch reads the variable at the first matrix product on CUDA, which may precede `fit`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def reserve_workspace(
     """Set the variable; warn if CUDA was used without it.
 
     Args:
-        modules: Modules that were imported before, by name.
-        environment: Where to set it.
+        modules: Modules that are already imported, by name.
+        environment: The environment in which to set the variable.
     """
     torch = modules.get("torch")
     if _NAME not in environment and torch is not None and torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""The process of one of several devices of a `fit`: runs the script up to that call, and computes.
+"""The process of one device of a `fit` with several: runs the script up to that call, and computes.
 
 See `samestep.script_devices`.
 """
@@ -21,15 +21,15 @@ def main() -> None:
     keep_reporting("worker")
     arguments = sys.argv[1:]
     backend, device = arguments[4:6]
-    wanted = int(device) if device.isdecimal() else device or None
-    served = ServedDevice(ScriptStart.take(), backend, wanted, arguments)
+    requested_device = int(device) if device.isdecimal() else device or None
+    served = ServedDevice(ScriptStart.take(), backend, requested_device, arguments)
     set_served_device(served)
     served.end_with_worker()
     served.serve(_run_script(served.start, arguments[3]))
 
 
 def _run_script(start: ScriptStart, device: str) -> SamestepError:
-    """Run the script; return why it has not come as far as the call."""
+    """Run the script; return why it has not reached the call."""
     sys.argv, sys.path[:] = start.arguments, start.search_path
     start.generators.restore()
     with Path(os.devnull).open("w") as nowhere:  # the user's process prints the same
@@ -41,7 +41,7 @@ def _run_script(start: ScriptStart, device: str) -> SamestepError:
             runpy.run_path(start.file, run_name="__main__")
     except SamestepError as error:
         return error
-    except BaseException as error:  # noqa: BLE001 -- whatever the script raises, and its end
+    except BaseException as error:  # noqa: BLE001 -- the script may raise any error, or exit
         reason = f"raised {describe_raised(error)}"
     else:
         reason = "ended"

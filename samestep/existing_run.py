@@ -29,9 +29,9 @@ class ExistingRun:
     """A run that was started before.
 
     Attributes:
-        directory: Its directory.
-        spec: Its run spec.
-        is_finished: Whether it has finished.
+        directory: The run's directory.
+        spec: The run spec.
+        is_finished: Whether the run has finished.
     """
 
     directory: Path
@@ -50,7 +50,7 @@ class ExistingRun:
 
     @property
     def call(self) -> int | None:
-        """The number of its `fit` within the script, counted from 1."""
+        """The number of the run's `fit` within the script, counted from 1."""
         number = self._identity.get("call")
         return number if isinstance(number, int) else None
 
@@ -75,14 +75,14 @@ class ExistingRun:
         return str(path)
 
     def script_for(self, script: Script, *, may_be_edited: bool) -> Script | None:
-        """Return the script of the run, which an edited one stands for; None if it was not edited.
+        """Return the run's script, which an edited script replaces; None if it was not edited.
 
         Args:
             script: The script that resumes the run.
             may_be_edited: Whether the user says that the edit changes nothing that is trained.
 
         Raises:
-            Mismatch: It does something else; shows the first difference in its code.
+            Mismatch: The edit changes code; shows the first difference.
         """
         first = str(self._identity.get("digest") or "")
         if not first or script.path is None or self._identity.get("name") != script.name:
@@ -179,7 +179,7 @@ class ExistingRun:
             Each change, as `steps: 10 -> 20`.
 
         Raises:
-            Mismatch: It may not; the message names the differences.
+            Mismatch: The run may not be resumed; the message names the differences.
         """
         if spec == self.spec:
             return ()
@@ -212,7 +212,7 @@ class ExistingRun:
 
         Args:
             spec: The other run spec.
-            epoch_samples: How many samples an epoch has.
+            epoch_samples: Number of samples in an epoch.
         """
         old_steps, new_steps = (
             run_spec.steps_with(epoch_samples) for run_spec in (self.spec, spec)
@@ -256,7 +256,7 @@ def _outcome(directory: Path) -> object:
 
 
 def _flat(spec: RunSpec) -> dict[str, Any]:
-    """All settings by the name they have in `fit`, with a section's keys as `section.key`."""
+    """Return all settings by their names in `fit`, with a section's keys as `section.key`."""
     document = spec.model_dump(mode="json")
     options = document.pop("options", {})
     document |= {"script": options.get("script"), "options": options.get("options")}

@@ -45,7 +45,7 @@ from protocol.base.option_names import options_as_arguments
 from protocol.base.regular_file import read_json
 from protocol.cli.output import open_standard_streams
 from protocol.exact.digest import weights_digest
-from protocol.machine.allocator import keep_freed_memory, keep_freed_memory_no_more
+from protocol.machine.allocator import keep_freed_memory, stop_keeping_freed_memory
 from protocol.machine.secret_file import join_token_file, state_home
 from protocol.spec.files.before_a_run import BEFORE_A_RUN, SCRIPT_DIRECTORY
 from protocol.spec.manifest import Manifest
@@ -90,7 +90,7 @@ _POLL_INTERVAL_S: Final = 1.0
 _MINIMUM_PATIENCE_S: Final = 10.0
 """Minimum wait for a run: a coordinator offers it at once, but may be busy."""
 _END_TIMEOUT_S: Final = 60.0
-"""How long to wait for a coordinator that was told to end at once, or whose run has failed."""
+"""How long to wait for the end of a coordinator that ends at once, or whose run has failed."""
 
 _LAST_ADDRESS: list[str] = []
 """Address of the last `fit`'s coordinator; the next one listens there, so that workers reconnect.
@@ -123,8 +123,8 @@ def fit(
     """Train the task that `build` returns, with the same bits on every machine that takes part.
 
     Args:
-        build: Returns a `samestep.Task`; called with generators seeded, and with `options` if it
-            takes an argument, on every worker.
+        build: Returns a `samestep.Task`. Every worker calls it, with generators seeded, and with
+            `options` if it takes an argument.
         options: Options for `build`, the same on every worker: values that JSON can represent.
         steps: Optimizer steps; give either `steps` or `epochs`.
         epochs: Passes over the training samples.
@@ -133,19 +133,19 @@ def fit(
         optimizer: A name, such as `adamw`, `momentum` or `sgd`; a run spec's section as a mapping;
             or a torch optimizer, or a function of the module that returns one, which is translated.
         scheduler: A scheduler of that optimizer, or a function of it that returns one.
-        scheduler_interval: Whether it steps after each step or after each epoch.
+        scheduler_interval: Whether the scheduler steps after each step or after each epoch.
         seed: Seeds initial values, order of samples, dropout, and random collators.
         evaluate_every: Steps between evaluations on `held_out`; 0: only at the end.
         precision: Precision of forward and backward; in float16 losses are scaled.
         workers: Start when this many workers are ready. Default: $SAMESTEP_EXPECT_WORKERS, or 1.
-        device: Of this worker; `cuda0-3` are several. Default: $SAMESTEP_BACKEND, or auto.
+        device: This worker's device; `cuda0-3` names several. Default: $SAMESTEP_BACKEND, or auto.
         directory: Directory of the run. Default: a new one in `runs/`.
         resume: Resume the run in `directory`; "edited": also if the script was edited since.
         control: Control port of a running coordinator. Default: $SAMESTEP_CONTROL; without it a
             coordinator is started, which listens at $SAMESTEP_BIND.
         name: Name of the run. Default: the script's name.
         settings: More keys of the run spec, such as {"checkpoint": {"every": 100}}.
-        on_log: Called with each new row of the history: of a committed step or of an evaluation.
+        on_log: Called with each new row of the history, of a committed step or an evaluation.
 
     Raises:
         SamestepError: An argument or the task is unusable; one line says what to do.
@@ -220,8 +220,9 @@ def _function(build: object) -> Callable[..., object]:
     return build
 
 
-def keeps_the_run(control: str | None) -> bool:
-    """Whether a `fit` of this process writes a run directory: it neither joins nor submits."""
+def writes_run_directory(control: str | None) -> bool:
+    """Return whether a `fit` of this process writes a run directory: it neither joins a run nor
+    submits one."""
     step = SrunStep.of()
     joins = join_options() is not None or (step is not None and not step.is_leader)
     joins = joins or served_device() is not None
@@ -312,10 +313,10 @@ def _check_combination(call: script.Call, arguments: Arguments) -> None:
             "directory; leave out resume=True to start one there"
         )
     arguments.optimizer_arguments.check()
-    name, device = arguments.backend
-    for each in arguments.several_devices or (device,):
-        refuse_missing(name, each)
-    _ = arguments.expected_workers
+    name, first_device = arguments.backend
+    for device in arguments.several_devices or (first_device,):
+        refuse_missing(name, device)
+    _ = arguments.expected_workers  # raises if the variable is invalid
 
 
 # The run spec.
@@ -324,7 +325,7 @@ def _check_combination(call: script.Call, arguments: Arguments) -> None:
 def _document(
     arguments: Arguments, user_script: script.Script, call: int, existing_run: ExistingRun | None
 ) -> dict[str, Any]:
-    """The run spec, without its number of steps and without a torch optimizer."""
+    """Return the run spec, without the number of steps and without a torch optimizer."""
     microbatch = arguments.microbatch
     if microbatch is None:
         microbatch = max(1, arguments.batch // 8)
@@ -351,7 +352,8 @@ def _document(
 
 
 def _script_file(user_script: script.Script, existing_run: ExistingRun | None) -> dict[str, Any]:
-    """The section that has the coordinator send the script to workers that accept it."""
+    """Return the section `data`, which names the script: the coordinator sends it to workers that
+    accept scripts."""
     if user_script.path is None:
         return {}
     if existing_run is not None and Path(existing_run.script_file).is_file():
@@ -375,7 +377,7 @@ def _with_script_copy(spec: RunSpec, user_script: script.Script, directory: Path
         if script.Script.at(copy).digest != user_script.digest:
             return spec
     except (OSError, DataError):
-        return spec  # the directory is no new run's: the coordinator says why
+        return spec  # the directory cannot be used for a new run: the coordinator reports why
     data = spec.data.model_copy(update={"train": str(copy)})
     return spec.model_copy(update={"data": data})
 
@@ -399,7 +401,8 @@ def _report_sampled_digests(task: ScriptTask) -> None:
 def _report_changes(
     existing_run: ExistingRun, spec: RunSpec, changes: tuple[str, ...], epoch_samples: int
 ) -> None:
-    """Report what a resumed run changes, and whether its result is that of an undisturbed run."""
+    """Report what a resumed run changes, and if its result differs from that of an undisturbed
+    run."""
     show(Line(f"the run in {str(existing_run.directory)!r} continues with {', '.join(changes)}"))
     if first_changed_step := existing_run.other_rates(spec, epoch_samples):
         show(Line(
@@ -531,7 +534,7 @@ def _with_local_coordinator(
 
 
 def _deadline(call: script.Call, arguments: Arguments) -> TaskDeadline:
-    """The deadline for the other tasks of a Slurm step, if the run waits for all of them."""
+    """Return the deadline for the other tasks of a Slurm step, if the run waits for all of them."""
     step = call.step
     if step is not None and arguments.expected_workers == step.tasks:
         return TaskDeadline(step.tasks)
@@ -591,7 +594,7 @@ class _Log:
             return
         try:
             self._on_log(row)
-        except Exception as error:  # noqa: BLE001 -- whatever the user's function raises
+        except Exception as error:  # noqa: BLE001 -- a user's function may raise any error
             self.error = error
             self._drain()
 
@@ -615,22 +618,23 @@ def _handle_events(
     failure: Exception | None = None
     pending_lines: list[Line] = []
     interrupts = 0
-    until_s: float | None = None
+    end_deadline_s: float | None = None
     while True:
-        is_waiting = until_s is None and not interrupts
+        is_waiting = end_deadline_s is None and not interrupts
+        next_deadline_s = deadline.deadline_s if is_waiting else end_deadline_s
         try:
-            event = event_queue.get(timeout=_left_s(deadline.deadline_s if is_waiting else until_s))
+            event = event_queue.get(timeout=_left_s(next_deadline_s))
         except queue.Empty:
             if is_waiting:
-                failure, until_s = deadline.error(), _end_at_once(coordinator)
+                failure, end_deadline_s = deadline.error(), _end_at_once(coordinator)
             else:
                 coordinator.kill()
-                until_s = deadline.deadline_s = None
+                end_deadline_s = deadline.deadline_s = None
             continue
         match event:
             case Line():
                 pending_lines.append(event)
-                if not (is_alone and event.unready_reason):  # may be raised below: print it once
+                if not (is_alone and event.unready_reason):  # such a line may be raised below
                     _show(pending_lines)
             case Interrupted():
                 interrupts += 1
@@ -638,11 +642,11 @@ def _handle_events(
             case NewRow():
                 on_log(event.row)
             case WorkersChanged(workers, has_started):
-                deadline.note(workers, has_started=has_started)
+                deadline.update(workers, has_started=has_started)
             case WorkerEnded(error=Exception() as error) if worker.end_message is None:
                 if is_alone or isinstance(error, Unreachable):  # the coordinator does not answer
                     failure = error
-                    until_s = _end_at_once(coordinator)
+                    end_deadline_s = _end_at_once(coordinator)
                 else:
                     show(Line(f"samestep: {one_line(error)}", is_error=True))
             case Stalled() if is_alone:
@@ -653,8 +657,8 @@ def _handle_events(
                     raise _ended_at_once(pending_lines, directory)
                 _end_with(event, failure, pending_lines, directory)
                 return
-        if until_s is None and (failure is not None or interrupts > 1):
-            until_s = time.monotonic() + _END_TIMEOUT_S
+        if end_deadline_s is None and (failure is not None or interrupts > 1):
+            end_deadline_s = time.monotonic() + _END_TIMEOUT_S
 
 
 def _ended_at_once(pending_lines: list[Line], directory: Path) -> KeyboardInterrupt:
@@ -676,7 +680,7 @@ def _left_s(deadline_s: float | None) -> float | None:
 
 
 def _end_at_once(coordinator: CoordinatorSubprocess) -> float:
-    """Tell a coordinator to end at once; return the deadline for that."""
+    """Tell a coordinator to end at once; return the deadline for its end."""
     coordinator.drain()
     coordinator.drain()
     return time.monotonic() + _END_TIMEOUT_S
@@ -688,7 +692,7 @@ def _end_with(
     pending_lines: list[Line],
     directory: Path,
 ) -> None:
-    """Print the remaining lines, and raise the error that the run ended with, if any."""
+    """Print the remaining lines, and raise the error with which the run ended, if there is one."""
     failure_text = str(failure or end.reason)
     _show(
         [
@@ -750,10 +754,10 @@ def _discard(text: str) -> None:
 
 
 def new_directory(parent: Path, name: str, remedy: str = "write fit(..., directory=DIR)") -> Path:
-    """Create a directory with the first free number, also if several processes do so at once.
+    """Create a directory with the first free number; several processes may do so at once.
 
     Raises:
-        UsageError: It cannot be created.
+        UsageError: The directory cannot be created.
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -788,7 +792,7 @@ def _result(call: script.Call, directory: Path, *, has_joined: bool) -> FitResul
 
 
 def _metrics(values: Mapping[str, float | None]) -> dict[str, float]:
-    """Evaluation metrics; null in a message or file stands for a value that is not finite."""
+    """Replace null, which stands for a non-finite value in messages and files, by NaN."""
     return {name: math.nan if value is None else value for name, value in values.items()}
 
 
@@ -864,7 +868,7 @@ def _follow(
 
 
 def _run_async(coroutine: Any) -> dict[str, Any]:
-    """Run a coroutine in a new thread: a notebook has an event loop running already."""
+    """Run a coroutine in a new thread: in a notebook, this thread already runs an event loop."""
     answers: list[Any] = []
 
     def run() -> None:
@@ -897,13 +901,13 @@ def _join(call: script.Call, joined_by: JoinOptions, on_log: OnLog | None) -> Fi
     )  # fmt: skip
     try:
         with queue_interrupts(event_queue):
-            _follow(worker, event_queue, on_log, lambda: _no_run(worker, joined_by))
+            _follow(worker, event_queue, on_log, lambda: _reason_to_stop_waiting(worker, joined_by))
     finally:
         worker.end()
     return _joined_result(call, worker)
 
 
-def _no_run(worker: WorkerThread, joined_by: JoinOptions) -> SamestepError | None:
+def _reason_to_stop_waiting(worker: WorkerThread, joined_by: JoinOptions) -> SamestepError | None:
     """Return why a worker that joins should stop waiting for a run; None to keep waiting.
 
     The `fit` that begins the run may have been refused. Its coordinator then ends, or, if it serves
@@ -948,13 +952,13 @@ def _joined_result(call: script.Call, worker: WorkerThread) -> FitResult:
 def _keeping_freed_memory() -> Iterator[None]:
     """Keep freed memory in the process: the next step's arrays have the same sizes.
 
-    Returned to the system, it would have to be faulted in again in every step.
+    If the memory were returned to the system, every step would fault its pages in again.
     """
     keep_freed_memory()
     try:
         yield
     finally:
-        keep_freed_memory_no_more()
+        stop_keeping_freed_memory()
 
 
 @contextmanager
@@ -983,7 +987,8 @@ def _preserving_torch_state() -> Iterator[None]:
 
 
 def _cards_in_use() -> Any:
-    """Torch's module of this machine's cards (`torch.cuda`); None if nothing has used them."""
+    """Return torch's module for this machine's cards (`torch.cuda`); None if nothing has used
+    them."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type == "mps":
         return None

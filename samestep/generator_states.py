@@ -1,8 +1,8 @@
 """States of the global generators when this process imported samestep, for its devices' processes.
 
-A script that seeds nothing makes its model from these: the processes that run it again begin with
-the same. Draws of numpy or Python before the import cannot be repeated; torch's can, as it knows
-its first seed.
+A script that seeds nothing initializes its model from these states, so the processes that run the
+script again begin with the same states. Draws from numpy's or Python's generator before the import
+cannot be repeated; draws from torch's can, because torch knows its first seed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class GeneratorStates:
-    """The states, as JSON can represent them.
+    """The states in a form that JSON can represent.
 
     Attributes:
         torch: The first seed of the CPU's generator.
-        numpy: Words, position, and what is left of a pair of normal draws.
-        python: Version, words, and the same.
+        numpy: Words, position, whether a normal draw is left over, and that draw.
+        python: Version, words, and the normal draw that is left over.
     """
 
     torch: int
@@ -31,7 +31,7 @@ class GeneratorStates:
 
     @staticmethod
     def now() -> GeneratorStates:
-        """Read them."""
+        """Read the current states."""
         words: Any = np.random.get_state()  # noqa: NPY002 -- what scripts use
         version, python_words, normal = random.getstate()
         return GeneratorStates(
@@ -41,7 +41,7 @@ class GeneratorStates:
         )
 
     def restore(self) -> None:
-        """Have the generators of this process begin with them."""
+        """Set the generators of this process to these states."""
         torch.default_generator.manual_seed(self.torch)
         words, position, has_normal, normal = self.numpy
         np.random.set_state(  # noqa: NPY002

@@ -1,8 +1,8 @@
 """Detects user files named like one of samestep's packages, such as `protocol.py`.
 
 Python has one module per name, so whichever file is imported first would be used for both. The
-import is refused, and the file named. This module imports no other of samestep's, as they may be
-the ones that are shadowed.
+import is refused, and the error names the file. This module imports no other module of samestep,
+since that may be shadowed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ NAMES: Final = ("backends", "coordinator", "protocol", "samestep", "worker")
 
 
 def shadowed_packages() -> list[Path]:
-    """User files that shadow one of samestep's packages in this process, or are shadowed by one."""
+    """Return user files that shadow one of samestep's packages in this process, or are shadowed by
+    one."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     return [*_imported_first(), *(conflicting_files(Path(script).parent) if script else ())]
 
 
 def conflicting_files(folder: Path) -> list[Path]:
-    """Modules in a script's folder that are named like one of samestep's packages."""
+    """Return the modules in a script's folder that are named like one of samestep's packages."""
     if folder.resolve() == HOME:
         return []
     modules = [folder / f"{name}.py" for name in NAMES]
@@ -34,7 +35,7 @@ def conflicting_files(folder: Path) -> list[Path]:
 
 
 def conflict_message(file: Path) -> str:
-    """The error message for a conflicting file."""
+    """Return the error message for a conflicting file."""
     return (
         f"{str(file)!r} has the name of one of samestep's packages, and Python has one module per "
         "name: rename it"
@@ -42,12 +43,13 @@ def conflict_message(file: Path) -> str:
 
 
 def is_samestep_file(file: Path) -> bool:
-    """Whether a source file belongs to one of samestep's packages."""
+    """Return whether a source file belongs to one of samestep's packages."""
     return any(file.is_relative_to(HOME / name) for name in NAMES)
 
 
 def _imported_first() -> Iterator[Path]:
-    """Files that this process imports under one of the names and that are not samestep's."""
+    """Yield the files that this process imports under the name of a samestep package, although they
+    are not samestep's."""
     for name in NAMES:
         module = sys.modules.get(name)
         spec = find_spec(name) if module is None else None

@@ -30,7 +30,7 @@ from samestep.schedulers import (
     scales_between,
     schedule_of,
 )
-from samestep.torch_kinds import KINDS, Settings, section_of_settings
+from samestep.torch_kinds import KINDS, Settings, translate_settings
 
 _IGNORED_SETTINGS: Final = {
     "lr", "weight_decay", "params", "param_names", "name", "initial_lr", "max_lr", "min_lr",
@@ -49,8 +49,8 @@ class OptimizerArguments:
     Attributes:
         optimizer: A name; a run spec's section; an optimizer of torch; or a class, partial or
             function of the module that returns one.
-        scheduler: A scheduler of torch for it, or a function of the optimizer; None for a constant
-            rate.
+        scheduler: A torch scheduler of the optimizer, or a function of the optimizer that returns
+            one; None for a constant rate.
         interval: How often the loop would step the scheduler.
         extra_keys: Keys of the section `optimizer` that a torch object cannot express, such as
             `clip_norm`.
@@ -63,20 +63,20 @@ class OptimizerArguments:
 
     @property
     def is_section(self) -> bool:
-        """Whether the section is given by name or as a mapping."""
+        """Whether the optimizer is a name or a mapping, not an object of torch."""
         return isinstance(self.optimizer, str | Mapping)
 
     def named_section(self) -> dict[str, Any]:
-        """The section that is given by name or as a mapping; empty for a torch optimizer."""
+        """Return the section of a name or a mapping; empty for an optimizer of torch."""
         if isinstance(self.optimizer, str):
             return {"name": self.optimizer}
         return dict(self.optimizer) if isinstance(self.optimizer, Mapping) else {}
 
     def check(self) -> None:
-        """Check what can be checked before the module is built.
+        """Check the arguments as far as possible before the module is built.
 
         Raises:
-            DataError: It cannot be translated.
+            DataError: The optimizer or scheduler cannot be translated.
         """
         if self.extra_keys is not None and not isinstance(self.extra_keys, Mapping):
             raise DataError(
@@ -184,7 +184,7 @@ def _call_user_function(function: Any, argument: object, name: str) -> Any:
 
 def _refuse_untranslatable(optimizer: Optimizer) -> None:
     optimizer_class, first_group = type(optimizer), optimizer.param_groups[0]
-    translation = section_of_settings(optimizer_class, first_group)
+    translation = translate_settings(optimizer_class, first_group)
     if translation is None:
         owner, name = optimizer_class.__module__.partition(".")[0], optimizer_class.__name__
         display_name = f"{owner}'s {name}" if owner in {"torch", "transformers"} else name
@@ -214,9 +214,8 @@ def _refuse_untranslatable(optimizer: Optimizer) -> None:
 
 
 def _adamw_rate(kind: type, group: Settings) -> float:
-    """The learning rate to suggest for AdamW: the current one for a variant of Adam, else the
-    default.
-    """
+    """Return the learning rate to suggest for AdamW: the current rate for a variant of Adam, else
+    the default."""
     rate = group.get("initial_lr") or group.get("lr")
     return float(rate) if rate and "adam" in kind.__name__.lower() else 1e-3
 
@@ -238,7 +237,7 @@ def _section(
 ) -> dict[str, Any]:
     groups, rates = optimizer.param_groups, [item.rates for item in schedules]
     base_index = _base_group_index(rates)
-    translation = section_of_settings(type(optimizer), groups[base_index])
+    translation = translate_settings(type(optimizer), groups[base_index])
     assert translation is not None, "checked by _refuse_untranslatable"
     section = {**translation[0], **schedule_of(rates[base_index], interval_steps, steps)}
     if momenta := schedules[base_index].momenta:
@@ -273,10 +272,11 @@ def _section(
 
 
 def _base_group_index(rates: Sequence[Rates]) -> int:
-    """Return the index of the group whose rates become the section's: the least often 0.
+    """Return the index of the group whose rates become the section's: the rates that are 0 least
+    often.
 
     Raises:
-        DataError: All are 0.
+        DataError: All rates are 0.
     """
     best_index = max(range(len(rates)), key=lambda group: sum(rate > 0 for rate in rates[group]))
     if not max(rates[best_index]):
@@ -312,9 +312,9 @@ def _names_by_group(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
     names_by_id = {id(parameter): name for name, parameter in trained_parameters.items()}
     names: list[list[str]] = []
     for group in optimizer.param_groups:
-        own_names = group.get("param_names") or [None] * len(group["params"])
+        param_names = group.get("param_names") or [None] * len(group["params"])
         group_names = []
-        for tensor, name in zip(group["params"], own_names, strict=True):
+        for tensor, name in zip(group["params"], param_names, strict=True):
             trained_name = names_by_id.get(id(tensor), name if name in trained_parameters else None)
             if trained_name is not None:
                 group_names.append(trained_name)

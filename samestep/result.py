@@ -26,11 +26,11 @@ class FitResult:
         metrics: Evaluation metrics at the end, by name.
         digest: Digest of the trained tensors, 64 hex digits: the same on every machine.
         steps: Number of steps taken.
-        outcome: `finished`, or `drained` if it was interrupted: `fit(resume=True, directory=...)`
-            resumes that.
+        outcome: `finished`, or `drained` if the run was interrupted: `fit(resume=True,
+            directory=...)` resumes it.
         directory: The run's directory, with checkpoints, journal and the trained tensors; None on
             a worker that joined.
-        joined: Whether this process joined a run that another one started.
+        joined: Whether this process joined a run that another process started.
     """
 
     module: nn.Module
@@ -59,7 +59,7 @@ def read_history(directory: Path) -> tuple[Mapping[str, float], ...]:
 
 
 def row_of_record(record: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return what a record of the journal adds to the history; None for most kinds of records."""
+    """Return the row that a record of the journal adds to the history; None for most records."""
     match record.get("kind"):
         case "commit":
             row: dict[str, float] = {"step": record["step"] + 1, "loss": _number(record["loss"])}
@@ -73,5 +73,5 @@ def row_of_record(record: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 def _number(value: float | None) -> float:
-    """Null in the journal stands for a value that is not finite."""
+    """Return NaN for null, which stands for a non-finite value in the journal."""
     return math.nan if value is None else value

@@ -1,6 +1,6 @@
-"""The learning rates of torch's schedulers: read from a copy that steps through the whole run.
+"""Read the learning rates of torch's schedulers from a copy that steps through the whole run.
 
-A run spec holds either a schedule by name, if one has the same rates, or the list of rates.
+The run spec then names a schedule with the same rates, or lists the rates.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Rates = list[float]
 """The learning rate of each step, or of each epoch."""
 
 _RATE_TOLERANCE: Final = 1e-9
-"""Rates are equal if they differ by at most this share of the highest one; float32 resolves 1e-7.
-"""
+"""Rates are equal if they differ by at most this share of the highest rate; float32 resolves
+1e-7."""
 _SCHEDULER_ENTRIES: Final = {
     "params", "param_names", "lr", "momentum", "initial_lr", "max_lr", "min_lr", "base_momentum",
     "max_momentum",
@@ -99,7 +99,7 @@ def check_scheduler(scheduler: object, optimizer: object) -> None:
     """Check that a scheduler's rates can be read before the run.
 
     Raises:
-        DataError: It is not a torch scheduler, or belongs to another optimizer.
+        DataError: The object is not a torch scheduler, or belongs to another optimizer.
     """
     kind = type(scheduler).__name__
     if not isinstance(scheduler, LRScheduler):
@@ -124,7 +124,7 @@ def plateau_of(scheduler: ReduceLROnPlateau, rate: float) -> dict[str, Any]:
         rate: The rate of the section.
 
     Raises:
-        DataError: Its groups have different minimum rates, or it has taken a step.
+        DataError: The groups have different minimum rates, or the scheduler has taken a step.
     """
     min_rates = set(scheduler.min_lrs)
     if len(min_rates) > 1 or (max(min_rates) and len(scheduler.min_lrs) > 1):
@@ -207,7 +207,7 @@ def by_step(values: Sequence[float], interval_steps: int, steps: int) -> list[fl
         steps: Steps of the run.
 
     Raises:
-        DataError: There are too many to list.
+        DataError: There are too many entries to list.
     """
     step_values = [values[step // interval_steps] for step in range(steps)]
     while len(step_values) > 1 and step_values[-1] == step_values[-2]:
@@ -225,12 +225,12 @@ def schedule_of(rates: Rates, interval_steps: int, steps: int) -> dict[str, Any]
     """Return the keys of a run spec's section `optimizer` that have these rates.
 
     Args:
-        rates: The rate of each interval; the highest one is above 0.
+        rates: The rate of each interval; the highest is above 0.
         interval_steps: Steps of an interval.
         steps: Steps of the run.
 
     Raises:
-        DataError: There are too many to list, and no schedule by name has them.
+        DataError: There are too many rates to list, and no schedule by name has them.
     """
     highest_rate = max(rates)
     if min(rates) == highest_rate:
@@ -279,8 +279,8 @@ def _find_named_schedule(rates: Rates) -> dict[str, Any] | None:
         spec = OptimizerSpec.model_validate({"name": "adamw", **document})
         schedule_rates = (learning_rate(spec, step, steps) for step in range(steps))
         if all(
-            abs(schedule_rate - wanted_rate) <= _RATE_TOLERANCE * highest_rate
-            for schedule_rate, wanted_rate in zip(schedule_rates, rates, strict=True)
+            abs(schedule_rate - rate) <= _RATE_TOLERANCE * highest_rate
+            for schedule_rate, rate in zip(schedule_rates, rates, strict=True)
         ):
             return document
     return None

@@ -34,7 +34,7 @@ from protocol.base.errors import (
     describe_error,
 )
 from protocol.base.regular_file import read_regular
-from protocol.machine.memory import figures_of
+from protocol.machine.memory import describe_shortage
 from protocol.spec.run_spec import RunSpec
 from samestep.name_conflicts import is_samestep_file
 from samestep.result import FitResult
@@ -47,7 +47,7 @@ TASK: Final = "samestep.script:FitTask"
 """The task that a run spec of `fit` names."""
 
 MODULES: Final = "modules beside the script"
-"""What the manifest calls their digest."""
+"""Name of the digest of these modules in the manifest."""
 
 Build = Callable[..., object]
 _CPU: Final = ("cpu", None)
@@ -58,10 +58,10 @@ class Script:
     """A file that calls `fit`.
 
     Attributes:
-        path: Its path on this machine; None for a notebook or a prompt.
-        digest: BLAKE3 of its bytes, 64 hex digits; empty without a file.
-        first_modules: For an edited script that stands for that of a run: the digest of the modules
-            beside it when the run began.
+        path: The file's path on this machine; None for a notebook or a prompt.
+        digest: BLAKE3 of the file's bytes, 64 hex digits; empty without a file.
+        first_modules: For an edited script that replaces that of a run: the digest of the modules
+            beside the script when the run began.
     """
 
     path: Path | None
@@ -77,7 +77,7 @@ class Script:
         """Read a script.
 
         Raises:
-            DataError: It cannot be read.
+            DataError: The file cannot be read.
         """
         try:
             return Script(path.resolve(), blake3(read_regular(path)).hexdigest())
@@ -86,14 +86,15 @@ class Script:
 
     @staticmethod
     def of_process() -> Script:
-        """The script that this process was started with."""
+        """Return the script that this process was started with."""
         file = getattr(sys.modules["__main__"], "__file__", None)
         if file is None or not Path(file).is_file():
             return Script(None, "")
         return Script.at(Path(file))
 
     def modules_digest(self) -> str:
-        """Digest of the modules that the script imported from its own folder; empty if none."""
+        """Return the digest of the modules that the script imported from its own folder; empty if
+        there are none."""
         if self.first_modules is not None:
             return self.first_modules
         if self.path is None:
@@ -127,16 +128,17 @@ class Call:
     """The call of `fit` in progress in this process.
 
     Attributes:
-        script: The script that calls it.
-        number: Its number within the script, counted from 1.
-        position: Its number in this process; a resumed run has the number of its first start.
+        script: The script that calls `fit`.
+        number: Number of the call within the script, counted from 1; a resumed run has the number
+            of its first start.
+        position: Number of the call in this process, counted from 1.
         build: The user's function.
-        backend: Name and device of the backend of this process, on which a task is tried.
+        backend: Name and device of this process's backend, on which a task is tried.
         built_task: The task that was built last; None before.
         prepared: A task built in advance, for a run spec with the same options; used once.
-        step: The Slurm step whose tasks make this call together; None for a process alone.
+        step: The Slurm step whose tasks make this call together; None for a single process.
         directories: The run's directory of each earlier call that has one, by position.
-        stands_for: The script of the run that is resumed, if this one was edited since.
+        stands_for: The script of the resumed run, if this script was edited since.
     """
 
     script: Script
@@ -152,7 +154,7 @@ class Call:
 
     @property
     def run_script(self) -> Script:
-        """The script as the run knows it."""
+        """The script that the run spec names."""
         return self.stands_for or self.script
 
     def note_directory(self, result: FitResult) -> FitResult:
@@ -162,10 +164,10 @@ class Call:
         return result
 
     def task(self, spec: RunSpec) -> ScriptTask:
-        """Build the task of a run spec, or use the one that is ready.
+        """Build the task of a run spec, or use the prepared task.
 
         Raises:
-            SamestepError: It cannot be built.
+            SamestepError: The task cannot be built.
         """
         if self.prepared is not None and self.prepared[0].options == spec.options:
             self.built_task, self.prepared = self.prepared[1], None
@@ -241,7 +243,7 @@ def build_task(
         raise
     except Exception as error:
         if describe_error(error) == NO_MEMORY:
-            raise DataError(f"what build makes: {NO_MEMORY}{figures_of(error)}") from error
+            raise DataError(f"build: {NO_MEMORY}{describe_shortage(error)}") from error
         raise DataError(f"build raised {type(error).__name__}: {error}") from error
     digests = {"script": script.digest} if script.digest else {}
     if modules := script.modules_digest():
@@ -251,7 +253,7 @@ def build_task(
 
 
 def takes_options(build: Build) -> bool:
-    """Whether `build` takes the options as an argument."""
+    """Return whether `build` takes the options as an argument."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(
         parameter.name == "options"
@@ -313,7 +315,7 @@ def _task_of_sent_script(spec: RunSpec, name: str, digest: str) -> ScriptTask:
     except _BuildFoundError as stop:
         return build_task(stop.build, spec, script)
     except SystemExit:
-        pass  # it would end the device's thread, and nothing else
+        pass  # would end only the device's thread
     finally:
         _SEARCH.call = 0
     raise DataError(

@@ -1,9 +1,10 @@
 """`samestep.fit` on several devices of a machine: each has a process that runs the script too.
 
-A model is made of objects of the script, which may hold anything, so it cannot be sent to another
-process. Instead each device's process runs the script from its beginning. An earlier call of `fit`
-returns what that call returned here, from its run's directory. In the call itself the process
-computes what this process's worker says, and ends with it: what follows in the script runs once.
+A model consists of the script's objects, which cannot be sent to another process. Instead each
+device's process runs the script from its beginning. There, an earlier call of `fit` returns the
+result that this process got, read from the run's directory. In the call in progress the device's
+process computes what this process's worker requests, and ends with the worker. So the rest of the
+script runs only in this process.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ class ScriptStart:
 
     Attributes:
         file: The script's path.
-        module: Its name, where it was started with `python -m`; else empty.
+        module: Name of the module if the script was started with `python -m`; else empty.
         arguments: `sys.argv`.
         search_path: `sys.path`.
-        position: Which call of `fit` the devices compute, counted from 1 in this process.
-        number: Its number in the run spec; a resumed run has that of its first start.
-        directories: The run's directory of each call before it.
-        generators: What the global generators begin with.
-        digest: Of the script.
-        stands_for: Digests of the script of the run, and of the modules beside it, if this one was
-            edited since the run began; else none.
+        position: The call of `fit` that the devices compute, counted from 1 in this process.
+        number: The call's number in the run spec; a resumed run has that of its first start.
+        directories: The run's directory of each earlier call.
+        generators: The initial states of the global generators.
+        digest: Digest of the script.
+        stands_for: Digests of the run's script and of the modules beside it, if this script was
+            edited since the run began; else empty.
     """
 
     file: str
@@ -56,10 +57,10 @@ class ScriptStart:
 
     @staticmethod
     def of(call: Call) -> ScriptStart:
-        """How this process was started, and what it has done before a call.
+        """Describe how this process was started, and its earlier calls of `fit`.
 
         Raises:
-            UsageError: Another process cannot do the same.
+            UsageError: Another process cannot run the script up to this call.
         """
         if call.script.path is None:
             raise UsageError(
@@ -85,7 +86,7 @@ class ScriptStart:
         )  # fmt: skip
 
     def apply(self, call: Call) -> None:
-        """Make a call the one that the devices compute."""
+        """Give the call in this process the number and script of the call that devices compute."""
         call.number = self.number
         if self.stands_for and call.script.digest == self.digest:
             digest, modules = self.stands_for
@@ -93,13 +94,14 @@ class ScriptStart:
 
     @staticmethod
     def take() -> ScriptStart:
-        """Take it out of the environment: the script's own children have no use for it."""
+        """Read this from the environment and remove it there, so that child processes of the script
+        do not inherit it."""
         document = json.loads(os.environ.pop(_VARIABLE))
         generators = GeneratorStates(**document.pop("generators"))
         return ScriptStart(**document, generators=generators)
 
     def variables(self) -> dict[str, str]:
-        """What `take` reads."""
+        """Return the environment variables that `take` reads."""
         return {_VARIABLE: json.dumps(asdict(self))}
 
 

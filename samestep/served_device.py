@@ -1,4 +1,4 @@
-"""The device that this process serves, if it is the process of one of a `fit`'s several devices.
+"""The device that this process serves, if it is the process of one device of a `fit` with several.
 
 See `samestep.script_devices`.
 """
@@ -19,7 +19,7 @@ from worker import device_process
 from worker.local_device import LocalDevice
 from worker.tasks.base.task import Task
 
-_LOOK_EVERY_MS: Final = 1000
+_POLL_INTERVAL_MS: Final = 1000
 
 
 @dataclass(slots=True)
@@ -27,9 +27,9 @@ class ServedDevice:
     """The device that this process serves.
 
     Attributes:
-        start: How the script is run here.
+        start: How this process runs the script.
         backend: The backend's name.
-        device: By number or part of its name.
+        device: The device, by number or part of its name.
     """
 
     start: ScriptStart
@@ -39,10 +39,10 @@ class ServedDevice:
     _is_serving: threading.Event = field(default_factory=threading.Event)
 
     def serve(self, failure: SamestepError | None = None) -> NoReturn:
-        """Compute what the worker says, and end with it.
+        """Compute what the worker requests, and end with the worker.
 
         Args:
-            failure: Why there is no task; the worker is told when it wants one.
+            failure: Why there is no task; raised when the worker requests the task.
         """
         self._is_serving.set()
 
@@ -59,7 +59,7 @@ class ServedDevice:
 
         def watch() -> None:
             while not self._is_serving.is_set():
-                if poll.poll(_LOOK_EVERY_MS):
+                if poll.poll(_POLL_INTERVAL_MS):
                     os._exit(ExitCode.FAILED)
 
         threading.Thread(target=watch, name="worker's pipe", daemon=True).start()
@@ -89,10 +89,10 @@ _SERVED: Final[list[ServedDevice]] = []
 
 
 def served_device() -> ServedDevice | None:
-    """The device that this process serves; None in a process that the user started."""
+    """Return the device that this process serves; None in a process that the user started."""
     return _SERVED[0] if _SERVED else None
 
 
 def set_served_device(served: ServedDevice) -> None:
-    """Say which device this process serves."""
+    """Set the device that this process serves."""
     _SERVED[:] = [served]

@@ -48,8 +48,8 @@ class SrunStep:
 
     Attributes:
         task: Number of this process among the step's tasks.
-        tasks: How many there are.
-        nodes: On how many nodes they run.
+        tasks: Number of tasks of the step.
+        nodes: Number of nodes on which they run.
         local_task: Number of this process among the tasks of its node.
         name: Name of this start of the step, unique on its cluster.
         call: Number of the call of `fit` within the script, counted from 1. Each call has its own
@@ -65,9 +65,9 @@ class SrunStep:
 
     @staticmethod
     def of(environment: Mapping[str, str] = os.environ) -> SrunStep | None:
-        """The step that `environment` describes; None outside of srun, or if it has one task.
+        """Return the step that `environment` describes; None outside srun, or if it has one task.
 
-        A batch script has SLURM_NTASKS and SLURM_PROCID too, although it is one process.
+        A batch script has SLURM_NTASKS and SLURM_PROCID too, although it is a single process.
         """
         numbers = [
             environment.get(f"SLURM_{name}", "")
@@ -94,7 +94,7 @@ class SrunStep:
 
     @property
     def address_file(self) -> Path:
-        """Where task 0 publishes the coordinator's address."""
+        """The file in which task 0 publishes the coordinator's address."""
         return state_home() / "srun" / f"{self.name}.{self.call}.json"
 
     @property
@@ -119,7 +119,7 @@ class SrunStep:
 
     @contextmanager
     def reporting_failures(self) -> Iterator[None]:
-        """Context of task 0's `fit`: if it fails, the other tasks can read why."""
+        """Publish the reason if task 0's `fit` fails in this context, for the other tasks."""
         self._failure_file.unlink(missing_ok=True)
         _remove_older(self.address_file.parent, time.time() - _FILE_LIFETIME_S)
         try:
@@ -136,7 +136,7 @@ class SrunStep:
     # The other tasks.
 
     def join_options(self, backend: str, device: int | str | None) -> JoinOptions:
-        """The options with which this task joins the run of task 0."""
+        """Return the options with which this task joins the run of task 0."""
         host = socket.gethostname().partition(".")[0] or "worker"
         path = self.address_file
         return JoinOptions(
@@ -153,7 +153,7 @@ class SrunStep:
         )
 
     def _failure(self) -> str:
-        """Why task 0 has failed; empty if it has not."""
+        """Return why task 0 has failed; empty if it has not."""
         reason = read_secret(self._failure_file)
         return f"task 0 of this srun step failed: {reason}" if reason else ""
 
@@ -162,7 +162,7 @@ class SrunStep:
 
         Raises:
             RunFailed: Task 0 has failed.
-            Unreachable: There is no address in time.
+            Unreachable: Task 0 has not published an address in time.
         """
         began_s = reported_s = time.monotonic()
         while True:
@@ -203,19 +203,19 @@ class SrunStep:
 
 @dataclass(slots=True)
 class TaskDeadline:
-    """How long task 0 waits for the other tasks, before training starts.
+    """The deadline until which task 0 waits for the other tasks to join.
 
     Attributes:
         tasks: Number of tasks of the step; 0: do not wait.
-        deadline_s: When the wait ends, by `time.monotonic`; None: no task is missing.
+        deadline_s: The end of the wait, by `time.monotonic`; None: no task is missing.
     """
 
     tasks: int
     deadline_s: float | None = field(default_factory=lambda: time.monotonic() + _TASKS_TIMEOUT_S)
     _worker_count: int = 0
 
-    def note(self, workers: Collection[str], *, has_started: bool) -> None:
-        """Update the connected workers; once training has started, there is no deadline."""
+    def update(self, workers: Collection[str], *, has_started: bool) -> None:
+        """Update the deadline for these workers; once training has started, there is none."""
         self._worker_count = len(workers)
         if has_started or self._worker_count >= self.tasks:
             self.deadline_s = None
@@ -223,12 +223,12 @@ class TaskDeadline:
             self.deadline_s = time.monotonic() + _TASKS_TIMEOUT_S
 
     def error(self) -> Unreachable:
-        """The error when a task has not joined in time."""
+        """Return the error for tasks that have not joined in time."""
         return Unreachable(
             f"expected all {self.tasks} tasks of this srun step in samestep.fit within "
-            f"{_TASKS_TIMEOUT_S:.0f} s, got {self._worker_count}: the output of the others says "
-            "why they failed (srun --kill-on-bad-exit=1 then ends all tasks); to start with fewer, "
-            "set SAMESTEP_EXPECT_WORKERS"
+            f"{_TASKS_TIMEOUT_S:.0f} s, got {self._worker_count}: the output of the missing tasks "
+            "says why they failed (srun --kill-on-bad-exit=1 then ends all tasks); to start with "
+            "fewer, set SAMESTEP_EXPECT_WORKERS"
         )
 
 

@@ -1,7 +1,7 @@
-"""What torch's optimizers compute, as keys of a run spec's section `optimizer`.
+"""Translate torch's optimizers to keys of a run spec's section `optimizer`.
 
 Classes are matched exactly, since a subclass may compute something else. Each function takes the
-settings of a group and returns the section without rates, and the settings that have no equivalent.
+settings of a group and returns the section without rates, and the settings without equivalent.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ Settings = Mapping[str, Any]
 Translation = tuple[dict[str, Any], list[str]]
 
 _UNSUPPORTED: Final = ("dampening", "maximize")
-"""Settings that have no equivalent here unless they are off."""
+"""Settings that have no equivalent here if they are turned on."""
 
 
 def rate_of(settings: Settings) -> float:
-    """Return the learning rate of a group; transformers' Adafactor may compute its own."""
+    """Return the learning rate of a group; None of transformers' Adafactor stands for 1e-2."""
     return 1e-2 if settings["lr"] is None else float(settings["lr"])
 
 
-def section_of_settings(kind: type, settings: Settings) -> Translation | None:
+def translate_settings(kind: type, settings: Settings) -> Translation | None:
     """Translate the settings of a group; None if the class has no exact equivalent."""
     translate = KINDS.get(kind) or _BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
     if translate is None:
@@ -116,4 +116,4 @@ KINDS: Final[dict[type, Callable[[Settings], Translation]]] = {
 _BY_NAME: Final[dict[str, Callable[[Settings], Translation]]] = {
     "transformers.optimization.Adafactor": _adafactor_of_transformers,
 }
-"""The same, for packages that are imported only if a script uses them."""
+"""Classes with an exact equivalent in packages that are imported only if a script uses them."""

@@ -33,7 +33,7 @@ class WorkerEnded:
     """The worker has left the run.
 
     Attributes:
-        error: Why; None if the coordinator said goodbye.
+        error: Why the worker left; None if the coordinator said goodbye.
     """
 
     error: Exception | None
@@ -44,7 +44,7 @@ class Stalled:
     """The run has halted and waits for an operator.
 
     Attributes:
-        reason: Why it halted.
+        reason: Why the run halted.
     """
 
     reason: str
@@ -74,7 +74,7 @@ class _OneRunClient(Client):
     on_commit: Callable[[dict[str, float]], None]
     end_message: EndRun | None = None
     idle_since_s: float | None = None
-    """When the coordinator welcomed this worker, if it has offered no run since."""
+    """Time at which the coordinator welcomed this worker, if it has offered no run since."""
 
     def on_message(self, channel: Channel, received: Received) -> None:
         """See `Client`; also records commits and the end of the run."""
@@ -132,7 +132,7 @@ class WorkerThread:
     ) -> None:
         self.rows: dict[int, dict[str, float]] = {}
         self._target, self._credentials, self._print_line = target, credentials, print_line
-        self._toolbox = devices or _LocalBackend(target.backend, device)
+        self._backend_factory = devices or _LocalBackend(target.backend, device)
         self._event_queue, self._find_again = event_queue, find_again
         self._reports_rows = reports_rows
         self._client: _OneRunClient | None = None
@@ -147,7 +147,7 @@ class WorkerThread:
 
     @property
     def idle_s(self) -> float:
-        """For how long this worker has been connected without a run; 0 with one."""
+        """Time for which this worker has been connected without a run; 0 during a run."""
         since_s = self._client.idle_since_s if self._client is not None else None
         return 0.0 if since_s is None else time.monotonic() - since_s
 
@@ -177,7 +177,7 @@ class WorkerThread:
         try:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 runner.run(self._serve())
-        except Exception as exception:  # noqa: BLE001 -- the caller of fit must hear of it
+        except Exception as exception:  # noqa: BLE001 -- reported to the caller of fit
             error = exception
         finally:
             self._started.set()
@@ -186,7 +186,7 @@ class WorkerThread:
     async def _serve(self) -> ExitCode:
         client = _OneRunClient(
             self._target,
-            self._toolbox,
+            self._backend_factory,
             self._credentials,
             self._print_line,
             find_again=self._find_again,
@@ -200,5 +200,5 @@ class WorkerThread:
 
 
 def one_line(error: Exception) -> str:
-    """The error's text in one line."""
+    """Return the error's text in one line."""
     return " ".join(text_of(error).split())

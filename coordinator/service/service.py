@@ -61,7 +61,7 @@ from protocol.base.option_names import option
 from protocol.exact.reduction.average import Array
 from protocol.machine.event_loop import LoopWatch
 from protocol.machine.machine import Machine
-from protocol.machine.secret_file import secret_places
+from protocol.machine.secret_file import secret_paths
 from protocol.machine.shared_segment import SegmentOwner, new_segment_owner
 from protocol.machine.trace import Tracer
 from protocol.spec.run_spec import RunSpec
@@ -140,7 +140,7 @@ class Service:
         self.loop_watch = LoopWatch(lambda ms: self.emit(EventLoopBlocked(round(ms))))
         self._machine = machine or Machine()
         self._make_acceptor = make_acceptor
-        self.permitted = PermittedFiles(settings.data_roots, secret_places())
+        self.permitted = PermittedFiles(settings.data_roots, secret_paths())
         self.secrets_troubles: list[str] = []
         self.disk_trouble = ""
         self.sessions: dict[str, MemberSession] = {}

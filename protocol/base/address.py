@@ -15,7 +15,7 @@ def parse_address(text: str, option: str, port: int | None = None) -> tuple[str,
 
     Args:
         text: The user's text.
-        option: The option it was given to, for the error.
+        option: The option with this text, for the error.
         port: Default port; None if a port is required.
 
     Raises:
@@ -36,7 +36,7 @@ def format_address(host: str, port: int) -> str:
 
 
 def _is_host_alone(text: str) -> bool:
-    """Whether the text has no port; `::1:9000` is read as having one, `2001:db8::7` is not."""
+    """Return whether the text has no port; `::1:9000` has one, `2001:db8::7` has none."""
     host, colon, number = text.rpartition(":")
     if not colon or text.endswith("]"):
         return True

@@ -14,7 +14,7 @@ KINDS: Final = ("cuda", "xpu", "mps", "accelerator", "vulkan", "cpu")
 AUTO_ORDER: Final = tuple(
     kind for kind in KINDS if kind != "accelerator" and (kind != "mps" or sys.platform == "darwin")
 )
-"""Without torch's other accelerators, on which samestep was never tried."""
+"""Does not include torch's other accelerators, on which samestep was never tried."""
 BACKENDS: Final = ("auto", *KINDS, "scripted")
 _NUMBERED: Final = re.compile(r"(cpu|cuda|xpu|accelerator|vulkan)([0-9]{1,4})(?:-([0-9]{1,4}))?")
 
@@ -53,10 +53,11 @@ def parse_devices(backend: str, gpus: str) -> tuple[str, tuple[int | str, ...]]:
 
     Returns:
         The backend's name without a number, and the devices, each by number or by part of its
-        name; none if none are named.
+        name; empty if the options name none.
 
     Raises:
-        UsageError: There is no such backend, the text names no devices, or both options name some.
+        UsageError: There is no such backend, the text does not name devices, or both options name
+            devices.
     """
     numbered = _NUMBERED.fullmatch(backend)
     if numbered is None:

@@ -56,7 +56,7 @@ class ExitCode(IntEnum):
 
 
 _ROOT: Final = PurePath(__file__).parents[2]
-_ROOMS: Final = frozenset({"backends", "coordinator", "protocol", "samestep", "worker"})
+_PACKAGES: Final = frozenset({"backends", "coordinator", "protocol", "samestep", "worker"})
 _LIBRARIES: Final = frozenset({"site-packages", "dist-packages", PurePath(re.__file__).parts[-3]})
 """Folders of installed packages and of the standard library."""
 
@@ -221,10 +221,10 @@ class ScriptDiffers(Mismatch):
 
 
 class StorageFailed(SamestepError):
-    """A write failed; what was written before is intact, and a retry may succeed.
+    """A write failed; earlier data is intact, and a retry may succeed.
 
     Attributes:
-        operation: What was tried: "append to", "sync".
+        operation: The operation that failed: "append to", "sync".
         path: The file or directory.
         reason: What the system reports, and what to do.
     """
@@ -244,7 +244,7 @@ class StorageDamaged(SamestepError):
 
     Attributes:
         path: The file.
-        location: Where in it: "byte 4096", "line 17"; empty for the whole file.
+        location: The location in the file: "byte 4096", "line 17"; empty for the whole file.
         reason: What was expected, and what was found.
     """
 
@@ -340,7 +340,7 @@ def describe_error(error: Exception) -> str:
 
 
 def lock_failure(error: OSError) -> str:
-    """Say why a file cannot be locked, in part of a line."""
+    """Describe why a file cannot be locked, in part of a line."""
     reason = error.strerror or str(error)
     if error.errno in _NO_LOCKS:
         return f"expected a file system with locks, such as a local disk, got none ({reason})"
@@ -348,7 +348,7 @@ def lock_failure(error: OSError) -> str:
 
 
 def is_out_of_threads(error: BaseException) -> bool:
-    """Whether the system refused to start a thread."""
+    """Return whether the system refused to start a thread."""
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
 
 
@@ -367,15 +367,15 @@ def user_location(error: BaseException) -> str:
     location, trace = "", error.__traceback__
     while trace is not None:
         path = PurePath(trace.tb_frame.f_code.co_filename)
-        is_own = path.is_relative_to(_ROOT) and path.relative_to(_ROOT).parts[0] in _ROOMS
-        if not (is_own or _LIBRARIES & set(path.parts) or path.name.startswith("<")):
+        is_samestep = path.is_relative_to(_ROOT) and path.relative_to(_ROOT).parts[0] in _PACKAGES
+        if not (is_samestep or _LIBRARIES & set(path.parts) or path.name.startswith("<")):
             location = f" in {path.name}, line {trace.tb_lineno}"
         trace = trace.tb_next
     return location
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text to show to people; an error that is not ours is an internal error."""
+    """Return the error's text for people; an error that is not samestep's is an internal error."""
     if is_out_of_threads(error):
         return OUT_OF_THREADS
     return str(error) if isinstance(error, SamestepError) else f"internal error: {error!r}"

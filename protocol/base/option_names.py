@@ -21,7 +21,7 @@ _for_script: list[bool] = [False]
 
 
 def option(name: str) -> str:
-    """Return the option as this process's user writes it."""
+    """Return the option as the user of this process writes it."""
     return _ARGUMENTS.get(name, name) if _for_script[0] else name
 
 

@@ -1,4 +1,5 @@
-"""Read regular files and JSON. Anything else is refused: a pipe blocks, a device never ends."""
+"""Read regular files and JSON. Other kinds of files are refused: a pipe may block, a device may
+never end."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 _LEVELS: Final = 128
-"""Deepest nesting of brackets, so that code which walks a document does not overflow its stack."""
+"""Maximum nesting of brackets, so that code that walks a document does not overflow the stack."""
 _TOO_DEEP: Final = f"expected JSON nested at most {_LEVELS} levels deep, got more"
 _KINDS: Final = {
     stat.S_IFDIR: "a directory",
@@ -50,7 +51,7 @@ def read_regular(path: Path, max_bytes: int | None = None) -> bytes:
         max_bytes: Largest size in bytes; None for no limit.
 
     Raises:
-        OSError: The file cannot be read, is not regular, or is larger.
+        OSError: The file cannot be read, is not regular, or is larger than `max_bytes`.
     """
     with open_regular(path) as file:
         content = file.read(-1 if max_bytes is None else max_bytes + 1)

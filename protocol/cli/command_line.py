@@ -1,4 +1,4 @@
-"""What both commands share: arguments, signals, limits, and how they start one another."""
+"""What both commands share: arguments, signals, limits, and how one command starts the other."""
 
 from __future__ import annotations
 
@@ -72,34 +72,34 @@ def run_command(app: Callable[..., object], name: str) -> None:
         sys.exit(ExitCode.FAILED)
 
 
-def need_open_files(least: int) -> None:
-    """Raise the limit of open files to `least`, if it is lower.
+def need_open_files(minimum: int) -> None:
+    """Raise the limit on open files to `minimum`, if it is lower.
 
-    With too few, new connections would wait forever without an error.
+    With a limit that is too low, new connections would wait forever without an error.
 
     Raises:
         UsageError: The hard limit is lower.
     """
     try:
-        import resource  # noqa: PLC0415 -- not for every system
+        import resource  # noqa: PLC0415 -- Windows lacks this module
     except ImportError:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= least:
+    if soft == resource.RLIM_INFINITY or soft >= minimum:
         return
-    if hard != resource.RLIM_INFINITY and hard < least:
+    if hard != resource.RLIM_INFINITY and hard < minimum:
         raise UsageError(
-            f"open files: expected a limit of {least} or more, got {hard}; ulimit -n 1024, or "
+            f"open files: expected a limit of {minimum} or more, got {hard}; ulimit -n 1024, or "
             "LimitNOFILE=1024 in its unit"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (minimum, hard))
 
 
 class EndRequests:
-    """Counts the requests to end this process that its signals are.
+    """Counts the requests to end this process, which arrive as signals.
 
-    Slurm sends SIGTERM to a step and then to its processes, within milliseconds: signals within a
-    second are one request, unless all are SIGINT, which people type.
+    Slurm sends SIGTERM to a step and then to its processes, within milliseconds. So signals within
+    a second are one request, unless they are SIGINT, which people type.
     """
 
     def __init__(self) -> None:
@@ -117,14 +117,14 @@ class EndRequests:
 
 def end_on_signals(drain: Callable[[], None], stop: Callable[[], None]) -> None:
     """Drain at the first SIGTERM or SIGINT, stop at the second; needs a running event loop."""
-    import asyncio  # noqa: PLC0415 -- before its import `end_when_interrupted` has to be called
+    import asyncio  # noqa: PLC0415 -- `end_when_interrupted` must be called before this import
 
     loop = asyncio.get_running_loop()
-    requests, earlier = EndRequests(), itertools.count()
+    requests, request_count = EndRequests(), itertools.count()
 
     def handle(number: int) -> None:
         if requests.is_new(number, loop.time()):
-            (stop if next(earlier) else drain)()
+            (stop if next(request_count) else drain)()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         try:
@@ -207,7 +207,7 @@ def child_environment() -> dict[str, str]:
 
 
 def started_by_torchrun() -> bool:
-    """Whether torchrun started this process as one of several ranks.
+    """Return whether torchrun started this process as one of several ranks.
 
     MASTER_ADDR and WORLD_SIZE alone may have been set by hand.
     """

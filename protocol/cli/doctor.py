@@ -39,10 +39,10 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        check: Its name; stable, for scripts.
+        check: The check's name; stable, for scripts.
         outcome: A failure keeps the daemon from working; a warning is worth a look.
         found: What was found.
-        advice: What to do; empty if it is ok.
+        advice: What to do; empty if nothing needs to be done.
     """
 
     check: str
@@ -51,7 +51,7 @@ class Finding:
     advice: str = ""
 
     def line(self) -> str:
-        """Format it for a person."""
+        """Format the finding for a person."""
         advice = f"; {self.advice}" if self.advice else ""
         return f"{self.outcome:<8} {self.check}: {self.found}{advice}"
 
@@ -75,25 +75,25 @@ def report(findings: Iterable[Finding], echo: Callable[[str], None], *, as_json:
     """Run the checks and print their findings, each at once, or all as one JSON document.
 
     Args:
-        findings: An iterator over the checks; each runs when its finding is asked for.
+        findings: An iterator that runs each check when it yields the finding.
         echo: Prints a line.
         as_json: Print one document at the end, with `ok` and `checks`.
 
     Returns:
         FAILED if there is a failure; warnings do not count.
     """
-    findings_so_far: list[Finding] = []
+    all_findings: list[Finding] = []
     for finding in findings:
-        findings_so_far.append(finding)
+        all_findings.append(finding)
         if not as_json:
             echo(finding.line())
-    is_ok = all(finding.outcome != "failure" for finding in findings_so_far)
+    is_ok = all(finding.outcome != "failure" for finding in all_findings)
     if as_json:
         echo(
             json.dumps(
                 {
                     "ok": is_ok,
-                    "checks": [asdict(earlier_finding) for earlier_finding in findings_so_far],
+                    "checks": [asdict(finding) for finding in all_findings],
                 },
                 indent=2,
             )
@@ -113,7 +113,7 @@ def release() -> Finding:
     except metadata.PackageNotFoundError:
         return warning(
             "release",
-            f"{versions}; not installed as a package, so what it needs is not known",
+            f"{versions}; not installed as a package, so its requirements are not known",
             "bash deploy/environment.sh run",
         )
     if installed != __version__:
@@ -262,7 +262,7 @@ def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Itera
     folder = nearest(path)
     name = repr(str(path)) if folder == path else f"{str(path)!r} (not created yet)"
     try:
-        # The system removes it, even if this process is killed.
+        # The system removes the file, even if this process is killed.
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))
             file.flush()
@@ -287,7 +287,7 @@ def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Itera
 
 
 def _synchronized() -> bool:
-    """Ask the kernel whether the clock is synchronized; assume so where it cannot be asked."""
+    """Return whether the clock is synchronized, as the kernel reports; True if it does not."""
     try:
         answer: int = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
     except (AttributeError, OSError, TypeError):

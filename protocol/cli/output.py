@@ -25,12 +25,12 @@ _PATIENCE_S: Final = 1.0
 """How long a daemon waits for a reader that has stopped."""
 _PIPE_BYTES: Final = select.PIPE_BUF
 _TERMINAL_BYTES: Final = 256
-"""How much a pipe or a terminal takes without blocking, once it is writable."""
+"""Bytes that a pipe or a terminal accepts without blocking, once it is writable."""
 _STREAMS: Final = {1: "stdout", 2: "stderr"}
 
 
 class _DroppingFile(io.FileIO):
-    """A file descriptor that drops what cannot be written instead of raising an error."""
+    """A file that drops output that cannot be written, instead of raising an error."""
 
     def __init__(self, descriptor: int, failed: Callable[[OSError], None]) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -39,7 +39,7 @@ class _DroppingFile(io.FileIO):
         self._lost_bytes = 0
 
     def write(self, content: Any) -> int:
-        """Write what can be written, and report all of it as written."""
+        """Write as much as possible, and report everything as written."""
         length = memoryview(content).nbytes
         try:
             if self._lost_bytes and self._is_writable():
@@ -51,7 +51,7 @@ class _DroppingFile(io.FileIO):
         return length
 
     def _write(self, rest: memoryview) -> int:
-        """Write `rest`; return how many bytes were not read."""
+        """Write `rest`; return the number of bytes that could not be written."""
         while rest and self._is_writable():
             rest = rest[super().write(rest[: self._piece_bytes]) or 0 :]
         return rest.nbytes
@@ -59,7 +59,7 @@ class _DroppingFile(io.FileIO):
     def _is_writable(self) -> bool:
         if not _DAEMON.is_set():
             return bool(select.select([], [self], [])[1])
-        # A reader that has used up this patience is not waited for again.
+        # Once output was lost, do not wait for the reader again.
         patience_s = 0.0 if self._lost_bytes else _PATIENCE_S
         return bool(select.select([], [self], [], patience_s)[1])
 
@@ -68,7 +68,7 @@ _DAEMON: Final = threading.Event()
 
 
 def never_wait_for_readers() -> None:
-    """Drop output from now on where its reader has stopped, instead of waiting."""
+    """From now on, drop output whose reader has stopped, instead of waiting."""
     _DAEMON.set()
 
 
@@ -98,7 +98,7 @@ def keep_reporting(command: str) -> None:
 def open_standard_streams() -> None:
     """Open the null device for each standard stream that is closed.
 
-    Otherwise a socket would get its number, and libraries would write into it or abort.
+    Otherwise a socket would get the stream's number, and libraries would write into it or abort.
     """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
@@ -132,11 +132,11 @@ def _without_failures(
     """Return the same stream over a descriptor whose failures are dropped."""
     with contextlib.suppress(OSError, ValueError):
         stream.flush()
-    lost_marks = "backslashreplace" if stream.errors == "strict" else stream.errors
+    encoding_errors = "backslashreplace" if stream.errors == "strict" else stream.errors
     return io.TextIOWrapper(
         io.BufferedWriter(_DroppingFile(stream.fileno(), failed)),
         encoding=stream.encoding,
-        errors=lost_marks,
+        errors=encoding_errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

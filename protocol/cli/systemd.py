@@ -1,7 +1,7 @@
-"""systemd's two sockets: what a daemon reports to its service manager, and its journal.
+"""Report to systemd through two sockets: the service manager's, and that of the system journal.
 
 Sources: sd_notify(3), sd_watchdog_enabled(3); https://systemd.io/JOURNAL_NATIVE_PROTOCOL/ and
-`$JOURNAL_STREAM` in systemd.exec(5). Not the journal of a run, which is a file.
+`$JOURNAL_STREAM` in systemd.exec(5). The journal of a run is something else: a file.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from protocol.base.errors import SamestepError
 
 _JOURNAL_SOCKET: Final = "/run/systemd/journal/socket"
 _STATUS_INTERVAL_S: Final = 1.0
-"""How often the status is read, and the watchdog pinged unless it needs more."""
+"""Interval at which the status is read and the watchdog is pinged, unless the watchdog needs a
+shorter one."""
 
 
 class Supervisor:
-    """Report readiness, status and the watchdog's pings to systemd.
+    """Reports readiness, status and the watchdog's pings to systemd.
 
-    Without `$NOTIFY_SOCKET` it does nothing. It removes systemd's variables from the environment:
-    child processes must not speak for this one.
+    Does nothing without `$NOTIFY_SOCKET`. Removes systemd's variables from the environment: child
+    processes must not report in this process's place.
 
     Args:
-        environment: With systemd's variables, if systemd started this process.
+        environment: Environment variables, with systemd's if systemd started this process.
     """
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
         address = environment.pop("NOTIFY_SOCKET", "")
         watchdog_us = environment.pop("WATCHDOG_USEC", "")
-        watched = environment.pop("WATCHDOG_PID", "") in {"", str(os.getpid())}
-        self._watchdog_s = int(watchdog_us) / 1e6 if watchdog_us.isdecimal() and watched else 0.0
+        is_watched = environment.pop("WATCHDOG_PID", "") in {"", str(os.getpid())}
+        self._watchdog_s = int(watchdog_us) / 1e6 if watchdog_us.isdecimal() and is_watched else 0.0
         self._socket: socket.socket | None = None
         self._sender: asyncio.Task[None] | None = None
         if address:
@@ -50,8 +51,8 @@ class Supervisor:
         """Report that this daemon has started; from now on send its status and the pings.
 
         Args:
-            status: Returns what the service does, in one line.
-            is_alive: Whether to ping the watchdog.
+            status: Returns the status of the service, in one line.
+            is_alive: Returns whether to ping the watchdog.
         """
         if self._socket is not None:
             self._send("READY=1")
@@ -64,7 +65,7 @@ class Supervisor:
         self._send("STOPPING=1")
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Stop reporting."""
         if self._sender is not None:
             self._sender.cancel()
         if self._socket is not None:
@@ -72,22 +73,24 @@ class Supervisor:
             self._socket = None
 
     async def _send_status(self, status: Callable[[], str], is_alive: Callable[[], bool]) -> None:
-        watched = self._watchdog_s > 0
-        pause_s = min(_STATUS_INTERVAL_S, self._watchdog_s / 3) if watched else _STATUS_INTERVAL_S
-        last = ""
+        is_watched = self._watchdog_s > 0
+        pause_s = _STATUS_INTERVAL_S
+        if is_watched:
+            pause_s = min(pause_s, self._watchdog_s / 3)
+        last_line = ""
         while True:
-            pings = ["WATCHDOG=1"] if watched and is_alive() else []
+            pings = ["WATCHDOG=1"] if is_watched and is_alive() else []
             line = " ".join(status().split())
-            news = [] if line == last else [f"STATUS={line}"]
-            last = line
-            if pings or news:
-                self._send(*pings, *news)
+            updates = [] if line == last_line else [f"STATUS={line}"]
+            last_line = line
+            if pings or updates:
+                self._send(*pings, *updates)
             await asyncio.sleep(pause_s)
 
     def _send(self, *assignments: str) -> None:
         if self._socket is None:
             return
-        # A service manager that is busy or away gets the next one.
+        # If the service manager is busy or away, it gets the next report.
         with contextlib.suppress(OSError):
             self._socket.sendto("\n".join(assignments).encode(), self._address)
 
@@ -105,7 +108,7 @@ class Priority(IntEnum):
 class SystemJournal:
     """Writes entries with fields under a command's name; `behind` returns one.
 
-    `journalctl SAMESTEP_WORKER=cuda0` then finds what concerns one worker.
+    `journalctl SAMESTEP_WORKER=cuda0` then finds the entries about one worker.
     """
 
     def __init__(self, command: str, stream: int, address: str) -> None:
@@ -124,7 +127,7 @@ class SystemJournal:
         Args:
             command: coordinator or worker.
             stream: File descriptor; standard error.
-            environment: With systemd's variable.
+            environment: Environment variables, with `$JOURNAL_STREAM` of systemd.
         """
         try:
             status = os.fstat(stream)
@@ -144,20 +147,20 @@ class SystemJournal:
         priority: Priority = Priority.INFO,
     ) -> None:
         """Write one entry; each field's name gets the prefix SAMESTEP_."""
-        own_fields = {
+        samestep_fields = {
             f"SAMESTEP_{name.upper()}": str(value) for name, value in (fields or {}).items()
         }
         entry = {
             "MESSAGE": message,
             "PRIORITY": str(int(priority)),
             "SYSLOG_IDENTIFIER": self._command,
-            **own_fields,
+            **samestep_fields,
         }
         content = b"".join(_assignment(name, value.encode()) for name, value in entry.items())
         try:
             self._socket.sendto(content, self._address)
         except OSError:
-            # The stream leads to the journal too, without the fields.
+            # The stream also leads to the journal, but without fields.
             with contextlib.suppress(OSError):
                 os.write(self._stream, f"<{int(priority)}>{message}\n".encode())
 

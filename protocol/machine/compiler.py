@@ -59,8 +59,8 @@ def compile_c(
 
 
 def build_kernels() -> list[Path]:
-    """Build missing kernels beside their sources, with zig for all processors, with `cc` for this
-    one. Libraries of older sources are removed.
+    """Build missing kernels beside their sources: with zig for all processors, with `cc` for this
+    processor. Libraries of older sources are removed.
 
     Raises:
         SamestepError: There is no compiler, or it failed.
@@ -74,9 +74,10 @@ def build_kernels() -> list[Path]:
         libraries = {t: p for t, p in libraries.items() if t.machine == platform.machine()}
     missing = {target: path for target, path in libraries.items() if not path.exists()}
     for target, path in missing.items():
-        own: tuple[str, ...] = ("-s",)
+        compiler_flags: tuple[str, ...] = ("-s",)
         if zig_command is not None:
-            own = ("-target", f"{target.machine}-linux-gnu", "-fno-sanitize=all", "-s")
+            machine = f"{target.machine}-linux-gnu"
+            compiler_flags = ("-target", machine, "-fno-sanitize=all", "-s")
             compiler = [str(zig_command), "cc"]
         elif system is not None:
             compiler = [system]
@@ -86,7 +87,7 @@ def build_kernels() -> list[Path]:
                 "pip install ziglang"
             )
         sources = sorted(FOLDER.glob("*.c"))
-        compile_c(compiler, (*FLAGS, *own, *target.flags), sources, path)
+        compile_c(compiler, (*FLAGS, *compiler_flags, *target.flags), sources, path)
     return list(libraries.values())
 
 

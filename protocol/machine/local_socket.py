@@ -1,9 +1,9 @@
 """Connect two processes of one user on one machine by a Unix socket beside the TCP port.
 
-Its data crosses no network and no other user can read it, so it is not encrypted. Anyone can take a
-name in the abstract namespace, so both sides ask the kernel for the peer's user (SO_PEERCRED,
+The data crosses no network and no other user can read it, so it is not encrypted. Any user can bind
+a name in the abstract namespace, so both sides ask the kernel for the peer's user (SO_PEERCRED,
 unix(7)). The listener names the certificate that it uses for TLS; the proofs that follow cover that
-certificate, so only someone who knows the secret can complete the handshake. Names consist of an
+certificate, so only a process that knows the secret can complete the handshake. Names consist of an
 address and a port, within one network namespace.
 """
 
@@ -17,18 +17,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from protocol.machine.shared_segment import SharedSegment, borrowed
+from protocol.machine.shared_segment import SharedSegment, open_segment
 
 FINGERPRINT_BYTES: Final = 32
 _BUFFER_BYTES: Final = 4 << 20
 _TIMEOUT_S: Final = 2.0
-_MOST_DESCRIPTORS: Final = 2
+_MAX_DESCRIPTORS: Final = 2
 _CREDENTIALS: Final = struct.Struct("3i")
 """`struct ucred`: process, user, group."""
 
 
 def is_offered() -> bool:
-    """Whether this system reports the peer's user, as Linux does."""
+    """Return whether this system reports the peer's user, as Linux does."""
     return hasattr(socket, "SO_PEERCRED") and hasattr(os, "geteuid")
 
 
@@ -65,7 +65,7 @@ def welcome(endpoint: socket.socket, fingerprint: bytes, descriptors: Sequence[i
     return False
 
 
-class Found(NamedTuple):
+class LocalConnection(NamedTuple):
     """A connection to a listener on this machine.
 
     Attributes:
@@ -79,7 +79,7 @@ class Found(NamedTuple):
     memory: SharedSegment | None
 
 
-async def dial(host: str, port: int) -> Found | None:
+async def dial(host: str, port: int) -> LocalConnection | None:
     """Connect to the listener beside a port of this machine; None if there is none.
 
     Args:
@@ -97,7 +97,7 @@ async def dial(host: str, port: int) -> Found | None:
                     fingerprint, memory = await _read(endpoint)
                 if len(fingerprint) == FINGERPRINT_BYTES:
                     _enlarge(endpoint)
-                    return Found(endpoint, fingerprint, memory)
+                    return LocalConnection(endpoint, fingerprint, memory)
         except (OSError, TimeoutError):
             pass
         endpoint.close()
@@ -105,7 +105,7 @@ async def dial(host: str, port: int) -> Found | None:
 
 
 def is_same_user(endpoint: socket.socket) -> bool:
-    """Whether the peer's process has the same user."""
+    """Return whether the peer's process has the same user."""
     raw = endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(raw)
     return bool(user == os.geteuid())
@@ -119,8 +119,8 @@ async def _read(endpoint: socket.socket) -> tuple[bytes, SharedSegment | None]:
         await readable.wait()
     finally:
         loop.remove_reader(endpoint)
-    data, descriptors, _, _ = socket.recv_fds(endpoint, FINGERPRINT_BYTES, _MOST_DESCRIPTORS)
-    return data, borrowed(descriptors)
+    data, descriptors, _, _ = socket.recv_fds(endpoint, FINGERPRINT_BYTES, _MAX_DESCRIPTORS)
+    return data, open_segment(descriptors)
 
 
 def _enlarge(endpoint: socket.socket) -> None:
@@ -142,7 +142,7 @@ def _names(host: str, port: int) -> list[bytes]:
             host, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
         )
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind(address)  # only an address of this machine can be had
+            probe.bind(address)  # fails unless the address is this machine's
     except (OSError, UnicodeError):
         return []
     return [_name(host, port), _name(wildcard, port)]

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 _PAGEMAP: Final = Path("/proc/self/pagemap")
 _MAPS: Final = Path("/proc/self/maps")
 _ENTRY_BYTES: Final = 8
-_RESIDENT_OF_A_FILE: Final = 1 << 63 | 1 << 61
-"""Bits of an entry of proc_pid_pagemap(5): resident, and of a file or shared, not a private
-copy."""
+_RESIDENT_FILE_PAGE: Final = 1 << 63 | 1 << 61
+"""Bits of an entry of proc_pid_pagemap(5): the page is resident, and belongs to a file or is shared
+(it is not a private copy)."""
 
 
 def release_mapped_pages(address: int, nbytes: int) -> int:
@@ -37,13 +37,13 @@ def release_mapped_pages(address: int, nbytes: int) -> int:
     Returns:
         The number of bytes released.
     """
-    page = mmap.PAGESIZE
-    first, end = -(-address // page), (address + nbytes) // page
-    released = 0
-    for lo, hi in _runs(_entries(first, end)):
-        if _advise_unneeded((first + lo) * page, (hi - lo) * page):
-            released += (hi - lo) * page
-    return released
+    page_bytes = mmap.PAGESIZE
+    first, end = -(-address // page_bytes), (address + nbytes) // page_bytes
+    released_bytes = 0
+    for lo, hi in _file_page_runs(_read_pagemap(first, end)):
+        if _release((first + lo) * page_bytes, (hi - lo) * page_bytes):
+            released_bytes += (hi - lo) * page_bytes
+    return released_bytes
 
 
 def release_mapped_files(directory: Path) -> None:
@@ -55,44 +55,45 @@ def release_mapped_files(directory: Path) -> None:
 
 
 def is_mapped_file(address: int) -> bool:
-    """Whether memory at an address is mapped from a file; False if the system does not report
-    it."""
+    """Return whether memory at an address is mapped from a file; False if the system does not
+    report it."""
     return any(lo <= address < hi and inode for lo, hi, inode, _ in _mappings())
 
 
 def _mappings() -> Iterator[tuple[int, int, int, str]]:
-    """Yield the first address, the end, the inode (0 without a file) and the path of each."""
+    """Yield the first address, the end, the inode (0 without a file) and the path of each mapping
+    of this process."""
     try:
         lines = _MAPS.read_text().splitlines()
     except OSError:
         return
     for line in lines:
-        area, _, _, _, inode, *path = line.split(maxsplit=5)
-        lo, _, hi = area.partition("-")
+        addresses, _, _, _, inode, *path = line.split(maxsplit=5)
+        lo, _, hi = addresses.partition("-")
         yield int(lo, 16), int(hi, 16), int(inode), "".join(path)
 
 
-def _entries(first: int, end: int) -> NDArray[np.uint64]:
-    """Return the entries of pages [first, end); fewer if the system does not return all."""
-    nothing = np.zeros(0, np.uint64)
+def _read_pagemap(first: int, end: int) -> NDArray[np.uint64]:
+    """Return the pagemap entries of pages [first, end); fewer if the system does not return all."""
+    no_entries = np.zeros(0, np.uint64)
     if end <= first:
-        return nothing
+        return no_entries
     try:
         with _PAGEMAP.open("rb", buffering=0) as file:
             content = os.pread(file.fileno(), (end - first) * _ENTRY_BYTES, first * _ENTRY_BYTES)
     except OSError:
-        return nothing
+        return no_entries
     return np.frombuffer(content, np.uint64, len(content) // _ENTRY_BYTES)
 
 
-def _runs(entries: NDArray[np.uint64]) -> list[tuple[int, int]]:
-    """Return the runs [lo, hi) of neighboring pages that are resident and belong to a file."""
-    clean = (entries & np.uint64(_RESIDENT_OF_A_FILE)) == np.uint64(_RESIDENT_OF_A_FILE)
-    edges = np.flatnonzero(np.diff(clean, prepend=False, append=False))
+def _file_page_runs(entries: NDArray[np.uint64]) -> list[tuple[int, int]]:
+    """Return the runs [lo, hi) of consecutive pages that are resident and belong to a file."""
+    bits = np.uint64(_RESIDENT_FILE_PAGE)
+    edges = np.flatnonzero(np.diff((entries & bits) == bits, prepend=False, append=False))
     return [(int(lo), int(hi)) for lo, hi in edges.reshape(-1, 2)]
 
 
-def _advise_unneeded(address: int, nbytes: int) -> bool:
+def _release(address: int, nbytes: int) -> bool:
     try:
         advise = ctypes.CDLL(None, use_errno=True).madvise
     except (AttributeError, OSError, TypeError):

@@ -19,14 +19,14 @@ GROUPS: Final = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory in bytes.
+    """Memory of the machine and of this process's control group, in bytes.
 
     Attributes:
         free: The machine's memory that is unused or reclaimable.
         free_swap: The machine's free swap.
         bound: The control group's limit; None if it has none.
         swap_bound: The control group's limit on swap; None if it has none.
-        used: What the control group uses; None if unknown.
+        used: Memory that the control group uses; None if unknown.
     """
 
     free: int
@@ -37,22 +37,22 @@ class Memory:
 
     @property
     def left_in_group(self) -> int | None:
-        """Return what the group may still allocate; None if it has no limit."""
+        """Memory that the control group may still allocate; None if it has no limit."""
         if self.bound is None or self.used is None:
             return None
         return max(0, self.bound - self.used)
 
     @property
-    def most(self) -> int:
+    def available(self) -> int:
         """Return what would be available, with swap, if the group freed all it uses."""
-        most = self.free + self.free_swap
+        available = self.free + self.free_swap
         if self.bound is None or self.swap_bound is None:
-            return most
-        return min(most, self.bound + self.swap_bound)
+            return available
+        return min(available, self.bound + self.swap_bound)
 
 
 def read_memory(proc: Path = PROC, groups: Path = GROUPS) -> Memory:
-    """Read the current figures.
+    """Read the memory of the machine and of this process's control group.
 
     Args:
         proc: The root of procfs.
@@ -95,13 +95,14 @@ def killed_for_memory(proc: Path = PROC, groups: Path = GROUPS) -> dict[str, int
     return {scope: count for scope, count in counts.items() if count is not None}
 
 
-def killed_more(earlier: Mapping[str, int], now: Mapping[str, int]) -> bool:
-    """Whether the OOM killer has struck between two results of `killed_for_memory`."""
+def has_new_kills(earlier: Mapping[str, int], now: Mapping[str, int]) -> bool:
+    """Return whether the OOM killer has struck between two results of `killed_for_memory`."""
     return any(now.get(scope, 0) > count for scope, count in earlier.items())
 
 
 def _event_files(proc: Path, groups: Path) -> Iterator[Path]:
-    """Yield the files that may count a group's kills; in a container its path may be the host's."""
+    """Yield the files that may count the group's kills; in a container, the group's path may be the
+    host's path."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -124,8 +125,8 @@ def _first_count(files: Iterable[Path]) -> int | None:
     return None
 
 
-def asked_bytes(error: BaseException) -> int | None:
-    """Return the size of the allocation that failed; None if torch or numpy does not say."""
+def requested_bytes(error: BaseException) -> int | None:
+    """Return the size of the allocation that failed; None if torch or numpy does not report it."""
     match = re.search(r"tried to allocate ([0-9]+) bytes", str(error))
     if match is not None:
         return int(match[1])
@@ -135,17 +136,17 @@ def asked_bytes(error: BaseException) -> int | None:
     return int(math.prod(shape) * kind.itemsize)
 
 
-def figures_of(error: BaseException, proc: Path = PROC, groups: Path = GROUPS) -> str:
+def describe_shortage(error: BaseException, proc: Path = PROC, groups: Path = GROUPS) -> str:
     """Return the needed and available memory and what to do, as the end of an error's line."""
-    nbytes = asked_bytes(error)
+    nbytes = requested_bytes(error)
     needed_text = "" if nbytes is None else f": tried to allocate {byte_size(nbytes)}"
     if (addresses := _address_limit()) is not None:
         limit = f"this process may map {byte_size(addresses)}"
         return f"{needed_text}; {limit}: run ulimit -v unlimited, or train a smaller model"
     try:
-        free = f"; only {byte_size(read_memory(proc, groups).most)} is free"
+        free = f"; only {byte_size(read_memory(proc, groups).available)} is free"
     except (OSError, ValueError):
-        free = ""  # not on this system
+        free = ""  # this system has no procfs
     return (
         f"{needed_text}{free}: close other programs, add memory or swap, or train a smaller model"
     )
@@ -154,7 +155,7 @@ def figures_of(error: BaseException, proc: Path = PROC, groups: Path = GROUPS) -
 def _address_limit() -> int | None:
     """Return the limit on this process's address space (`ulimit -v`); None if it has none."""
     try:
-        import resource  # noqa: PLC0415 -- not for every system
+        import resource  # noqa: PLC0415 -- Windows lacks this module
     except ImportError:
         return None
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

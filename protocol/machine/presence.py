@@ -1,7 +1,7 @@
 """Detect that the previous worker of this name was killed by the OOM killer.
 
-A killed worker cannot report it. But the kernel counts OOM kills: if a worker left its note behind
-and the count has grown since, the worker was killed.
+A killed worker cannot report that it was killed. But the kernel counts OOM kills: if a worker left
+its note behind and the count has grown since, the worker was killed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from protocol.base.errors import UsageError
 from protocol.base.regular_file import read_json
-from protocol.machine.memory import GROUPS, PROC, killed_for_memory, killed_more
+from protocol.machine.memory import GROUPS, PROC, has_new_kills, killed_for_memory
 from protocol.machine.secret_file import write_secret
 
 
@@ -37,19 +37,19 @@ class Presence:
 
     def begin(self) -> str:
         """Write the note; return a message if the previous worker was killed, else empty text."""
-        present = {
+        note = {
             "pid": os.getpid(),
-            "boot": self._boot(),
+            "boot": self._boot_id(),
             "killed": killed_for_memory(self._proc, self._groups),
         }
-        earlier_record = self._read()
-        if self._is_alive(earlier_record):
-            return ""  # two of one name
+        earlier_note = self._read()
+        if self._is_alive(earlier_note):
+            return ""  # another worker of this name is running
         with suppress(UsageError):
-            write_secret(self._path, json.dumps(present))
-        if earlier_record.get("boot") != present["boot"]:
+            write_secret(self._path, json.dumps(note))
+        if earlier_note.get("boot") != note["boot"]:
             return ""
-        return self._describe_kill(earlier_record.get("killed"), present["killed"])
+        return self._describe_kill(earlier_note.get("killed"), note["killed"])
 
     def end(self) -> None:
         """Remove the note: this worker ends normally."""
@@ -60,8 +60,8 @@ class Presence:
     def _describe_kill(self, before: object, now: object) -> str:
         if not isinstance(before, dict) or not isinstance(now, dict):
             return ""
-        counts = {w: n for w, n in before.items() if isinstance(n, int)}
-        if not killed_more(counts, now):
+        counts = {scope: count for scope, count in before.items() if isinstance(count, int)}
+        if not has_new_kills(counts, now):
             return ""
         return (
             f"the worker {self._name!r} that ran here before was killed by the kernel for memory "
@@ -69,7 +69,7 @@ class Presence:
             "train with a smaller batch.microbatch"
         )
 
-    def _boot(self) -> str:
+    def _boot_id(self) -> str:
         with suppress(OSError):
             return (self._proc / "sys/kernel/random/boot_id").read_text().strip()
         return ""

@@ -1,6 +1,6 @@
 """Temporary directories that do not outlive their process.
 
-Creating one removes those of processes that were killed.
+Creating one removes the directories of processes that were killed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _YOUNG_S: Final = 60.0
 
 
 class ScratchDirectory(tempfile.TemporaryDirectory[str]):
-    """A temporary directory that this process holds locked.
+    """A temporary directory that stays locked while this process uses it.
 
     Raises:
         OSError: The directory cannot be created.
     """
 
     def __init__(self) -> None:
-        _remove_left(Path(tempfile.gettempdir()))
+        _remove_leftovers(Path(tempfile.gettempdir()))
         super().__init__(prefix=_PREFIX)
-        self._lock_fd = _locked(Path(self.name))
+        self._lock_fd = _lock(Path(self.name))
 
     def cleanup(self) -> None:
         """Remove the directory."""
@@ -44,23 +44,23 @@ class ScratchDirectory(tempfile.TemporaryDirectory[str]):
             self._lock_fd = None
 
 
-def _remove_left(below: Path) -> None:
-    users = getattr(os, "getuid", None)
-    if users is None:
+def _remove_leftovers(parent: Path) -> None:
+    get_user = getattr(os, "getuid", None)
+    if get_user is None:
         return
-    for path in below.glob(f"{_PREFIX}*"):
+    for path in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             status = path.lstat()
-            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == users()
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == get_user()
             if not is_own or time.time() - status.st_mtime < _YOUNG_S:
                 continue
-            if (lock_fd := _locked(path)) is not None:
+            if (lock_fd := _lock(path)) is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock_fd)
 
 
-def _locked(path: Path) -> int | None:
-    """Lock a directory; return the descriptor that holds the lock, or None if that fails."""
+def _lock(path: Path) -> int | None:
+    """Lock a directory; return the descriptor that holds the lock, or None if locking fails."""
     if fcntl is None:
         return None
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -26,8 +26,8 @@ def state_home(environment: Mapping[str, str] = os.environ) -> Path:
         return Path(home)
     if directory := environment.get("STATE_DIRECTORY"):
         return Path(directory.partition(":")[0])
-    if shared := environment.get("XDG_STATE_HOME"):
-        return Path(shared) / "samestep"
+    if user_state := environment.get("XDG_STATE_HOME"):
+        return Path(user_state) / "samestep"
     try:
         return Path("~/.local/state/samestep").expanduser()
     except RuntimeError:
@@ -47,7 +47,7 @@ def control_token_file(home: Path, address: str) -> Path:
     return home / "coordinator" / "control" / f"{address.replace('/', '_')}.token"
 
 
-def secret_places(environment: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
+def secret_paths(environment: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     """Return files and directories with secrets of samestep or of other processes."""
     home = state_home(environment)
     variables = ("SAMESTEP_TOKEN_FILE", "SAMESTEP_CONTROL_TOKEN_FILE", "CREDENTIALS_DIRECTORY")

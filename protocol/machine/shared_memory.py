@@ -1,9 +1,9 @@
 """Memory that several processes of a machine map, so that gradients are not copied between them.
 
-An anonymous memory file (memfd_create(2)) that children inherit. It has no name, takes no space in
-/dev/shm, and disappears with the last process that maps it, however that ends. The file spans a
-large address range, but only used parts have pages. One process allocates extents; it tells others
-their offsets.
+Children inherit an anonymous memory file (memfd_create(2)). It has no name, takes no space in
+/dev/shm, and disappears with the last process that maps it, however that process ends. The file
+spans a large address range, but only used parts have pages. One process allocates extents, and
+sends their offsets to the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 try:
     import fcntl
-except ImportError:  # another system than Linux, which has no such memory either
+except ImportError:  # only Linux has such memory
     fcntl = None  # type: ignore[assignment]
 
 from protocol.base.errors import OutOfOrder, SharedMemoryFull
@@ -62,17 +62,17 @@ class SharedMemory:
             fd = os.memfd_create("samestep", os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING * sealed))
             try:
                 os.ftruncate(fd, _SPAN_BYTES)
-            except OSError:  # a limit of files, such as that of ulimit -f
+            except OSError:  # a limit on file sizes, such as ulimit -f
                 os.close(fd)
                 raise
         if sealed:
-            stays = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, stays)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         self.fd = fd
         access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
         try:
             self._map = mmap.mmap(fd, _SPAN_BYTES, mmap.MAP_SHARED, access)
-        except OSError:  # a limit of addresses, such as that of ulimit -v
+        except OSError:  # a limit on the address space, such as ulimit -v
             os.close(fd)
             raise
         self._map.madvise(mmap.MADV_DONTDUMP)
@@ -83,7 +83,7 @@ class SharedMemory:
         self._end = 0
         self._free: dict[int, list[int]] = {}
         self._given_back: deque[Extent] = deque()
-        self._once: set[int] = set()
+        self._single_use_offsets: set[int] = set()
         self._keep_bytes = keep_bytes
         self._free_bytes = 0
 
@@ -95,7 +95,7 @@ class SharedMemory:
         """
         size = max(1, -(-length // _PAGE_BYTES)) * _PAGE_BYTES
         with self._lock:
-            self._sort_out()
+            self._collect_freed()
             if self._free.get(size):
                 self._free_bytes -= size
                 return Extent(self._free[size].pop(), length)
@@ -106,23 +106,25 @@ class SharedMemory:
     def trim(self) -> None:
         """Return the pages of all unused extents to the system."""
         with self._lock:
-            self._sort_out()
+            self._collect_freed()
             for length, offsets in self._free.items():
                 for offset in offsets:
                     self._map.madvise(mmap.MADV_REMOVE, offset, length)
             self._free.clear()
             self._free_bytes = 0
 
-    def _sort_out(self) -> None:
-        """Process extents that finalizers have freed; these may run anywhere, so take no lock."""
+    def _collect_freed(self) -> None:
+        """Process extents that finalizers have freed; a finalizer may run anywhere, so it takes no
+        lock."""
         while self._given_back:
-            old = self._given_back.popleft()
-            if old.offset in self._once or self._free_bytes + old.length > self._keep_bytes:
-                self._once.discard(old.offset)
-                self._map.madvise(mmap.MADV_REMOVE, old.offset, old.length)
+            freed = self._given_back.popleft()
+            is_single_use = freed.offset in self._single_use_offsets
+            if is_single_use or self._free_bytes + freed.length > self._keep_bytes:
+                self._single_use_offsets.discard(freed.offset)
+                self._map.madvise(mmap.MADV_REMOVE, freed.offset, freed.length)
             else:
-                self._free_bytes += old.length
-                self._free.setdefault(old.length, []).append(old.offset)
+                self._free_bytes += freed.length
+                self._free.setdefault(freed.length, []).append(freed.offset)
 
     def give_back(self, extent: Extent) -> None:
         """Free an extent; thread-safe, and safe in finalizers."""
@@ -165,7 +167,7 @@ class SharedMemory:
         return to the system, since no array of that size will follow."""
         extent = self.new(4 * elements)
         if once:
-            self._once.add(extent.offset)
+            self._single_use_offsets.add(extent.offset)
         return self.leased(extent, self.give_back)
 
     def extent_of(self, values: NDArray[Any]) -> Extent | None:
@@ -208,12 +210,12 @@ class _Lease:
 
 
 def _reserve(fd: int, offset: int, size: int) -> None:
-    """Have the kernel give the pages now: later, a write would end the process instead."""
+    """Have the kernel allocate the pages now: if it cannot later, a write kills the process."""
     try:
-        free = read_memory().most
+        free = read_memory().available
     except (OSError, ValueError):
         free = size
-    # Reserving more than there is would have the kernel end some process of this machine.
+    # Reserving more than is available would make the kernel kill some process of this machine.
     if size > free:
         raise SharedMemoryFull(offset + size, free)
     try:

@@ -2,12 +2,12 @@
 
 A connection has two memory files, one for each direction: the sender writes and sends the offset,
 the receiver reads and returns the offset when it is done. The listening side creates both files and
-passes their descriptors over the Unix socket (unix(7), SCM_RIGHTS). They have no name, cannot be
-truncated, and disappear with the last process that maps them. The coordinator's file is read-only
-for workers.
+passes their descriptors over the Unix socket (unix(7), SCM_RIGHTS). The files have no name, cannot
+be truncated, and disappear with the last process that maps them. The coordinator's file is
+read-only for workers.
 
-A process that dies while writing has not sent the offset yet; what it has sent is complete, and
-stays as long as the other side maps it.
+A process that dies while writing has not sent the offset yet. The data behind the offsets that it
+has sent is complete, and stays as long as the other side maps it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from protocol.machine.shared_memory import Extent, SharedMemory
 
 Bytes = NDArray[np.uint8]
 LEAST_BYTES: Final = 32 * 1024
-"""Smallest body in shared memory; shorter ones are cheaper to send through the socket."""
-_MOST_PLACES: Final = 64
-"""Most offsets returned in one message."""
+"""Smallest body in shared memory; shorter bodies are cheaper to send through the socket."""
+_MAX_OFFSETS: Final = 64
+"""Maximum number of offsets returned in one message."""
 
 
 def new_segment_owner() -> SegmentOwner | None:
@@ -47,12 +47,12 @@ class SharedSegment:
     """One side of a connection with shared memory.
 
     Attributes:
-        least_bytes: Smallest body in shared memory; shorter ones go through the socket.
+        least_bytes: Smallest body in shared memory; shorter bodies go through the socket.
 
     Args:
         own: Memory that this side sends from.
         other: Memory that the other side sends from.
-        most_copied_bytes: Most copies that may wait to be read.
+        most_copied_bytes: Maximum size of the copies that wait to be read.
     """
 
     def __init__(self, own: SharedMemory, other: SharedMemory, most_copied_bytes: int) -> None:
@@ -64,14 +64,14 @@ class SharedSegment:
         self._mapped_bytes = 0
         self._copied_bytes = 0
         self._lent: dict[int, Bytes] = {}
-        self._times: Counter[int] = Counter()
+        self._lend_counts: Counter[int] = Counter()
         self._unneeded: deque[Extent] = deque()
 
     def copy(self, raw: memoryview) -> Bytes | None:
-        """Copy bytes to where the other side can read them, as long as there is a view of them.
+        """Copy bytes into memory that the other side can read; freed with the last view.
 
         Returns:
-            The copy; None if too much waits to be read already.
+            The copy; None if too many copies wait to be read already.
 
         Raises:
             SharedMemoryFull: There is not enough memory.
@@ -93,7 +93,7 @@ class SharedSegment:
         if extent is None:
             return None
         self._lent[extent.offset] = values
-        self._times[extent.offset] += 1
+        self._lend_counts[extent.offset] += 1
         return extent.offset
 
     def returned(self, offsets: tuple[int, ...]) -> None:
@@ -105,26 +105,27 @@ class SharedSegment:
         for offset in offsets:
             if offset not in self._lent:
                 raise OutOfOrder(f"memory at {offset} was not lent")
-            self._times[offset] -= 1
-            if not self._times[offset]:
-                del self._lent[offset], self._times[offset]
+            self._lend_counts[offset] -= 1
+            if not self._lend_counts[offset]:
+                del self._lent[offset], self._lend_counts[offset]
 
     def borrow(self, offset: int, length: int) -> Bytes:
-        """Return an array of the other side's memory; it is returned with its last view.
+        """Return an array in the other side's memory; it is given back with its last view.
 
         Raises:
             OutOfOrder: The extent is outside the memory.
         """
         extent = Extent(offset, length)
         self._other.check(extent)
-        return self._other.leased(extent, self._read, np.uint8)
+        return self._other.leased(extent, self._on_last_view, np.uint8)
 
-    def _read(self, extent: Extent) -> None:
-        if not self._stays_mapped(extent):
+    def _on_last_view(self, extent: Extent) -> None:
+        if not self._keep_mapped(extent):
             self._other.forget(extent)
         self._unneeded.append(extent)
 
-    def _stays_mapped(self, extent: Extent) -> bool:
+    def _keep_mapped(self, extent: Extent) -> bool:
+        """Count an extent that has been read as mapped; return False if that exceeds the limit."""
         unmapped_bytes = extent.length - self._mapped.get(extent.offset, 0)
         if unmapped_bytes <= 0:
             return True
@@ -141,7 +142,7 @@ class SharedSegment:
             return ()
         offsets: list[int] = []
         with suppress(IndexError):
-            while len(offsets) < _MOST_PLACES:
+            while len(offsets) < _MAX_OFFSETS:
                 offsets.append(self._unneeded.popleft().offset)
         return tuple(offsets)
 
@@ -155,8 +156,8 @@ class SegmentOwner:
         self._readable = os.open(f"/proc/self/fd/{self._own.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def to_one(self) -> tuple[SharedSegment, list[int]]:
-        """Create one worker's segment, and the descriptors to send: of the memory that it may read
-        and of that which it may write. Close the second once it is sent.
+        """Create a worker's segment, and the descriptors to send to the worker: of the memory that
+        it may read, and of the memory that it may write. Close the second once it is sent.
 
         Raises:
             OSError: There are no more descriptors.
@@ -191,8 +192,8 @@ class SegmentOwner:
         self._own.close()
 
 
-def borrowed(descriptors: list[int]) -> SharedSegment | None:
-    """Create a worker's segment from the descriptors it received; None if they are not two.
+def open_segment(descriptors: list[int]) -> SharedSegment | None:
+    """Create a worker's segment from received descriptors; None if there are not two.
 
     Raises:
         OSError: The address space is too small.
@@ -201,14 +202,14 @@ def borrowed(descriptors: list[int]) -> SharedSegment | None:
         for descriptor in descriptors:
             os.close(descriptor)
         return None
-    read_descriptor, writable = descriptors
+    read_descriptor, write_descriptor = descriptors
     try:
         other = SharedMemory(read_descriptor, writable=False)
     except OSError:
-        os.close(writable)
+        os.close(write_descriptor)
         raise
     other.close()
-    own_memory = SharedMemory(writable)
-    memory = SharedSegment(own_memory, other, limits.SEGMENT_SUMS_BYTES)
-    finalize(memory, own_memory.close)
-    return memory
+    own = SharedMemory(write_descriptor)
+    segment = SharedSegment(own, other, limits.SEGMENT_SUMS_BYTES)
+    finalize(segment, own.close)
+    return segment

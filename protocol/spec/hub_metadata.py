@@ -38,7 +38,7 @@ _METRICS: Final[Mapping[str, str]] = {
     "pearson": "pearsonr",
     "spearman": "spearmanr",
 }
-"""A hub's names of samestep's metrics."""
+"""Names of samestep's metrics on a hub."""
 
 
 def hub_name(name: str | None) -> str | None:
@@ -71,26 +71,26 @@ def hub_metadata(
     """
     base, data = hub_name(base), hub_name(data)
     pipeline = _PIPELINES.get(task)
-    head: dict[str, Any] = {"library_name": library}
+    front_matter: dict[str, Any] = {"library_name": library}
     if pipeline is not None:
-        head["pipeline_tag"] = pipeline
-    head["tags"] = ["samestep", *(["lora"] * is_adapter)]
+        front_matter["pipeline_tag"] = pipeline
+    front_matter["tags"] = ["samestep", *(["lora"] * is_adapter)]
     if base is not None:
-        head["base_model"] = base
-        head["base_model_relation"] = "adapter" if is_adapter else "finetune"
+        front_matter["base_model"] = base
+        front_matter["base_model_relation"] = "adapter" if is_adapter else "finetune"
     if data is not None:
-        head["datasets"] = [data]
+        front_matter["datasets"] = [data]
     results = [*_results(metrics)]
     if results:
-        head["metrics"] = sorted({entry["type"] for entry in results})
+        front_matter["metrics"] = sorted({entry["type"] for entry in results})
     if results and pipeline is not None:
         result = {
             "task": {"type": pipeline},
             "dataset": {"type": data or "custom", "name": data or "held-out samples"},
             "metrics": results,
         }
-        head["model-index"] = [{"name": name, "results": [result]}]
-    return head
+        front_matter["model-index"] = [{"name": name, "results": [result]}]
+    return front_matter
 
 
 def _results(metrics: Mapping[str, float | None]) -> Iterator[dict[str, Any]]:

@@ -38,9 +38,9 @@ class CaptureLayout(BaseModel):
     A sample is a window of tokens. Row t is the teacher's prediction of token t + 1.
 
     Attributes:
-        tokens: Most rows of a sample; a sample has one more token than rows.
+        tokens: Maximum number of rows of a sample; a sample has one more token than rows.
         vocabulary: Number of tokens in the teacher's vocabulary.
-        top_k: Logits per row: the largest ones, or those of drawn tokens.
+        top_k: Number of logits per row: the largest logits, or those of drawn tokens.
         drawn: Whether tokens are drawn from the distribution.
         temperature: Temperature of the draws and of the second log-sum-exp.
     """
@@ -170,10 +170,10 @@ class Block(_Frozen):
 
     def slices(self) -> Iterator[tuple[TensorSpec, slice]]:
         """Yield each tensor with its elements of the flat array."""
-        at = 0
+        start = 0
         for tensor in self.tensors:
-            yield tensor, slice(at, at + tensor.elements)
-            at += tensor.elements
+            yield tensor, slice(start, start + tensor.elements)
+            start += tensor.elements
 
 
 class Ratio(_Frozen):
@@ -216,7 +216,7 @@ class Metric(Ratio):
     spearman: bool = False
 
     @model_validator(mode="after")
-    def _one_rule(self) -> Metric:
+    def _check_rule(self) -> Metric:
         if bool(self.numerator) + bool(self.mean_of) + self.pearson + self.spearman != 1:
             raise ValueError("expected a numerator, mean_of, pearson or spearman")
         return self
@@ -295,7 +295,7 @@ class EmbeddingLayout(_Frozen):
     fields: tuple[EmbeddingField, ...] = Field(min_length=1, max_length=limits.EMBEDDED_TENSORS)
 
     @model_validator(mode="after")
-    def _embeddings_first(self) -> EmbeddingLayout:
+    def _check_fields(self) -> EmbeddingLayout:
         if sorted(self.fields, key=lambda field: field.dtype != "float32") != list(self.fields):
             raise ValueError("expected the float32 fields before the int64 fields")
         if self.fields[0].dtype != "float32":
@@ -334,7 +334,7 @@ class Export(_Frozen):
     files: dict[str, str] = {}
 
     @model_validator(mode="after")
-    def _has_free_directory(self) -> Export:
+    def _check_directory(self) -> Export:
         if self.directory in RESERVED:
             raise ValueError(
                 f"expected a directory that a run does not use, got {self.directory!r}"
@@ -342,7 +342,7 @@ class Export(_Frozen):
         return self
 
     @model_validator(mode="after")
-    def _plain_names(self) -> Export:
+    def _check_names(self) -> Export:
         for name in (self.directory, self.weights_file, *self.files):
             folder, slash, file = name.rpartition("/")
             is_plain = _FILE_NAME.fullmatch(file) and (not slash or _FILE_NAME.fullmatch(folder))
@@ -371,10 +371,10 @@ class Manifest(_Frozen):
     row_groups: tuple[tuple[int, ...], ...] = ()
     """Sizes of row groups by file, if samples are in files that are read by row group."""
     sampling: Sampling | None = None
-    """How an epoch's samples are drawn; None if each is used once."""
+    """How an epoch's samples are drawn; None if an epoch uses each sample once."""
 
     @model_validator(mode="after")
-    def _distinct(self) -> Manifest:
+    def _check_tensors_and_metrics(self) -> Manifest:
         names = [tensor.name for block in self.blocks for tensor in block.tensors]
         if len(set(names)) != len(names):
             raise ValueError("expected distinct names of tensors, got duplicates")
@@ -390,7 +390,7 @@ class Manifest(_Frozen):
         return self
 
     @model_validator(mode="after")
-    def _possible_draws(self) -> Manifest:
+    def _check_sampling(self) -> Manifest:
         if self.sampling is not None:
             try:
                 self.sampling.check(self.train_samples)
@@ -438,8 +438,8 @@ class Manifest(_Frozen):
         except ValidationError as error:
             first = error.errors()[0]
             location = ".".join(str(part) for part in first["loc"])
-            at = f" at {location!r}" if location else ""
-            raise MessageError(f"expected a manifest, got {first['msg']}{at}") from None
+            location_text = f" at {location!r}" if location else ""
+            raise MessageError(f"expected a manifest, got {first['msg']}{location_text}") from None
 
     def digest(self) -> str:
         return blake3(self.to_bytes()).hexdigest()

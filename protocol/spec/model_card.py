@@ -1,8 +1,8 @@
 """The model card: a README beside a trained model with what its run recorded.
 
-Its front matter follows the format of model hubs (https://huggingface.co/docs/hub/model-cards),
-with the run's facts under `samestep`; the body has the same facts as tables. What the run does not
-know (license, intended use) is left to the publisher.
+The front matter follows the format of model hubs (https://huggingface.co/docs/hub/model-cards),
+with the run's facts under `samestep`; the body has the same facts as tables. The publisher adds
+what the run does not know (license, intended use).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CardFacts(BaseModel):
 
     Attributes:
         run_id: The run's id.
-        name: The run spec's name.
+        name: The name in the run spec.
         task: The task.
         release: The release of samestep that wrote the card.
         outcome: How the run ended.
@@ -49,7 +49,7 @@ class CardFacts(BaseModel):
         train_samples: Number of training samples.
         data: Source of the training data in the run spec.
         data_name: Name of the data, such as a hub's.
-        workers: How many workers took part.
+        workers: Number of workers that took part.
         base: The name or source of the base model; None for a model trained from scratch.
         base_dtype: The type to which frozen weights were rounded.
         added_tokens: Tokens that the base does not have.
@@ -58,7 +58,7 @@ class CardFacts(BaseModel):
         weights_digest: Digest of the trained tensors.
         exact: Whether all workers computed with the same numerics profile.
         evaluations: Evaluation metrics, in order of steps.
-        made: Sentences on what was done to the result after the run.
+        made: Sentences that describe what was done to the result after the run.
         run_spec: The run spec; empty in cards of earlier releases.
     """
 
@@ -141,7 +141,7 @@ class CardFacts(BaseModel):
 
 def card_text(facts: CardFacts) -> str:
     """Return the card's text."""
-    head = hub_metadata(
+    front_matter = hub_metadata(
         name=facts.name,
         task=facts.task,
         library="peft" if facts.adapter else "transformers",
@@ -150,8 +150,8 @@ def card_text(facts: CardFacts) -> str:
         data=facts.data_name,
         metrics=facts.metrics,
     )
-    head[_KEY] = facts.model_dump(mode="json")
-    return f"{_FENCE}{_yaml(head)}{_FENCE}\n" + "\n".join(_body(facts)) + "\n"
+    front_matter[_KEY] = facts.model_dump(mode="json")
+    return f"{_FENCE}{_yaml(front_matter)}{_FENCE}\n" + "\n".join(_body(facts)) + "\n"
 
 
 def _yaml(document: Mapping[str, Any]) -> str:

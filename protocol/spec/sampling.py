@@ -1,7 +1,7 @@
-"""Draws of an epoch's samples, if an epoch is not one pass over all of them.
+"""Draws of an epoch's samples, if an epoch is not one pass over all samples.
 
-They are part of the manifest, since all workers must agree on the weights, and an audit repeats the
-draws. Weights are whole numbers, so that draws are exact on every machine.
+`Sampling` is part of the manifest, since all workers must agree on the weights, and an audit
+repeats the draws. Weights are whole numbers, so that draws are exact on every machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.base import limits
 from protocol.base.errors import DataError, MessageError
 
 WEIGHT_STEPS: Final = 2**32 - 1
-"""The largest weight: others are multiples of the largest one's 1 / (2^32 - 1), rounded."""
+"""The largest weight; the other weights are rounded to multiples of 1 / (2^32 - 1) of it."""
 _PACKED_CHARACTERS: Final = limits.BODY_BYTES // 2
 _TYPE: Final = np.dtype("<u4")
 
@@ -33,8 +33,8 @@ class Sampling(BaseModel):
     Attributes:
         draws: Number of samples in an epoch.
         replacement: Whether a sample can be drawn again in the same epoch.
-        packed_weights: Weights by sample: little-endian uint32, deflated, in base64; empty if all
-            are equal.
+        packed_weights: The weight of each sample: little-endian uint32, deflated, in base64; empty
+            if all weights are equal.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,7 +51,7 @@ class Sampling(BaseModel):
 
         Args:
             weights: A number of at least 0 for each sample, float64 of shape (samples,).
-            draws: Number of samples in an epoch; default: as many as there are.
+            draws: Number of samples in an epoch; default: the number of weights.
             replacement: Whether a sample can be drawn again in the same epoch.
 
         Raises:
@@ -62,7 +62,7 @@ class Sampling(BaseModel):
         message = "expected weights of samples: numbers of at least 0 in one dimension, {}: {}"
         if chances.ndim != 1 or not len(chances):
             raise DataError(
-                message.format(f"got shape {chances.shape}", "give one for each sample")
+                message.format(f"got shape {chances.shape}", "set one weight for each sample")
             )
         is_invalid = ~(np.isfinite(chances) & (chances >= 0))
         if is_invalid.any():
@@ -71,7 +71,7 @@ class Sampling(BaseModel):
                 message.format(f"got {chances[first]} for sample {first}", "correct it")
             )
         if not chances.any():
-            raise DataError(message.format("got only zeros", "give some sample a weight above 0"))
+            raise DataError(message.format("got only zeros", "set some weight above 0"))
         # These operations are correctly rounded, so the integers are the same on every machine.
         steps = np.rint(chances / chances.max() * WEIGHT_STEPS)
         integers = np.where(chances > 0, np.maximum(steps, 1), 0).astype(_TYPE)
@@ -79,8 +79,8 @@ class Sampling(BaseModel):
         possible = int((integers > 0).sum())
         if not replacement and draws > possible:
             raise DataError(
-                f"expected at most {possible} draws without replacement, as many as samples with a "
-                f"weight above 0, got {draws}: lower them, or draw with replacement"
+                f"expected at most {possible} draws without replacement, the number of samples "
+                f"with a weight above 0, got {draws}: lower it, or draw with replacement"
             )
         packed_weights = base64.b64encode(zlib.compress(integers.tobytes(), 9)).decode()
         if len(packed_weights) > _PACKED_CHARACTERS:
@@ -99,7 +99,8 @@ class Sampling(BaseModel):
         """Check that these draws are possible among `samples` samples.
 
         Raises:
-            MessageError: There are other weights than samples, or more draws than samples.
+            MessageError: The numbers of weights and samples differ, or there are more draws than
+                samples.
         """
         weights = self.weights
         if weights is not None and len(weights) != samples:
@@ -110,7 +111,7 @@ class Sampling(BaseModel):
 
     @cached_property
     def weights(self) -> Weights | None:
-        """Weights by sample, (samples,) uint32; None if all are equal.
+        """The weight of each sample, (samples,) uint32; None if all weights are equal.
 
         Raises:
             MessageError: The packed weights are damaged.

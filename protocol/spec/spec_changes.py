@@ -1,7 +1,7 @@
-"""The keys of its run spec that a resumed run may change, and why it may not change the others.
+"""The keys of the run spec that a resumed run may change, and why it may not change the others.
 
-A key may change only if the committed steps and the state keep their meaning. Later steps then
-follow the new run spec.
+A key may change only if committed steps and state stay valid. Later steps then follow the new run
+spec.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAY_CHANGE: Final = {
 }
 """What changes with each key; a section stands for its keys."""
 
-_OF_SCHEDULES: Final = {
+_SCHEDULE_KEYS: Final = {
     "min_lr_ratio", "power", "cycles", "rise_ratio", "start_lr_ratio", "milestones", "gamma",
     "rates", "rates_every", "decay_ratio", "decay", "plateau",
 }  # fmt: skip
@@ -71,8 +71,8 @@ def changed_spec(
     """Change the spec of a run that is to be resumed.
 
     Args:
-        spec: The run's.
-        changes: `key=value` pairs, as in `parse_run_spec`, or the whole new spec.
+        spec: The run's current spec.
+        changes: `key=value` pairs as in `parse_run_spec`, or the whole new spec.
 
     Returns:
         The new spec, and a line for each change, such as `steps: 10 -> 20`.
@@ -92,7 +92,7 @@ def _with_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
     # `init_from` was applied when the run began.
     init_from = document.pop("init_from", None)
     if any(override.startswith("optimizer.schedule=") for override in overrides):
-        for key in _OF_SCHEDULES & document.get("optimizer", {}).keys():
+        for key in _SCHEDULE_KEYS & document.get("optimizer", {}).keys():
             del document["optimizer"][key]
     new = parse_run_spec(document, overrides, "the run's spec")
     return new.model_copy(update={"init_from": init_from})

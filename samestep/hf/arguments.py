@@ -1,7 +1,7 @@
 """Every field of `TrainingArguments`: honored, without effect on training, or refused if set.
 
-Nothing is ignored silently. A field in none of the lists, which a newer transformers may have, is
-refused unless it has its default value.
+Nothing is ignored silently. A field that is in none of the lists, such as one of a newer
+transformers, is refused unless it has its default value.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def named_optimizer(
         steps: Number of steps of the run.
         decay_keys: Keys that name the tensors without weight decay; used if there is weight decay.
     """
-    schedule, optimizer = word_of(arguments.lr_scheduler_type), word_of(arguments.optim)
+    schedule, optimizer = value_of(arguments.lr_scheduler_type), value_of(arguments.optim)
     keys = _schedule_of(schedule, arguments)
     has_named_optimizer = optimizer in _OPTIMIZERS and keys is not None and not arguments.optim_args
     if not has_named_optimizer or (_OPTIMIZERS[optimizer] != "adamw" and arguments.weight_decay):
@@ -167,10 +167,10 @@ def named_optimizer(
 
 
 def batch_of(arguments: Any) -> tuple[int, int]:
-    """Return the samples of a step and of a microbatch.
+    """Return the number of samples of a step and of a microbatch.
 
     Raises:
-        DataError: There would be none.
+        DataError: A batch would have no samples.
     """
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         if getattr(arguments, name) < 1:
@@ -186,7 +186,7 @@ def steps_of(arguments: Any, samples: int) -> int:
     """Return the number of optimizer steps of a run, for a number of training samples.
 
     Raises:
-        DataError: There would be none.
+        DataError: The run would have no steps.
     """
     if arguments.max_steps > 0:
         return int(arguments.max_steps)
@@ -213,7 +213,7 @@ def evaluation_interval(arguments: Any, steps_per_epoch: int, steps: int) -> int
 
 def checkpoint_interval(arguments: Any, steps_per_epoch: int, steps: int) -> int:
     """Return the number of steps between checkpoints; 0: only at the end."""
-    if word_of(arguments.save_strategy) == "best":
+    if value_of(arguments.save_strategy) == "best":
         return evaluation_interval(arguments, steps_per_epoch, steps)
     return _interval(arguments.save_strategy, arguments.save_steps, steps_per_epoch, steps)
 
@@ -224,7 +224,7 @@ def best_metric(arguments: Any) -> dict[str, str]:
     Raises:
         DataError: No checkpoint would have the metric.
     """
-    is_best_saved = word_of(arguments.save_strategy) == "best"
+    is_best_saved = value_of(arguments.save_strategy) == "best"
     if not arguments.load_best_model_at_end and not is_best_saved:
         return {}
     metric = str(arguments.metric_for_best_model or "loss").removeprefix("eval_")
@@ -234,7 +234,7 @@ def best_metric(arguments: Any) -> dict[str, str]:
 
 
 def _interval(strategy: Any, steps_or_share: Any, steps_per_epoch: int, steps: int) -> int:
-    match word_of(strategy):
+    match value_of(strategy):
         case "no":
             return 0
         case "epoch":
@@ -244,7 +244,7 @@ def _interval(strategy: Any, steps_or_share: Any, steps_per_epoch: int, steps: i
             return max(1, math.ceil(steps * interval) if interval < 1 else int(interval))
 
 
-def word_of(choice: Any) -> str:
+def value_of(choice: Any) -> str:
     """Return the value of an enumeration's member, or the value itself."""
     return str(getattr(choice, "value", choice))
 

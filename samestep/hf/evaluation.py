@@ -40,16 +40,16 @@ def metrics_of(trainer: Any, model: Any, batches: Iterable[Mapping[str, Any]]) -
     collected = {name: containers(concatenates, padding_index=-100) for name in names}
     main_input = getattr(model, "main_input_name", "input_ids")
     for batch in batches:
-        inputs = {name: container for name, container in batch.items() if name != SAMPLES}
-        kept_inputs = inputs.get(main_input) if "inputs" in requested else None
+        inputs = {name: value for name, value in batch.items() if name != SAMPLES}
+        main_inputs = inputs.get(main_input) if "inputs" in requested else None
         loss, logits, labels = trainer.prediction_step(model, inputs, prediction_loss_only=False)
         if logits is not None and trainer.preprocess_logits_for_metrics is not None:
             logits = trainer.preprocess_logits_for_metrics(logits, labels)
         if loss is not None:
             loss = loss.repeat(int(batch[SAMPLES]))
-        for name, array in zip(names, (loss, logits, labels, kept_inputs), strict=True):
-            if array is not None:
-                collected[name].add(array)
+        for name, tensor in zip(names, (loss, logits, labels, main_inputs), strict=True):
+            if tensor is not None:
+                collected[name].add(tensor)
                 collected[name].to_cpu_and_numpy()
     arrays = {name: container.get_arrays() for name, container in collected.items()}
     if arrays["predictions"] is None or arrays["label_ids"] is None:
@@ -65,4 +65,4 @@ def metrics_of(trainer: Any, model: Any, batches: Iterable[Mapping[str, Any]]) -
     prediction = EvalPrediction(arrays["predictions"], arrays["label_ids"], **extra)
     raw_metrics = trainer.compute_metrics(prediction)
     metrics = trainer_utils.denumpify_detensorize(raw_metrics)  # type: ignore[no-untyped-call]
-    return {name.removeprefix("eval_"): array for name, array in metrics.items()}
+    return {name.removeprefix("eval_"): value for name, value in metrics.items()}

@@ -1,8 +1,8 @@
 """The loss of a trainer as a sum over samples, or a microbatch's mean, with its divisor.
 
 A worker adds up gradients over samples and microbatches, so a mean must become a sum and a count.
-Models that receive the number of items in the batch divide a sum by it: here they receive 1. All
-others return a mean over samples, or over the labels that are not -100.
+Models that receive the number of items in the batch divide a sum by that number: here they receive
+1. All other models return a mean over samples, or over the labels that are not -100.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class SummedLoss:
 
     Args:
         trainer: The trainer.
-        samples: Batches of one sample each, or with `is_mean` of several; the first with a loss
-            shows how the loss is divided.
-        is_mean: Whether `loss` is the mean of a microbatch instead.
+        samples: Batches of one sample each, or with `is_mean` of several; the first batch with a
+            loss shows how the loss is divided.
+        is_mean: Whether `loss` returns the mean of a microbatch instead of a sum.
 
     Raises:
-        DataError: The loss cannot be turned into the sum that the trainer's own loop has.
+        DataError: The loss cannot be converted to the sum that the trainer's own loop computes.
     """
 
     def __init__(
@@ -131,5 +131,5 @@ class SummedLoss:
             return self._trainer.compute_loss(model, inputs, num_items_in_batch=items)
 
     def _count(self, batch: Mapping[str, Any]) -> Any:
-        """Return a tensor, so that no device has to wait for its value."""
+        """Return the number of labels or samples, as a tensor: no device waits for the value."""
         return (batch["labels"] != -100).sum() if self._is_mean_over_labels else batch[SAMPLES]

@@ -1,8 +1,9 @@
 """A trainer's optimizer and scheduler as arguments of `samestep.fit`.
 
-Those that `TrainingArguments` name become keys of the run spec. Everything else (`optimizers=`, a
-class that overrides `create_optimizer`, an optimizer or a schedule without a name here) is created
-by the trainer itself and translated as objects of torch: see `samestep.optimizers`.
+An optimizer and a schedule that `TrainingArguments` name become keys of the run spec. Everything
+else (`optimizers=`, a class that overrides `create_optimizer`, an optimizer or a schedule without a
+name here) is created by the trainer itself and translated as objects of torch: see
+`samestep.optimizers`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import transformers
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from protocol.base.errors import DataError, SamestepError
-from samestep.hf.arguments import named_optimizer, word_of
+from samestep.hf.arguments import named_optimizer, value_of
 from samestep.optimizers import OptimizerArguments
 
 _CREATORS: Final = (
@@ -29,7 +30,7 @@ def fit_optimizer(trainer: Any, steps: int) -> dict[str, Any]:
     """Return the arguments `optimizer`, `scheduler` and `settings` of `fit` for a trainer.
 
     Args:
-        trainer: The trainer, with its model; `created_optimizer` restores what this creates.
+        trainer: The trainer, with its model; `created_optimizer` restores its attributes.
         steps: Steps of the run.
 
     Raises:
@@ -46,8 +47,8 @@ def fit_optimizer(trainer: Any, steps: int) -> dict[str, Any]:
         raise
     except Exception as error:
         raise DataError(
-            f"TrainingArguments.optim={word_of(trainer.args.optim)!r}, lr_scheduler_type="
-            f"{word_of(trainer.args.lr_scheduler_type)!r}: creating them raised "
+            f"TrainingArguments.optim={value_of(trainer.args.optim)!r}, lr_scheduler_type="
+            f"{value_of(trainer.args.lr_scheduler_type)!r}: creating them raised "
             f"{type(error).__name__}: {error}"
         ) from error
     try:
@@ -56,8 +57,8 @@ def fit_optimizer(trainer: Any, steps: int) -> dict[str, Any]:
         if is_custom:
             raise
         raise DataError(
-            f"TrainingArguments.optim={word_of(trainer.args.optim)!r}, lr_scheduler_type="
-            f"{word_of(trainer.args.lr_scheduler_type)!r} cannot be honored: {error}; write it as "
+            f"TrainingArguments.optim={value_of(trainer.args.optim)!r}, lr_scheduler_type="
+            f"{value_of(trainer.args.lr_scheduler_type)!r} cannot be honored: {error}; write it as "
             "Trainer(..., samestep={...})"
         ) from error
     extra_keys: dict[str, Any] = {}

@@ -25,7 +25,7 @@ from transformers.integrations.neftune import activate_neftune, deactivate_neftu
 from transformers.trainer_utils import TrainOutput, align_special_tokens
 
 from protocol.base.errors import DataError, UsageError
-from samestep.fitting import fit, keeps_the_run, new_directory
+from samestep.fitting import fit, new_directory, writes_run_directory
 from samestep.hf.arguments import (
     batch_of,
     best_metric,
@@ -33,7 +33,7 @@ from samestep.hf.arguments import (
     checkpoint_interval,
     evaluation_interval,
     steps_of,
-    word_of,
+    value_of,
 )
 from samestep.hf.callbacks import CallbackLoop, check_callbacks, early_stopping, silence
 from samestep.hf.evaluation import check_evaluation, metrics_of
@@ -165,7 +165,7 @@ class SamestepMixin:
                 **(self._fit_arguments.get("settings") or {}),
             },
         }
-        if not keeps_the_run(fit_arguments.get("control")):
+        if not writes_run_directory(fit_arguments.get("control")):
             return fit_arguments
         if resume:
             mode = self._fit_arguments.get("resume") or True  # "edited"
@@ -317,7 +317,7 @@ def _refuse_unsupported(trainer: Any, other_arguments: Mapping[str, Any]) -> Non
 
 def _refuse_custom_loop(trainer: Any) -> None:
     """Refuse methods of the loop that a class, or the trainer itself, has changed."""
-    evaluates = word_of(trainer.args.eval_strategy) != "no"
+    evaluates = value_of(trainer.args.eval_strategy) != "no"
     evaluation_methods = (
         *_EVALUATION_METHODS,
         *(() if trainer.compute_metrics else ("prediction_step",)),
@@ -433,7 +433,7 @@ def _task(trainer: Any, unit: Any = "sample") -> UserTask:
     collate = trainer.data_collator
     if train is trainer.train_dataset:
         collate = trainer._get_collator_with_removed_columns(collate)  # noqa: SLF001 -- likewise
-    evaluates = word_of(trainer.args.eval_strategy) != "no"
+    evaluates = value_of(trainer.args.eval_strategy) != "no"
     held_out = trainer.eval_dataset if evaluates else None
     # transformers has moved the model to its default card; a worker moves it to its own device.
     device = _device_of(trainer.model)

@@ -147,14 +147,17 @@ def test_worker_stops_waiting_for_a_run_that_never_begins(monkeypatch, failure, 
     options = replace(step_of().join_options("cpu", None), failure=lambda: failure)
     with pytest.raises((RunFailed, Unreachable), match=expected):
         fitting._follow(
-            joined_worker, event_queue, None, lambda: fitting._no_run(joined_worker, options)
+            joined_worker,
+            event_queue,
+            None,
+            lambda: fitting._reason_to_stop_waiting(joined_worker, options),
         )
 
 
 def test_worker_waits_ten_seconds_for_a_run():
     options = replace(step_of().join_options("cpu", None), failure=str, retry_for_s=0.0)
-    assert fitting._no_run(build_worker(idle_s=9.9)[0], options) is None
-    assert fitting._no_run(build_worker(idle_s=10.0)[0], options) is not None
+    assert fitting._reason_to_stop_waiting(build_worker(idle_s=9.9)[0], options) is None
+    assert fitting._reason_to_stop_waiting(build_worker(idle_s=10.0)[0], options) is not None
 
 
 class DrainableCoordinator:
@@ -183,7 +186,7 @@ def test_only_usable_tasks_are_counted_until_training_starts():
     def has_deadline_after(event, **fields):
         change = members.note({"event": event, **fields})
         assert change is not None
-        deadline.note(change.workers, has_started=change.has_started)
+        deadline.update(change.workers, has_started=change.has_started)
         return deadline.deadline_s is not None
 
     assert members.note({"event": "said"}) is None

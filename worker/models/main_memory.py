@@ -42,7 +42,7 @@ def check_bytes_fit(needed_bytes: int, proc: Path = PROC, groups: Path = GROUPS)
     """Check that a number of bytes fits; arguments and errors as for `check_model_fits`."""
     give_back_freed_memory()  # from an earlier run's model
     try:
-        available = read_memory(proc, groups).most
+        available = read_memory(proc, groups).available
     except (OSError, ValueError):
         return
     if needed_bytes > available:

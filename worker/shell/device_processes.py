@@ -22,7 +22,7 @@ from backends.base.interface import Array
 from protocol.base.errors import UsageError
 from protocol.cli.command_line import child_environment, command_of
 from protocol.exact.replica import PartKind, Replica, part_elements
-from protocol.machine.memory import killed_for_memory, killed_more
+from protocol.machine.memory import has_new_kills, killed_for_memory
 from protocol.machine.shared_memory import Extent, SharedMemory
 from protocol.spec.manifest import Block
 from protocol.spec.sections.optimizer import OptimizerSpec
@@ -206,7 +206,7 @@ def _argument(device: int | str | None) -> str:
 
 
 def _describe_end(code: int, killed_before: Mapping[str, int]) -> str:
-    if code == -signal.SIGKILL and killed_more(killed_before, killed_for_memory()):
+    if code == -signal.SIGKILL and has_new_kills(killed_before, killed_for_memory()):
         return "was killed by the kernel for memory (oom_kill)"
     if code < 0:
         with contextlib.suppress(ValueError):

@@ -51,7 +51,7 @@ from protocol.exact.samples import SampleOrder, microbatch_seed
 from protocol.exact.subnormals import check_subnormals
 from protocol.machine.allocator import give_back_freed_memory
 from protocol.machine.machine import Machine
-from protocol.machine.memory import figures_of
+from protocol.machine.memory import describe_shortage
 from protocol.machine.processor import usable_cores
 from protocol.machine.trace import Tracer, now_us
 from protocol.spec.manifest import Manifest
@@ -126,7 +126,7 @@ def _build_failed(run_id: str, spec: RunSpec, error: Exception) -> BuildFailed:
         reason = describe_raised(error)
     text = f"the task {spec.task!r} cannot be built: {reason}"
     if reason == NO_MEMORY:
-        return BuildFailed(run_id, RunFailed(f"{text}{figures_of(error)}"), is_local=True)
+        return BuildFailed(run_id, RunFailed(f"{text}{describe_shortage(error)}"), is_local=True)
     return BuildFailed(run_id, DataError(text))
 
 

@@ -27,7 +27,7 @@ def adapter_directory(source: str) -> Path:
     """Return the directory of an adapter.
 
     Raises:
-        DataError: There is no adapter.
+        DataError: The directory does not contain an adapter.
     """
     path = Path(os.path.expanduser(source))  # noqa: PTH111  (leaves an unknown ~name as it is)
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
@@ -97,7 +97,7 @@ def check_lora(directory: Path, config: Mapping[str, Any], lora: LoraSpec) -> No
     """Check that an adapter has the rank, scale and layers of the run spec.
 
     Raises:
-        DataError: The adapter differs; names the key to set.
+        DataError: The adapter differs; the error names the key to set.
     """
     pairs: list[tuple[str, object, object]] = [
         ("r", config.get("r"), lora.r),
@@ -121,7 +121,7 @@ def check_adapter(spec: RunSpec) -> None:
     """Check the adapter that a run spec names, before any worker builds the model.
 
     Raises:
-        DataError: The adapter does not fit the run spec; names the key to set.
+        DataError: The adapter does not fit the run spec; the error names the key to set.
     """
     model = spec.model
     if model is None or model.adapter is None or spec.lora is None:
@@ -143,11 +143,11 @@ def check_adapter(spec: RunSpec) -> None:
 
 def _check_earlier(directory: Path, spec: RunSpec, base_dtype: str) -> None:
     earlier = EarlierRun.read(directory)
-    rounded = earlier.model.get("base_dtype")
-    if rounded not in {None, base_dtype}:
+    adapter_dtype = earlier.model.get("base_dtype")
+    if adapter_dtype not in {None, base_dtype}:
         raise DataError(
-            f"the adapter in {str(directory)!r} has model.base_dtype {rounded}, the run spec "
-            f"{base_dtype}: --set model.base_dtype={rounded}"
+            f"the adapter in {str(directory)!r} has model.base_dtype {adapter_dtype}, the run spec "
+            f"{base_dtype}: --set model.base_dtype={adapter_dtype}"
         )
     added_tokens = [*(earlier.model.get("added_tokens") or ())]
     spec_tokens = [] if spec.model is None else [*spec.model.added_tokens]
@@ -177,7 +177,7 @@ def check_labels(spec: RunSpec, labels: Sequence[str]) -> None:
         labels: The labels of the data, by number.
 
     Raises:
-        DataError: The labels differ; says what to do.
+        DataError: The labels differ.
     """
     model = spec.model
     if model is None or model.source is None:
@@ -198,15 +198,15 @@ def check_labels(spec: RunSpec, labels: Sequence[str]) -> None:
     expected = _list_from_difference(trained_labels, labels)
     raise DataError(
         f"the {kind} in {str(directory)!r} was trained for the labels {expected}, the data has "
-        f"{has}: give data with the same labels, or start with a new head: {new_head}"
+        f"{has}: use data with the same labels, or start with a new head: {new_head}"
     )
 
 
 def _list_from_difference(labels: Sequence[str], others: Sequence[str]) -> str:
-    """Format a list; of a long one, some labels from the first that differs from the other list."""
+    """Format a list; if it is long, only labels from the first difference to the other list on."""
     if len(labels) <= _SHOWN_LABELS:
         return str([*labels])
-    first = next(
+    start = next(
         (n for n, pair in enumerate(zip(labels, others, strict=False)) if len({*pair}) > 1), 0
     )
-    return f"{[*labels[first : first + _SHOWN_LABELS]]} (from number {first}, of {len(labels)})"
+    return f"{[*labels[start : start + _SHOWN_LABELS]]} (from number {start}, of {len(labels)})"

@@ -5,6 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 SCRIPT_DIRECTORY: Final = "script"
-"""Has a copy of the script whose `samestep.fit` begins the run."""
+"""Directory for a copy of the script whose `samestep.fit` begins the run."""
 BEFORE_A_RUN: Final = frozenset({"lock", "term.json", "epoch.json", "lost+found", SCRIPT_DIRECTORY})
-"""That copy, and files of a run that was not accepted."""
+"""The copy of the script, files of a run that was not accepted, and `lost+found`."""

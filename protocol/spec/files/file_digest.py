@@ -1,4 +1,4 @@
-"""BLAKE3 digests of files, which are read in pieces; a file that shrinks meanwhile ends early."""
+"""BLAKE3 digests of files, which are read in pieces."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class FileDigests:
     """A cache of file digests: a file is read again only if its identity has changed."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, tuple[tuple[int, ...], str]] = {}
+        self._digests: dict[Path, tuple[tuple[int, ...], str]] = {}
         self._lock = threading.Lock()
 
     def holds(self, path: Path, size: int, digest: str) -> bool:
@@ -91,11 +91,11 @@ class FileDigests:
                 return False
             key = identity(status)
             with self._lock:
-                cached_key, cached_digest = self._known.get(path, ((), ""))
+                cached_key, cached_digest = self._digests.get(path, ((), ""))
             if cached_key != key:
                 _, cached_digest = file_digest(path)
                 with self._lock:
-                    self._known[path] = (key, cached_digest)
+                    self._digests[path] = (key, cached_digest)
         except OSError:
             return False
         return cached_digest == digest
@@ -107,4 +107,4 @@ class FileDigests:
         except OSError:
             return
         with self._lock:
-            self._known[path] = (key, digest)
+            self._digests[path] = (key, digest)

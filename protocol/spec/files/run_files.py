@@ -1,8 +1,8 @@
 """Find the files that a run's task reads, with the same result on the coordinator and on workers.
 
-Only files that the task reads are listed. Of a model's directory these are its configuration, its
-weights in safetensors and its tokenizer, so nothing that could run code. Each worker resolves hub
-names itself, and so it does the sources of a user-defined task, except a data file given by path.
+Only files that the task reads are listed: in a model's directory the configuration, the weights in
+safetensors and the tokenizer, but nothing that could run code. Each worker resolves hub names and
+the sources of a user-defined task itself, except a data file that is named by its path.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SourceFiles:
 
 
 def source_files(spec: RunSpec, role: Role) -> SourceFiles | None:
-    """Find the files of a role; None if there are none, or each worker finds its own.
+    """Find the files of a role; None if there are none, or each worker finds the files itself.
 
     Raises:
         DataError: The source is missing, or its files cannot be used.
@@ -68,10 +68,10 @@ def source_files(spec: RunSpec, role: Role) -> SourceFiles | None:
         return None
     if role == "data":
         assert spec.data is not None
-        return _data(spec, spec.data)
+        return _data_files(spec, spec.data)
     if role == "validation":
         assert spec.data is not None
-        files = _data(spec, spec.data.model_copy(update={"train": source}))
+        files = _data_files(spec, spec.data.model_copy(update={"train": source}))
         return None if files is None else replace(files, role="validation")
     if role == "adapter":
         adapter = adapter_directory(source)
@@ -85,13 +85,14 @@ def source_files(spec: RunSpec, role: Role) -> SourceFiles | None:
         return None
     # A tokenizer needs the model's config too: it may name the class and the special tokens.
     names = _model_files(path, source) if role == "model" else _existing(path, _CONFIGURATION[:1])
-    tokenizer = _tokenizer_files(path)
-    if (role == "tokenizer" or spec.tokenizer is None) and not sources.has_vocabulary(tokenizer):
+    tokenizer_names = _tokenizer_files(path)
+    needs_vocabulary = role == "tokenizer" or spec.tokenizer is None
+    if needs_vocabulary and not sources.has_vocabulary(tokenizer_names):
         raise DataError(
             f"expected a tokenizer in {source!r}, found no vocabulary; add the model's "
             "tokenizer.json (or vocab.txt, tokenizer.model)"
         )
-    names += tokenizer
+    names += tokenizer_names
     return SourceFiles(role, source, "directory", tuple((n, path / n) for n in sorted(set(names))))
 
 
@@ -104,7 +105,7 @@ def refuse_links_out(files: SourceFiles) -> None:
     Raises:
         DataError: A file of the directory is such a link.
     """
-    directory = Path(os.path.expanduser(files.source))  # noqa: PTH111  (as below)
+    directory = Path(os.path.expanduser(files.source))  # noqa: PTH111  (leaves an unknown ~name)
     if sources.is_pattern(files.source):
         directory = sources.fixed_directory(files.source)
     if files.role not in {"data", "validation"} or not directory.is_dir():
@@ -118,12 +119,12 @@ def refuse_links_out(files: SourceFiles) -> None:
             )
 
 
-def _data(spec: RunSpec, data: DataSpec) -> SourceFiles | None:
-    path = Path(os.path.expanduser(data.train))  # noqa: PTH111  (leaves an unknown ~name as it is)
+def _data_files(spec: RunSpec, data: DataSpec) -> SourceFiles | None:
+    path = Path(os.path.expanduser(data.train))  # noqa: PTH111  (leaves an unknown ~name)
     if spec.is_user_task:
         return _single_file("data", data.train, path) if path.is_file() else None
     if spec.task == "distil":
-        return _capture(data, path)
+        return _capture_files(data, path)
     has_rows = not isinstance(data, RunningText | MaskedText)
     if has_rows:
         paths = sources.row_files(data.train, class_folders=isinstance(data, LabeledData))
@@ -138,7 +139,7 @@ def _data(spec: RunSpec, data: DataSpec) -> SourceFiles | None:
     return SourceFiles("data", data.train, "directory", tuple(files))
 
 
-def _capture(data: DataSpec, path: Path) -> SourceFiles:
+def _capture_files(data: DataSpec, path: Path) -> SourceFiles:
     """Find the index of captured logits, the files of logits, and the teacher's tokenizer."""
     if not (path / CAPTURE_INDEX).is_file():
         raise DataError(

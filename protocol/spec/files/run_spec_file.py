@@ -17,7 +17,7 @@ from protocol.spec.run_spec import RunSpec, parse_run_spec_text
 
 _LOG: Final = logging.getLogger(__name__)
 _WRITER_PATIENCE_S: Final = 5.0
-"""How long to wait for a pipe's writer: a shell starts both ends at about the same time."""
+"""Maximum wait for a pipe's writer: a shell starts both ends at about the same time."""
 
 
 def load_run_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
@@ -44,7 +44,7 @@ def _read(path: Path) -> bytes:
     """Read at most the size of a run spec, since a device file never ends.
 
     Raises:
-        OSError: The file cannot be read, or is larger.
+        OSError: The file cannot be read, or is larger than a run spec may be.
     """
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with os.fdopen(fd, "rb") as file:

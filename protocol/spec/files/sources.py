@@ -24,12 +24,12 @@ from protocol.spec.sections.data import USUAL_PATTERN
 PACKAGE: Final = "package:"
 TEXT_SUFFIXES: Final = (".jsonl", ".csv", ".tsv")
 ROW_KINDS: Final = ("jsonl", "json", "csv", "tsv", "parquet", "arrow")
-"""Kinds of files with rows, by suffix, which `.gz` or `.zst` may follow."""
+"""Kinds of files with rows, named by their suffix, which `.gz` or `.zst` may follow."""
 ROW_KINDS_SHOWN: Final = "".join(f".{kind}, " for kind in ROW_KINDS) + "perhaps with .gz or .zst"
 _COMPRESSED: Final = (".gz", ".zst", ".zstd")
 _SAME_KIND: Final = {"ndjson": "jsonl", "jsonlines": "jsonl"}
 _SAVED_STATE: Final = "state.json"
-"""File in a data set that the library `datasets` saved; it names the others."""
+"""File that lists the other files of a data set that the library `datasets` saved."""
 _SAVED_SPLITS: Final = "dataset_dict.json"
 CORPUS_SUFFIXES: Final = (".jsonl", ".txt")
 PYTHON_STDLIB: Final = "python-stdlib"
@@ -63,7 +63,7 @@ def tokenizer_source(source: str) -> str:
     """Locate a tokenizer, like `model_source`; its directory need not contain a model.
 
     Raises:
-        DataError: There is no such directory, or it has no tokenizer.
+        DataError: There is no such directory, or it does not contain a tokenizer.
     """
     path = expanded(source)
     if path.is_dir() and has_vocabulary(file.name for file in path.iterdir()):
@@ -83,7 +83,7 @@ def model_source(source: str) -> str:
         source: A directory, a GGUF file, `package:DISTRIBUTION`, or a hub name such as `org/name`.
 
     Raises:
-        DataError: There is no such directory, or it has no model.
+        DataError: There is no such directory, or it does not contain a model.
     """
     if source.startswith(PACKAGE):
         return str(_model_in_package(source.removeprefix(PACKAGE)))
@@ -95,7 +95,7 @@ def model_source(source: str) -> str:
         if len(paths) != 1:
             raise DataError(
                 f"expected a model in {source!r}, found no config.json; name the directory that "
-                "has it, or one GGUF file"
+                "contains it, or one GGUF file"
             )
         return str(paths[0])
     if path.is_file() and path.suffix == GGUF:
@@ -108,9 +108,9 @@ def model_source(source: str) -> str:
 
 
 def _is_hub_name(source: str) -> bool:
-    """Return whether the source can be a hub name (`name` or `organization/name`) and not a path.
+    """Return whether the source is a hub name (`name` or `organization/name`) and not a path.
 
-    It counts as a path if there is a directory named as its first part that contains models.
+    The source counts as a path if its first part is a directory that contains models.
     """
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source) or source.endswith(_MODEL_SUFFIXES):
         return False
@@ -194,8 +194,8 @@ def row_files(source: str, *, class_folders: bool = False) -> list[Path]:
     kinds = sorted({kind_of(file) for file in paths})
     if len(kinds) > 1 and kinds[0] in ROW_KINDS:
         raise DataError(
-            f"expected files of one kind in {source!r}, found {' and '.join(kinds)}; name those of "
-            f"one: --set data.train='{path}/*.{kinds[-1]}'"
+            f"expected files of one kind in {source!r}, found {' and '.join(kinds)}; name the "
+            f"files of one kind: --set data.train='{path}/*.{kinds[-1]}'"
         )
     return paths
 
@@ -254,7 +254,7 @@ def fixed_directory(source: str) -> Path:
 
 
 def expanded(source: str) -> Path:
-    """Return the path that a source names; an unknown `~name` stays as it is."""
+    """Return the path that a source names; an unknown `~name` is not expanded."""
     return Path(os.path.expanduser(source))  # noqa: PTH111  (`Path.expanduser` raises)
 
 
@@ -278,7 +278,7 @@ def corpus_files(source: str, pattern: str) -> list[Path]:
     if source.startswith(PACKAGE):
         files = package_files(source.removeprefix(PACKAGE))
         paths = [file for file in files if file.suffix in CORPUS_SUFFIXES]
-        # A package's metadata would match, too.
+        # The package's metadata would match, too.
         paths = [file for file in paths if not file.parent.name.endswith(".dist-info")]
         paths.sort(key=Path.as_posix)
     else:

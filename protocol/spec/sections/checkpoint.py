@@ -15,7 +15,7 @@ Better = Literal["higher", "lower"]
 class CheckpointSpec(Section):
     """When the whole state is saved, and which checkpoints are kept.
 
-    The newest intact checkpoint is always kept, and the best one if `metric` is set.
+    The newest intact checkpoint is always kept, and if `metric` is set also the best checkpoint.
     """
 
     every: Every = Field(
@@ -50,7 +50,7 @@ class CaptureCheckpoints(CheckpointSpec, lacks={"metric", "better", "copies"}):
 class StopSpec(Section):
     """Early stopping, once an evaluation metric no longer improves.
 
-    The best state is kept and saved beside the last one, in the directory `best`.
+    The best state is kept, and saved beside the last state in the directory `best`.
     """
 
     figure: str = Field(description="an evaluation metric, such as loss_per_token")

@@ -15,7 +15,8 @@ LOGITS_SUFFIX: Final = ".parquet"
 """Suffix of files with captured logits."""
 
 USUAL_PATTERN: Final = "*.txt"
-"""Of files of running text; in a directory without any, files of rows are taken."""
+"""Default pattern of files of running text; in a directory without such files, files of rows are
+read."""
 COLUMNS_OF_FORMAT: Final[dict[str, tuple[str, ...]]] = {
     "text": (),
     "messages": ("messages", "system", "tools"),
@@ -141,11 +142,11 @@ class DataSpec(Section):
 
 
 _KEYS: Final = frozenset(DataSpec.model_fields)
-_HELD_OUT: Final = {"train", "name", "validation", "holdout", "holdout_samples"}
+_COMMON_KEYS: Final = {"train", "name", "validation", "holdout", "holdout_samples"}
 
 
 class UserTaskData(DataSpec):
-    """Data of a user-defined task, which may read any key."""
+    """Data of a user-defined task; the task may read any key."""
 
     holdout: Fraction = Field(
         0.2, description="share of samples or documents held out for evaluation"
@@ -155,7 +156,7 @@ class UserTaskData(DataSpec):
 class LabeledData(
     DataSpec,
     lacks=_KEYS
-    - _HELD_OUT
+    - _COMMON_KEYS
     - {
         "text",
         "label",
@@ -174,7 +175,7 @@ class LabeledData(
     """Labeled texts, for classify."""
 
     @model_validator(mode="after")
-    def _has_two_columns(self) -> Self:
+    def _check_distinct_columns(self) -> Self:
         names = {"text": self.text, "label": self.label, "text_pair": self.text_pair}
         for first_key, second_key in itertools.combinations(names, 2):
             if names[first_key] == names[second_key]:
@@ -188,19 +189,21 @@ class LabeledData(
 
 
 class TaggedData(
-    DataSpec, lacks=_KEYS - _HELD_OUT - {"text", "label", "max_tokens", "skip_bad_rows"}
+    DataSpec, lacks=_KEYS - _COMMON_KEYS - {"text", "label", "max_tokens", "skip_bad_rows"}
 ):
-    """Words with a tag each, for tag."""
+    """Lists of words with a tag for each word, for tag."""
 
     text: str = Field("tokens", description="column or key of the words: a list")
-    label: str = Field("tags", description="column or key of the tags: a list as long")
+    label: str = Field("tags", description="column or key of the tags: a list of the same length")
 
 
 class TextPairs(
     DataSpec,
-    lacks=_KEYS - _HELD_OUT - {"text", "label", "max_tokens", "skip_bad_rows", "generate_tokens"},
+    lacks=_KEYS
+    - _COMMON_KEYS
+    - {"text", "label", "max_tokens", "skip_bad_rows", "generate_tokens"},
 ):
-    """Texts and the texts they become, for seq2seq."""
+    """Pairs of source and target texts, for seq2seq."""
 
     text: str = Field("source", description="column or key of the text that is read")
     label: str = Field("target", description="column or key of the text that is to be written")
@@ -209,7 +212,7 @@ class TextPairs(
 class RunningText(
     DataSpec,
     lacks=_KEYS
-    - _HELD_OUT
+    - _COMMON_KEYS
     - {"text", "pattern", "max_tokens", "format", "packing", "skip_bad_rows"},
 ):
     """Running text: documents without turns."""
@@ -220,7 +223,7 @@ class RunningText(
 class MaskedText(
     DataSpec,
     lacks=_KEYS
-    - _HELD_OUT
+    - _COMMON_KEYS
     - {"text", "pattern", "max_tokens", "format", "skip_bad_rows", "mask_share"},
 ):
     """Running text for masked-lm."""
@@ -242,7 +245,7 @@ def _check_columns(data: DataSpec, columns: Sequence[str], owner: str) -> None:
 class Conversations(
     DataSpec,
     lacks=_KEYS
-    - _HELD_OUT
+    - _COMMON_KEYS
     - {
         "max_tokens",
         "format",
@@ -259,7 +262,7 @@ class Conversations(
     format: ConversationFormat
 
     @model_validator(mode="after")
-    def _fits_its_format(self) -> Self:
+    def _check_format(self) -> Self:
         _check_columns(self, COLUMNS_OF_FORMAT[self.format], f"format {self.format}")
         if self.group_by_length and self.packing:
             text = (
@@ -281,29 +284,29 @@ class TeacherConversations(
     """Conversations whose teacher logits are captured; none is held out."""
 
 
-class CapturedData(DataSpec, lacks=_KEYS - _HELD_OUT):
+class CapturedData(DataSpec, lacks=_KEYS - _COMMON_KEYS):
     """Captured logits of a teacher, for distil."""
 
 
 class PreferencePairs(
     DataSpec,
-    lacks=_KEYS - _HELD_OUT - {"max_tokens", "columns", "chat_template", "skip_bad_rows"},
+    lacks=_KEYS - _COMMON_KEYS - {"max_tokens", "columns", "chat_template", "skip_bad_rows"},
 ):
     """Pairs of chosen and rejected answers, for dpo."""
 
     @model_validator(mode="after")
-    def _fits_preferences(self) -> Self:
+    def _check_preference_columns(self) -> Self:
         _check_columns(self, PREFERENCE_COLUMNS, "task dpo")
         return self
 
 
 class EmbeddingPairs(
-    DataSpec, lacks=_KEYS - _HELD_OUT - {"max_tokens", "columns", "skip_bad_rows"}
+    DataSpec, lacks=_KEYS - _COMMON_KEYS - {"max_tokens", "columns", "skip_bad_rows"}
 ):
     """Pairs or triplets of texts, for embed."""
 
     @model_validator(mode="after")
-    def _fits_pairs(self) -> Self:
+    def _check_embedding_columns(self) -> Self:
         _check_columns(self, EMBEDDING_COLUMNS, "task embed")
         return self
 

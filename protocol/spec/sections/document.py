@@ -14,12 +14,12 @@ RENAMED_KEYS: Final = {"exchange.way": "exchange.topology"}
 """Keys of earlier releases and their current names."""
 
 _EXPONENT: Final = "tag:yaml.org,2002:float#exponent"
-_WHOLE: Final = 2**53
+_MAX_EXACT_FLOAT: Final = 2**53
 """Largest magnitude below which every whole number is a distinct float."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without its surprises: no duplicate keys, 1e-3 is a number, no octal or base 60."""
+    """YAML without surprises: no duplicate keys, 1e-3 is a number, no octal or base 60."""
 
     _depth = 0
 
@@ -38,32 +38,33 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(
         self,
         node: yaml.MappingNode,
-        deep: bool = False,  # noqa: FBT001, FBT002 -- as the base class has it
+        deep: bool = False,  # noqa: FBT001, FBT002 -- the base class's signature
     ) -> dict[Any, Any]:
-        """See `yaml.SafeLoader`."""
-        seen: set[str] = set()
+        """See `yaml.SafeLoader`; refuses duplicate keys."""
+        keys: set[str] = set()
         for key, _ in node.value:
             text = key.value if isinstance(key, yaml.ScalarNode) else None
-            if text in seen:
-                raise _fault(key, f"the key {text!r} occurs twice: keep one of them")
+            if text in keys:
+                raise _error_at(key, f"the key {text!r} occurs twice: keep one of them")
             if text is not None:
-                seen.add(text)
+                keys.add(text)
         return super().construct_mapping(node, deep)
 
     def construct_plain_number(self, node: yaml.ScalarNode) -> float:
         """Read a number; refuse 010 and 1:30, which YAML 1.1 reads as 8 and 90."""
         text = str(node.value)
         if ":" in text or re.fullmatch(r"[-+]?0[0-7_]+", text):
-            raise _fault(node, f"expected a number, or text in quotes, got {text}")
+            raise _error_at(node, f"expected a number, or text in quotes, got {text}")
         if node.tag == _EXPONENT:
             number = float(text)
-            return int(number) if number.is_integer() and abs(number) <= _WHOLE else number
+            is_exact = number.is_integer() and abs(number) <= _MAX_EXACT_FLOAT
+            return int(number) if is_exact else number
         if node.tag.endswith("int"):
             return int(self.construct_yaml_int(node))
         return float(self.construct_yaml_float(node))
 
 
-def _fault(node: yaml.Node, problem: str) -> yaml.YAMLError:
+def _error_at(node: yaml.Node, problem: str) -> yaml.YAMLError:
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
@@ -107,14 +108,16 @@ def _check_size(root: yaml.Node) -> None:
         if not isinstance(node, yaml.CollectionNode):
             return 1
         if id(node) not in sizes:
-            sizes[id(node)] = limits.DOCUMENT_VALUES + 1  # in case it contains itself
+            sizes[id(node)] = limits.DOCUMENT_VALUES + 1  # in case the node contains itself
             values = node.value
             if isinstance(node, yaml.MappingNode):
                 values = [child for pair in values for child in pair]
             sizes[id(node)] = 1 + sum(map(size, values))
         if sizes[id(node)] > limits.DOCUMENT_VALUES:
-            most = limits.DOCUMENT_VALUES
-            raise _fault(node, f"expected at most {most} values with aliases expanded, got more")
+            limit = limits.DOCUMENT_VALUES
+            raise _error_at(
+                node, f"expected at most {limit} values with aliases expanded, got more"
+            )
         return sizes[id(node)]
 
     size(root)
@@ -124,7 +127,7 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     """Set one key of a document from `key=value`, with dots between nested keys and a YAML value.
 
     Raises:
-        RunSpecError: It is not such a pair, or a parent key has a plain value.
+        RunSpecError: The override is not a `key=value` pair, or a parent key has a plain value.
     """
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -159,7 +162,7 @@ def rename_override(override: str) -> str:
 def rename_keys(document: dict[str, Any]) -> list[str]:
     """Rename keys of earlier releases in place, and return their old names.
 
-    A document that has both names is left alone: the old one is then an unknown key.
+    If a document has both names, neither is changed: the old name is then an unknown key.
     """
     old_names = []
     for old, new in RENAMED_KEYS.items():

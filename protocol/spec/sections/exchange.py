@@ -21,10 +21,12 @@ Topology = Literal["auto", "star", "sharded"]
 Codec = Literal["float32", "bfloat16", "int8", "int4", "topk"]
 DenseCodec = Literal["float32", "bfloat16", "int8", "int4"]
 
-_BY_ATTENDANCE: Final = (
+_WORKER_DEPENDENT_KEYS: Final = (
     "quorum", "min_replicas", "asynchronous", "async", "staleness", "timeout_s", "merging",
 )  # fmt: skip
-_BY_SPEED: Final = ("auto", "measured", "dynamic", "adaptive")
+"""Keys of other systems whose results depend on which workers take part."""
+_SPEED_DEPENDENT_VALUES: Final = ("auto", "measured", "dynamic", "adaptive")
+"""Values of `inner_steps` in other systems that depend on the speed of workers."""
 
 
 class Codecs(NamedTuple):
@@ -44,9 +46,9 @@ class Codecs(NamedTuple):
 class ExchangeSpec(Section):
     """How gradients are exchanged.
 
-    In a star, all workers send to the coordinator, which averages and sends to all. In a sharded
-    exchange each worker averages some slices of every block and sends them to the others, so each
-    link carries as much as in a ring. Both give the same bits.
+    In a star, all workers send gradients to the coordinator, which averages them and sends the
+    averages to all workers. In a sharded exchange each worker averages some chunks and sends them
+    to the others, so each link carries as much as in a ring. Both give the same bits.
 
     bfloat16 halves the bytes. Rounding (to nearest, ties to even) is then part of the sum: every
     microbatch's gradient and every sum of two subtrees is rounded. So the bits are the same for
@@ -126,16 +128,16 @@ class ReplicasSpec(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_depends_on_machines(cls, document: Any) -> Any:
+    def _refuse_machine_dependence(cls, document: Any) -> Any:
         if not isinstance(document, Mapping):
             return document
-        key = next((name for name in _BY_ATTENDANCE if name in document), None)
+        key = next((name for name in _WORKER_DEPENDENT_KEYS if name in document), None)
         if key is not None:
             raise ValueError(
                 f"expected a result that does not depend on the machines, got {key!r}; remove "
                 "it: every round has all `count` replicas, whichever machines compute them"
             )
-        if document.get("inner_steps") in _BY_SPEED:
+        if document.get("inner_steps") in _SPEED_DEPENDENT_VALUES:
             raise ValueError(
                 f"expected a number of inner_steps, got {document['inner_steps']!r}: the result "
                 "would depend on the machines; for machines of different speeds, raise `count` "
@@ -144,7 +146,7 @@ class ReplicasSpec(Section):
         return document
 
     @model_validator(mode="after")
-    def _has_checkpoints_within_a_round(self) -> Self:
+    def _check_boundaries(self) -> Self:
         if self.boundary_every >= self.inner_steps:
             raise ValueError(
                 f"expected boundary_every below inner_steps, {self.inner_steps}, or 0, "
@@ -154,7 +156,7 @@ class ReplicasSpec(Section):
 
     @property
     def has_carried_state(self) -> bool:
-        """Whether replicas have per-replica state that lasts beyond a round."""
+        """Whether replicas carry per-replica state from round to round."""
         return self.inner_state == "carry" or self.codec == "topk"
 
     @property

@@ -100,7 +100,7 @@ class ModelSpec(Section):
     )
 
     @model_validator(mode="after")
-    def _has_one_origin(self, info: ValidationInfo) -> Self:
+    def _check_origin_and_loss_scale(self, info: ValidationInfo) -> Self:
         if info.context == RESTORED:
             return self
         if (self.source is None) == (self.config is None):
@@ -121,7 +121,7 @@ class PretrainedModel(ModelSpec, lacks={"config"}):
 
 
 class StudentModel(ModelSpec, lacks={"added_tokens"}):
-    """A model that learns from captured logits, which are of the teacher's tokens."""
+    """A model that learns from captured logits of the teacher's tokens."""
 
 
 class TeacherModel(ModelSpec, lacks={"adapter", "gradient_checkpointing", "added_tokens"}):
@@ -131,8 +131,8 @@ class TeacherModel(ModelSpec, lacks={"adapter", "gradient_checkpointing", "added
 class TokenizerSpec(Section):
     """The tokenizer: loaded from `source`, or a byte-level BPE trained on the training text.
 
-    Without this section it is the model's own; for a model initialized from a config, one is
-    trained.
+    Without this section, the model's tokenizer is used; for a model initialized from a config, a
+    tokenizer is trained.
     """
 
     source: str | None = Field(
@@ -185,13 +185,13 @@ class LoraSpec(Section):
     )
 
     @model_serializer(mode="wrap")
-    def _without_idle_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out unused rare keys, so that digests are the same as in earlier releases."""
+    def _omit_idle_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit unused rare keys, so that digests are the same as in earlier releases."""
         document: dict[str, Any] = dump(self)
         return {key: value for key, value in document.items() if value or key not in _RARE_KEYS}
 
     @model_validator(mode="after")
-    def _has_no_dropout_of_parameters(self) -> Self:
+    def _refuse_dropout_of_parameters(self) -> Self:
         if self.target_parameters and self.dropout:
             raise KeyFault(
                 "lora.target_parameters are adapted without dropout: remove lora.dropout",

@@ -54,14 +54,14 @@ _Patterns = Annotated[
 
 
 class ParameterGroup(Section):
-    """Tensors by name, and how their update differs; the first group that matches counts."""
+    """Rules for the update of tensors with matching names; the first group that matches applies."""
 
     match: _Patterns = Field(
         description="names of tensors, in which * stands for any characters and ? for one; each "
         "must match a tensor"
     )
     lr_scale: float = Field(
-        1.0, ge=0, le=1e3, description="factor of lr; 0 leaves the tensors as they are"
+        1.0, ge=0, le=1e3, description="factor of lr; 0 leaves the tensors unchanged"
     )
     lr_scales: Annotated[tuple[_Rate, ...], OmittedByDefault()] = Field(
         (), max_length=100_000,
@@ -100,7 +100,7 @@ class EmaSpec(Section):
     )
 
     @model_validator(mode="after")
-    def _counts_initial_from_the_start(self, info: ValidationInfo) -> Self:
+    def _check_count_initial(self, info: ValidationInfo) -> Self:
         del info
         if self.count_initial and self.start_step:
             raise KeyFault(
@@ -259,16 +259,16 @@ class OptimizerSpec(Section):
 
     @property
     def average(self) -> EmaSpec | SwaSpec | None:
-        """The average of the weights that the state has beside them."""
+        """The average of the weights that is part of the state; None without one."""
         return self.ema or self.swa
 
     @property
     def clipped_groups(self) -> tuple[ParameterGroup, ...]:
-        """The groups whose gradients are clipped by a norm of their own."""
+        """The groups whose gradients are clipped by the norm of the group."""
         return tuple(group for group in self.groups if group.clip_norm is not None)
 
     @model_validator(mode="after")
-    def _clips_and_averages_in_one_way(self, info: ValidationInfo) -> Self:
+    def _check_clipping_and_average(self, info: ValidationInfo) -> Self:
         del info
         if self.clip_value is not None and (self.clip_norm or self.clipped_groups):
             raise KeyFault(
@@ -294,7 +294,7 @@ class OptimizerSpec(Section):
         return self
 
     @model_validator(mode="after")
-    def _schedule_is_complete(self, info: ValidationInfo) -> Self:
+    def _check_schedule(self, info: ValidationInfo) -> Self:
         del info
         if self.schedule == "plateau" and self.plateau is None:
             raise KeyFault(
@@ -304,7 +304,7 @@ class OptimizerSpec(Section):
             )
         if self.schedule == "onecycle" and self.warmup_steps:
             raise KeyFault(
-                "expected no warmup_steps with schedule onecycle, which rises by itself; remove "
+                "expected no warmup_steps with schedule onecycle, which has a warmup; remove "
                 "warmup_steps, and set rise_ratio",
                 "warmup_steps",
             )
@@ -315,10 +315,10 @@ class OptimizerSpec(Section):
         return self
 
 
-_OF_ADAFACTOR: Final = frozenset({
+_ADAFACTOR_KEYS: Final = frozenset({
     "beta2_decay", "clip_threshold", "scale_parameter", "min_parameter_rms", "relative_step",
 })  # fmt: skip
-_VARIANTS: Final = _OF_ADAFACTOR | {"amsgrad", "centered"}
+_VARIANTS: Final = _ADAFACTOR_KEYS | {"amsgrad", "centered"}
 
 
 class Sgd(OptimizerSpec, lacks={"momentum", "momenta", "betas", "eps", "alpha"} | _VARIANTS):
@@ -333,19 +333,19 @@ class Momentum(OptimizerSpec, lacks={"betas", "eps", "alpha"} | _VARIANTS):
     name: Literal["momentum", "nesterov"]
 
 
-class Adamw(OptimizerSpec, lacks={"momentum", "alpha", "centered"} | _OF_ADAFACTOR):
+class Adamw(OptimizerSpec, lacks={"momentum", "alpha", "centered"} | _ADAFACTOR_KEYS):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
     name: Literal["adamw"] = "adamw"
 
 
-class Adam(OptimizerSpec, lacks={"momentum", "alpha", "centered"} | _OF_ADAFACTOR):
+class Adam(OptimizerSpec, lacks={"momentum", "alpha", "centered"} | _ADAFACTOR_KEYS):
     """Adam (Kingma and Ba 2015, arXiv:1412.6980), with torch's weight decay."""
 
     name: Literal["adam"]
 
 
-class Rmsprop(OptimizerSpec, lacks={"momenta", "betas", "amsgrad"} | _OF_ADAFACTOR):
+class Rmsprop(OptimizerSpec, lacks={"momenta", "betas", "amsgrad"} | _ADAFACTOR_KEYS):
     """RMSprop (Hinton 2012), as in torch."""
 
     name: Literal["rmsprop"]
@@ -355,7 +355,7 @@ class Rmsprop(OptimizerSpec, lacks={"momenta", "betas", "amsgrad"} | _OF_ADAFACT
 
 
 class Adagrad(OptimizerSpec, lacks={"momenta", "momentum", "betas", "alpha"} | _VARIANTS):
-    """Adagrad (Duchi et al. 2011), as in torch without a decay of its own."""
+    """Adagrad (Duchi et al. 2011), as in torch without lr_decay."""
 
     name: Literal["adagrad"]
     eps: float = Field(1e-10, ge=1e-30, le=1e3, description="added to the denominator")
@@ -385,7 +385,7 @@ class ScheduleFree(OptimizerSpec, lacks={"momenta", "momentum", "alpha"} | _VARI
     name: Literal["schedule-free"]
 
     @model_validator(mode="after")
-    def _averages_instead_of_a_schedule(self, info: ValidationInfo) -> Self:
+    def _refuse_schedule(self, info: ValidationInfo) -> Self:
         del info
         if self.schedule != "constant":
             raise KeyFault(

@@ -62,7 +62,11 @@ class Needs:
     advice: str = ""
 
     def is_met(self, value: Any) -> bool:
-        """Return whether the key has an effect, given the other key's value."""
+        """Return whether the key has an effect.
+
+        Args:
+            value: The value of the other key.
+        """
         return value in self.values if self.values else bool(value)
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -115,7 +119,8 @@ class Section(BaseModel):
             setattr(cls, key, field.get_default())
 
     @model_serializer(mode="wrap")
-    def _without_idle_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _omit_idle_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit keys that have no effect, and defaults of keys that earlier releases lack."""
         document: dict[str, Any] = dump(self)
         for key, field in type(self).model_fields.items():
             for needs in field.metadata:

@@ -17,8 +17,8 @@ Temperature = Annotated[float, Field(ge=0.01, le=100.0)]
 class CaptureSpec(Section):
     """Part of a teacher's next-token distribution that task teacher-logits captures.
 
-    Logits are stored in float16 relative to the largest of their row, so that likely tokens have
-    the most precision.
+    Logits are stored in float16 relative to the largest logit of the row, so that likely tokens
+    have the highest precision.
     """
 
     drawn: Annotated[int, Field(ge=1, le=limits.ROW_LOGITS_ELEMENTS)] | None = Field(
@@ -36,8 +36,8 @@ class CaptureSpec(Section):
 class DistilSpec(Section):
     """Loss of task distil per token: alpha T^2 KL(teacher || student) + (1 - alpha) cross-entropy.
 
-    The divergence is taken at temperature T (Hinton et al. 2015, arXiv:1503.02531). All tokens
-    that the capture lacks count as one more outcome.
+    The divergence is computed at temperature T (Hinton et al. 2015, arXiv:1503.02531). All tokens
+    that are not in the capture count together as one more outcome.
     """
 
     alpha: float = Field(0.5, ge=0.0, le=1.0, description="weight of the divergence")
@@ -62,11 +62,11 @@ Pooling = Literal["mean", "cls", "last"]
 
 
 class EmbedSpec(Section):
-    """Loss of task embed per pair: the cross-entropy of its own passage among all of the step.
+    """Loss of task embed per pair: cross-entropy of its passage among all passages of the step.
 
     Scores are dot products divided by the temperature (InfoNCE, van den Oord et al. 2018,
     arXiv:1807.03748; MultipleNegativesRankingLoss in sentence-transformers). Passages that equal
-    the own one, or belong to an equal anchor, are left out.
+    the pair's passage, or belong to an equal anchor, are left out.
     """
 
     pooling: Pooling = Field(
@@ -127,20 +127,19 @@ class BatchSpec(Section):
     unit: Unit = Field(
         "sample",
         description="what a loss may depend on: one sample, so that losses add up over samples; or "
-        "the whole microbatch (own tasks and scripts), whose loss is then a mean",
+        "the whole microbatch (user-defined tasks and scripts), whose loss is then a mean",
     )
 
     @model_serializer(mode="wrap")
-    def _without_the_unit_of_earlier_releases(
-        self, dump: SerializerFunctionWrapHandler
-    ) -> dict[str, Any]:
+    def _omit_default_unit(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit the default unit, so that the digest is the same as in earlier releases."""
         document: dict[str, Any] = dump(self)
         if self.unit == "sample":
             document.pop("unit", None)
         return document
 
     @model_validator(mode="after")
-    def _is_bounded(self) -> Self:
+    def _check_microbatches(self) -> Self:
         if self.microbatch > self.samples:
             raise ValueError(
                 f"expected microbatch <= samples, got {self.microbatch} > {self.samples}"

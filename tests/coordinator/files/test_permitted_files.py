@@ -15,7 +15,7 @@ from coordinator.operator.control import ControlPort
 from coordinator.operator.control_client import request
 from coordinator.service.service import Service, Settings
 from protocol.base.errors import DataError, SamestepError
-from protocol.machine.secret_file import secret_places
+from protocol.machine.secret_file import secret_paths
 from tests import reading_task
 from tests.commands import called
 from tests.event_loop import on_uvloop
@@ -45,7 +45,7 @@ def data(tmp_path) -> Path:
 
 
 def test_secret_is_refused_by_every_path(tmp_path, home, data):
-    permitted = PermittedFiles((), secret_places())
+    permitted = PermittedFiles((), secret_paths())
     key = home / "coordinator" / "key.pem"
     link, around = data / "link.txt", tmp_path / "around"
     link.symlink_to(key)
@@ -80,7 +80,7 @@ def test_only_files_below_permitted_directories(tmp_path, data):
 
 
 def test_file_replaced_by_a_secret_after_the_check(tmp_path, home, data, monkeypatch):
-    permitted = PermittedFiles((data,), secret_places())
+    permitted = PermittedFiles((data,), secret_paths())
     permitted_file = data / "inner" / "key.pem"
     permitted_file.parent.mkdir()
     permitted_file.write_text("good")
@@ -106,7 +106,7 @@ def test_error_about_a_swapped_file_quotes_no_content(home, data, monkeypatch):
 
     monkeypatch.setattr(blob_index, "check_data", swap)
     with pytest.raises(DataError, match=SECRET) as error_info:
-        index_blobs(spec_reading(permitted_file), PermittedFiles((), secret_places()))
+        index_blobs(spec_reading(permitted_file), PermittedFiles((), secret_paths()))
     assert "PRIVATE" not in str(error_info.value)
 
 

@@ -13,7 +13,7 @@ LOOKED_AT = """
 import json, re
 from pathlib import Path
 from protocol.machine.allocator import (
-    give_back_freed_memory, keep_freed_memory, keep_freed_memory_no_more
+    give_back_freed_memory, keep_freed_memory, stop_keeping_freed_memory
 )
 
 def mib():
@@ -29,7 +29,7 @@ keep_freed_memory()
 kept = after_use() - before
 give_back_freed_memory()
 given_back, kept_again = mib() - before, after_use() - before
-keep_freed_memory_no_more()
+stop_keeping_freed_memory()
 print(json.dumps([kept, given_back, kept_again, mib() - before, after_use() - before]))
 """
 

@@ -5,12 +5,12 @@ import resource
 import pytest
 
 from protocol.cli.doctor import killed
-from protocol.machine.memory import figures_of, killed_for_memory
+from protocol.machine.memory import describe_shortage, killed_for_memory
 
 
 def test_address_limit_is_named_instead_of_machine_memory(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (3 << 30, 3 << 30))
-    assert figures_of(MemoryError()) == (
+    assert describe_shortage(MemoryError()) == (
         "; this process may map 3.00 GiB: run ulimit -v unlimited, or train a smaller model"
     )
 

@@ -14,7 +14,7 @@ import pytest
 from protocol.base import limits
 from protocol.base.errors import OutOfOrder
 from protocol.cli.command_line import child_environment
-from protocol.machine.shared_segment import SegmentOwner, SharedSegment, borrowed
+from protocol.machine.shared_segment import SegmentOwner, SharedSegment, open_segment
 
 HALF_BYTES = 2 << 20
 """Bytes that the listening side may copy there."""
@@ -25,7 +25,7 @@ def sides():
     """Return both sides of a connection in one process: listener and dialer."""
     lender = SegmentOwner()
     listens, descriptors = lender.to_one()
-    dials = borrowed([fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 0) for each in descriptors])
+    dials = open_segment([fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 0) for each in descriptors])
     os.close(descriptors[1])
     yield lender, listens, dials
     lender.close()
@@ -119,8 +119,8 @@ def test_lent_data_survives_a_killed_writer(sides):
     lender, _, _ = sides
     listens, descriptors = lender.to_one()
     source = (
-        "import sys, numpy as np; from protocol.machine.shared_segment import borrowed\n"
-        "memory = borrowed([int(each) for each in sys.argv[1:]])\n"
+        "import sys, numpy as np; from protocol.machine.shared_segment import open_segment\n"
+        "memory = open_segment([int(each) for each in sys.argv[1:]])\n"
         "whole = memory.copy(memoryview(np.arange(50_000, dtype=np.float32)).cast('B'))\n"
         "print(memory.lend(whole), flush=True)\n"
         "while True: memory.copy(memoryview(np.ones(50_000, np.float32)).cast('B'))\n"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from protocol.base.errors import FrameError, OutOfOrder, RemoteProtocolError, SharedMemoryFull
-from protocol.machine.shared_segment import SegmentOwner, SharedSegment, borrowed
+from protocol.machine.shared_segment import SegmentOwner, SharedSegment, open_segment
 from protocol.wire import frames
 from protocol.wire.connection import Connection, Phase, encode
 from protocol.wire.messages import AveragedBlockGradient, BlockGradientPayload, MemoryReturned
@@ -26,7 +26,7 @@ def sharing() -> tuple[Connection, Connection]:
     """Return open connections of a coordinator and a worker that share all bodies."""
     lender = SegmentOwner()
     listens, descriptors = lender.to_one()
-    dials = borrowed([os.dup(each) for each in descriptors])
+    dials = open_segment([os.dup(each) for each in descriptors])
     os.close(descriptors[1])
     assert dials is not None
     return open_connection("coordinator", listens), open_connection("worker", dials)
