@@ -893,7 +893,11 @@ def _join(call: script.Call, joined_by: JoinOptions, on_log: OnLog | None) -> Fi
     call.backend = joined_by.backend, joined_by.device
     event_queue: EventQueue = queue.SimpleQueue()
     target = Target(
-        *joined_by.find(), joined_by.name, joined_by.backend, joined_by.retry_for_s, joined_by.duty
+        *joined_by.find_coordinator(),
+        joined_by.name,
+        joined_by.backend,
+        joined_by.retry_for_s,
+        joined_by.duty,
     )
     worker = WorkerThread(
         target, joined_by.device, joined_by.credentials, joined_by.print_line, event_queue,

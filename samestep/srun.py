@@ -140,7 +140,7 @@ class SrunStep:
         host = socket.gethostname().partition(".")[0] or "worker"
         path = self.address_file
         return JoinOptions(
-            find=lambda: asyncio.run(self._find()),
+            find_coordinator=lambda: asyncio.run(self._find()),
             name=f"{host}-{self.task}",
             backend=backend,
             device=device,

@@ -44,8 +44,8 @@ def _parse_duty(text: str) -> Duty:
             raise UsageError(f"--duty: expected train or evaluate, got {text!r}")
 
 
-def _is_script(words: Sequence[str]) -> bool:
-    return bool(words) and words[0].endswith(".py")
+def _is_script(arguments: Sequence[str]) -> bool:
+    return bool(arguments) and arguments[0].endswith(".py")
 
 
 class _Commands(TyperGroup):
@@ -68,7 +68,7 @@ app = typer.Typer(
 app.add_typer(results_cli.logits, name="logits")
 
 
-def _version(value: bool) -> None:
+def _print_version(value: bool) -> None:
     if value:
         typer.echo(f"samestep worker {__version__}")
         raise typer.Exit
@@ -81,7 +81,7 @@ def _accept_scripts(value: bool) -> None:
         accept_scripts()
 
 
-def _check_group(*, shard: bool, scripted: bool, options: WorkerOptions) -> None:
+def _check_launch(*, shard: bool, has_script: bool, options: WorkerOptions) -> None:
     if shard and not started_by_torchrun():
         raise UsageError(
             "--shard: expected a group of ranks, got one process; start it with: "
@@ -93,7 +93,7 @@ def _check_group(*, shard: bool, scripted: bool, options: WorkerOptions) -> None
             "not fit on one device; add --shard, or use several devices without torchrun: worker "
             "--gpus 0,1"
         )
-    if scripted and started_by_torchrun():
+    if has_script and started_by_torchrun():
         raise UsageError(
             "expected no SCRIPT under torchrun, got one; use --accept-scripts instead, so that the "
             "coordinator sends the script"
@@ -102,14 +102,14 @@ def _check_group(*, shard: bool, scripted: bool, options: WorkerOptions) -> None
         raise UsageError(
             "expected no --gpus under torchrun, which gives each rank a device; leave out --gpus"
         )
-    if scripted and len(options.devices) > 1:
+    if has_script and len(options.devices) > 1:
         raise UsageError(
             f"expected one device for a script that joins, got {len(options.devices)}: have the "
             "coordinator send the script (worker --accept-scripts --gpus "
             f"{','.join(map(str, options.devices))}), or start a worker for each device; the fit "
             'that begins the run may have several (device="cuda0-1")'
         )
-    if scripted and options.trace is not None:
+    if has_script and options.trace is not None:
         raise UsageError(
             "--trace: expected no SCRIPT with it, got one; use --accept-scripts instead of SCRIPT"
         )
@@ -215,13 +215,14 @@ def serve(
     accept_scripts: AcceptScripts = False,
     end_with_stdin: Annotated[bool, typer.Option("--end-with-stdin", hidden=True)] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Serve a coordinator until it says goodbye; with SCRIPT.py, join the runs of its `fit`."""
     del version, accept_scripts
-    scripted = context.invoked_subcommand == "script"
-    if context.invoked_subcommand is not None and not scripted:
+    has_script = context.invoked_subcommand == "script"
+    if context.invoked_subcommand is not None and not has_script:
         check_options_follow(context)
         return
     if end_with_stdin:
@@ -231,14 +232,14 @@ def serve(
     from worker.join.credentials import WorkerCredentials
     from worker.main import WorkerOptions, main
 
-    address, coordinator_name = _coordinator(coordinator, address_file)
+    address, coordinator_name = _parse_coordinator(coordinator, address_file)
     credentials = WorkerCredentials(token_file, plaintext=plaintext)
     options = WorkerOptions(
         address, coordinator_name, name or _host_name(), backend, retry_for,
         selection, processes, trace, quiet, credentials, duty_kind, shard, address_file,
     )  # fmt: skip
-    _check_group(shard=shard, scripted=scripted, options=options)
-    if not scripted:
+    _check_launch(shard=shard, has_script=has_script, options=options)
+    if not has_script:
         raise typer.Exit(main(options))
     context.obj = options
 
@@ -254,7 +255,7 @@ def script(
     arguments: Annotated[list[str] | None, typer.Argument()] = None,
 ) -> None:
     """Run a script; each `samestep.fit` in it joins the coordinator's run of the same script."""
-    from worker.main import find, find_again
+    from worker.main import find_again, find_coordinator
     from worker.scripts.launch import JoinOptions, run_script
 
     options = context.obj
@@ -265,7 +266,7 @@ def script(
             print(f"worker: {text}", flush=True)
 
     join = JoinOptions(
-        find=lambda: find(options, print_line),
+        find_coordinator=lambda: find_coordinator(options, print_line),
         name=options.name,
         backend=options.backend,
         device=options.devices[0] if options.devices else None,
@@ -350,7 +351,7 @@ def doctor(
     from worker.doctor import WorkerPlan, examine
 
     backend, selection = parse_devices(backend, gpus)
-    address, coordinator_name = _coordinator(coordinator, address_file)
+    address, coordinator_name = _parse_coordinator(coordinator, address_file)
     plan = WorkerPlan(
         coordinator=address,
         address_file=address_file,
@@ -391,7 +392,9 @@ for command in (results_cli.classify, results_cli.generate, results_cli.merge, r
     app.command()(command)
 
 
-def _coordinator(coordinator: str, address_file: Path | None) -> tuple[tuple[str, int] | None, str]:
+def _parse_coordinator(
+    coordinator: str, address_file: Path | None
+) -> tuple[tuple[str, int] | None, str]:
     """Return the coordinator's address and its name; one of them or both are empty.
 
     They come from --coordinator, else from MASTER_ADDR and MASTER_PORT; with an address file,

@@ -78,14 +78,14 @@ class DeviceProcess:
 
 
 def main(
-    make: Callable[[str, int | str | None, Callable[[str], None]], BackendFactory],
+    make_factory: Callable[[str, int | str | None, Callable[[str], None]], BackendFactory],
     arguments: Sequence[str] | None = None,
 ) -> None:
     """Entry point of the process.
 
     Args:
-        make: Creates a backend factory from the backend's name, the device's number or part of its
-            name, and a function that prints a line.
+        make_factory: Creates a backend factory from the backend's name, the device's number or part
+            of its name, and a function that prints a line.
         arguments: See `worker.shell.device_processes`. Default: the command line's arguments.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -106,12 +106,12 @@ def main(
         process.say(f"{name}: {text}")
 
     tracer = Tracer.to_file(Path(trace), name) if trace else None
-    factory = make(backend, int(device) if device.isdecimal() else device or None, say)
+    factory = make_factory(backend, int(device) if device.isdecimal() else device or None, say)
     engine = Engine(
         factory, process.emit, tracer, in_group=True, on_progress=process.report_progress
     )
     process.serve(engine)
-    _end_within(_END_TIMEOUT_S, engine.close)
+    _run_with_timeout(_END_TIMEOUT_S, engine.close)
     if tracer is not None:
         tracer.close()
     os._exit(ExitCode.OK)
@@ -119,11 +119,11 @@ def main(
 
 def _needs_new_process(error: Exception) -> bool:
     """Return whether a new process may be able to use the device again."""
-    is_repeated = isinstance(error, DeviceOutOfMemory | SubnormalsFlushed)
-    return isinstance(error, DeviceError) and not is_repeated
+    would_repeat = isinstance(error, DeviceOutOfMemory | SubnormalsFlushed)
+    return isinstance(error, DeviceError) and not would_repeat
 
 
-def _end_within(seconds: float, work: Callable[[], object]) -> None:
+def _run_with_timeout(seconds: float, work: Callable[[], object]) -> None:
     """Run `work` for at most this long: a driver may hang."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()

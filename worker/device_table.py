@@ -26,8 +26,8 @@ _EMBEDDING_SHARE: Final = 1 / 16
 
 def bytes_per_parameter(base_dtype: BaseDtype) -> float:
     """Return the mean size of a parameter of a base stored in this type, embeddings in float32."""
-    narrow = stored_bytes(1, GROUP, STORAGE[base_dtype]) / GROUP
-    return 4 * _EMBEDDING_SHARE + narrow * (1 - _EMBEDDING_SHARE)
+    quantized_bytes = stored_bytes(1, GROUP, STORAGE[base_dtype]) / GROUP
+    return 4 * _EMBEDDING_SHARE + quantized_bytes * (1 - _EMBEDDING_SHARE)
 
 
 def base_parameters(memory_bytes: int) -> dict[BaseDtype, int]:
@@ -64,19 +64,22 @@ def device_lines(devices: Sequence[DeviceInfo]) -> Iterator[str]:
         verdict += " (software: used only with --backend vulkan)" if info.software else ""
         yield f"{info.backend} {info.index}: {info.name}{memory}: {verdict}"
         if info.usable and memory_bytes:
-            yield f"  fits with LoRA: a base of about {_parameters(base_parameters(memory_bytes))}"
+            sizes = _format_parameters(base_parameters(memory_bytes))
+            yield f"  fits with LoRA: a base of about {sizes}"
 
 
-def _parameters(fitting: Mapping[BaseDtype, int]) -> str:
+def _format_parameters(parameter_counts: Mapping[BaseDtype, int]) -> str:
     """Format numbers of parameters by storage type; types with the same number share an entry."""
     names_by_count: dict[int, list[str]] = {}
-    for name, count in fitting.items():
+    for name, count in parameter_counts.items():
         names_by_count.setdefault(count, []).append(name)
-    entries = [f"{_billions(n)} in {' or '.join(names)}" for n, names in names_by_count.items()]
+    entries = [
+        f"{_format_billions(n)} in {' or '.join(names)}" for n, names in names_by_count.items()
+    ]
     return ", ".join([entries[0].replace(" in ", " billion parameters in "), *entries[1:]])
 
 
-def _billions(count: int) -> str:
+def _format_billions(count: int) -> str:
     return f"{count / 1e9:.1f}" if count < 10e9 else f"{count / 1e9:.0f}"
 
 
@@ -96,8 +99,8 @@ def device_document(
     rows = []
     for info in devices:
         memory_bytes = memory_of(info) if info.usable else info.memory_bytes
-        fitting = base_parameters(memory_bytes) if info.usable and memory_bytes else {}
-        estimate = {"own_memory": bool(info.memory_bytes), "base_parameters": fitting}
+        parameter_counts = base_parameters(memory_bytes) if info.usable and memory_bytes else {}
+        estimate = {"own_memory": bool(info.memory_bytes), "base_parameters": parameter_counts}
         results = {}
         if canonical is not None:
             results = {"canonical": canonical(info) if info.usable else []}

@@ -24,8 +24,8 @@ from worker.join.address import HERE, find_in_file, has_listener
 from worker.join.credentials import WorkerCredentials, key_fault
 from worker.join.trial_join import trial_join
 
-_LEAST_FREE_BYTES: Final = 5 * 1024 * limits.MIB
-_LEAST_MEMORY_BYTES: Final = 2 * 1024 * limits.MIB
+_MIN_FREE_BYTES: Final = 5 * 1024 * limits.MIB
+_MIN_MEMORY_BYTES: Final = 2 * 1024 * limits.MIB
 _ENOUGH_FILES = 256
 _NOT_FOUND: Final = "networks that drop multicast (many wireless ones) need the address"
 
@@ -57,18 +57,18 @@ class WorkerPlan:
 
 def examine(plan: WorkerPlan) -> Iterator[Finding]:
     """Yield the findings of all checks; those that may take seconds come last."""
-    scripted = plan.backend.startswith("scripted")
+    is_scripted = plan.backend.startswith("scripted")
     yield machine_checks.release()
-    yield from machine_checks.packages(() if scripted else ("worker",), ("hf", "vulkan"))
+    yield from machine_checks.packages(() if is_scripted else ("worker",), ("hf", "vulkan"))
     yield machine_checks.kernels()
-    yield from _directories()
+    yield from _check_directories()
     yield machine_checks.open_files(limits.WORKER_FILES, _ENOUGH_FILES)
-    yield machine_checks.memory(_LEAST_MEMORY_BYTES)
+    yield machine_checks.memory(_MIN_MEMORY_BYTES)
     yield machine_checks.killed()
     yield machine_checks.clock()
-    if not scripted:
+    if not is_scripted:
         yield from device_findings(plan.backend, plan.devices, KernelFiles())
-    yield from _keys()
+    yield from _check_keys()
     try:
         credentials = WorkerCredentials(plan.token_file, plaintext=plan.plaintext)
     except SamestepError as error:
@@ -83,19 +83,19 @@ def examine(plan: WorkerPlan) -> Iterator[Finding]:
         yield from trial_join(*address, plan.name, credentials)
 
 
-def _directories() -> Iterator[Finding]:
+def _check_directories() -> Iterator[Finding]:
     try:
         cache = cache_directory(os.environ)
     except SamestepError as error:
         yield failure("cache", str(error))
     else:
-        yield from machine_checks.directory("cache", cache, _LEAST_FREE_BYTES, "SAMESTEP_CACHE=DIR")
+        yield from machine_checks.directory("cache", cache, _MIN_FREE_BYTES, "SAMESTEP_CACHE=DIR")
     yield from machine_checks.directory(
         "state directory", state_home(), limits.MIB, "SAMESTEP_HOME=DIR keeps keys elsewhere"
     )
 
 
-def _keys() -> Iterator[Finding]:
+def _check_keys() -> Iterator[Finding]:
     """Check that keys issued by coordinators are private and undamaged."""
     files = sorted((state_home() / "worker").glob("*.key"))
     faults: list[str] = []
@@ -133,14 +133,16 @@ def _find_coordinator(
     if not plan.coordinator_name and has_listener(*HERE):
         yield ok("coordinator", "no address was given; one may be on this machine")
         return HERE
-    from worker.join.discovery import find  # noqa: PLC0415 -- 0.1 s, and rarely needed
+    from worker.join.discovery import find_coordinator  # noqa: PLC0415 -- 0.1 s, and rarely needed
 
     def has_credentials(certificate: str) -> bool:
         return credentials.is_for(bytes.fromhex(certificate), plan.name)
 
     lines: list[str] = []
     try:
-        address = asyncio.run(find(plan.coordinator_name, has_credentials, 0.0, lines.append))
+        address = asyncio.run(
+            find_coordinator(plan.coordinator_name, has_credentials, 0.0, lines.append)
+        )
     except Unreachable as error:
         # A warning if no name was given: the coordinator may not be started yet.
         finding = failure if plan.coordinator_name else warning

@@ -136,7 +136,7 @@ async def _serve(options: WorkerOptions, group: GroupBackendFactory | None = Non
         lambda: client.status() if client else "looking for the coordinator",
         is_alive=lambda: client is None or not client.is_device_hanging,
     )
-    address = options.address or await _find(options, print_line)
+    address = options.address or await _search(options, print_line)
     target = Target(*address, options.name, options.backend, options.retry_for_s, options.duty)
     tracer = Tracer.to_file(options.trace, options.name) if options.trace else None
     devices = group or _devices(options, print_line, warn)
@@ -186,12 +186,12 @@ def _end_process_soon() -> None:
     faulthandler.dump_traceback_later(_END_TIMEOUT_S, exit=True, file=devnull)
 
 
-def find(options: WorkerOptions, print_line: Callable[[str], None]) -> tuple[str, int]:
+def find_coordinator(options: WorkerOptions, print_line: Callable[[str], None]) -> tuple[str, int]:
     """Return the coordinator's address; for callers without an event loop."""
-    return options.address or asyncio.run(_find(options, print_line))
+    return options.address or asyncio.run(_search(options, print_line))
 
 
-async def _find(options: WorkerOptions, print_line: Callable[[str], None]) -> tuple[str, int]:
+async def _search(options: WorkerOptions, print_line: Callable[[str], None]) -> tuple[str, int]:
     """Return the coordinator's address; search the network only if none is on this machine."""
     if options.address_file is not None:
         return await find_in_file(options.address_file, options.retry_for_s, print_line)
@@ -212,12 +212,12 @@ def find_again(options: WorkerOptions) -> FindAgain | None:
 async def _search_network(
     options: WorkerOptions, retry_for_s: float, print_line: Callable[[str], None]
 ) -> tuple[str, int]:
-    from worker.join.discovery import find  # noqa: PLC0415 -- 0.1 s, and rarely needed
+    from worker.join.discovery import find_coordinator  # noqa: PLC0415 -- 0.1 s, and rarely needed
 
     def has_credentials(certificate: str) -> bool:
         return options.credentials.is_for(bytes.fromhex(certificate), options.name)
 
-    return await find(options.coordinator, has_credentials, retry_for_s, print_line)
+    return await find_coordinator(options.coordinator, has_credentials, retry_for_s, print_line)
 
 
 def _end_on_signals(client: Client, supervisor: Supervisor) -> None:

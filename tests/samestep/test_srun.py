@@ -62,7 +62,9 @@ def test_other_tasks_find_the_address_that_task_0_publishes(home):
     with step.reporting_failures():
         step.publish("127.0.0.1", 4321)
         options = step.join_options("cpu", None)
-        assert options.find() == asyncio.run(options.find_again()) == ("127.0.0.1", 4321)
+        assert (
+            options.find_coordinator() == asyncio.run(options.find_again()) == ("127.0.0.1", 4321)
+        )
     assert not list((home / "srun").iterdir())
 
 

@@ -29,7 +29,7 @@ from worker.models.tokens import Tokens, message_end, without_spaces
 _MARK: Final = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 _BEGIN, _END = "\ue000\ue00a", "\ue000\ue00b"
 """Replacements of the marks: private-use characters, which text should not contain."""
-_FIXED_DATE: Final = (
+_FIXED_DATE_MACRO: Final = (
     "{%- macro strftime_now(format) -%}{{- format"
     " | replace('%d', '26') | replace('%b', 'Jul') | replace('%B', 'July') | replace('%m', '07')"
     " | replace('%Y', '2024') | replace('%y', '24') | replace('%A', 'Friday')"
@@ -49,7 +49,7 @@ Loss = Literal["assistant", "last", "all"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedConversation:
     """A conversation as text, and its spans that have loss, in order."""
 
     text: str
@@ -85,22 +85,22 @@ class ChatTemplate:
         self._loss = loss
         self._checked_roles: set[tuple[tuple[str, int], ...]] = set()
         self._all_hint = ", or train on all tokens: --set data.loss=all" if suggest_all else ""
-        date_macro = _FIXED_DATE if "strftime_now" in text else ""
+        date_macro = _FIXED_DATE_MACRO if "strftime_now" in text else ""
         self._template = date_macro + text
         self._template_with_marks = (
             date_macro + _MARK.sub(_mark_block, text) if _MARK.search(text) else None
         )
         self._arguments_as_text = False
 
-    def render(self, conversation: Conversation) -> Rendered:
+    def render(self, conversation: Conversation) -> RenderedConversation:
         """Render a conversation as the model reads it.
 
         Raises:
-            DataError: The template refuses it, drops a part of it, or the assistant's answers
-                cannot be located.
+            DataError: The template refuses the conversation or drops a part of it, or the
+                assistant's answers cannot be located.
         """
         full_text = self._render_conversation(conversation)
-        self._refuse_dropped_parts(conversation, full_text)
+        self._check_nothing_is_dropped(conversation, full_text)
         answers = [n for n, m in enumerate(conversation.messages) if m.role == "assistant"]
         has_loss = [conversation.messages[number].trained for number in answers]
         if self._loss == "all":
@@ -109,7 +109,7 @@ class ChatTemplate:
                     f"{conversation.location}: expected every message to have loss with "
                     "data.loss=all, got one with weight 0 or train false; leave out data.loss"
                 )
-            return Rendered(full_text, ((0, len(full_text)),))
+            return RenderedConversation(full_text, ((0, len(full_text)),))
         if self._template_with_marks is not None:
             spans = self._spans_by_marks(conversation, full_text, len(answers))
         else:
@@ -117,17 +117,19 @@ class ChatTemplate:
         if self._loss == "last":
             has_loss = [False] * (len(has_loss) - 1) + has_loss[-1:]
         if all(has_loss):
-            return Rendered(full_text, tuple(spans))
+            return RenderedConversation(full_text, tuple(spans))
         if len(spans) != len(answers):
             if self._loss == "last":
-                return Rendered(full_text, tuple(spans[-1:]))
+                return RenderedConversation(full_text, tuple(spans[-1:]))
             raise DataError(
                 f"{conversation.location}: expected one pair of marks {{% generation %}} around "
                 f"each answer, as some answers have no loss, got {len(spans)} pairs for "
                 f"{len(answers)} answers; correct them: --set data.chat_template=JINJA"
             )
         pairs = zip(spans, has_loss, strict=True)
-        return Rendered(full_text, tuple(span for span, is_trained in pairs if is_trained))
+        return RenderedConversation(
+            full_text, tuple(span for span, is_trained in pairs if is_trained)
+        )
 
     def _render_conversation(self, conversation: Conversation) -> str:
         """Render a conversation; if that fails, pass the arguments of tool calls as text."""
@@ -145,7 +147,7 @@ class ChatTemplate:
                 conversation, conversation.messages
             )  # raises the first error
 
-    def _refuse_dropped_parts(self, conversation: Conversation, full_text: str) -> None:
+    def _check_nothing_is_dropped(self, conversation: Conversation, full_text: str) -> None:
         """Check that the rendered conversation contains the tools and each message.
 
         Once for each sequence of roles, this is also checked with unlikely words as messages,
@@ -154,7 +156,7 @@ class ChatTemplate:
         Raises:
             DataError: A tool or message is missing.
         """
-        _refuse_absent(conversation, full_text)
+        _check_nothing_is_missing(conversation, full_text)
         shape = tuple((m.role, len(m.tool_calls)) for m in conversation.messages)
         if shape not in self._checked_roles:
             placeholders = tuple(
@@ -169,9 +171,9 @@ class ChatTemplate:
                 text = self._render_messages(placeholder_conversation, placeholders)
             except DataError:
                 return  # a template may require certain words
-            _refuse_absent(placeholder_conversation, text)
+            _check_nothing_is_missing(placeholder_conversation, text)
 
-    def encode(self, rendered: Sequence[Rendered]) -> Iterator[tuple[Tokens, LossMask]]:
+    def encode(self, rendered: Sequence[RenderedConversation]) -> Iterator[tuple[Tokens, LossMask]]:
         """Yield the tokens of each conversation, and which of them have loss.
 
         Each text is tokenized as a whole. A token that overlaps the beginning of a span has loss,
@@ -180,11 +182,14 @@ class ChatTemplate:
         for lo in range(0, len(rendered), _ENCODING_BATCH):
             batch = rendered[lo : lo + _ENCODING_BATCH]
             parts = [
-                [entry.text[:edge] for edge in {at: None for span in entry.spans for at in span}]
+                [
+                    entry.text[:edge]
+                    for edge in {edge: None for span in entry.spans for edge in span}
+                ]
                 for entry in batch
             ]
-            ids = iter(self._ids([entry.text for entry in batch]))
-            prefixes = iter(self._ids([text for texts in parts for text in texts]))
+            ids = iter(self._encode_texts([entry.text for entry in batch]))
+            prefixes = iter(self._encode_texts([text for texts in parts for text in texts]))
             for entry, texts in zip(batch, parts, strict=True):
                 tokens = next(ids)
                 ends = {
@@ -218,7 +223,7 @@ class ChatTemplate:
         )["offset_mapping"]
         return next((n for n, (_, end) in enumerate(offsets) if end > position), len(tokens))
 
-    def _ids(self, texts: Sequence[str]) -> list[Tokens]:
+    def _encode_texts(self, texts: Sequence[str]) -> list[Tokens]:
         if not texts:
             return []
         encodings = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
@@ -228,11 +233,11 @@ class ChatTemplate:
         self, conversation: Conversation, full_text: str, answers: int
     ) -> list[tuple[int, int]]:
         assert self._template_with_marks is not None
-        marked = self._render_messages(
+        marked_text = self._render_messages(
             conversation, conversation.messages, template=self._template_with_marks
         )
         spans, offset = [], 0
-        head, *pieces = marked.split(_BEGIN)
+        head, *pieces = marked_text.split(_BEGIN)
         offset = len(head)
         for piece in pieces:
             answer, end, tail = piece.partition(_END)
@@ -241,10 +246,10 @@ class ChatTemplate:
             if not end or not answer or _END in tail:
                 spans.clear()
                 break
-        if marked.replace(_BEGIN, "").replace(_END, "") != full_text or len(spans) < answers:
+        if marked_text.replace(_BEGIN, "").replace(_END, "") != full_text or len(spans) < answers:
             raise DataError(
                 f"{conversation.location}: expected marks {{% generation %}} around each answer of "
-                "the assistant, got others; correct them: --set data.chat_template=JINJA"
+                "the assistant, got other marks; correct them: --set data.chat_template=JINJA"
             )
         return spans
 
@@ -255,22 +260,22 @@ class ChatTemplate:
         for number in answers:
             messages = conversation.messages
             prompt = self._render_messages(conversation, messages[:number], prompt=True)
-            answered = self._render_messages(conversation, messages[: number + 1])
+            text_with_answer = self._render_messages(conversation, messages[: number + 1])
             if (
                 prompt.startswith(previous_text)
-                and answered.startswith(prompt)
-                and full_text.startswith(answered)
-                and len(prompt) < len(answered)
+                and text_with_answer.startswith(prompt)
+                and full_text.startswith(text_with_answer)
+                and len(prompt) < len(text_with_answer)
             ):
-                start, end = len(prompt), len(answered)
-                previous_text = answered
+                start, end = len(prompt), len(text_with_answer)
+                previous_text = text_with_answer
             else:
                 span = self._span_by_replacement(conversation, full_text, number)
                 if span is None or span[0] < end:
                     raise DataError(
                         f"{conversation.location} message {number + 1}: expected the text of the "
-                        "conversation up to here to be a prefix of the whole text, got another, so "
-                        "the assistant's tokens cannot be located; set a template with "
+                        "conversation up to here to be a prefix of the whole text, got another "
+                        "text, so the assistant's tokens cannot be located; set a template with "
                         "{% generation %} around them (data.chat_template)" + self._all_hint
                     )
                 start, end = span
@@ -289,21 +294,23 @@ class ChatTemplate:
         try:
             history = self._render_messages(conversation, messages[:number])
             prompt = self._render_messages(conversation, messages[:number], prompt=True)
-            rendered_alone = self._render_messages(conversation, [*messages[:number], placeholder])
-            rendered_among = self._render_messages(
+            text_until_answer = self._render_messages(
+                conversation, [*messages[:number], placeholder]
+            )
+            whole_text = self._render_messages(
                 conversation, [*messages[:number], placeholder, *messages[number + 1 :]]
             )
         except DataError:
             return None
-        if rendered_among.count(_PLACEHOLDER) != 1 or rendered_alone.count(_PLACEHOLDER) != 1:
+        if whole_text.count(_PLACEHOLDER) != 1 or text_until_answer.count(_PLACEHOLDER) != 1:
             return None
-        head, tail = rendered_among.split(_PLACEHOLDER)
-        closing = rendered_alone.partition(_PLACEHOLDER)[2]
+        head, tail = whole_text.split(_PLACEHOLDER)
+        closing = text_until_answer.partition(_PLACEHOLDER)[2]
         opening = prompt.removeprefix(history) if prompt.startswith(history) else ""
         if opening not in head:  # a prompt may open reasoning, which earlier turns lack
             opening = opening.partition(_REASONING_BEGINS)[0]
         start = head.rfind(opening) + len(opening)
-        fits = (
+        is_located = (
             opening
             and closing
             and opening in head
@@ -312,7 +319,7 @@ class ChatTemplate:
             and full_text.endswith(tail)
         )
         end = len(full_text) - len(tail) + len(closing)
-        return (start, end) if fits and start < end else None
+        return (start, end) if is_located and start < end else None
 
     def _render_messages(
         self,
@@ -339,19 +346,19 @@ class ChatTemplate:
         return str(rendered)
 
 
-def _refuse_absent(conversation: Conversation, text: str) -> None:
-    rendered = without_spaces(text)
+def _check_nothing_is_missing(conversation: Conversation, text: str) -> None:
+    rendered_text = without_spaces(text)
     for tool in conversation.tools:
-        if message_end(rendered, str(tool["function"]["name"])) < 0:
+        if message_end(rendered_text, str(tool["function"]["name"])) < 0:
             raise DataError(
                 f"{conversation.location}: expected the tools in the chat template's text, got a "
                 "text without them; use a model made for tool calls, or set a template that "
                 "writes them (--set data.chat_template=JINJA)"
             )
-    remainder = rendered
+    remainder = rendered_text
     for number, message in enumerate(conversation.messages, start=1):
         # Some templates write the system message with the last question.
-        search_text = rendered if message.role == "system" else remainder
+        search_text = rendered_text if message.role == "system" else remainder
         end = _end_of(message, search_text)
         if end < 0:
             raise DataError(
@@ -370,8 +377,8 @@ def _end_of(message: ChatMessage, rendered: str) -> int:
         content = message.content.rpartition(_REASONING_ENDS)[2] or message.content
         end = message_end(rendered, content)
     for call in message.tool_calls:
-        for words in (call.name, *map(_value_text, call.arguments.values())):
-            position = message_end(rendered, words)
+        for text in (call.name, *map(_value_text, call.arguments.values())):
+            position = message_end(rendered, text)
             if position < 0:
                 return -1
             end = max(end, position)
@@ -384,7 +391,7 @@ def _value_text(value: object) -> str:
 
 
 def _mark_block(mark: re.Match[str]) -> str:
-    """Return a separate block, so that whitespace rules of the template still apply."""
+    """Return a block that writes a mark; as a block, it keeps the template's whitespace rules."""
     left_dash, end, right_dash = mark.groups()
     output = repr(_END if end else _BEGIN)
     return f"{{%{left_dash} if true %}}{{{{ {output} }}}}{{% endif {right_dash}%}}"

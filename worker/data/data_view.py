@@ -54,24 +54,24 @@ def data_lines(spec: ModelRun, samples: int) -> Iterator[str]:
     """
     match spec:
         case DpoRun():
-            yield from _pairs(spec, samples)
+            yield from _pair_lines(spec, samples)
         case EmbedRun():
-            yield from _text_groups(spec, samples)
+            yield from _text_group_lines(spec, samples)
         case ClassifyRun():
-            yield from _labeled_texts(spec, samples)
+            yield from _labeled_text_lines(spec, samples)
         case TagRun():
-            yield from _sequences(read_tagged_data(spec), spec, samples)
+            yield from _sequence_lines(read_tagged_data(spec), spec, samples)
         case Seq2SeqRun():
-            yield from _sequences(read_pair_data(spec), spec, samples)
+            yield from _sequence_lines(read_pair_data(spec), spec, samples)
         case _:
-            yield from _language(spec, samples)
+            yield from _language_lines(spec, samples)
 
 
-def _labeled_texts(spec: ClassifyRun, samples: int) -> Iterator[str]:
+def _labeled_text_lines(spec: ClassifyRun, samples: int) -> Iterator[str]:
     data = read_labeled_texts(spec)
     check_samples(len(data.train), spec)
     labeled_samples = data.samples
-    for number in _sample_numbers(len(data.train), samples, spec.seed):
+    for number in _sample_indices(len(data.train), samples, spec.seed):
         row = int(data.train[number])
         tokens = labeled_samples.tokens[row]
         target = labeled_samples.targets[row]
@@ -84,7 +84,7 @@ def _labeled_texts(spec: ClassifyRun, samples: int) -> Iterator[str]:
         ).splitlines()
         yield ""
     for part, rows in (("training", data.train), ("held-out", data.held_out)):
-        yield from _token_counts(f"{part} samples", labeled_samples.tokens.lengths[rows])
+        yield from _token_count_lines(f"{part} samples", labeled_samples.tokens.lengths[rows])
     if not data.names:
         values = labeled_samples.targets[data.train] * data.scale.deviation + data.scale.mean
         if data.scale == Scale() and max(abs(values.mean()), values.std()) > _LARGE_VALUE:
@@ -100,9 +100,9 @@ def _labeled_texts(spec: ClassifyRun, samples: int) -> Iterator[str]:
     yield from _note_lines(data.notes)
 
 
-def _sequences(data: SequenceData, spec: ModelRun, samples: int) -> Iterator[str]:
+def _sequence_lines(data: SequenceData, spec: ModelRun, samples: int) -> Iterator[str]:
     check_samples(len(data.train), spec)
-    for number in _sample_numbers(len(data.train), samples, spec.seed):
+    for number in _sample_indices(len(data.train), samples, spec.seed):
         row = int(data.train[number])
         tokens, labels = data.inputs[row], data.labels[row]
         yield f"sample {number}: {_token_summary(tokens, labels != IGNORED_LABEL)}"
@@ -117,11 +117,11 @@ def _sequences(data: SequenceData, spec: ModelRun, samples: int) -> Iterator[str
                 yield f"  {text:{_NAME_WIDTH}}  {name}"
         yield ""
     if not data.names:
-        yield from _legend(samples)
+        yield from _legend_lines(samples)
     for part, rows in (("training", data.train), ("held-out", data.held_out)):
-        yield from _token_counts(f"{part} samples", data.inputs.lengths[rows])
+        yield from _token_count_lines(f"{part} samples", data.inputs.lengths[rows])
         if not data.names:
-            yield from _token_counts(f"{part} targets", data.labels.lengths[rows])
+            yield from _token_count_lines(f"{part} targets", data.labels.lengths[rows])
     for number, name in enumerate(data.names):
         count = sum(int((data.labels[row] == number).sum()) for row in data.train.tolist())
         yield f"tag {name}: {count} training words"
@@ -132,7 +132,7 @@ def _labels_of(target: Any, names: Sequence[str]) -> list[str]:
     if not names:
         return [f"{float(target):.6g}"]
     if np.ndim(target):
-        return [name for name, has in zip(names, target, strict=True) if has]
+        return [name for name, is_set in zip(names, target, strict=True) if is_set]
     return [names[int(target)]]
 
 
@@ -154,44 +154,44 @@ def _class_table(targets: NDArray[Any], data: LabeledTexts) -> Iterator[str]:
         yield f"{class_name:{width}}  {train[number]:8}  {held_out[number]:8}"
 
 
-def _language(spec: ModelRun, samples: int) -> Iterator[str]:
+def _language_lines(spec: ModelRun, samples: int) -> Iterator[str]:
     data = read_language_data(spec, 0.0 if spec.is_capture else spec.data.holdout)
     check_samples(len(data.train), spec)
-    for number in _sample_numbers(len(data.train), samples, spec.seed):
+    for number in _sample_indices(len(data.train), samples, spec.seed):
         tokens, loss_mask = data.train.sample(number)
         yield f"sample {number}: {_token_summary(tokens, loss_mask)}"
         yield from with_brackets(data.tokenizer, tokens, loss_mask).splitlines()
         yield ""
     if isinstance(spec, MaskedLmRun):
         yield f"of these a share of {spec.data.mask_share:g} is masked again in each step"
-    yield from _legend(samples)
-    yield from _lengths("training samples", _all_samples(data.train))
-    yield from _lengths("held-out samples", _all_samples(data.held_out))
+    yield from _legend_lines(samples)
+    yield from _length_lines("training samples", _all_samples(data.train))
+    yield from _length_lines("held-out samples", _all_samples(data.held_out))
     yield from _note_lines(data.notes)
 
 
-def _pairs(spec: DpoRun, samples: int) -> Iterator[str]:
+def _pair_lines(spec: DpoRun, samples: int) -> Iterator[str]:
     data = read_preference_data(spec)
     check_samples(len(data.train), spec)
-    for number in _sample_numbers(len(data.train), samples, spec.seed):
+    for number in _sample_indices(len(data.train), samples, spec.seed):
         pair = data.pairs.pair(int(data.train[number]))
         for answer, sample in zip(("chosen", "rejected"), pair, strict=True):
             yield f"pair {number}, {answer}: {_token_summary(*sample)}"
             yield from with_brackets(data.tokenizer, *sample).splitlines()
             yield ""
-    yield from _legend(samples)
+    yield from _legend_lines(samples)
     for part, numbers in (("training", data.train), ("held-out", data.held_out)):
         for side, answer in enumerate(("chosen", "rejected")):
             answers = (data.pairs.pair(number)[side] for number in numbers.tolist())
-            yield from _lengths(f"{part} pairs, {answer}", answers)
+            yield from _length_lines(f"{part} pairs, {answer}", answers)
     yield from _note_lines(data.notes)
 
 
-def _text_groups(spec: EmbedRun, samples: int) -> Iterator[str]:
+def _text_group_lines(spec: EmbedRun, samples: int) -> Iterator[str]:
     data = read_embedding_data(spec)
     check_samples(len(data.train), spec)
     names = ["anchor", "positive", *["negative"] * (data.rows.shape[1] - 2)]
-    for number in _sample_numbers(len(data.train), samples, spec.seed):
+    for number in _sample_indices(len(data.train), samples, spec.seed):
         for name, text in zip(names, data.rows[data.train[number]].tolist(), strict=True):
             tokens = data.texts[text]
             yield f"sample {number}, {name}: {len(tokens)} tokens"
@@ -200,8 +200,8 @@ def _text_groups(spec: EmbedRun, samples: int) -> Iterator[str]:
             ).splitlines()
         yield ""
     for part, rows in (("training", data.train), ("held-out", data.held_out)):
-        yield from _token_counts(f"{part} anchors", data.texts.lengths[data.rows[rows, 0]])
-        yield from _token_counts(
+        yield from _token_count_lines(f"{part} anchors", data.texts.lengths[data.rows[rows, 0]])
+        yield from _token_count_lines(
             f"{part} passages", data.texts.lengths[data.rows[rows, 1:].reshape(-1)]
         )
     yield from _note_lines(data.notes)
@@ -231,7 +231,7 @@ def _token_summary(tokens: Tokens, loss_mask: LossMask) -> str:
     return f"{len(tokens)} tokens, {int(loss_mask.sum())} of them with loss"
 
 
-def _sample_numbers(training_samples: int, samples: int, seed: int) -> list[int]:
+def _sample_indices(training_samples: int, samples: int, seed: int) -> list[int]:
     return holdout.evaluation_subset(training_samples, samples, seed).tolist() if samples else []
 
 
@@ -239,22 +239,22 @@ def _all_samples(samples: Samples) -> Iterator[Sample]:
     return (samples.sample(number) for number in range(len(samples)))
 
 
-def _legend(samples: int) -> Iterator[str]:
+def _legend_lines(samples: int) -> Iterator[str]:
     if samples:
         yield f"{OPEN} {CLOSE}: tokens with loss"
 
 
-def _lengths(name: str, samples: Iterable[Sample]) -> Iterator[str]:
-    counts = [(len(tokens), int(marks.sum())) for tokens, marks in samples]
+def _length_lines(name: str, samples: Iterable[Sample]) -> Iterator[str]:
+    counts = [(len(tokens), int(loss_mask.sum())) for tokens, loss_mask in samples]
     if not counts:
         return
     lengths = np.array([tokens for tokens, _ in counts])
     total, loss_total = int(lengths.sum()), sum(loss_tokens for _, loss_tokens in counts)
-    yield from _token_counts(name, lengths)
+    yield from _token_count_lines(name, lengths)
     yield f"{name}: {total} tokens, {loss_total} with loss ({100 * loss_total / total:.1f} %)"
 
 
-def _token_counts(name: str, lengths: NDArray[np.int64]) -> Iterator[str]:
+def _token_count_lines(name: str, lengths: NDArray[np.int64]) -> Iterator[str]:
     if not len(lengths):
         return
     ranked = np.sort(lengths)

@@ -85,7 +85,7 @@ class DiskArrays(Sequence[NDArray[Any]]):
         return self.read(self._ends[index], self._ends[index + 1])
 
 
-def concatenated(stores: Sequence[DiskArrays]) -> Streamed:
+def concatenate(stores: Sequence[DiskArrays]) -> Streamed:
     """Return the concatenation of several stores, as an int64 stream for a digest."""
     elements = sum(store.elements for store in stores)
     pieces = (piece.astype(np.int64) for store in stores for piece in store.pieces())

@@ -4,12 +4,12 @@ A token may depend on the text around it: tokenizers mark the beginning of a tex
 ends or digits. So a document is not encoded in independent parts. A document that is longer than a
 window is encoded in overlapping windows, and two windows are joined only where they agree:
 
-- Over the middle half of the overlap they have the same tokens at the same offsets, so that effects
-  of a window's beginning and end lie outside.
+- Over the middle half of the overlap they have the same tokens at the same offsets, so that the
+  effects of a window's beginning and end are outside this range.
 - They are joined where a word begins: models encode each word of the pre-tokenizer separately, and
   the pre-tokenizer finds the next word from the end of the last one.
 - With BPE they may be joined between any two tokens: a sequence of tokens is the encoding of its
-  text if each pair of neighbors is the encoding of theirs.
+  text if each pair of neighboring tokens is the encoding of the pair's text.
 
 If two windows differ, the size of the first one is doubled, up to the whole document.
 """
@@ -65,7 +65,7 @@ class _Window(NamedTuple):
 def encode_documents(
     tokenizer: Any, corpus: TextCorpus, selected: NDArray[np.bool_]
 ) -> Iterator[tuple[int, Tokens]]:
-    """Yield the number of each document or part, and its tokens without special tokens.
+    """Yield the index of each document or part, and its tokens without special tokens.
 
     The tokens of a part are those of the whole document that begin in it, so that the tokens of
     all parts together are those of the document.
@@ -87,13 +87,13 @@ def encode_documents(
     ends = (np.flatnonzero(corpus.ends) + 1).tolist()
     for are_short, documents in groupby(pairwise([0, *ends]), is_short):
         if are_short:
-            numbers = [lo for lo, _ in documents if selected[lo]]
-            texts = SelectedTexts(corpus.documents, numbers)
-            yield from zip(numbers, encode_each(tokenizer, texts), strict=True)
+            indices = [lo for lo, _ in documents if selected[lo]]
+            texts = SelectedTexts(corpus.documents, indices)
+            yield from zip(indices, encode_each(tokenizer, texts), strict=True)
             continue
         for lo, hi in documents:
             if selected[lo:hi].any():
-                parts = _parts(tokenizer, _Document(corpus.documents, lo, hi))
+                parts = _encode_parts(tokenizer, _Document(corpus.documents, lo, hi))
                 yield from (
                     (lo + part, ids) for part, ids in enumerate(parts) if selected[lo + part]
                 )
@@ -112,17 +112,17 @@ class _Document:
         first_part = int(np.searchsorted(self.bounds, lo, "right")) - 1
         parts = range(first_part, int(np.searchsorted(self.bounds, hi)))
         return "".join(
-            self._part(part)[max(lo - int(self.bounds[part]), 0) : hi - int(self.bounds[part])]
+            self._read_part(part)[max(lo - int(self.bounds[part]), 0) : hi - int(self.bounds[part])]
             for part in parts
         )
 
-    def _part(self, part: int) -> str:
+    def _read_part(self, part: int) -> str:
         if self._cached_part[0] != part:
             self._cached_part = part, self._texts[self._lo + part]
         return self._cached_part[1]
 
 
-def _parts(tokenizer: Any, document: _Document) -> Iterator[Tokens]:
+def _encode_parts(tokenizer: Any, document: _Document) -> Iterator[Tokens]:
     """Yield the tokens that begin in each part of a document."""
     bounds = document.bounds[1:-1].tolist()
     pieces: list[Tokens] = []
@@ -166,7 +166,7 @@ def encode_text(
         return
 
     def encode(lo: int, hi: int) -> _Window:
-        return _encode(tokenizer, read(lo, hi), lo)
+        return _encode_window(tokenizer, read(lo, hi), lo)
 
     is_bpe = isinstance(getattr(backend, "model", None), models.BPE)
     lo, hi, first_token = 0, min(window, characters), 0
@@ -194,7 +194,7 @@ def encode_text(
     yield left.ids[first_token:], left.starts[first_token:]
 
 
-def _encode(tokenizer: Any, text: str, offset: int) -> _Window:
+def _encode_window(tokenizer: Any, text: str, offset: int) -> _Window:
     """Encode a text that begins at character `offset` of the document."""
     encoding = tokenizer([text], add_special_tokens=False, verbose=False).encodings[0]
     offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + offset
@@ -222,7 +222,7 @@ def _find_join(
         inside_words: Whether the token may be inside a word.
 
     Returns:
-        The token's number in each window; None if the windows differ between `lo` and `hi`.
+        The token's index in each window; None if the windows differ between `lo` and `hi`.
     """
     (first_lo, first_hi), (second_lo, second_hi) = (
         np.searchsorted(window.starts, (lo, hi)).tolist() for window in (first, second)

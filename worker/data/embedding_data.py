@@ -19,11 +19,16 @@ from protocol.datasets.embedding_pairs import TextGroup, read_text_groups
 from protocol.spec.run_spec import EmbedRun
 from worker.data import holdout
 from worker.data.disk_arrays import DiskArrays
-from worker.data.language_data import bad_rows_note, digest_stored, documents_digest, overlap
+from worker.data.language_data import (
+    bad_rows_note,
+    count_overlap,
+    digest_disk_arrays,
+    documents_digest,
+)
 from worker.models.tokens import Tokens, encode_cut, load_tokenizer, sampled_every, unknown_in
 
 PADDING_TOKENS: Final = 16
-"""Batch widths are a multiple of this, as a compromise between shapes and padding."""
+"""Batch widths are a multiple of this, to balance the number of shapes against padding."""
 Rows = NDArray[np.int64]
 
 
@@ -34,13 +39,13 @@ class EmbeddingData:
     Attributes:
         tokenizer: The model's tokenizer.
         texts: Tokens of each text.
-        rows: Numbers of the texts of each row, (rows, 2 + negatives): anchor, positive, negatives.
-        train: Numbers of the training rows.
-        held_out: Numbers of the evaluation rows.
+        rows: Indices of each row's texts, (rows, 2 + negatives): anchor, positive, negatives.
+        train: Indices of the training rows.
+        held_out: Indices of the evaluation rows.
         padding: The padding token.
         max_tokens: Maximum width of a batch.
         digests: Digests for the manifest.
-        notes: Counts for the manifest.
+        notes: Counts by name, for the manifest's `notes`.
     """
 
     tokenizer: Any
@@ -53,15 +58,15 @@ class EmbeddingData:
     digests: Mapping[str, str]
     notes: Mapping[str, int]
 
-    def batch(self, numbers: Rows) -> Batch:
+    def batch(self, row_indices: Rows) -> Batch:
         """Build a batch of these rows; its weight is their number.
 
         All arrays are int64: `anchor_ids` and `anchor_mask`, (samples, tokens), `passage_ids` and
-        `passage_mask`, (samples, 1 + negatives, tokens), and the numbers of texts, which are equal
-        for equal texts: `anchor_number`, (samples,), and `passage_numbers`,
+        `passage_mask`, (samples, 1 + negatives, tokens), and the texts' indices, equal for equal
+        texts: `anchor_number`, (samples,), and `passage_numbers`,
         (samples, 1 + negatives).
         """
-        rows = self.rows[numbers]
+        rows = self.rows[row_indices]
         anchors, anchor_mask = self._pad(rows[:, 0])
         passages, passage_mask = self._pad(rows[:, 1:].reshape(-1))
         shape = (*rows[:, 1:].shape, passages.shape[-1])
@@ -75,9 +80,9 @@ class EmbeddingData:
         }
         return Batch(arrays, float(len(rows)))
 
-    def _pad(self, numbers: Rows) -> tuple[Rows, Rows]:
+    def _pad(self, text_indices: Rows) -> tuple[Rows, Rows]:
         """Return the tokens of texts, padded on the right, and their mask; both (texts, tokens)."""
-        texts: list[Tokens] = [self.texts[number] for number in numbers.tolist()]
+        texts: list[Tokens] = [self.texts[number] for number in text_indices.tolist()]
         longest = max((len(tokens) for tokens in texts), default=1)
         width = min(-(-longest // PADDING_TOKENS) * PADDING_TOKENS, self.max_tokens)
         ids = np.full((len(texts), width), self.padding, np.int64)
@@ -101,16 +106,16 @@ def read_embedding_data(spec: EmbedRun) -> EmbeddingData:
     )
     tokenizer = load_tokenizer(spec.model.source, spec.model.added_tokens)
     table = _TextTable()
-    rows = np.array([table.numbers(row) for row in chain(groups, validation or ())], np.int64)
+    rows = np.array([table.indices_of(row) for row in chain(groups, validation or ())], np.int64)
     texts, truncated = DiskArrays("<u4", np.int64), 0
     for ids, is_cut in encode_cut(tokenizer, table.texts, data.max_tokens):
         if not len(ids):
-            raise _no_tokens(
+            raise _no_tokens_error(
                 table.texts[len(texts)], len(texts), rows, chain(groups, validation or ())
             )
         texts.append(ids)
         truncated += is_cut
-    rows = _first_with_tokens(texts)[rows]
+    rows = _first_equal_texts(texts)[rows]
     if validation is None:
         train, held_out = holdout.split(groups.documents, spec.seed, data.holdout)
     else:
@@ -126,7 +131,7 @@ def read_embedding_data(spec: EmbedRun) -> EmbeddingData:
         padding,
         data.max_tokens,
         digests={
-            "tokenizer": digest_stored([texts], texts.lengths.tolist(), padding),
+            "tokenizer": digest_disk_arrays([texts], texts.lengths.tolist(), padding),
             "data": documents_digest(groups.documents),
             **(
                 {} if validation is None else {"validation": documents_digest(validation.documents)}
@@ -139,12 +144,12 @@ def read_embedding_data(spec: EmbedRun) -> EmbeddingData:
             **bad_rows_note(groups, validation),
             "texts_truncated": truncated,
             "unknown_tokens_per_thousand": unknown_in(tokenizer, table.texts[::sampling_interval]),
-            **({} if validation is None else overlap(groups.documents, validation.documents)),
+            **({} if validation is None else count_overlap(groups.documents, validation.documents)),
         },
     )
 
 
-def _no_tokens(text: str, number: int, rows: Rows, groups: Iterator[TextGroup]) -> DataError:
+def _no_tokens_error(text: str, number: int, rows: Rows, groups: Iterator[TextGroup]) -> DataError:
     """Return the error for a text without tokens."""
     row = int(np.nonzero((rows == number).any(axis=1))[0][0])
     location = next(islice(groups, row, None)).location
@@ -154,8 +159,8 @@ def _no_tokens(text: str, number: int, rows: Rows, groups: Iterator[TextGroup]) 
     )
 
 
-def _first_with_tokens(texts: DiskArrays) -> Rows:
-    """Return for each text the number of the first text with the same tokens, (texts,).
+def _first_equal_texts(texts: DiskArrays) -> Rows:
+    """Return for each text the index of the first text with the same tokens, (texts,).
 
     Texts that differ only beyond `max_tokens`, or only in characters that the tokenizer drops, are
     the same to the model, so that they cannot be negatives of each other.
@@ -173,14 +178,14 @@ class _TextTable:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self._numbers: dict[bytes, int] = {}
+        self._indices: dict[bytes, int] = {}
 
-    def numbers(self, row: TextGroup) -> list[int]:
-        """Return the numbers of a row's texts."""
-        return [self._number(text) for text in (row.anchor, *row.passages)]
+    def indices_of(self, row: TextGroup) -> list[int]:
+        """Return the indices of a row's texts; new texts are added."""
+        return [self._index_of(text) for text in (row.anchor, *row.passages)]
 
-    def _number(self, text: str) -> int:
-        number = self._numbers.setdefault(blake3(text.encode()).digest(), len(self.texts))
-        if number == len(self.texts):
+    def _index_of(self, text: str) -> int:
+        index = self._indices.setdefault(blake3(text.encode()).digest(), len(self.texts))
+        if index == len(self.texts):
             self.texts.append(text)
-        return number
+        return index

@@ -1,4 +1,7 @@
-"""Split samples into training and evaluation, independent of machine and order of samples."""
+"""Split samples into training and evaluation samples.
+
+The split depends neither on the machine nor on the order of the samples.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from protocol.exact.samples import permutation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DividedData:
+class SplitData:
     """A task's data, tokenized and split.
 
     Attributes:
@@ -24,7 +27,7 @@ class DividedData:
         train: Indices of the training samples, ascending, (samples,).
         held_out: Indices of the evaluation samples, ascending, (samples,).
         digests: Digests of the data and of its tokens, for the manifest.
-        notes: Counts for the manifest.
+        notes: Counts by name, for the manifest's `notes`.
     """
 
     tokenizer: Any
@@ -62,18 +65,18 @@ def split_by_class(
         fraction: Share of each class to hold out; at least one sample of each class remains.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
-    for number, name in enumerate(classes):
-        members[name].append(number)
+    for index, class_of_sample in enumerate(classes):
+        members[class_of_sample].append(index)
     train, held_out = list[int](), list[int]()
-    for numbers in members.values():
-        train_indices, held_out_indices = split([keys[n] for n in numbers], seed, fraction)
-        train += (numbers[index] for index in train_indices)
-        held_out += (numbers[index] for index in held_out_indices)
+    for indices in members.values():
+        class_train, class_held_out = split([keys[index] for index in indices], seed, fraction)
+        train += (indices[n] for n in class_train)
+        held_out += (indices[n] for n in class_held_out)
     return sorted(train), sorted(held_out)
 
 
 def evaluation_subset(samples: int, limit: int | None, seed: int) -> NDArray[np.int64]:
-    """Return the held-out samples to evaluate, in ascending order: all, or `limit` drawn samples.
+    """Return the indices of the held-out samples to evaluate, ascending: all, or a random `limit`.
 
     Args:
         samples: Number of held-out samples.

@@ -25,11 +25,11 @@ from protocol.spec.sampling import Sampling
 from protocol.spec.sections.data import ClassWeights, DataSpec, Problem
 from worker.data import holdout
 from worker.data.disk_arrays import DiskArrays
-from worker.data.language_data import bad_rows_note, digest_stored, overlap
+from worker.data.language_data import bad_rows_note, count_overlap, digest_disk_arrays
 from worker.models.tokens import Tokens, encode_cut, load_tokenizer, sampled_every, unknown_in
 
 PADDING_TOKENS: Final = 16
-"""Batch widths are a multiple of this, as a compromise between shapes and padding."""
+"""Batch widths are a multiple of this, to balance the number of shapes against padding."""
 _PAIRS_PER_CALL: Final = 256
 
 
@@ -100,7 +100,7 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LabeledTexts(holdout.DividedData):
+class LabeledTexts(holdout.SplitData):
     """A run's data, tokenized and split.
 
     Attributes:
@@ -142,14 +142,14 @@ def read_labeled_texts(spec: ClassifyRun) -> LabeledTexts:
     if section.problem == "regression":
         targets = ((targets - scale.mean) / scale.deviation).astype(np.float32)
     weights = sampling = None
-    notes: dict[str, int] = {}
+    label_notes: dict[str, int] = {}
     if section.problem == "single-label":
         _check_labels(targets[train], data.names)
         weights = class_weights(section.class_weights, targets[train], data.names)
-        chances = class_weights(section.sampling, targets[train], data.names)
-        if chances is not None:
-            sampling = Sampling.by_weight(chances[targets[train]])
-        notes = _label_notes(data, targets[train], targets[held_out])
+        sampling_weights = class_weights(section.sampling, targets[train], data.names)
+        if sampling_weights is not None:
+            sampling = Sampling.by_weight(sampling_weights[targets[train]])
+        label_notes = _label_notes(data, targets[train], targets[held_out])
     return LabeledTexts(
         tokenizer=tokenizer,
         samples=LabeledSamples(tokens, types, targets, weights, padding, section.max_tokens),
@@ -159,7 +159,7 @@ def read_labeled_texts(spec: ClassifyRun) -> LabeledTexts:
         train=train,
         held_out=held_out,
         digests={
-            "tokenizer": digest_stored([tokens], tokens.lengths.tolist(), padding),
+            "tokenizer": digest_disk_arrays([tokens], tokens.lengths.tolist(), padding),
             "data": data_digest(data),
             **({"validation": data_digest(validation)} if validation.texts else {}),
         },
@@ -168,8 +168,8 @@ def read_labeled_texts(spec: ClassifyRun) -> LabeledTexts:
             **bad_rows_note(data, validation),
             "texts_truncated": truncated,
             "unknown_tokens_per_thousand": unknown_in(tokenizer, sampled_texts),
-            **(overlap(data.texts, validation.texts) if validation.texts else {}),
-            **notes,
+            **(count_overlap(data.texts, validation.texts) if validation.texts else {}),
+            **label_notes,
         },
     )
 
@@ -178,8 +178,8 @@ def _check_labels(labels: NDArray[np.int64], names: Sequence[str]) -> None:
     if len(np.unique(labels)) < 2:
         raise DataError(
             "expected at least two labels in the training data, got only "
-            f"{names[int(labels[0])]!r}, as all samples of the others are held out; add samples of "
-            "them, or lower data.holdout"
+            f"{names[int(labels[0])]!r}, because all samples of other labels are held out; add "
+            "samples of other labels, or lower data.holdout"
         )
 
 
@@ -252,7 +252,7 @@ def _read_data(data: DataSpec) -> tuple[LabeledText, LabeledText]:
 def _split(
     spec: ClassifyRun, data: LabeledText, validation: LabeledText
 ) -> tuple[list[int], list[int]]:
-    """Return the numbers of the training samples and of the evaluation samples."""
+    """Return the indices of the training samples and of the evaluation samples."""
     if spec.data.stratify:
         return holdout.split_by_class(data.texts, data.labels, spec.seed, spec.data.holdout)
     if spec.data.validation is None:
@@ -280,7 +280,7 @@ def class_weights(
 
     Args:
         setting: `balanced`: samples / (classes * samples of the class), so that every class has
-            the same total weight; or weights by name, 1 for the others.
+            the same total weight; or weights by name, with 1 for classes that are not named.
         labels: Labels of the training samples.
         names: Names of the classes, by number.
 
@@ -316,13 +316,15 @@ def _label_notes(
     """Count samples with labels that look like mistakes, for the manifest."""
     counts = np.bincount([*data.labels], minlength=len(data.names))
     trained_classes = {int(label) for label in training_labels}
-    missed = Counter(int(label) for label in evaluation_labels if int(label) not in trained_classes)
+    untrained_counts = Counter(
+        int(label) for label in evaluation_labels if int(label) not in trained_classes
+    )
     numbers = {name: number for number, name in enumerate(data.names)}
     notes = {"conflicting_labels_left_out": data.conflicts} if data.conflicts else {}
     for names in data.similar_labels:
         note = cut_text(f"labels_alike[{'|'.join(names)}]", limits.NAME_CHARACTERS)
         notes[note] = int(sum(counts[numbers[name]] for name in names))
-    for label, count in sorted(missed.items()):
+    for label, count in sorted(untrained_counts.items()):
         note = f"held_out_class_without_training_sample[{data.names[label]}]"
         notes[cut_text(note, limits.NAME_CHARACTERS)] = count
     return notes
@@ -333,9 +335,9 @@ def encode_texts(
 ) -> tuple[DiskArrays, int]:
     """Return the tokens of each text, on disk, and the number of truncated texts."""
     tokens, truncated = DiskArrays("<u4", np.int64), 0
-    for ids, was_cut in encode_cut(tokenizer, texts, max_tokens, location_of):
+    for ids, is_cut in encode_cut(tokenizer, texts, max_tokens, location_of):
         tokens.append(ids)
-        truncated += was_cut
+        truncated += is_cut
     return tokens, truncated
 
 

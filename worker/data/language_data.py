@@ -30,8 +30,8 @@ from protocol.spec.run_spec import ModelRun, RunSpec
 from protocol.spec.sections.data import DataSpec
 from protocol.spec.sections.model import TokenizerSpec
 from worker.data import holdout
-from worker.data.chat_template import ChatTemplate, LossMask, Rendered
-from worker.data.disk_arrays import DiskArrays, concatenated
+from worker.data.chat_template import ChatTemplate, LossMask, RenderedConversation
+from worker.data.disk_arrays import DiskArrays, concatenate
 from worker.data.document_tokens import encode_documents
 from worker.data.packing import PackedSamples
 from worker.models.added_tokens import add_to_tokenizer
@@ -50,7 +50,7 @@ from worker.models.tokens import (
 _CONVERSATIONS_PER_CALL: Final = 256
 """Number of conversations that are tokenized in one call."""
 _PADDING_TOKENS: Final = 16
-"""Batch widths of conversations are a multiple of this, a compromise of shapes and padding."""
+"""Batch widths of conversations are a multiple of this, to balance shapes against padding."""
 
 
 class Samples(Protocol):
@@ -82,7 +82,7 @@ class LanguageData:
         held_out: The evaluation samples.
         highest: The largest token id.
         digests: Digests of the data, its tokens and the loss mask, for the manifest.
-        notes: Counts for the manifest.
+        notes: Counts by name, for the manifest's `notes`.
     """
 
     tokenizer: Any
@@ -93,24 +93,26 @@ class LanguageData:
     notes: Mapping[str, int]
 
 
-def read_language_data(spec: RunSpec, fraction: float, *, even: bool = False) -> LanguageData:
+def read_language_data(
+    spec: RunSpec, fraction: float, *, is_fixed_width: bool = False
+) -> LanguageData:
     """Read, split and tokenize the data of a run spec.
 
     Args:
         spec: A run spec with the sections model and data.
         fraction: Share of the samples to hold out.
-        even: Whether every batch is `data.max_tokens` wide.
+        is_fixed_width: Whether every batch is `data.max_tokens` wide.
 
     Raises:
         DataError: The data or the tokenizer cannot be used.
     """
     assert isinstance(spec, ModelRun)
     if spec.data.format == "text":
-        return _running_text(spec, spec.data, fraction)
-    return _conversations(spec, spec.data, fraction, even=even)
+        return _read_running_text(spec, spec.data, fraction)
+    return _read_conversations(spec, spec.data, fraction, is_fixed_width=is_fixed_width)
 
 
-def _running_text(spec: ModelRun, data: DataSpec, fraction: float) -> LanguageData:
+def _read_running_text(spec: ModelRun, data: DataSpec, fraction: float) -> LanguageData:
     corpus = read_text_corpus(data)
     documents = corpus.documents
     validation = None if data.validation is None else read_text_corpus(validation_data(data))
@@ -130,7 +132,7 @@ def _running_text(spec: ModelRun, data: DataSpec, fraction: float) -> LanguageDa
         held_out=held_out_samples,
         highest=max(store.highest for store in stores),
         digests={
-            "tokenizer": digest_stored(stores, [s.elements for s in stores], len(tokenizer)),
+            "tokenizer": digest_disk_arrays(stores, [s.elements for s in stores], len(tokenizer)),
             "data": documents_digest(documents),
             **_validation_digest(validation_documents),
         },
@@ -161,15 +163,15 @@ class TextStream:
 
     Attributes:
         tokens: Tokens of each document, or of adjacent parts of a document.
-        marks: Offsets of the begin tokens in ascending order; they are never predicted.
+        begin_offsets: Offsets of the begin tokens in ascending order; they are never predicted.
     """
 
     tokens: DiskArrays
-    marks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    begin_offsets: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @staticmethod
     def of(tokenizer: Any, corpus: TextCorpus, *divisions: Sequence[int]) -> list[TextStream]:
-        """Build a stream for each division, a list of numbers of documents or parts of documents.
+        """Build a stream for each division, a list of indices of documents or parts of documents.
 
         Each document or part may be in one division at most. Begin and end tokens are added where a
         document begins and ends.
@@ -180,22 +182,25 @@ class TextStream:
         for division, numbers in enumerate(divisions):
             division_of[np.array(numbers, np.int64)] = division
         for number, ids in encode_documents(tokenizer, corpus, division_of >= 0):
-            tokens, marks = streams[division_of[number]]
+            tokens, begin_offsets = streams[division_of[number]]
             prefix = begin_tokens if corpus.begins[number] else []
-            marks.extend(range(tokens.elements, tokens.elements + len(prefix)))
+            begin_offsets.extend(range(tokens.elements, tokens.elements + len(prefix)))
             suffix = end_tokens if corpus.ends[number] else []
             continues_document = (
                 not corpus.begins[number] and division_of[number - 1] == division_of[number]
             )
             add = tokens.extend if continues_document else tokens.append
             add(np.array([*prefix, *ids, *suffix], np.int64))
-        return [TextStream(tokens, np.array(marks, np.int64)) for tokens, marks in streams]
+        return [
+            TextStream(tokens, np.array(begin_offsets, np.int64))
+            for tokens, begin_offsets in streams
+        ]
 
     def read(self, lo: int, hi: int) -> tuple[Tokens, LossMask]:
         """Return the tokens [lo, hi), and which of them are predicted from the token before."""
         loss_mask = np.arange(hi - lo) > 0
-        marks_in_range = slice(*np.searchsorted(self.marks, (lo, hi)))
-        loss_mask[self.marks[marks_in_range] - lo] = False
+        is_in_range = slice(*np.searchsorted(self.begin_offsets, (lo, hi)))
+        loss_mask[self.begin_offsets[is_in_range] - lo] = False
         return self.tokens.read(lo, hi), loss_mask
 
 
@@ -212,10 +217,10 @@ def _validation_digest(documents: DiskTexts | None) -> dict[str, str]:
 
 
 def _overlap_note(train: Iterable[str], validation: Sequence[str] | None) -> dict[str, int]:
-    return {} if validation is None else overlap(train, validation)
+    return {} if validation is None else count_overlap(train, validation)
 
 
-def overlap(train: Iterable[str], validation: Sequence[str]) -> dict[str, int]:
+def count_overlap(train: Iterable[str], validation: Sequence[str]) -> dict[str, int]:
     """Count the validation documents, and those of them that are training documents too."""
     digests = {blake3(text.encode()).digest() for text in validation}
     common = sum(blake3(text.encode()).digest() in digests for text in train)
@@ -251,7 +256,9 @@ def _packed_notes(samples: Samples) -> dict[str, int]:
     }
 
 
-def _conversations(spec: ModelRun, data: DataSpec, fraction: float, *, even: bool) -> LanguageData:
+def _read_conversations(
+    spec: ModelRun, data: DataSpec, fraction: float, *, is_fixed_width: bool
+) -> LanguageData:
     rows = read_conversations(data)
     validation = None if data.validation is None else read_conversations(validation_data(data))
     if validation is None:
@@ -266,16 +273,20 @@ def _conversations(spec: ModelRun, data: DataSpec, fraction: float, *, even: boo
     tokenizer = load_or_train_tokenizer(spec, training_texts())
     template = ChatTemplate(tokenizer, data.chat_template, loss=data.loss)
     ends = answer_ends(tokenizer)
-    pad_to = data.max_tokens if even else _PADDING_TOKENS
+    pad_to = data.max_tokens if is_fixed_width else _PADDING_TOKENS
     bad_rows = BadRows(skip=data.skip_bad_rows)
-    options: dict[str, Any] = {"grouped": data.group_by_length, "ends": ends, "bad_rows": bad_rows}
+    options: dict[str, Any] = {
+        "should_sort": data.group_by_length,
+        "ends": ends,
+        "bad_rows": bad_rows,
+    }
     turns = [
         Turns.encode(template, (source[n] for n in part), data.max_tokens, pad_to, **options)
         for source, part in splits
     ]
     bad_rows.report()
     if not len(turns[0]):
-        raise _no_answer(data, max(part.longest for part in turns))
+        raise _no_answer_error(data, max(part.longest for part in turns))
     _refuse_answers_without_end(tokenizer, turns[0], ends)
     lengths = [int(length) for part in turns for length in part.tokens.lengths]
     samples: list[Samples] = [
@@ -290,8 +301,8 @@ def _conversations(spec: ModelRun, data: DataSpec, fraction: float, *, even: boo
         held_out=samples[1],
         highest=max(part.tokens.highest for part in turns if len(part)),
         digests={
-            "tokenizer": digest_stored([p.tokens for p in turns], lengths, len(tokenizer)),
-            "counted_tokens": digest_stored([p.loss_masks for p in turns], lengths, 0),
+            "tokenizer": digest_disk_arrays([p.tokens for p in turns], lengths, len(tokenizer)),
+            "counted_tokens": digest_disk_arrays([p.loss_masks for p in turns], lengths, 0),
             "data": documents_digest(rows.documents),
             **_validation_digest(validation_documents),
         },
@@ -309,16 +320,16 @@ def _conversations(spec: ModelRun, data: DataSpec, fraction: float, *, even: boo
     )
 
 
-def _no_answer(data: DataSpec, longest: int) -> DataError:
+def _no_answer_error(data: DataSpec, longest: int) -> DataError:
     """Return the error that no conversation has a token with loss; `longest` is in tokens."""
     if longest <= data.max_tokens:
         return DataError(
             f"expected conversations in {data.train!r} with an answer that has loss, found none: "
-            "every answer has weight 0 or train false; leave that out"
+            "every answer has weight 0 or train false; remove these settings"
         )
     return DataError(
         f"expected conversations in {data.train!r} whose first data.max_tokens = "
-        f"{data.max_tokens} tokens reach an answer, found none; raise it: "
+        f"{data.max_tokens} tokens reach an answer, found none; raise that limit: "
         f"--set data.max_tokens={longest}"
     )
 
@@ -333,7 +344,7 @@ def _refuse_answers_without_end(tokenizer: Any, turns: Turns, ends: frozenset[in
         return
     names = ", ".join(repr(tokenizer.decode([token])) for token in sorted(ends)) or "no token"
     raise DataError(
-        f"expected answers that end with a stop token, got {len(turns)} conversations without: "
+        f"expected answers that end with a stop token, got {len(turns)} conversations without one: "
         f"generation stops at {names}, and no answer trains that token; write it after each answer "
         "in the chat template, inside {% generation %} where that is used: --set "
         "data.chat_template=JINJA"
@@ -395,13 +406,13 @@ class CutDocuments:
     @staticmethod
     def of(stream: TextStream, length: int) -> CutDocuments:
         """Cut the documents of a stream into pieces."""
-        predicted = np.maximum(stream.tokens.lengths - 1, 0)
-        counts = -(-predicted // length)
+        predicted_counts = np.maximum(stream.tokens.lengths - 1, 0)
+        counts = -(-predicted_counts // length)
         first_pieces = np.repeat(np.cumsum(counts) - counts, counts)
         offsets = (np.arange(int(counts.sum())) - first_pieces) * length
         starts = np.repeat(stream.tokens.starts, counts) + offsets
         return CutDocuments(
-            stream, starts, np.minimum(length, np.repeat(predicted, counts) - offsets)
+            stream, starts, np.minimum(length, np.repeat(predicted_counts, counts) - offsets)
         )
 
     def piece(self, number: int) -> tuple[Tokens, Tokens]:
@@ -423,13 +434,13 @@ class Turns:
 
     Attributes:
         tokens: Tokens of each conversation, at most `length`.
-        loss_masks: Which of them have loss: at least one in each conversation, never the first.
+        loss_masks: Which tokens have loss: at least one in each conversation, never the first.
         order: The conversation of each sample; sorted by length to group similar lengths.
         length: `data.max_tokens`.
         pad_to: The width of a batch is a multiple of this, at most `length`.
         truncated: Number of truncated conversations.
-        left_out: Number of conversations that were dropped, as their first `length` tokens have no
-            loss.
+        left_out: Number of conversations that were dropped, because none of their first `length`
+            tokens has loss.
         longest: Tokens of the longest conversation, before truncation.
         ended_answers: Number of conversations in which a token that ends an answer has loss.
     """
@@ -452,7 +463,7 @@ class Turns:
         pad_to: int,
         *,
         bad_rows: BadRows,
-        grouped: bool = False,
+        should_sort: bool = False,
         ends: Collection[int] = (),
     ) -> Turns:
         """Render, tokenize and truncate; conversations that the template refuses are bad rows."""
@@ -468,12 +479,12 @@ class Turns:
                 if not loss_mask[:length].any():
                     continue
                 truncated += len(ids) > length
-                with_loss = ids[:length][loss_mask[:length]]
-                ended_answers += bool(np.isin(with_loss, end_tokens).any())
+                loss_tokens = ids[:length][loss_mask[:length]]
+                ended_answers += bool(np.isin(loss_tokens, end_tokens).any())
                 tokens.append(ids[:length])
                 loss_masks.append(loss_mask[:length])
         order = np.arange(len(tokens))
-        if grouped:
+        if should_sort:
             order = np.argsort(tokens.lengths, kind="stable")
         left_out = count - len(tokens)
         return Turns(
@@ -512,7 +523,7 @@ class Turns:
         return self.tokens[row], self.loss_masks[row]
 
 
-def _batches(rendered: Iterable[Rendered]) -> Iterator[list[Rendered]]:
+def _batches(rendered: Iterable[RenderedConversation]) -> Iterator[list[RenderedConversation]]:
     texts = iter(rendered)
     while batch := [*islice(texts, _CONVERSATIONS_PER_CALL)]:
         yield batch
@@ -537,10 +548,10 @@ def documents_digest(documents: Sequence[str]) -> str:
     return digest_arrays({"lengths": np.array(stored_texts.characters, np.int64), "text": stream})
 
 
-def digest_stored(arrays: Sequence[DiskArrays], lengths: Sequence[int], padding: int) -> str:
-    """Return the digest of the tokens of all texts, independent of the tokenizer's file format."""
+def digest_disk_arrays(arrays: Sequence[DiskArrays], lengths: Sequence[int], padding: int) -> str:
+    """Return the digest of arrays; for tokens, it is independent of the tokenizer's file format."""
     return digest_arrays({
         "lengths": np.array(lengths, np.int64),
-        "ids": concatenated(arrays),
+        "ids": concatenate(arrays),
         "padding": np.array([padding]),
     })  # fmt: skip

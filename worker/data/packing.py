@@ -43,7 +43,7 @@ class Pieces(Protocol):
 
 
 def pack_pieces(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[list[int]]:
-    """Assign each piece to the sample with the least remaining room that it fits.
+    """Assign each piece to the sample with the least remaining room into which it fits.
 
     This is best-fit decreasing; pieces of equal length are in an order drawn with the seed. It
     needs at most about 11/9 of the smallest possible number of samples (Johnson 1974,
@@ -57,7 +57,7 @@ def pack_pieces(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[li
     order = permutation(seed, 0, len(lengths))
     ranked = order[np.argsort(-lengths[order], kind="stable")]
     packs: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    packs_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms: list[int] = []  # remaining rooms of all packs, distinct and ascending
     for number in ranked.tolist():
         length = int(lengths[number])
@@ -67,15 +67,15 @@ def pack_pieces(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[li
             packs.append([])
         else:
             room = rooms[index]
-            pack = with_room[room].pop()
-            if not with_room[room]:
+            pack = packs_by_room[room].pop()
+            if not packs_by_room[room]:
                 del rooms[index]
         packs[pack].append(number)
         room_left = room - length
         if room_left:
-            if not with_room[room_left]:
+            if not packs_by_room[room_left]:
                 insort(rooms, room_left)
-            with_room[room_left].append(pack)
+            packs_by_room[room_left].append(pack)
     return packs
 
 
@@ -85,7 +85,7 @@ class PackedSamples:
 
     Attributes:
         pieces: All pieces.
-        packs: Numbers of the pieces of each sample.
+        packs: Indices of the pieces of each sample.
         length: `data.max_tokens`.
     """
 

@@ -20,9 +20,14 @@ from protocol.datasets.rows import BadRows
 from protocol.spec.run_spec import DpoRun
 from protocol.spec.sections.data import DataSpec
 from worker.data import holdout
-from worker.data.chat_template import ChatTemplate, LossMask, Rendered
+from worker.data.chat_template import ChatTemplate, LossMask, RenderedConversation
 from worker.data.disk_arrays import DiskArrays
-from worker.data.language_data import bad_rows_note, digest_stored, documents_digest, overlap
+from worker.data.language_data import (
+    bad_rows_note,
+    count_overlap,
+    digest_disk_arrays,
+    documents_digest,
+)
 from worker.models.tokens import (
     IGNORED_LABEL,
     Tokens,
@@ -32,7 +37,7 @@ from worker.models.tokens import (
 )
 
 _PADDING_TOKENS: Final = 16
-"""Batch widths are a multiple of this, as a compromise between shapes and padding."""
+"""Batch widths are a multiple of this, to balance the number of shapes against padding."""
 _PAIRS_PER_CALL: Final = 256
 """Number of pairs that are tokenized in one call."""
 
@@ -41,7 +46,7 @@ Answer = tuple[Tokens, LossMask]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceData(holdout.DividedData):
+class PreferenceData(holdout.SplitData):
     """A run's pairs, tokenized and split.
 
     Attributes:
@@ -74,7 +79,7 @@ def read_preference_data(spec: DpoRun) -> PreferenceData:
         digests["validation"] = documents_digest(validation_rows.documents)
         notes = {
             **bad_rows_note(rows, validation_rows, refused=pairs.refused),
-            **overlap(documents, validation_documents),
+            **count_overlap(documents, validation_documents),
         }
     sampled_rows = range(0, len(rows), sampled_every(len(rows)))
     return PreferenceData(
@@ -130,19 +135,19 @@ class EncodedPairs:
                 the same, or no pair is usable.
         """
         numbers, longest, bad_rows = list[int](), 0, BadRows(skip=data.skip_bad_rows)
-        for number, answers in _encode(template, rows, bad_rows):
+        for number, answers in _encode_rows(template, rows, bad_rows):
             longest = max(longest, *(len(ids) for ids, _ in answers))
-            if all(marks[1 : self.length].any() for _, marks in answers):
+            if all(loss_mask[1 : self.length].any() for _, loss_mask in answers):
                 numbers.append(number)
-                for ids, marks in answers:
+                for ids, loss_mask in answers:
                     self._tokens.append(ids)
-                    self._loss_masks.append(marks)
+                    self._loss_masks.append(loss_mask)
         bad_rows.report()
         self.refused += bad_rows.count
         if not numbers:
             raise DataError(
                 f"expected pairs in {data.train!r} whose first data.max_tokens = {self.length} "
-                "tokens reach both answers, found none; raise it: --set "
+                "tokens reach both answers, found none; raise that limit: --set "
                 f"data.max_tokens={longest}"
             )
         self.left_out += len(rows) - len(numbers) - bad_rows.count
@@ -154,8 +159,8 @@ class EncodedPairs:
     def pair(self, number: int) -> tuple[Answer, Answer]:
         """Return the chosen and the rejected conversation, each at most `length` tokens."""
         chosen_answer, rejected_answer = (
-            (self._tokens[at][: self.length], self._loss_masks[at][: self.length])
-            for at in (2 * number, 2 * number + 1)
+            (self._tokens[index][: self.length], self._loss_masks[index][: self.length])
+            for index in (2 * number, 2 * number + 1)
         )
         return chosen_answer, rejected_answer
 
@@ -174,8 +179,8 @@ class EncodedPairs:
         """Return the digests of tokens and loss masks."""
         lengths = self._tokens.lengths.tolist()
         return {
-            "tokenizer": digest_stored([self._tokens], lengths, padding),
-            "counted_tokens": digest_stored([self._loss_masks], lengths, 0),
+            "tokenizer": digest_disk_arrays([self._tokens], lengths, padding),
+            "counted_tokens": digest_disk_arrays([self._loss_masks], lengths, 0),
         }
 
     def batch(self, rows: NDArray[np.int64]) -> Batch:
@@ -192,12 +197,14 @@ class EncodedPairs:
         return Batch({"input_ids": inputs, "labels": labels}, float(len(pairs)))
 
 
-def _encode(
+def _encode_rows(
     template: ChatTemplate, rows: DistinctRows[PreferencePair], bad_rows: BadRows
 ) -> Iterator[tuple[int, tuple[Answer, Answer]]]:
     """Yield the number of each pair and both conversations, whose last answers have loss."""
 
-    def render(row: tuple[int, PreferencePair]) -> tuple[Rendered, Rendered]:
+    def render(
+        row: tuple[int, PreferencePair],
+    ) -> tuple[RenderedConversation, RenderedConversation]:
         return template.render(row[1].chosen), template.render(row[1].rejected)
 
     rendered = bad_rows.apply(enumerate(rows), render)
@@ -205,12 +212,12 @@ def _encode(
         sides = (template.encode([texts[side] for _, texts in batch]) for side in (0, 1))
         for ((number, pair), _), chosen_answer, rejected_answer in zip(batch, *sides, strict=True):
             if np.array_equal(chosen_answer[0], rejected_answer[0]):
-                bad_rows.add(_equal_answers(pair))
+                bad_rows.add(_equal_answers_error(pair))
             else:
                 yield number, (chosen_answer, rejected_answer)
 
 
-def _equal_answers(pair: PreferencePair) -> DataError:
+def _equal_answers_error(pair: PreferencePair) -> DataError:
     return DataError(
         f"{pair.chosen.location}: expected chosen and rejected to differ, got the same tokens for "
         "both from the chat template; leave the row out"

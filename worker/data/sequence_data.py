@@ -23,15 +23,20 @@ from protocol.datasets.sequences import (
 from protocol.spec.run_spec import ModelRun, Seq2SeqRun, TagRun
 from worker.data import holdout
 from worker.data.disk_arrays import DiskArrays
-from worker.data.language_data import bad_rows_note, digest_stored, documents_digest, overlap
+from worker.data.language_data import (
+    bad_rows_note,
+    count_overlap,
+    digest_disk_arrays,
+    documents_digest,
+)
 from worker.models.tokens import IGNORED_LABEL, Tokens, load_tokenizer, sampled_every, unknown_in
 
 _PADDING_TOKENS: Final = 16
-"""Batch widths are a multiple of this, as a compromise between shapes and padding."""
+"""Batch widths are a multiple of this, to balance the number of shapes against padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceData(holdout.DividedData):
+class SequenceData(holdout.SplitData):
     """A run's data, tokenized and split.
 
     Attributes:
@@ -80,14 +85,14 @@ class PairData(SequenceData):
     """Source and target texts.
 
     Attributes:
-        pairs: Returns the pair of a row as it was read.
+        pair_of: Returns a row's pair, neither tokenized nor truncated.
     """
 
-    pairs: Callable[[int], TextPair]
+    pair_of: Callable[[int], TextPair]
 
     def target(self, row: int) -> str:
         """Return the target text of a row, not truncated."""
-        return self.pairs(row).target
+        return self.pair_of(row).target
 
 
 def _pad(arrays: Sequence[Tokens], width: int, filler: int) -> NDArray[np.int64]:
@@ -101,18 +106,18 @@ def read_tagged_data(spec: TagRun) -> SequenceData:
     """Read, tokenize and split words with tags.
 
     Raises:
-        DataError: Data or tokenizer cannot be used.
+        DataError: The data or the tokenizer cannot be used.
     """
     rows = read_tagged_words(spec.data)
     validation_rows = (
         None if spec.data.validation is None else read_tagged_words(validation_data(spec.data))
     )
     names = tuple(sorted({tag for row in rows for tag in row.tags}))
-    number = {name: index for index, name in enumerate(names)}
+    tag_numbers = {name: index for index, name in enumerate(names)}
     tokenizer = load_tokenizer(spec.model.source, spec.model.added_tokens)
 
     def encode_row(row: TaggedWords) -> tuple[Tokens, Tokens, bool]:
-        unknown_tags = {*row.tags} - number.keys()
+        unknown_tags = {*row.tags} - tag_numbers.keys()
         if unknown_tags:
             raise DataError(
                 f"{row.location}: expected a tag of the training data "
@@ -120,7 +125,7 @@ def read_tagged_data(spec: TagRun) -> SequenceData:
                 "training rows with it"
             )
         ids, words, is_cut = encode_words(tokenizer, row.words, spec.data.max_tokens)
-        tags = np.array([number[tag] for tag in row.tags], np.int64)
+        tags = np.array([tag_numbers[tag] for tag in row.tags], np.int64)
         return ids, np.where(words >= 0, tags[np.maximum(words, 0)], IGNORED_LABEL), is_cut
 
     texts = (" ".join(row.words) for row in rows)
@@ -135,7 +140,7 @@ def encode_words(
     """Tokenize words, joined by spaces.
 
     Returns:
-        The tokens; for each token the number of the word that it begins, or -1; and whether words
+        The tokens; for each token the index of the word that it begins, or -1; and whether words
         were truncated.
 
     Raises:
@@ -151,23 +156,23 @@ def encode_words(
         text, truncation=True, max_length=max_tokens, return_offsets_mapping=True, verbose=False
     )
     starts = np.cumsum([0, *(len(word) + 1 for word in words)])
-    numbers = np.full(len(encoding["input_ids"]), -1, np.int64)
+    word_indices = np.full(len(encoding["input_ids"]), -1, np.int64)
     last_word = -1
     for position, (begin, end) in enumerate(encoding["offset_mapping"]):
         if not text[begin:end].strip():
             continue  # a special token, or only a space
         word = int(np.searchsorted(starts, end - 1, "right")) - 1
         if word > last_word:
-            numbers[position] = last_word = word
+            word_indices[position] = last_word = word
     is_cut = last_word + 1 < len(words)
-    return np.array(encoding["input_ids"], np.int64), numbers, is_cut
+    return np.array(encoding["input_ids"], np.int64), word_indices, is_cut
 
 
 def read_pair_data(spec: Seq2SeqRun) -> PairData:
     """Read, tokenize and split source and target texts.
 
     Raises:
-        DataError: Data or tokenizer cannot be used.
+        DataError: The data or the tokenizer cannot be used.
     """
     rows = read_text_pairs(spec.data)
     validation_rows = (
@@ -190,13 +195,13 @@ def read_pair_data(spec: Seq2SeqRun) -> PairData:
     texts = (text for row in rows for text in (row.source, row.target))
     data = _encode_and_split(spec, tokenizer, rows, validation_rows, encode_row, texts=texts)
 
-    def pair(row: int) -> TextPair:
+    def pair_of(row: int) -> TextPair:
         if validation_rows is None or row < len(rows):
             return rows[row]
         return validation_rows[row - len(rows)]
 
     fields = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
-    return PairData(**fields, pairs=pair)
+    return PairData(**fields, pair_of=pair_of)
 
 
 def _encode_and_split(
@@ -233,8 +238,8 @@ def _encode_and_split(
         max_tokens=spec.data.max_tokens,
         names=names,
         digests={
-            "tokenizer": digest_stored([inputs], inputs.lengths.tolist(), padding),
-            "labels": digest_stored([labels], labels.lengths.tolist(), len(names)),
+            "tokenizer": digest_disk_arrays([inputs], inputs.lengths.tolist(), padding),
+            "labels": digest_disk_arrays([labels], labels.lengths.tolist(), len(names)),
             "data": documents_digest(rows.documents),
             **(
                 {} if validation is None else {"validation": documents_digest(validation.documents)}
@@ -247,6 +252,6 @@ def _encode_and_split(
             "unknown_tokens_per_thousand": unknown_in(
                 tokenizer, (text for n, text in enumerate(texts) if n % sampling_interval == 0)
             ),
-            **({} if validation is None else overlap(rows.documents, validation.documents)),
+            **({} if validation is None else count_overlap(rows.documents, validation.documents)),
         },
     )

@@ -1,7 +1,7 @@
 """Read the samples of a capture, one row group of a file at a time.
 
-Only a few row groups are in memory, whatever the size of the capture. A file may arrive later, but
-before one of its samples is read.
+Only a few row groups are in memory, whatever the size of the capture. A file may be missing at
+first, but must arrive before one of its samples is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from protocol.datasets.capture_index import CaptureIndex, read_index
 from protocol.datasets.logits_file import LogitsFile, Records, record_dtype
 
 _GROUPS_IN_MEMORY: Final = 4
-"""A microbatch may end in the next row group, and evaluation reads others between microbatches."""
+"""A microbatch may end in the next row group, and evaluation reads other row
+groups between microbatches."""
 
 
 class CapturedSamples:
@@ -42,7 +43,7 @@ class CapturedSamples:
             for number, file in enumerate(self.index.files)
             for group in range(len(file.row_groups))
         ]
-        self._open: tuple[int, LogitsFile] | None = None
+        self._current_file: tuple[int, LogitsFile] | None = None
         self._cached_groups: OrderedDict[int, Records] = OrderedDict()
 
     def read(self, samples: Sequence[int]) -> Records:
@@ -51,13 +52,13 @@ class CapturedSamples:
         Raises:
             DataError: A file is missing, damaged, or belongs to another capture.
         """
-        numbers = np.asarray(samples, np.int64)
-        groups = self._groups_of(numbers)
-        records = np.empty(len(numbers), record_dtype(self.index.facts.layout))
+        indices = np.asarray(samples, np.int64)
+        groups = self._groups_of(indices)
+        records = np.empty(len(indices), record_dtype(self.index.facts.layout))
         for group in dict.fromkeys(groups.tolist()):
             is_in_group = groups == group
-            records[is_in_group] = self._group(group)[
-                numbers[is_in_group] - self._group_starts[group]
+            records[is_in_group] = self._read_group(group)[
+                indices[is_in_group] - self._group_starts[group]
             ]
         return records
 
@@ -71,22 +72,22 @@ class CapturedSamples:
     def _groups_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.searchsorted(self._group_starts, numbers, side="right") - 1
 
-    def _group(self, number: int) -> Records:
+    def _read_group(self, number: int) -> Records:
         if number in self._cached_groups:
             self._cached_groups.move_to_end(number)
             return self._cached_groups[number]
         file, group = self._group_locations[number]
-        records = self._file(file).records(group)
+        records = self._open_file(file).records(group)
         self._cached_groups[number] = records
         while len(self._cached_groups) > _GROUPS_IN_MEMORY:
             self._cached_groups.popitem(last=False)
         return records
 
-    def _file(self, number: int) -> LogitsFile:
-        if self._open is None or self._open[0] != number:
-            if self._open is not None:
-                self._open[1].close()
-                self._open = None
+    def _open_file(self, number: int) -> LogitsFile:
+        if self._current_file is None or self._current_file[0] != number:
+            if self._current_file is not None:
+                self._current_file[1].close()
+                self._current_file = None
             entry = self.index.files[number]
             path = self._directory / entry.name
             logits = LogitsFile(path)
@@ -95,5 +96,5 @@ class CapturedSamples:
                     f"expected the file that the capture's index lists at {str(path)!r}, got "
                     "another; restore it from a copy, or capture again"
                 )
-            self._open = number, logits
-        return self._open[1]
+            self._current_file = number, logits
+        return self._current_file[1]

@@ -25,8 +25,8 @@ IGNORED_LABEL: Final = -100
 """The label of tokens that are not predicted."""
 _TINY: Final = 1e-30
 _EXCLUDED_LOGIT: Final = -1e30
-"""Logit of tokens outside the tail: its exponential is zero, and it is finite, so that differences
-are, too."""
+"""Logit of tokens outside the tail. Its exponential is zero; it is finite, so that differences
+of logits are finite too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,8 @@ def teacher_arrays(
     """Return the arrays of captured samples that the loss reads, by name.
 
     `teacher_ids` int64 and `teacher` float32, (samples, length, k): tokens and their probabilities
-    at the temperature. `teacher_tail` float32, (samples, length): the probability of all others.
+    at the temperature. `teacher_tail` float32, (samples, length): the probability of all other
+    tokens.
     """
     ids = records["topk_ids"].astype(np.int64)
     if layout.drawn:

@@ -43,13 +43,13 @@ def sample_lines(path: Path, samples: int, rows: int, tokens: int) -> Iterator[s
         f"{layout.temperature:g}"
     )
     yield f"teacher {facts.teacher}, vocabulary {facts.tokenizer}"
-    token_text = _token_text(path.parent / TOKENIZER)
+    token_text = _token_formatter(path.parent / TOKENIZER)
     sample_count = 0
     for group in range(len(file.row_groups)):
         for record in file.records(group):
             yield f"sample {record['sample_id']}: {record['rows']} rows"
             for row in range(min(int(record["rows"]), rows)):
-                yield f"  {_row(record, row, tokens, layout, token_text)}"
+                yield f"  {_format_row(record, row, tokens, layout, token_text)}"
             sample_count += 1
             if sample_count == samples:
                 file.close()
@@ -60,7 +60,7 @@ def _check_digest(path: Path) -> None:
     """Check the file against the capture's index, if its directory has one.
 
     Raises:
-        DataError: Their digests differ, or the file cannot be read.
+        DataError: The file's digest is not the one in the index, or the file cannot be read.
     """
     if not (path.parent / INDEX).exists():
         return
@@ -73,12 +73,14 @@ def _check_digest(path: Path) -> None:
         raise changed_file_error(path.name, str(path.parent))
 
 
-def _row(record: Any, row: int, tokens: int, layout: CaptureLayout, token_text: TokenText) -> str:
+def _format_row(
+    record: Any, row: int, tokens: int, layout: CaptureLayout, token_text: TokenText
+) -> str:
     token, next_token = int(record["input_ids"][row]), int(record["input_ids"][row + 1])
     ids = record["topk_ids"][row].astype(np.int64)
     probabilities = _probabilities(record, row)
     best = sorted(set(zip((-probabilities).tolist(), ids.tolist(), strict=True)))[:tokens]
-    predictions = ", ".join(f"{token_text(id_)} {-minus:.3f}" for minus, id_ in best)
+    predictions = ", ".join(f"{token_text(id_)} {-negative:.3f}" for negative, id_ in best)
     tail = "" if layout.drawn else f"; all others {max(0.0, 1 - probabilities.sum()):.3f}"
     note = "" if record["loss_mask"][row] else " (no loss)"
     return (
@@ -96,7 +98,7 @@ def _probabilities(record: Records, row: int) -> np.ndarray[Any, np.dtype[np.flo
     return probabilities
 
 
-def _token_text(tokenizer: Path) -> TokenText:
+def _token_formatter(tokenizer: Path) -> TokenText:
     """Return a function that formats a token: as text if its tokenizer can be read, else by id."""
     try:
         from tokenizers import Tokenizer  # noqa: PLC0415 -- an extra

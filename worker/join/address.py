@@ -39,8 +39,8 @@ async def find_in_file(
     while True:
         problem = "there is no such file"
         try:
-            if published := read_address_file(path):
-                by_host = {host: (host, port) for host, port in published.for_workers}
+            if addresses := read_address_file(path):
+                by_host = {host: (host, port) for host, port in addresses.for_workers}
                 return by_host[nearest(by_host)]
         except SamestepError as error:
             problem = str(error)

@@ -53,7 +53,7 @@ class WorkerCredentials:
         self.plaintext = plaintext
         home = state_home(environment)
         self._keys = home / "worker"
-        self._is_explicit, self._token = self._source(token_file, home, environment)
+        self._is_explicit, self._token = self._choose_source(token_file, home, environment)
         self._last_token: JoinToken | None = None
         self._token_problem = ""
         self._last_keys: dict[Path, bytes] = {}
@@ -82,9 +82,9 @@ class WorkerCredentials:
                 raise NotAuthorized(f"this worker has no join token; {_ADVICE}")
             return token.secret, False
         if token is not None and token.fingerprint == certificate:
-            return self._key(certificate, name) or (token.secret, False)
+            return self._read_key(certificate, name) or (token.secret, False)
         # A token that the user did not name may stem from an earlier coordinator on this machine.
-        if (token is None or not self._is_explicit) and (key := self._key(certificate, name)):
+        if (token is None or not self._is_explicit) and (key := self._read_key(certificate, name)):
             return key
         if token is None:
             self._raise_token_problem()
@@ -119,7 +119,7 @@ class WorkerCredentials:
             return False
         token = self._current_token()
         is_in_token = token is not None and token.fingerprint == certificate
-        return is_in_token or self._key(certificate, name) is not None
+        return is_in_token or self._read_key(certificate, name) is not None
 
     def remember(self, certificate: bytes | None, name: str, key: bytes) -> str:
         """Store the key that the coordinator issued; return a warning if that fails, else ''."""
@@ -142,21 +142,21 @@ class WorkerCredentials:
         return True
 
     @staticmethod
-    def _source(
+    def _choose_source(
         token_file: Path | None, home: Path, environment: MutableMapping[str, str]
     ) -> tuple[bool, Callable[[], JoinToken | None]]:
         """Return whether the user named the token, and a function that reads it."""
-        in_variable = environment.pop("SAMESTEP_TOKEN", "")
+        token_text = environment.pop("SAMESTEP_TOKEN", "")
         if token_file is not None:
-            return True, lambda: _from_file(token_file, must_exist=True)
-        if in_variable:
-            token = JoinToken.parse(in_variable, "SAMESTEP_TOKEN")
+            return True, lambda: _read_token_file(token_file, must_exist=True)
+        if token_text:
+            token = JoinToken.parse(token_text, "SAMESTEP_TOKEN")
             return True, lambda: token
         if directory := environment.get("CREDENTIALS_DIRECTORY"):
             credential = Path(directory) / _CREDENTIAL
             if credential.exists():
-                return True, lambda: _from_systemd(credential)
-        return False, lambda: _from_file(join_token_file(home), must_exist=False)
+                return True, lambda: _read_systemd_credential(credential)
+        return False, lambda: _read_token_file(join_token_file(home), must_exist=False)
 
     def _current_token(self) -> JoinToken | None:
         """Reread and return the token; the last one while its file is missing or damaged.
@@ -182,7 +182,7 @@ class WorkerCredentials:
         if self._token_problem:
             raise NotAuthorized(f"this worker has no join token: {self._token_problem}")
 
-    def _key(self, certificate: bytes, name: str) -> tuple[bytes, bool] | None:
+    def _read_key(self, certificate: bytes, name: str) -> tuple[bytes, bool] | None:
         path = self._key_file(certificate, name)
         if path in self._refused_keys:
             return None
@@ -205,7 +205,7 @@ def key_fault(path: Path) -> str:
     """Describe what is wrong with a key file; empty if it is valid or missing.
 
     Raises:
-        UsageError: Other users may read it, or it cannot be read.
+        UsageError: Other users may read the file, or it cannot be read.
     """
     text = read_secret(path)
     return "" if text is None else _key_text_fault(text)
@@ -218,7 +218,7 @@ def _key_text_fault(text: str) -> str:
     return f"is damaged (expected 64 hexadecimal digits, got {content})"
 
 
-def _from_file(path: Path, *, must_exist: bool) -> JoinToken | None:
+def _read_token_file(path: Path, *, must_exist: bool) -> JoinToken | None:
     text = read_secret(path)
     if text is None:
         if must_exist:
@@ -230,7 +230,7 @@ def _from_file(path: Path, *, must_exist: bool) -> JoinToken | None:
     return JoinToken.parse(text, repr(str(path)))
 
 
-def _from_systemd(path: Path) -> JoinToken:
+def _read_systemd_credential(path: Path) -> JoinToken:
     """Read a systemd credential; systemd restricts access, so the file's mode is not checked."""
     try:
         text = read_regular(path, limits.SECRET_FILE_CHARACTERS).decode("utf-8", "replace")

@@ -21,7 +21,7 @@ from protocol.wire.discovery import SERVICE, Announced
 from worker.join.address import HERE, has_listener, nearest
 
 SETTLED_S: Final = 1.5
-"""All coordinators on a network have usually answered by then (RFC 6762, 5.2 and 6)."""
+"""All coordinators on a network have usually answered within this time (RFC 6762, 5.2 and 6)."""
 _POLL_INTERVAL_S: Final = 0.5
 _REPORT_INTERVAL_S: Final = 10.0
 _RESOLVE_MS: Final = 3_000
@@ -30,7 +30,7 @@ _MAX_ANNOUNCEMENTS: Final = 256
 Address = tuple[str, int]
 
 
-async def find(
+async def find_coordinator(
     name: str,
     has_credentials: Callable[[str], bool],
     retry_for_s: float,

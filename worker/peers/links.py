@@ -61,7 +61,7 @@ _RETRY_S: Final = (0.2, 1.0, 5.0)
 _SECOND_DIALER_S: Final = 2.0
 _PROBES: Final = 2
 """The fastest probe counts, because another may have waited for a processor."""
-_CROSSED: Final = "both workers dialed; the other connection is used"
+_CROSSING_REASON: Final = "both workers dialed; the other connection is used"
 _QUEUE_BYTES: Final = 2 * limits.PEER_EARLY_BYTES
 _PRIORITY: Final[tuple[type[Message], ...]] = (
     *URGENT,
@@ -72,7 +72,7 @@ _PRIORITY: Final[tuple[type[Message], ...]] = (
 
 
 class LinksOwner(Protocol):
-    """Receives what happens on links, in the event loop."""
+    """Receives the events of links, in the event loop."""
 
     def on_gradient(self, peer: str, delivery: Received) -> None:
         """Handle a payload or an average from a peer, possibly in the thread that reads it.
@@ -143,34 +143,34 @@ class _Link:
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.connection: _PeerConnection | None = None
-        self.is_down = asyncio.Event()
-        self.is_down.set()
+        self.down_event = asyncio.Event()
+        self.down_event.set()
         self.dial_now = asyncio.Event()
-        self.dialing: asyncio.Task[None] | None = None
+        self.dial_task: asyncio.Task[None] | None = None
 
 
 class PeerLinks:
     """The links of one worker; see `Links`.
 
     Args:
-        me: This worker's name.
+        worker_name: This worker's name.
         blocks: The manifest's blocks.
-        exchange: Codecs of sums and averages.
+        codecs: Codecs of sums and averages.
         owner: Receives gradients, and changes of links.
         sockets: Opens connections.
     """
 
     def __init__(
         self,
-        me: str,
+        worker_name: str,
         blocks: tuple[Block, ...],
-        exchange: Codecs,
+        codecs: Codecs,
         owner: LinksOwner,
         sockets: PeerSockets,
     ) -> None:
-        self.me = me
+        self.worker_name = worker_name
         self.blocks = blocks
-        self.exchange = exchange
+        self.codecs = codecs
         self.owner = owner
         self.fingerprint = NO_CERTIFICATE
         self._sockets = sockets
@@ -189,7 +189,7 @@ class PeerLinks:
     # Links.
 
     def listen(self) -> tuple[int, bytes]:
-        port, self.fingerprint = self._sockets.listen(self._greet)
+        port, self.fingerprint = self._sockets.listen(self._on_connection)
         return port, self.fingerprint
 
     def set_peers(self, listing: PeerList) -> None:
@@ -205,7 +205,7 @@ class PeerLinks:
                 if name in self._rejected:
                     link.dial_now.set()
                 if peer.port:
-                    link.dialing = self._loop.create_task(self._keep_dialed(link))
+                    link.dial_task = self._loop.create_task(self._keep_dialed(link))
         self._rejected.clear()
 
     def send(self, peer: str, message: Encoded) -> None:
@@ -236,8 +236,8 @@ class PeerLinks:
             connection.channel.abort("the worker has left the run")
 
     def _end(self, link: _Link) -> None:
-        if link.dialing is not None:
-            link.dialing.cancel()
+        if link.dial_task is not None:
+            link.dial_task.cancel()
         for connection in list(self._connections):
             if connection.name == link.peer.name:
                 connection.channel.abort("the coordinator no longer lists this peer")
@@ -247,22 +247,22 @@ class PeerLinks:
     async def _keep_dialed(self, link: _Link) -> None:
         """Dial a peer whenever there is no connection to it."""
         delays = _retry_delays_s()
-        is_first = self.me < link.peer.name or not self._listens
+        is_first = self.worker_name < link.peer.name or not self._listens
         delay_s = 0.0 if is_first else _SECOND_DIALER_S
         while True:
-            await link.is_down.wait()
+            await link.down_event.wait()
             if delay_s:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(link.dial_now.wait(), delay_s)
                 link.dial_now.clear()
-            if not link.is_down.is_set():
+            if not link.down_event.is_set():
                 continue
             try:
                 await self._dial(link)
             except (OSError, SamestepError) as error:
                 # The advice of a DialError is about coordinators, so only its observation is used.
                 reason = error.observation if isinstance(error, DialError) else reason_of(error)
-                if link.is_down.is_set() and not self._crossing_connections(link.peer):
+                if link.down_event.is_set() and not self._crossing_connections(link.peer):
                     self.owner.on_unlinked(link.peer.name, reason)
                 delay_s = next(delays)
             else:
@@ -281,15 +281,15 @@ class PeerLinks:
         try:
             await self._sockets.connect(link.peer, connection.channel)
             connection.greet()
-            await connection.is_linked
+            await connection.link_future
         except BaseException:
             self._connections.discard(connection)
-            connection.channel.abort("the link was not made")
+            connection.channel.abort("the link was not established")
             raise
 
     # Accepting.
 
-    def _greet(self, address: tuple[str, int]) -> Channel | None:
+    def _on_connection(self, address: tuple[str, int]) -> Channel | None:
         if not self._pending_connections.has_room(address[0]):
             return None
         connection = _PeerConnection(self, "listener", address[0], None)
@@ -307,11 +307,12 @@ class PeerLinks:
                 another worker.
         """
         link = self._links.get(hello.name)
-        if link is None or hello.to != self.me:
+        if link is None or hello.to != self.worker_name:
             if len(self._rejected) < limits.WORKERS:
                 self._rejected.add(hello.name)
             raise NotAuthorized(
-                f"{hello.name!r} is not a peer of {self.me!r}, or expects {hello.to!r}"
+                f"{hello.name!r} is not a peer of {self.worker_name!r}, or its hello is "
+                f"addressed to {hello.to!r}"
             )
         return link.peer
 
@@ -328,11 +329,11 @@ class PeerLinks:
         """
         peer = connection.peer
         assert peer is not None
-        if self.me < peer.name and any(
+        if self.worker_name < peer.name and any(
             crossing.is_dialed != connection.is_dialed
             for crossing in self._crossing_connections(peer)
         ):
-            raise Unreachable(_CROSSED)
+            raise Unreachable(_CROSSING_REASON)
 
     def _crossing_connections(self, peer: Peer) -> list[_PeerConnection]:
         """Return connections on which the peer was authenticated within the handshake timeout.
@@ -354,11 +355,11 @@ class PeerLinks:
         if link is None or link.peer != connection.peer:
             connection.channel.abort("the coordinator no longer lists this peer")
             return
-        replaced, link.connection = link.connection, connection
-        link.is_down.clear()
-        if replaced is not None:
+        old_connection, link.connection = link.connection, connection
+        link.down_event.clear()
+        if old_connection is not None:
             # Queued messages are lost; the owner must be told before it sends more.
-            replaced.channel.abort("replaced by a new connection")
+            old_connection.channel.abort("replaced by a new connection")
             self.owner.on_unlinked(connection.name, "replaced by a new connection")
         self.owner.on_linked(connection.name, mbit)
 
@@ -374,7 +375,7 @@ class PeerLinks:
         link = self._links.get(name)
         if link is not None and link.connection is connection:
             link.connection = None
-            link.is_down.set()
+            link.down_event.set()
             self.owner.on_unlinked(name, reason)
 
 
@@ -387,7 +388,7 @@ class _PeerConnection:
         is_dialed: Whether this worker dialed.
         authenticated_s: When the peer was authenticated, by the event loop's clock; minus infinity
             before.
-        is_linked: Future that is done once the link is up, or fails with the reason.
+        link_future: Future that is done once the link is up, or fails with the reason.
     """
 
     def __init__(self, links: PeerLinks, role: Role, host: str, peer: Peer | None) -> None:
@@ -398,7 +399,7 @@ class _PeerConnection:
         self.is_dialed = peer is not None
         self.authenticated_s = -math.inf
         self.channel = Channel(Connection(role), self, loop.time, _PRIORITY, self._take_gradient)
-        self.is_linked: asyncio.Future[None] = loop.create_future()
+        self.link_future: asyncio.Future[None] = loop.create_future()
         self._links = links
         self._loop = loop
         self._hello: PeerHello | None = None
@@ -423,10 +424,12 @@ class _PeerConnection:
         peer, certificate = self.peer, self.channel.certificate
         assert peer is not None
         if self._links.has_link(peer):
-            raise Unreachable(_CROSSED)
+            raise Unreachable(_CROSSING_REASON)
         if certificate is not None and tls.fingerprint(certificate).hex() != peer.fingerprint:
-            raise NotAuthorized(f"{peer.name!r}: expected its certificate, got another one")
-        self._hello = PeerHello(name=self._links.me, to=peer.name, nonce=new_nonce())
+            raise NotAuthorized(
+                f"{peer.name!r}: expected this peer's certificate, got another certificate"
+            )
+        self._hello = PeerHello(name=self._links.worker_name, to=peer.name, nonce=new_nonce())
         self.channel.send(self._hello)
 
     def _challenge(self, hello: PeerHello) -> None:
@@ -457,18 +460,18 @@ class _PeerConnection:
         self._note_authenticated()
         self.name = self.peer.name
         self._links.remove_pending(self)
-        self._open()
+        self._accept_gradients()
         self.channel.send(PeerWelcome())
         self._probe()
 
-    def _open(self) -> None:
+    def _accept_gradients(self) -> None:
         connection = self.channel.connection
-        connection.blocks, connection.exchange = self._links.blocks, self._links.exchange
+        connection.blocks, connection.exchange = self._links.blocks, self._links.codecs
 
     # The speed.
 
     def _probe(self) -> None:
-        """Measure the link's speed with a megabyte."""
+        """Measure the link's speed by sending `PEER_PROBE_BYTES`."""
         self._sent_s = self._loop.time()
         self.channel.send(encode(PeerProbe(), np.zeros(limits.PEER_PROBE_BYTES, np.uint8)))
 
@@ -487,8 +490,8 @@ class _PeerConnection:
             return
         self._timer.cancel()
         mbit = limits.PEER_PROBE_BYTES * 8e-6 / max(min(self._probes_s), 1e-4)
-        if not self.is_linked.done():
-            self.is_linked.set_result(None)
+        if not self.link_future.done():
+            self.link_future.set_result(None)
         self._links.use(self, mbit)
 
     def _take_gradient(self, delivery: Received) -> None:
@@ -510,7 +513,7 @@ class _PeerConnection:
                 case Proof():
                     self._check(message)
                 case PeerWelcome():
-                    self._open()
+                    self._accept_gradients()
                     self._probe()
                 case PeerProbe():
                     assert body is not None
@@ -525,9 +528,9 @@ class _PeerConnection:
     def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
         del channel, error
         self._timer.cancel()
-        if not self.is_linked.done():
-            self.is_linked.set_exception(Unreachable(reason))
-            self.is_linked.exception()  # nobody awaits the future of an accepted connection
+        if not self.link_future.done():
+            self.link_future.set_exception(Unreachable(reason))
+            self.link_future.exception()  # nobody awaits the future of an accepted connection
         self._links.forget(self, reason)
 
 
@@ -553,7 +556,7 @@ class LinkSockets:
         self._me = me
         self._coordinator = coordinator
         self._encrypted = encrypted
-        self._client = tls.client_context() if encrypted else None
+        self._client_context = tls.client_context() if encrypted else None
         self._acceptor: Acceptor | None = None
         self._fingerprint = NO_CERTIFICATE
 
@@ -561,7 +564,7 @@ class LinkSockets:
         if self._acceptor is None:
             context: ssl.SSLContext | None = None
             if self._encrypted:
-                from protocol.wire.certificate import temporary_context  # noqa: PLC0415 -- 40 ms
+                from protocol.wire.certificate import temporary_context  # noqa: PLC0415 -- the import takes 40 ms
 
                 context, self._fingerprint = temporary_context(f"samestep worker {self._me}"[:64])
             acceptor = Acceptor(greet, context)
@@ -580,8 +583,10 @@ class LinkSockets:
     async def connect(self, peer: Peer, channel: Channel) -> None:
         host = self._coordinator if peer.host == HERE else peer.host
         timeout_s = limits.HANDSHAKE_TIMEOUT_MS / 1000
-        if self._client is not None:
-            await tls_transport.connect(host, peer.port, self._client, channel, timeout_s=timeout_s)
+        if self._client_context is not None:
+            await tls_transport.connect(
+                host, peer.port, self._client_context, channel, timeout_s=timeout_s
+            )
             return
         endpoint = await dial.connect(host, peer.port, timeout_s)
         loop = asyncio.get_running_loop()
@@ -603,8 +608,10 @@ def socket_links(coordinator: str, *, encrypted: bool) -> MakeLinks:
         encrypted: Whether links use TLS, like the connection to the coordinator.
     """
 
-    def make(me: str, blocks: tuple[Block, ...], exchange: Codecs, owner: LinksOwner) -> Links:
-        sockets = LinkSockets(me, coordinator, encrypted=encrypted)
-        return PeerLinks(me, blocks, exchange, owner, sockets)
+    def make(
+        worker_name: str, blocks: tuple[Block, ...], codecs: Codecs, owner: LinksOwner
+    ) -> Links:
+        sockets = LinkSockets(worker_name, coordinator, encrypted=encrypted)
+        return PeerLinks(worker_name, blocks, codecs, owner, sockets)
 
     return make

@@ -25,7 +25,7 @@ class JoinOptions:
     """How `samestep.fit` joins a run in a process that `worker SCRIPT` has started.
 
     Attributes:
-        find: Returns the coordinator's address; may search the network.
+        find_coordinator: Returns the coordinator's address; may search the network.
         name: The worker's name.
         print_line: Prints a line.
         find_again: Searches again for a coordinator that was found on the network.
@@ -33,7 +33,7 @@ class JoinOptions:
         fit_was_called: Whether the script has called `samestep.fit`, which sets this.
     """
 
-    find: Callable[[], tuple[str, int]]
+    find_coordinator: Callable[[], tuple[str, int]]
     name: str
     backend: str
     device: int | str | None

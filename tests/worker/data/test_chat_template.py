@@ -162,14 +162,14 @@ REFUSED = {
     "an attempt to get out": ("{{ ''.__class__.__mro__ }}", "template fails: "),
     "marks around nothing": (
         "{% for m in messages %}{{ m['content'] }}{% generation %}{% endgeneration %}{% endfor %}",
-        "around each answer of the assistant, got others",
+        "around each answer of the assistant, got other marks",
     ),
     "marks around one of two": (
         (
             "{% for m in messages %}{% if loop.last %}{% generation %}{{ m['content'] }}"
             "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
         ),
-        "around each answer of the assistant, got others",
+        "around each answer of the assistant, got other marks",
     ),
 }
 

@@ -1,4 +1,7 @@
-"""Documents have the tokens of one call on their text, in windows and files alike."""
+"""A document's tokens equal those of one tokenizer call on its whole text.
+
+That holds however the document is divided into windows or files.
+"""
 
 from __future__ import annotations
 
@@ -33,30 +36,30 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 
 
 def text_of(kind: str, characters: int, seed: int = 3) -> str:
-    draw = random.Random(seed)
-    endings = {
+    rng = random.Random(seed)
+    separators = {
         "paragraphs": [" "] * 7 + ["\n\n", "\n", "\n\n\n"],
         "crlf": [" "] * 7 + ["\r\n", "\r\n\r\n"],
         "long lines": [" "] * 300 + ["\n"],
         "no line end": [" ", "  "],
         "emoji": [" ", "🙂", "👩‍👩‍👧", "\n", "é", "e\u0301"],
         "code": [" ", "\n    ", "\n\n        ", "\t", "();\n", "0x1f2e3d4c"],
-        "marks": [" ", "\n", "</s>", " <s> "],
+        "special tokens": [" ", "\n", "</s>", " <s> "],
         "spaces": [" ", " " * 40, "\n" * 40],
     }[kind]
     text = ""
     while len(text) < characters:
-        text += draw.choice(WORDS) + draw.choice(endings)
+        text += rng.choice(WORDS) + rng.choice(separators)
     return text[:characters]
 
 
 KINDS = [
-    "paragraphs", "crlf", "long lines", "no line end", "emoji", "code", "marks", "spaces",
+    "paragraphs", "crlf", "long lines", "no line end", "emoji", "code", "special tokens", "spaces",
 ]  # fmt: skip
 
 
 def tokenizer_of(name: str) -> Any:
-    """Return a tiny tokenizer of the type of these models."""
+    """Return a tiny tokenizer that is built like those of the named model family."""
     unigram = trainers.UnigramTrainer(
         vocab_size=250, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
     )
@@ -81,11 +84,11 @@ def tokenizer_of(name: str) -> Any:
             new_tokenizer, trainer = Tokenizer(models.Unigram()), unigram
             new_tokenizer.normalizer = normalizers.NFKC()
             new_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-        case "unigram of one word":
+        case "unigram without words":
             new_tokenizer, trainer = Tokenizer(models.Unigram()), unigram
         case "llama 2":
-            bracketed = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-            new_tokenizer.normalizer = normalizers.Sequence(bracketed)
+            metaspace_steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+            new_tokenizer.normalizer = normalizers.Sequence(metaspace_steps)
             texts = [text.replace(" ", "▁") for text in "".join(corpus()).split("\n")]
             new_tokenizer.train_from_iterator(texts, trainer)
             return fast_tokenizer(new_tokenizer)
@@ -113,7 +116,7 @@ def fast_tokenizer(new_tokenizer: Tokenizer) -> Any:
     )  # fmt: skip
 
 
-NAMES = ["llama 3, byte", "roberta, byte", "unigram", "unigram of one word", "llama 2", "bert"]
+NAMES = ["llama 3, byte", "roberta, byte", "unigram", "unigram without words", "llama 2", "bert"]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -128,33 +131,33 @@ def saved_tokenizer(tokenizer, tmp_path_factory) -> Path:
     return directory
 
 
-def tokens_at_once(tokenizer: Any, text: str) -> list[int]:
+def encode_whole(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
-def in_windows(tokenizer: Any, text: str, window: int) -> list[int]:
+def encode_in_windows(tokenizer: Any, text: str, window: int) -> list[int]:
     encoded_windows = [*encode_text(tokenizer, len(text), lambda lo, hi: text[lo:hi], window)]
     starts = np.concatenate([starts for _, starts in encoded_windows])
     assert (np.diff(starts) >= 0).all()
-    return [int(each) for ids, _ in encoded_windows for each in ids]
+    return [int(token) for ids, _ in encoded_windows for token in ids]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_windows_give_the_tokens_of_the_whole_text(tokenizer, kind):
     for length in (900, 4_001):
         text = text_of(kind, length, seed=length)
-        expected = tokens_at_once(tokenizer, text)
+        expected = encode_whole(tokenizer, text)
         for window in (300, 777, 2_000):
-            assert in_windows(tokenizer, text, window) == expected
+            assert encode_in_windows(tokenizer, text, window) == expected
 
 
 @pytest.mark.parametrize("unit", ["a", "1", "\n", " ", "ab", "12 ", "🙂", "x\n\n", "\r\n"])
 def test_windows_of_repetitive_text(tokenizer, unit):
     text = "the cat " + unit * (1_500 // len(unit)) + " sat."
-    assert in_windows(tokenizer, text, 400) == tokens_at_once(tokenizer, text)
+    assert encode_in_windows(tokenizer, text, 400) == encode_whole(tokenizer, text)
 
 
-class Counting:
+class RecordingTokenizer:
     """A tokenizer that records the length of its texts."""
 
     is_fast = True
@@ -168,17 +171,17 @@ class Counting:
         return self.tokenizer(texts, **options)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "unigram of one word"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "unigram without words"])
 @pytest.mark.parametrize("kind", ["paragraphs", "long lines", "code"])
 def test_memory_is_bounded_where_texts_have_words(name, kind):
-    counting = Counting(tokenizer_of(name))
+    recorder = RecordingTokenizer(tokenizer_of(name))
     text = text_of(kind, 20_000)
-    assert in_windows(counting, text, 2_000) == tokens_at_once(counting.tokenizer, text)
-    assert counting.longest <= 4_000
+    assert encode_in_windows(recorder, text, 2_000) == encode_whole(recorder.tokenizer, text)
+    assert recorder.longest <= 4_000
 
 
 def test_inconsistent_tokenizer_is_refused():
-    class Fickle(Counting):
+    class InconsistentTokenizer(RecordingTokenizer):
         def __call__(self, texts: list[str], **options: Any) -> Any:
             encoding = super().__call__(texts, **options)
             return (
@@ -189,14 +192,14 @@ def test_inconsistent_tokenizer_is_refused():
 
     text = text_of("paragraphs", 800) + "a" * 700
     with pytest.raises(DataError, match="split the document into several of at most 400"):
-        in_windows(Fickle(tokenizer_of("unigram")), text, 400)
+        encode_in_windows(InconsistentTokenizer(tokenizer_of("unigram")), text, 400)
 
 
-def spec_of(tokenizer: Path, train: Path, **data: Any) -> RunSpec:
+def spec_of(tokenizer_directory: Path, train: Path, **data: Any) -> RunSpec:
     return parse_run_spec({
         "task": "causal-lm", "steps": 1, "seed": 3,
         "model": {"config": {"model_type": "llama"}},
-        "tokenizer": {"source": str(tokenizer)}, "batch": {"samples": 2, "microbatch": 2},
+        "tokenizer": {"source": str(tokenizer_directory)}, "batch": {"samples": 2, "microbatch": 2},
         "data": {"train": str(train), "max_tokens": 16, **data},
     })  # fmt: skip
 
@@ -204,7 +207,7 @@ def spec_of(tokenizer: Path, train: Path, **data: Any) -> RunSpec:
 def stream(samples: Any) -> list[int]:
     """Return all tokens; a sample's last token is the first of the next one."""
     rows = [samples.sample(number)[0].tolist() for number in range(len(samples))]
-    return [each for tokens in rows for each in tokens[:-1]] + rows[-1][-1:]
+    return [token for tokens in rows for token in tokens[:-1]] + rows[-1][-1:]
 
 
 def write_text(path: Path, text: str) -> Path:
@@ -216,21 +219,21 @@ def write_text(path: Path, text: str) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 def test_single_file_has_the_tokens_of_its_text(tokenizer, saved_tokenizer, tmp_path, kind):
     text = text_of(kind, 9_500)
-    expected = [1, *tokens_at_once(tokenizer, text), 2]
+    expected = [1, *encode_whole(tokenizer, text), 2]
     for name in ("a.txt", "a.jsonl"):
         spec = spec_of(saved_tokenizer, write_text(tmp_path / name, text))
         assert stream(read_language_data(spec, 0.0).train) == expected
 
 
 def test_splitting_a_single_file_changes_no_token(tokenizer, saved_tokenizer, tmp_path):
-    """Split between the line ends of an empty line, which some tokenizers encode as one token."""
+    """The split falls between two line ends, which some tokenizers encode as one token."""
     text = ("the cat sat on a mat. " * 200)[: LONE_FILE_CHARACTERS - 1] + "a\n\nthe cat " * 3
     assert text[LONE_FILE_CHARACTERS : LONE_FILE_CHARACTERS + 2] == "\n\n"
     for content in (text, text * 3):
         spec = spec_of(saved_tokenizer, write_text(tmp_path / "a.txt", content))
         assert stream(read_language_data(spec, 0.0).train) == [
             1,
-            *tokens_at_once(tokenizer, content),
+            *encode_whole(tokenizer, content),
             2,
         ]
 
@@ -243,27 +246,33 @@ def test_splitting_a_single_file_changes_no_token(tokenizer, saved_tokenizer, tm
 def test_no_text_of_a_single_file_is_dropped(tokenizer, saved_tokenizer, tmp_path, text):
     spec = spec_of(saved_tokenizer, write_text(tmp_path / "a.txt", text))
     language_data = read_language_data(spec, 0.0)
-    assert stream(language_data.train) == [1, *tokens_at_once(tokenizer, text), 2]
+    assert stream(language_data.train) == [1, *encode_whole(tokenizer, text), 2]
     assert language_data.notes["duplicates_removed"] == 0
 
 
 def test_split_of_a_single_file_keeps_all_its_tokens(tokenizer, tmp_path):
     text = text_of("paragraphs", 40_000)
-    read = read_text_corpus(DataSpec(train=str(write_text(tmp_path / "a.txt", text))))
-    count = len(read.documents)
+    text_corpus = read_text_corpus(DataSpec(train=str(write_text(tmp_path / "a.txt", text))))
+    count = len(text_corpus.documents)
     assert count > 5
-    divided = TextStream.of(tokenizer, read, [*range(0, count, 3)], [1, 2, 4, 5])
-    (all_tokens,) = TextStream.of(tokenizer, read, range(count))
-    each_alone = TextStream.of(tokenizer, read, *([number] for number in range(count)))
-    expected = [1, *tokens_at_once(tokenizer, text), 2]
-    assert all_tokens.tokens.read(0, all_tokens.tokens.elements).tolist() == expected
-    assert len(all_tokens.tokens) == 1
-    parts = [each.tokens.read(0, each.tokens.elements).tolist() for each in each_alone]
+    split_streams = TextStream.of(tokenizer, text_corpus, [*range(0, count, 3)], [1, 2, 4, 5])
+    (whole_stream,) = TextStream.of(tokenizer, text_corpus, range(count))
+    document_streams = TextStream.of(tokenizer, text_corpus, *([number] for number in range(count)))
+    expected = [1, *encode_whole(tokenizer, text), 2]
+    assert whole_stream.tokens.read(0, whole_stream.tokens.elements).tolist() == expected
+    assert len(whole_stream.tokens) == 1
+    parts = [
+        text_stream.tokens.read(0, text_stream.tokens.elements).tolist()
+        for text_stream in document_streams
+    ]
     assert [token for part in parts for token in part] == expected
-    token_lists = [each.tokens.read(0, each.tokens.elements).tolist() for each in divided]
+    token_lists = [
+        text_stream.tokens.read(0, text_stream.tokens.elements).tolist()
+        for text_stream in split_streams
+    ]
     assert token_lists[0] == [token for part in parts[::3] for token in part]
     assert token_lists[1] == [token for n in (1, 2, 4, 5) for token in parts[n]]
-    assert [len(each.tokens) for each in divided] == [len(parts[::3]), 2]
+    assert [len(text_stream.tokens) for text_stream in split_streams] == [len(parts[::3]), 2]
 
 
 def test_packing_splits_a_single_file_like_a_row(tokenizer, tmp_path):
@@ -271,18 +280,18 @@ def test_packing_splits_a_single_file_like_a_row(tokenizer, tmp_path):
     piece_lists = []
     for name in ("a.txt", "a.jsonl"):
         path = str(write_text(tmp_path / name, text))
-        read = read_text_corpus(DataSpec(train=path))
-        (one,) = TextStream.of(tokenizer, read, range(len(read.documents)))
-        documents = CutDocuments.of(one, 64)
+        text_corpus = read_text_corpus(DataSpec(train=path))
+        (text_stream,) = TextStream.of(tokenizer, text_corpus, range(len(text_corpus.documents)))
+        documents = CutDocuments.of(text_stream, 64)
         piece_lists.append([documents.piece(n)[1].tolist() for n in range(len(documents.lengths))])
     assert piece_lists[0] == piece_lists[1]
     labels = [label for document in piece_lists[0] for label in document]
     assert IGNORED_LABEL not in labels
-    assert labels == [*tokens_at_once(tokenizer, text), 2]
+    assert labels == [*encode_whole(tokenizer, text), 2]
 
 
 def test_tokenizer_without_offsets_reads_the_whole_text(tokenizer, tmp_path):
-    class Slow(Counting):
+    class SlowTokenizer(RecordingTokenizer):
         is_fast = False
 
         def __call__(self, texts: Any, **options: Any) -> Any:
@@ -292,7 +301,9 @@ def test_tokenizer_without_offsets_reads_the_whole_text(tokenizer, tmp_path):
             return getattr(self.tokenizer, name)
 
     text = text_of("paragraphs", 9_500)
-    read = read_text_corpus(DataSpec(train=str(write_text(tmp_path / "a.txt", text))))
-    (text_stream,) = TextStream.of(Slow(tokenizer), read, range(len(read.documents)))
-    expected = [1, *tokens_at_once(tokenizer, text), 2]
+    text_corpus = read_text_corpus(DataSpec(train=str(write_text(tmp_path / "a.txt", text))))
+    (text_stream,) = TextStream.of(
+        SlowTokenizer(tokenizer), text_corpus, range(len(text_corpus.documents))
+    )
+    expected = [1, *encode_whole(tokenizer, text), 2]
     assert text_stream.tokens.read(0, text_stream.tokens.elements).tolist() == expected

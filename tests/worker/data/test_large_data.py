@@ -21,7 +21,7 @@ from protocol.exact.digest import digest_arrays
 from protocol.spec.sections.data import DataSpec
 from tests.resident_memory import measured_growth
 from worker.data import holdout
-from worker.data.chat_template import ChatTemplate, LossMask, Rendered
+from worker.data.chat_template import ChatTemplate, LossMask, RenderedConversation
 from worker.data.labeled_data import data_digest, encode_texts
 from worker.data.language_data import TextStream, Turns, Windows
 from worker.data.preference_data import EncodedPairs
@@ -76,10 +76,12 @@ class Plain(ChatTemplate):
     def __init__(self) -> None:
         pass
 
-    def render(self, conversation: Any) -> Rendered:
-        return Rendered("".join(each.content for each in conversation.messages), ((0, 1),))
+    def render(self, conversation: Any) -> RenderedConversation:
+        return RenderedConversation(
+            "".join(each.content for each in conversation.messages), ((0, 1),)
+        )
 
-    def encode(self, rendered: Sequence[Rendered]) -> Iterator[tuple[Tokens, LossMask]]:
+    def encode(self, rendered: Sequence[RenderedConversation]) -> Iterator[tuple[Tokens, LossMask]]:
         for each in rendered:
             ids = np.frombuffer(each.text.encode()[::8], np.uint8).astype(np.int64)
             yield ids, np.arange(len(ids)) >= len(ids) // 2

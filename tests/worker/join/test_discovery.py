@@ -1,4 +1,4 @@
-"""Which discovered coordinator is chosen, and how announcements of anyone are treated."""
+"""Which discovered coordinator is chosen, and how announcements from strangers are checked."""
 
 from __future__ import annotations
 
@@ -11,39 +11,43 @@ from protocol.wire.discovery import SERVICE, Announced, check_name
 from worker.join.address import has_listener, nearest
 from worker.join.discovery import choose
 
-MINE, OTHERS = "a" * 64, "b" * 64
-GOOD = {"protocol": "2", "certificate": MINE}
+OWN_CERTIFICATE, OTHER_CERTIFICATE = "a" * 64, "b" * 64
+VALID_PROPERTIES = {"protocol": "2", "certificate": OWN_CERTIFICATE}
 
 
-def announcement_of(name: str, certificate: str = OTHERS, *addresses: str) -> Announced:
+def announcement_of(name: str, certificate: str = OTHER_CERTIFICATE, *addresses: str) -> Announced:
     properties = {"protocol": "2", "certificate": certificate}
     return Announced.read(f"{name}.{SERVICE}", [*addresses] or ["192.0.2.1"], 9000, properties)
 
 
 def has_credentials(certificate: str) -> bool:
-    return certificate == MINE
+    return certificate == OWN_CERTIFICATE
 
 
 @pytest.mark.parametrize(
-    ("announced", "name", "expected_name"),
+    ("announcements", "name", "expected_name"),
     [
         ([], "", None),
         ([announcement_of("den")], "", "den"),
         ([announcement_of("den"), announcement_of("lab")], "", None),
-        ([announcement_of("den"), announcement_of("lab", MINE)], "", "lab"),
-        ([announcement_of("den", MINE), announcement_of("lab", MINE)], "", None),
-        ([announcement_of("den"), announcement_of("lab", MINE)], "den", "den"),
-        ([announcement_of("den", MINE)], "lab", None),
+        ([announcement_of("den"), announcement_of("lab", OWN_CERTIFICATE)], "", "lab"),
+        (
+            [announcement_of("den", OWN_CERTIFICATE), announcement_of("lab", OWN_CERTIFICATE)],
+            "",
+            None,
+        ),
+        ([announcement_of("den"), announcement_of("lab", OWN_CERTIFICATE)], "den", "den"),
+        ([announcement_of("den", OWN_CERTIFICATE)], "lab", None),
     ],
 )
-def test_choice_among_coordinators(announced, name, expected_name):
-    coordinator = choose(announced, name, has_credentials)
+def test_choice_among_coordinators(announcements, name, expected_name):
+    coordinator = choose(announcements, name, has_credentials)
     assert (coordinator.name if coordinator is not None else None) == expected_name
 
 
 def test_announcement_round_trip():
-    announcement = announcement_of("den", MINE, "192.0.2.1", "2001:db8::1")
-    assert announcement.properties() == GOOD
+    announcement = announcement_of("den", OWN_CERTIFICATE, "192.0.2.1", "2001:db8::1")
+    assert announcement.properties() == VALID_PROPERTIES
     assert [str(address) for address in announcement.addresses] == ["192.0.2.1", "2001:db8::1"]
     assert announcement_of("den", "").certificate == ""
 
@@ -51,34 +55,35 @@ def test_announcement_round_trip():
 @pytest.mark.parametrize(
     ("name", "addresses", "port", "properties"),
     [
-        ("\x1b[2Jden", ["192.0.2.1"], 9000, GOOD),
-        ("den.lab", ["192.0.2.1"], 9000, GOOD),
-        ("d" * 41, ["192.0.2.1"], 9000, GOOD),
-        ("", ["192.0.2.1"], 9000, GOOD),
-        ("den", [], 9000, GOOD),
-        ("den", ["192.0.2.1"] * 33, 9000, GOOD),
-        ("den", ["here"], 9000, GOOD),
-        ("den", ["192.0.2.1"], 0, GOOD),
+        ("\x1b[2Jden", ["192.0.2.1"], 9000, VALID_PROPERTIES),
+        ("den.lab", ["192.0.2.1"], 9000, VALID_PROPERTIES),
+        ("d" * 41, ["192.0.2.1"], 9000, VALID_PROPERTIES),
+        ("", ["192.0.2.1"], 9000, VALID_PROPERTIES),
+        ("den", [], 9000, VALID_PROPERTIES),
+        ("den", ["192.0.2.1"] * 33, 9000, VALID_PROPERTIES),
+        ("den", ["here"], 9000, VALID_PROPERTIES),
+        ("den", ["192.0.2.1"], 0, VALID_PROPERTIES),
         ("den", ["192.0.2.1"], 9000, {}),
         ("den", ["192.0.2.1"], 9000, {"protocol": None, "certificate": None}),
-        ("den", ["192.0.2.1"], 9000, GOOD | {"protocol": "new"}),
-        ("den", ["192.0.2.1"], 9000, GOOD | {"certificate": "../x"}),
+        ("den", ["192.0.2.1"], 9000, VALID_PROPERTIES | {"protocol": "new"}),
+        ("den", ["192.0.2.1"], 9000, VALID_PROPERTIES | {"certificate": "../x"}),
     ],
 )
-def test_other_services_are_skipped(name, addresses, port, properties):
+def test_invalid_announcement_is_refused(name, addresses, port, properties):
     with pytest.raises(MessageError):
         Announced.read(f"{name}.{SERVICE}", addresses, port, properties)
 
 
 @pytest.mark.parametrize("name", ["", "-x", "den.lab", "d" * 41, "den lab"])
-def test_invalid_user_name(name):
+def test_invalid_coordinator_name_is_refused(name):
     assert check_name("den-1_x", "--name") == "den-1_x"
     with pytest.raises(UsageError, match="--name"):
         check_name(name, "--name")
 
 
-def test_nearest_address_is_routable():
-    # An address equal to our own is on another network; 127.0.0.2 shares all but two bits.
+def test_nearest_ranks_own_addresses_and_host_names_last():
+    # An announced address that this machine has too belongs to a bridge, so it ranks last.
+    # 127.0.0.2 shares all but two bits with 127.0.0.1.
     assert nearest(["127.0.0.1", "127.0.0.2"]) == "127.0.0.2"
     assert nearest(["127.0.0.1"]) == "127.0.0.1"
     assert nearest(["node7.cluster", "127.0.0.2"]) == "127.0.0.2"

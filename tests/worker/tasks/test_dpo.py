@@ -295,7 +295,7 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         {"chat_template": LAST_ALONE}, "message 3: expected the user's message in the chat",
     ),
     "too few": ("a.jsonl", GOOD, {}, "expected at least 2 training samples"),
-    "too long": ("a.jsonl", GOOD, {"max_tokens": 2}, "reach both answers, found none; raise it"),
+    "too long": ("a.jsonl", GOOD, {"max_tokens": 2}, "found none; raise that limit"),
 }  # fmt: skip
 
 
@@ -327,7 +327,7 @@ def test_run_without_lora_is_one_line_with_its_location(spec, tmp_path):
 def test_too_long_pairs_are_reported(tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", [preference_pair(n) for n in range(4)])
     data = {"train": str(path), "max_tokens": 8, "holdout": 0}
-    with pytest.raises(DataError, match="raise it"):
+    with pytest.raises(DataError, match="raise that limit"):
         build(load_run_spec(dpo_run(tmp_path, data=data)))
 
 

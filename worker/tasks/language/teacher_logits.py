@@ -41,7 +41,7 @@ class TeacherLogits:
     int64."""
 
     def __init__(self, spec: TeacherLogitsRun) -> None:
-        data = read_language_data(spec, 0.0, even=True)
+        data = read_language_data(spec, 0.0, is_fixed_width=True)
         tokenizer = data.tokenizer
         loaded = load_model(spec, tokenizer)
         pretrained.refuse_drawn_weights(
