@@ -74,11 +74,11 @@ def test_other_tasks_fail_with_the_reason_of_task_0():
     with pytest.raises(DataError), step.reporting_failures():
         raise DataError("expected more samples")
     with pytest.raises(RunFailed, match="task 0 of this srun step failed: expected more samples"):
-        step.join_options("cpu", None).find()
+        step.join_options("cpu", None).find_coordinator()
     with pytest.raises(SystemExit), step.reporting_failures():
         raise SystemExit
     with pytest.raises(RunFailed, match="it was interrupted"):
-        step.join_options("cpu", None).find()
+        step.join_options("cpu", None).find_coordinator()
 
 
 def test_missing_shared_directory_is_explained(home, monkeypatch, capsys):
@@ -88,7 +88,7 @@ def test_missing_shared_directory_is_explained(home, monkeypatch, capsys):
     monkeypatch.setattr(srun, "_REPORT_INTERVAL_S", 0.0)
     write_secret(home / "srun" / "other.json", "{}")
     with pytest.raises(Unreachable, match="set SAMESTEP_HOME to one on a shared"):
-        step_of().join_options("cpu", None).find()
+        step_of().join_options("cpu", None).find_coordinator()
     assert "waiting 0 s for task 0 to call samestep.fit" in capsys.readouterr().err
 
 
