@@ -284,7 +284,7 @@ async def test_a_peer_with_another_certificate_gets_no_hello():
     with members("one", "other", "z-false") as (one, other, false):
         peer = other.as_peer("one").model_copy(update={"port": false.port})
         one.links.set_peers(PeerList(me="one", listens=True, peers=(peer,)))
-        assert "got another one" in (await one.next("unlinked"))[1]
+        assert "got another certificate" in (await one.next("unlinked"))[1]
 
 
 @on_uvloop

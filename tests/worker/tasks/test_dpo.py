@@ -273,7 +273,7 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     ),
     "another prompt": (
         "a.jsonl", row(prompt="a", chosen=[ASKED, YES], rejected=[ASKED, NO]), {},
-        "line 1 chosen: expected an answer to the prompt, or the conversation that begins with it",
+        "line 1 chosen: expected an answer to the prompt, or a conversation that begins with the prompt",
     ),
     "a prompt that is answered": (
         "a.jsonl", row(prompt=[ASKED, YES], chosen=[YES], rejected=[NO]), {},
