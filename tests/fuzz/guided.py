@@ -1,9 +1,9 @@
 """Coverage-guided fuzzing of the readers, for any length of time: `python -m tests.fuzz.guided`.
 
 Needs the extra `fuzz` (atheris, with libFuzzer). The first byte of an input chooses the side, the
-phase and whether the rest is raw bytes or a tag, a header and a body that are assembled into
-a frame: without that, no input would pass the checksum. All other options are libFuzzer's; a
-finding is written to crash-HASH, and is repeated when given as an argument.
+phase and whether the rest is raw bytes or a tag, a header and a body, which are assembled into a
+frame; raw bytes would never pass the checksum. All other options are libFuzzer's. A finding is
+written to crash-HASH; with this file as argument, the command reproduces it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def frame_of(data: bytes) -> bytes:
     return join_frame(data[0] if data else 0, header, data[3 + length :][: limits.BODY_BYTES])
 
 
-def read(data: bytes) -> None:
-    """Feed the input: only RemoteProtocolError may escape, and a broken connection stays closed."""
+def feed_reader(data: bytes) -> None:
+    """Feed an input to a reader; only RemoteProtocolError may escape, and then the reader is
+    closed."""
     if not data:
         return
     role, phase = STATES[(data[0] >> 1) % len(STATES)]
@@ -56,7 +57,7 @@ def read(data: bytes) -> None:
 
 
 def write_seeds(directory: Path) -> None:
-    """Write every legal frame, so that the fuzzer need not find them."""
+    """Write every legal frame as a seed input."""
     directory.mkdir(parents=True, exist_ok=True)
     for index, (role, phase) in enumerate(STATES):
         for number, data in enumerate(legal_frames(role, phase)):
@@ -64,14 +65,14 @@ def write_seeds(directory: Path) -> None:
 
 
 def main() -> None:
-    """Fuzz into the first given directory, or into build/fuzz."""
+    """Fuzz with the corpus in the first directory argument, or in build/fuzz."""
     directories = [Path(argument) for argument in sys.argv[1:] if not argument.startswith("-")]
     if not directories:
         directories = [Path("build/fuzz")]
         sys.argv.append(str(directories[0]))
     if not directories[0].is_file():
         write_seeds(directories[0])
-    atheris.Setup(sys.argv, read)
+    atheris.Setup(sys.argv, feed_reader)
     atheris.Fuzz()
 
 

@@ -45,10 +45,10 @@ def handshake(first: type[Hello | PeerHello], last: type[Welcome | PeerWelcome])
     challenge = exchange.challenge(secret)
     proof = answer(hello, challenge, _CERTIFICATE, secret)
     exchange.check_worker(secret, proof)
-    return Handshake(*(encoded(each) for each in (hello, challenge, proof, EXAMPLES[last])))
+    return Handshake(*(encoded(message) for message in (hello, challenge, proof, EXAMPLES[last])))
 
 
-_SENT = dict.fromkeys(("coordinator", "worker"), handshake(Hello, Welcome)) | dict.fromkeys(
+_HANDSHAKES = dict.fromkeys(("coordinator", "worker"), handshake(Hello, Welcome)) | dict.fromkeys(
     ("listener", "dialler"), handshake(PeerHello, PeerWelcome)
 )
 _LEGAL_MESSAGES = {
@@ -63,19 +63,19 @@ STATES: list[tuple[Role, Phase]] = [
 
 def connection(role: Role, phase: Phase) -> Connection:
     """Return one side of a connection whose handshake has reached `phase`."""
-    side = Connection(role)
-    connects = role in ("worker", "dialler")
-    for message, sends in zip(_SENT[role], (connects, not connects) * 2, strict=True):
-        if side.phase is phase:
+    reader = Connection(role)
+    is_client = role in ("worker", "dialler")
+    for message, is_sender in zip(_HANDSHAKES[role], (is_client, not is_client) * 2, strict=True):
+        if reader.phase is phase:
             break
-        if sends:
-            side.send(message)
+        if is_sender:
+            reader.send(message)
         else:
-            side.receive_data(join_buffers(message))
+            reader.receive_data(join_buffers(message))
     if phase is Phase.OPEN:
-        side.blocks = BLOCKS
-    assert side.phase is phase
-    return side
+        reader.blocks = BLOCKS
+    assert reader.phase is phase
+    return reader
 
 
 def legal_frames(role: Role, phase: Phase) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""A worker's end of a connection: it sends what an honest worker sends, frame by frame."""
+"""A worker's end of a connection, which sends the frames of an honest worker, one by one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.message_samples import join_buffers
 from worker.logic.events import Built
 
 WAIT = b""
-"""Nothing to send before more is received."""
+"""Yielded when the worker must receive more before it can send."""
 
 
 class Member:
@@ -39,8 +39,9 @@ class Member:
 
     Args:
         built: The engine's result of building the run.
-        initial: Its initial parameters.
-        digest_after: Returns the digest of the right state after this many steps, once it is known.
+        initial: The run's initial parameters.
+        digest_after: Returns the digest of the right state after a number of steps, or None while
+            it is unknown.
     """
 
     def __init__(
@@ -51,18 +52,19 @@ class Member:
         self._built = built
         self._initial = initial
         self._digest_after = digest_after
-        self._heard: deque[Message] = deque()
+        self._received: deque[Message] = deque()
 
     def receive(self, data: bytes) -> None:
-        """Receive bytes of the coordinator."""
-        self._heard.extend(received.message for received in self.connection.receive_data(data))
+        """Receive bytes from the coordinator."""
+        self._received.extend(received.message for received in self.connection.receive_data(data))
 
     def frames(self) -> Iterator[bytes]:
-        """Yield its frames, up to the end of the run or the connection; `WAIT` in between."""
+        """Yield the worker's frames up to the end of the run or connection, and `WAIT` between
+        them."""
         while True:
-            while not self._heard:
+            while not self._received:
                 yield WAIT
-            match message := self._heard.popleft():
+            match message := self._received.popleft():
                 case StartRun():
                     yield self._ready(message)
                 case StateRequest():
@@ -109,7 +111,7 @@ class Member:
 
     def _applied(self, step: int) -> Iterator[bytes]:
         while (digest := self._digest_after(step)) is None:
-            if any(isinstance(message, Commit) for message in self._heard):
+            if any(isinstance(message, Commit) for message in self._received):
                 return  # a step from the log: the digest of a later state is requested as well
             yield WAIT
         yield join_buffers(encode(StepApplied(term=1, step=step, state_digest=digest)))

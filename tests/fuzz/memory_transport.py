@@ -1,4 +1,4 @@
-"""A transport whose other end is the test itself: no socket, and no wait.
+"""A transport whose other end is the test itself, without sockets and waits.
 
 It behaves like the transports of asyncio and uvloop as far as a channel can tell: once closed it
 stops reading, writes its buffered data, and reports the lost connection in a later turn of the
@@ -14,7 +14,7 @@ from typing import Any
 from protocol.wire.transport import Channel
 
 
-class _Secured:
+class _TlsInfo:
     """The TLS information of a connection."""
 
     def __init__(self, certificate: bytes) -> None:
@@ -30,7 +30,7 @@ class MemoryTransport(asyncio.Transport):
 
     Attributes:
         written: Bytes that the channel wrote and the test has not taken.
-        stirred: Set when something was written or the channel has closed.
+        activity: Set when bytes were written or the transport was closed.
 
     Args:
         channel: The channel of the connection.
@@ -40,11 +40,11 @@ class MemoryTransport(asyncio.Transport):
     def __init__(self, channel: Channel, certificate: bytes | None = None) -> None:
         super().__init__({"peername": ("127.0.0.1", 1)})
         self.written = bytearray()
-        self.stirred = asyncio.Event()
+        self.activity = asyncio.Event()
         self._channel = channel
         self._closing = False
         if certificate is not None:
-            self._extra["ssl_object"] = _Secured(certificate)  # type: ignore[attr-defined]
+            self._extra["ssl_object"] = _TlsInfo(certificate)  # type: ignore[attr-defined]
         channel.connection_made(self)
 
     def feed(self, data: bytes) -> None:
@@ -71,7 +71,7 @@ class MemoryTransport(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         self.written += data
-        self.stirred.set()
+        self.activity.set()
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
         for data in list_of_data:
@@ -86,7 +86,7 @@ class MemoryTransport(asyncio.Transport):
     def close(self) -> None:
         if not self._closing:
             self._closing = True
-            self.stirred.set()
+            self.activity.set()
             asyncio.get_running_loop().call_soon(self._channel.connection_lost, None)
 
     abort = close

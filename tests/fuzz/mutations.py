@@ -1,7 +1,6 @@
-"""Ways to break frames, each from a seeded generator, without looking at the content.
+"""Mutations of frames by a seeded generator, without knowledge of their content.
 
-Two gates stop most broken bytes: the prefix and the checksum. So some ways break the content and
-repair the gates.
+Prefix and checksum reject most broken bytes, so some mutations change the content and repair both.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from protocol.base import limits
 from protocol.wire import frames
 
 Mutation = Callable[[random.Random, Sequence[bytes]], bytes]
-"""Makes one broken frame from legal ones."""
+"""Makes one broken frame from legal frames."""
 
 _BYTES: Final = (0, 1, 0x7F, 0x80, 0xC6, 0xFF)
 _VALUES: Final[tuple[Any, ...]] = (
@@ -28,7 +27,7 @@ _VALUES: Final[tuple[Any, ...]] = (
 )  # fmt: skip
 
 
-def changed_bytes(rng: random.Random, data: bytes) -> bytes:
+def mutate_bytes(rng: random.Random, data: bytes) -> bytes:
     """Change, remove, insert or duplicate a few bytes."""
     content = bytearray(data)
     for _ in range(rng.randint(1, 4)):
@@ -47,44 +46,44 @@ def changed_bytes(rng: random.Random, data: bytes) -> bytes:
     return bytes(content)
 
 
-def noise(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
+def random_bytes(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
     """Return random bytes, half of them after the magic."""
     del legal_frames
     data = rng.randbytes(rng.randint(0, 400))
     return b"ss" + bytes([PROTOCOL_VERSION]) + data if rng.randrange(2) else data
 
 
-def change_bytes(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
-    """Change bytes of the frame as a whole, so the checksum is mostly wrong."""
-    return changed_bytes(rng, rng.choice(legal_frames))
+def mutate_frame(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
+    """Change bytes anywhere in a frame, so the checksum is mostly wrong."""
+    return mutate_bytes(rng, rng.choice(legal_frames))
 
 
-def splice(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
+def splice_frames(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
     """Join the start of one frame to the end of another."""
-    one, other = rng.choice(legal_frames), rng.choice(legal_frames)
-    return one[: rng.randrange(len(one))] + other[rng.randrange(len(other)) :]
+    first, second = rng.choice(legal_frames), rng.choice(legal_frames)
+    return first[: rng.randrange(len(first))] + second[rng.randrange(len(second)) :]
 
 
-def wrong_lengths(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
+def corrupt_lengths(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
     """Declare other lengths than the frame has."""
     data = bytearray(rng.choice(legal_frames))
     data[4:10] = rng.randbytes(2) + (rng.randbytes(4) if rng.randrange(2) else bytes(4))
     return bytes(data)
 
 
-def resealed(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
+def mutate_and_reseal(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
     """Change header, body or tag, and repair lengths and checksum."""
     tag, header, body = split_frame(rng.choice(legal_frames))
     if body and rng.randrange(4) == 0:
-        body = changed_bytes(rng, body)[: limits.BODY_BYTES]
+        body = mutate_bytes(rng, body)[: limits.BODY_BYTES]
     else:
-        header = changed_bytes(rng, header)[: limits.HEADER_BYTES]
+        header = mutate_bytes(rng, header)[: limits.HEADER_BYTES]
     if rng.randrange(8) == 0:
         tag = rng.randrange(256)
     return join_frame(tag, header, body)
 
 
-def changed_fields(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
+def mutate_fields(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
     """Make a well-formed frame with other values in one or two of its fields."""
     tag, header, body = split_frame(rng.choice(legal_frames))
     fields = msgpack.unpackb(header, use_list=False)
@@ -100,12 +99,12 @@ def changed_fields(rng: random.Random, legal_frames: Sequence[bytes]) -> bytes:
 
 
 MUTATIONS: Final[tuple[Mutation, ...]] = (
-    noise,
-    change_bytes,
-    splice,
-    wrong_lengths,
-    resealed,
-    changed_fields,
+    random_bytes,
+    mutate_frame,
+    splice_frames,
+    corrupt_lengths,
+    mutate_and_reseal,
+    mutate_fields,
 )
 
 
@@ -117,5 +116,5 @@ def split_frame(data: bytes) -> tuple[int, bytes, bytes]:
 
 
 def join_frame(tag: int, header: bytes, body: bytes) -> bytes:
-    """Make a frame that passes the gates; without a body if that is empty."""
+    """Return a frame with valid prefix and checksum; an empty body is omitted."""
     return frames.encode_head(tag, header, body or None) + body

@@ -23,26 +23,26 @@ from tests.resident_memory import MIB, measured_growth
 
 SEED = int(os.environ.get("SAMESTEP_FUZZ_SEED", "0"))
 MEMORY_GROWTH_BYTES = 32 * MIB
-PIECES = (1, 3, 18, 100, *[70_000] * 12)
-"""Bytes per read: mostly all at once, which is fast."""
+READ_SIZES = (1, 3, 18, 100, *[70_000] * 12)
+"""Bytes per read; mostly more than a frame, which is fast."""
 
-both_sides_and_every_phase = pytest.mark.parametrize(
+each_role_and_phase = pytest.mark.parametrize(
     ("role", "phase"),
     STATES,
     ids=lambda each: each if isinstance(each, str) else each.value,
 )
-WAYS = len(STATES) * len(MUTATIONS)
+COMBINATION_COUNT = len(STATES) * len(MUTATIONS)
 
 
-def read(reader: Connection, data: bytes, rng: random.Random) -> int:
+def count_messages(reader: Connection, data: bytes, rng: random.Random) -> int:
     """Read the data in pieces; return the number of messages before the end or the error."""
     count = at = 0
-    chunk = rng.choice(PIECES)
+    read_bytes = rng.choice(READ_SIZES)
     with contextlib.suppress(RemoteProtocolError):
         while at < len(data):
             buffer = reader.get_buffer()
             assert len(buffer) > 0
-            size = min(len(buffer), len(data) - at, chunk)
+            size = min(len(buffer), len(data) - at, read_bytes)
             buffer[:size] = data[at : at + size]
             count += len(reader.buffer_updated(size))
             at += size
@@ -56,23 +56,23 @@ def read(reader: Connection, data: bytes, rng: random.Random) -> int:
     return count
 
 
-def campaign(role, phase, each_way):
-    """Try this many frames for each way of breaking them; return the number of parsed messages."""
+def count_parsed_messages(role, phase, frames_per_mutation):
+    """Read this many frames of each mutation; return the numbers of parsed messages."""
     legal = legal_frames(role, phase)
-    survivors = dict.fromkeys((mutation.__name__ for mutation in MUTATIONS), 0)
+    parsed_counts = dict.fromkeys((mutation.__name__ for mutation in MUTATIONS), 0)
     for mutation in MUTATIONS:
-        for number in range(SEED, SEED + each_way):
+        for number in range(SEED, SEED + frames_per_mutation):
             rng = random.Random(number)
             data = mutation(rng, legal)
             try:
-                count = read(connection(role, phase), data + rng.choice(legal), rng)
+                count = count_messages(connection(role, phase), data + rng.choice(legal), rng)
             except Exception as error:
                 raise AssertionError(f"{mutation.__name__}, seed {number}: {data!r}") from error
-            survivors[mutation.__name__] += count
-    return survivors
+            parsed_counts[mutation.__name__] += count
+    return parsed_counts
 
 
-@both_sides_and_every_phase
+@each_role_and_phase
 @pytest.mark.parametrize(
     "frames",
     [
@@ -82,19 +82,19 @@ def campaign(role, phase, each_way):
     ],
 )
 def test_broken_frames(role, phase, frames):
-    campaign(role, phase, 20)
+    count_parsed_messages(role, phase, 20)
     with measured_growth() as growth:
-        survivors = campaign(role, phase, frames // WAYS)
+        parsed_counts = count_parsed_messages(role, phase, frames // COMBINATION_COUNT)
     assert growth.peak_bytes <= MEMORY_GROWTH_BYTES
     if len(legal_frames(role, phase)) == 1:
-        return  # a second one is not legal, and ends everything after it
-    # Some must pass, or the mutations test only the gates.
-    assert survivors["noise"] < survivors["resealed"]
-    assert survivors["changed_fields"] > 0
+        return  # a second one is not legal, so nothing after it is parsed
+    # Some must be parsed, or the mutations test only the checks of prefix and checksum.
+    assert parsed_counts["random_bytes"] < parsed_counts["mutate_and_reseal"]
+    assert parsed_counts["mutate_fields"] > 0
 
 
-@both_sides_and_every_phase
-def test_long_conversation_leaves_no_memory(role, phase):
+@each_role_and_phase
+def test_long_conversation_does_not_grow_memory(role, phase):
     """Many legal frames, then garbage."""
     reader = connection(role, phase)
     heartbeat = frame(EXAMPLES[next(k for k in EXAMPLES if k.__name__ == "Heartbeat")])

@@ -195,8 +195,8 @@ class Joined:
         """Process received frames, or wait briefly; progress of the run without messages is
         polled."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.transport.stirred.wait(), 0.005)
-        self.transport.stirred.clear()
+            await asyncio.wait_for(self.transport.activity.wait(), 0.005)
+        self.transport.activity.clear()
         self.member.receive(self.transport.take())
 
 

@@ -1,4 +1,4 @@
-"""A trainer's own optimizers, NEFTune and data_seed: the numbers of the stock trainer."""
+"""Tests of a Trainer's custom optimizers, NEFTune and data_seed against the stock Trainer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.samestep.test_hf_trainer import (
 
 
 @pytest.fixture(autouse=True)
-def _anywhere(monkeypatch):
+def _any_port(monkeypatch):
     monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
 
 
@@ -37,7 +37,7 @@ def assert_same(trainer, stock) -> None:
         torch.testing.assert_close(parameters[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-def layer_wise(trainer):
+def layer_wise_adamw(trainer):
     """AdamW with a rate for each layer, and no decay on norms."""
     groups = []
     for name, p in trainer.model.named_parameters():
@@ -47,22 +47,22 @@ def layer_wise(trainer):
     return torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
 
-class LayerWise:
+class LayerWiseMixin:
     def create_optimizer(self, *_):
-        self.optimizer = layer_wise(self)
+        self.optimizer = layer_wise_adamw(self)
         return self.optimizer
 
 
-class OursLayerWise(LayerWise, samestep.hf.Trainer):  # type: ignore[misc]  # untyped
+class OursLayerWise(LayerWiseMixin, samestep.hf.Trainer):  # type: ignore[misc]  # untyped
     pass
 
 
-class StockLayerWise(LayerWise, InOurOrder):
+class StockLayerWise(LayerWiseMixin, InOurOrder):
     pass
 
 
-def with_optimizers(kind, directory):
-    trainer = make_trainer(kind, directory, num_train_epochs=1)
+def with_optimizers(trainer_class, directory):
+    trainer = make_trainer(trainer_class, directory, num_train_epochs=1)
     optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.7**step)
     trainer.optimizer, trainer.lr_scheduler = optimizer, scheduler
@@ -92,7 +92,7 @@ def test_named_optimizers_are_created_and_translated(tmp_path):
 
 
 class SeededNoise(InOurOrder):
-    """The stock Trainer, with the seed of each microbatch before its forward."""
+    """The stock Trainer, seeded before each forward as samestep seeds a microbatch."""
 
     microbatches = 0
 
@@ -102,7 +102,7 @@ class SeededNoise(InOurOrder):
         return super().training_step(*args, **options)
 
 
-def test_neftune_draws_the_noise_that_the_stock_hook_draws(tmp_path):
+def test_neftune_noise_equals_that_of_the_stock_trainer(tmp_path):
     training_options = {"neftune_noise_alpha": 5.0, "num_train_epochs": 1}
     trainer = train(samestep.hf.Trainer, tmp_path / "ours", **training_options)
     stock = make_trainer(SeededNoise, tmp_path / "stock", **training_options)
@@ -113,7 +113,7 @@ def test_neftune_draws_the_noise_that_the_stock_hook_draws(tmp_path):
     assert not hasattr(embeddings, "neftune_noise_alpha")
 
 
-def test_data_seed_orders_samples_and_nothing_else(tmp_path):
+def test_data_seed_changes_only_the_order_of_samples(tmp_path):
     class InOrderOf9(InOurOrder):
         def _get_train_sampler(self, *_):
             return _Epochs(SampleOrder(9, len(TEXTS), batch_of(self.args)))
@@ -125,7 +125,7 @@ def test_data_seed_orders_samples_and_nothing_else(tmp_path):
 
 def test_several_evaluation_sets_have_the_log_of_the_stock_trainer(tmp_path):
     logs = []
-    for kind in (samestep.hf.Trainer, InOurOrder):
+    for trainer_class in (samestep.hf.Trainer, InOurOrder):
         torch.manual_seed(0)
         arguments: dict[str, Any] = {
             **SETTINGS,
@@ -133,9 +133,9 @@ def test_several_evaluation_sets_have_the_log_of_the_stock_trainer(tmp_path):
             "eval_strategy": "epoch",
             "logging_steps": 2,
         }
-        trainer = kind(
+        trainer = trainer_class(
             model=LlamaForCausalLM(CONFIG),
-            args=TrainingArguments(output_dir=str(tmp_path / kind.__name__), **arguments),
+            args=TrainingArguments(output_dir=str(tmp_path / trainer_class.__name__), **arguments),
             train_dataset=ITEMS,
             eval_dataset={"web": ITEMS[:5], "books": ITEMS[8:10]},
             data_collator=collate,
@@ -153,8 +153,8 @@ def test_several_evaluation_sets_have_the_log_of_the_stock_trainer(tmp_path):
     assert [v for *_, v in logs[0]] == pytest.approx([v for *_, v in logs[1]], rel=1e-5)
 
 
-def test_a_layer_across_the_batch_trains_with_the_microbatch_as_the_unit(tmp_path):
-    class Normed(torch.nn.Module):
+def test_batch_norm_trains_with_the_microbatch_as_the_unit(tmp_path):
+    class BatchNormModel(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.inner, self.norm = torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)
@@ -172,13 +172,17 @@ def test_a_layer_across_the_batch_trains_with_the_microbatch_as_the_unit(tmp_pat
     }  # fmt: skip
     outcomes = []
     unit = {"unit": "microbatch"}
-    kinds: list[tuple[Any, dict[str, Any]]] = [
+    variants: list[tuple[Any, dict[str, Any]]] = [
         (samestep.hf.Trainer, {"samestep": unit}), (InOurOrder, {}),
     ]  # fmt: skip
-    for kind, more in kinds:
+    for trainer_class, extra_arguments in variants:
         torch.manual_seed(0)
-        arguments = TrainingArguments(output_dir=str(tmp_path / kind.__name__), **training_options)
-        trainer = kind(model=Normed(), args=arguments, train_dataset=data, **more)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / trainer_class.__name__), **training_options
+        )
+        trainer = trainer_class(
+            model=BatchNormModel(), args=arguments, train_dataset=data, **extra_arguments
+        )
         trainer.train()
         outcomes.append((losses(trainer), trainer.model.norm.running_var.clone()))
     assert outcomes[0][0] == pytest.approx(outcomes[1][0], rel=1e-5)

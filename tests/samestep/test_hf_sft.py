@@ -1,6 +1,6 @@
-"""TRL's SFTTrainer with the same mixin.
+"""Test of `samestep.hf.sft.SFTTrainer` against TRL's.
 
-Needs TRL: `pip install 'samestep[trl]'`, and `pytest -m slow` of this file.
+Needs TRL (`pip install 'samestep[trl]'`). Run this file with `pytest -m slow`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def tokenizer():
     )
 
 
-def train(kind, directory):
+def train(trainer_class, directory):
     import trl
     from datasets import Dataset
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    trainer = kind(
+    trainer = trainer_class(
         model=LlamaForCausalLM(CONFIG),
         args=trl.SFTConfig(output_dir=str(directory), **SETTINGS),
         train_dataset=Dataset.from_dict({"input_ids": TEXTS}),
@@ -58,5 +58,5 @@ def test_losses_equal_the_stock_trainer_on_the_same_order(tmp_path):
             return _Epochs(SampleOrder(5, len(TEXTS), BatchSpec(samples=4, microbatch=2)))
 
     stock = train(InOurOrder, tmp_path / "stock")
-    samestep_losses = train(SFTTrainer, tmp_path / "ours")
-    assert losses(samestep_losses) == pytest.approx(losses(stock), rel=1e-5)
+    samestep_trainer = train(SFTTrainer, tmp_path / "ours")
+    assert losses(samestep_trainer) == pytest.approx(losses(stock), rel=1e-5)

@@ -1,4 +1,5 @@
-"""A script for transformers' Trainer with another class: the same losses, nothing ignored."""
+"""Tests that `samestep.hf.Trainer` has the losses of transformers' Trainer and ignores no
+argument."""
 
 from __future__ import annotations
 
@@ -77,9 +78,9 @@ class _Epochs(torch.utils.data.Sampler[int]):
                 yield from samples
 
 
-def make_trainer(kind, directory, data=ITEMS, **overrides):
+def make_trainer(trainer_class, directory, data=ITEMS, **overrides):
     torch.manual_seed(0)
-    return kind(
+    return trainer_class(
         model=LlamaForCausalLM(CONFIG),
         args=TrainingArguments(output_dir=str(directory), **{**SETTINGS, **overrides}),
         train_dataset=data,
@@ -87,8 +88,8 @@ def make_trainer(kind, directory, data=ITEMS, **overrides):
     )
 
 
-def train(kind, directory, **overrides):
-    trainer = make_trainer(kind, directory, **overrides)
+def train(trainer_class, directory, **overrides):
+    trainer = make_trainer(trainer_class, directory, **overrides)
     trainer.train()
     return trainer
 
@@ -120,7 +121,7 @@ def samestep_trainer(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _anywhere(monkeypatch):
+def _any_port(monkeypatch):
     monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
 
 
@@ -180,7 +181,7 @@ def test_log_equals_the_stock_trainer(tmp_path, samestep_trainer, schedule_optio
         ("warmup_stable_decay", {"num_decay_steps": 2}),
     ],
 )
-def test_other_schedules_give_the_losses_of_the_stock_trainer(tmp_path, schedule, options):
+def test_schedule_gives_the_losses_of_the_stock_trainer(tmp_path, schedule, options):
     schedule_options = {
         "lr_scheduler_type": schedule,
         "lr_scheduler_kwargs": options,
@@ -194,7 +195,7 @@ def test_other_schedules_give_the_losses_of_the_stock_trainer(tmp_path, schedule
     assert rates[0] == pytest.approx(rates[1], rel=1e-6)
 
 
-def test_a_trainer_gives_its_run_to_a_coordinator_that_serves(tmp_path, monkeypatch):
+def test_trainer_submits_its_run_to_a_serving_coordinator(tmp_path, monkeypatch):
     with Cluster(tmp_path / "served", "--expect-workers", "1") as cluster:
         monkeypatch.setenv("SAMESTEP_CONTROL", cluster.address["control"])
         submitted_result = train(samestep.hf.Trainer, tmp_path / "out", num_train_epochs=1)
@@ -205,13 +206,14 @@ def test_a_trainer_gives_its_run_to_a_coordinator_that_serves(tmp_path, monkeypa
 def test_every_argument_is_in_one_list():
     lists = (HONORED, HARMLESS, REFUSED)
     for field in dataclasses.fields(TrainingArguments):
-        assert sum(field.name in each for each in lists) == 1, field.name
+        assert sum(field.name in names for names in lists) == 1, field.name
 
 
 @pytest.mark.parametrize(
-    "name", [each.name for each in dataclasses.fields(TrainingArguments) if each.name in REFUSED]
+    "name",
+    [field.name for field in dataclasses.fields(TrainingArguments) if field.name in REFUSED],
 )
-def test_refused_arguments_are_refused_at_their_assignment(tmp_path, name):
+def test_refused_argument_is_named_with_its_value(tmp_path, name):
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none")
     setattr(arguments, name, "set")
     with pytest.raises(SamestepError, match=rf"TrainingArguments\.{name}='set' cannot be hono"):
@@ -232,59 +234,59 @@ def test_unsupported_arguments_are_named(tmp_path, arguments, message):
         train(samestep.hf.Trainer, tmp_path, **arguments)
 
 
-def test_argument_of_a_newer_release_is_refused_at_its_assignment(tmp_path):
+def test_unknown_argument_is_refused_unless_it_has_its_default(tmp_path):
     @dataclasses.dataclass
-    class Newer(TrainingArguments):
+    class NewerArguments(TrainingArguments):
         gradient_noise: float = 0.0
 
-    check_arguments(Newer(output_dir=str(tmp_path)))
+    check_arguments(NewerArguments(output_dir=str(tmp_path)))
     with pytest.raises(SamestepError, match=r"gradient_noise=0\.5 .*does not know it"):
-        check_arguments(Newer(output_dir=str(tmp_path), gradient_noise=0.5))
+        check_arguments(NewerArguments(output_dir=str(tmp_path), gradient_noise=0.5))
 
 
-class OwnStep(samestep.hf.Trainer):
+class CustomStep(samestep.hf.Trainer):
     def training_step(self, *_):
         return None
 
 
-class OwnInputs(transformers.Trainer):
+class CustomInputs(transformers.Trainer):
     def _prepare_inputs(self, inputs):
         return inputs
 
 
-class Mixed(samestep.hf.SamestepMixin, OwnInputs):  # type: ignore[misc]  # it ships no types
-    """The user's mixin comes after ours."""
+class MixedTrainer(samestep.hf.SamestepMixin, CustomInputs):  # type: ignore[misc]  # it ships no types
+    """A Trainer whose base class after our mixin overrides a method."""
 
 
-class OwnEvaluation(samestep.hf.Trainer):
+class CustomEvaluation(samestep.hf.Trainer):
     def evaluate(self, *_, **__):
         return {}
 
 
-def test_a_custom_loop_is_named(tmp_path):
-    for kind, method_name in (
-        (OwnStep, "OwnStep.training_step"),
-        (Mixed, "OwnInputs._prepare_inputs"),
+def test_overridden_methods_of_the_loop_are_named(tmp_path):
+    for trainer_class, method_name in (
+        (CustomStep, "CustomStep.training_step"),
+        (MixedTrainer, "CustomInputs._prepare_inputs"),
     ):
         with pytest.raises(SamestepError, match=rf"{re.escape(method_name)} cannot be honored"):
-            make_trainer(kind, tmp_path).train()
+            make_trainer(trainer_class, tmp_path).train()
     patched = make_trainer(samestep.hf.Trainer, tmp_path)
     patched.get_train_dataloader = list
     with pytest.raises(SamestepError, match=r"Trainer\.get_train_dataloader cannot be honored"):
         patched.train()
-    trainer = make_trainer(OwnEvaluation, tmp_path)
+    trainer = make_trainer(CustomEvaluation, tmp_path)
     trainer.args.eval_strategy = "epoch"
-    with pytest.raises(SamestepError, match=r"OwnEvaluation\.evaluate .* eval_strategy='no'"):
+    with pytest.raises(SamestepError, match=r"CustomEvaluation\.evaluate .* eval_strategy='no'"):
         trainer.train()
 
 
-def test_mean_is_multiplied_by_samples_for_any_first_entry(tmp_path):
-    class OfPatches(samestep.hf.Trainer):
+def test_mean_loss_is_multiplied_by_the_number_of_samples(tmp_path):
+    class PatchTrainer(samestep.hf.Trainer):
         def compute_loss(self, model, inputs, *_, **__):
             return model(inputs["patches"]).mean() * inputs["labels"].mean()
 
     arguments: dict[str, Any] = {**SETTINGS, "remove_unused_columns": False}
-    trainer = OfPatches(
+    trainer = PatchTrainer(
         model=torch.nn.Linear(1, 1),
         args=TrainingArguments(output_dir=str(tmp_path), **arguments),
         train_dataset=[{"n": n + 1} for n in range(4)],
@@ -314,13 +316,13 @@ def test_arguments_unused_by_fit_are_named(tmp_path, samestep_arguments, message
         )
 
 
-class Streamed(torch.utils.data.IterableDataset[dict[str, list[int]]]):
+class StreamedData(torch.utils.data.IterableDataset[dict[str, list[int]]]):
     def __iter__(self):
         return itertools.cycle(ITEMS)
 
 
-@pytest.mark.parametrize("data", [None, Streamed()])
-def test_data_without_a_length_is_refused_in_one_line(tmp_path, data):
+@pytest.mark.parametrize("data", [None, StreamedData()])
+def test_data_without_a_length_is_refused(tmp_path, data):
     trainer = make_trainer(samestep.hf.Trainer, tmp_path, data, max_steps=2)
     with pytest.raises(SamestepError, match="a length and items by number as train_dataset, got"):
         trainer.train()

@@ -1,4 +1,4 @@
-"""State that a script keeps between calls is refused by its name; a cache is not."""
+"""Tests that state which a script keeps between calls is refused by name, but a cache is not."""
 
 from __future__ import annotations
 
@@ -26,102 +26,104 @@ SPEC = parse_run_spec({
     "task": "samestep.script:FitTask", "steps": 1, "batch": {"samples": 4, "microbatch": 2},
     "optimizer": {"name": "sgd", "lr": 0.1},
 })  # fmt: skip
-COUNTED = 0
-HELD = {"n": 0}
+CALL_COUNT = 0
+CALLS = {"n": 0}
 
 
-def squares(module, batch):
+def squared_error(module, batch):
     return ((module(batch[0])[:, 0] - batch[1]) ** 2).sum()
 
 
-class Calls(nn.Module):
-    """Calls a function in every forward, whose result does not show yet."""
+class CallingModel(nn.Module):
+    """Calls a function in each forward; the function changes state, but not yet the output."""
 
     shared = 0
 
-    def __init__(self, does, **state):
+    def __init__(self, function, **state):
         super().__init__()
-        self.line, self.does = nn.Linear(3, 1), does
-        for name, each in state.items():
-            setattr(self, name, each)
+        self.line, self.does = nn.Linear(3, 1), function
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def forward(self, x):
         self.does(self)
         return self.line(x)
 
 
-def task(**other):
-    return samestep.Task(**{"module": nn.Linear(3, 1), "train": DATA, "loss": squares, **other})
+def build_task(**other):
+    return samestep.Task(
+        **{"module": nn.Linear(3, 1), "train": DATA, "loss": squared_error, **other}
+    )
 
 
-def model(act, **state):
-    return task(module=Calls(act, **state))
+def calling_task(act, **state):
+    return build_task(module=CallingModel(act, **state))
 
 
-def counts(self):
+def increment(self):
     self.n += 1
 
 
-def counts_in_a_list(self):
+def increment_list_item(self):
     self.h[0] += 1
 
 
-def normed():
+def spectral_norm_model():
     line = nn.Linear(3, 3)
     with torch.no_grad():
         line.weight.copy_(torch.tensor([1.0, 0.7, 0.7]).diag())  # a norm that does not show yet
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(line), nn.Linear(3, 1))
 
 
-def counts_in_its_class(_):
-    Calls.shared += 1
+def increment_class_attribute(_):
+    CallingModel.shared += 1
 
 
-def counts_in_a_global(_):
-    global COUNTED  # noqa: PLW0603 -- what is to be found
-    COUNTED += 1
+def increment_global(_):
+    global CALL_COUNT  # noqa: PLW0603 -- what is to be found
+    CALL_COUNT += 1
 
 
-def counts_in_a_global_dict(_):
-    HELD["n"] += 1
+def increment_global_dict(_):
+    CALLS["n"] += 1
 
 
-def takes_from_a_bag(self):
+def pop_from_list(self):
     self.bag.pop()
 
 
-def counts_on_itself(module, batch):
-    vars(counts_on_itself)["calls"] += 1
-    return squares(module, batch)
+def counting_loss(module, batch):
+    vars(counting_loss)["calls"] += 1
+    return squared_error(module, batch)
 
 
-vars(counts_on_itself)["calls"] = 0
+vars(counting_loss)["calls"] = 0
 
 
-def counts_in_a_closure():
+def loss_with_closure():
     calls = [0]
 
     def loss(module, batch):
         calls[0] += 1
-        return squares(module, batch)
+        return squared_error(module, batch)
 
     return loss
 
 
-def passes_on(counter, module, batch):
+def loss_with_iterator(counter, module, batch):
     next(counter)
-    return squares(module, batch)
+    return squared_error(module, batch)
 
 
-def endless():
+def count_forever():
     number = 0
     while True:
         yield number
         number += 1
 
 
-class Counting:
-    """A data set with a counter that takes effect late."""
+class CountingData:
+    """A data set with a counter that changes samples only after many reads."""
 
     def __init__(self):
         self.n = 0
@@ -134,7 +136,7 @@ class Counting:
         return X[number] + max(0, self.n - 1000), X[number].sum()
 
 
-def weight_that_draws():
+def random_weight():
     generator = np.random.default_rng(0)
 
     def weight(batch):
@@ -147,49 +149,55 @@ def weight_that_draws():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: model(counts, n=0), r"got module\.n, which goes from \d+ to \d+ on"),
-        (lambda: model(counts, n=0.5), r"got module\.n,"),
-        (lambda: model(counts_in_a_list, h=[0]), r"got module\.h\[0\],"),
-        (lambda: model(lambda m: m.buffer.add_(1), buffer=torch.zeros(2)), r"got module\.buffer,"),
-        (lambda: model(lambda m: np.add(m.big, 1, out=m.big), big=np.zeros((999, 99))),
+        (lambda: calling_task(increment, n=0), r"got module\.n, which goes from \d+ to \d+ on"),
+        (lambda: calling_task(increment, n=0.5), r"got module\.n,"),
+        (lambda: calling_task(increment_list_item, h=[0]), r"got module\.h\[0\],"),
+        (lambda: calling_task(lambda m: m.buffer.add_(1), buffer=torch.zeros(2)),
+         r"got module\.buffer,"),
+        (lambda: calling_task(lambda m: np.add(m.big, 1, out=m.big), big=np.zeros((999, 99))),
          r"got module\.big, which goes from ndarray of \(999, 99\)"),
-        (lambda: model(lambda m: m.r.random(), r=random.Random(0)), r"module\.r,.*from Random at"),
-        (lambda: model(lambda m: m.r.random(), r=np.random.default_rng(0)), r"got module\.r,"),
-        (lambda: model(lambda m: m.r.rand(), r=np.random.RandomState(0)), r"got module\.r,"),
-        (lambda: model(lambda m: torch.rand(1, generator=m.r), r=torch.Generator()), r"module\.r,"),
-        (lambda: model(lambda m: m.next(), next=itertools.count().__next__), r"module\.next,"),
-        (lambda: model(lambda m: next(m.i), i=itertools.cycle([1, 2, 3])), r"module\.i "),
-        (lambda: model(lambda m: next(m.i), i=iter(range(99))), r"module\.i "),
-        (lambda: model(lambda m: next(m.i), i=endless()), r"module\.i\.number,"),
-        (lambda: model(lambda m: counts(m.o), o=SimpleNamespace(n=0)), r"module\.o\.n,"),
-        (lambda: model(lambda m: m.q.rotate(), q=deque([1, 2, 3])), r"module\.q\[0\],"),
-        (lambda: model(takes_from_a_bag, bag=[X] * 9), r"len\(module\.bag\),.*from \d to \d "),
-        (lambda: task(module=normed()),
+        (lambda: calling_task(lambda m: m.r.random(), r=random.Random(0)),
+         r"module\.r,.*from Random at"),
+        (lambda: calling_task(lambda m: m.r.random(), r=np.random.default_rng(0)),
+         r"got module\.r,"),
+        (lambda: calling_task(lambda m: m.r.rand(), r=np.random.RandomState(0)), r"got module\.r,"),
+        (lambda: calling_task(lambda m: torch.rand(1, generator=m.r), r=torch.Generator()),
+         r"module\.r,"),
+        (lambda: calling_task(lambda m: m.next(), next=itertools.count().__next__),
+         r"module\.next,"),
+        (lambda: calling_task(lambda m: next(m.i), i=itertools.cycle([1, 2, 3])), r"module\.i "),
+        (lambda: calling_task(lambda m: next(m.i), i=iter(range(99))), r"module\.i "),
+        (lambda: calling_task(lambda m: next(m.i), i=count_forever()), r"module\.i\.number,"),
+        (lambda: calling_task(lambda m: increment(m.o), o=SimpleNamespace(n=0)), r"module\.o\.n,"),
+        (lambda: calling_task(lambda m: m.q.rotate(), q=deque([1, 2, 3])), r"module\.q\[0\],"),
+        (lambda: calling_task(pop_from_list, bag=[X] * 9), r"len\(module\.bag\),.*from \d to \d "),
+        (lambda: build_task(module=spectral_norm_model()),
          r"got module\.0\.parametrizations\.weight\.0\._u, .*: take a layer without running state"),
-        (lambda: model(counts_in_its_class), r"got Calls\.shared,"),
-        (lambda: model(counts_in_a_global), r"got the global COUNTED,"),
-        (lambda: model(counts_in_a_global_dict), r"got the global HELD\['n'\],"),
-        (lambda: task(loss=counts_on_itself), r"got (loss|the global counts_on_itself)\.calls,"),
-        (lambda: task(loss=counts_in_a_closure()), r"got loss\.calls\[0\],"),
-        (lambda: task(loss=functools.partial(passes_on, itertools.count())), r"got loss\[0\],"),
-        (lambda: task(train=Counting()), r"got train\.n,"),
-        (lambda: task(weight=weight_that_draws()), r"got weight\.generator,"),
+        (lambda: calling_task(increment_class_attribute), r"got CallingModel\.shared,"),
+        (lambda: calling_task(increment_global), r"got the global CALL_COUNT,"),
+        (lambda: calling_task(increment_global_dict), r"got the global CALLS\['n'\],"),
+        (lambda: build_task(loss=counting_loss), r"got (loss|the global counting_loss)\.calls,"),
+        (lambda: build_task(loss=loss_with_closure()), r"got loss\.calls\[0\],"),
+        (lambda: build_task(loss=functools.partial(loss_with_iterator, itertools.count())),
+         r"got loss\[0\],"),
+        (lambda: build_task(train=CountingData()), r"got train\.n,"),
+        (lambda: build_task(weight=random_weight()), r"got weight\.generator,"),
     ],
     ids=map(str, itertools.count()),
 )  # fmt: skip
-def test_counter_or_generator_is_refused_by_its_name(build, message):
+def test_counter_or_generator_is_refused_by_name(build, message):
     with pytest.raises(DataError, match=message) as error:
         ScriptTask(build(), SPEC, {})
     assert "\n" not in str(error.value)
 
 
 @functools.lru_cache
-def decoded(number):
+def decode(number):
     return X[number], X[number].sum()
 
 
-class Remembering:
-    """A data set that keeps decoded samples, and the last few."""
+class CachingData:
+    """A data set that caches decoded samples and keeps the last sample."""
 
     def __init__(self):
         self.decoded, self.names, self.last = {}, [], None
@@ -201,12 +209,12 @@ class Remembering:
         self.names.append(f"sample {number}")
         while len(self.decoded) >= 2:
             self.decoded.pop(next(iter(self.decoded)))
-        self.last = self.decoded.setdefault(number, decoded(number))
+        self.last = self.decoded.setdefault(number, decode(number))
         return self.last
 
 
-class Remembers(nn.Module):
-    """Makes a mask in its first call, and keeps its last input."""
+class CachingModel(nn.Module):
+    """A model that caches a mask, and keeps its losses and its last output."""
 
     def __init__(self):
         super().__init__()
@@ -221,8 +229,8 @@ class Remembers(nn.Module):
         return self.seen
 
 
-class Seeded:
-    """A generator of its own that is seeded for each microbatch."""
+class SeededCollate:
+    """A collate function with a generator that is seeded for each microbatch."""
 
     def __init__(self):
         self.generator = torch.Generator()
@@ -262,10 +270,10 @@ def llama():
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: task(train=Remembering()),
-        lambda: task(module=Remembers()),
-        lambda: task(module=nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.Linear(4, 1))),
-        lambda: task(collate=Seeded()),
+        lambda: build_task(train=CachingData()),
+        lambda: build_task(module=CachingModel()),
+        lambda: build_task(module=nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.Linear(4, 1))),
+        lambda: build_task(collate=SeededCollate()),
         bert,
         llama,
     ],

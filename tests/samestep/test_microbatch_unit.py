@@ -1,4 +1,5 @@
-"""A loss over a whole microbatch, and buffers that forward changes: torch's numbers."""
+"""Tests of losses over a whole microbatch, and of buffers that forward changes, against plain
+torch."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ SAMPLES = 50  # the last step of an epoch has fewer samples
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def _temporary_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -33,7 +34,7 @@ def data() -> TensorDataset:
     return TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long())
 
 
-class Net(nn.Module):
+class BatchNormNet(nn.Module):
     def __init__(self, momentum: float | None = 0.1) -> None:
         super().__init__()
         self.first = nn.Linear(6, 8)
@@ -45,7 +46,7 @@ class Net(nn.Module):
 
 
 class Teacher(nn.Module):
-    """Distils from a moving average of itself, which forward updates."""
+    """A model that distils from a moving average of its own weights, which forward updates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,37 +55,40 @@ class Teacher(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-                old.lerp_(new, 0.1)
+            for teacher, student in zip(
+                self.teacher.parameters(), self.student.parameters(), strict=True
+            ):
+                teacher.lerp_(student, 0.1)
         return self.student(x) - 0.1 * self.teacher(x)
 
 
-def entropy(module: Any, batch: Any) -> torch.Tensor:
+def cross_entropy_loss(module: Any, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(module(batch[0]), batch[1])
 
 
-def negatives(module: Any, batch: Any) -> torch.Tensor:
+def in_batch_loss(module: Any, batch: Any) -> torch.Tensor:
     rows = functional.normalize(module(batch[0]), dim=1)
     return functional.cross_entropy(rows @ rows.T / 0.2, torch.arange(len(rows)))
 
 
-def cox(module: Any, batch: Any) -> torch.Tensor:
-    """The partial likelihood, with risk sets within the microbatch."""
+def cox_loss(module: Any, batch: Any) -> torch.Tensor:
+    """Return Cox's negative partial likelihood, with risk sets within the microbatch."""
     risk = module(batch[0])[:, 0][batch[0][:, 1].argsort(descending=True)]
     return (risk.logcumsumexp(0) - risk).mean()
 
 
-def ranking(module: Any, batch: Any) -> torch.Tensor:
+def ranking_loss(module: Any, batch: Any) -> torch.Tensor:
     score = module(batch[0])[:, 0]
-    pairs = batch[1][:, None] > batch[1][None, :]
+    count_pairs = batch[1][:, None] > batch[1][None, :]
     margin = functional.softplus(score[None, :] - score[:, None])
-    return (margin * pairs).sum() / pairs.sum().clamp(min=1)
+    return (margin * count_pairs).sum() / count_pairs.sum().clamp(min=1)
 
 
-def by_torch(
+def train_in_torch(
     module: nn.Module, loss: Callable[[Any, Any], torch.Tensor], microbatch: int
 ) -> dict[str, torch.Tensor]:
-    """Train in plain torch: a mean over microbatches, each starting from the step's buffers."""
+    """Train in plain torch, with mean gradients of microbatches that each start from the step's
+    buffers."""
     tensors = data().tensors
     order = SampleOrder(0, SAMPLES, BatchSpec(samples=16, microbatch=microbatch))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -98,7 +102,7 @@ def by_torch(
         optimizer.zero_grad()
         for part in parts:
             module.load_state_dict(state, strict=False)
-            value = loss(module, [each[list(part)] for each in tensors])
+            value = loss(module, [tensor[list(part)] for tensor in tensors])
             (value * len(part) / total).backward()
             for name in buffer_means:
                 buffer_means[name] += module.state_dict()[name].double() * len(part) / total
@@ -111,11 +115,11 @@ def by_torch(
 
 
 def fit_task(
-    make_module: Callable[[], nn.Module], loss: Any, microbatch: int, **overrides: Any
+    build_module: Callable[[], nn.Module], loss: Any, microbatch: int, **overrides: Any
 ) -> Any:
     def build() -> samestep.Task:
         return samestep.Task(
-            module=make_module(), train=data(), held_out=data(), loss=loss, unit="microbatch"
+            module=build_module(), train=data(), held_out=data(), loss=loss, unit="microbatch"
         )
 
     optimizer = {"name": "momentum", "lr": 0.1, "momentum": 0.9}
@@ -126,12 +130,12 @@ def fit_task(
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "running statistics": (Net, entropy),
-    "cumulative statistics": (lambda: Net(None), entropy),
-    "a teacher": (Teacher, entropy),
-    "in-batch negatives": (Net, negatives),
-    "cox": (lambda: nn.Linear(6, 3), cox),
-    "ranking": (lambda: nn.Linear(6, 3), ranking),
+    "running statistics": (BatchNormNet, cross_entropy_loss),
+    "cumulative statistics": (lambda: BatchNormNet(None), cross_entropy_loss),
+    "a teacher": (Teacher, cross_entropy_loss),
+    "in-batch negatives": (BatchNormNet, in_batch_loss),
+    "cox": (lambda: nn.Linear(6, 3), cox_loss),
+    "ranking": (lambda: nn.Linear(6, 3), ranking_loss),
 }
 
 
@@ -144,13 +148,13 @@ QUICK = [("running statistics", 16), ("a teacher", 4), ("in-batch negatives", 4)
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
 )
 def test_microbatch_losses_train_like_torch(name, microbatch):
-    make_module, loss = MODELS[name]
-    result = fit_task(make_module, loss, microbatch)
+    build_module, loss = MODELS[name]
+    result = fit_task(build_module, loss, microbatch)
     torch.manual_seed(0)
-    expected = by_torch(make_module(), loss, microbatch)
+    expected = train_in_torch(build_module(), loss, microbatch)
     weights = result.module.state_dict()
     assert weights.keys() == expected.keys()
-    tolerance = 1e-6 if loss is entropy else 1e-5
+    tolerance = 1e-6 if loss is cross_entropy_loss else 1e-5
     for tensor, values in expected.items():
         np.testing.assert_allclose(
             weights[tensor], values, rtol=tolerance, atol=tolerance, err_msg=tensor
@@ -161,7 +165,7 @@ def test_microbatch_losses_train_like_torch(name, microbatch):
         "teacher.weight",
     } & weights.keys()
     torch.manual_seed(0)
-    start = make_module().state_dict()
+    start = build_module().state_dict()
     assert not any(torch.equal(weights[tensor], start[tensor]) for tensor in buffer_names)
     evaluation_loss = evaluated_loss(result.module, loss, microbatch)
     assert result.metrics["loss"] == pytest.approx(evaluation_loss, rel=1e-5)
@@ -173,12 +177,12 @@ def evaluated_loss(module: nn.Module, loss: Any, microbatch: int) -> float:
     total = 0.0
     with torch.no_grad():
         for lo in range(0, SAMPLES, microbatch):
-            part = [each[lo : lo + microbatch] for each in data().tensors]
+            part = [tensor[lo : lo + microbatch] for tensor in data().tensors]
             total += float(loss(copy.deepcopy(module), part)) * len(part[0])
     return total / SAMPLES
 
 
-def pairs(batch: Any) -> torch.Tensor:
+def count_pairs(batch: Any) -> torch.Tensor:
     """Return the number of ordered pairs of a microbatch: 0 for a single sample."""
     return (batch[1][:, None] > batch[1][None]).sum()
 
@@ -188,11 +192,12 @@ def test_weight_may_count_pairs_of_a_microbatch():
 
     def weight(batch: Any) -> torch.Tensor:
         weights.append(len(batch[1]))
-        return pairs(batch)
+        return count_pairs(batch)
 
     result = samestep.fit(
         lambda: samestep.Task(
-            module=nn.Linear(6, 3), train=data(), loss=ranking, weight=weight, unit="microbatch"
+            module=nn.Linear(6, 3), train=data(), loss=ranking_loss, weight=weight,
+            unit="microbatch",
         ),
         steps=2, batch=16, microbatch=4, device="cpu",
     )  # fmt: skip
@@ -201,7 +206,7 @@ def test_weight_may_count_pairs_of_a_microbatch():
     with pytest.raises(DataError, match=r"got 0 for each of \d+ microbatches"):
         samestep.fit(
             lambda: samestep.Task(
-                module=nn.Linear(6, 3), train=data(), loss=ranking, weight=lambda _: 0,
+                module=nn.Linear(6, 3), train=data(), loss=ranking_loss, weight=lambda _: 0,
                 unit="microbatch",
             ),
             steps=2, batch=16, microbatch=4, device="cpu",

@@ -1,4 +1,4 @@
-"""Mistakes in a script: one line each, with the right code, before anything starts."""
+"""Tests that a mistake in a script is one line with the code to write, before the run starts."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ class Endless(IterableDataset[list[torch.Tensor]]):
         return itertools.cycle([[X[0], X[0]]])
 
 
-def squares(module, batch):
+def squared_error(module, batch):
     return ((module(batch[0]) - batch[1]) ** 2).sum()
 
 
-def task(**other):
+def build_with(**other):
     return lambda: samestep.Task(
-        **{"module": nn.Linear(1, 1), "train": DATA, "loss": squares, **other}
+        **{"module": nn.Linear(1, 1), "train": DATA, "loss": squared_error, **other}
     )
 
 
-def loss_of(value):
-    return task(loss=lambda module, batch: value(module(batch[0]) - batch[1]))
+def build_with_loss(error_to_loss):
+    return build_with(loss=lambda module, batch: error_to_loss(module(batch[0]) - batch[1]))
 
 
-def contrastive(module, batch):
+def contrastive_loss(module, batch):
     y = module(batch[0])
     return -torch.log_softmax(y @ y.T, 1).diagonal().sum()
 
 
-def unrepeatable(items):
+def random_collate(items):
     x = torch.stack([item[0] for item in items])
     return [x + float(np.random.default_rng().random()), x]
 
 
-def unfinished():
+def failing_build():
     raise KeyError("weights")
 
 
@@ -62,30 +62,30 @@ class Frozen(nn.Linear):
         self.requires_grad_(False)
 
 
-def with_penalty(module, batch):
-    return squares(module, batch) + 1e-4 * sum((p**2).sum() for p in module.parameters())
+def penalized_loss(module, batch):
+    return squared_error(module, batch) + 1e-4 * sum((p**2).sum() for p in module.parameters())
 
 
-class Own(nn.Linear):
-    """Draws from a generator of its own, or counts."""
+class StatefulModel(nn.Linear):
+    """Adds what `draw` returns: numbers of a separate generator, or a count."""
 
-    def __init__(self, draws):
+    def __init__(self, draw):
         super().__init__(1, 1)
-        self.drawn = draws
+        self.draw = draw
 
     def forward(self, x):
-        return super().forward(x + self.drawn()) if self.training else super().forward(x)
+        return super().forward(x + self.draw()) if self.training else super().forward(x)
 
 
-class Checkpointed(nn.Linear):
-    """Uses a reentrant checkpoint: its inputs need no gradient, so it produces none."""
+class ReentrantCheckpoint(nn.Linear):
+    """Uses a reentrant checkpoint on inputs that need no gradient, so it produces no gradients."""
 
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
-class Normalized(torch.autograd.Function):
-    """The same value, with a gradient of length one."""
+class NormalizedGradient(torch.autograd.Function):
+    """The identity, with a gradient of norm one."""
 
     @staticmethod
     def forward(_, x):
@@ -96,7 +96,7 @@ class Normalized(torch.autograd.Function):
         return gradient / gradient.norm()
 
 
-class Counted(nn.Module):
+class FrequencyScaledEmbedding(nn.Module):
     """An embedding whose gradients are divided by the frequency of a row in the batch."""
 
     def __init__(self):
@@ -108,41 +108,41 @@ class Counted(nn.Module):
         return nn.functional.embedding(rows, self.rows, scale_grad_by_freq=True)
 
 
-def of_tensor(weight, change):
+def hook_tensor(weight, change):
     weight.register_hook(change)
 
 
-def of_accumulated(weight, change):
+def hook_accumulated(weight, change):
     def change_in_place(parameter):
         parameter.grad.copy_(change(parameter.grad))
 
     weight.register_post_accumulate_grad_hook(change_in_place)
 
 
-def of_several(weight, change):
+def hook_multi_grad(weight, change):
     def change_all(gradients):
-        for each in gradients:
-            each.copy_(change(each))
+        for gradient in gradients:
+            gradient.copy_(change(gradient))
 
     torch.autograd.graph.register_multi_grad_hook([weight], change_all)
 
 
-def of_node(weight, change):
+def hook_node(weight, change):
     weight.node = weight.view_as(weight).grad_fn.next_functions[0][0]
     weight.node.register_prehook(lambda gradients: (change(gradients[0]),))
 
 
-def of_held_node(weight, change):
+def hook_held_node(weight, change):
     """Keep the node alive through the module's hooks; a copy lacks its parameter's attributes."""
-    of_node(weight, change)
-    HELD.append(weight.__dict__.pop("node"))
+    hook_node(weight, change)
+    HELD_NODES.append(weight.__dict__.pop("node"))
 
 
-HELD: list[object] = []
-HOOKS = [of_tensor, of_accumulated, of_several, of_node, of_held_node]
+HELD_NODES: list[object] = []
+HOOKS = [hook_tensor, hook_accumulated, hook_multi_grad, hook_node, hook_held_node]
 
 
-def hooked(register, change):
+def hooked_module(register, change):
     module = nn.Linear(1, 1)
     register(module.weight, change)
     return module
@@ -152,18 +152,18 @@ def clamp(gradient):
     return gradient.clamp(-0.1, 0.1)
 
 
-def let_go(parameter):
+def remove_gradient(parameter):
     parameter.grad = None
 
 
-def of_own(hook):
+def module_with_hook(hook):
     module = nn.Linear(1, 1)
     module.weight.register_post_accumulate_grad_hook(hook)
     return module
 
 
-class Deeper(nn.Sequential):
-    """Its reentrant checkpoint is inside the graph."""
+class InnerCheckpoint(nn.Sequential):
+    """Uses a reentrant checkpoint inside the graph."""
 
     def __init__(self):
         super().__init__(nn.Linear(1, 1), nn.Linear(1, 1))
@@ -172,8 +172,8 @@ class Deeper(nn.Sequential):
         return checkpoint(self[1], self[0](x), use_reentrant=True)
 
 
-class Follows(nn.Linear):
-    """Has a teacher that forward updates."""
+class MovingAverageTeacher(nn.Linear):
+    """A model with a teacher that forward updates."""
 
     def __init__(self):
         super().__init__(1, 1)
@@ -190,7 +190,7 @@ def decay(gradient):
 
 
 BATCH_NORM = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
-ACROSS = nn.Sequential(
+BATCH_NORM_WITHOUT_STATISTICS = nn.Sequential(
     nn.Linear(1, 2), nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 1)
 )
 with warnings.catch_warnings(action="ignore"):  # some releases deprecate it
@@ -201,61 +201,77 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
 @pytest.mark.parametrize(
     ("build", "arguments", "message"),
     [
-        (loss_of(lambda e: (e**2).mean()), {},
+        (build_with_loss(lambda e: (e**2).mean()), {},
          r'a mean \(\S+ for a batch of 8 samples and .* write reduction="sum" or \.sum\(\)'),
-        (loss_of(lambda e: e**2), {}, r"one sum, got shape \(2, 1\): add \.sum\(\)"),
-        (loss_of(lambda e: e.sum().item()), {}, r"got float: leave out \.item\(\)"),
-        (loss_of(lambda _: None), {}, r"as loss, got NoneType: its last line must be `return"),
-        (loss_of(lambda e: (e.sum(), e)), {}, r"as loss, got tuple: return only the loss"),
-        (loss_of(lambda e: e.detach().sum()), {}, r"on a trainable tensor.*inference_mode\(\)"),
-        (task(loss=contrastive), {}, "a loss across samples"),
-        (loss_of(lambda e: -(e * 0).log().sum()), {}, "a finite loss of the first.*, got inf"),
-        (task(loss=with_penalty), {}, "adds up.*belongs in the optimizer's weight_decay"),
-        (loss_of(lambda e: (Normalized.apply(e) ** 2).sum()), {}, "gradients that.*Function"),
-        (task(module=Counted()), {}, "that add up over samples, got a gradient of 'rows'"),
-        *((task(module=hooked(register, change)), {}, "got a gradient of 'weight'")
+        (build_with_loss(lambda e: e**2), {}, r"one sum, got shape \(2, 1\): add \.sum\(\)"),
+        (build_with_loss(lambda e: e.sum().item()), {}, r"got float: leave out \.item\(\)"),
+        (build_with_loss(lambda _: None), {},
+         r"as loss, got NoneType: its last line must be `return"),
+        (build_with_loss(lambda e: (e.sum(), e)), {}, r"as loss, got tuple: return only the loss"),
+        (build_with_loss(lambda e: e.detach().sum()), {},
+         r"on a trainable tensor.*inference_mode\(\)"),
+        (build_with(loss=contrastive_loss), {}, "a loss across samples"),
+        (build_with_loss(lambda e: -(e * 0).log().sum()), {},
+         "a finite loss of the first.*, got inf"),
+        (build_with(loss=penalized_loss), {}, "adds up.*belongs in the optimizer's weight_decay"),
+        (build_with_loss(lambda e: (NormalizedGradient.apply(e) ** 2).sum()), {},
+         "gradients that.*Function"),
+        (build_with(module=FrequencyScaledEmbedding()), {},
+         "that add up over samples, got a gradient of 'rows'"),
+        *((build_with(module=hooked_module(register, change)), {}, "got a gradient of 'weight'")
           for register in HOOKS for change in (clamp, torch.sign, decay)),
-        (task(module=of_own(lambda p: p.grad)), {},
+        (build_with(module=module_with_hook(lambda p: p.grad)), {},
          "should return None.*: let the hook of 'weight' return nothing$"),
-        (task(module=of_own(let_go)), {}, "'weight' to remain after its hooks, got none"),
-        (task(module=Deeper()), {}, r"raised .*: write use_reentrant=False where checkpoint"),
-        (task(module=Follows()), {}, r"samples and seed.*, as module\.teacher\.weight"),
-        (task(module=Own(np.random.default_rng(0).random)), {}, "and seed.*torch's functions"),
-        (task(module=Own(itertools.count().__next__)), {}, "keep no state in the model"),
-        (task(weight=lambda _: 0), {}, "weight.* above 0, got 0 for each of 8 samples"),
-        (task(weight=lambda _: torch.tensor(0.0)), {}, "weight.* above 0, got 0 for each"),
-        (task(weight=lambda _: -1), {}, "expected weight to return a finite number.*got -1"),
-        (task(weight=lambda _: float("nan")), {}, "expected weight to return a finite.*got nan"),
-        (task(weight=lambda _: "many"), {}, "expected weight to return a finite.*got 'many'"),
-        (task(weight=lambda b: b[9]), {}, r"weight raised IndexError.*in test_mistakes.py, line"),
-        (task(loss=None), {}, "got none: write loss=lambda module, batch"),
-        (task(module=BATCH_NORM), {}, "running statistics.*use LayerNorm or GroupNorm"),
-        (task(module=ACROSS), {}, "sample 0 alone raised.*is there a layer across the batch"),
-        (task(module=SCRIPTED), {}, r"one compiled by torch\.jit\.script as '1'; pass"),
-        (task(module=SCRIPTED[1]), {}, r"torch\.jit\.script; pass the nn\.Module"),
-        (task(module=nn.Linear(1, 1, device="meta")), {}, r"on the CPU.*leave out \.to"),
-        (task(module=nn.Linear(1, 1).bfloat16()), {}, r"float32.*write module\.float\(\)"),
-        (task(module=Frozen()), {}, "model with trainable tensors, got none"),
-        (task(module=nn.DataParallel(nn.Linear(1, 1))), {}, r"give module\.module"),
-        (task(train=Endless()), {}, "a length.*read it into a list"),
-        (task(train=DataLoader(DATA)), {}, "got a DataLoader: give its dataset"),
-        (task(train=(X, X)), {}, r"write torch\.utils\.data\.TensorDataset\(x, y\)"),
-        (task(train=[]), {}, "expected samples as train, got an empty list"),
-        (task(collate=unrepeatable), {}, "same batch from samples 0, 1 at each read.*draw from"),
-        (task(collate=lambda _: {"text": "a"}), {}, "'text' of type str: leave it out"),
+        (build_with(module=module_with_hook(remove_gradient)), {},
+         "'weight' to remain after its hooks, got none"),
+        (build_with(module=InnerCheckpoint()), {},
+         r"raised .*: write use_reentrant=False where checkpoint"),
+        (build_with(module=MovingAverageTeacher()), {},
+         r"samples and seed.*, as module\.teacher\.weight"),
+        (build_with(module=StatefulModel(np.random.default_rng(0).random)), {},
+         "and seed.*torch's functions"),
+        (build_with(module=StatefulModel(itertools.count().__next__)), {},
+         "keep no state in the model"),
+        (build_with(weight=lambda _: 0), {}, "weight.* above 0, got 0 for each of 8 samples"),
+        (build_with(weight=lambda _: torch.tensor(0.0)), {}, "weight.* above 0, got 0 for each"),
+        (build_with(weight=lambda _: -1), {}, "expected weight to return a finite number.*got -1"),
+        (build_with(weight=lambda _: float("nan")), {},
+         "expected weight to return a finite.*got nan"),
+        (build_with(weight=lambda _: "many"), {}, "expected weight to return a finite.*got 'many'"),
+        (build_with(weight=lambda b: b[9]), {},
+         r"weight raised IndexError.*in test_mistakes.py, line"),
+        (build_with(loss=None), {}, "got none: write loss=lambda module, batch"),
+        (build_with(module=BATCH_NORM), {}, "running statistics.*use LayerNorm or GroupNorm"),
+        (build_with(module=BATCH_NORM_WITHOUT_STATISTICS), {},
+         "sample 0 alone raised.*is there a layer across the batch"),
+        (build_with(module=SCRIPTED), {}, r"one compiled by torch\.jit\.script as '1'; pass"),
+        (build_with(module=SCRIPTED[1]), {}, r"torch\.jit\.script; pass the nn\.Module"),
+        (build_with(module=nn.Linear(1, 1, device="meta")), {}, r"on the CPU.*leave out \.to"),
+        (build_with(module=nn.Linear(1, 1).bfloat16()), {}, r"float32.*write module\.float\(\)"),
+        (build_with(module=Frozen()), {}, "model with trainable tensors, got none"),
+        (build_with(module=nn.DataParallel(nn.Linear(1, 1))), {}, r"give module\.module"),
+        (build_with(train=Endless()), {}, "a length.*read it into a list"),
+        (build_with(train=DataLoader(DATA)), {}, "got a DataLoader: give its dataset"),
+        (build_with(train=(X, X)), {}, r"write torch\.utils\.data\.TensorDataset\(x, y\)"),
+        (build_with(train=[]), {}, "expected samples as train, got an empty list"),
+        (build_with(collate=random_collate), {},
+         "same batch from samples 0, 1 at each read.*draw from"),
+        (build_with(collate=lambda _: {"text": "a"}), {}, "'text' of type str: leave it out"),
         (lambda: nn.Linear(1, 1), {}, r"got Linear: write return samestep\.Task"),
-        (task()(), {}, r"got UserTask: write def build\(\)"),
-        (unfinished, {}, "build raised KeyError: 'weights'"),
+        (build_with()(), {}, r"got UserTask: write def build\(\)"),
+        (failing_build, {}, "build raised KeyError: 'weights'"),
         (lambda: nn.Linear(2**22, 2**23), {}, "available: tried to allocate 131072.00 GiB; only"),
-        (task(), {"optimizer": SGD}, "parameters of the module that build returns, got"),
+        (build_with(), {"optimizer": SGD}, "parameters of the module that build returns, got"),
         (lambda options: options, {"options": {"model": SGD}}, "models and tensors inside build"),
-        (task(), {"epochs": 1}, "expected either steps= or epochs="),
-        (task(), {"batch": 64}, "expected at least .*one microbatch.*lower batch= or microbatch="),
-        (task(), {"evaluate_every": 1}, "expected held-out data, got none"),
-        (task(), {"microbatch": 64}, "microbatch <= samples, got 64 > 4"),
-        (task(), {"settings": {"seed": 1}}, "'seed': use the argument of fit"),
-        (task(), {"settings": {"checkpont": {}}}, "did you mean 'checkpoint'"),
-        (lambda: samestep.fit(task(), steps=1), {}, "one within another: call them in sequence"),
+        (build_with(), {"epochs": 1}, "expected either steps= or epochs="),
+        (build_with(), {"batch": 64},
+         "expected at least .*one microbatch.*lower batch= or microbatch="),
+        (build_with(), {"evaluate_every": 1}, "expected held-out data, got none"),
+        (build_with(), {"microbatch": 64}, "microbatch <= samples, got 64 > 4"),
+        (build_with(), {"settings": {"seed": 1}}, "'seed': use the argument of fit"),
+        (build_with(), {"settings": {"checkpont": {}}}, "did you mean 'checkpoint'"),
+        (lambda: samestep.fit(build_with(), steps=1), {},
+         "one within another: call them in sequence"),
     ],
 )  # fmt: skip
 def test_mistake_is_one_line_with_the_right_code(build, arguments, message):
@@ -273,14 +289,14 @@ def test_reentrant_checkpoint_without_gradients_has_a_remedy():
     with pytest.raises(
         samestep.SamestepError, match=r"depends on a trainable tensor.*use_reentrant=False"
     ):
-        samestep.fit(task(module=Checkpointed(1, 1)), steps=1, batch=4, microbatch=2)
+        samestep.fit(build_with(module=ReentrantCheckpoint(1, 1)), steps=1, batch=4, microbatch=2)
 
 
 @pytest.mark.parametrize("held_out", [True, False])
 def test_labels_out_of_range_are_reported_in_training_and_evaluation(held_out):
     labeled = TensorDataset(X, torch.zeros(8, dtype=torch.int64))
     bad_labels = TensorDataset(X, torch.full((8,), 7))
-    build = task(
+    build = build_with(
         module=nn.Linear(1, 3),
         train=labeled if held_out else bad_labels,
         held_out=bad_labels if held_out else labeled,
@@ -292,14 +308,14 @@ def test_labels_out_of_range_are_reported_in_training_and_evaluation(held_out):
         samestep.fit(build, steps=1, batch=4, microbatch=2)
 
 
-def test_model_across_devices_or_broken_sample_is_located():
+def test_samples_of_unequal_shapes_are_named():
     samples = [X[0], X[1, :0]]
     with pytest.raises(samestep.SamestepError, match="cannot build a batch of samples 0, 1"):
-        samestep.fit(task(train=samples), steps=1, batch=4, microbatch=1)
+        samestep.fit(build_with(train=samples), steps=1, batch=4, microbatch=1)
 
 
-class Late(list[list[torch.Tensor]]):
-    """Samples of which the last ones are of another kind, unseen by all trials."""
+class LateData(list[list[torch.Tensor]]):
+    """Samples whose values grow with their number, beyond those that the trials read."""
 
     def __getitem__(self, number):
         return [torch.full((1,), float(number)), torch.full((1,), 1.0)]
@@ -308,10 +324,10 @@ class Late(list[list[torch.Tensor]]):
 def late_loss(module, batch):
     if module.bias.abs() > 0.3:
         raise ValueError("boom")
-    return squares(module, batch)
+    return squared_error(module, batch)
 
 
-def zeros():
+def zero_linear():
     module = nn.Linear(1, 1)
     nn.init.zeros_(module.weight)
     nn.init.zeros_(module.bias)
@@ -319,7 +335,7 @@ def zeros():
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("changed_arguments", "message"),
     [
         (
             {"weight": lambda b: -1 if (b[0] > 5).any() else 1},
@@ -331,7 +347,7 @@ def zeros():
         ),
     ],
 )
-def test_error_during_training_is_named(other, message, tmp_path):
+def test_error_during_training_is_named(changed_arguments, message, tmp_path):
     fit_arguments = {
         "steps": 20,
         "batch": 3,
@@ -341,16 +357,19 @@ def test_error_during_training_is_named(other, message, tmp_path):
     }
     fit_arguments["optimizer"] = {"name": "adamw", "lr": 0.1}
     with pytest.raises(samestep.SamestepError, match=message) as error:
-        samestep.fit(task(module=zeros(), train=Late([[X]] * 8), **other), **fit_arguments)
+        samestep.fit(
+            build_with(module=zero_linear(), train=LateData([[X]] * 8), **changed_arguments),
+            **fit_arguments,
+        )
     assert "\n" not in str(error.value)
     assert "the device failed" not in str(error.value)
 
 
-def bounded(module, batch):
-    return squares(module, batch) + (module.bias.abs() - 0.05).clamp_min(0).sum()
+def late_penalty_loss(module, batch):
+    return squared_error(module, batch) + (module.bias.abs() - 0.05).clamp_min(0).sum()
 
 
-def test_a_penalty_that_begins_after_some_steps_ends_the_run(tmp_path):
+def test_penalty_that_begins_after_some_steps_ends_the_run(tmp_path):
     fit_arguments = {
         "steps": 9,
         "batch": 4,
@@ -361,21 +380,23 @@ def test_a_penalty_that_begins_after_some_steps_ends_the_run(tmp_path):
     fit_arguments["optimizer"] = {"name": "adamw", "lr": 0.1}
     message = "after step 2.* counts once for each microbatch"
     with pytest.raises(samestep.SamestepError, match=message) as error:
-        samestep.fit(task(module=zeros(), loss=bounded), **fit_arguments)
+        samestep.fit(build_with(module=zero_linear(), loss=late_penalty_loss), **fit_arguments)
     assert "\n" not in str(error.value)
     assert str(error.value).startswith("worker '")
     assert "resume" not in str(error.value)
 
 
-def slopes(module, batch):
+def slope_loss(module, batch):
     x = batch[0].requires_grad_()
     slope = torch.autograd.grad(module(x).sum(), x, create_graph=True)[0]
     return ((slope - 2) ** 2).sum()
 
 
 def test_loss_that_differentiates_is_trained_and_evaluated():
-    metrics = {"slope off": lambda m, b: slopes(m, b).sqrt()}
-    build = task(module=nn.Sequential(nn.Linear(1, 1)), loss=slopes, held_out=DATA, metrics=metrics)
+    metrics = {"slope off": lambda m, b: slope_loss(m, b).sqrt()}
+    build = build_with(
+        module=nn.Sequential(nn.Linear(1, 1)), loss=slope_loss, held_out=DATA, metrics=metrics
+    )
     result = samestep.fit(
         build, steps=3, batch=4, microbatch=2, device="cpu", evaluate_every=1,
         optimizer={"name": "sgd", "lr": 0.1},
@@ -383,8 +404,8 @@ def test_loss_that_differentiates_is_trained_and_evaluated():
     assert result.metrics["loss"] < result.history[0]["loss"]
 
 
-class Drawing(nn.Linear):
-    """A layer that draws from torch's generator in training and evaluation mode."""
+class NoisyLinear(nn.Linear):
+    """Adds noise from torch's generator in training and in evaluation mode."""
 
     def forward(self, x):
         return super().forward(x + torch.randn_like(x))
@@ -416,12 +437,12 @@ class MixedTypes(nn.Linear):
         return super().forward(x) @ torch.eye(4)
 
 
-class Scaled(nn.Module):
-    """Has a hook on a gradient, and rows that most samples do not use."""
+class ScaledGradients(nn.Module):
+    """Has a hook that scales a gradient, and rows that most samples do not use."""
 
     def __init__(self, register):
         super().__init__()
-        self.rows = nn.Embedding(50, 4, sparse=register is of_tensor)
+        self.rows = nn.Embedding(50, 4, sparse=register is hook_tensor)
         register(self.rows.weight, lambda gradient: gradient * 0.5)
 
     def forward(self, x):
@@ -430,7 +451,14 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize(
     "module",
-    [Drawing(4, 4), TIED, Recurrent(), CONVOLUTION, MixedTypes(4, 4), *map(Scaled, HOOKS)],
+    [
+        NoisyLinear(4, 4),
+        TIED,
+        Recurrent(),
+        CONVOLUTION,
+        MixedTypes(4, 4),
+        *map(ScaledGradients, HOOKS),
+    ],
 )
 def test_additive_losses_are_not_refused(module):
     data = TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
@@ -438,11 +466,11 @@ def test_additive_losses_are_not_refused(module):
         "task": "samestep.script:FitTask", "steps": 1, "batch": {"samples": 4, "microbatch": 2},
         "optimizer": {"name": "sgd", "lr": 0.1},
     })  # fmt: skip
-    user = samestep.Task(module=module, train=data, loss=lambda m, b: (m(b[0]) ** 2).sum())
-    assert ScriptTask(user, spec, {}).manifest.train_samples == 8
+    user_task = samestep.Task(module=module, train=data, loss=lambda m, b: (m(b[0]) ** 2).sum())
+    assert ScriptTask(user_task, spec, {}).manifest.train_samples == 8
 
 
-def test_unwritable_run_directories_are_one_line(tmp_path, monkeypatch):
+def test_unwritable_run_directory_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(UsageError) as error:

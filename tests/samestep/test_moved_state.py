@@ -1,4 +1,4 @@
-"""State beside the replica that training changes: `fit` fails and names it; a cache trains."""
+"""Tests that `fit` names state outside the replica that training changes, and accepts a cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.samestep.scripts import HEAD
 
 X = torch.linspace(-1, 1, 24).reshape(12, 2)
 DATA = TensorDataset(X, X.sum(1, keepdim=True), torch.arange(12))
-FEW: dict[str, Any] = {
+FIT_OPTIONS: dict[str, Any] = {
     "batch": 4,
     "microbatch": 2,
     "steps": 4,
@@ -25,29 +25,31 @@ FEW: dict[str, Any] = {
     "optimizer": {"name": "sgd", "lr": 0.1},
 }
 
-UNEVEN = r"adds? up.* state that one call leaves to the next \(a moving average, a memory bank\)"
-"""Where the trials of samples together and alone show it first."""
+DOES_NOT_ADD_UP = (
+    r"adds? up.* state that one call leaves to the next \(a moving average, a memory bank\)"
+)
+"""Message of the check that samples add up, which may find such state first."""
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def _temporary_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
 class Student(nn.Module):
-    """A linear layer, with state that `keep` adds and `forward` uses."""
+    """A linear layer, with state that `add_state` creates and `use_state` uses in forward."""
 
-    def __init__(self, add_state, does):
+    def __init__(self, add_state, use_state):
         super().__init__()
         torch.manual_seed(0)
-        self.line, self.does = nn.Linear(2, 1), does
+        self.line, self.use_state = nn.Linear(2, 1), use_state
         add_state(self)
 
     def forward(self, x, numbers):
-        return self.line(x) + self.does(self, x, numbers)
+        return self.line(x) + self.use_state(self, x, numbers)
 
 
-def squares(module, batch):
+def squared_error(module, batch):
     return ((module(batch[0], batch[2]) - batch[1]) ** 2).sum()
 
 
@@ -92,15 +94,17 @@ def add_bank(module):
 
 def remember_by_sample(module, x, numbers):
     features = module.line(x).detach()
-    before = [module.bank.get(int(n), f) for n, f in zip(numbers, features, strict=True)]
+    previous_features = [module.bank.get(int(n), f) for n, f in zip(numbers, features, strict=True)]
     module.bank.update({int(n): f for n, f in zip(numbers, features, strict=True)})
-    return 0.5 * torch.stack(before)
+    return 0.5 * torch.stack(previous_features)
 
 
 def remember_the_first_by_sample(module, x, numbers):
     features = module.line(x).detach()
-    first = [module.bank.setdefault(int(n), f) for n, f in zip(numbers, features, strict=True)]
-    return 0.5 * torch.stack(first)
+    first_features = [
+        module.bank.setdefault(int(n), f) for n, f in zip(numbers, features, strict=True)
+    ]
+    return 0.5 * torch.stack(first_features)
 
 
 def add_queue(module):
@@ -109,37 +113,40 @@ def add_queue(module):
 
 def compare_with_queue(module, x, numbers):
     del numbers
-    past = sum(module.queue, torch.zeros(1))
+    past_features = sum(module.queue, torch.zeros(1))
     module.queue.extend(module.line(x).detach())
-    return 0.1 * past
+    return 0.1 * past_features
 
 
 @pytest.mark.parametrize(
-    ("add_state", "does", "message"),
+    ("add_state", "use_state", "message"),
     [
         (add_teacher, follow_by_moving_average, r"frozen tensor 'teacher\.weight'"),
         (add_frozen_tensor, lerp_frozen_tensor, r"module\.anchor"),
-        (add_buffer, move_buffer, rf"buffer 'center'|{UNEVEN}"),
-        (add_bank, remember_by_sample, rf"module\.bank\[\d+\]|{UNEVEN}"),
+        (add_buffer, move_buffer, rf"buffer 'center'|{DOES_NOT_ADD_UP}"),
+        (add_bank, remember_by_sample, rf"module\.bank\[\d+\]|{DOES_NOT_ADD_UP}"),
         (add_bank, remember_the_first_by_sample, r"module\.bank\[\d+\]"),
         (add_queue, compare_with_queue, "keep no state in the model that forward changes"),
     ],
 )
-def test_state_changed_by_training_is_named_and_the_run_is_not_exact(add_state, does, message):
+def test_state_changed_by_training_is_named_and_the_run_is_not_exact(add_state, use_state, message):
     with pytest.raises(SamestepError, match=message) as error:
-        samestep.fit(lambda: samestep.Task(Student(add_state, does), DATA, loss=squares), **FEW)
+        samestep.fit(
+            lambda: samestep.Task(Student(add_state, use_state), DATA, loss=squared_error),
+            **FIT_OPTIONS,
+        )
     assert "\n" not in str(error.value)
 
 
-def test_a_memory_is_named_where_an_epoch_is_one_step():
-    """The trial uses a microbatch whose samples no other has computed."""
-    task = samestep.Task(Student(add_bank, remember_the_first_by_sample), DATA, loss=squares)
+def test_memory_is_named_if_an_epoch_is_one_step():
+    """The trial uses a microbatch with samples of no other microbatch."""
+    task = samestep.Task(Student(add_bank, remember_the_first_by_sample), DATA, loss=squared_error)
     with pytest.raises(SamestepError, match=r"module\.bank\[\d+\]"):
-        samestep.fit(lambda: task, **{**FEW, "batch": len(DATA)})
+        samestep.fit(lambda: task, **{**FIT_OPTIONS, "batch": len(DATA)})
 
 
 def follow_later(module, x, numbers):
-    """Updates the teacher only far from its weights: not before training."""
+    """Update the teacher only if the weights have moved: not before training."""
     del numbers
     with torch.no_grad():
         if (module.teacher.weight - module.line.weight).abs().max() > 0.02:
@@ -148,12 +155,12 @@ def follow_later(module, x, numbers):
 
 
 def test_state_changed_in_a_step_names_worker_and_tensor(capsys):
-    task = samestep.Task(Student(add_teacher, follow_later), DATA, loss=squares)
+    task = samestep.Task(Student(add_teacher, follow_later), DATA, loss=squared_error)
     with pytest.raises(
         SamestepError,
         match=r"worker '.*': .* the frozen tensor 'teacher\.weight' changed during training: .*",
     ) as error_info:
-        samestep.fit(lambda: task, **{**FEW, "steps": 40})
+        samestep.fit(lambda: task, **{**FIT_OPTIONS, "steps": 40})
     assert "resume" not in str(error_info.value)
     output = capsys.readouterr().out
     assert "training starts" in output
@@ -179,7 +186,7 @@ samestep.fit(
 )
 
 
-def test_a_script_whose_loss_has_a_memory_bank_fails_and_names_it(tmp_path):
+def test_script_with_a_memory_bank_fails_and_names_it(tmp_path):
     (tmp_path / "bank.py").write_text(SCRIPT)
     process = start("tests.plain_script", "bank.py", cwd=tmp_path)
     output, error_text = process.communicate(timeout=PATIENCE_S)
@@ -188,8 +195,8 @@ def test_a_script_whose_loss_has_a_memory_bank_fails_and_names_it(tmp_path):
     assert "weights digest" not in output
 
 
-def logs_and_caches(module, x, numbers):
-    """State that may be kept: positions by length, a log of losses, the last batch."""
+def log_and_cache(module, x, numbers):
+    """Keep state that is allowed: masks by length, a log of losses, the last output."""
     del numbers
     length = len(x)
     if length not in module.bank:
@@ -201,7 +208,12 @@ def logs_and_caches(module, x, numbers):
 
 
 def test_cache_and_log_train_and_change_no_bit():
-    plain_task = samestep.Task(Student(add_bank, lambda *_: torch.ones(1)), DATA, loss=squares)
-    logging = samestep.Task(Student(add_bank, logs_and_caches), DATA, loss=squares)
-    digests = {samestep.fit(lambda task=task: task, **FEW).digest for task in (plain_task, logging)}
+    plain_task = samestep.Task(
+        Student(add_bank, lambda *_: torch.ones(1)), DATA, loss=squared_error
+    )
+    logging_task = samestep.Task(Student(add_bank, log_and_cache), DATA, loss=squared_error)
+    digests = {
+        samestep.fit(lambda task=task: task, **FIT_OPTIONS).digest
+        for task in (plain_task, logging_task)
+    }
     assert len(digests) == 1

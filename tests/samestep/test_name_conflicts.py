@@ -1,4 +1,5 @@
-"""A user's file with the name of one of our modules is reported, and never taken for ours."""
+"""Tests that a user's file with the name of one of our packages is reported, not imported as
+ours."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from worker.scripts import launch
 SCRIPT = "import samestep\nprint('imported')\n"
 
 
-def python(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Start a script as users do; a process of the fork server would have imported ours already."""
+def run_script(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a fresh interpreter; a forked one would have imported our packages
+    already."""
     path = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT)]))
     return subprocess.run(
         [sys.executable, str(script)], env={**os.environ, **environment, "PYTHONPATH": path},
@@ -43,24 +45,29 @@ def write_file(path: Path, text: str = "") -> Path:
 )
 def test_script_beside_a_conflicting_file_names_it(tmp_path, conflicting_name, script):
     write_file(tmp_path / conflicting_name)
-    ended = python(write_file(tmp_path / "train.py", script))
-    assert ended.returncode == 1
-    assert ended.stdout == ""
-    last_line = ended.stderr.splitlines()[-1]
+    completed = run_script(write_file(tmp_path / "train.py", script))
+    assert completed.returncode == 1
+    assert completed.stdout == ""
+    last_line = completed.stderr.splitlines()[-1]
     assert f"{conflicting_name}' has the name of one of samestep's packages" in last_line
     assert last_line.endswith("rename it")
 
 
 def test_script_with_a_conflicting_name_names_itself(tmp_path):
-    ended = python(write_file(tmp_path / "worker.py", SCRIPT))
-    assert "worker.py' has the name of one of samestep's packages" in ended.stderr.splitlines()[-1]
+    completed = run_script(write_file(tmp_path / "worker.py", SCRIPT))
+    assert (
+        "worker.py' has the name of one of samestep's packages" in completed.stderr.splitlines()[-1]
+    )
 
 
 def test_conflicting_file_on_the_python_path_is_reported(tmp_path):
     write_file(tmp_path / "mine" / "protocol.py")
-    ended = python(write_file(tmp_path / "train.py", SCRIPT), PYTHONPATH=str(tmp_path / "mine"))
+    completed = run_script(
+        write_file(tmp_path / "train.py", SCRIPT), PYTHONPATH=str(tmp_path / "mine")
+    )
     assert (
-        "protocol.py' has the name of one of samestep's packages" in ended.stderr.splitlines()[-1]
+        "protocol.py' has the name of one of samestep's packages"
+        in completed.stderr.splitlines()[-1]
     )
 
 
@@ -74,10 +81,10 @@ def test_worker_refuses_a_script_beside_a_conflicting_file(tmp_path, monkeypatch
     monkeypatch.setattr(launch, "_JOIN_OPTIONS", [])
     monkeypatch.delitem(sys.modules, "samestep")  # the script is the first to import it
     with pytest.raises(SamestepError, match=rf"{name}(\.py)?' .*rename it"):
-        launch.run_script(script, (), options=None)  # type: ignore[arg-type]  # nobody gets to it
+        launch.run_script(script, (), options=None)  # type: ignore[arg-type]  # not used
 
 
 def test_files_that_are_not_modules_are_ignored(tmp_path):
-    write_file(tmp_path / "worker" / "notes.py")  # importing it says that there is no such module
+    write_file(tmp_path / "worker" / "notes.py")  # no module, so importing it fails
     assert conflicting_files(tmp_path) == []
     assert conflicting_files(ROOT) == []

@@ -1,4 +1,4 @@
-"""Batches as arrays and back: every container and tensor is restored."""
+"""Tests of batches as arrays and back: every container and tensor is restored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worker.scripts.nested_batches import NestedBatches, batch_digest
 ONE, TWO = torch.tensor([1.0, 2.0]), torch.tensor([3, 4])
 
 
-# Not at import: they start OpenMP threads, which processes forked later would wait for.
+# Not created at import: they start OpenMP threads, for which processes forked later would wait.
 def sparse_and_nested():
     # warnings of torch about prototypes and deprecations
     with warnings.catch_warnings(action="ignore"):
@@ -49,11 +49,11 @@ class Graph:
     directed: bool = True
 
 
-class Marked(torch.Tensor):
+class TensorSubclass(torch.Tensor):
     pass
 
 
-class Labelled(list[Any]):
+class ListSubclass(list[Any]):
     pass
 
 
@@ -68,27 +68,27 @@ def tensors_of(arrays):
     return {name: torch.tensor(values) for name, values in arrays.items()}
 
 
-def assert_alike(one, other):
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert (one.dtype, one.layout) == (other.dtype, other.layout)
-        assert one.requires_grad == other.requires_grad
-        if one.is_nested:
-            assert_alike(list(one.unbind()), list(other.unbind()))
+def assert_alike(first, second):
+    assert type(first) is type(second)
+    if isinstance(first, torch.Tensor):
+        assert (first.dtype, first.layout) == (second.dtype, second.layout)
+        assert first.requires_grad == second.requires_grad
+        if first.is_nested:
+            assert_alike(list(first.unbind()), list(second.unbind()))
         else:
-            assert one.shape == other.shape
-            dense = (each.detach().to_dense() for each in (one, other))
+            assert first.shape == second.shape
+            dense = (tensor.detach().to_dense() for tensor in (first, second))
             assert torch.equal(*dense)
-    elif isinstance(one, Mapping):
-        assert list(one) == list(other)
-        assert_alike(list(one.values()), list(other.values()))
-    elif isinstance(one, list | tuple):
-        for a, b in zip(one, other, strict=True):
+    elif isinstance(first, Mapping):
+        assert list(first) == list(second)
+        assert_alike(list(first.values()), list(second.values()))
+    elif isinstance(first, list | tuple):
+        for a, b in zip(first, second, strict=True):
             assert_alike(a, b)
-    elif isinstance(one, Graph):
-        assert_alike([one.nodes, one.directed], [other.nodes, other.directed])
+    elif isinstance(first, Graph):
+        assert_alike([first.nodes, first.directed], [second.nodes, second.directed])
     else:
-        assert one == other
+        assert first == second
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_digest_covers_values_and_structure_only():
 
 
 def with_attribute():
-    batch = Labelled([ONE])
+    batch = ListSubclass([ONE])
     batch.labels = TWO  # type: ignore[attr-defined]
     return batch
 
@@ -152,10 +152,13 @@ def with_attribute():
     ("batch", "message"),
     [
         ({"text": "a"}, "got 'text' of type str: leave it out"),
-        ({"x": ONE.as_subclass(Marked)}, r"got 'x' of type Marked .*\.as_subclass\(torch\.Tensor"),
+        (
+            {"x": ONE.as_subclass(TensorSubclass)},
+            r"got 'x' of type TensorSubclass .*\.as_subclass\(torch\.Tensor",
+        ),
         ({"x": np.ma.masked_array([1.0], [True])}, "got 'x' of type MaskedArray"),
         ({"x": np.array([None])}, "got 'x' of type ndarray in object"),
-        (with_attribute(), "as attribute 'labels' of a Labelled: make it a separate entry"),
+        (with_attribute(), "as attribute 'labels' of a ListSubclass: make it a separate entry"),
         ({"x": nn.Linear(1, 1)}, "got 'x' of type Linear"),
         ({}, "got dict without any"),
     ],
@@ -166,15 +169,21 @@ def test_unsupported_values_are_refused_by_name(batch, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_quantized_tensor_is_refused_by_name():
+def test_quantized_tensor_is_refused_by_name():
     with pytest.raises(DataError, match=r"\.dequantize\(\)"):
         NestedBatches().flatten({"x": quantized()})
 
 
 def test_tensor_used_twice_is_restored_as_one():
     x, array = torch.arange(6.0), np.arange(6)
-    half = x.bfloat16()
-    original = {"x": x, "again": [x, x.view(6)], "half": half, "array": array, "and": (half, array)}
+    bfloat16_tensor = x.bfloat16()
+    original = {
+        "x": x,
+        "again": [x, x.view(6)],
+        "half": bfloat16_tensor,
+        "array": array,
+        "and": (bfloat16_tensor, array),
+    }
     rebuilt_batch = round_trip(original)
     assert rebuilt_batch["again"][0] is rebuilt_batch["again"][1] is rebuilt_batch["x"]
     assert rebuilt_batch["and"][0] is rebuilt_batch["half"]
@@ -187,7 +196,7 @@ def test_tensor_used_twice_is_restored_as_one():
         assert (rebuilt_batch[0] is rebuilt_batch[1]) == (batch[0] is batch[1])
 
 
-def test_views_that_overlap_are_read_and_not_changed():
+def test_overlapping_views_may_be_read_but_not_changed():
     tokens = torch.arange(12).view(2, 6)
     batches = NestedBatches()
     arrays = batches.flatten(

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers of torch, as objects: translated with their groups and rates."""
+"""Tests of torch's optimizers and schedulers as objects: groups and rates are translated."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ NESTEROV: dict[str, Any] = {"lr": 0.1, "momentum": 0.8, "weight_decay": 5e-4, "n
 ADAMW: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
 
-def net() -> nn.Sequential:
+def build_net() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
 
 
 def groups(module: nn.Sequential) -> list[dict[str, Any]]:
-    """Another rate for the first layer, no decay on biases; the norm is left out."""
+    """Return groups with another rate for the first layer, no decay on biases, and without the
+    norm."""
     return [
         {"params": [module[2].weight]},
         {"params": [module[0].weight], "lr": 0.002},
@@ -49,7 +50,7 @@ def groups(module: nn.Sequential) -> list[dict[str, Any]]:
 
 
 def section_of(optimizer: object, scheduler: object = None, **overrides: Any) -> dict[str, Any]:
-    module = overrides.pop("module", None) or net()
+    module = overrides.pop("module", None) or build_net()
     evaluate_every = 5 if overrides.pop("evaluates", False) else 0
     arguments = OptimizerArguments(optimizer, scheduler, **overrides)
     arguments.check()
@@ -61,7 +62,7 @@ def section_of(optimizer: object, scheduler: object = None, **overrides: Any) ->
 
 
 def apply_updates(section: dict[str, Any], module: nn.Module) -> list[np.ndarray[Any, Any]]:
-    """Apply the exact update with made-up gradients."""
+    """Apply the exact update with the gradients of `gradient`."""
     spec = parse_run_spec({"task": "regress", "steps": STEPS, "optimizer": section}).optimizer
     parameters = dict(module.named_parameters())
     blocks = tuple(
@@ -73,7 +74,7 @@ def apply_updates(section: dict[str, Any], module: nn.Module) -> list[np.ndarray
         values[:] = p.detach().numpy().ravel()
     for step in range(STEPS):
         gradients = [gradient(step, p).numpy().ravel() for p in parameters.values()]
-        norm = global_norm([square_sum(each) for each in gradients])
+        norm = global_norm([square_sum(values_of_block) for values_of_block in gradients])
         replica.apply(gradients, step_scalars(spec, step + 1, step, STEPS, norm))
     return replica.parameters
 
@@ -82,7 +83,7 @@ def gradient(step: int, p: torch.Tensor) -> torch.Tensor:
     return torch.linspace(0.5, 1.5, p.numel()).reshape(p.shape) * float(np.cos(step + p.numel()))
 
 
-def by_torch(optimizer: Any, scheduler: Any, interval: str, module: nn.Module) -> None:
+def update_in_torch(optimizer: Any, scheduler: Any, interval: str, module: nn.Module) -> None:
     for step in range(STEPS):
         for p in module.parameters():
             p.grad = gradient(step, p)
@@ -159,25 +160,25 @@ SCHEDULERS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }  # fmt: skip
 
 
-def test_a_scheduler_has_the_rates_of_torch():
+def test_scheduler_has_the_rates_of_torch():
     for name, (make_optimizer, interval) in SCHEDULERS.items():
         for optimizer in (partial(SGD, lr=0.1, momentum=0.9), partial(AdamW, lr=0.01)):
             assert_same(lambda m, kind=optimizer: kind(groups(m)), make_optimizer, interval, name)
 
 
 def assert_same(make_optimizer: Any, make_scheduler: Any, interval: str, case: str) -> None:
-    """Objects and functions give one section, which updates as torch does."""
-    module = net()
+    """Check that objects and functions give the same section, which updates as torch does."""
+    module = build_net()
     optimizer = make_optimizer(module)
     scheduler = None if make_scheduler is None else make_scheduler(optimizer)
-    before = None if scheduler is None else scheduler.get_last_lr()
+    rates_before = None if scheduler is None else scheduler.get_last_lr()
     options: dict[str, Any] = {"interval": interval, "module": module}
     section = section_of(optimizer, scheduler, **options)
     assert section == section_of(make_optimizer, make_scheduler, **options), case
     if scheduler is not None:
-        assert scheduler.get_last_lr() == before, case
+        assert scheduler.get_last_lr() == rates_before, case
     new_values = apply_updates(section, module)
-    by_torch(optimizer, scheduler, interval, module)
+    update_in_torch(optimizer, scheduler, interval, module)
     for (name, p), values in zip(module.named_parameters(), new_values, strict=True):
         np.testing.assert_allclose(
             values, p.detach().numpy().ravel(), rtol=2e-5, atol=1e-6, err_msg=f"{case}: {name}"
@@ -211,14 +212,14 @@ def test_plateau_follows_the_evaluation_loss_or_a_chosen_metric():
     }  # fmt: skip
 
 
-def stepped() -> torch.optim.Optimizer:
-    module = net()
+def optimizer_after_steps() -> torch.optim.Optimizer:
+    module = build_net()
     optimizer = AdamW(module.parameters())
-    by_torch(optimizer, None, "step", module)
+    update_in_torch(optimizer, None, "step", module)
     return optimizer
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+REFUSED_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "dampening": (lambda: section_of(partial(SGD, lr=1, momentum=0.9, dampening=0.1)), "dampening"),
     "adadelta": (lambda: section_of(Adadelta), 'has no exact equivalent.*"name": "adamw"'),
     "a class of one's own": (lambda: section_of(type("Own", (SGD,), {})), "Own has no exact equiv"),
@@ -230,13 +231,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "groups of parameters with other betas",
     ),
-    "another module": (lambda: section_of(AdamW(net().parameters())), "parameters of the module"),
-    "steps taken": (lambda: section_of(stepped()), "one that has taken no step"),
+    "another module": (
+        lambda: section_of(AdamW(build_net().parameters())),
+        "parameters of the module",
+    ),
+    "steps taken": (lambda: section_of(optimizer_after_steps()), "one that has taken no step"),
     "no optimizer": (lambda: section_of(3), "or one of torch's, got int"),
     "no rate": (lambda: section_of(partial(SGD, lr=0.0)), "a learning rate above 0"),
     "a scheduler by name": (lambda: section_of("adamw", StopIteration), "none beside an optimizer"),
     "another's scheduler": (
-        lambda: section_of(SGD, lambda _: lr_scheduler.ExponentialLR(SGD(net().parameters()), 1)),
+        lambda: section_of(
+            SGD, lambda _: lr_scheduler.ExponentialLR(SGD(build_net().parameters()), 1)
+        ),
         "ExponentialLR of another",
     ),
     "several lowest rates": (
@@ -269,17 +275,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def test_unsupported_optimizers_are_named():
-    for name, (make_optimizer, message) in REFUSED.items():
+    for name, (make_optimizer, message) in REFUSED_CASES.items():
         with pytest.raises(DataError, match=message) as error:
             make_optimizer()
         assert "\n" not in str(error.value), name
 
 
-def test_a_script_trains_with_its_own_optimizer_and_scheduler(tmp_path, monkeypatch):
+def test_script_trains_with_a_custom_optimizer_and_scheduler(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     x = torch.linspace(-1, 1, 48).reshape(16, 3)
     data = TensorDataset(x, x[:, :2].sin())
-    modules = [net(), net()]
+    modules = [build_net(), build_net()]
     optimizers = [AdamW(groups(each), lr=0.01, weight_decay=0.1) for each in modules]
     rate_factors = [lambda epoch: 0.5**epoch, lambda _: 1.0, lambda epoch: 0.5**epoch]
     schedulers = [lr_scheduler.LambdaLR(each, rate_factors) for each in optimizers]

@@ -1,8 +1,8 @@
 """A stand-in accelerator for tests on machines without a card: torch's device `standin`.
 
 `register()` builds device.cpp with the system's C++ compiler the first time (about 20 s), and
-registers the two devices in torch. Its kernels are the CPU's; copies, streams, memory and errors
-are those of a card, as the head of device.cpp describes. A process with the variables of
+registers the two devices in torch. They use the CPU's kernels; copies, streams, memory and errors
+behave like a card's, as the head of device.cpp describes. A process with the variables of
 `environment()` gets the device from torch itself: torch loads the backends that installed packages
 name.
 """
@@ -36,15 +36,16 @@ MEMORY_LIMIT: Final = "SAMESTEP_STANDIN_BYTES"
 KERNELS_TO_FAULT: Final = "SAMESTEP_STANDIN_KERNELS"
 """Environment variable with the number of kernels after which the devices break."""
 KERNELS_TO_HANG: Final = "SAMESTEP_STANDIN_HANGS"
-"""Environment variable with the number of kernels after which they hang, which is noticed soon."""
+"""Environment variable with the number of kernels after which the devices hang; the limits for
+answers are then short."""
 _PREPARATION_S: Final = 45.0
-"""Limit for a preparation; those of the tests' tasks take a second or two."""
+"""Limit for preparing a task; tasks of the tests take a second or two."""
 TOUCHED: Final = "SAMESTEP_STANDIN_TOUCHED"
 """Environment variable with a folder where each process writes, at its end, one line for each
 thread and device that it used."""
 _SOURCE: Final = Path(__file__).with_name("device.cpp")
 _BUILD: Final = Path(sys.prefix) / "standin"
-"""In the virtual environment, because the library is built for its torch."""
+"""In the virtual environment, because the library is built for the torch in it."""
 _FLAGS: Final = ("-std=c++20", "-O1", "-g0", "-w", "-fPIC", "-shared")
 _memory_bytes = [0]
 _ENTRY_POINTS: Final = "[torch.backends]\nstandin = tests.standin:register\n"
@@ -64,7 +65,7 @@ def _library() -> Path:
 
 
 def _build() -> Path:
-    """Compile the device unless it exists. Concurrent processes all succeed."""
+    """Compile the device library unless it exists. Processes may do so concurrently."""
     library = _library()
     if library.exists():
         return library
@@ -144,18 +145,18 @@ def _device_module() -> types.ModuleType:
 
     @contextmanager
     def device(index: Any) -> Iterator[None]:
-        before = int(ops.current_device())
+        previous_device = int(ops.current_device())
         ops.set_device(index_of(index))
         try:
             yield
         finally:
-            ops.set_device(before)
+            ops.set_device(previous_device)
 
     module: Any = types.ModuleType("torch.standin")
     module.device = device
     module.device_count = lambda: DEVICES
     module.is_available = module.is_initialized = lambda: True
-    module._initialized = True  # otherwise checkpoints do not keep its generators' states
+    module._initialized = True  # otherwise gradient checkpointing does not restore its generators
     module._is_in_bad_fork = lambda: False
     module.current_device = lambda: int(ops.current_device())
     module.set_device = lambda device: ops.set_device(index_of(device))
@@ -177,7 +178,7 @@ def _device_module() -> types.ModuleType:
 
 
 def take_reports() -> list[str]:
-    """Return accesses without the required wait, since the last call."""
+    """Return reports of accesses that did not wait as required, since the last call."""
     return list(torch.ops.standin.take_reports())
 
 
@@ -187,12 +188,12 @@ def take_counts() -> dict[str, int]:
 
 
 def take_kernel_bytes() -> int:
-    """Bytes of the tensors that kernels read and wrote, since the last call."""
+    """Return the bytes of the tensors that kernels read and wrote, since the last call."""
     return int(torch.ops.standin.take_kernel_bytes())
 
 
 def take_touched() -> list[str]:
-    """Return a line for each device and thread that has used it, since the last call."""
+    """Return a line for each pair of a device and a thread that used it, since the last call."""
     return list(torch.ops.standin.take_touched())
 
 
@@ -202,7 +203,7 @@ def peak_bytes(device: int) -> int:
 
 
 def set_memory_limit(limit_bytes: int | None) -> None:
-    """Set the memory of each device; None: no limit."""
+    """Limit the memory of each device; None: no limit."""
     _memory_bytes[0] = limit_bytes or 0
     torch.ops.standin.set_limit(-1 if limit_bytes is None else limit_bytes)
 
@@ -212,9 +213,9 @@ def set_fault(text: str = "") -> None:
     torch.ops.standin.set_fault(text)
 
 
-def set_float64(*, is_there: bool) -> None:
+def set_float64(*, has_float64: bool) -> None:
     """Set whether the devices have float64: Intel's Arc cards and Apple's do not."""
-    torch.ops.standin.set_float64(is_there)
+    torch.ops.standin.set_float64(has_float64)
 
 
 def set_hanging(*, hangs: bool) -> None:

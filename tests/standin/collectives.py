@@ -1,7 +1,6 @@
-"""Collectives of the stand-in accelerator: gloo's, through copies on the host.
+"""Collectives of the stand-in accelerator: those of gloo, through copies on the host.
 
-Like NCCL's, they run on a stream of their own, and an access that does not wait for them is
-reported.
+Like NCCL's, they run on a separate stream, and an access that does not wait for them is reported.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init
 def _move_states(
     parameters: Iterable[nn.Parameter], buffers: Iterable[torch.Tensor], device: torch.device
 ) -> None:
-    """Replace torch's version, which sets `Tensor.data`; torch forbids that between the CPU and
-    such a device."""
+    """Move parameters and buffers; replaces torch's function, which sets `Tensor.data`, as torch
+    forbids between the CPU and such a device."""
     for parameter in parameters:
         moved_parameter = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
         torch.utils.swap_tensors(parameter, moved_parameter)
@@ -31,27 +30,27 @@ def _move_states(
 _fsdp_init._move_states_to_device = _move_states  # type: ignore[assignment]
 
 
-class Arrival(dist.Work):
-    """A collective that has been run on a stream.
+class StreamWork(dist.Work):
+    """A collective that was submitted to a stream.
 
     Args:
-        copied: Event on that stream when the result is on the device.
+        copy_event: Event on the stream after the result is on the device.
         device: The device of the result.
     """
 
     def __init__(self, copy_event: torch.Event, device: torch.device) -> None:
         super().__init__()
-        self._copied, self._device = copy_event, device
+        self._copy_event, self._device = copy_event, device
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Make the caller's stream wait, but not the host, as with NCCL."""
         del timeout
-        torch.accelerator.current_stream(self._device).wait_event(self._copied)
+        torch.accelerator.current_stream(self._device).wait_event(self._copy_event)
         return True
 
 
 class HostCollectives(dist.ProcessGroup):
-    """The collectives of a frozen base that is sharded over ranks: gathering its layers.
+    """The collectives that a frozen base needs to be sharded over ranks: gathering of layers.
 
     Args:
         store: The store where the ranks meet.
@@ -67,7 +66,7 @@ class HostCollectives(dist.ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """The name under which torch registers it."""
+        """Return the name under which torch registers the group."""
         return dist.distributed_c10d._world.pg_names[self]
 
     def getBackendName(self) -> str:  # noqa: N802 -- torch's name
@@ -76,8 +75,8 @@ class HostCollectives(dist.ProcessGroup):
 
     def all_gather_single(
         self, output: torch.Tensor, shard: torch.Tensor, opts: Any = None
-    ) -> Arrival:
-        """Copy to the host, gather there, and copy the result back."""
+    ) -> StreamWork:
+        """Copy the shard to the host, gather all shards there, and copy the result back."""
         del opts
         device = shard.device
         stream = self._stream(device)
@@ -90,7 +89,7 @@ class HostCollectives(dist.ProcessGroup):
                 tensor.record_stream(stream)
             copy_event = torch.Event(device)
             copy_event.record(stream)
-        return Arrival(copy_event, device)
+        return StreamWork(copy_event, device)
 
     _allgather_base: Any = all_gather_single
     """The method's name before torch 2.13."""

@@ -1,4 +1,4 @@
-"""The environment of a process whose torch has the stand-in."""
+"""Fixture for the environment of a process whose torch has the stand-in device."""
 
 import pytest
 

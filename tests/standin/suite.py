@@ -1,4 +1,4 @@
-"""The eager backend on the stand-in accelerator: the CPU's bits, counted copies, planted faults.
+"""Tests of the eager backend on the stand-in accelerator: bits of the CPU, copies, planted faults.
 
 test_standin.py runs these in a process whose torch has the device.
 """
@@ -53,7 +53,7 @@ SUBTREE = [(batch(seed=seed), seed) for seed in range(5)]
 
 
 @pytest.fixture(autouse=True)
-def no_reports() -> Iterator[None]:
+def _no_missing_waits() -> Iterator[None]:
     """Check that every access waits as required, unless the test reads the reports itself."""
     standin.take_reports()
     standin.take_counts()
@@ -89,7 +89,7 @@ def test_subtree_sums_have_the_bits_of_the_host(index, leaves):
 
 
 @pytest.mark.parametrize("leaves", [1, 4])
-def test_a_subtree_is_copied_once_a_block_and_no_microbatch_waits(leaves):
+def test_subtree_is_copied_once_per_block_without_waits(leaves):
     job = fresh_model()
     program = EagerBackend("accelerator").compile(job, batch())
     subtree = [(batch(seed=seed), seed) for seed in range(leaves)]
@@ -107,7 +107,7 @@ def test_a_subtree_is_copied_once_a_block_and_no_microbatch_waits(leaves):
 
 
 @pytest.mark.parametrize("loss_type", [torch.float32, torch.float64, torch.int64])
-def test_a_loss_has_its_value_whatever_its_type(loss_type):
+def test_loss_value_equals_the_host_for_every_dtype(loss_type):
     def constant(_: torch.nn.Module, arrays: Any) -> torch.Tensor:
         return (arrays["x"].sum() * 1000).to(loss_type)
 
@@ -125,13 +125,13 @@ def test_a_loss_has_its_value_whatever_its_type(loss_type):
         assert totals[0] == totals[1]
 
 
-def test_card_without_float64_computes_but_does_not_try_losses():
+def test_card_without_float64_computes_but_checks_losses_on_the_cpu():
     def loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
         total: torch.Tensor = (module(arrays["x"]) - arrays["y"]).square().sum()
         return total
 
     without_float64 = replace(torch_devices.KINDS["accelerator"], has_float64=False)
-    standin.set_float64(is_there=False)
+    standin.set_float64(has_float64=False)
     try:
         with pytest.raises(RuntimeError, match="fp64"):
             torch.zeros(1, dtype=torch.float64, device="standin")
@@ -141,18 +141,18 @@ def test_card_without_float64_computes_but_does_not_try_losses():
             with trial_device("accelerator") as device:
                 assert device.type == "cpu"
     finally:
-        standin.set_float64(is_there=True)
+        standin.set_float64(has_float64=True)
     assert on_device == gradients("cpu", fresh_model(loss=loss))
     np.testing.assert_allclose(inner, inner_step(fresh_model(loss=loss)), rtol=1e-6)
 
 
-def test_metrics_of_a_card_without_float64_equal_the_host():
+def test_metrics_on_a_card_without_float64_equal_those_of_the_host():
     module, arrays = torch.nn.Linear(3, 1), {"x": torch.randn(4, 3), "y": torch.randn(4)}
     labels = {"labels": torch.randn(4), ROWS: torch.arange(4)}
     scaled: Any = SimpleNamespace(scale=SimpleNamespace(mean=0.5, deviation=2.0))
 
     def sums_on(device: torch.device) -> list[Any]:
-        on_device = {name: each.to(device) for name, each in (arrays | labels).items()}
+        on_device = {name: tensor.to(device) for name, tensor in (arrays | labels).items()}
         module.to(device)
         patched = mock.patch.object(classify, "logits_of", lambda m, fields, _: m(fields["x"]))
         with patched, torch.no_grad():
@@ -160,13 +160,13 @@ def test_metrics_of_a_card_without_float64_equal_the_host():
             return [regress._evaluate(module, on_device), values]
 
     expected = sums_on(torch.device("cpu"))
-    standin.set_float64(is_there=False)
+    standin.set_float64(has_float64=False)
     try:
         assert sums_on(torch.device("standin", 1)) == [
-            pytest.approx(each, rel=1e-6) for each in expected
+            pytest.approx(tensor, rel=1e-6) for tensor in expected
         ]
     finally:
-        standin.set_float64(is_there=True)
+        standin.set_float64(has_float64=True)
 
 
 def inner_step(job: Trainable) -> Any:
@@ -188,8 +188,7 @@ def inner_step(job: Trainable) -> Any:
 
 
 def test_synchronous_device_without_index_computes_the_same():
-    """Apple's device, by its row of the table: no streams, no float64, no addresses, sums on the
-    host."""
+    """Like Apple's device in the table of devices: no streams, no float64, sums on the host."""
     like_mps = replace(torch_devices.KINDS["mps"], backend="accelerator")
     with (
         mock.patch.dict(torch_devices.KINDS, accelerator=like_mps),
@@ -207,7 +206,7 @@ def test_synchronous_device_without_index_computes_the_same():
 
 
 def test_memory_in_a_reference_cycle_is_freed_for_the_next_model():
-    """A full card does not trigger Python's garbage collection."""
+    """Python's garbage collection does not start when a card's memory is full."""
     gc.collect()
     gc.disable()
     try:
@@ -224,7 +223,7 @@ def test_memory_in_a_reference_cycle_is_freed_for_the_next_model():
 
 
 def test_program_memory_is_not_model_state():
-    """It is reachable through the module's hooks, and changes from call to call."""
+    """It is reachable through the module's hooks, but changes from call to call."""
     program: Any = EagerBackend("accelerator").compile(fresh_model(), batch())
     paths = reachable_state({"module": program._module})
     program.close()
@@ -232,20 +231,20 @@ def test_program_memory_is_not_model_state():
     assert [path for path in paths if "._copier" in path or "._thread" in path] == []
 
 
-def test_every_thread_uses_the_program_s_own_card():
+def test_every_thread_uses_the_card_of_the_program():
     standin.take_touched()
     gradients("accelerator", fresh_model(), index=1)
     lines = standin.take_touched()
     assert {line.partition(" ")[0] for line in lines} == {"standin:1"}
     assert len(lines) >= 3, "the caller's thread, the device's, autograd's"
-    with mock.patch.object(torch_devices, "set_current"):  # planted
+    with mock.patch.object(torch_devices, "set_current"):  # the planted fault
         thread = threading.Thread(target=gradients, args=("accelerator", fresh_model(), SUBTREE, 1))
         thread.start()
         thread.join()
     assert any(line.startswith("standin:0 ") for line in standin.take_touched())
 
 
-def test_a_card_that_cannot_be_taken_by_the_device_thread_is_named():
+def test_card_that_the_device_thread_cannot_use_is_named():
     busy_error = RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
     backend = EagerBackend("accelerator")
     with (
@@ -255,7 +254,7 @@ def test_a_card_that_cannot_be_taken_by_the_device_thread_is_named():
         backend.compile(fresh_model(), batch())
 
 
-DECODERS: dict[str, dict[str, Any]] = {
+DECODER_VARIANTS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"base_dtype": "bfloat16", "precision": "bfloat16"},
     "float16": {"base_dtype": "float16"},
@@ -266,12 +265,12 @@ DECODERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", DECODERS)
-def test_lora_of_a_decoder_equals_the_host_and_repeats_its_bits(kind, tmp_path):
-    """Equal within rounding: attention uses another kernel there."""
-    source = {"source": str(tmp_path / "model"), **DECODERS[kind]}
+@pytest.mark.parametrize("kind", DECODER_VARIANTS)
+def test_lora_of_a_decoder_matches_the_host_and_is_reproducible(kind, tmp_path):
+    """The gradients match within rounding, because attention uses another kernel on the card."""
+    source = {"source": str(tmp_path / "model"), **DECODER_VARIANTS[kind]}
     spec = load_run_spec(decoder_run("causal-lm", tmp_path, model=source, lora={"r": 4}))
-    without_draws(tmp_path / "model")
+    disable_dropout(tmp_path / "model")
     results = []
     for backend in ("cpu", "accelerator", "accelerator"):
         task = build(spec)
@@ -282,16 +281,16 @@ def test_lora_of_a_decoder_equals_the_host_and_repeats_its_bits(kind, tmp_path):
     tolerance = 0.05 if source.get("precision") == "bfloat16" else 1e-5
     for expected, content in zip(host[:-1], device[:-1], strict=True):
         reference = np.frombuffer(expected, np.float32)
-        largest = float(np.abs(reference).max())
+        max_magnitude = float(np.abs(reference).max())
         np.testing.assert_allclose(
-            np.frombuffer(content, np.float32), reference, rtol=0, atol=tolerance * largest
+            np.frombuffer(content, np.float32), reference, rtol=0, atol=tolerance * max_magnitude
         )
 
 
-OF_EXPERTS: dict[str, Any] = {
+EXPERT_LORA: dict[str, Any] = {
     "r": 4, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 }  # fmt: skip
-MEMORY: dict[str, dict[str, Any]] = {
+MEMORY_CASES: dict[str, dict[str, Any]] = {
     "float32": {},
     "long samples": {"tokens": 256},
     "a large vocabulary": {"vocab_size": 4096},
@@ -315,28 +314,28 @@ MEMORY: dict[str, dict[str, Any]] = {
     "experts, in float32": {"experts": 8},
     "experts, int4": {"experts": 8, "base_dtype": "int4"},
     "more experts, nf4": {"experts": 16, "base_dtype": "nf4"},
-    "LoRA of experts, in float32": {"experts": 8, "lora": OF_EXPERTS},
-    "LoRA of experts, int4": {"experts": 8, "lora": OF_EXPERTS, "base_dtype": "int4"},
+    "LoRA of experts, in float32": {"experts": 8, "lora": EXPERT_LORA},
+    "LoRA of experts, int4": {"experts": 8, "lora": EXPERT_LORA, "base_dtype": "int4"},
     "LoRA of experts, of rank 16, q8_0": {
         "experts": 8,
-        "lora": OF_EXPERTS | {"r": 16},
+        "lora": EXPERT_LORA | {"r": 16},
         "base_dtype": "q8_0",
     },
     "LoRA of experts, bfloat16": {
         "experts": 8,
-        "lora": OF_EXPERTS,
+        "lora": EXPERT_LORA,
         "base_dtype": "int4",
         "precision": "bfloat16",
     },
     "LoRA of experts, checkpointed": {
         "experts": 8,
-        "lora": OF_EXPERTS,
+        "lora": EXPERT_LORA,
         "base_dtype": "int4",
         "gradient_checkpointing": True,
     },
     "LoRA of experts, checkpointed, in float32": {
         "experts": 8,
-        "lora": OF_EXPERTS,
+        "lora": EXPERT_LORA,
         "gradient_checkpointing": True,
     },
     "experts, in full": {"experts": 8, "lora": None},
@@ -347,9 +346,9 @@ MEMORY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MEMORY)
+@pytest.mark.parametrize("kind", MEMORY_CASES)
 def test_memory_estimate_is_within_five_percent(kind, tmp_path, monkeypatch):
-    sizes = {"tokens": 128, "microbatches": 1, "lora": {"r": 4}, **MEMORY[kind]}
+    sizes = {"tokens": 128, "microbatches": 1, "lora": {"r": 4}, **MEMORY_CASES[kind]}
     if "logits" in sizes:
         monkeypatch.setattr(vocabulary_loss, "LOGITS_AT_ONCE", sizes["logits"])
     model = {k: v for k, v in sizes.items() if k in ModelSpec.model_fields}
@@ -365,14 +364,14 @@ def test_memory_estimate_is_within_five_percent(kind, tmp_path, monkeypatch):
         "attention_dropout": 0.0, "max_position_embeddings": 512,
         **{name: sizes[name] for name in ("vocab_size", "num_hidden_layers") if name in sizes},
     }  # fmt: skip
-    config_kind: Any = transformers.LlamaConfig
+    config_class: Any = transformers.LlamaConfig
     if "experts" in sizes:
-        config_kind = transformers.Qwen3MoeConfig
+        config_class = transformers.Qwen3MoeConfig
         config.pop("model_type")
         config |= {
             "num_experts": sizes["experts"], "num_experts_per_tok": 2, "moe_intermediate_size": 192,
         }  # fmt: skip
-    decoder = transformers.AutoModelForCausalLM.from_config(config_kind(**config))
+    decoder = transformers.AutoModelForCausalLM.from_config(config_class(**config))
     decoder.save_pretrained(tmp_path / "model")
     is_distilled = "task" in sizes
     if is_distilled:
@@ -407,37 +406,42 @@ def test_memory_estimate_is_within_five_percent(kind, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("storage", "in_float32", "in_bfloat16"),
+    ("storage", "bytes_for_float32", "bytes_for_bfloat16"),
     [("bf16", 6, 0), ("int8", 5, 3), ("q8_0", 5, 3), ("int4", 16.5, 14.5), ("nf4", 16.5, 14.5)],
 )
-def test_what_a_conversion_moves(storage, in_float32, in_bfloat16):
-    """Bytes of an element, with scales; a weight in the type of the product is the operand."""
+def test_bytes_that_dequantization_moves(storage, bytes_for_float32, bytes_for_bfloat16):
+    """Counts bytes per element, with scales; a weight that already has the product's dtype is not
+    copied."""
     values = np.random.default_rng(0).standard_normal((512, 1024)).astype(np.float32)
     device = torch.device("standin", 0)
     weight, scratch = (
         QuantizedWeight(quantize(values, storage), device),
         ScratchBuffer(values.size, device),
     )
-    for kind, expected in ((torch.float32, in_float32), (torch.bfloat16, in_bfloat16)):
+    for kind, expected in (
+        (torch.float32, bytes_for_float32),
+        (torch.bfloat16, bytes_for_bfloat16),
+    ):
         scratch.operand(weight, kind)
         standin.take_kernel_bytes()
         operand = scratch.operand(weight, kind)
         moved_bytes = standin.take_kernel_bytes()
         assert moved_bytes / values.size == pytest.approx(expected, abs=0.13)
         host = QuantizedWeight(quantize(values, storage), torch.device("cpu"))
-        on_host = ScratchBuffer(values.size, torch.device("cpu")).operand(host, kind)
-        assert torch.equal(operand.cpu(), on_host), "the bits of the host"
+        host_operand = ScratchBuffer(values.size, torch.device("cpu")).operand(host, kind)
+        assert torch.equal(operand.cpu(), host_operand), "the bits of the host"
 
 
 def old_card(architectures: Sequence[str]) -> Any:
-    """The stand-in under the name of an NVIDIA card, whose torch has these kernels."""
-    of_cuda = {
+    """Return a context in which the stand-in is an NVIDIA card, for whose torch these kernels
+    exist."""
+    cuda_functions = {
         "is_available": lambda: True,
         "get_device_capability": torch.get_device_module("standin").get_device_capability,
         "get_arch_list": lambda: architectures,
     }  # fmt: skip
     patches = ExitStack()
-    patches.enter_context(mock.patch.multiple(torch.cuda, **of_cuda))
+    patches.enter_context(mock.patch.multiple(torch.cuda, **cuda_functions))
     patches.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
     device = torch.device("standin", 0)
     patches.enter_context(mock.patch.object(torch_devices, "torch_device", return_value=device))
@@ -457,7 +461,7 @@ def old_card(architectures: Sequence[str]) -> Any:
         ((6, 1), [], True),
     ],
 )
-def test_a_card_for_which_torch_has_no_kernels_is_not_taken(
+def test_card_without_kernels_in_torch_is_not_chosen(
     monkeypatch, capability, architectures, is_usable
 ):
     monkeypatch.setattr(
@@ -470,19 +474,19 @@ def test_a_card_for_which_torch_has_no_kernels_is_not_taken(
             return
         assert f"no kernels for compute capability {capability[0]}.{capability[1]}" in row.reason
         assert "use --backend vulkan" in row.reason
-        taken = choose("auto")
-        assert taken.backend.info.backend != "cuda"
-        assert "no kernels for compute" in taken.reason
+        choice = choose("auto")
+        assert choice.backend.info.backend != "cuda"
+        assert "no kernels for compute" in choice.reason
         with pytest.raises(BackendUnavailable, match="no kernels for compute capability"):
             choose("cuda")
 
 
-def without_draws(model: Path) -> None:
+def disable_dropout(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.0}))
 
 
-# Faults that do not show on a CPU: each is planted, and noticed.
+# Faults that a CPU does not reveal: each is planted, and detected on the stand-in.
 
 
 class UnwaitedEvent(torch.Event):
@@ -509,12 +513,12 @@ def test_missing_wait_for_a_copy_is_noticed():
 def test_memory_freed_while_it_is_copied_is_noticed():
     with mock.patch.object(torch.Tensor, "record_stream"):
         on_device = read_after_the_last_copy()
-    standin.take_reports()  # here or there, it also overwrites what is read
+    standin.take_reports()  # the memory may also be overwritten while it is read, which is reported
     assert on_device != gradients("cpu", fresh_model(), SUBTREE[:1])[:-1]
 
 
 def read_after_the_last_copy() -> list[bytes]:
-    """Yield the blocks of one microbatch, and read none of them before all are copied."""
+    """Return the blocks of one microbatch, read only after all blocks were copied."""
     program: Any = EagerBackend("accelerator").compile(fresh_model(), batch())
     stream = program.gradients(SUBTREE[:1])
     program._thread.submit(lambda: None).result()
@@ -537,29 +541,29 @@ def test_staging_memory_reused_before_it_is_read_is_noticed():
         assert read_after_the_last_copy() != expected
 
 
-def test_a_batch_left_on_the_host_is_noticed():
-    def stays(_program: Any, batch: Any) -> dict[str, torch.Tensor]:
+def test_batch_that_stays_on_the_host_is_noticed():
+    def keep_on_host(_program: Any, batch: Any) -> dict[str, torch.Tensor]:
         return {name: torch.tensor(array) for name, array in batch.arrays.items()}
 
     with (
-        mock.patch("backends.eager.eager.EagerProgram._on_device", stays),
+        mock.patch("backends.eager.eager.EagerProgram._on_device", keep_on_host),
         pytest.raises(RuntimeError, match="at least two devices"),
     ):
         gradients("accelerator", fresh_model())
 
 
-def test_unseeded_device_draws_are_noticed():
+def test_unseeded_random_numbers_of_the_device_are_noticed():
     module = Net(dropout=0.5)
 
-    def draw(seed: int) -> list[bytes]:
+    def gradients_of_seed(seed: int) -> list[bytes]:
         return gradients("accelerator", trainable(copy.deepcopy(module)), [(batch(), seed)])
 
-    assert draw(1) == draw(1) != draw(2)
+    assert gradients_of_seed(1) == gradients_of_seed(1) != gradients_of_seed(2)
     with mock.patch.object(torch_devices, "seed"):
-        assert draw(1) != draw(1)
+        assert gradients_of_seed(1) != gradients_of_seed(1)
 
 
-def test_a_gradient_that_misses_its_hook_is_named():
+def test_gradient_that_misses_its_hook_is_named():
     program: Any = EagerBackend("accelerator").compile(fresh_model(), batch())
     for hook in program._hooks:
         hook.remove()
@@ -586,24 +590,24 @@ def test_model_too_large_for_the_device_is_a_device_error_with_a_remedy(limit):
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_microbatch_that_ran_out_of_memory_once_is_retried(limit, where):
-    standin.peak_bytes(0)  # of earlier tests
+    standin.peak_bytes(0)  # forget the peak of earlier tests
     program = EagerBackend("accelerator").compile(fresh_model(), batch())
     small = standin.peak_bytes(0) // 8
     freed: list[torch.device] = []
     backward = torch.Tensor.backward
 
-    def does_not_fit(loss: torch.Tensor) -> None:
+    def limit_then_backward(loss: torch.Tensor) -> None:
         if not freed:
             limit(small)
         backward(loss)
 
-    def end_other_users(device: torch.device) -> None:
+    def release_memory(device: torch.device) -> None:
         freed.append(device)
         limit(None)
 
     with (
-        mock.patch.object(torch_devices, "release_memory", end_other_users),
-        mock.patch.object(torch.Tensor, "backward", does_not_fit),
+        mock.patch.object(torch_devices, "release_memory", release_memory),
+        mock.patch.object(torch.Tensor, "backward", limit_then_backward),
     ):
         if where == "forward":
             limit(small)
@@ -614,7 +618,7 @@ def test_microbatch_that_ran_out_of_memory_once_is_retried(limit, where):
     assert [*contents, repr(loss).encode()] == gradients("cpu", fresh_model())
 
 
-class LooksUp(torch.nn.Module):
+class LookupModel(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.rows = torch.nn.Embedding(7, 3)
@@ -642,7 +646,7 @@ def test_index_out_of_range_is_named_and_never_reaches_the_device(array, value, 
     arrays["labels"][0, 0] = -100
     valid_batch = Batch({name: values.copy() for name, values in arrays.items()}, 7.0)
     program = EagerBackend("accelerator").compile(
-        trainable(LooksUp(), loss=lookup_loss), valid_batch
+        trainable(LookupModel(), loss=lookup_loss), valid_batch
     )
     arrays[array][1, 2] = value
     with pytest.raises(LossRaised, match=text) as error:
@@ -653,12 +657,13 @@ def test_index_out_of_range_is_named_and_never_reaches_the_device(array, value, 
 
 
 def test_computed_index_out_of_range_names_the_microbatch():
-    def beyond(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
+    def loss_out_of_range(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
         loss: torch.Tensor = module(arrays["ids"] + arrays["ids"].max() // 5).sum()
         return loss
 
     program = EagerBackend("accelerator").compile(
-        trainable(LooksUp(), loss=beyond), Batch({"ids": np.zeros((2, 4), np.int64)}, 8.0)
+        trainable(LookupModel(), loss=loss_out_of_range),
+        Batch({"ids": np.zeros((2, 4), np.int64)}, 8.0),
     )
     try:
         with pytest.raises(LossRaised, match="looks up an index"):
@@ -686,8 +691,8 @@ def test_failing_device_is_named_instead_of_the_model(fault):
         program.close()
 
 
-class Pooled(torch.nn.Module):
-    """Its pooling has no deterministic backward on CUDA."""
+class PoolingModel(torch.nn.Module):
+    """A model with pooling that has no deterministic backward on CUDA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -713,21 +718,23 @@ def cumulative_loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
 )
 def test_nondeterministic_operator_is_named_before_the_run(loss, operator):
     with pytest.raises(DeviceError, match=rf"accelerator 0.*{operator}.*no fixed order"):
-        EagerBackend("accelerator").compile(trainable(Pooled(), loss=loss), batch())
+        EagerBackend("accelerator").compile(trainable(PoolingModel(), loss=loss), batch())
 
 
-def test_the_message_says_what_adds_in_a_fixed_order():
+def test_message_names_a_deterministic_replacement():
     x = torch.randn(3, 5)
     sums = x @ torch.ones(5, 5, device=x.device).triu()
     torch.testing.assert_close(sums, x.cumsum(-1))
     with pytest.raises(
         DeviceError, match=r"by x @ torch\.ones\(n, n, device=x\.device\)\.triu\(\)"
     ):
-        EagerBackend("accelerator").compile(trainable(Pooled(), loss=cumulative_loss), batch())
+        EagerBackend("accelerator").compile(
+            trainable(PoolingModel(), loss=cumulative_loss), batch()
+        )
 
 
-def drawing_loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
-    """Draws a row for each sample, as a noise-contrastive loss does."""
+def multinomial_loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
+    """Draw a column for each sample, as a noise-contrastive loss does."""
     scores = module(arrays["x"]) - arrays["y"]
     shares = scores.detach().square() + 0.1
     column = torch.multinomial(shares, 1)
@@ -736,23 +743,23 @@ def drawing_loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("has_float64", [True, False])
-def test_a_loss_that_draws_by_multinomial_is_checked_on_the_card(has_float64):
+def test_loss_with_multinomial_is_checked_on_the_card(has_float64):
     kind = replace(torch_devices.KINDS["accelerator"], has_float64=has_float64)
-    standin.set_float64(is_there=has_float64)
+    standin.set_float64(has_float64=has_float64)
     try:
         with mock.patch.dict(torch_devices.KINDS, accelerator=kind):
-            on_device = gradients("accelerator", fresh_model(loss=drawing_loss))
-            again = gradients("accelerator", fresh_model(loss=drawing_loss))
+            on_device = gradients("accelerator", fresh_model(loss=multinomial_loss))
+            again = gradients("accelerator", fresh_model(loss=multinomial_loss))
     finally:
-        standin.set_float64(is_there=True)
+        standin.set_float64(has_float64=True)
     assert on_device == again
 
 
-def test_an_index_of_the_first_microbatch_never_reaches_the_device():
+def test_bad_index_of_the_first_microbatch_never_reaches_the_device():
     arrays = {"ids": np.full((2, 4), 7), "labels": np.ones((2, 4), np.int64)}
     with pytest.raises(IndexError, match="'ids' has 7"):
         EagerBackend("accelerator").compile(
-            trainable(LooksUp(), loss=lookup_loss), Batch(arrays, 8.0)
+            trainable(LookupModel(), loss=lookup_loss), Batch(arrays, 8.0)
         )
     EagerBackend("accelerator").compile(fresh_model(), batch()).close()
 
@@ -769,12 +776,12 @@ def test_standin_is_listed_and_chosen_by_name_only(limit):
 
 def test_profile_of_a_card_excludes_its_host(limit, monkeypatch):
     backend = EagerBackend("accelerator")
-    one = backend.numerics_profile(1)
-    assert one == backend.numerics_profile(8), "threads of the host"
-    assert "isa" not in one
+    profile = backend.numerics_profile(1)
+    assert profile == backend.numerics_profile(8), "threads of the host"
+    assert "isa" not in profile
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     limit(1 << 30)
-    other = backend.numerics_profile(1)
-    assert {name for name in other if one.get(name) != other[name]} == {
+    changed_profile = backend.numerics_profile(1)
+    assert {name for name in changed_profile if profile.get(name) != changed_profile[name]} == {
         "NVIDIA_TF32_OVERRIDE", "memory",
     }  # fmt: skip

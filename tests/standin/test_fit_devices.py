@@ -1,4 +1,4 @@
-"""`fit` and a Trainer on both of the stand-in's devices: the digest of one."""
+"""Tests of `fit` and a Trainer on both stand-in devices: the digest is that of one device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from transformers import LlamaForCausalLM, TrainerCallback, TrainingArguments
 import samestep.hf
 from tests.samestep.test_hf_trainer import CONFIG, ITEMS, SETTINGS, collate
 
-class Told(TrainerCallback):
+class RecordStarts(TrainerCallback):
     def on_train_begin(self, *_, **__):
         with open("began", "a") as file:
             file.write("once\\n")
@@ -37,7 +37,7 @@ torch.manual_seed(0)
 trainer = samestep.hf.Trainer(
     model=LlamaForCausalLM(CONFIG),
     args=TrainingArguments(output_dir="out", **{**SETTINGS, "use_cpu": False}),
-    train_dataset=ITEMS, data_collator=collate, callbacks=[Told()],
+    train_dataset=ITEMS, data_collator=collate, callbacks=[RecordStarts()],
 )
 trainer.train()
 print("loss", 0, "digest", trainer.fitted.digest)
@@ -45,23 +45,23 @@ print("loss", 0, "digest", trainer.fitted.digest)
 
 
 @pytest.mark.parametrize("text", [FIT, TRAINER], ids=["fit", "trainer"])
-def test_both_cards_give_the_digest_of_one(tmp_path, environment, text):
+def test_two_cards_give_the_digest_of_one_card(tmp_path, environment, text):
     outputs = {}
     for devices in ("accelerator0", "accelerator0-1"):
         folder = tmp_path / devices
         folder.mkdir()
         script = write_script(folder, text)
-        done = ended(
+        completed = ended(
             "tests.plain_script", str(script), cwd=folder,
             environment={**environment, "SAMESTEP_BACKEND": devices},
         )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        outputs[devices] = done.stdout
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        outputs[devices] = completed.stdout
         if text is TRAINER:
             assert (folder / "began").read_text() == "once\n"
             assert [path.name for path in (folder / "out").iterdir()] == ["run-1"]
-    one, two = outputs.values()
-    assert len(digests(one)) == 1
-    assert digests(two) == digests(one)
-    assert re.search(r"ready on Stand-in Accelerator", one)
-    assert re.search(r"ready on 2 x Stand-in Accelerator", two)
+    output_of_one, output_of_two = outputs.values()
+    assert len(digests(output_of_one)) == 1
+    assert digests(output_of_two) == digests(output_of_one)
+    assert re.search(r"ready on Stand-in Accelerator", output_of_one)
+    assert re.search(r"ready on 2 x Stand-in Accelerator", output_of_two)

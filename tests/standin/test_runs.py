@@ -1,4 +1,4 @@
-"""Whole runs on the stand-in accelerator: the CPU's digest, and the effects of a failing card."""
+"""Tests of whole runs on the stand-in accelerator: the CPU's digest, and a failing card."""
 
 import re
 
@@ -18,13 +18,13 @@ FEW_KERNELS, MANY_KERNELS = 20, 3000
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """The result of one CPU."""
+    """Return the result of a run on one CPU worker."""
     with Cluster(tmp_path_factory.mktemp("cpu"), "--expect-workers", "1", *DIGITS) as cluster:
         cluster.worker("cpu", "--backend", "cpu")
         return cluster.result()
 
 
-def result(cluster, expected):
+def check_result(cluster, expected):
     document = cluster.result()
     assert document["weights_digest"] == expected["weights_digest"]
     assert document["losses"] == expected["losses"]
@@ -35,18 +35,18 @@ def result(cluster, expected):
 @pytest.mark.parametrize(
     "devices", [("accelerator1",), ("accelerator0-1",), ("accelerator0", "cpu")]
 )
-def test_digest_equals_a_cpu(tmp_path, environment, expected, devices):
+def test_digest_equals_that_of_a_cpu(tmp_path, environment, expected, devices):
     with Cluster(tmp_path, "--expect-workers", str(len(devices)), *DIGITS) as cluster:
         for device in devices:
             cluster.worker(device, "--backend", device, environment=environment)
-        result(cluster, expected)
+        check_result(cluster, expected)
 
 
 @pytest.mark.parametrize("kernels", [FEW_KERNELS, MANY_KERNELS])
 def test_broken_card_leaves_and_the_run_continues_with_the_same_bits(
     tmp_path, environment, expected, kernels
 ):
-    """Before it is ready, or in a step."""
+    """The card breaks before it is ready, or in a step."""
     breaks = {**environment, standin.KERNELS_TO_FAULT: str(kernels)}
     with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
         card = cluster.worker("card", "--backend", "accelerator0", environment=breaks)
@@ -59,10 +59,12 @@ def test_broken_card_leaves_and_the_run_continues_with_the_same_bits(
             hold.reached()
             assert cluster.wait_for_exit(card) == 1
             hold.release()
-        result(cluster, expected)
+        check_result(cluster, expected)
         assert card.stderr is not None
-        (last,) = [line for line in card.stderr.read().splitlines() if "illegal" in line]
-    assert last.startswith("worker: device 'accelerator 0' failed: CUDA error: an illegal memory")
+        (last_line,) = [line for line in card.stderr.read().splitlines() if "illegal" in line]
+    assert last_line.startswith(
+        "worker: device 'accelerator 0' failed: CUDA error: an illegal memory"
+    )
 
 
 def test_two_card_worker_restarts_the_process_of_a_broken_card(tmp_path, environment, expected):
@@ -70,7 +72,7 @@ def test_two_card_worker_restarts_the_process_of_a_broken_card(tmp_path, environ
     with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
         cards = cluster.worker("cards", "--backend", "accelerator", "--gpus", "0,1",
                                environment=breaks)  # fmt: skip
-        result(cluster, expected)
+        check_result(cluster, expected)
         cluster.wait_for_exit(cards)
         assert cards.stdout is not None
         assert cards.stderr is not None
@@ -88,7 +90,7 @@ def test_hanging_card_ends_its_worker_and_the_run_continues(tmp_path, environmen
         hold.reached()
         assert cluster.wait_for_exit(card) == 1
         hold.release()
-        result(cluster, expected)
+        check_result(cluster, expected)
         assert card.stderr is not None
         error_text = card.stderr.read()
     # The limit follows the slowest answer so far.
@@ -102,7 +104,7 @@ def test_card_that_hangs_before_the_first_step_ends_its_worker(tmp_path, environ
         card = cluster.worker("card", "--backend", "accelerator0", environment=hangs)
         assert cluster.wait_for_exit(card) == 1
         cluster.worker("cpu", "--backend", "cpu")
-        result(cluster, expected)
+        check_result(cluster, expected)
         assert card.stderr is not None
         error_text = card.stderr.read()
     assert "device 'accelerator 0' failed: expected an answer within 45 s" in error_text
@@ -114,7 +116,7 @@ def test_hanging_card_of_two_is_restarted(tmp_path, environment, expected):
     with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
         cards = cluster.worker("cards", "--backend", "accelerator", "--gpus", "0,1",
                                environment=hangs)  # fmt: skip
-        result(cluster, expected)
+        check_result(cluster, expected)
         cluster.wait_for_exit(cards)
         assert cards.stdout is not None
         assert cards.stderr is not None
@@ -130,7 +132,7 @@ def test_card_too_small_names_the_remedy(tmp_path, environment, expected):
         card = cluster.worker("card", "--backend", "accelerator0", environment=small)
         assert cluster.wait_for_exit(card) == 1
         cluster.worker("cpu", "--backend", "cpu")
-        result(cluster, expected)
+        check_result(cluster, expected)
         assert card.stderr is not None
         error_text = card.stderr.read()
     assert "out of memory" in error_text

@@ -1,5 +1,5 @@
-"""A frozen base across two ranks with one card each: `torchrun -m worker --shard` on the
-stand-in."""
+"""Tests of `torchrun -m worker --shard` on the stand-in: a frozen base over two ranks with a card
+each."""
 
 import time
 from pathlib import Path
@@ -15,10 +15,10 @@ from worker.torchrun.group import LOSS_TIMEOUT_S
 
 pytestmark = pytest.mark.slow
 _ENGINE_S = 10
-"""For which a worker that ends waits for its device."""
+"""Time that an ending worker waits for its device."""
 
 
-def ranks_of(
+def start_ranks(
     cluster, folder: Path, environments: list[dict[str, str]], *, busy: Hold | None = None
 ) -> list[Process]:
     """Start two ranks with one card and environment each; their errors go to files in the folder.
@@ -40,7 +40,7 @@ def ranks_of(
     return ranks
 
 
-def test_each_rank_uses_only_its_card_and_the_digest_equals_a_cpu(tmp_path, environment):
+def test_ranks_use_only_their_cards_and_have_the_digest_of_a_cpu(tmp_path, environment):
     run = run_file(tmp_path, FROZEN)
     with Cluster(tmp_path / "cpu", "--expect-workers", "1", "--run", run) as cluster:
         cluster.worker("cpu", "--backend", "cpu")
@@ -49,7 +49,7 @@ def test_each_rank_uses_only_its_card_and_the_digest_equals_a_cpu(tmp_path, envi
     folder.mkdir()
     environment = {**environment, standin.TOUCHED: str(folder)}
     with Cluster(tmp_path / "cards", "--expect-workers", "1", "--run", run) as cluster:
-        ranks = ranks_of(cluster, tmp_path, [environment] * 2)
+        ranks = start_ranks(cluster, tmp_path, [environment] * 2)
         assert cluster.result()["weights_digest"] == expected
         device = cluster.wait_for("worker_ready", worker="cards")["device"]
         assert [cluster.wait_for_exit(rank) for rank in ranks] == [0, 0]
@@ -67,7 +67,7 @@ def test_broken_card_ends_both_ranks_and_the_cause_is_reported(tmp_path, environ
     run = run_file(tmp_path, FROZEN.replace("steps: 4", "steps: 400"))
     breaks = {**environment, standin.KERNELS_TO_FAULT: "1500"}
     with Cluster(tmp_path / "cards", "--expect-workers", "1", "--run", run) as cluster:
-        ranks = ranks_of(
+        ranks = start_ranks(
             cluster, tmp_path, [breaks if rank == broken_rank else environment for rank in range(2)]
         )
         disconnection = cluster.wait_for("worker_disconnected", worker="cards")
@@ -79,22 +79,23 @@ def test_broken_card_ends_both_ranks_and_the_cause_is_reported(tmp_path, environ
     assert cause in error_texts[broken_rank]
 
 
-def test_rank_0_that_ends_during_a_computation_ends_both_with_its_reason(tmp_path, environment):
-    """A message to the other rank during that computation would count as a part of it."""
+def test_rank_0_ending_in_a_computation_ends_both_ranks(tmp_path, environment):
+    """Both ranks report the reason of rank 0, although no message may be sent during a
+    computation."""
     run = run_file(tmp_path, FROZEN.replace("steps: 4", "steps: 400"))
     hold = Hold()
     with Cluster(tmp_path / "cards", "--expect-workers", "1", "--run", run) as cluster:
-        ranks = ranks_of(cluster, tmp_path, [environment] * 2, busy=hold)
+        ranks = start_ranks(cluster, tmp_path, [environment] * 2, busy=hold)
         hold.reached()
         cluster.coordinator.kill()
         cluster.coordinator.wait()
-        gone_s = time.monotonic()
+        killed_s = time.monotonic()
         codes = [rank.wait(60) for rank in ranks]
-        took_s = time.monotonic() - gone_s
+        elapsed_s = time.monotonic() - killed_s
     hold.close()
     leader, follower = ((tmp_path / f"rank-{rank}").read_text() for rank in range(2))
     assert all(codes), codes
-    assert took_s < 5 + _ENGINE_S + LOSS_TIMEOUT_S + 15, "with room for a slow machine"
+    assert elapsed_s < 5 + _ENGINE_S + LOSS_TIMEOUT_S + 15, "with room for a slow machine"
     cause = "no coordinator"
     assert cause in leader
     assert follower.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The suites for cards, run on the stand-in accelerator in processes whose torch has it."""
+"""The test suites for cards, run in processes whose torch has the stand-in accelerator."""
 
 import os
 import subprocess
@@ -11,14 +11,14 @@ from tests import house
 pytestmark = pytest.mark.slow
 
 SUITES = {
-    "the stand-in's own": ["tests/standin/suite.py"],
+    "stand-in": ["tests/standin/suite.py"],
     "losses over a vocabulary": [
         "tests/standin/vocabulary.py",
         "tests/backends/losses/test_vocabulary_loss.py",
     ],
-    "the library's": ["tests/standin/library.py"],
+    "library": ["tests/standin/library.py"],
     "model families": ["tests/backends/eager/models.py"],
-    "the eager backend's": ["tests/backends/eager", "tests/backends/test_conformance.py"],
+    "eager backend": ["tests/backends/eager", "tests/backends/test_conformance.py"],
 }
 
 

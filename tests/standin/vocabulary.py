@@ -1,4 +1,4 @@
-"""The memory of losses over a large vocabulary, by the counters of the stand-in accelerator.
+"""Tests of the memory of losses over a large vocabulary, counted by the stand-in accelerator.
 
 test_standin.py runs these in a process in which torch has the device.
 """
@@ -27,8 +27,8 @@ TOKENS, AT_ONCE = 48, 12
 LOGITS_BYTES = 4 * TOKENS * LARGE
 
 
-def growth(job: Trainable, microbatch: Any) -> tuple[int, int]:
-    """How many bytes training and evaluation take for a while."""
+def peak_growth(job: Trainable, microbatch: Any) -> tuple[int, int]:
+    """Return the peak growth of memory during training and during evaluation, in bytes."""
     program = EagerBackend("accelerator").compile(job, microbatch)
     peaks = []
     for compute in (
@@ -37,17 +37,17 @@ def growth(job: Trainable, microbatch: Any) -> tuple[int, int]:
     ):
         gc.collect()
         standin.peak_bytes(0)
-        before = standin.peak_bytes(0)
+        start_bytes = standin.peak_bytes(0)
         compute()
-        peaks.append(standin.peak_bytes(0) - before)
+        peaks.append(standin.peak_bytes(0) - start_bytes)
     program.close()
     return peaks[0], peaks[1]
 
 
 def job_of(model: Any, loss: Any) -> Trainable:
-    """Of one trained norm, so that little but logits takes memory."""
+    """Return a job that trains only one norm, so that logits take most of the memory."""
     model.requires_grad_(requires_grad=False)
-    norms = [each for name, each in model.named_parameters() if "norm" in name.lower()]
+    norms = [parameter for name, parameter in model.named_parameters() if "norm" in name.lower()]
     norms[-1].requires_grad_(requires_grad=True)
     return Trainable(
         cut_into_blocks(model),
@@ -58,31 +58,33 @@ def job_of(model: Any, loss: Any) -> Trainable:
 
 
 @pytest.mark.parametrize("kind", LARGE_CASES)
-def test_a_quarter_of_the_tokens_takes_a_third_of_the_memory(kind, monkeypatch):
-    make, loss, make_batch = LARGE_CASES[kind]
+def test_quarter_of_the_tokens_at_once_takes_a_third_of_the_memory(kind, monkeypatch):
+    build_model, loss, make_batch = LARGE_CASES[kind]
     growths = []
     for at_once in (TOKENS, AT_ONCE):
         monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)
-        growths.append(growth(job_of(make(LARGE), loss), make_batch(LARGE)))
+        growths.append(peak_growth(job_of(build_model(LARGE), loss), make_batch(LARGE)))
     assert_a_third(growths)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "bart"])
-def test_likewise_of_a_trainer(name, tmp_path, monkeypatch):
-    make, growths = LARGE_CASES[name][0], []
+def test_quarter_of_the_tokens_takes_a_third_of_the_memory_in_a_trainer(
+    name, tmp_path, monkeypatch
+):
+    build_model, growths = LARGE_CASES[name][0], []
     microbatch = padded_texts(LARGE)
     arrays = {**microbatch.arrays, SAMPLES: torch.tensor(2.0).numpy()}
     for at_once in (TOKENS, AT_ONCE):
         monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)
-        model = make(LARGE)
+        model = build_model(LARGE)
         trainer: Any = trainer_of(samestep.hf.Trainer, model, tmp_path)
         losses = SummedLoss(trainer, [trainer_batch(trainer, items(LARGE)[:1])])
-        growths.append(growth(job_of(model, losses.loss), type(microbatch)(arrays, 2.0)))
+        growths.append(peak_growth(job_of(model, losses.loss), type(microbatch)(arrays, 2.0)))
     assert_a_third(growths)
 
 
 def assert_a_third(growths: Any) -> None:
-    """Layers and weights add a little."""
+    """Check growths with all tokens and with a quarter at once; layers and weights add a little."""
     for whole, parts in zip(*growths, strict=True):
         assert whole > 2 * LOGITS_BYTES
         assert parts < 0.35 * whole, (whole, parts)
