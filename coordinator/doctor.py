@@ -1,6 +1,7 @@
-"""`coordinator doctor`: check for what usually keeps a coordinator from working or being reached.
+"""`coordinator doctor`: check for common causes that keep a coordinator from working or from being
+reached.
 
-It changes nothing and may run beside a working coordinator, which it then examines.
+The command changes nothing. It may run while a coordinator works, and then examines it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ SLOW_SYNC_MS: Final = 50.0
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """How the coordinator is, or will be, started.
+    """The options with which the coordinator is, or will be, started.
 
     Attributes:
         bind: Host and port for workers.
@@ -228,7 +229,7 @@ def _runs(directory: Path) -> Iterator[Finding]:
         yield ok("runs", f"none unfinished in {str(directory)!r}")
 
 
-# Ports. If one is in use, this very coordinator may be at work there.
+# Ports. If a port is in use, this user's coordinator may be listening there.
 
 
 def _workers_port(host: str, port: int, certificate: bytes | None) -> Iterator[Finding]:
@@ -236,7 +237,7 @@ def _workers_port(host: str, port: int, certificate: bytes | None) -> Iterator[F
 
     Args:
         host: As the user wrote it.
-        port: 0 for any free one.
+        port: The port; 0: any free port.
         certificate: Fingerprint of this user's certificate; None if there is none yet.
     """
     check = "workers' port"
@@ -332,7 +333,8 @@ def _open_to_others(check: str, host: str, port: int) -> Iterator[Finding]:
 
 
 def _loopback_only(host: str) -> str:
-    """Describe what the host resolves to if only loopback, as a machine's own name often does."""
+    """Return a text if the host resolves only to loopback, as a machine's name often does; else
+    empty."""
     if is_loopback(host):
         return host
     hosts = {
@@ -345,7 +347,7 @@ def _loopback_only(host: str) -> str:
 
 
 def _certificate_at(host: str, port: int) -> bytes | None:
-    """Return the fingerprint of the certificate served there; None without TLS 1.3."""
+    """Return the fingerprint of the certificate served at an address; None without TLS 1.3."""
     with (
         contextlib.suppress(OSError),
         dial.connect_blocking(host, port, _PATIENCE_S) as plain_socket,

@@ -1,6 +1,6 @@
 """The coordinator of one `samestep.fit`: a request as a JSON line in, events as JSON lines out.
 
-It ends when its standard input does, which `fit` holds open.
+The coordinator ends when its standard input closes, which `fit` keeps open.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _LOG: Final = logging.getLogger(__name__)
 def serve() -> int:
     """Execute the requested run; return its exit code."""
     events = EventPipe(os.dup(1))
-    os.dup2(2, 1)  # what libraries print is no event
+    os.dup2(2, 1)  # libraries may print, and their lines are not events
     request = sys.stdin.buffer.readline()
     if not request.endswith(b"\n"):
-        return ExitCode.FAILED  # `fit` is gone
+        return ExitCode.FAILED  # `fit` has ended
     end_with_standard_input("coordinator")
     events.sends_records = json.loads(request)["records"]
     with options_as_arguments():

@@ -28,21 +28,21 @@ _CANNOT_BEGIN: Final = (ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.MISMATCH)
 class LocalWorkers:
     """Child processes that run `worker` against this coordinator.
 
-    A worker that a signal ended is restarted: the kernel's OOM killer may have meant another
-    process. One that ended by itself is not. A terminal's Ctrl-C is for the coordinator, which lets
-    the workers finish the step first. Each holds one end of a pipe, and ends when the other end
-    closes: a killed coordinator leaves none behind.
+    A worker that was ended by a signal is restarted: the kernel's OOM killer may have chosen it
+    because of another process. A worker that ended by itself is not restarted. A terminal's Ctrl-C
+    reaches only the coordinator, which lets the workers finish the step first. Each worker holds
+    one end of a pipe, and ends when the other end closes: a killed coordinator leaves no workers.
 
     Args:
         address: Address of the coordinator.
         backend: Backend of each worker.
-        devices: By number or part of their name; none: each worker takes the first.
+        devices: Devices, by number or part of their name; empty: each worker takes the first one.
         token_file: The file of the join token, which is passed instead of the token.
         tell: Prints a line about a restart.
-        plaintext: Without TLS.
+        plaintext: Whether to connect without TLS.
 
     Attributes:
-        name: What the worker calls itself, once it has been started.
+        name: The worker's name, once it has been started.
     """
 
     def __init__(
@@ -84,18 +84,18 @@ class LocalWorkers:
         self._supervised.append(asyncio.create_task(self._supervise(self.name, arguments)))
 
     async def all_ended(self) -> list[int]:
-        """Wait until all have ended; return their exit codes."""
+        """Wait until all workers have ended; return their exit codes."""
         return list(await asyncio.gather(*map(asyncio.shield, self._supervised)))
 
     @property
     def could_not_begin(self) -> int:
-        """The common exit code if all ended because of missing inputs or another run's, else 0."""
+        """The common exit code if all workers ended because their inputs are missing or wrong;
+        else 0."""
         codes = {task.result() if task.done() else 0 for task in self._supervised}
         return codes.pop() if len(codes) == 1 and codes <= set(_CANNOT_BEGIN) else 0
 
     async def stop(self) -> None:
-        """End the remaining workers: terminate, then kill. They belong to this coordinator
-        alone."""
+        """End the remaining workers: terminate, then kill them."""
         self._ending = True
         for end in ("terminate", "kill"):
             for process in self._processes.values():

@@ -22,10 +22,12 @@ class CoordinatorOptions:
     """The checked command line of `coordinator`.
 
     Attributes:
-        name: The name announced on the network if others can reach `bind`; empty for none.
+        name: The name announced on the network if other machines can reach `bind`; empty: no
+            announcement.
         changes: With `resume` and no `spec`: `key=value` pairs to change in the run's spec.
-        may_change: With `resume` and `spec`: whether that may be a change of the run's spec.
-        script: The script whose `samestep.fit` started it; empty for a notebook, None without one.
+        may_change: With `resume` and `spec`: whether `spec` may change the run's spec.
+        script: The script whose `samestep.fit` started the coordinator; empty for a notebook; None
+            if none did.
     """
 
     bind: tuple[str, int]
@@ -52,7 +54,7 @@ class CoordinatorOptions:
 
 
 def usual_name() -> str:
-    """The default announced name: the host name, reduced to letters, digits and hyphens."""
+    """Return the default announced name: the host name, reduced to letters, digits and hyphens."""
     host = socket.gethostname().partition(".")[0]
     ascii_name = "".join(c if c.isalnum() and c.isascii() else "-" for c in host)
     return ascii_name.strip("-")[:40] or "coordinator"
@@ -61,11 +63,11 @@ def usual_name() -> str:
 def resume_command(
     options: CoordinatorOptions, bind: tuple[str, int], directory: Path, *, control: tuple[str, int]
 ) -> str:
-    """The command that resumes a run, with every option that differs from its default.
+    """Return the command that resumes a run, with every option that differs from its default.
 
     Args:
-        options: Those of the stopped run.
-        bind: The address that its workers reconnect to.
+        options: The options of the stopped coordinator.
+        bind: The address to which its workers reconnect.
         directory: The run's directory.
         control: The address of its control port.
     """

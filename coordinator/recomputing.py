@@ -1,6 +1,6 @@
 """A child process that recomputes steps of a run, for an audit to compare.
 
-Its protocol is in `worker.recompute`, beside the model and torch.
+The protocol is in `worker.recompute`, which has the model and torch.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Recomputing:
         )  # fmt: skip
         assert self._worker.stdin is not None
         assert self._worker.stdout is not None
-        self._questions: IO[bytes] = self._worker.stdin
-        self._answers: IO[bytes] = self._worker.stdout
+        self._requests: IO[bytes] = self._worker.stdin
+        self._responses: IO[bytes] = self._worker.stdout
         try:
             spec = json.loads(run.spec.to_bytes())
-            self._ask({"spec": spec, "manifest_digest": self._manifest.digest()}, ())
+            self._request({"spec": spec, "manifest_digest": self._manifest.digest()}, ())
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -70,37 +70,37 @@ class Recomputing:
         Raises:
             SamestepError: The step cannot be recomputed here.
         """
-        answer = self._ask({"step": step, "loss_scale": loss_scale}, parameters)
+        answer = self._request({"step": step, "loss_scale": loss_scale}, parameters)
         averages = [
             np.frombuffer(self._read(4 * block.elements), np.float32)
             for block in self._manifest.blocks
         ]
         return RecomputedStep(float(answer["loss"]), averages)
 
-    def _ask(
+    def _request(
         self, document: dict[str, Any], arrays: Sequence[NDArray[np.float32]]
     ) -> dict[str, Any]:
         try:
-            self._questions.write(json.dumps(document).encode() + b"\n")
+            self._requests.write(json.dumps(document).encode() + b"\n")
             for array in arrays:
-                self._questions.write(array.tobytes())
-            self._questions.flush()
+                self._requests.write(array.tobytes())
+            self._requests.flush()
         except BrokenPipeError:
             raise self._exit_error() from None
-        line = self._answers.readline()
+        line = self._responses.readline()
         if not line.endswith(b"\n"):
             raise self._exit_error()
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def _read(self, count: int) -> bytes:
-        content = self._answers.read(count)
+        content = self._responses.read(count)
         if len(content) < count:
             raise self._exit_error()
         return content
 
     def _exit_error(self) -> SamestepError:
-        """Make an error of the last line that the process wrote."""
+        """Return an error with the last line that the process wrote."""
         code = self._worker.wait()
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()

@@ -64,9 +64,9 @@ from protocol.cli.systemd import Priority, SystemJournal
 from protocol.datasets.capture_index import INDEX
 
 _LINE_INTERVAL_S: Final = 2.0
-"""Between two progress lines, if the output is not a terminal."""
+"""Seconds between two progress lines, if the output is not a terminal."""
 _FIRST_WAITING_S: Final = 5.0
-"""Until the first line about waiting; each next one comes after twice as long, up to
+"""Seconds until the first line about waiting; the interval then doubles up to
 `_WAITING_EVERY_S`."""
 _WAITING_EVERY_S: Final = 60.0
 
@@ -114,7 +114,7 @@ _SENTENCES_WHILE_SERVING: Final[dict[type[Event], str]] = {
     RunAccepted: "run {run_id} accepted: {task}, {steps} steps",
     RunEnded: "run {run_id} {outcome}: {reason}",
 }
-"""With one run at a terminal, its own first and last lines say this."""
+"""With a single run at a terminal, its first and last lines say this."""
 _PRIORITIES: Final[dict[type, Priority]] = {
     WorkerDisconnected: Priority.NOTICE,
     WorkerUnready: Priority.WARNING,
@@ -138,12 +138,12 @@ _PRIORITIES: Final[dict[type, Priority]] = {
 
 
 class ProgressConsole:
-    """Renders a service's events: a live table on a terminal, else a line now and then.
+    """Renders a service's events: a live table on a terminal, otherwise lines at intervals.
 
     Args:
         service: The service.
-        console: Prints the lines, unless there is a journal.
-        journal: Takes each line with its event's fields.
+        console: Prints the lines, unless there is a `journal`.
+        journal: Receives each line with its event's fields.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class ProgressConsole:
         self._last_line_s = 0.0
         self._waiting_since_s = time.monotonic()
         self._wait_before_line_s = _FIRST_WAITING_S
-        self._waiting_at: tuple[int, object] = (-1, None)
+        self._waiting_position: tuple[int, object] = (-1, None)
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(
@@ -184,7 +184,7 @@ class ProgressConsole:
         if isinstance(event, TrainingStarted | RunResumed):
             self._last_line_s = 0.0  # a run's first step is shown at once
         execution = self._service.current
-        # Workers that leave after the last step are not news: the run's end is.
+        # Workers that leave after the last step are not reported: the run's end is.
         is_after_end = isinstance(event, WorkerDisconnected) and self._is_done
         if not is_after_end and (sentence := self._sentences.get(type(event))) is not None:
             self._print(sentence.format(**_in_sentences(fields)), event, fields)
@@ -228,11 +228,11 @@ class ProgressConsole:
     def _is_done(self) -> bool:
         """Whether the only run is over except for its files."""
         execution = self._service.current
-        over = execution is not None and execution.outcome is not None
-        return over and self._service.settings.once
+        is_over = execution is not None and execution.outcome is not None
+        return is_over and self._service.settings.once
 
     def _print_resume_command(self, run_id: str) -> None:
-        """Say how to resume a failed run. With one run, the last line does."""
+        """Print how to resume a failed run; with a single run, the last line says so."""
         finished = self._service.finished
         if (
             self._service.settings.once
@@ -251,9 +251,9 @@ class ProgressConsole:
         waiting_text = ""
         if execution is not None and self._live is None:
             waiting_text = waited_for_now(self._service).words
-            at = (execution.run.steps_committed, execution.run.phase)
-            if at != self._waiting_at:
-                self._waiting_at, waiting_text = at, ""
+            position = (execution.run.steps_committed, execution.run.phase)
+            if position != self._waiting_position:
+                self._waiting_position, waiting_text = position, ""
         if not waiting_text:
             self._waiting_since_s, self._wait_before_line_s = now_s, _FIRST_WAITING_S
         elif now_s - self._waiting_since_s >= self._wait_before_line_s:
@@ -315,7 +315,8 @@ class ProgressConsole:
 
 
 def _in_sentences(fields: Mapping[str, object]) -> dict[str, object]:
-    """Format the fields for sentences: lists with commas, unknown numbers of steps, a step once."""
+    """Format the fields for sentences: join lists with commas, name an unknown number of steps
+    `all`, and do not repeat the step in the reason."""
     formatted = {"steps": "all"} | {
         name: ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
         for name, value in fields.items()
@@ -347,9 +348,9 @@ def _progress(execution: Execution, now_s: float, *, shares: bool = True) -> str
 
 def _share(worker: Mapping[str, Any]) -> str:
     """Format a worker's share of the step: its inner step, or its microbatches."""
-    at = worker.get("inner_phase")
-    if at is not None:
-        return f"replica {at['replica']}: step {at['inner_step']} of {at['inner_steps']}"
+    phase = worker.get("inner_phase")
+    if phase is not None:
+        return f"replica {phase['replica']}: step {phase['inner_step']} of {phase['inner_steps']}"
     return str(worker.get("microbatches_of_step", ""))
 
 

@@ -1,8 +1,8 @@
 """Limits the connections to the control port, in number and in time without a token.
 
-Any process of this machine can connect. A connection without the token is closed after the time of
-a handshake, and the oldest such one when a new connection needs its slot. One with the token stays
-open.
+Any process on this machine can connect. A connection without the token is closed after the
+handshake timeout; the oldest such connection is closed earlier if a new connection needs its slot.
+A connection with the token stays open.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RequestLimiter:
     """The connections of one control port.
 
     Args:
-        serve: Makes the protocol of a new connection.
+        serve: Returns the protocol of a new connection.
     """
 
     def __init__(self, serve: Callable[[], Handler]) -> None:

@@ -1,7 +1,7 @@
 """The history of a run for the page: curves, workers and events, from its journal alone.
 
-Each reading takes only the journal lines since the last one. The memory is bounded for runs of any
-length: a curve that exceeds its bound is halved by merging neighboring points.
+Each `read` reads only the new lines of the journal. The memory is bounded for runs of any length: a
+curve that reaches its bound is halved by merging neighboring points.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coordinator.storage.directory.journal import JournalTail
 from protocol.spec.run_spec import known_steps
 
 _POINTS: Final = 2_000
-"""The most points of a curve, an even number: then each two become one."""
+"""The most points of a curve; an even number, since pairs of points are merged."""
 _EVENTS: Final = 300
 _EVALUATIONS: Final = 500
 _WORKERS: Final = 200
@@ -44,7 +44,7 @@ class Curve:
             self._halve()
 
     def cut(self, step: int) -> None:
-        """Remove the steps after this one: they are done again."""
+        """Remove the steps after `step`: they are redone."""
         self.points = [point for point in self.points if point[0] <= step]
         self._waiting = [
             waiting_point for waiting_point in self._waiting if waiting_point[0] <= step
@@ -53,8 +53,8 @@ class Curve:
     def document(self, after: int) -> dict[str, Any]:
         """Return columns of the points after a step, rounded for display.
 
-        The last point may hold fewer steps than the others and still change: all up to `full` are
-        final, as long as `stride` is the same.
+        The last point may cover fewer steps than the others and still change: all points up to step
+        `full` are final, as long as `stride` is the same.
         """
         points = [*self.points, self._merge_waiting()] if self._waiting else self.points
         new_points = [point for point in points if point[0] > after]
@@ -119,7 +119,7 @@ class RunHistory:
         self._outcome = ""
 
     def read(self) -> None:
-        """Take the new lines. Blocks while they are read."""
+        """Read the journal's new lines; blocks while it reads."""
         if self._journal.was_cut():
             self._reset()
         for time, record in self._journal.new_records():
@@ -127,7 +127,7 @@ class RunHistory:
                 self._take(time, record)
 
     def document(self, after: int = 0) -> dict[str, Any]:
-        """Return everything to draw; for curves, only what follows a step."""
+        """Return all data to draw; of curves, only the points after a step."""
         return {
             "run_id": self._run_id,
             "steps": self._steps,
@@ -189,13 +189,13 @@ class RunHistory:
                 self._add_event(time, record, "checkpoint", record["directory"])
 
     def _commit(self, time: str, record: dict[str, Any]) -> None:
-        at, step = datetime.fromisoformat(time), record["step"] + 1
+        committed_at, step = datetime.fromisoformat(time), record["step"] + 1
         self._losses.add(step, record["loss"])
         self._norms.add(step, record.get("norm"))
         self._rates.add(step, record.get("rate"))
         if self._last_commit is not None:
-            self._times.add(step, (at - self._last_commit).total_seconds())
-        self._last_commit, self._outcome = at, ""
+            self._times.add(step, (committed_at - self._last_commit).total_seconds())
+        self._last_commit, self._outcome = committed_at, ""
         if record["skipped"]:
             self._add_event(time, record, "skipped", "nothing was applied")
 
@@ -217,8 +217,8 @@ class RunHistory:
                 worker.here, worker.since = False, time
                 worker.why = record["reason"] if worker.name == name else record["change"]
         absent_names = [worker.name for worker in self._workers.values() if not worker.here]
-        for surplus in absent_names[: max(0, len(self._workers) - _WORKERS)]:
-            del self._workers[surplus]
+        for name_to_drop in absent_names[: max(0, len(self._workers) - _WORKERS)]:
+            del self._workers[name_to_drop]
         reason, computing = record["reason"], f"workers from now on: {len(members)}"
         text = f"{reason}; {computing}" if reason else computing
         self._add_event(time, record, record["change"], text, name)

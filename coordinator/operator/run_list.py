@@ -1,4 +1,4 @@
-"""The runs of this coordinator's directory, for the page's list; each file is read when it
+"""The runs in this coordinator's directory, for the page's list; a file is reread when it
 changes."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RunList:
 
     Args:
         top: The directory of runs.
-        once: Whether that is the directory of one run.
+        once: Whether `top` is the directory of a single run.
     """
 
     def __init__(self, top: Path, *, once: bool) -> None:
@@ -64,16 +64,19 @@ class RunList:
         self._cache: dict[Path, tuple[_Stamp, ListedRun]] = {}
 
     def read(self) -> list[tuple[ListedRun, float]]:
-        """Return the runs, newest first, each with when its journal last grew. Blocks on files.
+        """Return the runs, newest first, each with the time at which its journal last grew.
 
-        Runs that cannot be read are left out: the audit names their faults.
+        Blocks while it reads files. Runs that cannot be read are excluded: the audit names their
+        faults.
         """
         paths = {self._top} if self._once else {p.parent for p in self._top.glob("*/run.json")}
-        # Several threads may do this: each reads the known runs, and replaces them.
+        # Several threads may call this: each replaces the cache as a whole.
         readings = {path: read for path in paths if (read := self._read(path)) is not None}
         self._cache = {path: (stamp, run) for path, (stamp, run, _) in readings.items()}
         runs = [(run, changed_s) for _, run, changed_s in readings.values()]
-        return sorted(runs, key=lambda each: (each[1], each[0].run_id), reverse=True)[:_MOST_RUNS]
+        return sorted(runs, key=lambda entry: (entry[1], entry[0].run_id), reverse=True)[
+            :_MOST_RUNS
+        ]
 
     def _read(self, path: Path) -> tuple[_Stamp, ListedRun, float] | None:
         directory, cached = RunDirectory(path), self._cache.get(path)

@@ -3,17 +3,18 @@
     DIRECTORY/RUN-ID/after-0000000050/   run.json, manifest.json, terms.json, journal.jsonl,
                                          checkpoints/step-0000000050/
 
-Each copy is a run directory in small: what a restart needs to continue from that checkpoint,
-complete under its name or absent. The list of the run's files is left out: on another machine they
-are elsewhere, so they are hashed again.
+Each copy is a small run directory with the files that a restart needs to continue from that
+checkpoint. Under its final name a copy is complete. A copy has no list of the run's files: on
+another machine they are elsewhere, so they are hashed again.
 
-A copy has the complete journal of its time, so a copy knows its history. Of two copies,
-the one with the newer term is newer, then the one with more steps. If the run's journal continues
-a copy's with a rollback (--from-step) before the copy's checkpoint, the copy is obsolete and is
-removed.
+A copy has the complete journal up to its time, and so its history. Of two copies, the one with the
+higher term is newer; of two with the same term, the one with more steps. If the run's journal
+continues that of a copy with a rollback (--from-step) to a step before the copy's checkpoint, the
+copy is obsolete and is removed.
 
-A restored run records that in its journal, and nowhere else. A coordinator that finds a
-copy with such a line that its own journal lacks copies nothing there, and removes nothing.
+A restored run records the restoration only in its journal. If a coordinator finds a copy whose
+journal has such a line that its own journal lacks, it copies nothing to that directory and removes
+nothing from it.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _NAME: Final = re.compile(_PREFIX + r"(\d{10,})")
 _RESTORED_NOTE: Final = "restored from a copy: "
 """Begins the note in the journal of a restored run; on disk, so it stays as it is."""
 _ATTEMPTS: Final = 5
-"""How often small files are read while they are being written."""
+"""How many times the small files are read if they change meanwhile."""
 
 
 class RestoredCopy(NamedTuple):
@@ -95,12 +96,12 @@ def _step_of(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """What a copy's name and journal say.
+    """A copy, as described by its name and journal.
 
     Attributes:
-        name: Name of its directory.
-        term: Term of the last lines of its journal.
-        lines: Number of lines in its journal.
+        name: Name of the copy's directory.
+        term: Term of the last lines of the copy's journal.
+        lines: Number of lines in the copy's journal.
         head: Hash of the last line.
         branch: See `_branch`.
     """
@@ -113,15 +114,15 @@ class _Copy:
 
     @property
     def step(self) -> int:
-        """The step of its checkpoint."""
+        """The step of the copy's checkpoint."""
         return _step_of(self.name)
 
     def is_prefix(self, entries: Sequence[Entry]) -> bool:
-        """Whether the run's journal begins with the copy's lines."""
+        """Return whether the run's journal begins with the copy's lines."""
         return 0 < self.lines <= len(entries) and entries[self.lines - 1].hash == self.head
 
     def is_obsolete(self, entries: Sequence[Entry]) -> bool:
-        """Whether the run was rolled back since to a step before the copy's."""
+        """Return whether the run was rolled back since then, to a step before the copy's."""
         if not self.is_prefix(entries):
             return False
         since = (entry.record for entry in entries[self.lines :])
@@ -129,7 +130,7 @@ class _Copy:
 
 
 def check_directory(to: str) -> None:
-    """Check before a run begins that copies can be written to a directory; make it if missing.
+    """Check before a run begins that copies can be written to a directory; create it if missing.
 
     Raises:
         UsageError: The path is not a directory, or cannot be written.
@@ -150,7 +151,8 @@ def _directory(to: str) -> Path:
     """Return the directory that an entry of `checkpoint.copies` names.
 
     Raises:
-        UsageError: Something else is there, or it is a worker's name, as earlier builds allowed.
+        UsageError: The path is not a directory, or the entry is a worker's name, as earlier
+            releases allowed.
     """
     if not ("/" in to or to.startswith((".", "~"))):
         raise UsageError(
@@ -172,24 +174,25 @@ def _directory(to: str) -> Path:
 
 
 def copy_checkpoint(directory: RunDirectory, step: int, to: str, keep: int) -> bool:
-    """Copy what a restart needs to continue after `step` steps, verify it, and remove older copies.
+    """Copy the files that a restart needs to continue after `step` steps, verify the copy, and
+    remove older copies.
 
-    The remains of failed copies are removed, and copies of steps that were rolled back since.
+    The remains of failed copies are removed, and so are copies of steps that were rolled back.
 
     Args:
         directory: Directory of the run, which may continue meanwhile but keeps this checkpoint.
         step: Step of the checkpoint.
-        to: The directory of copies; made if missing; ~ is the user's home.
+        to: The directory of copies; created if missing; ~ is the user's home.
         keep: How many copies of this run to keep.
 
     Returns:
-        Whether it was copied; False if the copy exists.
+        Whether a copy was made; False if it exists already.
 
     Raises:
         StorageFailed: A read or write failed.
         StorageDamaged: The copy differs from its source.
-        UsageError: The run was restored elsewhere, and is copied to the same directory from
-            there; or it is not a directory.
+        UsageError: The run was also restored elsewhere and is copied to the same directory from
+            there; or `to` is not a directory.
     """
     run = directory.read_run()
     assert run is not None
@@ -211,7 +214,7 @@ def copy_checkpoint(directory: RunDirectory, step: int, to: str, keep: int) -> b
 
 
 def _make(directory: RunDirectory, step: int, target: Path) -> tuple[Entry, ...]:
-    """Make and verify a copy, replacing one with another history; return the lines of its
+    """Make and verify a copy, which replaces a copy with another history; return the lines of its
     journal."""
     temporary = target.with_name(target.name + TEMPORARY_SUFFIX)
     source = checkpoint_path(directory.checkpoints, step)
@@ -243,7 +246,7 @@ def _describe(copy: Path) -> _Copy:
         number, head = newest_line(journal)
         entries = verify_journal(journal).entries if journal.exists() else ()
     except StorageDamaged as error:
-        reason = f"this copy is damaged ({error.reason}); remove it, and it is made again"
+        reason = f"this copy is damaged ({error.reason}); remove it: a new copy is then made"
         raise StorageDamaged(str(copy), "", reason) from None
     return _Copy(copy.name, newest_term(journal), number, head, _branch(entries))
 
@@ -263,7 +266,7 @@ def _branch(entries: Sequence[Entry]) -> str:
 
 
 def _check_rivals(copies: Iterable[_Copy], entries: Sequence[Entry], directory: Path) -> None:
-    """Check that no other coordinator continues the run from a copy: the newer one copies.
+    """Check that no other coordinator continues the run from a copy: only that one may copy.
 
     Args:
         copies: The existing copies.
@@ -288,7 +291,7 @@ def _age(copy: _Copy) -> tuple[int, int]:
 
 
 def _is_current(copy: _Copy, entries: Sequence[Entry]) -> bool:
-    """Whether a copy belongs to the run's present history and branch."""
+    """Return whether a copy belongs to the run's current history and branch."""
     return (
         copy.is_prefix(entries)
         and copy.branch == _branch(entries)
@@ -297,7 +300,7 @@ def _is_current(copy: _Copy, entries: Sequence[Entry]) -> bool:
 
 
 def _to_remove(others: Sequence[_Copy], entries: Sequence[Entry], keep: int) -> list[str]:
-    """Return the names of the copies to remove beside the newest, so that `keep` are left."""
+    """Return the names of the copies to remove, so that `keep` are left with the newest."""
     obsolete_copies = [copy for copy in others if copy.is_obsolete(entries)]
     older_copies = sorted((copy for copy in others if copy not in obsolete_copies), key=_age)
     return [
@@ -307,16 +310,16 @@ def _to_remove(others: Sequence[_Copy], entries: Sequence[Entry], keep: int) -> 
 
 
 def restore_copy(source: Path, to: Path) -> RestoredCopy:
-    """Make the newest copy a run directory again, with a line about it in its journal.
+    """Restore a run directory from the newest copy, and record that in its journal.
 
-    Steps committed after the checkpoint are void, and done again.
+    Steps committed after the checkpoint are rolled back, and redone.
 
     Args:
         source: A directory of copies of one run, or one copy.
         to: The run's new directory, without a run.
 
     Raises:
-        UsageError: There is no copy, or copies of several runs; or `to` holds a run.
+        UsageError: There is no copy, or there are copies of several runs; or `to` has a run.
         StorageDamaged: The copy is damaged.
         StorageFailed: A read or write failed.
     """
@@ -331,7 +334,7 @@ def restore_copy(source: Path, to: Path) -> RestoredCopy:
     names.remove(copy.run_file.name)
     for name in names:
         replace_file(to / name, _pieces(copy.path / name))
-    _tell_journal(RunDirectory(to).journal, verified.info, summary)
+    _record_restoration(RunDirectory(to).journal, verified.info, summary)
     # run.json comes last: without it there is no run yet.
     replace_file(to / copy.run_file.name, _pieces(copy.run_file))
     return RestoredCopy(verified.info.step, summary)
@@ -350,7 +353,7 @@ def check_no_run(to: Path) -> None:
 
 
 def _summary(copy: Path, verified: _VerifiedCopy) -> str:
-    """Say what people must know of a copy that a run continues from."""
+    """Summarize for users the copy from which a run continues."""
     notes = [f"the run continues after step {verified.info.step}"]
     if later := verified.later:
         notes.append(
@@ -370,7 +373,7 @@ def _summary(copy: Path, verified: _VerifiedCopy) -> str:
     return "; ".join(notes)
 
 
-def _tell_journal(path: Path, info: CheckpointInfo, summary: str) -> None:
+def _record_restoration(path: Path, info: CheckpointInfo, summary: str) -> None:
     term = newest_term(path) + 1
     journal = Journal(path)
     try:
@@ -440,7 +443,7 @@ def _verify(copy: RunDirectory) -> _VerifiedCopy:
 
 
 def _valid_commits(entries: Sequence[Entry]) -> list[Committed]:
-    """Return the commits that no rollback has voided."""
+    """Return the commits that were not rolled back."""
     commits: list[Committed] = []
     for entry in entries:
         if isinstance(entry.record, Resumed):
@@ -451,14 +454,15 @@ def _valid_commits(entries: Sequence[Entry]) -> list[Committed]:
 
 
 def _copy_small_files(directory: RunDirectory, to: Path) -> None:
-    """Copy them as of one moment: start over if one is replaced while the journal is read."""
+    """Copy the small files as of one moment: restart if one is replaced while the journal is
+    read."""
     names = [path.name for path in directory.small_files if path != directory.files_file]
     names.append(directory.journal.name)
     for attempt in range(_ATTEMPTS):
         earlier_contents = {name: read_if_there(directory.path / name) for name in names}
         for name, content in earlier_contents.items():
             if content is not None:
-                # The last line of the journal may be half written.
+                # The last line of the journal may be incomplete.
                 end = content.rfind(b"\n") + 1 if name == directory.journal.name else None
                 replace_file(to / name, content[:end])
         try:

@@ -1,4 +1,4 @@
-"""Send one tracker the rows that it lacks: the process of `coordinator track`."""
+"""Send one tracker its missing rows: the process of `coordinator track`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _READ_BYTES: Final = 65_536
 
 
 def feed(name: str, run: Path, news: Callable[[], bytes] | None = None) -> tuple[int, int]:
-    """Send a tracker every step of a run that it lacks.
+    """Send a tracker every step of a run that the tracker does not have.
 
     Args:
         name: Name of the tracker.
@@ -29,11 +29,11 @@ def feed(name: str, run: Path, news: Callable[[], bytes] | None = None) -> tuple
             ended, and is empty if the end is never reported. None: send the existing rows and end.
 
     Returns:
-        How many steps were sent, and up to which step the tracker has the run.
+        The number of sent steps, and the last step that the tracker has.
 
     Raises:
         UsageError: There is no run.
-        SamestepError: The tracker failed; in its own words.
+        SamestepError: The tracker failed; with the tracker's message.
     """
     directory = RunDirectory(run)
     stored_run = directory.read_run()
@@ -42,7 +42,7 @@ def feed(name: str, run: Path, news: Callable[[], bytes] | None = None) -> tuple
     tracker_directory = run / DIRECTORY / name
     make_below(run, tracker_directory)
     with (tracker_directory / "lock").open("w") as lock:
-        # An earlier process holds it until it has ended.
+        # An earlier process holds the lock until it has ended.
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
@@ -64,7 +64,7 @@ def feed(name: str, run: Path, news: Callable[[], bytes] | None = None) -> tuple
 
 def _follow(tracker: Tracker, rows: Rows, news: Callable[[], bytes] | None) -> tuple[int, int]:
     last, count = tracker.last(), 0
-    ending = news is None
+    has_ended = news is None
     while True:
         earlier_count = count
         for row in rows.read():
@@ -73,16 +73,16 @@ def _follow(tracker: Tracker, rows: Rows, news: Callable[[], bytes] | None) -> t
                 last, count = row.step, count + 1
         if count > earlier_count:
             tracker.flush()
-        if ending or news is None:
+        if has_ended or news is None:
             break
-        words = news()
-        if not words:
+        marks = news()
+        if not marks:
             break  # the rest is sent when the run continues
-        ending = END in words
+        has_ended = END in marks
     tracker.close(rows.outcome)
     return count, max(last, 0)
 
 
 def from_standard_input() -> bytes:
-    """Return what the coordinator has written; empty when it is gone."""
+    """Return the bytes that the coordinator has written; empty once it has ended."""
     return os.read(0, _READ_BYTES)

@@ -1,7 +1,7 @@
 """A tracker's rows: one for each step, from the journal as it grows.
 
-A row has a step's values (loss, norm, rate) and the evaluation after it, so it is complete once the
-journal has a line of what comes next, or ends.
+A row has a step's values (loss, norm, rate) and the evaluation after that step, so a row is
+complete once the journal has a later step, or the end of the run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Rows:
         """How the run ended; empty while it is in progress."""
 
     def read(self) -> Iterator[Row]:
-        """Yield the rows that are complete since the last call, each step once and ascending."""
+        """Yield the rows completed since the last call, in ascending order; each step only once."""
         self._journal.was_cut()  # steps are never sent twice
         for time, record in self._journal.new_records():
             with suppress(ValueError, KeyError, TypeError):  # the audit reports it
@@ -57,7 +57,7 @@ class Rows:
                 held_out = {f"held_out/{name}": value for name, value in record["metrics"].items()}
                 yield from self._add(record["step"], at_s, held_out)
             case "resumed":
-                # Later steps are done again, with the same bits.
+                # Later steps are redone, with the same bits.
                 self.outcome = ""
                 if self._open is not None and self._open.step > record["step"]:
                     self._open = None

@@ -1,8 +1,8 @@
-"""The trackers: each knows up to which step it has a run, and takes later rows.
+"""The trackers: each knows the last step that it has of a run, and takes later rows.
 
-Their libraries are extras, imported on demand. Their files are below `trackers/` in the run's
-directory, unless their own environment variables name a server. Keys come from the environment
-alone, as each library reads them.
+The trackers' libraries are extras, imported on demand. Their files are below `trackers/` in the
+run's directory, unless a library's environment variables name a server. Each library reads its keys
+from the environment only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRACKERS: Final[Mapping[str, str]] = {
     "wandb": "wandb",
     "mlflow": "mlflow",
 }
-"""Modules by name; an extra of the same name installs each."""
+"""The module of each tracker; an extra with the tracker's name installs it."""
 DIRECTORY: Final = "trackers"
 _PROJECT: Final = "samestep"
 
@@ -36,7 +36,7 @@ class TrackedRun:
     """A run to track.
 
     Attributes:
-        directory: For the tracker's files.
+        directory: The directory of the tracker's files.
         run_id: The run's ID.
         spec: The run spec, as a document.
     """
@@ -50,7 +50,7 @@ class Tracker(Protocol):
     """Stores values by step."""
 
     def last(self) -> int:
-        """Return the highest step that it has; -1 for none."""
+        """Return the highest step that the tracker has; -1 without steps."""
 
     def take(self, row: Row) -> None:
         """Store one row."""
@@ -59,7 +59,8 @@ class Tracker(Protocol):
         """Make stored rows visible."""
 
     def close(self, outcome: str) -> None:
-        """Close it: the run is over (finished, drained, failed), or will continue later (empty)."""
+        """Close the tracker: the run is over (finished, drained, failed), or will continue later
+        (empty)."""
 
 
 def check_trackers(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -133,7 +134,7 @@ class _TensorBoard:
 
 
 class _MLflow:
-    """A run of MLflow, found again by our run's ID as a tag."""
+    """A run of MLflow, with samestep's run ID as a tag by which it is found again."""
 
     def __init__(self, tracked: TrackedRun) -> None:
         # A directory of files is enough for one run; newer releases require this variable.
@@ -184,7 +185,7 @@ class _MLflow:
 class _Wandb:
     """A run of Weights & Biases, online or (WANDB_MODE=offline) in files for `wandb sync`.
 
-    Offline it cannot say which steps it has, so the last step is in a file beside it.
+    Offline the library cannot tell which steps it has, so the last step is stored in a file.
     """
 
     def __init__(self, tracked: TrackedRun) -> None:

@@ -1,7 +1,7 @@
-"""The coordinator's side: a process for each tracker, which is notified of news.
+"""The coordinator's side: a process for each tracker, which is notified when the journal grows.
 
-The journal is the queue: it is on disk, and a tracker reads it at its own pace. So nothing here
-waits, and no failure of a tracker reaches the run.
+The journal is the queue: it is on disk, and each tracker reads it at its own pace. So the
+coordinator never waits, and no failure of a tracker affects the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coordinator.tracking.trackers import DIRECTORY
 from protocol.cli.command_line import child_environment, command_of
 
 GRACE_S: Final = 20.0
-"""How long a tracker may take for the rest after the run's end."""
+"""How long a tracker may take for the remaining rows after the run's end."""
 
 
 class Tracking:
@@ -78,7 +78,7 @@ class _Feed:
         self._tell = tell
         self._log = run / DIRECTORY / name / "log.txt"
         self._timer: threading.Timer | None = None
-        self._late = False
+        self._is_late = False
         self._process: subprocess.Popen[bytes] | None = None
         try:
             make_below(run, self._log.parent)
@@ -97,19 +97,20 @@ class _Feed:
         self._watch.start()
 
     def news(self) -> None:
-        """Notify it that the journal has grown. A full pipe holds that byte already."""
+        """Notify the process that the journal has grown. A full pipe already has such a byte."""
         self._write(NEWS)
 
     def end(self, grace_s: float) -> None:
-        """Notify it that the run has ended, and limit the time for the rest."""
+        """Notify the process that the run has ended, and limit the time for the remaining rows."""
         if self._timer is None and self._process is not None:
             self._write(END)
-            self._timer = threading.Timer(grace_s, self._too_late)
+            self._timer = threading.Timer(grace_s, self._kill_late_process)
             self._timer.daemon = True
             self._timer.start()
 
     def stop(self, grace_s: float) -> None:
-        """Wait for its end; the rest of an unfinished run is sent when the run continues."""
+        """Wait for the process to end; if the run is unfinished, the remaining rows are sent when
+        it continues."""
         if self._process is None:
             return
         if self._timer is None:
@@ -118,12 +119,12 @@ class _Feed:
                 self._process.stdin.close()
         self._watch.join(grace_s)
         if self._watch.is_alive():
-            self._too_late()
+            self._kill_late_process()
             self._watch.join()
         self.over()
 
     def over(self) -> bool:
-        """Return whether the process has ended; then nothing of it is left open."""
+        """Return whether the process has ended; if so, close its pipe and timer."""
         if self._process is None:
             return True
         if self._watch.is_alive():
@@ -139,26 +140,26 @@ class _Feed:
             with contextlib.suppress(OSError, ValueError):
                 os.write(self._process.stdin.fileno(), word)
 
-    def _too_late(self) -> None:
-        self._late = True
+    def _kill_late_process(self) -> None:
+        self._is_late = True
         assert self._process is not None
         self._process.kill()
 
     def _watch_process(self) -> None:
-        """Log its standard error, and report its last line if it fails."""
+        """Log the standard error of the process; report its last line if the process fails."""
         assert self._process is not None
         assert self._process.stderr is not None
-        words = b""
+        last_bytes = b""
         with self._process.stderr as lines:
             for line in lines:
-                words = line.strip() or words
+                last_bytes = line.strip() or last_bytes
                 with contextlib.suppress(OSError), self._log.open("ab") as log:
                     log.write(line)
         if self._process.wait() == 0:
             return
-        last_line = words.decode(errors="replace").strip().removeprefix("coordinator: ")
+        last_line = last_bytes.decode(errors="replace").strip().removeprefix("coordinator: ")
         self._report_failure(
-            "it did not finish in time" if self._late else last_line or "it was ended"
+            "it did not finish in time" if self._is_late else last_line or "it was ended"
         )
 
     def _report_failure(self, reason: str) -> None:

@@ -187,7 +187,7 @@ def test_commit_found_only_in_the_log_is_accepted_after_a_crash(tmp_path):
 # Tampering.
 
 
-def test_a_flipped_byte_anywhere_in_the_journal_is_found_and_its_line_named(run):
+def test_flipped_byte_in_the_journal_is_detected_and_its_line_named(run):
     path = run / "journal.jsonl"
     content = path.read_bytes()
     line = 1

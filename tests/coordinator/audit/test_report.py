@@ -37,19 +37,19 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str | None]] = []
         self.words: list[str] = []
-        self._open: list[str] = []
+        self._open_tags: list[str] = []
         self.feed(text)
         self.close()
-        assert self._open == []
+        assert self._open_tags == []
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += attrs
         if tag != "meta":
-            self._open.append(tag)
+            self._open_tags.append(tag)
 
     def handle_endtag(self, tag):
-        assert self._open.pop() == tag
+        assert self._open_tags.pop() == tag
 
     def handle_startendtag(self, tag, attrs):
         self.tags.append(tag)
@@ -63,7 +63,7 @@ class Page(HTMLParser):
         return " ".join(self.words)
 
 
-def eventful(path):
+def write_eventful_run(path):
     run = WrittenRun(path, skip=(4,))
     run.step()
     run.step()
@@ -83,7 +83,7 @@ def eventful(path):
 
 
 def test_page_summarizes_the_run(tmp_path):
-    path = eventful(tmp_path / "run")
+    path = write_eventful_run(tmp_path / "run")
     page = Page(report(path, audit(path)))
     for part in (
         RUN_ID, "finished: all done", "straggler", "subtrees moved", "NaN in block 'head'",
@@ -91,16 +91,16 @@ def test_page_summarizes_the_run(tmp_path):
         "a" * 64, "b" * 64, "optimizer.lr", "samestep", "Sound.", "covered exactly once",
     ):  # fmt: skip
         assert part in page.text, part
-    for kind in RECORDS:
-        assert kind_of(kind) in page.text
-        assert kind.purpose in page.text
+    for record_type in RECORDS:
+        assert kind_of(record_type) in page.text
+        assert record_type.purpose in page.text
     assert page.tags.count("figure") == 6
     for title in ("Loss", "Gradient norm", "Learning rate", "Time of a step", "Workers"):
         assert title in page.text
 
 
 def test_page_shows_only_spec_keys_of_the_task(tmp_path):
-    page = Page(report(eventful(tmp_path / "run")))
+    page = Page(report(write_eventful_run(tmp_path / "run")))
     for part in ("spec: batch.samples", "spec: regress.features", "spec: threads"):
         assert part in page.text
     for part in ("spec: digits", "spec: scripted", "spec: model"):
@@ -130,7 +130,7 @@ def test_confusion_matrix_is_shown_as_a_grid(tmp_path):
 
 
 def test_the_page_loads_and_runs_nothing(tmp_path):
-    text = report(eventful(tmp_path / "run"))
+    text = report(write_eventful_run(tmp_path / "run"))
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "object", "a"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name in {"src", "href"} or name[:2] == "on"]
@@ -141,7 +141,7 @@ def test_the_page_loads_and_runs_nothing(tmp_path):
 
 
 def test_text_from_outside_stays_text(tmp_path):
-    page = Page(report(eventful(tmp_path / "run")))
+    page = Page(report(write_eventful_run(tmp_path / "run")))
     assert EVIL in "".join(page.words)
 
 
@@ -207,7 +207,7 @@ def test_integer_axis_has_integer_ticks(points, x_marks, y_marks):
     assert [text for anchor, text in marks if anchor == "end"] == y_marks
 
 
-def test_a_curve_of_many_points_has_its_average_over_it():
+def test_curve_of_many_points_is_overlaid_with_its_average():
     points = [(float(x), float(x % 2) + 0.5) for x in range(40)]
     text = line_chart(points, x_label="step", y_label="loss", smooth=True)
     assert text.count("<polyline") == 2
@@ -236,10 +236,10 @@ def test_metrics_of_rolled_back_steps_are_not_shown(tmp_path):
     assert "accuracy by step" in text
 
 
-@pytest.mark.parametrize("where", ["nowhere/page.html", "."])
-def test_unwritable_page_is_reported_before_the_audit(tmp_path, where):
+@pytest.mark.parametrize("output", ["nowhere/page.html", "."])
+def test_unwritable_page_is_reported_before_the_audit(tmp_path, output):
     run = written_run(tmp_path / "run")
-    completed = called("coordinator", "report", str(run), "--output", str(tmp_path / where))
+    completed = called("coordinator", "report", str(run), "--output", str(tmp_path / output))
     assert completed.returncode == 2
     assert "--output: expected a file that can be written" in completed.stderr
 
@@ -257,5 +257,5 @@ def test_a_page_goes_into_a_device_and_through_a_link(tmp_path):
     assert (tmp_path / "page.html").read_text().startswith("<!")
     os.mkfifo(tmp_path / "pipe")
     completed = called("coordinator", "report", str(run), "--output", str(tmp_path / "pipe"))
-    assert "start what reads from the pipe" in completed.stderr
+    assert "start the process that reads from the pipe" in completed.stderr
     assert completed.returncode != 0

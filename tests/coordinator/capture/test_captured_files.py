@@ -147,10 +147,10 @@ def test_a_capture_that_ends_early_continues(tmp_path, spec, reference_files):
 
 
 def test_a_file_whose_steps_were_all_skipped_is_not_in_the_index(tmp_path, spec):
-    each = steps_of_a_file(spec, LAYOUT)
+    steps_per_file = steps_of_a_file(spec, LAYOUT)
     captured = files(tmp_path / "run", spec)
-    for step in range(3 * each):
-        captured.keep(step, [] if each <= step < 2 * each else rows(step))
+    for step in range(3 * steps_per_file):
+        captured.keep(step, [] if steps_per_file <= step < 2 * steps_per_file else rows(step))
     captured.finish(is_complete=True)
     names = [file.name for file in read_index(tmp_path / "run" / "logits").files]
     assert names == ["00000.parquet", "00002.parquet"]
@@ -180,8 +180,8 @@ def test_a_skipped_step_leaves_its_rows_out(tmp_path, spec):
 def test_rollback_is_refused_if_a_finished_file_would_grow(tmp_path, spec, reference_files, case):
     committed, step, moved_aside = case
     captured = files(tmp_path, spec)
-    for each in range(committed):
-        captured.keep(each, rows(each))
+    for kept_step in range(committed):
+        captured.keep(kept_step, rows(kept_step))
     is_complete = committed == STEPS
     captured.finish(is_complete=is_complete)
     captured.close()
@@ -196,8 +196,8 @@ def test_rollback_is_refused_if_a_finished_file_would_grow(tmp_path, spec, refer
     for path in paths:
         path.unlink()
     repeat = files(tmp_path, spec, committed=step)
-    for each in range(step, STEPS):
-        repeat.keep(each, rows(each))
+    for kept_step in range(step, STEPS):
+        repeat.keep(kept_step, rows(kept_step))
     assert repeat.finish(is_complete=True) == reference_files
 
 

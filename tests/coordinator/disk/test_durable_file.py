@@ -137,7 +137,7 @@ def test_output_path_is_written_in_place(tmp_path):
     assert Path("/dev/null").is_char_device()
     pipe, contents = tmp_path / "pipe", []
     os.mkfifo(pipe)
-    with pytest.raises(StorageFailed, match="start what reads from the pipe"):
+    with pytest.raises(StorageFailed, match="start the process that reads from the pipe"):
         write_output(pipe, b"alone")
     reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(reading, True)

@@ -49,8 +49,8 @@ class Stranger:
 
 async def crowd(live: LiveService, count: int, host: str, data: bytes = b"") -> list[Stranger]:
     connections = [Stranger(live.port, host) for _ in range(count)]
-    for each in connections:
-        await each.connect(data)
+    for connection in connections:
+        await connection.connect(data)
     return connections
 
 
@@ -62,8 +62,8 @@ async def wait_for_pending(live: LiveService, count: int) -> None:
 
 
 def close_all(connections: list[Stranger]) -> None:
-    for each in connections:
-        each.endpoint.close()
+    for connection in connections:
+        connection.endpoint.close()
 
 
 @pytest.mark.parametrize("data", [b"", HELLO_OF_TLS[:20]], ids=["silent", "half a TLS handshake"])
@@ -88,13 +88,13 @@ async def test_limit_of_eight_connections_per_address(tmp_path, data, monkeypatc
 @on_uvloop
 async def test_limit_of_64_connections_in_total(tmp_path):
     async with live_service(tmp_path, 1) as live:
-        limit, each = (
+        limit, limit_per_address = (
             limits.UNAUTHENTICATED_CONNECTIONS,
             limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS,
         )
         connections: list[Stranger] = []
-        for number in range(limit // each):
-            connections += await crowd(live, each, f"127.0.0.{10 + number}")
+        for number in range(limit // limit_per_address):
+            connections += await crowd(live, limit_per_address, f"127.0.0.{10 + number}")
         await wait_for_pending(live, limit)
         async with asyncio.timeout(limits.HANDSHAKE_TIMEOUT_MS / 1000 - 1):
             (refused_connection,) = await crowd(live, 1, "127.0.0.99")

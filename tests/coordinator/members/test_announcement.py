@@ -81,7 +81,7 @@ async def test_announcement_starts_when_the_network_is_up(network, monkeypatch):
             network.failure = None
             assert await network.heard.get() == ["192.0.2.1"]
             await advert.stop()
-    reasons = [each["reason"] for each in logs if each["event"] == "not_announced"]
+    reasons = [entry["reason"] for entry in logs if entry["event"] == "not_announced"]
     assert "no address that other machines reach" in reasons[0]
     assert "Network is unreachable" in reasons[1]
     assert len(reasons) == 2

@@ -14,8 +14,8 @@ from protocol.base.address import parse_address
 
 def adapter(name: str, *addresses: str) -> Adapter:
     ips = [
-        IP((each, 0, 2) if ":" in each else each, 64 if ":" in each else 24, name)
-        for each in addresses
+        IP((address, 0, 2) if ":" in address else address, 64 if ":" in address else 24, name)
+        for address in addresses
     ]
     return Adapter(name, name, ips)
 
@@ -84,9 +84,9 @@ def test_all_addresses_are_in_the_lines_to_paste(machine, tmp_path):
 @pytest.mark.usefixtures("machine")
 def test_slurm_workers_read_the_token_from_the_shared_home(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    _, where, line = lines(tmp_path, "0.0.0.0")
-    assert where == "on another node of this cluster, in one line:"
-    assert line == f"  SAMESTEP_HOME={tmp_path} worker --coordinator 192.168.1.20:9000"
+    _, heading, command = lines(tmp_path, "0.0.0.0")
+    assert heading == "on another node of this cluster, in one line:"
+    assert command == f"  SAMESTEP_HOME={tmp_path} worker --coordinator 192.168.1.20:9000"
 
 
 def test_machine_without_a_network_reports_it(machine, tmp_path):

@@ -203,7 +203,7 @@ def test_lines_about_waiting_come_once_a_minute_at_most(monkeypatch):
         now_s += 1
         reporter.tick()
     seconds = re.findall(r"waiting (\d+) s for", screen.getvalue())
-    assert [int(each) + 1 for each in seconds] == [6, 11, 21, 41, 81, 141, 201, 261]
+    assert [int(second) + 1 for second in seconds] == [6, 11, 21, 41, 81, 141, 201, 261]
 
 
 def test_waiting_time_of_another_phase_does_not_count():

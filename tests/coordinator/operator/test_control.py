@@ -280,7 +280,7 @@ async def test_abandoned_run_continues_by_its_name(tmp_path):
         mark = len(live.events)
         assert await operator.post("/resume", first) == (200, first)
         assert (await operator.post("/resume", first))[0] == 400, "it is in progress"
-        while not any(each["event"] == "run_ended" for each in live.events[mark:]):
+        while not any(event["event"] == "run_ended" for event in live.events[mark:]):
             live.changed.clear()
             await live.changed.wait()
         assert given_up_runs(runs) == []
@@ -325,7 +325,7 @@ async def test_runs_start_in_sequence_and_status_names_waiting_ones(tmp_path):
         operator.live.worker("w0")
         digests = {(await operator.live.result(run_id))["weights_digest"] for run_id in ids}
         assert len(digests) == 1
-        started_runs = [each["run_id"] for each in operator.live.every("run_accepted")]
+        started_runs = [event["run_id"] for event in operator.live.every("run_accepted")]
         assert started_runs == ids
         for run_id in ids:
             result = json.loads((tmp_path / run_id / "result.json").read_text())
@@ -406,10 +406,10 @@ async def test_the_event_stream_reports_everything_in_order(tmp_path):
                             break
                     else:
                         assert line == b"\n" or line.startswith(b"id: ")
-        assert [each["event"] for each in events] == [
-            each["event"] for each in operator.live.events[: len(events)]
+        assert [event["event"] for event in events] == [
+            event["event"] for event in operator.live.events[: len(events)]
         ]
-        assert [each["step"] for each in events if each["event"] == "committed"] == [0, 1, 2, 3]
+        assert [event["step"] for event in events if event["event"] == "committed"] == [0, 1, 2, 3]
         run_end = events[-1]
         assert (run_end["run_id"], run_end["outcome"]) == (document["run_id"], "finished")
 

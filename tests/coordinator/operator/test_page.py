@@ -126,19 +126,21 @@ class Page:
     async def thread_s(self) -> float:
         """Return the processor time of the page's thread so far, in seconds."""
         metrics = (await self.command("Performance.getMetrics"))["metrics"]
-        return float({each["name"]: each["value"] for each in metrics}["ThreadTime"])
+        return float({metric["name"]: metric["value"] for metric in metrics}["ThreadTime"])
 
     async def findings(self) -> list[str]:
         """Return axe-core findings that are serious or worse."""
         report = await asyncio.to_thread(axe.Axe().run, self.driver)
-        grave = [each for each in report["violations"] if each["impact"] in {"serious", "critical"}]
-        return [f"{each['id']}: {each['nodes'][0]['html']}" for each in grave]
+        grave_violations = [
+            v for v in report["violations"] if v["impact"] in {"serious", "critical"}
+        ]
+        return [f"{v['id']}: {v['nodes'][0]['html']}" for v in grave_violations]
 
     def complaints(self) -> list[str]:
         """Return errors in the browser's log since the last call, except for refused requests."""
         entries = self.driver.get_log("browser")
-        texts = [each["message"] for each in entries]
-        return [each for each in texts if not re.search(r"status of 40[019] ", each)]
+        texts = [entry["message"] for entry in entries]
+        return [text for text in texts if not re.search(r"status of 40[019] ", text)]
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def test_restart_removes_repeated_steps(journal):
     history.read()
     assert history.document()["loss"]["mean"] == [0.0, 1.0, 2.0, 33.0]
     assert history.document()["events"][-1]["what"] == "resumed"
-    assert [each["step"] for each in history.document()["evaluations"]] == [2]
+    assert [evaluation["step"] for evaluation in history.document()["evaluations"]] == [2]
     assert history.document()["workers_at"] == [(1, 1)]
 
 
@@ -126,7 +126,7 @@ def test_departed_workers_stay_with_the_reason(journal):
     history = RunHistory(journal.path)
     history.read()
     document = history.document()
-    assert {each["name"]: (each["here"], each["why"]) for each in document["workers"]} == {
+    assert {worker["name"]: (worker["here"], worker["why"]) for worker in document["workers"]} == {
         "mars": (True, ""),
         "venus": (False, "connection reset"),
     }

@@ -42,13 +42,13 @@ def started_progress(*names, samples=4):
     return Progress(spec, 5, MANIFEST, members), members
 
 
-def payload(lo, hi, **where):
-    step_id = {"term": 5, "step": 0, "attempt": 0, **where}
+def payload(lo, hi, **changes):
+    step_id = {"term": 5, "step": 0, "attempt": 0, **changes}
     return NonBlockGradientPayload(**step_id, block=0, chunk=0, lo=lo, hi=hi, weight=hi - lo)
 
 
-def loss(lo, hi, **where):
-    step_id = {"term": 5, "step": 0, "attempt": 0, **where}
+def loss(lo, hi, **changes):
+    step_id = {"term": 5, "step": 0, "attempt": 0, **changes}
     return SubtreeLoss(
         **step_id, lo=lo, hi=hi, loss_sum=1.0, weight=hi - lo, sums=b"", elapsed_ms=6.0 * (hi - lo)
     )
@@ -122,13 +122,13 @@ def test_many_scattered_subtrees_go_in_several_messages():
 
 
 @pytest.mark.parametrize(
-    ("where", "expected"),
+    ("changes", "expected"),
     [({}, True), ({"attempt": 0, "step": 0}, True)],
 )
-def test_current_attempt_is_recognized(where, expected):
+def test_current_attempt_is_recognized(changes, expected):
     progress, _ = started_progress("ann")
     progress.begin()
-    assert (progress.round_of(payload(0, 4, **where)) is progress.round) is expected
+    assert (progress.round_of(payload(0, 4, **changes)) is progress.round) is expected
 
 
 def test_older_attempts_are_late_and_newer_ones_out_of_order():
@@ -136,9 +136,9 @@ def test_older_attempts_are_late_and_newer_ones_out_of_order():
     progress.attempt = 1
     progress.begin()
     assert not progress.round_of(payload(0, 4))
-    for where in ({"attempt": 2}, {"step": 1}, {"term": 4, "attempt": 1}, {"term": 6}):
+    for changes in ({"attempt": 2}, {"step": 1}, {"term": 4, "attempt": 1}, {"term": 6}):
         with pytest.raises(OutOfOrder, match="expected"):
-            progress.round_of(payload(0, 4, **where))
+            progress.round_of(payload(0, 4, **changes))
     progress.round = None
     assert not progress.round_of(payload(0, 4, attempt=1))
 

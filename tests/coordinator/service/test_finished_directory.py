@@ -27,12 +27,12 @@ async def test_changed_or_missing_files_of_a_finished_run_are_detected(tmp_path)
     path = tmp_path / run_id
     assert audit(path).ok
     files = [
-        each
-        for each in sorted(path.rglob("*"))
+        file
+        for file in sorted(path.rglob("*"))
         # The model card is for its owner to edit.
-        if each.is_file() and each.name not in {"lock", "README.md"}
+        if file.is_file() and file.name not in {"lock", "README.md"}
     ]
-    assert {"terms.json", "result.json", "journal.jsonl"} <= {each.name for each in files}
+    assert {"terms.json", "result.json", "journal.jsonl"} <= {file.name for file in files}
     unseen = []
     for file in files:
         content = file.read_bytes()

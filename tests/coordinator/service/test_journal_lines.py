@@ -131,4 +131,4 @@ def test_event_names_are_unique():
 
 
 def _all(kind):
-    return [each for sub in kind.__subclasses__() for each in (sub, *_all(sub))]
+    return [subclass for sub in kind.__subclasses__() for subclass in (sub, *_all(sub))]

@@ -55,7 +55,7 @@ def required_bytes(spec: dict[str, Any], workers: int) -> MemoryBudget:
     return MemoryBudget.of(parsed, Scripted(parsed).manifest, workers)
 
 
-def test_adamw_takes_at_most_six_times_the_parameters_for_any_number_of_workers():
+def test_adamw_needs_at_most_six_times_the_memory_of_parameters():
     large_run = document(scripted={"blocks": 40, "block_bytes": 256 * MIB, "samples": 64})
     one_worker_bytes, many_workers_bytes = (
         required_bytes(large_run, 1),
@@ -163,7 +163,7 @@ def small_machine(free: int) -> Memory:
     return Memory(free=free, free_swap=0, bound=None, swap_bound=None, used=None)
 
 
-def test_a_run_that_does_not_fit_is_refused_with_the_figure_and_what_to_set(monkeypatch):
+def test_run_that_does_not_fit_is_refused_with_size_and_remedy(monkeypatch):
     spec = parse_run_spec(document())
     manifest = Scripted(spec).manifest
     total = MemoryBudget.of(spec, manifest, 2).total

@@ -60,8 +60,8 @@ OFTEN = {
 }  # fmt: skip
 """Each optimizer in one topology: no rule knows how its gradients have traveled."""
 COMBINATIONS = [
-    pytest.param(*each, marks=() if each in OFTEN else pytest.mark.release)
-    for each in product(OPTIMIZERS, ("star", "sharded"))
+    pytest.param(*combination, marks=() if combination in OFTEN else pytest.mark.release)
+    for combination in product(OPTIMIZERS, ("star", "sharded"))
 ]
 
 

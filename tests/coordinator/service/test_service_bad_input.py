@@ -280,14 +280,16 @@ async def test_different_manifest_is_a_mismatch(tmp_path, reference):
 
 
 @pytest.mark.parametrize("bad_value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("where", ["gradient", "loss"])
+@pytest.mark.parametrize("source", ["gradient", "loss"])
 @on_uvloop
-async def test_a_non_finite_value_halts_and_names_its_worker(tmp_path, reference, bad_value, where):
+async def test_a_non_finite_value_halts_and_names_its_worker(
+    tmp_path, reference, bad_value, source
+):
     async with live_service(tmp_path, 2) as live:
         run_id = await with_one_good_worker(live)
         async with HostileWorker(live.port) as attacker:
             plan = await attacker.plan()
-            if where == "gradient":
+            if source == "gradient":
                 values = zeros()
                 values[5] = bad_value
                 attacker.send(payload(plan, block=1), values)
@@ -297,7 +299,7 @@ async def test_a_non_finite_value_halts_and_names_its_worker(tmp_path, reference
             assert "worker 'hostile'" in halt["reason"]
             assert "microbatches [" in halt["reason"]
             assert "step 0" in halt["reason"]
-            assert ("block 'layer.1'" in halt["reason"]) == (where == "gradient")
+            assert ("block 'layer.1'" in halt["reason"]) == (source == "gradient")
             assert (await attacker.until(messages.Halt)).reason == halt["reason"]
         await live.wait_for("worker_lost", worker="hostile")
         assert not live.every("committed")

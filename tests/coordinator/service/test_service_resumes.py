@@ -260,7 +260,7 @@ async def test_a_run_of_an_older_release_continues_with_the_same_bits(tmp_path):
     assert "coordinator of term 2" in report(run)
     assert stored_term(run) == 2
     assert not (run / "epoch.json").exists()
-    assert [segment_term(each) for each in segment_files(run / "log")] == [2]
+    assert [segment_term(segment) for segment in segment_files(run / "log")] == [2]
 
 
 async def test_unusable_later_checkpoint_is_set_aside(tmp_path):

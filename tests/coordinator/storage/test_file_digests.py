@@ -95,7 +95,7 @@ def test_a_run_without_its_first_file_is_no_new_run(run):
         run.begin("another", SPEC)
 
 
-async def test_terms_are_reported_before_they_are_written_and_a_crash_may_leave_either(run):
+async def test_restart_accepts_the_old_or_the_new_admission_record(run):
     storage = RunStorage(run, RUN_ID, SPEC, term=2, guard=lambda: None, failed=print)
     storage.begin_journal(list)
     storage.begin_log(MANIFEST, 2)

@@ -431,7 +431,7 @@ def test_double_assignments_report_each_way_of_counting():
     )
 
 
-def test_blocks_are_summarized_by_another_thread_and_the_round_waits_for_it(monkeypatch):
+def test_round_waits_for_summaries_from_another_thread(monkeypatch):
     monkeypatch.setattr(limits, "EVENT_LOOP_REDUCE_BYTES", BLOCKS[LAST].elements * 4)
     round_ = Round(BLOCKS, 1, 1, 0, 0)
     round_.assign("a", (Subtree(0, 1),))
@@ -442,11 +442,13 @@ def test_blocks_are_summarized_by_another_thread_and_the_round_waits_for_it(monk
         )
         requests += round_.summarize()
     round_.take_loss("a", subtree_loss(Subtree(0, 1)))
-    assert [len(each.averages) for each in requests] == [2]  # and the rest at the end, here
+    assert [len(request.averages) for request in requests] == [2]  # and the rest at the end, here
     assert round_.is_summarizing
     assert not round_.is_complete
-    for each in requests:
-        round_.take_summaries({n: summary_of(*averages) for n, averages in each.averages.items()})
+    for request in requests:
+        round_.take_summaries(
+            {n: summary_of(*averages) for n, averages in request.averages.items()}
+        )
     assert_is_the_plain_sum(round_, 1, FLOAT32)
 
 

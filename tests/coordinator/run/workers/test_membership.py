@@ -65,7 +65,7 @@ def test_speed_is_a_median_of_the_newest_times():
     assert members.speeds() == {"ann": 3.0}
 
 
-def test_only_active_members_are_planned_for_and_only_computing_ones_have_numerics_profiles():
+def test_speeds_are_of_active_and_profiles_of_computing_members():
     members = Membership()
     for name, state in zip("abc", MemberState, strict=False):
         member = members.add(name)

@@ -49,8 +49,8 @@ class Race:
 
     def finish(self, name: str, subtree: Subtree) -> None:
         self.stragglers.note_delivery(name)
-        where: Any = {"term": 1, "step": 0, "attempt": 0, "lo": subtree.lo, "hi": subtree.hi}
-        loss = SubtreeLoss(**where, loss_sum=1.0, weight=1.0, sums=b"", elapsed_ms=1.0)
+        step_id: Any = {"term": 1, "step": 0, "attempt": 0, "lo": subtree.lo, "hi": subtree.hi}
+        loss = SubtreeLoss(**step_id, loss_sum=1.0, weight=1.0, sums=b"", elapsed_ms=1.0)
         self.round.take_loss(name, loss)
 
     @property
