@@ -57,11 +57,11 @@ _RECHECK_S = 0.1
 
 
 def main(options: CoordinatorOptions, events: EventPipe | None = None) -> int:
-    """Serve until the one run is over, or until drained.
+    """Serve until the single run is over, or until drained.
 
     Args:
         options: The checked command line.
-        events: Takes everything that the console would show; None for a console.
+        events: Receives everything that the console would show; None: use a console.
 
     Raises:
         SamestepError: The process cannot start.
@@ -180,15 +180,15 @@ async def _begin(
     console: Console,
     blobs: BlobIndex | None,
 ) -> bool:
-    """Listen, and queue what the command line asks for.
+    """Listen, and queue the runs that the command line requests.
 
     Returns:
-        False, with nothing left open or behind, if that run has finished already.
+        False if the requested run has already finished; ports are closed and new files removed.
 
     Raises:
-        SamestepError: It cannot begin; nothing is left open or behind either.
+        SamestepError: The service cannot begin; ports are closed and new files removed.
     """
-    new, has_queued_run = not service.settings.directory.exists(), False
+    is_new, has_queued_run = not service.settings.directory.exists(), False
     try:
         await service.start()
         await control.start(*options.control)
@@ -197,13 +197,13 @@ async def _begin(
         if not has_queued_run:
             await service.stop()
             await control.stop()
-            if new:
+            if is_new:
                 forget(service.settings.directory)
     return has_queued_run
 
 
 def _directory(options: CoordinatorOptions) -> Path:
-    """Return the directory of runs, or of the one run."""
+    """Return the directory of runs, or of the single run."""
     if options.resume and options.spec is not None and options.out is None:
         raise UsageError(
             "--resume with a run spec needs --out: the directory to begin or continue in"
@@ -234,7 +234,7 @@ def _restore(options: CoordinatorOptions, copies: str) -> None:
 
 
 def _check_free(directory: Path) -> None:
-    """Check that a new run gets a directory without other files."""
+    """Check that the directory of a new run has no other files."""
     if RunDirectory(directory).read_run_file() is not None or not directory.is_dir():
         return
     others = [
@@ -269,7 +269,7 @@ def _check_is_run(directory: Path | None) -> None:
 
 
 def new_directory(name: str) -> Path:
-    """Return a free directory for a run of this name: the first free number."""
+    """Return a free directory for a run of this name, with the first free number."""
     number = 1
     while (path := DEFAULT_OUT / f"{name}-{number}").exists():
         number += 1
@@ -279,7 +279,7 @@ def new_directory(name: str) -> Path:
 def _queue(
     options: CoordinatorOptions, service: Service, console: Console, blobs: BlobIndex | None
 ) -> bool:
-    """Queue what the command line asks for; return False if that run has finished already."""
+    """Queue the requested runs; return False if the requested run has already finished."""
     directory = service.settings.directory
     if not options.resume:
         if options.spec is not None:
@@ -300,7 +300,7 @@ def _queue(
         service.submit(options.spec, directory, blobs)
         return True
     if given_up := given_up_runs(directory):
-        text = f"not resumed, because given up before: {', '.join(given_up)}"
+        text = f"not resumed, because an operator gave them up: {', '.join(given_up)}"
         console.print(Text(f"{text}; `coordinator resume RUN` resumes one"), soft_wrap=True)
     for run in unfinished_runs(directory):
         try:
@@ -337,13 +337,14 @@ async def _tick(
 
 
 async def _until_over(service: Service, local: LocalWorkers | None) -> None:
-    """Wait for the end; with one run, it ends when all workers were local and have ended."""
+    """Wait for the end of the service; a single run ends if all workers were local and have
+    ended."""
 
     async def end_with_workers() -> None:
         assert local is not None
         await local.all_ended()
         # The end of a process may be noticed before the end of its connection.
-        while local.name in {each.hello.name for each in service.sessions.values()}:  # noqa: ASYNC110 -- rare and short
+        while local.name in {s.hello.name for s in service.sessions.values()}:  # noqa: ASYNC110 -- rare and short
             await asyncio.sleep(_RECHECK_S)
         if not service.trainers and service.settings.once:
             reasons = service.current.run.unfit if service.current is not None else {}
@@ -363,7 +364,7 @@ class _Ending:
     """How the process ends.
 
     Attributes:
-        reason: What went wrong; empty if nothing did.
+        reason: The reason for a failure; empty without a failure.
         is_resumable: Whether steps are left, and a checkpoint to resume from.
     """
 

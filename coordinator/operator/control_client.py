@@ -20,13 +20,13 @@ _NAME_PATIENCE_S: Final = 5.0
 
 
 def control_token(control: str) -> str:
-    """Return the token of the control port at this address; empty if there is none here.
+    """Return the token of the control port at this address; empty if this machine has none.
 
-    It is in the file that `$SAMESTEP_CONTROL_TOKEN_FILE` names, for a coordinator elsewhere, or
-    where a coordinator of the same user on this machine wrote it.
+    The token is in the file that `$SAMESTEP_CONTROL_TOKEN_FILE` names, for a coordinator on another
+    machine; or in the file that a coordinator of the same user on this machine wrote.
 
     Raises:
-        UsageError: The file cannot be read, others can read it too, or a named one is empty.
+        UsageError: The file cannot be read, other users can read it, or the named file is empty.
     """
     token_file = os.environ.get("SAMESTEP_CONTROL_TOKEN_FILE")
     host, port = parse_address(control, option("--control"))
@@ -52,7 +52,7 @@ def _describe(error: Exception, timeout_s: float) -> str:
 
 
 class _Resolver(AbstractResolver):
-    """Resolves names in bounded time: the process's end would wait for aiohttp's own resolver."""
+    """Resolves names in bounded time: aiohttp's resolver would delay the end of the process."""
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
@@ -87,7 +87,7 @@ async def request(
         timeout_s: How long the answer may take.
 
     Raises:
-        Unreachable: Nothing answers there, or not a coordinator.
+        Unreachable: Nothing answers at the address, or no coordinator does.
         SamestepError: The error in the coordinator's answer.
     """
     url = f"http://{format_address(*parse_address(control, option('--control')))}{path}"

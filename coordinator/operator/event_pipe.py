@@ -1,9 +1,9 @@
 """Events as JSON lines for the process that started this coordinator: `samestep.fit`.
 
-Every document has `event` and `text`, the line that the console would print; events of a run have
-their fields too. `listening` (`address`) and `ended` (`exit_code`, `reason`, `is_resumable`) are
-the coordinator's own; `record` (`record`) is a line of the journal, if asked for; `said` is any
-other line of the console.
+Every document has `event` and `text`, the line that the console would print; events of a run also
+have the event's fields. `listening` (`address`) and `ended` (`exit_code`, `reason`, `is_resumable`)
+are events of the coordinator itself; `record` (`record`) is a line of the journal, if requested;
+`said` is any other line of the console.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class EventPipe:
         self._waiting.put(json.dumps(document, default=str).encode() + b"\n")
 
     def emit(self, event: Event) -> None:
-        """Send the record of a commit or an evaluation, if asked for."""
+        """Send the record of a commit or an evaluation, if records are requested."""
         if self.sends_records and isinstance(event, Committed | Evaluated):
             self.write("", {"event": "record", "record": event.model_dump(mode="json")})
 
     def close(self) -> None:
-        """Wait until everything is written, or the reader has not read for a while."""
+        """Wait until everything is written, or until the timeout if the reader does not read."""
         self._waiting.put(None)
         self._thread.join(_FLUSH_TIMEOUT_S)
 

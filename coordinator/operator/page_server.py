@@ -1,6 +1,6 @@
-"""The page: its files, and the data that it requests beyond that of the commands.
+"""Serves the page: its files, and the data that only the page requests.
 
-The files hold no data and need no token; everything else does, as on the whole port.
+The files contain no data and need no token; all data needs a token, like the rest of the port.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PageServer:
         return web.Response(text=text, content_type=_TYPES[Path(name).suffix], headers=headers)
 
     async def _runs(self, request: web.Request) -> web.Response:
-        """List the runs on disk, newest first, and the queued ones."""
+        """List the runs on disk, newest first, and the queued runs."""
         del request
         disk_runs = await asyncio.to_thread(self._runs_here.read)
         queued_ids = [instance.stored.run_id for instance in self._service.waiting]
@@ -85,8 +85,7 @@ class PageServer:
         return web.json_response({"runs": runs, "queued": queued_ids})
 
     async def _directory(self, request: web.Request) -> Path:
-        """Return the directory of the requested run; by default of the current one, else the
-        last."""
+        """Return the directory of the requested run; by default, of the current or the last run."""
         run_id = request.query.get("run")
         execution = self._service.current or self._service.finished
         if execution is not None and run_id in {None, execution.run.run_id}:

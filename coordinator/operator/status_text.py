@@ -16,15 +16,15 @@ def summary(document: dict[str, Any]) -> str:
         parts.append(f"run {document['run_id']} step {_step(document)}")
     parts.append(f"{document['able_workers']} of {document['expect_workers']} workers")
     waiting = f"; waiting for {document['waiting_for']}" if document.get("waiting_for") else ""
-    open_ = "; NOT ENCRYPTED" if document["encryption"] != "TLS 1.3" else ""
-    return ", ".join(parts) + waiting + open_
+    encryption = "; NOT ENCRYPTED" if document["encryption"] != "TLS 1.3" else ""
+    return ", ".join(parts) + waiting + encryption
 
 
 def _step(document: dict[str, Any]) -> str:
     """Format the steps done, and the total if known."""
-    of = "" if document["steps"] is None else f" of {document['steps']}"
+    total = "" if document["steps"] is None else f" of {document['steps']}"
     epochs = f" ({document['epochs']})" if document.get("epochs") else ""
-    return f"{document['step']}{of}{epochs}"
+    return f"{document['step']}{total}{epochs}"
 
 
 def _digest_of(document: dict[str, Any]) -> str:
@@ -94,13 +94,13 @@ def _worker_lines(document: dict[str, Any], worker: dict[str, Any]) -> Iterator[
 
 
 def _inner_phase(worker: dict[str, Any], share: int) -> str:
-    """Say what a worker does for a run with replicas."""
+    """Format the work of a worker in a run with replicas."""
     if not share:
         return ", standing by: other workers have all replicas"
-    at = worker.get("inner_phase")
-    if at is None:
+    phase = worker.get("inner_phase")
+    if phase is None:
         return f", has computed its {share} of the replicas"
-    return f", replica {at['replica']}: step {at['inner_step']} of {at['inner_steps']}"
+    return f", replica {phase['replica']}: step {phase['inner_step']} of {phase['inner_steps']}"
 
 
 def _traffic(worker: dict[str, Any]) -> str:

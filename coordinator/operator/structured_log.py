@@ -31,7 +31,7 @@ class _JournalRenderer:
 
 
 class _StandardError:
-    """The present standard error: if it was closed, lines are lost, and the run continues."""
+    """The current standard error: if it is closed, lines are lost, and the run continues."""
 
     def write(self, text: str) -> None:
         """Write, and ignore failures."""

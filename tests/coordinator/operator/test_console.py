@@ -39,7 +39,7 @@ def service(*, once=False):
         finished=SimpleNamespace(
             directory="runs/r-1",
             outcome=None,
-            run=SimpleNamespace(checkpoints=SimpleNamespace(saved=2)),
+            run=SimpleNamespace(checkpoints=SimpleNamespace(saved_step=2)),
         ),
         sessions={},
         trainers=[],
