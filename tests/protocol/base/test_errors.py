@@ -19,11 +19,13 @@ from protocol.base.errors import (
 
 
 def every_error():
-    kinds, open_ = [], [SamestepError]
-    while open_:
-        kind = open_.pop()
+    kinds, pending = [], [SamestepError]
+    while pending:
+        kind = pending.pop()
         kinds.append(kind)
-        open_ += [each for each in kind.__subclasses__() if each.__module__ == errors.__name__]
+        pending += [
+            subclass for subclass in kind.__subclasses__() if subclass.__module__ == errors.__name__
+        ]
     return kinds
 
 
@@ -87,7 +89,7 @@ class _Pydantic(BaseModel):
     hidden_size: int
 
 
-def _raised_by(work):
+def _error_raised_by(work):
     with pytest.raises(Exception) as error_info:  # noqa: PT011 -- whatever it is
         work()
     assert isinstance(error_info.value, Exception)
@@ -106,7 +108,7 @@ def _raised_by(work):
     ],
 )
 def test_errors_of_libraries_are_one_line(work, expected_text):
-    text = describe_error(_raised_by(work))
+    text = describe_error(_error_raised_by(work))
     assert expected_text in text
     assert "\n" not in text
     assert "http" not in text

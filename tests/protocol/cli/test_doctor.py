@@ -26,17 +26,17 @@ for finding in (release(), *packages(sys.argv[1].split(), ("hf",))):
 """
 
 
-def installed_as(folder: Path, *requires: str, version: str = __version__) -> Path:
+def write_distribution(folder: Path, *requires: str, version: str = __version__) -> Path:
     """Make a folder in which samestep is installed with these requirements."""
     described = folder / f"samestep-{version}.dist-info"
     described.mkdir()
     lines = ["Metadata-Version: 2.1", "Name: samestep", f"Version: {version}"]
-    lines += [f"Requires-Dist: {each}" for each in requires]
+    lines += [f"Requires-Dist: {requirement}" for requirement in requires]
     (described / "METADATA").write_text("\n".join(lines) + "\n")
     return folder
 
 
-def packages_found(folder: Path, extras: str = "") -> list[str]:
+def package_findings(folder: Path, extras: str = "") -> list[str]:
     completed = subprocess.run(
         [sys.executable, "-c", SHOW_PACKAGES, extras],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -47,7 +47,7 @@ def packages_found(folder: Path, extras: str = "") -> list[str]:
 
 def test_matching_packages(tmp_path):
     base = ("numpy>=2.0", "no-such-package>=1; extra == 'hf'", "numpy>=99; extra == 'other'")
-    release, packages = packages_found(installed_as(tmp_path, *base))
+    release, packages = package_findings(write_distribution(tmp_path, *base))
     assert release.startswith(f"ok       release: samestep {__version__}, protocol version ")
     assert packages == "ok       packages: all installed"
 
@@ -58,7 +58,7 @@ def test_mismatched_packages(tmp_path):
         "no-such-package>=1; extra == 'worker'",
         "blake3>=99; extra == 'hf'",
     )
-    line = packages_found(installed_as(tmp_path, *requirements), "worker")[1]
+    line = package_findings(write_distribution(tmp_path, *requirements), "worker")[1]
     assert line.startswith("failure  packages: numpy is ")
     for text in (
         "expected >=99.0",
@@ -70,7 +70,7 @@ def test_mismatched_packages(tmp_path):
 
 
 def test_two_releases_at_once(tmp_path):
-    line = packages_found(installed_as(tmp_path, version="9.9.9"))[0]
+    line = package_findings(write_distribution(tmp_path, version="9.9.9"))[0]
     assert line.startswith("failure  release: ")
     assert "the package installed is 9.9.9" in line
 
@@ -82,7 +82,7 @@ def test_limit_of_open_files():
         findings = [open_files(count, 300) for count in (100, 250)]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert [each.outcome for each in findings] == ["warning", "failure"]
+    assert [finding.outcome for finding in findings] == ["warning", "failure"]
     assert "LimitNOFILE=300" in findings[0].line()
     assert open_files(1, 2).outcome == "ok"
 

@@ -27,7 +27,7 @@ def shell_report(
     )  # fmt: skip
 
 
-def one_run(directory: Path, *, steps: int = 3) -> str:
+def run_command(directory: Path, *, steps: int = 3) -> str:
     """Return the options of a complete run with coordinator and one worker."""
     spec = {"name": "r", "task": "regress", "steps": steps, "seed": 1, "batch": {"samples": 8,
             "microbatch": 4}, "optimizer": {"name": "sgd", "lr": 0.01}}  # fmt: skip
@@ -42,7 +42,7 @@ def one_run(directory: Path, *, steps: int = 3) -> str:
 @pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
 def test_a_run_finishes_whatever_its_streams_are(tmp_path, streams):
     """The coordinator and its local worker share the streams."""
-    result = shell_report(one_run(tmp_path), streams, tmp_path)
+    result = shell_report(run_command(tmp_path), streams, tmp_path)
     assert result.returncode == 0
     assert json.loads((tmp_path / "out" / "result.json").read_bytes())["outcome"] == "finished"
 

@@ -122,7 +122,7 @@ def stream(tmp_path):
         yield file, {"JOURNAL_STREAM": f"{status.st_dev}:{status.st_ino}"}
 
 
-def entry(datagram):
+def parse_entry(datagram):
     """Parse a datagram as systemd-journald does."""
     fields = {}
     while datagram:
@@ -141,7 +141,7 @@ def test_an_entry_has_the_line_and_the_fields(datagrams, stream):
     journal = SystemJournal.behind("worker", file.fileno(), environment)
     assert journal is not None
     journal.write("two\nlines", {"run_id": "r-1", "step": 3, "block": 2}, Priority.WARNING)
-    assert entry(datagrams.recv(4096)) == {
+    assert parse_entry(datagrams.recv(4096)) == {
         "MESSAGE": "two\nlines",
         "PRIORITY": "4",
         "SYSLOG_IDENTIFIER": "worker",
@@ -171,7 +171,7 @@ def test_a_stream_that_is_not_the_journal_has_no_system_journal(stream, stream_i
     assert SystemJournal.behind("worker", 10_000, {"JOURNAL_STREAM": stream_id}) is None
 
 
-def test_an_error_goes_to_the_journal_with_its_exit_code_or_to_standard_error(
+def test_error_goes_to_the_journal_with_its_exit_code_or_to_stderr(
     datagrams, stream, monkeypatch, capsys
 ):
     write_error("worker", Mismatch("other versions"))
@@ -184,6 +184,6 @@ def test_an_error_goes_to_the_journal_with_its_exit_code_or_to_standard_error(
     )
     write_error("worker", Mismatch("other versions"))
     assert capsys.readouterr().err == ""
-    fields = entry(datagrams.recv(4096))
+    fields = parse_entry(datagrams.recv(4096))
     assert (fields["MESSAGE"], fields["PRIORITY"]) == ("other versions", "3")
     assert fields["SAMESTEP_EXIT_CODE"] == "78"

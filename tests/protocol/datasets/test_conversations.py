@@ -63,8 +63,12 @@ def test_a_system_column_is_the_first_message(tmp_path):
         assert messages == [["system", "Be brief."], ["user", "Hi"], ["assistant", "Hello."]]
     path = write_row(tmp_path, {**PAIR, "system": "Be brief."}, "jsonl")
     [pair] = read_preferences(DataSpec(train=path))
-    for each in (pair.chosen, pair.rejected):
-        assert [message.role for message in each.messages] == ["system", "user", "assistant"]
+    for conversation in (pair.chosen, pair.rejected):
+        assert [message.role for message in conversation.messages] == [
+            "system",
+            "user",
+            "assistant",
+        ]
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ def read(tmp_path):
     def read_it(name: str, content: str | bytes, **spec: Any) -> LabeledText:
         path = Path(tmp_path / name)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return in_memory(read_labeled_text(DataSpec(train=str(path), **spec)))
+        return load_into_memory(read_labeled_text(DataSpec(train=str(path), **spec)))
 
     return read_it
 
 
-def in_memory(corpus: LabeledText) -> LabeledText:
+def load_into_memory(corpus: LabeledText) -> LabeledText:
     return replace(corpus, texts=tuple(corpus.texts), labels=tuple(corpus.labels))
 
 

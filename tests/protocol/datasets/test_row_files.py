@@ -44,13 +44,13 @@ def content(kind: str, rows: list[dict[str, Any]]) -> bytes:
     return bytes(sink.getvalue())
 
 
-def compressed(data: bytes, suffix: str) -> bytes:
+def compress(data: bytes, suffix: str) -> bytes:
     if suffix == ".gz":
         return gzip.compress(data)
     return pa.compress(data, codec="zstd", asbytes=True) if suffix else data
 
 
-def read(path: Path | str, **spec: Any) -> Any:
+def read_labels(path: Path | str, **spec: Any) -> Any:
     return read_labeled_text(DataSpec(train=str(path), **spec))
 
 
@@ -61,7 +61,7 @@ def test_a_name_that_promises_another_compression_is_refused(tmp_path, suffix, k
     file.write_bytes(data)
     message = rf"expected {kind} in '.*{suffix}', as its name says.*download or compress it again"
     with pytest.raises(DataError, match=message):
-        read(file)
+        read_labels(file)
 
 
 KINDS = ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "stream", "file"]
@@ -72,8 +72,8 @@ KINDS = ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "stream", "file"]
 def test_each_kind_is_the_same_data(tmp_path, kind, compression):
     suffix = "arrow" if kind in ("stream", "file") else kind
     path = tmp_path / f"a.{suffix}{compression}"
-    path.write_bytes(compressed(content(kind, ROWS), compression))
-    corpus = read(path)
+    path.write_bytes(compress(content(kind, ROWS), compression))
+    corpus = read_labels(path)
     assert [*corpus.texts] == [row["text"] for row in ROWS]
     assert [corpus.names[label] for label in corpus.labels] == [row["label"] for row in ROWS]
     assert [*read_text_corpus(DataSpec(train=str(path))).documents] == [*corpus.texts]
@@ -82,14 +82,18 @@ def test_each_kind_is_the_same_data(tmp_path, kind, compression):
 def test_json_may_be_one_object_with_a_list_or_lines(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"version": 1, "data": ROWS}))
     (tmp_path / "b.json").write_bytes(content("jsonl", ROWS))
-    assert len(read(tmp_path / "a.json").texts) == len(read(tmp_path / "b.json").texts) == 5
+    assert (
+        len(read_labels(tmp_path / "a.json").texts)
+        == len(read_labels(tmp_path / "b.json").texts)
+        == 5
+    )
 
 
 def test_a_json_list_is_read_piece_by_piece(tmp_path):
     rows = [{"text": f"{n} " + 'x[{]},\\"' * 9_000, "label": "ab"[n % 2]} for n in range(40)]
     path = tmp_path / "a.json"
     path.write_text(json.dumps(rows))  # 4 MiB, in pieces of 1 MiB
-    assert [*read(path).texts] == [row["text"] for row in rows]
+    assert [*read_labels(path).texts] == [row["text"] for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,7 @@ def test_a_json_list_is_read_piece_by_piece(tmp_path):
 def test_invalid_list_is_one_line(tmp_path, text, expected_text):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(DataError, match=expected_text) as error:
-        read(tmp_path / "a.json")
+        read_labels(tmp_path / "a.json")
     assert "\n" not in str(error.value)
 
 
@@ -116,13 +120,13 @@ def test_folders_and_patterns_are_read_in_order(tmp_path):
         path.write_bytes(gzip.compress(content("jsonl", ROWS[2 * number : 2 * number + 2])))
     expected = [ROWS[n]["text"] for n in (2, 3, 0, 1)]
     for train in (tmp_path / "d", f"{tmp_path}/d/*/*.jsonl.gz", f"{tmp_path}/d/**/*.gz"):
-        assert [*read(train).texts] == expected
+        assert [*read_labels(train).texts] == expected
         assert [*read_text_corpus(DataSpec(train=str(train))).documents] == expected
     (tmp_path / "d" / "c.csv").write_bytes(content("csv", ROWS))
     with pytest.raises(DataError, match=r"files of one kind .* csv and jsonl; .*\*\.jsonl'"):
-        read(tmp_path / "d")
+        read_labels(tmp_path / "d")
     with pytest.raises(DataError, match=r"expected files like .*none"):
-        read(f"{tmp_path}/e/*.jsonl")
+        read_labels(f"{tmp_path}/e/*.jsonl")
 
 
 def test_a_saved_data_set_is_read_by_its_list(tmp_path):
@@ -135,13 +139,13 @@ def test_a_saved_data_set_is_read_by_its_list(tmp_path):
     (tmp_path / "cache-1.arrow").write_bytes(b"of no matter")
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": files}))
-    assert [*read(tmp_path).texts] == [row["text"] for row in ROWS]
+    assert [*read_labels(tmp_path).texts] == [row["text"] for row in ROWS]
     splits = tmp_path / "splits"
     (splits / "train").mkdir(parents=True)
     (splits / "dataset_dict.json").write_text('{"splits": ["train"]}')
     (splits / "train" / "state.json").write_text("{}")
     with pytest.raises(DataError, match=r"one data set, got the splits train .*/splits/train"):
-        read(splits)
+        read_labels(splits)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
@@ -181,7 +185,7 @@ def test_class_folders_name_the_labels(tmp_path):
     ):
         (tmp_path / label).mkdir(exist_ok=True)
         (tmp_path / label / name).write_text(text)
-    corpus = read(tmp_path)
+    corpus = read_labels(tmp_path)
     pairs = [
         (text, corpus.names[label]) for text, label in zip(corpus.texts, corpus.labels, strict=True)
     ]
@@ -194,7 +198,7 @@ def test_all_bad_rows_are_in_one_report_or_are_skipped(tmp_path):
     bad_rows = ["{", '{"text": 3, "label": "a"}', '{"text": "x"}']
     path.write_text("\n".join([*lines, *bad_rows]))
     with pytest.raises(DataError) as error:
-        read(path)
+        read_labels(path)
     report_lines = str(error.value).splitlines()
     assert report_lines[0] == "3 bad rows:"
     assert [f"line {n}" in line for n, line in zip((6, 7, 8), report_lines[1:], strict=False)] == [
@@ -204,14 +208,14 @@ def test_all_bad_rows_are_in_one_report_or_are_skipped(tmp_path):
         report_lines[-1].strip()
         == "correct these rows, or leave them out: --set data.skip_bad_rows=true"
     )
-    corpus = read(path, skip_bad_rows=True)
+    corpus = read_labels(path, skip_bad_rows=True)
     assert (len(corpus.texts), corpus.bad_rows) == (5, 3)
     path.write_text("\n".join(bad_rows[1:2] * 300))
     with pytest.raises(DataError, match="line 1: expected text, got 3"):
-        read(path, skip_bad_rows=True)
+        read_labels(path, skip_bad_rows=True)
     path = tmp_path / "a.csv"
     path.write_text("text,label\nx,a\ny\nz,b\n")
-    assert [*read(path, skip_bad_rows=True).texts] == ["x", "z"]
+    assert [*read_labels(path, skip_bad_rows=True).texts] == ["x", "z"]
 
 
 def test_nulls_added_by_arrow_are_ignored(tmp_path):
@@ -232,11 +236,11 @@ def test_single_bad_row_also_names_the_option(tmp_path):
     ):
         path.write_text("\n".join([*lines, bad_row]))
         with pytest.raises(DataError, match="line 6") as error:
-            read(path)
+            read_labels(path)
         assert expected in str(error.value)
     path.write_text('{"text": "x", "labels": "a"}\n' * 2)  # a missing column, not a bad row
     with pytest.raises(DataError, match=r"--set data.label=labels"):
-        read(path)
+        read_labels(path)
 
 
 def test_used_column_is_not_suggested_for_a_missing_one(tmp_path):
@@ -251,5 +255,5 @@ def test_an_empty_text_of_a_pair_is_a_bad_row(tmp_path):
     rows = [{"text": f"t{n}", "b": "" if n == 1 else "u", "label": n % 2} for n in range(4)]
     path.write_bytes(content("jsonl", rows))
     with pytest.raises(DataError, match=r"line 2: expected two texts.*skip_bad_rows"):
-        read(path, text_pair="b")
-    assert read(path, text_pair="b", skip_bad_rows=True).bad_rows == 1
+        read_labels(path, text_pair="b")
+    assert read_labels(path, text_pair="b", skip_bad_rows=True).bad_rows == 1

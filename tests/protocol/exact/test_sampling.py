@@ -47,9 +47,7 @@ def test_draws_with_replacement_are_the_naive_ones(seed, epoch, weights, draws):
 
 
 @given(seeds, st.integers(0, 9), some_weights, st.data())
-def test_draws_without_replacement_take_a_sample_once_and_none_of_weight_zero(
-    seed, epoch, weights, data
-):
+def test_draws_without_replacement_skip_drawn_samples_and_weight_zero(seed, epoch, weights, data):
     possible = [sample for sample, weight in enumerate(weights) if weight]
     draws = data.draw(st.integers(1, len(possible)))
     samples = draw(seed, epoch, len(weights), Sampling.by_weight(weights, draws, replacement=False))
@@ -78,7 +76,7 @@ def test_draws_without_replacement_have_the_chances_of_successive_draws():
     np.testing.assert_allclose(counts / epochs, expected, atol=0.025)
 
 
-def test_equal_chances_without_replacement_are_the_first_of_the_permutation():
+def test_equal_chances_without_replacement_use_the_permutation():
     samples = draw(7, 2, 30, Sampling(draws=20, replacement=False))
     assert samples.tolist() == permutation(7, 2, 30)[:20].tolist()
 

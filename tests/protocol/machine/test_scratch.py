@@ -53,8 +53,8 @@ def test_foreign_directories_stay(tmp_path):
     link, file = tmp_path / "samestep-held-link", tmp_path / "samestep-held-file"
     link.symlink_to(other_directory)
     file.touch()
-    for each in (link, file):
-        os.utime(each, (LONG_AGO, LONG_AGO), follow_symlinks=False)
+    for path in (link, file):
+        os.utime(path, (LONG_AGO, LONG_AGO), follow_symlinks=False)
     with ScratchDirectory():
         assert link.is_symlink()
         assert file.is_file()

@@ -25,7 +25,7 @@ def sides():
     """Return both sides of a connection in one process: listener and dialer."""
     lender = SegmentOwner()
     listens, descriptors = lender.to_one()
-    dials = open_segment([fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 0) for each in descriptors])
+    dials = open_segment([fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0) for fd in descriptors])
     os.close(descriptors[1])
     yield lender, listens, dials
     lender.close()
@@ -120,7 +120,7 @@ def test_lent_data_survives_a_killed_writer(sides):
     listens, descriptors = lender.to_one()
     source = (
         "import sys, numpy as np; from protocol.machine.shared_segment import open_segment\n"
-        "memory = open_segment([int(each) for each in sys.argv[1:]])\n"
+        "memory = open_segment([int(fd) for fd in sys.argv[1:]])\n"
         "whole = memory.copy(memoryview(np.arange(50_000, dtype=np.float32)).cast('B'))\n"
         "print(memory.lend(whole), flush=True)\n"
         "while True: memory.copy(memoryview(np.ones(50_000, np.float32)).cast('B'))\n"
@@ -140,7 +140,7 @@ def test_lent_data_survives_a_killed_writer(sides):
 def test_only_this_many_averages_are_allocated_there(sides):
     lender, _, _ = sides
     averages = [lender.allocate(1 << 21) for _ in range(5)]
-    assert [each is None for each in averages] == [False] * 4 + [True]
+    assert [average is None for average in averages] == [False] * 4 + [True]
     del averages
     gc.collect()
     assert lender.allocate(1 << 23) is not None

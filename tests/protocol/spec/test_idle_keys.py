@@ -95,7 +95,7 @@ def every_key(model: Any = RunSpec, before: str = "") -> list[str]:
     return keys
 
 
-def usual(key: str) -> Any:
+def usual_value(key: str) -> Any:
     *parents, name = key.split(".")
     model: Any = RunSpec
     for parent in parents:
@@ -110,11 +110,13 @@ def usual(key: str) -> Any:
 
 def with_conditions(model: Model, before: str = "") -> set[str]:
     if isinstance(model, TaggedUnion):
-        return {key for each in model.variants.values() for key in with_conditions(each, before)}
+        return {
+            key for variant in model.variants.values() for key in with_conditions(variant, before)
+        }
     keys: set[str] = set()
     for name, field in model.model_fields.items():
         inner = model_at(model, name)
-        keys |= {before + name for each in field.metadata if isinstance(each, Needs)}
+        keys |= {before + name for item in field.metadata if isinstance(item, Needs)}
         keys |= with_conditions(inner, f"{before}{name}.") if inner else set()
     return keys
 
@@ -147,10 +149,10 @@ def test_every_condition_is_tried():
 def test_a_key_that_another_makes_idle_is_refused_even_with_its_default(key):
     base, idle_keys = IDLE[key]
     section = key.removesuffix("*")
-    for each in every_key() if key.endswith("*") else [key]:
-        if each.startswith(section):
-            message = refusal(with_keys(base, {**idle_keys, each: usual(each)}))
-            assert each in message or f"{each.partition('.')[0]}: " in message
+    for idle_key in every_key() if key.endswith("*") else [key]:
+        if idle_key.startswith(section):
+            message = refusal(with_keys(base, {**idle_keys, idle_key: usual_value(idle_key)}))
+            assert idle_key in message or f"{idle_key.partition('.')[0]}: " in message
     assert parse_run_spec(with_keys(base, idle_keys)).steps
 
 
@@ -187,7 +189,7 @@ def test_every_key_of_an_optimizer_is_accepted(name):
 
 
 @pytest.mark.parametrize(
-    "task", [each for each in RUN_VARIANTS.variants if each != TaggedUnion.OTHER]
+    "task", [task for task in RUN_VARIANTS.variants if task != TaggedUnion.OTHER]
 )
 def test_sections_of_other_tasks_are_refused_with_defaults_too(task):
     variant = RUN_VARIANTS.variants[task]
@@ -195,15 +197,17 @@ def test_sections_of_other_tasks_are_refused_with_defaults_too(task):
     for key in every_key():
         section = key.partition(".")[0]
         if section in SECTIONS - variant.model_fields.keys() - {"options"}:
-            assert f"{section}: task {task} has no" in refusal(with_keys(base, {key: usual(key)}))
-        elif section == "data" and key.partition(".")[2] in _lacked_data(variant):
-            assert f"{key}: " in refusal(with_keys(base, {key: usual(key)}))
+            assert f"{section}: task {task} has no" in refusal(
+                with_keys(base, {key: usual_value(key)})
+            )
+        elif section == "data" and key.partition(".")[2] in _unsupported_data_keys(variant):
+            assert f"{key}: " in refusal(with_keys(base, {key: usual_value(key)}))
 
 
-def _lacked_data(variant: Any) -> set[str]:
+def _unsupported_data_keys(variant: Any) -> set[str]:
     data = model_at(variant, "data")
     if isinstance(data, TaggedUnion):
-        return set.intersection(*({*each.unsupported} for each in data.variants.values()))
+        return set.intersection(*({*variant.unsupported} for variant in data.variants.values()))
     return {*data.unsupported}  # type: ignore[union-attr]
 
 

@@ -31,9 +31,9 @@ def leave_run(
     """Write a finished run's directory, with all its files except the weights."""
     base = run / "base"
     result = run / ("adapter" if adapter else "model")
-    for each in base, result:
-        each.mkdir(parents=True)
-        (each / "tokenizer.json").write_text("{}")
+    for directory in base, result:
+        directory.mkdir(parents=True)
+        (directory / "tokenizer.json").write_text("{}")
     (base / "config.json").write_text("{}")
     model = {"source": str(base), "name": "a/base", "gradient_checkpointing": True, **COMPUTED}
     if adapter:

@@ -408,7 +408,7 @@ def test_unusual_yaml_is_refused_without_a_crash(write_spec, content):
 
 def test_the_schema_lists_every_key():
     definitions = run_spec_schema()["$defs"]
-    runs = [definitions[each["$ref"].rpartition("/")[2]] for each in run_spec_schema()["oneOf"]]
+    runs = [definitions[run["$ref"].rpartition("/")[2]] for run in run_spec_schema()["oneOf"]]
     assert {key for run in runs for key in run["properties"]} == set(RunSpec.model_fields)
     assert all("task" in run["required"] and not run["additionalProperties"] for run in runs)
 

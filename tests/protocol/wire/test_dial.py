@@ -43,7 +43,7 @@ def resolve_to(monkeypatch, *addresses: tuple[str, int]) -> None:
             return real(host, port, *arguments, **options)
         if options.get("flags", 0) & socket.AI_NUMERICHOST:
             raise socket.gaierror(socket.EAI_NONAME, "not a number")
-        return [each for address in addresses for each in real(*address, type=socket.SOCK_STREAM)]
+        return [info for address in addresses for info in real(*address, type=socket.SOCK_STREAM)]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
@@ -104,7 +104,7 @@ def test_other_connections_are_closed_after_the_first_answer(listener, monkeypat
         return endpoint
 
     with run(connect()) as endpoint:
-        assert [each for each in endpoints if each.fileno() >= 0] == [endpoint]
+        assert [e for e in endpoints if e.fileno() >= 0] == [endpoint]
 
 
 def test_refused_connection():
@@ -164,9 +164,9 @@ def test_dead_name_server_blocks_nothing(monkeypatch):
     assert time.monotonic() - began_s < PATIENCE_S
     assert error.cause == "no name server"
     assert "within 0 s" in error.observation
-    threads = [each for each in threading.enumerate() if each.name == "name resolution"]
+    threads = [thread for thread in threading.enumerate() if thread.name == "name resolution"]
     assert threads
-    assert all(each.daemon for each in threads)
+    assert all(thread.daemon for thread in threads)
     over.set()
 
 

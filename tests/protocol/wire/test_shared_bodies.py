@@ -26,7 +26,7 @@ def sharing() -> tuple[Connection, Connection]:
     """Return open connections of a coordinator and a worker that share all bodies."""
     lender = SegmentOwner()
     listens, descriptors = lender.to_one()
-    dials = open_segment([os.dup(each) for each in descriptors])
+    dials = open_segment([os.dup(fd) for fd in descriptors])
     os.close(descriptors[1])
     assert dials is not None
     return open_connection("coordinator", listens), open_connection("worker", dials)

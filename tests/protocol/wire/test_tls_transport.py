@@ -93,7 +93,7 @@ def parse_threads(monkeypatch):
 
 
 @on_uvloop
-async def test_large_bodies_are_read_in_a_thread_and_small_ones_in_the_event_loop(
+async def test_large_bodies_are_read_in_a_thread_small_ones_in_the_event_loop(
     contexts, monkeypatch
 ):
     (coordinator_end, worker_end), (_, receiver) = await connect(contexts)
@@ -180,7 +180,7 @@ async def test_goodbye_of_a_vanished_peer_is_read(contexts):
 @on_uvloop
 async def test_the_end_in_the_middle_of_a_large_body_is_reported(contexts):
     (coordinator_end, worker_end), (_, receiver) = await connect(contexts)
-    frame_bytes = b"".join(bytes(each) for each in blob(of_bytes(LARGE)).buffers)
+    frame_bytes = b"".join(bytes(buffer) for buffer in blob(of_bytes(LARGE)).buffers)
     assert coordinator_end._transport is not None
     coordinator_end._transport.write(frame_bytes[: LARGE // 2])
     coordinator_end._transport.close()
@@ -193,7 +193,7 @@ async def test_the_end_in_the_middle_of_a_large_body_is_reported(contexts):
 @on_uvloop
 async def test_a_large_body_that_does_not_fit_its_checksum_ends_the_connection(contexts):
     (coordinator_end, worker_end), (sender, receiver) = await connect(contexts)
-    frame_bytes = bytearray(b"".join(bytes(each) for each in blob(of_bytes(LARGE)).buffers))
+    frame_bytes = bytearray(b"".join(bytes(buffer) for buffer in blob(of_bytes(LARGE)).buffers))
     frame_bytes[-1] ^= 1
     assert coordinator_end._transport is not None
     coordinator_end._transport.write(bytes(frame_bytes))

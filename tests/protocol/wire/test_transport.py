@@ -495,7 +495,7 @@ async def test_a_peer_that_vanishes_is_reported_once(partial_frame, close_peer, 
         await server.owner.until_messages(1)
         close_peer(writer)
         reason_text, error = await server.owner.until_lost()
-        assert any(each in reason_text for each in reason.split("|"))
+        assert any(text in reason_text for text in reason.split("|"))
         assert isinstance(error, FrameError) == ("frame" in reason)
         assert server.channels[0].closed
         server.channels[0].send(Heartbeat())

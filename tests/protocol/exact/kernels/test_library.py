@@ -126,8 +126,8 @@ CASES = st.builds(
 )  # fmt: skip
 
 
-def prepared(kernels: Library, case: Case) -> tuple[int, int, int]:
-    """Return seed, elements and offset; an emulated processor is slow, and gets fewer elements."""
+def apply_case(kernels: Library, case: Case) -> tuple[int, int, int]:
+    """Set the threads, and return seed, elements (few for an emulated processor) and offset."""
     library.use_threads(case.threads)
     element_count = case.elements % 9001 if isinstance(kernels, EmulatedLibrary) else case.elements
     return case.seed, element_count, case.offset
@@ -135,7 +135,7 @@ def prepared(kernels: Library, case: Case) -> tuple[int, int, int]:
 
 @given(CASES, st.sampled_from(RULES), st.booleans(), st.integers(1, 50))
 def test_updates(kernels, case, spec, decay, step):
-    seed, elements, offset = prepared(kernels, case)
+    seed, elements, offset = apply_case(kernels, case)
     offsets = [offset, 63 - offset, offset * 7 % 64, seed % 64, seed * 5 % 64]
     scalars = update.step_scalars(spec, step, step - 1, 100, 1.7)
     gradient = values(seed + 3, elements, offsets[3])
@@ -162,7 +162,7 @@ def test_every_rule_has_a_variant():
 @given(CASES, st.sampled_from(RULES))
 def test_hashes(kernels, case, spec):
     """The hashes of xxHash, for each piece, alone and during an update."""
-    seed, elements, offset = prepared(kernels, case)
+    seed, elements, offset = apply_case(kernels, case)
     scalars = update.step_scalars(spec, 3, 2, 100, 1.7)
     count = update.state_arrays(spec)
     state = [values(seed + i, elements, (offset + 7 * i) % 64) for i in range(count)]
@@ -182,7 +182,7 @@ def test_hashes(kernels, case, spec):
 
 @given(CASES, st.integers(1, 2100), st.integers(1, 40))
 def test_sums_by_row_and_column(kernels, case, columns, rows):
-    seed, _, offset = prepared(kernels, case)
+    seed, _, offset = apply_case(kernels, case)
     count = max(1, 9000 // (rows * columns))
     stack = values(seed, count * rows * columns, offset).reshape(count, rows, columns)
     spec = OptimizerSpec(name="adafactor", eps=1e-6)
@@ -191,13 +191,13 @@ def test_sums_by_row_and_column(kernels, case, columns, rows):
     for native in (None, kernels):
         with using(native), np.errstate(all="ignore"):
             sums = adafactor._square_sums(scalars, stack)
-        contents.append([np.where(np.isnan(each), 0.0, each).tobytes() for each in sums])
+        contents.append([np.where(np.isnan(array), 0.0, array).tobytes() for array in sums])
     assert contents[0] == contents[1]
 
 
 @given(case=CASES)
 def test_sums(kernels, case):
-    seed, elements, offset = prepared(kernels, case)
+    seed, elements, offset = apply_case(kernels, case)
     for add in tree_sum.ADDITIONS.values():
         results: list[Any] = []
         for native in (None, kernels):
@@ -209,7 +209,7 @@ def test_sums(kernels, case):
 
 @given(case=CASES)
 def test_averages_and_checks(kernels, case):
-    seed, elements, offset = prepared(kernels, case)
+    seed, elements, offset = apply_case(kernels, case)
     given_values = values(seed, elements, offset)
     results: list[Any] = []
     for native in (None, kernels):
@@ -230,7 +230,7 @@ def test_averages_and_checks(kernels, case):
 
 @given(case=CASES)
 def test_sums_of_squares_that_overflow(kernels, case):
-    seed, elements, offset = prepared(kernels, case)
+    seed, elements, offset = apply_case(kernels, case)
     given_values = values(seed, elements, offset)
     with using(None):
         expected = average.square_sum(given_values)
@@ -242,7 +242,7 @@ def test_sums_of_squares_that_overflow(kernels, case):
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "topk"])
 @given(case=CASES)
 def test_codecs(kernels, codec, case):
-    seed, elements, offset = prepared(kernels, case)
+    seed, elements, offset = apply_case(kernels, case)
     results: list[Any] = []
     for native in (None, kernels):
         array = values(seed, elements, offset)
@@ -258,7 +258,7 @@ def test_codecs(kernels, codec, case):
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "topk"])
 @given(case=CASES)
 def test_any_bytes_unpack_equally(kernels, codec, case):
-    seed, elements, offset = prepared(kernels, case)
+    seed, elements, offset = apply_case(kernels, case)
     rng = np.random.default_rng(seed)
     length = codecs.body_bytes(codec, elements)
     raw = rng.integers(0, 256, length + 64, np.uint8)[offset:][:length]

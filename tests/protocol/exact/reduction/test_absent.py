@@ -94,18 +94,18 @@ def test_a_step_without_weight_keeps_what_is_absent():
     assert gradient.tobytes() == out.tobytes()
 
 
-def by_torch(spec, start, steps):
-    """Return the result of torch's own optimizer for these gradients, with None for absent ones."""
+def train_with_torch(spec, start, steps):
+    """Return the result of torch's optimizer; an absent gradient is None."""
     parameters = {name: torch.nn.Parameter(torch.from_numpy(v.copy())) for name, v in start.items()}
     decays = {name: 0.0 if "bias" in name else spec.weight_decay for name in SIZES}
     if spec.name == "schedule-free":
-        each = {
+        optimizers = {
             name: ReferenceScheduleFree(p, spec.model_copy(update={"weight_decay": decays[name]}))
             for name, p in parameters.items()
         }
     else:
         groups = [{"params": [p], "weight_decay": decays[n]} for n, p in parameters.items()]
-        one = torch_optimizer(spec, groups)
+        optimizer = torch_optimizer(spec, groups)
     for gradients in steps:
         for name, parameter in parameters.items():
             gradient = gradients[name]
@@ -115,22 +115,23 @@ def by_torch(spec, start, steps):
         if spec.clip_value is not None and any(g is not None for g in gradients.values()):
             torch.nn.utils.clip_grad_value_(list(parameters.values()), spec.clip_value)
         if spec.name != "schedule-free":
-            one.step()
+            optimizer.step()
             continue
-        for name, tensor_optimizer in each.items():
+        for name, tensor_optimizer in optimizers.items():
             tensor_optimizer.param_groups[0]["lr"] = spec.lr
             if gradients[name] is not None:
                 tensor_optimizer.step()
             elif spec.name == "schedule-free":
-                steps_taken(tensor_optimizer)
+                skip_step(tensor_optimizer)
     if spec.name == "schedule-free":
         return {
-            name: tensor_optimizer.averaged().numpy() for name, tensor_optimizer in each.items()
+            name: tensor_optimizer.averaged().numpy()
+            for name, tensor_optimizer in optimizers.items()
         }
     return {name: parameter.detach().numpy() for name, parameter in parameters.items()}
 
 
-def steps_taken(torch_optimizer):
+def skip_step(torch_optimizer):
     """schedulefree counts steps and weights for all parameters together."""
     spec = torch_optimizer.spec
     rate = spec.lr * min(
@@ -165,7 +166,7 @@ def test_every_rule_skips_absent_gradients_like_torch(name):
         )
         norm = float(np.sqrt((flat.astype(np.float64) ** 2).sum()))
         replica.apply([flat], step_scalars(spec, number + 1, number, 60, norm))
-    expected = by_torch(spec, start, steps)
+    expected = train_with_torch(spec, start, steps)
     for tensor, values in replica.trained_tensors().items():
         np.testing.assert_allclose(values, expected[tensor], rtol=2e-6, atol=2e-7, err_msg=tensor)
     np.testing.assert_array_equal(replica.trained_tensors()["never"], start["never"])

@@ -27,7 +27,7 @@ def test_a_package_that_is_not_installed_says_what_to_install():
         sources.text_source("package:")
 
 
-def test_a_model_in_a_package_is_its_topmost_directory_with_config_and_weights(package, tmp_path):
+def test_model_of_a_package_is_the_topmost_directory_with_weights(package, tmp_path):
     package("p/a/config.json", "p/a/b/config.json", "p/a/b/model.safetensors",
             "p/a/model.safetensors", "p/pool/config.json")  # fmt: skip
     assert sources.model_source("package:made-up") == str(tmp_path / "p/a")
