@@ -276,10 +276,8 @@ def _read_conversations(
     pad_to = data.max_tokens if is_fixed_width else _PADDING_TOKENS
     bad_rows = BadRows(skip=data.skip_bad_rows)
     options: dict[str, Any] = {
-        "should_sort": data.group_by_length,
-        "ends": ends,
-        "bad_rows": bad_rows,
-    }
+        "should_sort": data.group_by_length, "ends": ends, "bad_rows": bad_rows,
+    }  # fmt: skip
     turns = [
         Turns.encode(template, (source[n] for n in part), data.max_tokens, pad_to, **options)
         for source, part in splits
