@@ -23,7 +23,7 @@ DEFAULT_STEPS = 100
 
 @dataclass(frozen=True, slots=True)
 class ShortForms:
-    """Options that stand for keys of a run spec; None if not given."""
+    """Options that stand for keys of a run spec; None if an option is absent."""
 
     task: str | None = None
     model: str | None = None
@@ -43,7 +43,7 @@ class ShortForms:
             "epochs": self.epochs,
         }
         overrides = [f"{key}={_yaml(value)}" for key, value in keys.items() if value is not None]
-        # In a file, one replaces the other.
+        # An option replaces the other key of the file: a run spec has either steps or epochs.
         if self.steps is not None and self.epochs is None:
             overrides.append("epochs=null")
         return (
@@ -62,28 +62,29 @@ def run_spec_from(
         UsageError: A short form without a task or a run spec.
         RunSpecError: The run spec is not valid.
     """
-    every = [*short_forms.overrides(), *overrides]
+    all_overrides = [*short_forms.overrides(), *overrides]
     if run is not None and short_forms.task is not None:
         raise UsageError(
-            f"expected --run {run} or --task {short_forms.task}, got both: the run spec says the "
+            f"expected --run {run} or --task {short_forms.task}, got both: the run spec sets the "
             "task"
         )
     if run is not None:
-        return load_run_spec(run, every)
+        return load_run_spec(run, all_overrides)
     if short_forms.task is None:
-        if every:
+        if all_overrides:
             raise UsageError("expected --run RUN.yaml or --task with the options of a run")
         return None
     document: dict[str, object] = {"name": _name_of(short_forms.task)}
-    if not any(override.startswith(("steps=", "epochs=")) for override in every):
+    if not any(override.startswith(("steps=", "epochs=")) for override in all_overrides):
         document["steps"] = DEFAULT_STEPS
-    return parse_run_spec(document, every, "the command line", _LOG.warning)
+    return parse_run_spec(document, all_overrides, "the command line", _LOG.warning)
 
 
 def run_spec_or_changes(
     run: Path | None, short_forms: ShortForms, overrides: list[str], *, resume: bool
 ) -> tuple[RunSpec | None, tuple[str, ...]]:
-    """Return the run spec of the command line, or the pairs that change that of the resumed run.
+    """Return the run spec of the command line, or the `key=value` pairs that change the run spec of
+    the resumed run.
 
     Raises:
         UsageError: A short form without a task or a run spec.

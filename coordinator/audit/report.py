@@ -35,7 +35,7 @@ from protocol.spec.unit import unit_text
 
 _MOST_ROWS: Final = 2_000
 _MOST_CHARTS: Final = 4
-"""The most metrics with a chart; the table has more."""
+"""The most metrics with a chart; the table shows more."""
 _MOST_COLUMNS: Final = 8
 _ARTICLES: Final = {
     10: "data and data governance",
@@ -131,7 +131,7 @@ def _page(title: str, sections: Iterable[str]) -> str:
 
 
 def _epochs(history: History) -> list[tuple[str, object]]:
-    """Return how many epochs were done, if the run spec counts epochs."""
+    """Return the row with the number of completed epochs, if the run spec counts epochs."""
     spec = history.spec
     if spec is None or history.manifest is None or not spec.get("epochs"):
         return []
@@ -141,7 +141,7 @@ def _epochs(history: History) -> list[tuple[str, object]]:
 
 
 def _unit(history: History) -> list[tuple[str, object]]:
-    """The row that says what gradients depend on; tensors that forward changes are in a note."""
+    """Return the row with the unit of computation on which gradients depend."""
     if history.start is None:
         return []
     batch = BatchSpec.model_validate(history.start.spec["batch"])
@@ -208,10 +208,10 @@ def _side_by_side(figures: Iterable[str]) -> str:
 
 
 def _step_times(entries: Sequence[Entry], history: History) -> list[Point]:
-    """Return the times between commits of the same coordinator."""
-    at = {entry.number: datetime.fromisoformat(entry.time) for entry in entries}
+    """Return the time between each two consecutive commits of one coordinator, in seconds."""
+    times = {entry.number: datetime.fromisoformat(entry.time) for entry in entries}
     return [
-        (float(commit.step + 1), (at[number] - at[previous_number]).total_seconds())
+        (float(commit.step + 1), (times[number] - times[previous_number]).total_seconds())
         for (previous_number, earlier), (number, commit) in pairwise(history.commits)
         if earlier.term == commit.term
     ]
@@ -236,11 +236,11 @@ def _workers_over_time(entries: Sequence[Entry]) -> list[tuple[float, float]]:
 
 
 def _evaluations(history: History) -> str:
-    """Show the metrics of steps that no rollback has voided."""
-    figures = [history.evaluations[step] for step in sorted(history.evaluations)]
-    if not any(evaluation.metrics for evaluation in figures):
+    """Show the metrics of steps that were not rolled back."""
+    evaluations = [history.evaluations[step] for step in sorted(history.evaluations)]
+    if not any(evaluation.metrics for evaluation in evaluations):
         return ""
-    metric_names = dict.fromkeys(name for evaluation in figures for name in evaluation.metrics)
+    metric_names = dict.fromkeys(name for evaluation in evaluations for name in evaluation.metrics)
     names = [name for name in metric_names if not _CELL.fullmatch(name)]
     charts = [
         _figure(
@@ -248,7 +248,7 @@ def _evaluations(history: History) -> str:
             line_chart(
                 [
                     (float(evaluation.step), _number(evaluation.metrics.get(name)))
-                    for evaluation in figures
+                    for evaluation in evaluations
                 ],
                 x_label="step", y_label=name,
             ),
@@ -260,14 +260,15 @@ def _evaluations(history: History) -> str:
             evaluation.step,
             *(_format_value(evaluation.metrics.get(name)) for name in names[:_MOST_COLUMNS]),
         )
-        for evaluation in figures
+        for evaluation in evaluations
     ]
     table = _table(("after step", *names[:_MOST_COLUMNS]), rows)
-    rest = [(name, _format_value(figures[-1].metrics.get(name))) for name in names[_MOST_COLUMNS:]]
+    newest = evaluations[-1]
+    rest = [(name, _format_value(newest.metrics.get(name))) for name in names[_MOST_COLUMNS:]]
     others = _table(("metric, at the end", "value"), rest) if rest else ""
     return (
         f"<h2>Evaluation metrics</h2>{_side_by_side(charts)}{table}{others}"
-        f"{_confusion(figures[-1].step, figures[-1].metrics)}"
+        f"{_confusion(newest.step, newest.metrics)}"
     )
 
 
@@ -323,25 +324,25 @@ def _moment(entry: Entry) -> str:
 
 
 def _fault_row(entry: Entry) -> tuple[object, ...] | None:
-    at = _moment(entry)
+    time = _moment(entry)
     match entry.record:
         case Halted() as halt:
-            return at, halt.step, "halt", halt.worker or "", halt.reason
+            return time, halt.step, "halt", halt.worker or "", halt.reason
         case Fault() as fault:
             note = f"{fault.reason}; {fault.response}".strip("; ")
-            return at, fault.step, fault.what, fault.worker or "", note
+            return time, fault.step, fault.what, fault.worker or "", note
         case CommandReceived() as command:
-            return at, command.step, "command", "", f"{command.command} {command.source}"
+            return time, command.step, "command", "", f"{command.command} {command.source}"
         case Resumed() as resumed:
             notes = "; ".join(resumed.notes)
             reason = f"coordinator of term {resumed.term}; {notes}".strip("; ")
-            return at, resumed.step, "resumed", "", reason
+            return time, resumed.step, "resumed", "", reason
         case ViewChanged(change="lost" | "joined" | "late" | "drained" | "reseeded") as view:
             subject = f"{len(view.members)} workers from now on"
             reason = f"{view.reason}; {subject}".strip("; ")
-            return at, view.step, view.change, view.worker or "", reason
+            return time, view.step, view.change, view.worker or "", reason
         case Ended(outcome="failed") as end:
-            return at, end.step, "failed", "", end.reason
+            return time, end.step, "failed", "", end.reason
         case _:
             return None
 
@@ -406,8 +407,8 @@ def _articles(entries: Sequence[Entry]) -> str:
     return (
         "<h2>Records and the EU AI Act</h2>"
         f"<p>Articles of Regulation (EU) 2024/1689 that each kind of record serves ({names}). "
-        "Keeping a record is not all that an article asks.</p>"
-        + _table(("record", "lines", "articles", "what it is good for"), rows)
+        "An article may ask for more than keeping a record.</p>"
+        + _table(("record", "lines", "articles", "purpose"), rows)
     )
 
 

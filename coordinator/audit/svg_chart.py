@@ -1,4 +1,4 @@
-"""Line charts as SVG text: nothing to load, nothing that runs."""
+"""Line charts as SVG text, which loads nothing and runs nothing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MOST_POINTS: Final = 1_500
 _COLUMNS: Final = 500
 _SMOOTHING: Final = 0.1
 _SMOOTHED_FROM: Final = 20
-"""Fewer points need no average."""
+"""With fewer points, no average is drawn."""
 _WHOLE: Final = 1e15
-"""Beyond, every float is a whole number."""
+"""Beyond this, every float is a whole number."""
 
 
 def line_chart(
@@ -32,14 +32,14 @@ def line_chart(
 ) -> str:
     """Draw a line through points, with axes from the smallest to the largest value.
 
-    An axis whose values are all whole numbers has only such marks.
+    An axis whose values are all whole numbers has only whole numbers as marks.
 
     Args:
-        points: In order of x. A value that is not finite makes a gap.
+        points: The points in order of x. A value that is not finite makes a gap.
         x_label: The label of x, with its unit.
         y_label: The label of y, with its unit.
-        stairs: Values hold until the next point, and the axis of y shows zero.
-        smooth: Also draw their exponential average.
+        stairs: Whether a value holds until the next point, and the y axis includes zero.
+        smooth: Whether to draw the exponential average too.
     """
     title = escape(f"{y_label} by {x_label}")
     finite = [point for point in points if math.isfinite(point[1])]
@@ -49,17 +49,17 @@ def line_chart(
     x_axis = _Axis(min(xs), max(xs), _LEFT, WIDTH - _RIGHT)
     low = min(0.0, *ys) if stairs else min(ys)
     y_axis = _Axis(low, max(ys), HEIGHT - _BOTTOM, _TOP)
-    x_axis.whole, y_axis.whole = all(map(_is_whole, xs)), all(map(_is_whole, ys))
+    x_axis.is_whole, y_axis.is_whole = all(map(_is_whole, xs)), all(map(_is_whole, ys))
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">',
         f"<title>{title}</title>",
         *_grid(x_axis, y_axis),
     ]
-    drawn_points = points if stairs else _thinned(points)
-    corners = (_stairs(run) if stairs else run for run in _runs(drawn_points))
+    drawn_points = points if stairs else _thin_out(points)
+    corners = (_stairs(run) if stairs else run for run in _split_at_gaps(drawn_points))
     parts += [_line(line_points, x_axis, y_axis, "line") for line_points in corners]
     if smooth and len(finite) > _SMOOTHED_FROM:
-        parts.append(_line(_thinned(_smoothed(finite)), x_axis, y_axis, "smooth"))
+        parts.append(_line(_thin_out(_smoothed(finite)), x_axis, y_axis, "smooth"))
     rotation = f'transform="translate(14 {HEIGHT / 2}) rotate(-90)"'
     middle = (_LEFT + WIDTH - _RIGHT) / 2
     parts += [
@@ -71,7 +71,7 @@ def line_chart(
 
 
 def _line(points: Sequence[Point], x_axis: _Axis, y_axis: _Axis, kind: str) -> str:
-    corners = [f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in points]
+    corners = [f"{x_axis.coordinate(x):.1f},{y_axis.coordinate(y):.1f}" for x, y in points]
     if len(corners) == 1:
         x, y = corners[0].split(",")
         return f'<circle class="{kind}" cx="{x}" cy="{y}" r="2"/>'
@@ -95,27 +95,27 @@ class _Axis:
     """Maps values to coordinates on the drawing.
 
     Attributes:
-        whole: Whether its marks are whole numbers.
+        is_whole: Whether the axis's marks are whole numbers.
     """
 
-    whole = False
+    is_whole = False
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         size = max(abs(low), abs(high))
         if high - low <= 1e-9 * size or low == high:
-            # Too close to tell apart, or one value alone.
+            # Values that are too close to tell apart, or a single value.
             margin = 0.5 if size < 1e6 else size * 1e-6
             low, high = low - margin, high + margin
         self.low, self.high = low, high
         self._start, self._end = start, end
 
-    def at(self, value: float) -> float:
+    def coordinate(self, value: float) -> float:
         share = (value - self.low) / (self.high - self.low)
         return self._start + share * (self._end - self._start)
 
     def ticks(self) -> list[float]:
         """Return three to six round values for marks."""
-        smallest_step = 1.0 if self.whole else sys.float_info.min
+        smallest_step = 1.0 if self.is_whole else sys.float_info.min
         raw = max((self.high - self.low) / 6, smallest_step)
         magnitude = 10.0 ** math.floor(math.log10(raw))
         step = next(m for m in (1, 2, 5, 10) if m * magnitude >= raw) * magnitude
@@ -127,20 +127,20 @@ class _Axis:
 def _grid(x_axis: _Axis, y_axis: _Axis) -> list[str]:
     parts = []
     for tick in y_axis.ticks():
-        y = y_axis.at(tick)
+        y = y_axis.coordinate(tick)
         parts += [
             f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
             f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.4g}</text>',
         ]
     for tick in x_axis.ticks():
-        x = x_axis.at(tick)
+        x = x_axis.coordinate(tick)
         parts.append(
             f'<text x="{x:.1f}" y="{HEIGHT - _BOTTOM + 16}" text-anchor="middle">{tick:.6g}</text>'
         )
     return parts
 
 
-def _runs(points: Sequence[Point]) -> list[list[Point]]:
+def _split_at_gaps(points: Sequence[Point]) -> list[list[Point]]:
     """Split the points where a value is not finite."""
     runs: list[list[Point]] = [[]]
     for point in points:
@@ -158,14 +158,14 @@ def _stairs(points: Sequence[Point]) -> list[Point]:
     return corners
 
 
-def _thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """Return fewer points with the same outline: the lowest and highest of each interval."""
+def _thin_out(points: Sequence[Point]) -> Sequence[Point]:
+    """Return fewer points with the same outline: the lowest and highest point of each interval."""
     if len(points) <= _MOST_POINTS:
         return points
     size = -(-len(points) // _COLUMNS)
     outline: list[Point] = []
-    for at in range(0, len(points), size):
-        part = [point for point in points[at : at + size] if math.isfinite(point[1])]
+    for start in range(0, len(points), size):
+        part = [point for point in points[start : start + size] if math.isfinite(point[1])]
         if part:
             ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
             outline += sorted(ends)

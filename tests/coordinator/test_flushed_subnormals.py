@@ -1,4 +1,4 @@
-"""A coordinator whose arithmetic would give other bits than its workers' does not start."""
+"""A coordinator whose arithmetic would give different bits from its workers' does not start."""
 
 from __future__ import annotations
 

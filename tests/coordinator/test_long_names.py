@@ -1,4 +1,4 @@
-"""A directory whose name is too long: a usage error, whatever the command would do there."""
+"""A directory whose name is too long is a usage error for every command."""
 
 import pytest
 from typer.testing import CliRunner

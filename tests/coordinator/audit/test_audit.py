@@ -1,4 +1,4 @@
-"""The audit: a sound run is found sound, and each way of tampering is detected and named."""
+"""The audit accepts a sound run, and detects and names each way of tampering."""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""The audit with recomputed steps: which states it starts from, and what it finds."""
+"""The audit with recomputed steps: from which states it recomputes, and which forgeries it
+detects."""
 
 import numpy as np
 

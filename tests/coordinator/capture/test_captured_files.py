@@ -1,4 +1,5 @@
-"""Files of a capture on disk: the same, however often and wherever it was interrupted."""
+"""Files of a capture on disk are the same, however often and wherever the capture was
+interrupted."""
 
 from __future__ import annotations
 

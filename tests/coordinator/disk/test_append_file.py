@@ -1,4 +1,4 @@
-"""A file that only grows: which parts are sent to the disk before a sync."""
+"""An append-only file: which parts are sent to the disk before a sync."""
 
 from __future__ import annotations
 

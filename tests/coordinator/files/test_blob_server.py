@@ -1,4 +1,5 @@
-"""Requests that a hostile worker may not make; what an honest one receives while others train."""
+"""Requests that a hostile worker may not make; chunks that an honest worker receives while others
+train."""
 
 from __future__ import annotations
 

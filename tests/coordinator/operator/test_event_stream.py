@@ -1,4 +1,4 @@
-"""Readers get each event once and in order; one that lags too far is disconnected."""
+"""Readers get each event once and in order; a reader that lags too far is disconnected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a coordinator: never more than announced, and refused if the machine has less."""
+"""Memory of a coordinator: never more than predicted; a run is refused if the machine has less."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Queued runs: no open files, a bounded number, and directories that stay theirs."""
+"""Queued runs: they hold no open files, their number is bounded, and they keep their
+directories."""
 
 from __future__ import annotations
 

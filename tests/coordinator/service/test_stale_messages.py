@@ -1,4 +1,4 @@
-"""Messages of the previous run that arrive after its coordinator has started another one."""
+"""Messages of the previous run that arrive after the coordinator has started another run."""
 
 from __future__ import annotations
 

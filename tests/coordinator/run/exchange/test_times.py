@@ -1,4 +1,4 @@
-"""Expected time of a step's exchange: by links, by processors, and as measured."""
+"""Expected time of a step's exchange: from links, from processors, and from measurements."""
 
 import pytest
 

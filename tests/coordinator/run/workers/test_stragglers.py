@@ -1,4 +1,4 @@
-"""Which workers are late, by their own measurements and those of others."""
+"""Which workers are late, by measurements of themselves and of other workers."""
 
 from typing import Any, Final
 

@@ -1,4 +1,5 @@
-"""A run's directory: one coordinator at a time, and what the next one finds there."""
+"""A run's directory: one coordinator at a time, and the state that the next coordinator
+recovers."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, and a complete one is never given up."""
+"""Checkpoints: complete or absent, and a complete checkpoint is never lost."""
 
 import json
 import os
