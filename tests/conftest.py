@@ -27,7 +27,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)
-settings.register_profile("loaded machine", deadline=None)
+settings.register_profile(
+    "loaded machine", deadline=None, max_examples=int(os.environ.get("SAMESTEP_EXAMPLES", "40"))
+)
 settings.load_profile("loaded machine")
 # Without a compiler the kernels' tests are skipped, and numpy computes.
 with contextlib.suppress(SamestepError):

@@ -11,6 +11,8 @@ from protocol import PROTOCOL_VERSION
 from protocol.base.errors import ExitCode
 from tests.cluster import PATIENCE_S, ROOT, Cluster
 
+OLDER, NEWER = PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1
+PLAINTEXT = ("--plaintext",)
 AS_OF_ANOTHER_RELEASE = """
 import sys, protocol
 protocol.PROTOCOL_VERSION = int(sys.argv.pop(1))
@@ -20,11 +22,20 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("version", "old"),
-    [(PROTOCOL_VERSION + 1, "the coordinator"), (PROTOCOL_VERSION - 1, "this worker")],
-    ids=["newer worker", "older worker"],
+    ("version", "old", "options"),
+    [
+        pytest.param(NEWER, "the coordinator", (), id="newer worker, TLS"),
+        pytest.param(OLDER, "this worker", PLAINTEXT, id="older worker, plaintext"),
+        pytest.param(
+            NEWER,
+            "the coordinator",
+            PLAINTEXT,
+            id="newer worker, plaintext",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(OLDER, "this worker", (), id="older worker, TLS", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("options", [(), ("--plaintext",)], ids=["tls", "plaintext"])
 def test_both_sides_name_the_side_to_upgrade(tmp_path, version, old, options):
     with Cluster(tmp_path, "--expect-workers", "1", *options) as cluster:
         worker = subprocess.run(

@@ -15,7 +15,7 @@ from tests.simulation.seeds import Seeds
 
 pytestmark = pytest.mark.simulation
 
-_SEEDS = Seeds("SAMESTEP_SEEDS", "50")
+_SEEDS = Seeds("SAMESTEP_SEEDS", "20")
 _MAX_SEEDS = 300
 _TOPOLOGIES: tuple[Topology, ...] = ("star", "sharded", "star", "auto")
 _ALL_CONSEQUENCES = {

@@ -172,8 +172,15 @@ def test_frozen_head_in_any_storage_form(device, base_dtype, largest):
     assert_equals_whole_table(device, module, square_loss, batch, largest, base_dtype=base_dtype)
 
 
-@pytest.mark.parametrize("base_dtype", ["float32", "int4"])
-@pytest.mark.parametrize("largest_bytes", [LARGEST, 1 << 20])
+@pytest.mark.parametrize(
+    ("base_dtype", "largest_bytes"),
+    [
+        ("float32", LARGEST),
+        ("int4", 1 << 20),
+        pytest.param("float32", 1 << 20, marks=pytest.mark.slow),
+        pytest.param("int4", LARGEST, marks=pytest.mark.slow),
+    ],
+)
 def test_values_are_readable_after_the_host_released_them(device, base_dtype, largest_bytes):
     """Quantized weights are kept as stored; other weights are read back, tables in parts."""
     job = trainable(

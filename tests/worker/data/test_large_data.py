@@ -143,7 +143,15 @@ def _libraries_are_loaded(tmp_path_factory):
     pa.set_memory_pool(before)
 
 
-@pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
+# The tests of labeled text and of pairs read tables and Parquet.
+@pytest.mark.parametrize(
+    "form",
+    [
+        "jsonl",
+        pytest.param("csv", marks=pytest.mark.slow),
+        pytest.param("parquet", marks=pytest.mark.slow),
+    ],
+)
 def test_conversations(tmp_path, form):
     rows = ({"prompt": f"{n}?", "completion": f"{n} {WORDS}"} for n in range(ROWS))
     path = write_rows(tmp_path / f"t.{form}", rows)
@@ -173,8 +181,15 @@ def test_labeled_text(tmp_path, form):
     assert growth.peak_bytes < MOST
 
 
-# Read like conversations, which the test above also reads from tables.
-@pytest.mark.parametrize("form", ["jsonl", pytest.param("csv", marks=pytest.mark.slow), "parquet"])
+# Read like conversations.
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param("jsonl", marks=pytest.mark.slow),
+        pytest.param("csv", marks=pytest.mark.slow),
+        "parquet",
+    ],
+)
 def test_pairs(tmp_path, form):
     half = WORDS[: len(WORDS) // 2]
     rows = (
