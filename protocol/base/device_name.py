@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import sys
@@ -18,6 +19,16 @@ AUTO_ORDER: Final = tuple(
 BACKENDS: Final = ("auto", *KINDS, "scripted")
 _NUMBERED: Final = re.compile(r"(cpu|cuda|xpu|accelerator|vulkan)([0-9]{1,4})(?:-([0-9]{1,4}))?")
 
+_SPELLED: Final = re.compile(r"([a-z_]+)[ :]*([0-9][0-9, :-]*)?")
+_OTHER_NAMES: Final = {
+    "gpu": "cuda", "nvidia": "cuda", "card": "cuda", "rocm": "cuda", "hip": "cuda", "amd": "cuda",
+    "intel": "xpu", "metal": "mps", "apple": "mps", "vk": "vulkan", "wgpu": "vulkan",
+    "device": "cuda", "processor": "cpu", "host": "cpu",
+}  # fmt: skip
+"""What other libraries and people call a backend."""
+_LIKENESS: Final = 0.7
+"""How alike a misspelt name must be: `vulcan` is, `tpu` is not `xpu`."""
+
 
 def parse_backend(name: str) -> tuple[str, float]:
     """Return the kind of backend and, for the scripted one, milliseconds per microbatch.
@@ -27,8 +38,10 @@ def parse_backend(name: str) -> tuple[str, float]:
     """
     kind, colon, argument = name.partition(":")
     if kind not in BACKENDS or (colon and kind != "scripted"):
-        backends = f"expected a backend, one of {', '.join(BACKENDS)}[:MS], got {name!r}"
-        raise UsageError(f"{backends}{_numbered_hint(kind, argument)}")
+        raise UsageError(
+            f"expected auto or one of {', '.join(KINDS)}, a number or a range after it such as "
+            f"cuda0 or cuda0-1, got {name!r}{_likely_meaning(name)}; see: worker devices"
+        )
     try:
         microbatch_ms = float(argument) if colon else 0.0
     except ValueError:
@@ -38,11 +51,27 @@ def parse_backend(name: str) -> tuple[str, float]:
     return kind, microbatch_ms
 
 
-def _numbered_hint(kind: str, argument: str) -> str:
-    """Return the right spelling for torch's `cuda:1`; empty for other names."""
-    if _NUMBERED.fullmatch(kind + argument) is None:
+def _likely_meaning(name: str) -> str:
+    """Return the name that was probably meant, such as cuda0 for `gpu0` or `cuda:0`."""
+    spelled = _SPELLED.fullmatch(name.strip().lower())
+    if spelled is None:
         return ""
-    return f"; write {kind}{argument} for device {argument}; see: worker devices"
+    word, digits = spelled[1], spelled[2] or ""
+    numbers = [int(number) for number in re.findall(r"[0-9]{1,4}", digits)]
+    kind = _OTHER_NAMES.get(word, word)
+    if kind not in BACKENDS:
+        kind = next(iter(difflib.get_close_matches(kind, (*KINDS, "auto"), 1, _LIKENESS)), "")
+    if not kind or kind == "scripted":
+        return ""
+    if not numbers or kind in {"auto", "mps"}:
+        return f"; did you mean {kind}?"
+    first, last = numbers[0], numbers[-1]
+    is_range = "-" in digits or numbers == list(range(first, last + 1))
+    if first < last and is_range:
+        return f"; did you mean {kind}{first}-{last}?"
+    if len(numbers) == 1:
+        return f"; did you mean {kind}{first}?"
+    return f"; did you mean {kind}{first}, or a range such as {kind}0-1?"
 
 
 def parse_devices(backend: str, gpus: str) -> tuple[str, tuple[int | str, ...]]:

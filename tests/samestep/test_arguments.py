@@ -80,7 +80,7 @@ def task(**other):
         ({"evaluate_every": -1}, "evaluate_every: expected a number of at least 0, got -1"),
         ({"precision": "fp16"}, "precision: expected float32, bfloat16 or float16, got 'fp16'$"),
         ({"precision": torch.bfloat16}, "precision: .* got torch.bfloat16"),
-        ({"device": "tpu"}, "device: expected a backend, one of auto, .* got 'tpu'"),
+        ({"device": "tpu"}, "device: expected auto or one of cuda, .* got 'tpu'"),
         ({"device": "cuda0-3"}, "backend 'cuda' is not usable here"),
         ({"device": "cuda3-0"}, "device: .*expected devices such as cuda0-3, got 'cuda3-0'"),
         ({"device": ""}, "device: .* got ''"),

@@ -28,19 +28,26 @@ def test_device_number_is_split_from_the_name(name, expected):
 def test_unknown_backends(name):
     with pytest.raises(
         UsageError,
-        match="expected a backend, one of auto, cuda, xpu, mps, accelerator, vulkan, cpu",
-    ):
+        match="expected auto or one of cuda, xpu, mps, accelerator, vulkan, cpu, a number or a",
+    ) as error_info:
         parse_devices(name, "")
+    assert "scripted" not in str(error_info.value), "it is for tests"
 
 
-@pytest.mark.parametrize("kind", ["cuda", "vulkan"])
-def test_torch_device_notation_gets_a_hint(kind):
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("gpu", "cuda"), ("gpu0", "cuda0"), ("gpu0-3", "cuda0-3"), ("cuda:1", "cuda1"),
+        ("CUDA", "cuda"), ("cuda0,1", "cuda0-1"), ("accelerator0,1", "accelerator0-1"),
+        ("vulcan", "vulkan"), ("vulkan:1", "vulkan1"), ("mps:1", "mps"), ("rocm 1", "cuda1"),
+        ("cuda0,2", "cuda0, or a range such as cuda0-1"), ("tpu", ""), ("abacus7", ""),
+    ],
+)  # fmt: skip
+def test_an_unknown_name_gets_its_likely_meaning(name, meaning):
     with pytest.raises(UsageError) as error_info:
-        parse_devices(f"{kind}:1", "")
-    hint = f"; write {kind}1 for device 1; see: worker devices"
-    assert str(error_info.value).endswith(f"got '{kind}:1'{hint}")
-    with pytest.raises(UsageError, match=r"got 'mps:1'$"):
-        parse_devices("mps:1", "")
+        parse_devices(name, "")
+    hint = f"; did you mean {meaning}?" if meaning else ""
+    assert str(error_info.value).endswith(f"got {name!r}{hint}; see: worker devices")
 
 
 @pytest.mark.parametrize(
