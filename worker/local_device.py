@@ -55,7 +55,7 @@ class LocalDevice:
             self._report_memory(spec, info)
         return build(spec)
 
-    def _report_memory(self, run: ModelRun, info: DeviceInfo) -> None:
+    def _report_memory(self, spec: ModelRun, info: DeviceInfo) -> None:
         """Print the memory that a run needs on a card, and settings that are slow there.
 
         Raises:
@@ -65,18 +65,20 @@ class LocalDevice:
 
         if info.memory_bytes:
             name = f"{info.backend} {info.index}"
-            if line := check_device_memory(run, name, info.memory_bytes):
+            if line := check_device_memory(spec, name, info.memory_bytes):
                 self._print_line(line)
         slow_settings = {
-            key: better
-            for key, value, default, better in (
-                ("model.precision", run.model.precision, "float32", "bfloat16"),
-                ("model.attention", run.model.attention, "eager", "sdpa"),
+            key: faster_value
+            for key, value, default, faster_value in (
+                ("model.precision", spec.model.precision, "float32", "bfloat16"),
+                ("model.attention", spec.model.attention, "eager", "sdpa"),
             )
             if value == default
         }
         if slow_settings:
-            faster = " ".join(f"--set {key}={better}" for key, better in slow_settings.items())
+            faster = " ".join(
+                f"--set {key}={faster_value}" for key, faster_value in slow_settings.items()
+            )
             self._print_line(f"several times as fast on a card, with different bits: {faster}")
 
 

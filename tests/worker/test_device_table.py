@@ -51,7 +51,7 @@ def test_rule_matches_the_memory_of_a_model(llama, base_dtype):
         total_bytes += stored_bytes(
             rows, columns, STORAGE[base_dtype if name in base_parameters_total else "float32"]
         )
-    count = sum(each.numel() for each in llama.parameters())
+    count = sum(parameter.numel() for parameter in llama.parameters())
     assert count == 8_030_261_248
     assert bytes_per_parameter(base_dtype) == pytest.approx(total_bytes / count, rel=0.02)
 

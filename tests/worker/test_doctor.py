@@ -27,7 +27,7 @@ from tests.live_service import live_service
 from tests.network_hosts import network
 from worker.doctor import WorkerPlan, examine
 from worker.join.credentials import WorkerCredentials
-from worker.join.trial_join import _large_message, trial_join
+from worker.join.trial_join import _check_large_message, trial_join
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +48,7 @@ def plan(**changes) -> WorkerPlan:
 
 
 def checks(of: WorkerPlan) -> dict[str, Finding]:
-    return {each.check: each for each in examine(of)}
+    return {finding.check: finding for finding in examine(of)}
 
 
 def join_findings(host: str, port: int, token: str = "", **overrides: object) -> list[Finding]:
@@ -88,7 +88,7 @@ def answering(answer: bytes, context=None):
 
 def test_sound_machine_has_no_failure_and_no_leftovers(tmp_path):
     results = checks(plan())
-    failed_checks = [each.check for each in results.values() if each.outcome == "failure"]
+    failed_checks = [finding.check for finding in results.values() if finding.outcome == "failure"]
     assert failed_checks == ["connection"]  # there is no coordinator
     assert results.keys() >= {"release", "cache", "open files", "memory", "clock", "keys"}
     assert list(tmp_path.iterdir()) == []
@@ -189,13 +189,13 @@ def test_a_large_message_that_does_not_arrive(monkeypatch):
     monkeypatch.setattr("worker.join.trial_join._POLL_INTERVAL_S", 0.02)
     near_end, far_end = socket.socketpair()
     with near_end, far_end:
-        finding = _large_message(near_end, "192.0.2.1:9000")
+        finding = _check_large_message(near_end, "192.0.2.1:9000")
     assert (finding.check, finding.outcome) == ("large messages", "failure")
     assert "the path silently drops packets above its MTU" in finding.found
     near_end, far_end = socket.socketpair()
     with near_end:
         far_end.close()
-        assert _large_message(near_end, "192.0.2.1:9000").outcome == "ok"
+        assert _check_large_message(near_end, "192.0.2.1:9000").outcome == "ok"
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def test_a_path_that_drops_large_packets(tmp_path, monkeypatch, own_home):
                 join = partial(join_findings, host, int(port), token)
                 assert hosts.run_on("b", join)[-2].outcome == "ok"
                 hosts.drop_large("b", 1000)
-                results = {each.check: each for each in hosts.run_on("b", join)}
+                results = {finding.check: finding for finding in hosts.run_on("b", join)}
                 assert results["token"].outcome == "ok"
                 assert results["large messages"].outcome == "failure"
                 assert (
@@ -268,7 +268,7 @@ async def test_a_coordinator_and_its_token(tmp_path, own_home):
         address = ("127.0.0.1", live.port)
         valid_token = CoordinatorCredentials.open(own_home).join_token()
         outcomes = await asyncio.to_thread(join_findings, *address, valid_token.reveal())
-        assert [each.outcome for each in outcomes] == ["ok"] * 5
+        assert [finding.outcome for finding in outcomes] == ["ok"] * 5
         assert f"the join token fits, and both have protocol version {PROTOCOL_VERSION}" in (
             outcomes[-1].found
         )

@@ -99,26 +99,32 @@ def _attempt(
         )
         yield failure("connection", error.observation, advice)
         return
-    at, took_ms = str(address), (time.perf_counter() - start_s) * 1000
-    yield ok("connection", f"{at} answers after {took_ms:.1f} ms")
+    coordinator, took_ms = str(address), (time.perf_counter() - start_s) * 1000
+    yield ok("connection", f"{coordinator} answers after {took_ms:.1f} ms")
     with connected:
         connected.settimeout(_PATIENCE_S)
         try:
             if credentials.plaintext:
-                yield from _greet(connected, at, None, name, credentials)
+                yield from _check_secret(connected, coordinator, None, name, credentials)
                 return
-            with tls.client_context().wrap_socket(connected) as secured:
-                certificate = secured.getpeercert(binary_form=True) or b""
+            with tls.client_context().wrap_socket(connected) as tls_socket:
+                certificate = tls_socket.getpeercert(binary_form=True) or b""
                 fingerprint = tls.fingerprint(certificate)
-                yield ok("encryption", f"{secured.version()}, certificate {fingerprint.hex()[:16]}")
-                yield from _greet(secured, at, fingerprint, name, credentials)
+                yield ok(
+                    "encryption", f"{tls_socket.version()}, certificate {fingerprint.hex()[:16]}"
+                )
+                yield from _check_secret(tls_socket, coordinator, fingerprint, name, credentials)
         except ssl.SSLError as error:
-            yield _no_tls(at, error)
+            yield _tls_failure(coordinator, error)
         except TimeoutError:
-            yield failure("connection", f"{at} is silent for {_PATIENCE_S:.0f} s", _TIMEOUT_ADVICE)
+            yield failure(
+                "connection", f"{coordinator} is silent for {_PATIENCE_S:.0f} s", _TIMEOUT_ADVICE
+            )
         except OSError as error:
             yield failure(
-                "connection", f"{at} closed it ({error.strerror or error})", _CLOSED_ADVICE
+                "connection",
+                f"{coordinator} closed the connection ({error.strerror or error})",
+                _CLOSED_ADVICE,
             )
 
 
@@ -131,26 +137,28 @@ _TIMEOUT_ADVICE: Final = (
 )
 
 
-def _no_tls(at: str, error: ssl.SSLError) -> Finding:
+def _tls_failure(coordinator: str, error: ssl.SSLError) -> Finding:
     if error.reason in tls.ERROR_MEANS_NO_TLS:
         return failure(
-            "encryption", f"expected TLS at {at}, got something else",
+            "encryption", f"expected TLS at {coordinator}, got something else",
             "another service has this port, or the coordinator was started with --plaintext; in "
             "that case use --plaintext here too",
         )  # fmt: skip
-    return failure("encryption", f"no TLS 1.3 with {at}: {error.reason or error}", _CLOSED_ADVICE)
+    return failure(
+        "encryption", f"no TLS 1.3 with {coordinator}: {error.reason or error}", _CLOSED_ADVICE
+    )
 
 
-def _greet(
+def _check_secret(
     connected: socket.socket,
-    at: str,
+    coordinator: str,
     fingerprint: bytes | None,
     name: str,
     credentials: WorkerCredentials,
 ) -> Iterator[Finding]:
     """Send Hello, and check that the Challenge proves the same secret.
 
-    If it does, test a large message too: see `_large_message`.
+    If it does, test a large message too: see `_check_large_message`.
 
     Raises:
         OSError: The connection broke.
@@ -171,7 +179,7 @@ def _greet(
         message = _next_message(connected, connection)
         if isinstance(message, Challenge):
             answer(hello, message, fingerprint or NO_CERTIFICATE, secret)
-            yield _large_message(connected, at)
+            yield _check_large_message(connected, coordinator)
             secret_kind = "its key" if enrolled else "the join token"
             note = f"{secret_kind} fits, and both have protocol version {PROTOCOL_VERSION}"
             yield ok("token", note)
@@ -189,7 +197,7 @@ def _greet(
         )
 
 
-def _large_message(connected: socket.socket, at: str) -> Finding:
+def _check_large_message(connected: socket.socket, coordinator: str) -> Finding:
     """Send a goodbye of several full packets, and check that it arrives.
 
     A path that drops packets above its MTU, and the ICMP errors about them, passes a handshake but
@@ -213,7 +221,7 @@ def _large_message(connected: socket.socket, at: str) -> Finding:
         return ok("large messages", f"a message of {len(message)} bytes arrives")
     return failure(
         "large messages",
-        f"small messages reach {at}, but one of {len(message)} bytes does not within "
+        f"small messages reach {coordinator}, but one of {len(message)} bytes does not within "
         f"{_LARGE_PATIENCE_S:.0f} s: the path silently drops packets above its MTU",
         "lower the MTU on both machines (ip link set dev INTERFACE mtu 1280), have the kernel find "
         "it (sysctl -w net.ipv4.tcp_mtu_probing=1), or let ICMP through the firewalls in between",

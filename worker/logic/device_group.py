@@ -152,10 +152,10 @@ class _Device:
         build: The answer to the newest `Build`, if it succeeded.
         build_failure: The answer to the newest `Build`, if it failed.
         parts: Assigned subtrees that are not finished, in order.
-        blocked_parts: Those that wait for files or for state.
+        blocked_parts: Unfinished subtrees that wait for files or for state.
         evaluations: Step and part of assigned evaluations that are not finished.
-        replica_use: Its use of the group's replica.
-        reason: Why it is left out.
+        replica_use: How the device uses the group's replica.
+        reason: Why the device is left out.
     """
 
     name: str
@@ -182,14 +182,14 @@ class _Device:
         return sum(subtree.leaves for _, subtree in self.parts) + len(self.evaluations)
 
     def forget(self) -> None:
-        """Drop its work and its task, for a new process or another run."""
+        """Drop the device's work and task, for a new process or another run."""
         self.parts, self.blocked_parts, self.evaluations = [], set(), set()
         self.build = self.build_failure = None
 
 
 @dataclass(slots=True)
 class _Answer:
-    """The group's answer to a change of the replica: its digest, once all devices follow it."""
+    """The group's answer to a change of the replica: its digest, once all devices loaded it."""
 
     pending_devices: set[str]
     digest: str | None = None
@@ -251,14 +251,14 @@ class DeviceGroup:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._devices = {name: _Device(name, number) for number, name in enumerate(names)}
-        self._open = False
+        self._is_open = False
         self._build: act.Build | None = None
         self._reference: events.Built | None = None
-        self._initial_from = ""
+        self._initial_device = ""
         self._queue: deque[act.DeviceAction] = deque()
-        self._replica_of = ""
+        self._replica_run_id = ""
         self._step = self._optimizer_step = 0
-        self._loading = False
+        self._is_loading = False
         self._was_reset = False
         self._works: list[_Work] = []
         self._embeddings: act.LoadEmbeddings | None = None
@@ -274,7 +274,7 @@ class DeviceGroup:
         """Handle an action of the session."""
         match action:
             case act.OpenDevice():
-                self._open = True
+                self._is_open = True
                 return self._order_all(action)
             case act.Build():
                 return self._begin_build(action)
@@ -311,7 +311,7 @@ class DeviceGroup:
                     outputs += self._change(action)
                 case _:
                     raise AssertionError(action)
-        if not self._loading:
+        if not self._is_loading:
             for device in self._devices.values():
                 if device.state is DeviceState.WAITING:
                     outputs += self._attach(device)
@@ -341,11 +341,11 @@ class DeviceGroup:
         committed_attempt: int | None = None
         match action:
             case act.LoadChunk():
-                self._loading = True
+                self._is_loading = True
                 return outputs
             case act.Restore():
                 self._step, self._optimizer_step = action.step, action.optimizer_step
-                self._loading = False
+                self._is_loading = False
             case act.Apply():
                 self._step += 1
                 self._optimizer_step += action.scalars is not None
@@ -393,7 +393,7 @@ class DeviceGroup:
 
     def _begin_build(self, action: act.Build) -> list[Output]:
         self._build, self._reference, self._works = action, None, []
-        self._initial_from = ""
+        self._initial_device = ""
         for device in self._present_devices():
             device.forget()
             device.state = DeviceState.PREPARING
@@ -416,7 +416,7 @@ class DeviceGroup:
 
     def _settle(self) -> list[Output]:
         """Once every device has answered `Build`, choose the devices that give the same bits."""
-        if self._build is None or self._initial_from:
+        if self._build is None or self._initial_device:
             return []
         if self._reference is not None:
             latecomers = [d for d in self._preparing_devices() if d.build or d.build_failure]
@@ -425,25 +425,25 @@ class DeviceGroup:
             return []
         candidates = [(d.name, d.build) for d in self._preparing_devices() if d.build is not None]
         if not candidates:
-            return self._cannot_build()
+            return self._report_build_failure()
         if fault := _task_mismatch([build for _, build in candidates]):
             return [Emit(events.BuildFailed(self._build.run_id, DataError(fault)))]
         kinds = [_kind(build) for _, build in candidates]
         name, self._reference = max(candidates, key=lambda item: kinds.count(_kind(item[1])))
-        has_state = self._replica_of == self._build.run_id and not self._loading
+        has_state = self._replica_run_id == self._build.run_id and not self._is_loading
         if self._build.keep_state and has_state:
             return self._admit_all()
-        self._initial_from = name
+        self._initial_device = name
         return [ToDevice(name, act.ReadInitial())]
 
     def _initial_parameters(self, device: _Device, event: events.InitialParameters) -> list[Output]:
-        if device.name != self._initial_from:
+        if device.name != self._initial_device:
             return []
         assert self._build is not None
         assert self._reference is not None
-        self._initial_from, self._replica_of = "", self._build.run_id
+        self._initial_device, self._replica_run_id = "", self._build.run_id
         self._step = self._optimizer_step = 0
-        self._loading, self._was_reset = False, True
+        self._is_loading, self._was_reset = False, True
         blocks = self._reference.manifest.blocks
         reset = ResetReplica(self._build.spec, blocks, event.values)
         return [reset, *self._admit_all()]
@@ -458,7 +458,7 @@ class DeviceGroup:
     def _preparing_devices(self) -> list[_Device]:
         return [d for d in self._devices.values() if d.state is DeviceState.PREPARING]
 
-    def _cannot_build(self) -> list[Output]:
+    def _report_build_failure(self) -> list[Output]:
         failures = [
             d.build_failure for d in self._preparing_devices() if d.build_failure is not None
         ]
@@ -535,15 +535,15 @@ class DeviceGroup:
         """Divide a subtree's microbatches so that the last device finishes as early as possible."""
         devices = self._active_devices()
         times_ms = [median(d.measured_ms) for d in devices if d.measured_ms]
-        typical = median(times_ms) if times_ms else 1.0
-        pace = {d.name: median(d.measured_ms) if d.measured_ms else typical for d in devices}
-        counts = dict.fromkeys(pace, 0)
-        heap = [(max(pace[d.name], 1e-3) * (d.backlog + 1), d.number, d.name) for d in devices]
+        typical_ms = median(times_ms) if times_ms else 1.0
+        pace_ms = {d.name: median(d.measured_ms) if d.measured_ms else typical_ms for d in devices}
+        counts = dict.fromkeys(pace_ms, 0)
+        heap = [(max(pace_ms[d.name], 1e-3) * (d.backlog + 1), d.number, d.name) for d in devices]
         heapq.heapify(heap)
         for _ in leaves if heap else ():
             done_ms, number, name = heap[0]
             counts[name] += 1
-            heapq.heapreplace(heap, (done_ms + max(pace[name], 1e-3), number, name))
+            heapq.heapreplace(heap, (done_ms + max(pace_ms[name], 1e-3), number, name))
         outputs: list[Output] = []
         offset = 0
         # The largest share first: it then starts at a large subtree and has few parts.
@@ -745,9 +745,9 @@ class DeviceGroup:
         was_active = device.state is DeviceState.ACTIVE
         orphans = self._take_back_work(device)
         device.state, device.builds = DeviceState.PREPARING, 0
-        if name == self._initial_from:
-            self._initial_from, self._reference = "", None
-        if self._open:
+        if name == self._initial_device:
+            self._initial_device, self._reference = "", None
+        if self._is_open:
             outputs.append(ToDevice(name, act.OpenDevice()))
         if self._build is not None:
             device.builds = 1
@@ -758,8 +758,8 @@ class DeviceGroup:
         was_active = device.state is DeviceState.ACTIVE
         orphans = self._take_back_work(device)
         device.state = DeviceState.GONE
-        if device.name == self._initial_from:
-            self._initial_from, self._reference = "", None
+        if device.name == self._initial_device:
+            self._initial_device, self._reference = "", None
         if not self._present_devices():
             return [Emit(events.DeviceFailed(error))]
         outputs = self._reassign(orphans, str(error), was_active=was_active)
@@ -780,7 +780,7 @@ class DeviceGroup:
     def _reassign(
         self, orphans: list[act.Compute | act.Evaluate], reason: str, *, was_active: bool
     ) -> list[Output]:
-        """Give a lost device's work to the others, and stop waiting for its answers."""
+        """Give a lost device's work to other devices, and stop waiting for its answers."""
         if self._reference is None or not was_active:
             return self._advance()
         if not self._active_devices():

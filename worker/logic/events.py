@@ -181,7 +181,7 @@ class WeightsTaken:
     """One device of a group has loaded the parameters of this step.
 
     Attributes:
-        reads_on: Whether it keeps reading the group's replica until told to release it.
+        reads_on: Whether it keeps reading the group's replica until it is ordered to release it.
     """
 
     step: int

@@ -131,7 +131,7 @@ class RunFiles:
         """Handle a chunk from the coordinator.
 
         Raises:
-            RemoteProtocolError: It does not answer a request.
+            RemoteProtocolError: The chunk does not answer a request.
         """
         if message.run_id != self._run_id:
             return []  # of an earlier run, which ended while the request was in flight
@@ -196,7 +196,7 @@ class FileFetch:
         """Handle the coordinator's answer to the oldest request.
 
         Raises:
-            RemoteProtocolError: It answers another request.
+            RemoteProtocolError: The chunk answers another request.
         """
         if self._is_over:
             return []

@@ -151,7 +151,7 @@ def _wide_stacks(shapes: Mapping[str, Shape]) -> set[str]:
         first, down = next(iter(of_layer.values())), of_layer.get(names[2], ())
         is_plain = len(of_layer) == 2 and first[2] == down[1]
         has_bias = any(f"{name}_bias" in shapes for name in of_layer)
-        if not is_plain or has_bias or not all(group_of(each[2]) for each in of_layer.values()):
+        if not is_plain or has_bias or not all(group_of(entry[2]) for entry in of_layer.values()):
             wide |= of_layer.keys()
     return wide
 

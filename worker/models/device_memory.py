@@ -191,15 +191,17 @@ def _advice(run: ModelRun, memory_bytes: int) -> str:
 def _converted_bytes(model: ModelSpec, tensors: Tensors, *, is_tied: bool) -> int:
     """Return the bytes of the largest frozen matrix, converted to the dtype of its products."""
     matrices = [
-        each
-        for name, each in tensors.items()
-        if each.is_linear or (is_tied and "embed" in name and len(each.shape) == 2)
+        matrix
+        for name, matrix in tensors.items()
+        if matrix.is_linear or (is_tied and "embed" in name and len(matrix.shape) == 2)
     ]
-    narrow_sizes = [each.matrix_elements for each in matrices if each.is_narrow(model.base_dtype)]
+    narrow_sizes = [
+        matrix.matrix_elements for matrix in matrices if matrix.is_narrow(model.base_dtype)
+    ]
     wide_sizes = [
-        each.elements
-        for each in matrices
-        if len(each.shape) == 2 and not each.is_narrow(model.base_dtype)
+        matrix.elements
+        for matrix in matrices
+        if len(matrix.shape) == 2 and not matrix.is_narrow(model.base_dtype)
     ]
     largest_narrow = max(narrow_sizes, default=0)
     if model.precision == "float32":
@@ -213,43 +215,45 @@ def _converted_bytes(model: ModelSpec, tensors: Tensors, *, is_tied: bool) -> in
 
 
 def _adapted_matrices(lora: LoraSpec, tensors: Tensors) -> Tensors:
-    """The matrices, and stacks of them, that LoRA's stand beside."""
+    """Return the matrices, and stacks of matrices, that LoRA adapts."""
     parameters = {
-        name: each
-        for name, each in tensors.items()
-        if any(is_named(name, (asked,)) for asked in lora.target_parameters)
+        name: tensor
+        for name, tensor in tensors.items()
+        if any(is_named(name, (target,)) for target in lora.target_parameters)
     }
     matrices = {
-        layer_name.removesuffix(".weight"): t
-        for layer_name, t in tensors.items()
-        if len(t.shape) == 2
+        layer_name.removesuffix(".weight"): matrix
+        for layer_name, matrix in tensors.items()
+        if len(matrix.shape) == 2
     }
     if lora.targets == "all-linear":
         return parameters | {
-            layer_name: t
-            for layer_name, t in matrices.items()
-            if t.is_linear and "head" not in layer_name
+            layer_name: matrix
+            for layer_name, matrix in matrices.items()
+            if matrix.is_linear and "head" not in layer_name
         }
     leaves = {name.rpartition(".")[2] for name in matrices}
     default_targets = next((names for names in ATTENTION if leaves.issuperset(names)), ())
     targets = lora.targets or default_targets
     return parameters | {
-        layer_name: t for layer_name, t in matrices.items() if is_named(layer_name, targets)
+        layer_name: matrix
+        for layer_name, matrix in matrices.items()
+        if is_named(layer_name, targets)
     }
 
 
 def _low_rank(lora: LoraSpec, name: str, tensor: BaseTensor) -> int:
-    """Elements of the matrices beside one that is adapted: of each expert, for a stack."""
+    """Return the elements of the low-rank matrices for one matrix, or for all of a stack."""
     ranks = (rank for key, rank in lora.rank_pattern.items() if is_named(name, (key,)))
     rows, columns = tensor.shape[-2:]
     return next(ranks, lora.r) * math.prod(tensor.shape[:-2]) * (rows + columns)
 
 
 def _trained_in_full(lora: LoraSpec, tensors: Tensors) -> list[BaseTensor]:
-    """The tensors of `lora.modules_to_save`, of which there is a copy."""
+    """Return the tensors of `lora.modules_to_save`, which peft copies."""
     return [
-        each
-        for name, each in tensors.items()
+        tensor
+        for name, tensor in tensors.items()
         if is_named(name.rpartition(".")[0], lora.modules_to_save)
     ]
 
@@ -286,14 +290,14 @@ def _experts(
     layer, down = next(iter(downs.items()))
     prefix = layer.removesuffix("experts.down_proj")
     shared = [
-        each.shape[0]
-        for name, each in tensors.items()
+        tensor.shape[0]
+        for name, tensor in tensors.items()
         if name.startswith(f"{prefix}shared_expert") and name.endswith("up_proj.weight")
     ]
     widened = sum(
-        each.elements
-        for each in adapted.values()
-        if len(each.shape) == 3 and not each.is_narrow(run.model.base_dtype)
+        tensor.elements
+        for tensor in adapted.values()
+        if len(tensor.shape) == 3 and not tensor.is_narrow(run.model.base_dtype)
     )
     chosen = next((config[key] for key in _CHOSEN if isinstance(config.get(key), int)), 1)
     return _Experts(
@@ -355,22 +359,24 @@ def _activation_bytes(
 
 
 def _kept_in_half(run: ModelRun, tensors: Tensors, adapted: Tensors) -> int:
-    """Bytes of the copies in half precision that autograd keeps of trained parameters."""
+    """Return the bytes of the half-precision copies of parameters that autograd keeps."""
     if run.lora is not None:
-        return _HALF_BYTES * sum(_low_rank(run.lora, name, each) for name, each in adapted.items())
+        return _HALF_BYTES * sum(
+            _low_rank(run.lora, name, tensor) for name, tensor in adapted.items()
+        )
     return _HALF_BYTES * sum(
-        each.elements
-        for name, each in tensors.items()
-        if len(each.shape) == 2 and "embed" not in name
+        tensor.elements
+        for name, tensor in tensors.items()
+        if len(tensor.shape) == 2 and "embed" not in name
     )
 
 
 def _kept_by_experts(run: ModelRun, experts: _Experts, hidden: int) -> float:
-    """Floats of a token that a layer of experts keeps besides attention and norms."""
+    """Return the floats per token that a layer of experts keeps besides attention and norms."""
     is_half = run.model.precision != "float32"
     per_hidden, *per_chosen = _KEPT_BY_EXPERTS_IN_HALF if is_half else _KEPT_BY_EXPERTS
     if run.lora is None:  # inputs of products
-        per_chosen = [each + 1 for each in per_chosen]
+        per_chosen = [floats + 1 for floats in per_chosen]
     per_inner = (_LAYER_FLOATS_HALF if is_half else _LAYER_FLOATS)[1]
     of_one = per_chosen[0] * hidden + per_chosen[1] * experts.inner + _KEPT_BY_ROUTER[1]
     router = _KEPT_BY_ROUTER[0] * experts.count
@@ -378,20 +384,20 @@ def _kept_by_experts(run: ModelRun, experts: _Experts, hidden: int) -> float:
 
 
 def _kept_by_lora(lora: LoraSpec, adapted: Tensors, chosen: int, *, is_half: bool) -> float:
-    """Floats of a token that low-rank matrices keep, in all layers: their inputs, and what is
-    between the two. The input of attention is counted in `_LAYER_FLOATS`."""
+    """Return the floats per token that low-rank matrices keep, in all layers: their inputs and
+    the low-rank products. The input of attention is counted in `_LAYER_FLOATS`."""
     kept, inputs = 0.0, dict[str, float]()
-    for name, each in adapted.items():
+    for name, matrix in adapted.items():
         module, _, leaf = name.rpartition(".")
-        if len(each.shape) == 3:
+        if len(matrix.shape) == 3:
             kept += chosen * lora.r
-            inputs[name] = chosen * each.shape[-1]
+            inputs[name] = chosen * matrix.shape[-1]
             continue
         kept += lora.r
         if lora.dropout:  # its input too, and the mask in bytes
-            kept += 1.25 * each.shape[1]
+            kept += 1.25 * matrix.shape[1]
         elif leaf in _OWN_INPUT:
-            inputs[name] = each.shape[1]
+            inputs[name] = matrix.shape[1]
         elif "att" not in module:
-            inputs[module] = each.shape[1]
+            inputs[module] = matrix.shape[1]
     return kept + sum(inputs.values()) / (1 + is_half)

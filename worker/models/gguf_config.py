@@ -49,7 +49,7 @@ def read_config(directory: str, file: str, labels: Mapping[str, Any]) -> Any:
 
     Raises:
         DataError: The file asks for something that transformers does not compute for its family.
-        ValueError: It cannot be read; transformers raises errors of other kinds, too.
+        ValueError: The file cannot be read. transformers raises other errors, too.
     """
     import gguf  # noqa: PLC0415 -- of an extra
 

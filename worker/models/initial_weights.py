@@ -40,7 +40,8 @@ def draw_initial_weights(make: Callable[[], Any], seed: int) -> Any:
         seed: The run's seed.
 
     Raises:
-        DataError: Its library uses a random function that is not reproducible on every machine.
+        DataError: The model's library uses a random function that is not reproducible on every
+            machine.
     """
     construction = _Draws(seed)
     with construction:

@@ -318,7 +318,7 @@ def _refuse_tied_modules(model: torch.nn.Module, names: Sequence[str]) -> None:
     """Refuse to train in full a module whose weight another module shares.
 
     Raises:
-        DataError: Its weight is shared, or there is no module of that name.
+        DataError: A module's weight is shared, or there is no module of that name.
     """
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -357,7 +357,7 @@ def _hub_answers(name: str) -> bool:
     """Return whether the hub answers within `_HUB_TIMEOUT_S`; its own library retries for a minute.
 
     Raises:
-        DataError: It does not answer, and the model was never fetched before.
+        DataError: The hub does not answer, and the model was never fetched before.
     """
     address = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT)
     if huggingface_hub.constants.HF_HUB_OFFLINE:

@@ -76,7 +76,7 @@ def tokenizer_in(directory: Path) -> Any:
     """Load the tokenizer that a run has saved in a directory, with or without a model.
 
     Raises:
-        DataError: It cannot be loaded.
+        DataError: The tokenizer cannot be loaded.
     """
     return _load(str(directory), str(directory), {"local_files_only": True})
 

@@ -38,7 +38,7 @@ def export_gguf(
         out: New directory to write to.
 
     Raises:
-        DataError: It cannot be loaded, llama.cpp does not support it, or `out` exists already.
+        DataError: The model cannot be loaded, llama.cpp does not support it, or `out` exists.
         StorageDamaged: The file read back differs from what was written.
         StorageFailed: A file operation failed.
     """

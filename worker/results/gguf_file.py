@@ -110,7 +110,7 @@ def check_gguf() -> None:
     """Check that the library `gguf` is installed.
 
     Raises:
-        DataError: It is not installed.
+        DataError: The library is not installed.
     """
     _library()
 

@@ -58,8 +58,8 @@ class Vocabulary:
         """Convert a fast tokenizer, without special tokens that have no row in the model.
 
         Raises:
-            DataError: It is not a BPE, belongs to another model, or splits text in a way that
-                llama.cpp does not support.
+            DataError: The tokenizer is not a BPE, belongs to another model, or splits text in a way
+                that llama.cpp does not support.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         document = json.loads(backend.to_str()) if backend is not None else {}
@@ -162,7 +162,8 @@ def _puts_space_before(document: Mapping[str, Any]) -> bool:
     """Return whether a SentencePiece tokenizer puts a space before text.
 
     Raises:
-        DataError: It changes text in another way, or puts a space only before some texts.
+        DataError: The tokenizer changes text in another way, or puts a space only before some
+            texts.
     """
     normalizer = document.get("normalizer") or {}
     splits = document.get("pre_tokenizer")
@@ -263,7 +264,8 @@ def _check_bpe(document: Mapping[str, Any], pre_tokenizer: str) -> None:
     """Check that a tokenizer works like llama.cpp's for the same pre-tokenizer.
 
     Raises:
-        DataError: It changes the text first, or looks up whole words where llama.cpp merges.
+        DataError: The tokenizer changes the text first, or looks up whole words where llama.cpp
+            merges.
     """
     normalizer = document.get("normalizer") or {}
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])

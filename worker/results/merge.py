@@ -63,7 +63,7 @@ def merge(
             rounded weights; the report has its difference from base and adapter.
 
     Raises:
-        DataError: It is not an adapter, it cannot be loaded, or `out` exists already.
+        DataError: `saved_model` is not an adapter or cannot be loaded, or `out` exists already.
         SamestepError: The written model does not compute the same as base and adapter.
         StorageFailed: A file operation failed.
     """
@@ -141,7 +141,7 @@ def compare(reference: torch.Tensor, values: torch.Tensor) -> float:
     """Return the largest difference between logits.
 
     Raises:
-        SamestepError: It is larger than `TOLERANCE` allows, or not finite.
+        SamestepError: The difference is larger than `TOLERANCE` allows, or not finite.
     """
     difference = float((reference - values).abs().max())
     tolerance = TOLERANCE * max(1.0, float(reference.abs().max()))

@@ -16,7 +16,7 @@ def is_file(texts: Sequence[str]) -> bool:
     """Return whether the argument is a file name rather than a text.
 
     Raises:
-        DataError: It looks like a file name, but the file does not exist.
+        DataError: The argument looks like a file name, but the file does not exist.
     """
     if len(texts) != 1:
         return False

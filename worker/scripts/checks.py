@@ -31,7 +31,7 @@ def check_task(task: object) -> UserTask:
     """Check the result of `build`.
 
     Raises:
-        DataError: It is not a task, or the task cannot be trained.
+        DataError: The result is not a task, or the task cannot be trained.
     """
     if not isinstance(task, UserTask):
         raise DataError(
@@ -112,7 +112,7 @@ def check_data(role: str, data: Any) -> None:
     """Check that a data set can be read by sample number.
 
     Raises:
-        DataError: It cannot be used.
+        DataError: The data set cannot be read that way.
     """
     if isinstance(data, DataLoader):
         raise DataError(
@@ -140,7 +140,7 @@ def check_loss(value: object) -> torch.Tensor:
     """Check that a loss is a scalar tensor.
 
     Raises:
-        DataError: It is not.
+        DataError: The loss is not a scalar tensor.
     """
     if not isinstance(value, torch.Tensor):
         remedy = "leave out .item() and float()"
@@ -169,7 +169,7 @@ def check_weight(value: object) -> float:
     """Check the value of a weight.
 
     Raises:
-        DataError: It cannot be used.
+        DataError: The value is not a valid weight.
     """
     try:
         weight = float(value)  # type: ignore[arg-type]  # raises unless it is a number
@@ -190,7 +190,7 @@ def check_metric(
     """Check a metric's value; return its sum and divisor, None for the number of samples.
 
     Raises:
-        DataError: It is neither a number nor a pair of numbers.
+        DataError: The value is neither a number nor a pair of numbers.
     """
     try:
         if not isinstance(value, tuple):
@@ -217,7 +217,7 @@ def check_metrics(returned_value: object, names: Sequence[str]) -> dict[str, flo
         names: The names in its first result; empty for the first.
 
     Raises:
-        DataError: It is not a mapping of numbers, or the names have changed.
+        DataError: The result is not a mapping of numbers, or the names have changed.
     """
     if not isinstance(returned_value, Mapping) or not returned_value:
         raise DataError(
@@ -256,7 +256,7 @@ def check_precision(value: object) -> ComputePrecision:
     """Check the argument `precision`.
 
     Raises:
-        DataError: It is not one of `PRECISIONS`.
+        DataError: The argument is not one of `PRECISIONS`.
     """
     for precision in PRECISIONS:
         if isinstance(value, str) and value == precision:

@@ -67,10 +67,10 @@ def _repeat_rows(fields: Fields, samples: int) -> dict[str, torch.Tensor]:
 
 
 def check_embedded(embeddings: object) -> dict[str, torch.Tensor]:
-    """Check the result of `embed`; integers become int64, all others float32.
+    """Check the result of `embed`; integers become int64, other dtypes float32.
 
     Raises:
-        DataError: It is not a dict of tensors with the same number of rows.
+        DataError: The result is not a dict of tensors with the same number of rows.
     """
     expectation = "embed: expected a dict of tensors with the samples first"
     if not isinstance(embeddings, Mapping) or not embeddings:

@@ -123,7 +123,7 @@ class NestedBatches:
         """Return the arrays of a batch by name.
 
         Raises:
-            DataError: It contains something other than tensors, arrays and numbers on the CPU.
+            DataError: The batch contains other things than tensors, arrays and numbers on the CPU.
         """
         structure, arrays = _flatten(batch)
         mark = self._marks.get(structure, 1)

@@ -25,7 +25,7 @@ def check_embeddings(spec: RunSpec, layout: EmbeddingLayout) -> None:
     """Refuse a run whose steps cannot have two phases.
 
     Raises:
-        DataError: It has replicas, or the embeddings of a step are too large.
+        DataError: The run has replicas, or the embeddings of a step are too large.
     """
     if spec.replicas is not None:
         raise DataError(

@@ -245,7 +245,7 @@ def refuse_unstable_batch(spec: RunSpec, task: Task, build: Callable[[], Batch])
     """Check that the user's code builds the same batch from the same samples twice.
 
     Raises:
-        DataError: It does not; names what changed between the calls.
+        DataError: The batches differ; the error names the differences.
     """
     if not (objects := _user_objects(spec, task)):
         return

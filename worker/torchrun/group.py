@@ -167,7 +167,7 @@ class RankGroup:
         """Receive from one rank.
 
         Raises:
-            DeviceError: That rank is lost.
+            DeviceError: The rank is lost.
         """
         with self._lost_rank_errors():
             return _decode(lambda data: dist.recv(data, rank))

@@ -31,7 +31,7 @@ def with_turns(messages: Any) -> Conversation:
 
 
 def dialogue(number: int) -> Conversation:
-    return with_turns(ChatMessage(each["role"], each["content"]) for each in conversation(number))
+    return with_turns(ChatMessage(turn["role"], turn["content"]) for turn in conversation(number))
 
 
 def read(

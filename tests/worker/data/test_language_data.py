@@ -171,7 +171,7 @@ def test_digests_cover_the_mask(tokenizers, tmp_path):
     )
     assert one["data"] == bracketed["data"] == all_turns["data"]
     assert one["tokenizer"] == bracketed["tokenizer"] == all_turns["tokenizer"]
-    assert len({each["counted_tokens"] for each in (one, bracketed, all_turns)}) == 3
+    assert len({digests["counted_tokens"] for digests in (one, bracketed, all_turns)}) == 3
 
 
 def test_evaluation_split_is_disjoint_and_repeatable(tokenizers, tmp_path):
@@ -232,7 +232,7 @@ def test_student_uses_the_mask_of_its_teacher(tokenizers, tmp_path):
     files = CapturedFiles(tmp_path / "capture", teacher.manifest, spec, 0, lambda: None)
     for step in range(3):
         rows = [program.rows(teacher.batch([n, n + 1])).rows for n in (4 * step, 4 * step + 2)]
-        files.keep(step, [each.reshape(-1) for each in rows])
+        files.keep(step, [row.reshape(-1) for row in rows])
     files.finish(is_complete=True)
     files.close()
     program.close()

@@ -66,7 +66,7 @@ class Encoding:
 
 class Encoded(dict[str, Any]):
     def __init__(self, encodings: list[Encoding]) -> None:
-        super().__init__(input_ids=[each.ids for each in encodings])
+        super().__init__(input_ids=[encoding.ids for encoding in encodings])
         self.encodings = encodings
 
 
@@ -78,7 +78,7 @@ class Plain(ChatTemplate):
 
     def render(self, conversation: Any) -> RenderedConversation:
         return RenderedConversation(
-            "".join(each.content for each in conversation.messages), ((0, 1),)
+            "".join(message.content for message in conversation.messages), ((0, 1),)
         )
 
     def encode(self, rendered: Sequence[RenderedConversation]) -> Iterator[tuple[Tokens, LossMask]]:

@@ -74,7 +74,7 @@ def test_every_token_of_a_document_but_its_first_is_predicted_once(documents, le
     pairs = [
         pair
         for number in range(len(cut.lengths))
-        for pair in zip(*(each.tolist() for each in cut.piece(number)), strict=True)
+        for pair in zip(*(array.tolist() for array in cut.piece(number)), strict=True)
     ]
     expected = [pair for one in documents for pair in itertools.pairwise(one)]
     assert pairs == expected

@@ -42,7 +42,7 @@ def transformers_mask(tokenizer: Any, messages: Any, tools: Any) -> tuple[list[i
         messages, tools=tools, chat_template=MARKED_TOOL_TEMPLATE, tokenize=True,
         return_dict=True, return_assistant_tokens_mask=True,
     )  # fmt: skip
-    return encoding["input_ids"], [bool(each) for each in encoding["assistant_masks"]]
+    return encoding["input_ids"], [bool(has_loss) for has_loss in encoding["assistant_masks"]]
 
 
 @pytest.mark.parametrize("template", [TOOL_TEMPLATE, MARKED_TOOL_TEMPLATE])
@@ -105,7 +105,7 @@ def test_sharegpt_with_tools_is_the_same(tmp_path):
         "tools": json.dumps([FUNCTION]),
     }
     one = read(tmp_path, rows, format="sharegpt")
-    assert [each.role for each in one.messages] == [
+    assert [message.role for message in one.messages] == [
         "system",
         "user",
         "assistant",

@@ -71,8 +71,8 @@ class World:
     """
 
     def __init__(self, files: list[BlobFile], rng: random.Random) -> None:
-        self.size = {each.digest: each.size for each in files}
-        self.stored = {each.digest: 0 for each in files}
+        self.size = {file.digest: file.size for file in files}
+        self.stored = {file.digest: 0 for file in files}
         self.before = {
             each.digest: rng.randrange(each.size) if each.size > CHUNK and rng.random() < 0.5 else 0
             for each in files
@@ -278,7 +278,7 @@ def started_deferred_fetch(*files: BlobFile) -> tuple[FileFetch, BlobList, str]:
     digest = blake3(document).hexdigest()
     fetch = FileFetch("run", STUDENT, digest)
     fetch.start()
-    deferred = frozenset(each.digest for each in files if each.name.endswith(".parquet"))
+    deferred = frozenset(file.digest for file in files if file.name.endswith(".parquet"))
     assert fetch.chunk(answer(digest, 0), np.frombuffer(document, np.uint8)) == [
         act.Locate(digest, STUDENT, listing, deferred)
     ]
@@ -292,7 +292,7 @@ def test_deferred_file_is_fetched_when_needed():
     files = [file("capture.json", 10), *(file(f"{n}.parquet", 20) for n in range(3))]
     fetch, listing, digest = started_deferred_fetch(*files)
     pending_action = act.Evaluate(0, 1)
-    remaining = frozenset(each.digest for each in files[1:] if each.name != "1.parquet")
+    remaining = frozenset(file.digest for file in files[1:] if file.name != "1.parquet")
     located = act.Locate(digest, STUDENT, listing, remaining)
     assert fetch.request(("1.parquet",), pending_action) == [located]
     assert fetch.request(("0.parquet",), None) == []  # one after the other
@@ -329,7 +329,7 @@ def test_file_changed_at_the_coordinator_ends_this_worker():
     fetch.request(("0.parquet",), act.Evaluate(0, 0))
     fetch.event(fet.Located((files[1],)))
     actions = fetch.chunk(answer(files[1].digest, 0), body(3))
-    (leave,) = [each for each in actions if isinstance(each, act.Leave)]
+    (leave,) = [action for action in actions if isinstance(action, act.Leave)]
     assert leave.is_failure
     assert "has changed at the coordinator" in leave.reason
     assert fetch.request(("0.parquet",), None) == []

@@ -508,7 +508,7 @@ def test_averages_of_the_past_are_dropped_and_of_the_future_kept():
     session = working_session()
     session.receive(commit(scalars=None), None)
     give_averages(session)
-    assert session._exchanging._averages == {}
+    assert session._exchange._averages == {}
     give_averages(session, step=1)
     assert [type(a) for a in session.receive(commit(step=1), None)] == [act.CancelWork, act.Apply]
 

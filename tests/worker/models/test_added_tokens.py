@@ -155,7 +155,7 @@ def test_new_rows_are_initialized_as_in_transformers(bases, base):
         if "trainable_tokens_delta" in tensor.name
     }
     assert len(rows) == (2 if base == "untied" else 1)
-    assert all(each.shape[0] == 3 for each in rows.values())
+    assert all(array.shape[0] == 3 for array in rows.values())
     kind: Any = transformers.AutoModelForCausalLM
     if base == "t5":
         kind = transformers.AutoModelForSeq2SeqLM
@@ -196,7 +196,7 @@ def gradients(task: Any, backend: Any) -> dict[str, Any]:
     program.load(moved_values(task))
     items = [*program.gradients([(batch, 0)])]
     program.close()
-    flat = {each.block: each.values for each in items if isinstance(each, BlockGradient)}
+    flat = {item.block: item.values for item in items if isinstance(item, BlockGradient)}
     loss = {"loss": np.float32(items[-1].loss_sum)}
     return loss | {
         tensor.name: flat[number][place].reshape(tensor.shape)

@@ -60,6 +60,6 @@ def test_they_are_those_of_the_module(family: str, tmp_path: Path):
     model.requires_grad_(requires_grad=False)
     narrow = {name for name, each in tensors.items() if each.is_narrow("int4")}
     assert narrow == frozen_base(model).keys()
-    assert sum(each.bytes_in("float32") for each in tensors.values()) == 4 * sum(
-        each.numel() for each in in_module.values()
+    assert sum(tensor.bytes_in("float32") for tensor in tensors.values()) == 4 * sum(
+        parameter.numel() for parameter in in_module.values()
     )

@@ -42,7 +42,7 @@ def test_weights_are_counted_as_they_are_stored(path):
     source = run.model.source
     assert source is not None
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
-    parameters = sum(each.numel() for each in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     adapter = 2 * 4 * ((64 + 64) + (64 + 32))  # layers, rank, q_proj and v_proj
     float32_run = run_of(path, "model.base_dtype=float32")
     assert estimate_bytes(float32_run).weights == 4 * (parameters + adapter)

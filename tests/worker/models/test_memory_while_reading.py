@@ -47,8 +47,8 @@ def source(request, tmp_path_factory) -> Path:
 
 def test_peak_is_the_narrow_base_and_one_weight(source):
     tensors = base_tensors(source).values()
-    narrow_bytes = sum(each.bytes_in("int4") for each in tensors)
-    largest = 4 * max(each.matrix_elements for each in tensors)
+    narrow_bytes = sum(tensor.bytes_in("int4") for tensor in tensors)
+    largest = 4 * max(tensor.matrix_elements for tensor in tensors)
     peak_bytes = peak_in_a_fresh_process(source)
     assert peak_bytes < narrow_bytes + largest + ROOM_BYTES
     assert peak_bytes < (source / "model.safetensors").stat().st_size

@@ -173,10 +173,10 @@ def test_returned_chunk_needs_its_sums_again():
             actions += owner_share.receive("b", message, raw(part(sums(2), each)))
         return [a.message for a in actions if isinstance(a, Transmit)]
 
-    assert [type(each) for each in give(1)] == [SumsArrived]
+    assert [type(action) for action in give(1)] == [SumsArrived]
     owner_share.set_owners(2, table("a", "b", owners=[1] * GRID.count))
     assert owner_share.set_owners(3, table("a", "b", owners=[0] * GRID.count)) == []
-    assert [type(each) for each in give(3)] == [SumsArrived]
+    assert [type(action) for action in give(3)] == [SumsArrived]
 
 
 def carry_messages(shares, pending, limit=None):

@@ -67,7 +67,9 @@ def test_a_hub_reads_the_front_matter_of_a_card(run):
     assert {key: read[key] for key in expected} == expected
     [result] = read["model-index"][0]["results"]
     assert result["dataset"]["type"] == "org/set"
-    assert [(each["name"], each["value"]) for each in result["metrics"]] == [("perplexity", 3.5)]
+    assert [(metric["name"], metric["value"]) for metric in result["metrics"]] == [
+        ("perplexity", 3.5)
+    ]
     # A hub has no model of a path, and refuses a card that names one.
     metadata = ModelCard((run / "adapter" / "README.md").read_text()).data.to_dict()
     assert not {"base_model", "datasets"} & metadata.keys()

@@ -192,8 +192,8 @@ def test_a_subtree_gives_its_blocks_in_reverse_order_then_its_loss(device):
     device.build()
     device.engine.do(act.Compute(StepId(0, 0), 4, Subtree(0, 4)))
     subtree_done, sums = device.until(events.SubtreeDone)
-    assert [each.block for each in sums] == [1, 0]
-    assert {each.weight for each in sums} == {8.0} == {subtree_done.loss.weight}
+    assert [block_sum.block for block_sum in sums] == [1, 0]
+    assert {block_sum.weight for block_sum in sums} == {8.0} == {subtree_done.loss.weight}
     assert subtree_done.elapsed_ms > 0
 
 
@@ -223,7 +223,7 @@ def test_cancel_abandons_current_and_pending_subtrees(device):
     device.toolbox.gate.set()
     subtree_done, before = device.until(events.SubtreeDone)
     assert (subtree_done.step_id, subtree_done.subtree) == (StepId(0, 1), Subtree(0, 1))
-    assert all(each.step_id == StepId(0, 1) for each in before)
+    assert all(event.step_id == StepId(0, 1) for event in before)
 
 
 def test_steps_give_the_digest_of_the_exact_update(device):
@@ -291,7 +291,7 @@ def test_task_owner_gets_its_module_back_with_trained_values(device, is_evaluate
     device.build(SPEC.model_copy(update={"optimizer": optimizer}))
     job = device.engine._job
     loaded = []
-    job.program.load = lambda parameters: loaded.append([each.copy() for each in parameters])
+    job.program.load = lambda parameters: loaded.append([array.copy() for array in parameters])
     for step in (1, 2):
         device.engine.do(act.Apply(list(ONES), step_scalars(optimizer, step, step - 1, 4, 1.0)))
         device.until(events.Applied)

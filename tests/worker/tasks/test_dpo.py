@@ -184,7 +184,7 @@ def test_the_loss_adds_up_over_pairs(task):
     separate_sums = [program.evaluate(task.batch([n])) for n in (0, 1, 2)]
     program.close()
     for name, value in joint_sums.items():
-        assert value == pytest.approx(sum(each[name] for each in separate_sums), rel=1e-5)
+        assert value == pytest.approx(sum(sums[name] for sums in separate_sums), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     ),
     "another prompt": (
         "a.jsonl", row(prompt="a", chosen=[ASKED, YES], rejected=[ASKED, NO]), {},
-        "line 1 chosen: expected an answer to the prompt, or a conversation that begins with the prompt",
+        "expected an answer to the prompt, or a conversation that begins with the prompt",
     ),
     "a prompt that is answered": (
         "a.jsonl", row(prompt=[ASKED, YES], chosen=[YES], rejected=[NO]), {},

@@ -94,7 +94,7 @@ def exact_losses(task: Task, spec: RunSpec) -> list[float]:
         ]
         *items, total = program.gradients(leaves)
         assert isinstance(total, Loss)
-        sums = {each.block: each.values for each in items if isinstance(each, BlockGradient)}
+        sums = {item.block: item.values for item in items if isinstance(item, BlockGradient)}
         gradients = [sums[n] * np.float32(1 / total.weight) for n in range(len(blocks))]
         norm = global_norm(map(square_sum, gradients))
         replica.apply(gradients, step_scalars(spec.optimizer, step + 1, step, STEPS, norm))

@@ -11,7 +11,7 @@ SIZES = st.integers(1, 40), st.integers(1, 9)
 
 
 def leaves_of(shares) -> list[int]:
-    subtrees = [share.subtree for each in shares for share in each if share.counts]
+    subtrees = [share.subtree for rank_shares in shares for share in rank_shares if share.counts]
     return sorted(leaf for subtree in subtrees for leaf in range(*subtree))
 
 
@@ -19,4 +19,4 @@ def leaves_of(shares) -> list[int]:
 def test_lockstep_ranks_compute_equally_often(leaves, ranks):
     shares = lockstep_shares(leaves, ranks)
     assert leaves_of(shares) == list(range(leaves))
-    assert len({len(each) for each in shares}) == 1
+    assert len({len(rank_shares) for rank_shares in shares}) == 1

@@ -72,7 +72,7 @@ def load_model(spec: ModelRun, tokenizer: Any) -> pretrained.Pretrained:
     """Load the model that the run spec names, or initialize one for this tokenizer.
 
     Raises:
-        DataError: It cannot be loaded, or has fewer positions than a sample has tokens.
+        DataError: The model cannot be loaded, or has fewer positions than a sample has tokens.
     """
     if spec.model.config is None:
         loaded = pretrained.load_causal_lm(spec.model, spec.seed if spec.lora is None else 0)

@@ -198,7 +198,7 @@ def _check_length(spec: DistilRun, student: pretrained.Pretrained, tokens: int) 
     """Check that the student has a position for each token of a sample.
 
     Raises:
-        DataError: It has fewer positions.
+        DataError: The student has fewer positions.
     """
     max_positions = pretrained.max_sample_tokens(student.model)
     if tokens > max_positions:
