@@ -98,7 +98,9 @@ def _file_errors(path: Path) -> Iterator[None]:
             f"{str(path)!r} is not UTF-8 at byte {_bad_byte(path)}; convert it to UTF-8"
         ) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"the compressed file {str(path)!r} is damaged: {error}") from None
+        raise DataError(
+            f"the compressed file {str(path)!r} is damaged: {error}; copy or download it again"
+        ) from None
     except OSError as error:
         reason = error.strerror or f"it is damaged: {error}"
         raise DataError(f"cannot read {str(path)!r}: {reason}") from None
