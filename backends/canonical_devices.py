@@ -1,4 +1,4 @@
-"""Test which conventions of canonical arithmetic a device follows."""
+"""Find out which conventions of canonical arithmetic a device follows."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from backends.base.interface import DeviceInfo
 def canonical_lines(info: DeviceInfo) -> list[str]:
     """Describe what a device can do in a run with `arithmetic: canonical`, in lines.
 
-    It takes a second or two per device.
+    The test takes one or two seconds per device.
     """
-    from backends.wgpu.canonical.compiler import why_not  # noqa: PLC0415  (imports torch)
+    from backends.wgpu.canonical.compiler import why_unavailable  # noqa: PLC0415  (imports torch)
 
-    if reason := why_not():
+    if reason := why_unavailable():
         return [f"arithmetic canonical: no: {reason}"]
     if info.backend == "cpu":
         return ["arithmetic canonical: every convention"]
     if info.backend != "vulkan":
         return ["arithmetic canonical: no: take the card through Vulkan, --backend vulkan"]
     from backends.wgpu.backend import VulkanBackend  # noqa: PLC0415  (opens devices)
-    from backends.wgpu.canonical.probe import followed  # noqa: PLC0415  (imports wgpu)
+    from backends.wgpu.canonical.probe import find_conventions  # noqa: PLC0415  (imports wgpu)
 
     backend = VulkanBackend(info.index)
-    followed_conventions, differences = followed(backend.device, backend.tuner.shader)
+    followed_conventions, differences = find_conventions(backend.device, backend.tuner.shader)
     return [
         *(f"arithmetic canonical: {convention}" for convention in followed_conventions),
         *(

@@ -22,7 +22,7 @@ from protocol.cli.doctor import Finding, failure, ok, warning
 
 _DISPLAY_CLASS: Final = "0x03"
 """PCI class of display controllers."""
-_MAKERS: Final = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
+_VENDORS: Final = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
 _NODES: Final = ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm", "dri/renderD*", "kfd")
 _INSTALL_HINT: Final = (
     "from NVIDIA's repository, since Debian's is older (docs/deploying.md), then reboot"
@@ -48,19 +48,19 @@ class KernelFiles:
         """Count the display controllers by vendor."""
         counts: dict[str, int] = {}
         for device in (self.sys / "bus/pci/devices").glob("*"):
-            maker = _MAKERS.get(_text(device / "vendor"))
-            if maker and _text(device / "class").startswith(_DISPLAY_CLASS):
-                counts[maker] = counts.get(maker, 0) + 1
+            vendor = _VENDORS.get(_read_text(device / "vendor"))
+            if vendor and _read_text(device / "class").startswith(_DISPLAY_CLASS):
+                counts[vendor] = counts.get(vendor, 0) + 1
         return counts
 
-    def closed(self) -> list[str]:
-        """List device files that this user may not open."""
+    def inaccessible_files(self) -> list[str]:
+        """List the device files that this user may not open."""
         nodes = (node for pattern in _NODES for node in sorted(self.dev.glob(pattern)))
         return [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
 
     def nvidia_driver(self) -> str:
         """Return the version of the loaded driver; empty if none is loaded."""
-        words = _text(self.proc / "driver/nvidia/version").split()
+        words = _read_text(self.proc / "driver/nvidia/version").split()
         return next((word for word in words if word[:1].isdigit() and "." in word), "")
 
 
@@ -75,13 +75,13 @@ def device_findings(
         machine: The kernel's file systems.
     """
     kind, _ = parse_backend(name)
-    closed = machine.closed()
-    if closed:
+    inaccessible = machine.inaccessible_files()
+    if inaccessible:
         yield warning(
-            "device files", f"this user may not open {', '.join(closed)}",
+            "device files", f"this user may not open {', '.join(inaccessible)}",
             "usermod -aG render,video USER, then log in again",
         )  # fmt: skip
-    # As the registry does, auto passes software over that only looks like a card.
+    # With auto, devices emulated in software are skipped, as in the registry.
     rows = [
         row for row in devices() if kind == row.backend or (kind == "auto" and not row.software)
     ]
@@ -105,26 +105,28 @@ def device_findings(
         return
     same_backend = [row for row in usable_rows if row.backend == usable_rows[0].backend]
     missing_names = ", ".join(
-        str(device) for device in requested if not any(_is(row, device) for row in same_backend)
+        str(device)
+        for device in requested
+        if not any(_matches(row, device) for row in same_backend)
     )
     if missing_names and usable_rows[0].backend != "cpu":
         missing_device = f"there is no {usable_rows[0].backend} device {missing_names}"
         yield failure("device", missing_device, "see: worker devices")
 
 
-def _is(row: DeviceInfo, device: int | str) -> bool:
+def _matches(row: DeviceInfo, device: int | str) -> bool:
     return row.index == device if isinstance(device, int) else device in row.name.lower()
 
 
 def _trial_finding(row: DeviceInfo) -> Finding:
     """Compute a gradient on a device that the registry calls usable."""
-    from backends.device_trial import gradient_is_right  # noqa: PLC0415 -- imports torch: seconds
+    from backends.device_trial import is_gradient_right  # noqa: PLC0415 -- imports torch: seconds
 
     memory = f", {byte_size(row.memory_bytes)}" if row.memory_bytes else ""
     description = f"{row.backend} {row.index}: {row.name}{memory}"
     try:
-        is_right = gradient_is_right(row.backend, row.index)
-    except Exception as error:  # noqa: BLE001 -- whatever a driver raises is what was found
+        is_right = is_gradient_right(row.backend, row.index)
+    except Exception as error:  # noqa: BLE001 -- any error of a driver is a finding
         reason = " ".join(str(error).split())[:300]
         advice = "is another program using all its memory? otherwise reinstall its driver"
         return failure("device", f"{description} cannot compute: {reason}", advice)
@@ -136,7 +138,7 @@ def _trial_finding(row: DeviceInfo) -> Finding:
 
 
 def _advice(row: DeviceInfo, cards: dict[str, int], machine: KernelFiles) -> str:
-    """Say what would make a device usable; empty if this machine has no such hardware."""
+    """Return what would make a device usable; empty if this machine has no such hardware."""
     if row.backend == "cuda":
         return _cuda_advice(cards, machine)
     if row.backend == "vulkan" and (cards.get("AMD") or cards.get("Intel")):
@@ -147,7 +149,7 @@ def _advice(row: DeviceInfo, cards: dict[str, int], machine: KernelFiles) -> str
 def _cuda_advice(cards: dict[str, int], machine: KernelFiles) -> str:
     driver = machine.nvidia_driver()
     cuda = _cuda_of_torch()
-    oldest_driver = least_driver(cuda)
+    oldest_driver = oldest_driver_for(cuda)
     if not driver:
         return (
             f"install NVIDIA's driver {oldest_driver} or later {_INSTALL_HINT}"
@@ -188,18 +190,18 @@ def _torch_error() -> str:
     return "look at: nvidia-smi"
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
         return ""
 
 
-def least_driver(cuda: str | None) -> str:
+def oldest_driver_for(cuda: str | None) -> str:
     """Return the oldest driver that works with a CUDA release.
 
     Args:
-        cuda: `torch.version.cuda`, such as "13.0"; None for the torch that would be installed.
+        cuda: `torch.version.cuda`, such as "13.0"; None for the locked torch.
 
     Returns:
         A version; empty for an unknown CUDA release.

@@ -16,7 +16,7 @@ _SAMPLES: Final = 8
 _WIDTH: Final = 16
 
 
-def gradient_is_right(kind: str, index: int) -> bool:
+def is_gradient_right(kind: str, index: int) -> bool:
     """Whether the device computes a linear layer's gradient exactly.
 
     The layer's weights are zero and its targets minus one, so the gradient of the squared error is

@@ -1,8 +1,8 @@
 """List this machine's devices and choose a backend, with the reason.
 
-`auto` tries cuda, xpu, mps (on a Mac), vulkan and cpu in this order and reports what it passed
-over, including software Vulkan. A backend that is named never falls back to another, and a device
-that is named is never replaced by the CPU. torch is imported only for devices that need it.
+`auto` tries cuda, xpu, mps (on a Mac), vulkan and cpu in this order and reports the devices that
+it skipped, including software Vulkan. A named backend never falls back to another backend, and a
+named device is never replaced by the CPU. torch is imported only for devices that need it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     import torch
 
-_SINGLE: Final = frozenset({"cpu", "mps"})
-"""Kinds of which a machine has a single device."""
+_SINGLE_DEVICE_KINDS: Final = frozenset({"cpu", "mps"})
+"""Kinds of which a machine has one device."""
 
 
 def choose(name: str, device: int | str | None = None) -> BackendChoice:
@@ -47,11 +47,11 @@ def choose(name: str, device: int | str | None = None) -> BackendChoice:
         return BackendChoice(ScriptedBackend(microbatch_ms), "scripted was asked for by name")
     if kind != "auto":
         info = _requested_device(kind, device)
-        reason = f"{kind} was asked for by name{_among_others(kind, device)}"
+        reason = f"{kind} was asked for by name{_describe_ambiguity(kind, device)}"
         if info.software:
             reason += "; it is software, for tests: --backend cpu is several times as quick"
-        return BackendChoice(_make(kind, info.index), reason)
-    return _auto(device)
+        return BackendChoice(_build_backend(kind, info.index), reason)
+    return _choose_automatically(device)
 
 
 def refuse_missing(name: str, device: int | str | None = None) -> None:
@@ -72,10 +72,11 @@ def refuse_missing(name: str, device: int | str | None = None) -> None:
 
 @contextmanager
 def trial_device(name: str, requested: int | str | None = None) -> Iterator[torch.device]:
-    """Yield where a user's loss is tried before a run: the card that `choose` would take.
+    """Yield the device on which a user's loss is tried before a run: the card that `choose` would
+    take.
 
-    The CPU where torch does not compute there (Vulkan) or not in float64 (MPS, some of Intel's), or
-    where there is no such card, which `choose` then says.
+    The CPU is used if torch cannot compute on that card (Vulkan), or not in float64 (MPS, some of
+    Intel's), or if there is no such card; `choose` reports that later.
 
     Args:
         name: As in `choose`.
@@ -92,8 +93,8 @@ def trial_device(name: str, requested: int | str | None = None) -> Iterator[torc
     kind, _ = parse_backend(name)
     device = torch.device("cpu")
     for kind_name in AUTO_ORDER if kind == "auto" else (kind,):
-        kind_of_backend = torch_devices.KINDS.get(kind_name)
-        if kind_of_backend is None or not kind_of_backend.copies_asynchronously:
+        device_kind = torch_devices.KINDS.get(kind_name)
+        if device_kind is None or not device_kind.copies_asynchronously:
             continue
         if (info := _device(kind_name, requested)).usable:
             device = EagerBackend(kind_name, info.index).device
@@ -106,11 +107,11 @@ def trial_device(name: str, requested: int | str | None = None) -> Iterator[torc
 
 
 @contextmanager
-def torch_settings_restored() -> Iterator[None]:
-    """Restore afterwards every setting of torch that a backend changes."""
-    from backends.eager.numerics import settings_restored  # noqa: PLC0415  (imports torch)
+def restore_torch_settings() -> Iterator[None]:
+    """Context after which every setting of torch that a backend changes is restored."""
+    from backends.eager.numerics import restore_settings  # noqa: PLC0415  (imports torch)
 
-    with settings_restored():
+    with restore_settings():
         yield
 
 
@@ -120,7 +121,7 @@ def devices() -> list[DeviceInfo]:
 
 
 def _is_common(kind: str) -> bool:
-    """Whether a kind is worth a row even where there is no such device."""
+    """Whether a kind is listed even if the machine has no such device."""
     return kind in {"cuda", "vulkan", "cpu"} or (kind == "mps" and sys.platform == "darwin")
 
 
@@ -131,7 +132,7 @@ def _requested_device(kind: str, device: int | str | None) -> DeviceInfo:
     return info
 
 
-def _auto(device: int | str | None) -> BackendChoice:
+def _choose_automatically(device: int | str | None) -> BackendChoice:
     passed_over: list[DeviceInfo] = []
     kinds = AUTO_ORDER if device is None else [kind for kind in AUTO_ORDER if kind != "cpu"]
     for kind in kinds:
@@ -141,24 +142,24 @@ def _auto(device: int | str | None) -> BackendChoice:
             info = replace(info, usable=False, reason=reason)
         if info.usable:
             reasons_text = "; ".join(
-                f"no {info_passed.backend}: {info_passed.reason}" for info_passed in passed_over
+                f"no {skipped.backend}: {skipped.reason}" for skipped in passed_over
             )
             reason = (
                 f"auto took {kind} ({reasons_text})"
                 if reasons_text
                 else f"auto took {kind}, the first choice"
             )
-            return BackendChoice(_make(kind, info.index), reason, tuple(passed_over))
+            return BackendChoice(_build_backend(kind, info.index), reason, tuple(passed_over))
         passed_over.append(info)
         if isinstance(device, int) and _device(kind, None).usable:
-            break  # a number refers to the first kind of which there is a device
+            break  # a number refers to the first kind that has a device
     reasons = "; ".join(f"{info.backend}: {info.reason}" for info in passed_over)
     if device is not None:
         reasons = f"device {device} was asked for, and is not there: {reasons}; see: worker devices"
     raise BackendUnavailable("auto", reasons)
 
 
-def _make(kind: str, index: int) -> Backend:
+def _build_backend(kind: str, index: int) -> Backend:
     if kind == "vulkan":
         from backends.wgpu.backend import VulkanBackend  # noqa: PLC0415  (imports torch and wgpu)
 
@@ -174,7 +175,7 @@ def _make(kind: str, index: int) -> Backend:
 
 def _device(kind: str, device: int | str | None) -> DeviceInfo:
     devices = _devices_of(kind)
-    if kind in _SINGLE or device is None or not any(info.usable for info in devices):
+    if kind in _SINGLE_DEVICE_KINDS or device is None or not any(info.usable for info in devices):
         return devices[0]
     if isinstance(device, str):
         for info in devices:
@@ -189,21 +190,21 @@ def _device(kind: str, device: int | str | None) -> DeviceInfo:
     return devices[device]
 
 
-def _among_others(kind: str, device: int | str | None) -> str:
-    """Say so if a part of a name matches several devices."""
-    if kind in _SINGLE or not isinstance(device, str):
+def _describe_ambiguity(kind: str, device: int | str | None) -> str:
+    """Return a note if a part of a name matches several devices, else an empty string."""
+    if kind in _SINGLE_DEVICE_KINDS or not isinstance(device, str):
         return ""
     devices = _devices_of(kind)
-    fitting = [info.name for info in devices if device.lower() in info.name.lower()]
-    if len(fitting) == 1:
+    matching_names = [info.name for info in devices if device.lower() in info.name.lower()]
+    if len(matching_names) == 1:
         return ""
-    names = ", ".join(map(repr, fitting))
-    return f", the first of {len(fitting)} whose names have {device!r} in them: {names}"
+    names = ", ".join(map(repr, matching_names))
+    return f", the first of {len(matching_names)} whose names have {device!r} in them: {names}"
 
 
 def _devices_of(kind: str) -> list[DeviceInfo]:
-    """List the devices of a kind; a single unusable row says why there is none."""
-    torch = _torch()
+    """List the devices of a kind; if there is none, list one unusable device with the reason."""
+    torch = _import_torch()
     if isinstance(torch, str):
         return [DeviceInfo(kind, kind.upper(), False, torch)]
     if kind == "vulkan":
@@ -222,7 +223,7 @@ def _vulkan_devices() -> list[DeviceInfo]:
     return [adapter.info(index) for index, adapter in enumerate(devices)]
 
 
-def _torch() -> ModuleType | str:
+def _import_torch() -> ModuleType | str:
     """Return the torch module, or why it cannot be imported."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed; pip install 'samestep[worker]'"

@@ -46,7 +46,7 @@ class ScriptedBackend:
 
     @property
     def info(self) -> DeviceInfo:
-        """The device; its name contains its speed."""
+        """The device's description; the name contains the speed."""
         reason = "for tests and measurements; computes nothing"
         return DeviceInfo("scripted", f"scripted, {self.microbatch_ms:g} ms", True, reason)
 
@@ -83,7 +83,7 @@ class ScriptedProgram(HostSummedProgram):
         self.parameters: list[Array] = [np.zeros_like(pattern) for pattern in self._patterns]
 
     def _load(self, parameters: list[Array]) -> None:
-        """Keep a copy; gradients do not depend on it."""
+        """Copy the parameters; gradients do not depend on them."""
         for own_block, new_block in zip(self.parameters, parameters, strict=True):
             np.copyto(own_block, new_block)
 
@@ -97,8 +97,8 @@ class ScriptedProgram(HostSummedProgram):
     ) -> Iterator[BlockGradient | Loss]:
         start_s = time.perf_counter()
         count = len(self._patterns)
-        for completed, block in enumerate(reversed(range(count)), start=1):
-            share = FORWARD_SHARE + (1.0 - FORWARD_SHARE) * completed / count
+        for block_count, block in enumerate(reversed(range(count)), start=1):
+            share = FORWARD_SHARE + (1.0 - FORWARD_SHARE) * block_count / count
             factor = 0.5 + draws.uniforms(draws.key_of(seed, block), 1)[0]
             values = self._patterns[block] * np.float32(factor)
             if not _wait_until(start_s + share * self._microbatch_s, closed):
@@ -109,7 +109,7 @@ class ScriptedProgram(HostSummedProgram):
             yield Loss(mean * batch.weight, batch.weight)
 
     def inner_steps(self, optimizer: OptimizerSpec) -> ScriptedInnerSteps:
-        """Return inner steps that only take their time."""
+        """Return inner steps that take time and change one element per block."""
         return ScriptedInnerSteps(self._blocks, moment_count(optimizer), self._microbatch_s)
 
     def evaluate(self, batch: Batch) -> Sums:
@@ -147,14 +147,14 @@ class ScriptedInnerSteps:
 
     def __init__(self, blocks: tuple[Block, ...], moments: int, microbatch_s: float) -> None:
         self._blocks = blocks
-        self._count = moments
+        self._moment_count = moments
         self._microbatch_s = microbatch_s
         self._parameters: list[Array] = []
         self._moments: list[list[Array]] = []
 
     def begin(self, state: InnerState) -> None:
         """See `backends.base.inner_steps.InnerSteps`."""
-        assert len(state.moments) == self._count
+        assert len(state.moments) == self._moment_count
         self._parameters = [values.copy() for values in state.parameters]
         self._moments = [[values.copy() for values in moment] for moment in state.moments]
 
@@ -162,16 +162,18 @@ class ScriptedInnerSteps:
         self, leaves: Sequence[Leaf], position: SchedulePosition
     ) -> Generator[None, None, Loss]:
         """See `backends.base.inner_steps.InnerSteps`."""
-        total, moves = 0.0, []
+        total, changes = 0.0, []
         for batch, seed in leaves:
             time.sleep(self._microbatch_s)
             yield
             total += float(draws.uniforms(draws.key_of(seed, "loss"), 1)[0]) * batch.weight
-            moves += [draws.uniforms(draws.key_of(seed, n), 1)[0] for n in range(len(self._blocks))]
-        for number, move in enumerate(moves):
+            changes += [
+                draws.uniforms(draws.key_of(seed, n), 1)[0] for n in range(len(self._blocks))
+            ]
+        for number, change in enumerate(changes):
             values = self._parameters[number % len(self._blocks)]
             if values.size:
-                values[position.step % values.size] -= np.float32(move / 100)
+                values[position.step % values.size] -= np.float32(change / 100)
         return Loss(total, sum(batch.weight for batch, _ in leaves))
 
     def state(self) -> InnerState:
@@ -185,7 +187,7 @@ class ScriptedInnerSteps:
 
 
 def _wait_until(deadline_s: float, closed: threading.Event) -> bool:
-    """Wait until a time of `time.perf_counter`; return False if closed before."""
+    """Wait until a time of `time.perf_counter`; return False if closed earlier."""
     left_s = deadline_s - time.perf_counter()
     if left_s > 0:
         closed.wait(left_s)

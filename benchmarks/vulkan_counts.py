@@ -22,11 +22,11 @@ import torch
 from backends.base.interface import Batch, Trainable
 from backends.wgpu.capture.capture import capture_step
 from backends.wgpu.device.running import Submission
-from backends.wgpu.device.sum_stack import Sources, SumStack, levels_of
-from backends.wgpu.device.target import Buffer, Prepared
+from backends.wgpu.device.sum_stack import Sources, SumStack, largest_level_count
+from backends.wgpu.device.target import Buffer, CommandList
 from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.lowering.microbatching import with_microbatches
+from backends.wgpu.lowering.microbatching import enlarge_for_microbatches
 from backends.wgpu.lowering.plan import Plan
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
 from backends.wgpu.shaders.matmul.shader import (
@@ -87,9 +87,9 @@ class _RecordingTarget:
         """Return a buffer without memory."""
         return Buffer(nbytes, None)
 
-    def prepare(self, dispatches: Sequence[Dispatch], _buffers: Sequence[Buffer]) -> Prepared:
+    def prepare(self, dispatches: Sequence[Dispatch], _buffers: Sequence[Buffer]) -> CommandList:
         """Return the dispatches unchanged."""
-        return Prepared([*dispatches], [])
+        return CommandList([*dispatches], [])
 
 
 def dispatches_of_subtree(
@@ -100,22 +100,22 @@ def dispatches_of_subtree(
     target: Any = _RecordingTarget()
     sizes = [4 * tensor.elements for block in trainable.blocks for tensor in block.tensors]
     sums = SumStack(target, [sizes], pairs)
-    sums.hold(levels_of(SUBTREE_LEAVES))
+    sums.reserve(largest_level_count(SUBTREE_LEAVES))
     total = 0
     for start in range(0, SUBTREE_LEAVES, microbatches_at_once):
         buffers = [
             [[Buffer(nbytes, None) for nbytes in sizes]] for _ in range(microbatches_at_once)
         ]
-        step = Submission(Prepared([*plan.dispatches], []), (), is_last=True)
+        step = Submission(CommandList([*plan.dispatches], []), (), is_last=True)
         sources = Sources(buffers, Buffer(4, None))
-        parts = sums.summing([step], sources, start, SUBTREE_LEAVES)
-        total += sum(len(part.prepared.calls) for part in parts)
+        parts = sums.append_additions([step], sources, start, SUBTREE_LEAVES)
+        total += sum(len(part.commands.calls) for part in parts)
     return total
 
 
 def subtree_row(name: str, trainable: Trainable, plan: Plan) -> Sequence[str]:
     """Return the row of one job's subtrees."""
-    joint_plan = with_microbatches(
+    joint_plan = enlarge_for_microbatches(
         plan, min(MICROBATCHES_PER_DISPATCH, SUBTREE_LEAVES), lambda _: True
     )
     microbatches_at_once = joint_plan.at_once

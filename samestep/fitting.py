@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from backends.registry import refuse_missing, torch_settings_restored
+from backends.registry import refuse_missing, restore_torch_settings
 from coordinator.operator.control_client import request
 from protocol.base.address import parse_address
 from protocol.base.errors import (
@@ -975,7 +975,7 @@ def _preserving_torch_state() -> Iterator[None]:
     )
     current_card = None if cards is None else cards.current_device()
     try:
-        with torch_settings_restored():
+        with restore_torch_settings():
             yield
     finally:
         torch.set_rng_state(host_states[0])

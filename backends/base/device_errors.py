@@ -22,13 +22,13 @@ _FAILED: Final = (
 )  # fmt: skip
 """Parts of the error texts of torch and of the libraries of NVIDIA, AMD, Intel and Apple."""
 _DEVICE_CLASS: Final = getattr(torch, "AcceleratorError", None)
-"""Since torch 2.8."""
+"""The class of device errors since torch 2.8; None in earlier releases."""
 _NO_FIXED_ORDER: Final = "does not have a deterministic implementation"
-_IN_FIXED_ORDER: Final = {
+_REPLACEMENTS: Final = {
     "cumsum": " (of x, (..., n), by x @ torch.ones(n, n, device=x.device).triu())",
     "adaptive_avg_pool2d": " (by avg_pool2d where the sizes divide)",
 }
-"""What gives an operator's values with a deterministic kernel."""
+"""How to compute an operator's values with a deterministic kernel."""
 _WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -37,17 +37,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(part in text for part in _OUT_OF_MEMORY)
 
 
-def has_failed(error: BaseException) -> bool:
+def is_device_failure(error: BaseException) -> bool:
     """Whether the device, not the model, has failed.
 
-    This process can compute nothing more on it.
+    After a failure this process can compute nothing more on the device.
     """
     if _DEVICE_CLASS is not None and isinstance(error, _DEVICE_CLASS):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _FAILED)
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _FAILED)
 
 
 def is_bad_index(error: BaseException) -> bool:
@@ -56,9 +56,10 @@ def is_bad_index(error: BaseException) -> bool:
 
 
 def why_not_repeatable(error: BaseException) -> str:
-    """Why torch refused an operator whose bits change from run to run here; empty if it did not.
+    """Return why torch refused an operator whose bits change from run to run, empty for other
+    errors.
 
-    Torch raises at the operator's forward or backward, in deterministic mode.
+    In deterministic mode torch raises this error at the operator's forward or backward.
     """
     text = str(error)
     if not isinstance(error, RuntimeError) or "deterministic" not in text:
@@ -71,7 +72,7 @@ def why_not_repeatable(error: BaseException) -> str:
     if _NO_FIXED_ORDER not in text:
         return ""
     operator = text.partition(" ")[0]
-    replacement = next((how for name, how in _IN_FIXED_ORDER.items() if name in operator), "")
+    replacement = next((text for name, text in _REPLACEMENTS.items() if name in operator), "")
     return (
         f"{operator} adds in no fixed order, so its bits change from run to run; replace that "
         f"operator{replacement}, or use --backend cpu or vulkan"
@@ -80,5 +81,5 @@ def why_not_repeatable(error: BaseException) -> str:
 
 def concerns_device(error: BaseException) -> bool:
     """Whether another machine might compute what raised the error."""
-    is_devices = is_out_of_memory(error) or has_failed(error)
-    return (is_devices and not is_bad_index(error)) or bool(why_not_repeatable(error))
+    is_device_error = is_out_of_memory(error) or is_device_failure(error)
+    return (is_device_error and not is_bad_index(error)) or bool(why_not_repeatable(error))

@@ -1,7 +1,7 @@
 """Random numbers with the same bits on every machine, from hashed integers.
 
 Neither numpy nor torch guarantees its random streams across versions, and torch's draws depend on
-the instruction set. These are SplitMix64 (Steele, Lea and Flood 2014,
+the instruction set. These numbers are SplitMix64 (Steele, Lea and Flood 2014,
 doi:10.1145/2660193.2660195) of a key and a counter: integer arithmetic and one exact conversion to
 float32.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-_GOLDEN: Final = 0x9E3779B97F4A7C15
+_GOLDEN_RATIO: Final = 0x9E3779B97F4A7C15
 _MASK: Final = 2**64 - 1
 
 
@@ -28,7 +28,7 @@ def key_of(*parts: int | str) -> int:
 def hashes(key: int, count: int) -> NDArray[np.uint64]:
     """Return `count` 64-bit hashes: SplitMix64's stream that starts at `key`."""
     z = np.arange(1, count + 1, dtype=np.uint64)
-    z *= np.uint64(_GOLDEN)
+    z *= np.uint64(_GOLDEN_RATIO)
     z += np.uint64(key & _MASK)
     z ^= z >> np.uint64(30)
     z *= np.uint64(0xBF58476D1CE4E5B9)

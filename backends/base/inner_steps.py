@@ -27,7 +27,7 @@ class InnerState:
 
     Attributes:
         parameters: One flat array per block.
-        moments: The same for each moment of the optimizer.
+        moments: For each moment of the optimizer, one flat array per block.
         missed_updates: By block, the updates that each tensor has missed (`Replica.missed`); empty
             if none.
     """
@@ -101,8 +101,10 @@ class HostInnerSteps:
 
     def begin(self, state: InnerState) -> None:
         """See `InnerSteps`."""
-        for values, part in zip([state.parameters, *state.moments], self._arrays(), strict=True):
-            for own_values, new_values in zip(part, values, strict=True):
+        for new_arrays, own_arrays in zip(
+            [state.parameters, *state.moments], self._arrays(), strict=True
+        ):
+            for own_values, new_values in zip(own_arrays, new_arrays, strict=True):
                 np.copyto(own_values, new_values)
         self._replica.clear_missed()
         for own_values, new_values in zip(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NATIVE: Final = ArithmeticSpec()
 EMBEDDING_GRADIENT: Final = "gradient of embeddings "
 PARAMETER_GRADIENT: Final = "gradient of parameter "
-"""Names of the arrays that carry the gradient of a coupled loss begin so."""
+"""Prefixes of the names of arrays that carry the gradient of a coupled loss."""
 
 Array = NDArray[np.float32]
 Sums = Mapping[str, float]
@@ -38,7 +38,7 @@ class Batch:
 
     Attributes:
         arrays: Inputs of the model and the loss, by name.
-        weight: The batch's part of what the gradient sum is divided by: the number of samples or
+        weight: The batch's part of the divisor of the gradient sum: the number of samples or
             tokens, or the sum of their weights. Zero is valid.
     """
 
@@ -46,12 +46,12 @@ class Batch:
     weight: float
 
 
-class LossRaised(DataError):
+class LossFailed(DataError):
     """The model or its loss failed on a batch; the device is not at fault.
 
     Attributes:
         batch: The batch.
-        row: The sample's row in the batch's arrays, if it is known.
+        row: Row of the sample in the batch's arrays; None if unknown.
     """
 
     def __init__(self, text: str, batch: Batch, row: int | None = None) -> None:
@@ -60,7 +60,7 @@ class LossRaised(DataError):
         self.row = row
 
 
-class UnlikeCounters(DataError):
+class CounterMismatch(DataError):
     """Microbatches of one step have changed a counter by different amounts."""
 
     def __init__(self, name: str, first_count: int, second_count: int) -> None:
@@ -86,15 +86,15 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class CoupledLoss:
-    """A loss that couples all samples of a step, through embeddings of each.
+    """A loss that couples all samples of a step, through one embedding per sample.
 
     Attributes:
         embed: Takes the module and a microbatch's arrays as device tensors; returns fields by name,
-            each of shape (samples, ...). Rows depend on their own sample alone.
+            each of shape (samples, ...). A row depends only on its own sample.
         loss: Takes the module and the fields of all samples of the step; returns a loss for each
             sample, shape (samples,).
         layout: The fields.
-        samples: Of a full step; 0 if unknown.
+        samples: Number of samples of a full step; 0 if unknown.
     """
 
     embed: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
@@ -108,29 +108,32 @@ class StepLoss:
     """A coupled loss of one step, and its gradients.
 
     Attributes:
-        losses: One for each sample, float32.
-        embeddings: By field, the gradient by the embeddings: float32, (samples, ...).
-        parameters: By name, the gradient by parameters that the loss itself reads, such as a
-            learned temperature.
+        losses: The loss of each sample, float32.
+        embedding_gradients: By field, the gradient with respect to the embeddings: float32,
+            (samples, ...).
+        parameter_gradients: By name, the gradient with respect to parameters that the loss itself
+            reads, such as a learned temperature.
     """
 
     losses: Array
-    embeddings: Mapping[str, Array]
-    parameters: Mapping[str, Array]
+    embedding_gradients: Mapping[str, Array]
+    parameter_gradients: Mapping[str, Array]
 
-    def carried_by(self, batch: Batch, samples: slice, *, is_first: bool) -> Batch:
-        """Return a microbatch that carries the gradient by its embeddings to its backward.
+    def add_gradients_to(self, batch: Batch, samples: slice, *, is_first: bool) -> Batch:
+        """Return a microbatch with the gradients that its backward needs, as further arrays.
 
         Args:
             batch: The microbatch.
-            samples: The microbatch's among those of the step.
-            is_first: Whether it is the step's first microbatch, which carries the gradient by the
-                loss's own parameters.
+            samples: The microbatch's samples among those of the step.
+            is_first: Whether this is the step's first microbatch, which also carries the gradients
+                of the loss's own parameters.
         """
         arrays = dict(batch.arrays)
-        arrays |= {EMBEDDING_GRADIENT + name: g[samples] for name, g in self.embeddings.items()}
+        arrays |= {
+            EMBEDDING_GRADIENT + name: g[samples] for name, g in self.embedding_gradients.items()
+        }
         if is_first:
-            arrays |= {PARAMETER_GRADIENT + name: g for name, g in self.parameters.items()}
+            arrays |= {PARAMETER_GRADIENT + name: g for name, g in self.parameter_gradients.items()}
         return Batch(arrays, batch.weight)
 
 
@@ -140,23 +143,24 @@ class Trainable:
 
     Attributes:
         blocks: Trainable tensors by block, in forward order; names as in `named_parameters`.
-        module: The torch module on the CPU, weights loaded, frozen parameters frozen. None for
-            the scripted backend.
+        module: The torch module on the CPU, with its weights; frozen parameters need no grad. None
+            for the scripted backend.
         loss: Takes the module and a batch's arrays as device tensors; returns the loss *summed*
             over samples or tokens, a scalar tensor. With `unit` "microbatch" it returns a mean,
             which the backend multiplies by the batch's weight.
         unit: What the loss and the changes of buffers depend on: one sample, or the microbatch.
-        evaluate: Takes the same; returns evaluation sums by name (counts are whole numbers).
-        rows: Takes the same; returns captured data. None for a task that trains.
-        coupled: A loss over all samples of a step; then `loss` is that of
+        evaluate: Takes the same arguments; returns evaluation sums by name (counts are integers).
+        rows: Takes the same arguments; returns captured data. None for a task that trains.
+        coupled: A loss over all samples of a step. If set, `loss` is the loss of
             `backends.losses.coupled_loss`, which carries its gradient into each microbatch.
         seed: The run's seed; `gradients` takes a seed for each microbatch.
         threads: CPU threads.
         precision: Type in which forward may compute; parameters, gradients and sums are float32.
         base_dtype: Storage type of frozen weights; see `backends.quantization.frozen_base`.
-        arithmetic: By whose rules it is computed; where it is canonical, that and the results of a
-            probe decide the bits, and nothing of `Backend.numerics_profile`.
-        keeps_module: The module is used after the run, so the host keeps its frozen weights, too.
+        arithmetic: The rules of the computation. If they are canonical, they and the results of a
+            probe decide the bits, and nothing in `Backend.numerics_profile` does.
+        keeps_module: Whether the module is used after the run, so the host keeps its frozen
+            weights.
         evaluation_parts: Names of the module's parts that the loss puts into evaluation mode.
     """
 
@@ -220,7 +224,7 @@ class GradientStream(Protocol):
     def __iter__(self) -> Iterator[GradientItem]: ...
 
     def close(self) -> None:
-        """Abandon the rest; the program stays usable. Any thread may call it."""
+        """Abandon the rest of the subtree; the program stays usable. Any thread may call this."""
 
 
 class Program(Protocol):
@@ -232,11 +236,11 @@ class Program(Protocol):
 
     @property
     def memory(self) -> str:
-        """A description of the device memory it needs; empty if unknown."""
+        """A description of the device memory that the program needs; empty if unknown."""
 
     @property
     def parity(self) -> str:
-        """A description of how far its gradients are from torch's; empty if torch computes them."""
+        """How far the gradients are from torch's, in words; empty if torch computes them."""
 
     def load(self, parameters: list[Array]) -> None:
         """Copy in the values of all trainable tensors: one flat array per block."""
@@ -249,7 +253,8 @@ class Program(Protocol):
         (`protocol.exact.reduction.absent`). Only one subtree is computed at a time.
 
         Args:
-            leaves: At least one; shapes as in the example batches, or fewer samples.
+            leaves: At least one microbatch, with the shapes of the example batches or fewer
+                samples.
         """
 
     def evaluate(self, batch: Batch) -> Sums:
@@ -291,7 +296,7 @@ class ComputesCoupledLoss(Protocol):
         `gradients` uses for them.
 
         Yields:
-            Of each microbatch the rows, see `protocol.exact.embedding_rows`.
+            The rows of each microbatch; see `protocol.exact.embedding_rows`.
         """
 
     def step_loss(self, rows: NDArray[np.uint8], seed: int) -> StepLoss:
@@ -307,12 +312,12 @@ class DeviceInfo:
 
     Attributes:
         backend: The kind of device.
-        name: The driver's name of it.
-        usable: Whether it can be used.
-        reason: Why it cannot be used.
-        index: Its number among devices of its kind.
-        memory_bytes: Its memory; 0 if unknown or shared with the host.
-        software: Whether it is emulated on the CPU.
+        name: The device's name, as the driver reports it.
+        usable: Whether the device can be used.
+        reason: Why the device cannot be used.
+        index: Number of the device among devices of its kind.
+        memory_bytes: Size of the device's memory; 0 if unknown or shared with the host.
+        software: Whether the device is emulated on the CPU.
     """
 
     backend: str
@@ -332,8 +337,8 @@ class Backend(Protocol):
         """The device's description."""
 
     def numerics_profile(self, threads: int) -> Mapping[str, str]:
-        """What decides the bits of a gradient here: device kind, library versions, driver, threads,
-        instruction set, a card's name. A `processor` is named for people, and decides nothing."""
+        """Return what decides the bits of a gradient on this device: device kind, library versions,
+        driver, threads, instruction set, a card's name. A `processor` is listed for people only."""
 
     def compile(
         self,
@@ -347,7 +352,7 @@ class Backend(Protocol):
         Args:
             trainable: The task.
             example: A microbatch.
-            other_batches: Microbatches of other shapes, so that compiling and refusing happen now.
+            other_batches: Microbatches of other shapes, so that compile errors occur now.
             evaluations: Evaluation parts, one of each shape.
 
         Raises:

@@ -14,7 +14,7 @@ from typing import Final
 from protocol.base.limits import byte_size
 
 _LISTENER: Final[ContextVar[Callable[[str], None] | None]] = ContextVar("listener", default=None)
-_EVERY_S: Final = 1.0
+_REPORT_INTERVAL_S: Final = 1.0
 
 
 @contextmanager
@@ -35,10 +35,10 @@ def say(text: str) -> None:
 
 
 class Meter:
-    """Reports how many of a number of bytes are done, about once a second.
+    """Reports how many bytes are processed, about once a second.
 
     Args:
-        activity: What is done with them, such as `read`.
+        activity: What is done with the bytes, such as `read`.
         total: The number of bytes.
     """
 
@@ -50,7 +50,7 @@ class Meter:
         """Count further bytes."""
         self._count += count
         now_s = time.monotonic()
-        if now_s - self._reported_s < _EVERY_S:
+        if now_s - self._reported_s < _REPORT_INTERVAL_S:
             return
         self._reported_s = now_s
         left_s = (now_s - self._start_s) / self._count * max(0, self._total - self._count)

@@ -1,8 +1,9 @@
 """Tensors of a module that forward changes: running statistics, codebooks, teachers, counters.
 
-Each microbatch starts from the values that the last step committed, and they are restored after it.
-What the step exchanges is by how much a microbatch has changed them, times its weight, so that an
-unchanged buffer keeps its bits. All microbatches of a step must change counters alike.
+Each microbatch starts from the values that the last step committed; they are restored after the
+microbatch. The step exchanges by how much a microbatch has changed them, times the microbatch's
+weight, so an unchanged buffer keeps its bits. All microbatches of a step must change a counter by
+the same amount.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from backends.base.interface import Array, UnlikeCounters
+from backends.base.interface import Array, CounterMismatch
 from protocol.base.errors import DataError
 from protocol.spec.manifest import Block, TensorSpec
 
 LARGEST_COUNT: Final = 1 << 24
 """Integers up to this are exact in float32."""
 _PERTURBATION: Final = 1 + 2**-6, 2**-10
-"""Factor and summand of trained weights, for the search of what forward changes."""
+"""Factor and summand that perturb trained weights while looking for what forward changes."""
 _LARGEST_CHANGE: Final = 1 << 16
 """Largest change of a counter in one step: its mean over microbatches must round to the same
 integer."""
@@ -31,15 +32,15 @@ integer."""
 
 @dataclass(slots=True)
 class _Buffer:
-    """One tensor.
+    """One tensor that forward changes.
 
     Attributes:
-        block: Number of its block.
-        name: Its name in the module's state.
-        holder: The dict of the submodule that holds it, where forward may put another tensor.
-        key: Its key there.
+        block: Number of the tensor's block.
+        name: Name in the module's state.
+        holder: The submodule's dict with the tensor, where forward may put another tensor.
+        key: Key of the tensor in `holder`.
         tensor: The tensor itself.
-        committed: Its value at the start of the step.
+        committed: The tensor's value at the start of the step.
     """
 
     block: int
@@ -54,19 +55,20 @@ class _Buffer:
         return not self.tensor.is_floating_point()
 
     def change(self) -> torch.Tensor:
-        """Return its change since the start of the step, in its shape; int64 for a counter."""
+        """Return the change since the start of the step, in the tensor's shape; int64 for a
+        counter."""
         value: torch.Tensor = self.holder[self.key]
         if value.shape != self.committed.shape or value.dtype != self.committed.dtype:
             raise DataError(
-                f"expected the buffer {self.name!r} to stay {_description(self.committed)}, got "
-                f"{_description(value)}; give it its final shape and type when the module is built"
+                f"expected the buffer {self.name!r} to stay {_describe(self.committed)}, got "
+                f"{_describe(value)}; give it its final shape and type when the module is built"
             )
         if self.is_counter:
             return value.long() - self.committed.long()
         return value.detach() - self.committed
 
     def is_unchanged(self) -> bool:
-        """Whether it has the committed bits; NaN equals itself."""
+        """Whether the value has the committed bits; NaN equals NaN."""
         value = self.holder[self.key].detach().to(self.committed.device)
         if value.shape != self.committed.shape or value.dtype != self.committed.dtype:
             return False
@@ -82,7 +84,7 @@ class StepBuffers:
     """The tensors of a manifest's blocks of kind `buffers` and `counters`.
 
     Args:
-        module: Holds them, at the values of the first step.
+        module: The module that holds the tensors, with their values of the first step.
         blocks: The manifest's blocks.
     """
 
@@ -114,7 +116,7 @@ class StepBuffers:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the values of the step's start afterwards."""
+        """Context after which the values of the step's start are restored."""
         try:
             yield
         finally:
@@ -124,8 +126,9 @@ class StepBuffers:
         """Yield what a microbatch has changed: block, name, and flat float32 times its weight.
 
         Raises:
-            UnlikeCounters: An earlier microbatch of the step has changed a counter otherwise.
-            DataError: A buffer has another shape or type now, or a counter is too large.
+            CounterMismatch: An earlier microbatch of the step has changed a counter by another
+                amount.
+            DataError: Forward has changed a buffer's shape or type, or a counter is too large.
         """
         with torch.no_grad():
             for buffer in self._buffers:
@@ -139,7 +142,7 @@ class StepBuffers:
         expected = self._counts.setdefault(counter.name, counts)
         for expected_count, actual_count in zip(expected, counts, strict=True):
             if expected_count != actual_count:
-                raise UnlikeCounters(counter.name, expected_count, actual_count)
+                raise CounterMismatch(counter.name, expected_count, actual_count)
         largest_value = int((counter.committed.long() + change).abs().max()) if counts else 0
         if largest_value > LARGEST_COUNT or any(abs(count) > _LARGEST_CHANGE for count in counts):
             raise DataError(
@@ -154,30 +157,31 @@ class StepBuffers:
                 buffer.restore()
 
 
-def changed_by(module: nn.Module, forward: Callable[[], object]) -> list[str]:
+def names_changed_by(module: nn.Module, forward: Callable[[], object]) -> list[str]:
     """Return the names of buffers and frozen parameters that a call writes, and restore them.
 
-    The call is made at perturbed trained weights: a teacher that equals its student would not move.
+    The trained weights are perturbed for the call: a teacher that equals its student would not
+    move.
     """
-    tensors = _untrained(module)
+    tensors = _untrained_tensors(module)
     specs = [TensorSpec(name=name, shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
     buffers = [_buffer(module, 0, spec, on_host=True) for spec in specs]
-    versions = [tensor.tensor._version for tensor in buffers]  # noqa: SLF001
-    with _perturbed(module):
+    versions = [buffer.tensor._version for buffer in buffers]  # noqa: SLF001
+    with _perturb_trained_weights(module):
         forward()
     changed_names = [
-        tensor.name
-        for tensor, version in zip(buffers, versions, strict=True)
-        if tensor.tensor._version != version or not tensor.is_unchanged()  # noqa: SLF001
+        buffer.name
+        for buffer, version in zip(buffers, versions, strict=True)
+        if buffer.tensor._version != version or not buffer.is_unchanged()  # noqa: SLF001
     ]
     with torch.no_grad():
-        for tensor in buffers:
-            tensor.restore()
+        for buffer in buffers:
+            buffer.restore()
     return changed_names
 
 
 @contextmanager
-def _perturbed(module: nn.Module) -> Iterator[None]:
+def _perturb_trained_weights(module: nn.Module) -> Iterator[None]:
     trained_parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     saved_values = [parameter.detach().clone() for parameter in trained_parameters]
     factor, summand = _PERTURBATION
@@ -195,12 +199,12 @@ def _perturbed(module: nn.Module) -> Iterator[None]:
 def buffer_blocks(module: nn.Module, names: Sequence[str], elements: int) -> tuple[Block, ...]:
     """Divide the named tensors into blocks: floats of about `elements` each, then counters.
 
-    They come first in a manifest: a microbatch knows its changes after its backward.
+    These blocks come first in a manifest: a microbatch's changes are known after its backward.
 
     Raises:
-        DataError: A float is not float32.
+        DataError: A floating-point tensor is not float32.
     """
-    tensors = _untrained(module)
+    tensors = _untrained_tensors(module)
     floats: list[list[TensorSpec]] = []
     counters = []
     for name in names:
@@ -226,7 +230,7 @@ def buffer_blocks(module: nn.Module, names: Sequence[str], elements: int) -> tup
     return tuple(blocks)
 
 
-def _untrained(module: nn.Module) -> dict[str, torch.Tensor]:
+def _untrained_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     frozen_parameters = {
         name: parameter
         for name, parameter in module.named_parameters()
@@ -251,5 +255,5 @@ def _buffer(module: nn.Module, block: int, tensor: TensorSpec, *, on_host: bool 
     return _Buffer(block, tensor.name, holder, key, cached, committed)
 
 
-def _description(tensor: torch.Tensor) -> str:
+def _describe(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"

@@ -1,4 +1,5 @@
-"""Compute a subtree's gradients microbatch by microbatch, and add them on the host if need be."""
+"""Compute a subtree's gradients microbatch by microbatch, and add them on the host if the device
+cannot."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ class Microbatch(NamedTuple):
     """A microbatch that a device has started.
 
     Attributes:
-        items: Its results: blocks in reverse order, then the loss; ends early once stopped.
-        stop: Abandons it, and returns once the device has stopped. Thread-safe.
+        items: The results: blocks in reverse order, then the loss; ends early once stopped.
+        stop: Abandons the microbatch, and returns once the device has stopped. Thread-safe.
     """
 
     items: Iterator[GradientItem | BlockParts]
@@ -66,7 +67,7 @@ class HostSums:
     def __init__(self, leaves: int, blocks: int, precision: Precision = "float32") -> None:
         self._leaves = leaves
         self._precision = precision
-        self._blocks = [self._nothing() for _ in range(blocks)]
+        self._blocks = [self._new_sum() for _ in range(blocks)]
         self._losses = TreeSum[float](leaves, add)
         self._weights = TreeSum[float](leaves, add)
 
@@ -82,16 +83,16 @@ class HostSums:
             The subtree's sum of the block after its last leaf, owned by the caller; else None.
         """
         if self._precision == "bfloat16":
-            values = rounded(_concatenated(values))
+            values = rounded(_concatenate(values))
         self._blocks[block].put(Subtree(leaf, leaf + 1), values)
         total = self._blocks[block].total
         if total is None:
             return None
-        self._blocks[block] = self._nothing()  # the receiver owns the sum's memory
-        return _concatenated(total)
+        self._blocks[block] = self._new_sum()  # the receiver owns the sum's memory
+        return _concatenate(total)
 
-    def _nothing(self) -> TreeSum[Array | Parts]:
-        return TreeSum(self._leaves, partial(_sum_of, ADDITIONS[self._precision]))
+    def _new_sum(self) -> TreeSum[Array | Parts]:
+        return TreeSum(self._leaves, partial(_add_parts, ADDITIONS[self._precision]))
 
     def add_loss(self, leaf: int, loss_sum: float, weight: float) -> Loss | None:
         """Add one microbatch's loss sum and weight in float64; return the totals after the last."""
@@ -101,8 +102,8 @@ class HostSums:
         return None if loss is None or total is None else Loss(loss, total)
 
 
-def _concatenated(values: Array | Parts) -> Array:
-    """Return one flat array that the caller owns."""
+def _concatenate(values: Array | Parts) -> Array:
+    """Return the values as one flat array that the caller owns."""
     if isinstance(values, tuple):
         return np.concatenate(values)
     assert values.dtype == "float32"
@@ -110,20 +111,20 @@ def _concatenated(values: Array | Parts) -> Array:
     return values
 
 
-def _sum_of(
+def _add_parts(
     add: Callable[[Array, Array], Array], left: Array | Parts, right: Array | Parts
 ) -> Array:
     """Add `right` to `left`, in place unless `left` is in parts."""
     if not isinstance(right, tuple):
-        return add(_concatenated(left), right)
-    into = np.empty(sum(map(len, right)), np.float32) if isinstance(left, tuple) else left
+        return add(_concatenate(left), right)
+    total = np.empty(sum(map(len, right)), np.float32) if isinstance(left, tuple) else left
     lo = 0
     with np.errstate(over="ignore", invalid="ignore"):  # non-finite sums are detected later
         for number, part in enumerate(right):
-            slice_ = into[lo : lo + len(part)]
+            slice_ = total[lo : lo + len(part)]
             lo += len(part)
             np.add(left[number] if isinstance(left, tuple) else slice_, part, out=slice_)
-    return into
+    return total
 
 
 class SubtreeGradients:
@@ -159,11 +160,13 @@ class SubtreeGradients:
         while True:
             item = next(self._microbatch.items, None)
             if item is None:
-                self._go_on()
+                self._start_next()
             elif self.sums is None:
-                assert not isinstance(item, BlockParts), "who adds by itself gives whole blocks"
+                assert not isinstance(item, BlockParts), (
+                    "a device that adds on its own yields whole blocks"
+                )
                 return item
-            elif (item_of_sum := self._added(self.sums, item)) is not None:
+            elif (item_of_sum := self._add(self.sums, item)) is not None:
                 return item_of_sum
 
     def close(self) -> None:
@@ -176,7 +179,7 @@ class SubtreeGradients:
         if hasattr(self, "_microbatch"):
             self._microbatch.stop()
 
-    def _go_on(self) -> None:
+    def _start_next(self) -> None:
         """Start the next microbatch, under the lock, so that none starts once closed."""
         with self._lock:
             self._leaf += 1
@@ -184,7 +187,7 @@ class SubtreeGradients:
                 raise StopIteration
             self._microbatch = self._begin(self._leaf, *self._leaves[self._leaf])
 
-    def _added(self, sums: HostSums, item: GradientItem | BlockParts) -> GradientItem | None:
+    def _add(self, sums: HostSums, item: GradientItem | BlockParts) -> GradientItem | None:
         if isinstance(item, Loss):
             return sums.add_loss(self._leaf, item.loss_sum, item.weight)
         assert isinstance(item, BlockGradient | BlockParts)
@@ -198,7 +201,7 @@ class HostSummedProgram:
     loss_scale = 1.0
     """See `Program`."""
     memory = ""
-    """Unknown."""
+    """Unknown: no estimate is made."""
     parity = ""
     """There is no reference to compare gradients with."""
 
@@ -215,7 +218,7 @@ class HostSummedProgram:
         self._load(parameters)
 
     def gradients(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
-        """Compute one subtree; the device starts at once, or with the first `next`."""
+        """Compute one subtree; the device starts now or with the first `next`."""
         return sum_on_host(leaves, self._begin, len(self._blocks))
 
     def _load(self, parameters: list[Array]) -> None:
@@ -229,7 +232,7 @@ def check_sizes(parameters: Sequence[Array], blocks: Sequence[Block]) -> None:
     """Refuse arrays that do not match the blocks.
 
     Raises:
-        SamestepError: They do not.
+        SamestepError: The sizes differ.
     """
     sizes, expected = [len(values) for values in parameters], [block.elements for block in blocks]
     if sizes != expected:
@@ -243,12 +246,10 @@ def sum_on_host(
     return SubtreeGradients(leaves, begin, HostSums(len(leaves), blocks))
 
 
-def rounded_by_microbatch(
-    program: Program, leaves: Sequence[Leaf], blocks: int
-) -> SubtreeGradients:
+def sum_rounded_on_host(program: Program, leaves: Sequence[Leaf], blocks: int) -> SubtreeGradients:
     """Compute a subtree's gradients, with every leaf and every sum rounded to bfloat16.
 
-    It works for every device, since it requests single microbatches and adds them on the host.
+    This works for every device: it requests single microbatches and adds them on the host.
     """
 
     def begin(leaf: int, batch: Batch, seed: int) -> Microbatch:

@@ -1,10 +1,9 @@
-"""Check that a loss is a sum over samples: the losses of a batch's parts add up to the batch's
-loss.
+"""Check that a loss is a sum over samples: the losses of a batch's parts add up to its own loss.
 
 Otherwise results would depend on how a step is divided into microbatches. The check compares the
 loss and, on request, the gradient of each trained tensor. Random draws are replaced by steady ones
-(`steady_draws`). The tolerance for rounding is measured: by how far the batch's loss
-moves when its operators round differently.
+(`steady_draws`). The tolerance for rounding is measured: how far the batch's loss moves
+when its operators round differently.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Evaluation:
         gradients: Gradients by name, of the tensors that the loss reaches.
         sizes: The largest magnitude in each gradient.
         requires_grad: Whether the loss depends on a trained tensor.
-        has_draws: Whether it draws random values.
+        has_draws: Whether the computation draws random values.
         has_undecided_draws: Whether some draws cannot be made steady.
         epsilon: Machine epsilon of the narrowest floating type seen.
     """
@@ -114,7 +113,7 @@ class Discrepancy:
         part_losses: The loss of each part.
         tensor: The tensor whose gradient does not add up; None if the loss does not.
         difference: The largest difference in the loss or in that gradient.
-        tolerance: The tolerance.
+        tolerance: The tolerance that the difference exceeds.
     """
 
     batch_loss: float
@@ -138,8 +137,8 @@ class LossTrial:
         loss: The loss of the module and a batch.
         trained_tensors: Tensors whose gradients to compare; empty to compare only the loss.
         level: Quantile of the draws; see `SteadyDraws`.
-        accumulates: Compute gradients with backward, as a device does, so that all hooks run; the
-            module's own gradients are restored.
+        accumulates: Whether to compute gradients with backward, as a device does, so that all hooks
+            run; the module's own gradients are restored.
 
     Attributes:
         last_batch: The arrays of the last batch.
@@ -211,7 +210,8 @@ class LossTrial:
         }
 
     def find_discrepancy(self, batch: Arrays, parts: Parts) -> Discrepancy | None:
-        """Compare a batch with the sum of its parts; None if they agree or cannot be compared."""
+        """Compare a batch with the sum of its parts; return None if they agree or cannot be
+        compared."""
         evaluation = self.evaluate(batch)
         if any(
             (
@@ -222,15 +222,18 @@ class LossTrial:
             )
         ):
             return None
-        differences, rounding = _differences(evaluation, parts), _rounding(evaluation, parts)
-        if all(difference <= rounding[name] for name, difference in differences.items()):
+        differences, tolerances = (
+            _differences(evaluation, parts),
+            _smallest_tolerances(evaluation, parts),
+        )
+        if all(difference <= tolerances[name] for name, difference in differences.items()):
             return None
         for name, difference in self._measure_rounding(batch, evaluation).items():
-            rounding[name] += _SPREAD_MULTIPLE * difference
+            tolerances[name] += _SPREAD_MULTIPLE * difference
         excesses = {
             name: difference
             for name, difference in differences.items()
-            if difference > rounding[name]
+            if difference > tolerances[name]
         }
         if not excesses:
             return None
@@ -240,7 +243,7 @@ class LossTrial:
             else max(excesses, key=lambda tensor_name: excesses[tensor_name])
         )
         return Discrepancy(
-            evaluation.loss, tuple(parts.losses), name, excesses[name], rounding[name]
+            evaluation.loss, tuple(parts.losses), name, excesses[name], tolerances[name]
         )
 
     def _measure_rounding(self, batch: Arrays, reference: Evaluation) -> dict[str | None, float]:
@@ -289,8 +292,9 @@ def _differences(evaluation: Evaluation, parts: Parts) -> dict[str | None, float
     return differences
 
 
-def _rounding(evaluation: Evaluation, parts: Parts) -> dict[str | None, float]:
-    """Return the smallest tolerance for sums of these sizes."""
+def _smallest_tolerances(evaluation: Evaluation, parts: Parts) -> dict[str | None, float]:
+    """Return the smallest tolerance for the loss (key None) and for each gradient, by their
+    sizes."""
     spacing = _SPACINGS * max(evaluation.epsilon, parts.epsilon)
     sizes = dict(parts.sizes)
     for name, size in evaluation.sizes.items():
@@ -307,19 +311,19 @@ def _rounding(evaluation: Evaluation, parts: Parts) -> dict[str | None, float]:
     }
 
 
-def call_under_no_grad(measure: Callable[[], T]) -> T:
-    """Call `measure` under no_grad, or with gradients if the loss itself differentiates.
+def call_under_no_grad(function: Callable[[], T]) -> T:
+    """Call `function` under no_grad, or with gradients if the loss itself differentiates.
 
     A gradient penalty, a force or a PDE residual is a derivative with respect to inputs.
     """
     try:
         with torch.no_grad():
-            return measure()
+            return function()
     except RuntimeError as error:
         if _NEEDS_GRADIENTS not in str(error):
             raise
     with torch.enable_grad():
-        return measure()
+        return function()
 
 
 def refuse_unlike_halves(

@@ -1,9 +1,9 @@
-"""Find labels and indices that are out of range, and name them in terms of the data.
+"""Find labels and indices that are out of range, and name them as the user knows them.
 
 On the CPU torch raises "Target 7 is out of bounds" or "index out of range in self", and the frames
-of its functions show the tensors (`index_outside`). On a card such a lookup breaks the device for
-the rest of the process. So there `TableLookups` records once which arrays of a batch are looked up
-in which tables, and later batches are checked on the host before they are sent.
+of its functions show the tensors (`outside_index_of`). On a card such a lookup breaks the device
+for the rest of the process. So there `TableLookups` records once which arrays of a batch are looked
+up in which tables, and later batches are checked on the host before they are sent.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 
-class Outside(NamedTuple):
+class OutsideIndex(NamedTuple):
     """An index that is out of range.
 
     Attributes:
-        text: The index and the expected range.
-        row: The row of the input; None if unknown.
+        text: A sentence with the index and the expected range.
+        row: The sample's row; None if unknown.
     """
 
     text: str
@@ -69,11 +69,11 @@ class TableLookups(TorchFunctionMode):
         if func in _LOOKUPS:
             call = inspect.signature(func).bind(*args, **keywords)
             call.apply_defaults()
-            if looked_up := _lookup_of(func.__name__, call.arguments):
-                self._note(*looked_up)
+            if lookup := _lookup_of(func.__name__, call.arguments):
+                self._record(*lookup)
         return func(*args, **keywords)
 
-    def _note(self, indices: torch.Tensor, rows: int, ignored: int | None) -> None:
+    def _record(self, indices: torch.Tensor, rows: int, ignored: int | None) -> None:
         if bad_index := _first_outside(indices, rows, ignored, self._arrays):
             raise IndexError(bad_index.text)
         name = _name_of(indices, self._arrays)
@@ -84,33 +84,36 @@ class TableLookups(TorchFunctionMode):
 _LOOKUPS: Final = frozenset({functional.embedding, functional.cross_entropy, functional.nll_loss})
 
 
-def outside_any(
+def find_outside_index(
     lookups: Collection[TableLookup], arrays: Mapping[str, torch.Tensor]
-) -> Outside | None:
-    """Return the first index of a batch, on the host, that is out of range."""
+) -> OutsideIndex | None:
+    """Return the first index of a batch that is out of range, None if there is none; on the
+    host."""
     for lookup in sorted(lookups):
         if bad_index := _first_outside(arrays[lookup.array], lookup.rows, lookup.ignored, arrays):
             return bad_index
     return None
 
 
-def index_outside(error: BaseException, arrays: Mapping[str, torch.Tensor]) -> Outside | None:
-    """Return the index for which torch raised an error; None if it has another cause.
+def outside_index_of(
+    error: BaseException, arrays: Mapping[str, torch.Tensor]
+) -> OutsideIndex | None:
+    """Return the index for which torch raised an error; None if the error has another cause.
 
     Args:
         error: The error, with its traceback.
         arrays: The batch's arrays, by the names that the user knows.
     """
-    bad_index: Outside | None = None
+    bad_index: OutsideIndex | None = None
     trace = error.__traceback__
     while trace is not None and bad_index is None:
-        looked_up = _looked_up(trace.tb_frame)
-        bad_index = looked_up and _first_outside(*looked_up, arrays)
+        lookup = _lookup_in_frame(trace.tb_frame)
+        bad_index = lookup and _first_outside(*lookup, arrays)
         trace = trace.tb_next
     return bad_index
 
 
-def _looked_up(frame: FrameType) -> tuple[torch.Tensor, int, int | None] | None:
+def _lookup_in_frame(frame: FrameType) -> tuple[torch.Tensor, int, int | None] | None:
     """Return the indices, the number of rows, and the ignored index of a frame's lookup."""
     if frame.f_globals.get("__name__") != "torch.nn.functional":
         return None
@@ -132,7 +135,7 @@ def _lookup_of(
 
 def _first_outside(
     indices: torch.Tensor, rows: int, ignored: int | None, arrays: Mapping[str, torch.Tensor]
-) -> Outside | None:
+) -> OutsideIndex | None:
     if indices.is_floating_point():  # probabilities of classes
         return None
     is_outside = (indices < 0) | (indices >= rows)
@@ -148,7 +151,7 @@ def _first_outside(
         f"{'an index is' if name is None else f'input {name!r} has'} {value}{position_text}, which "
         f"the model, or its loss, looks up in {rows} rows: expected 0 to {rows - 1}"
     )
-    return Outside(text, position[0] if is_whole_array and position else None)
+    return OutsideIndex(text, position[0] if is_whole_array and position else None)
 
 
 def _name_of(indices: torch.Tensor, arrays: Mapping[str, torch.Tensor]) -> str | None:

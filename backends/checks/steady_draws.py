@@ -2,8 +2,8 @@
 
 With real draws the parts see different noise than the batch, so they cannot be compared. With
 steady draws only a coupling of samples makes them differ. The same mode estimates rounding: it
-changes results of operators that round in their last bit, at random, so that the spread of a few
-runs shows the effect of rounding (discrete stochastic arithmetic; Vignes, 1993,
+changes the last bit of rounded results at random, so the spread of a few runs shows the effect of
+rounding (discrete stochastic arithmetic; Vignes, 1993,
 doi.org/10.1016/0378-4754(93)90003-D).
 """
 
@@ -45,12 +45,12 @@ _ROUNDING_OPERATORS: Final = frozenset({
     "sigmoid", "log_sigmoid_forward", "erf", "erfc", "gelu", "gelu_backward", "silu", "softplus",
     "pow", "sqrt", "rsqrt", "div", "reciprocal", "lgamma", "digamma", "atan2", "acos", "asin",
 })  # fmt: skip
-"""Operators that round in an order, or with a kernel, that may depend on sizes."""
+"""Operators whose order of rounding, or whose kernel, may depend on sizes."""
 
 _UNTAGGED_OPERATORS: Final = frozenset({
     "random_", "random", "binomial", "_sample_dirichlet", "normal_functional",
 })  # fmt: skip
-"""Random operators that torch does not tag as such."""
+"""Random operators that torch does not tag as random."""
 
 
 class TooManyDrawsError(Exception):
@@ -145,7 +145,7 @@ class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
                 else bool(arguments_by_name.get("training", True))
             )
             return result
-        self._count()
+        self._count_draw()
         output = result[0] if isinstance(result, tuple) else result
         value = value_of(self._level, arguments_by_name, output)
         output.copy_(value) if isinstance(value, torch.Tensor) else output.fill_(value)
@@ -155,12 +155,12 @@ class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         p = float(arguments_by_name["p"])
         if arguments_by_name["train"] is False or not p:
             return result
-        self._count()
+        self._count_draw()
         mask = 1 - self._level < 1 - p
         scale = 1 / (1 - p) if mask else 0.0
         return arguments_by_name["input"] * scale, torch.full_like(result[1], mask)
 
-    def _count(self) -> None:
+    def _count_draw(self) -> None:
         self.has_draws = True
         self._draws += 1
         if self._draws > _MAX_DRAWS:
@@ -216,7 +216,7 @@ def _bernoulli_value(level: float, arguments_by_name: Mapping[str, Any], out: to
 def _multinomial_value(
     level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor
 ) -> Any:
-    # On the host: cards add `cumsum` in no fixed order, and some have no float64.
+    # Computed on the host: cards compute `cumsum` in no fixed order, and some have no float64.
     weights: torch.Tensor = arguments_by_name["self"].detach().cpu().double()
     count = out.shape[-1]
     if count > 1 and not arguments_by_name.get("replacement", False):
@@ -261,4 +261,5 @@ _STEADY_VALUES: Final[Mapping[str, _SteadyValue]] = {
     "_standard_gamma": _gamma_value,
     "_sample_dirichlet": lambda _u, a, _out: a["self"] / a["self"].sum(-1, keepdim=True),
 }
-"""For each operator, the value to return, given the level, arguments by name and real draws."""
+"""For each operator, the function of level, arguments by name and real draws that returns the
+steady value."""

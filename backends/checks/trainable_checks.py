@@ -29,7 +29,7 @@ WHOLE_MICROBATCH: Final = (
 
 
 def trained_blocks(blocks: Sequence[Block]) -> list[Block]:
-    """Return the blocks without those of buffers that forward changes."""
+    """Return the blocks of trained tensors, without those of buffers that forward changes."""
     return [block for block in blocks if block.is_trained]
 
 
@@ -74,13 +74,13 @@ def refuse_shared_memory(
 ) -> None:
     """Refuse trained tensors that share memory with another tensor.
 
-    Trained tensors move to separate memory, and tensors that shared theirs would not follow. One
-    parameter with several names is fine; torch would update two parameters in one memory twice.
+    Trained tensors move to separate memory; tensors that shared memory with them would not follow.
+    One parameter with several names is fine; torch would update two parameters in one memory twice.
 
     Args:
         module: The module on the CPU; its parameters and buffers are checked.
         trained_parameters: Trained parameters by name.
-        other_tensors: Further tensors that the model's code uses, by a name for errors.
+        other_tensors: Further tensors that the model's code uses, by the names that errors show.
 
     Raises:
         SamestepError: A trained tensor shares memory with another, or its elements overlap.
@@ -96,7 +96,7 @@ def refuse_shared_memory(
     tensors_by_name = {
         trained_names.get(id(tensor), name): tensor for name, tensor in tensors.items()
     }
-    for name, other in overlapping(tensors_by_name):
+    for name, other in overlapping_pairs(tensors_by_name):
         if name in trained_parameters or other in trained_parameters:
             trained_name, other_name = (
                 (name, other) if name in trained_parameters else (other, name)
@@ -110,15 +110,18 @@ def refuse_shared_memory(
             )
 
 
-def overlapping(tensors_by_name: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield the names of tensors that share an element, in pairs; the later one in memory first."""
+def overlapping_pairs(tensors_by_name: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """Yield pairs of names of tensors that share an element; the tensor later in memory comes
+    first."""
     open_spans: list[tuple[int, str]] = []
     for start, end, name in sorted(
         span
         for tensor_name, tensor in tensors_by_name.items()
         if (span := _span(tensor_name, tensor))
     ):
-        open_spans = [(reach, other_name) for reach, other_name in open_spans if reach > start]
+        open_spans = [
+            (other_end, other_name) for other_end, other_name in open_spans if other_end > start
+        ]
         for _, other_name in open_spans:
             if _overlap(tensors_by_name[name], tensors_by_name[other_name]):
                 yield name, other_name
@@ -142,7 +145,7 @@ def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
         tensor.detach().view(_COMPARABLE_DTYPES[tensor.element_size()]).numpy()
         for tensor in (left, right)
     )
-    shares_memory: Any = np.shares_memory  # its type stubs lack other bounds
+    shares_memory: Any = np.shares_memory  # the type stubs lack integer bounds
     try:
         return bool(shares_memory(left_array, right_array, max_work=_OVERLAP_WORK))
     except np.exceptions.TooHardError:
@@ -238,15 +241,15 @@ def refuse_gradients_across_samples(module: torch.nn.Module) -> None:
 
 def has_gradient_hook(parameter: torch.Tensor) -> bool:
     """Whether the user's code may run on the parameter's gradient in backward."""
-    hooks: Any = parameter._backward_hooks  # noqa: SLF001 -- None of most
+    hooks: Any = parameter._backward_hooks  # noqa: SLF001 -- None for most tensors
     return bool(hooks) or hooks_need_backward(parameter)
 
 
 def hooks_need_backward(parameter: torch.Tensor) -> bool:
     """Whether a hook runs only when gradients accumulate, which `torch.autograd.grad` skips.
 
-    torch does not list hooks on the graph's accumulation node. But whoever registers one must hold
-    a reference to the node, since hooks die with it, so its references are counted.
+    torch does not list hooks on the graph's accumulation node. But whoever registers a hook must
+    hold a reference to the node, since hooks die with the node. So the references are counted.
     """
     if has_accumulated_hook(parameter):
         return True
@@ -258,12 +261,12 @@ def hooks_need_backward(parameter: torch.Tensor) -> bool:
 
 def has_accumulated_hook(parameter: torch.Tensor) -> bool:
     """Whether a hook runs after the gradient is accumulated."""
-    hooks: Any = parameter._post_accumulate_grad_hooks  # noqa: SLF001 -- None of most
+    hooks: Any = parameter._post_accumulate_grad_hooks  # noqa: SLF001 -- None for most tensors
     return bool(hooks)
 
 
 def _node_references(parameter: torch.Tensor) -> int:
-    """Count references to the accumulation node; graphs that are kept do not add any."""
+    """Count references to the accumulation node; graphs that are kept alive add none."""
     graph = parameter.view_as(parameter).grad_fn
     assert graph is not None
     return sys.getrefcount(graph.next_functions[0][0])

@@ -1,7 +1,7 @@
 """Collect gradients while backward runs, and emit whole blocks in reverse order.
 
-A parameter's hook fires when its gradient is final. A block is emitted once all its gradients are
-there and all later blocks are emitted, so the order does not depend on the graph.
+A parameter's hook fires when its gradient is final. A block is emitted once all its gradients have
+arrived and all later blocks are emitted, so the order does not depend on the graph.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from protocol.base.errors import SamestepError
 from protocol.spec.manifest import Block
 
 Emit = Callable[[int, list[torch.Tensor | None]], None]
-"""Takes a block's number and its tensors' gradients, flat float32 on the device; None if backward
-did not reach the tensor. They are read-only: autograd may share memory between tensors that differ
-only in shape."""
+"""Takes a block's number and its tensors' gradients, flat float32 on the device; a gradient is None
+if backward did not reach the tensor. Gradients are read-only: autograd may share memory between
+tensors that differ only in shape."""
 
 
 class BlockOrder:
-    """One microbatch's blocks, from first gradient to last block out.
+    """The blocks of one microbatch, from the first gradient to the last emitted block.
 
-    `add` does little work, since it runs between two matrix products: gradients are kept as they
-    are.
+    `add` does little work, since it runs between two matrix products: gradients are kept
+    without a copy.
     """
 
     def __init__(self, blocks: Sequence[Block], emit: Emit, unused_names: frozenset[str]) -> None:
@@ -40,8 +40,7 @@ class BlockOrder:
         self._emit_complete()
 
     def add(self, number: int, name: str, gradient: torch.Tensor) -> None:
-        """Take the final gradient of one tensor of a block, in any layout; it is kept, not
-        copied."""
+        """Take the final gradient of one tensor of a block, in any layout, without a copy."""
         gradients = self._gradients[number]
         if number > self._next_block or name in gradients:
             raise SamestepError(
@@ -54,7 +53,7 @@ class BlockOrder:
             self._emit_complete()
 
     @property
-    def has_released(self) -> bool:
+    def has_emitted(self) -> bool:
         """Whether any block has been emitted."""
         return self._next_block < len(self._blocks) - 1
 

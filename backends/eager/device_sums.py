@@ -1,7 +1,7 @@
-"""Sums over the microbatches of a subtree, on the device: each block is copied to the host once.
+"""Add gradients over the microbatches of a subtree on the device; copy each block to the host once.
 
-A device adds float32 as IEEE 754 defines, so sums along the tree have the host's bits. Only
-`BlockCopy.finish` makes the host wait for the device.
+Devices add float32 as IEEE 754 defines, so sums along the tree have the same bits as on the host.
+Only `BlockCopy.finish` makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _LEAST_STAGING_ELEMENTS: Final = 1 << 20
 def join_parts(
     block: Block, parts: Sequence[torch.Tensor | None], device: torch.device
 ) -> torch.Tensor:
-    """Return a block's gradient, flat float32; parts that are None are absent
-    (`protocol.exact.reduction.absent`)."""
+    """Return a block's gradient, flat float32.
+
+    Parts that are None are absent; see `protocol.exact.reduction.absent`.
+    """
     absent_value = -0.0
     flat = torch.cat(
         [
@@ -65,7 +67,7 @@ class SubtreeSums:
     def add(self, leaf: int, block: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """Add a microbatch's gradient of a block; return the sum after the last microbatch.
 
-        The gradient belongs to the sum from then on.
+        The sum takes over the gradient's memory.
         """
         sums = self._blocks[block]
         sums.put(Subtree(leaf, leaf + 1), gradient)
@@ -75,7 +77,7 @@ class SubtreeSums:
         return total
 
     def set_loss(self, leaf: int, loss: torch.Tensor, weight: float) -> None:
-        """Note a microbatch's loss, which stays on the device, and its weight.
+        """Store a microbatch's loss, which stays on the device, and its weight.
 
         A microbatch that is computed again after a failure replaces its earlier values.
         """
@@ -85,8 +87,8 @@ class SubtreeSums:
         self._losses[leaf] = values.view(torch.float32)
         self._weights[leaf] = weight
 
-    def with_losses(self, block: torch.Tensor) -> torch.Tensor:
-        """Return the last block and all losses as one tensor, for one copy."""
+    def append_losses(self, block: torch.Tensor) -> torch.Tensor:
+        """Return the last block followed by all losses, so that one copy is enough."""
         losses = [loss for loss in self._losses if loss is not None]
         if len(losses) != self.leaves:
             raise AssertionError(f"expected {self.leaves} losses, got {len(losses)}")
@@ -94,11 +96,11 @@ class SubtreeSums:
 
     @property
     def loss_elements(self) -> int:
-        """The number of elements that `with_losses` appends."""
+        """The number of elements that `append_losses` appends."""
         return sum(self._loss_sizes())
 
     def loss(self, host_values: Array) -> Loss:
-        """Return the subtree's loss from the values that `with_losses` appended."""
+        """Return the subtree's loss from the values that `append_losses` appended."""
         losses, lo = [], 0
         for size in self._loss_sizes():
             # Copied because float64 values must be aligned.
@@ -133,7 +135,7 @@ class StagingMemory:
     def take(self, elements: int, is_abandoned: Callable[[], bool]) -> torch.Tensor | None:
         """Return the next part of the memory, after waiting until it is free; None once abandoned.
 
-        A part larger than the ring gets memory of its own.
+        A part larger than the ring gets separate memory.
         """
         if elements > len(self._memory):
             return torch.empty(elements, pin_memory=True)
@@ -154,7 +156,7 @@ class StagingMemory:
             self._changed.notify_all()
 
     def release_all(self) -> None:
-        """Free all parts: nothing will read them any more."""
+        """Free all parts: nobody reads them any more."""
         with self._changed:
             self._in_use.clear()
             self._changed.notify_all()
@@ -168,7 +170,7 @@ class StagingMemory:
         if not self._in_use:
             return 0
         used_start, used_end = self._in_use[0][0], self._in_use[-1][1]
-        if used_start < used_end:  # the used part is in one piece
+        if used_start < used_end:  # the used memory does not wrap around
             if used_end + elements <= len(self._memory):
                 return used_end
             return 0 if elements <= used_start else None
@@ -204,7 +206,7 @@ class BlockCopy:
 
 
 class BlockCopier:
-    """Copies blocks to the host on a stream of its own, beside the running backward."""
+    """Copies blocks to the host on a separate stream, in parallel with backward."""
 
     def __init__(self, device: torch.device, blocks: Sequence[Block]) -> None:
         self.device = device
@@ -218,7 +220,7 @@ class BlockCopier:
         sums: SubtreeSums | None,
         is_abandoned: Callable[[], bool],
     ) -> BlockCopy | None:
-        """Start to copy a block; return None once abandoned."""
+        """Start copying a block; return None once abandoned."""
         host = self.staging.take(len(values), is_abandoned)
         if host is None:
             return None

@@ -30,7 +30,7 @@ from backends.base.interface import (
     DeviceInfo,
     Leaf,
     Loss,
-    LossRaised,
+    LossFailed,
     Program,
     StepLoss,
     Sums,
@@ -45,7 +45,12 @@ from backends.base.subtree_gradients import (
     check_sizes,
 )
 from backends.checks.additivity import LossTrial, call_under_no_grad, refuse_unlike_halves
-from backends.checks.outside_table import TableLookup, TableLookups, index_outside, outside_any
+from backends.checks.outside_table import (
+    TableLookup,
+    TableLookups,
+    find_outside_index,
+    outside_index_of,
+)
 from backends.checks.trainable_checks import (
     WHOLE_MICROBATCH,
     has_accumulated_hook,
@@ -60,7 +65,7 @@ from backends.eager.device_sums import BlockCopier, BlockCopy, SubtreeSums, join
 from backends.eager.inner_steps import EagerInnerSteps
 from backends.eager.quantized_base import quantize_frozen_base
 from backends.eager.quantized_linear import convert_again_in_backward
-from backends.losses.coupled_loss import embedded_of, rows_of, step_loss, with_backward_loss
+from backends.losses.coupled_loss import embed_batch, join_rows, step_loss, with_backward_loss
 from protocol.base.errors import (
     NO_MEMORY,
     DataError,
@@ -85,7 +90,7 @@ class EagerBackend:
 
         Args:
             kind: A row of `torch_devices.KINDS`.
-            index: Its number among devices of its kind.
+            index: Number of the device among devices of this kind.
         """
         numerics.make_deterministic()
         self.device = torch_devices.torch_device(kind, index)
@@ -93,9 +98,9 @@ class EagerBackend:
             torch_devices.set_current(self.device)
         self._kind, self._index = kind, index
 
-    @cached_property  # recorded now, since a hanging driver would block a later query
+    @cached_property  # cached, since a hanging driver would block a later query
     def info(self) -> DeviceInfo:
-        """The device's name and, if it has its own, memory."""
+        """The device's name and, if the device has its own memory, the memory's size."""
         name = torch_devices.device_name(self.device)
         memory = torch_devices.memory_bytes(self.device)
         return DeviceInfo(self._kind, name, True, "", self._index, memory)
@@ -126,7 +131,7 @@ class EagerBackend:
                 "compute; take the card through its Vulkan driver: worker --backend vulkan"
             )
         with torch_devices.naming_device_errors(self.device, "the model with one microbatch"):
-            program = self._program(trainable)
+            program = self._build_program(trainable)
             try:
                 if trainable.rows is None:
                     program.check(example)
@@ -137,14 +142,14 @@ class EagerBackend:
                 raise
         return program
 
-    def _program(self, trainable: Trainable) -> EagerProgram:
+    def _build_program(self, trainable: Trainable) -> EagerProgram:
         return EagerProgram(self.device, trainable)
 
 
 class EagerProgram(HostSummedProgram):
     """A torch module with its device thread."""
 
-    _shares = True
+    _can_share_parameters = True
 
     def __init__(self, device: torch.device, trainable: Trainable) -> None:
         trainable = with_backward_loss(trainable, self._observe)
@@ -159,37 +164,39 @@ class EagerProgram(HostSummedProgram):
         self._loss: Callable[[Any, Mapping[str, Any]], Any] = trainable.loss
         self._evaluate = trainable.evaluate
         self._rows = trainable.rows
-        self._in_evaluation_mode = trainable.evaluation_parts
+        self._evaluation_parts = trainable.evaluation_parts
         self._unit = trainable.unit
         self._seed = trainable.seed
         self._precision = trainable.precision
         self._order: BlockOrder | None = None
         self._abandoned = threading.Event()
-        self._find_unused = False
-        self._all_keep_subnormals: bool | None = None
+        self._has_unused_parameters = False
+        self._every_thread_keeps_subnormals: bool | None = None
         self._keeps_gradients = False
         self._lookups: frozenset[TableLookup] = frozenset()
         self._copier: BlockCopier | None = None
         if torch_devices.kind_of(device).copies_asynchronously:
             self._copier = BlockCopier(device, self._blocks)
-        # Before the move, which gives each parameter memory of its own even if it was shared.
-        checked = trained_parameters(self._module, trained_blocks(self._blocks))
+        # Before the move, after which no parameter shares memory with another.
+        checked_names = trained_parameters(self._module, trained_blocks(self._blocks))
         self._quantize_base(self._module, trainable.base_dtype)
         if trainable.precision != "float32":
             convert_again_in_backward(self._module, device)
-        tied = _names_by_parameter(self._module)
+        name_groups = _names_by_parameter(self._module)
         self._move_to_device(self._module)
-        if _names_by_parameter(self._module) != tied:
+        if _names_by_parameter(self._module) != name_groups:
             raise SamestepError(
                 f"expected tied parameters to stay tied, but moving the model to {device} has "
                 "untied them; build it without tied parameters, or use --backend cpu"
             )
         # After the move: on some devices it creates new parameters, to which hooks must attach.
         moved_parameters = dict(self._module.named_parameters())
-        self._parameters = {name: moved_parameters[name] for name in checked}
+        self._parameters = {name: moved_parameters[name] for name in checked_names}
         self._buffers = StepBuffers(self._module, self._blocks)
-        self._hooked = [p for p in self._parameters.values() if has_accumulated_hook(p)]
-        self._hooks = self._hook()
+        self._parameters_with_hooks = [
+            p for p in self._parameters.values() if has_accumulated_hook(p)
+        ]
+        self._hooks = self._register_hooks()
         numerics.use_threads(trainable.threads)
         self._thread = _DeviceThread(device, trainable.threads)
 
@@ -197,10 +204,10 @@ class EagerProgram(HostSummedProgram):
         self._thread.submit(self._copy_in, parameters).result()
 
     def share(self, parameters: list[Array]) -> None:
-        """See `backends.base.interface.ComputesInPlace`; cards and sharded models keep their own
-        copy."""
+        """See `backends.base.interface.ComputesInPlace`; cards and sharded models keep a copy
+        instead."""
         check_sizes(parameters, self._blocks)
-        if self._device.type == "cpu" and self._shares:
+        if self._device.type == "cpu" and self._can_share_parameters:
             self._thread.submit(self._share, parameters).result()
 
     def gradients(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
@@ -214,10 +221,10 @@ class EagerProgram(HostSummedProgram):
         self, leaf: int, batch: Batch, seed: int, sums: SubtreeSums | None = None
     ) -> Microbatch:
         abandoned = threading.Event()
-        out: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        work = _Work(leaf, batch, seed, out.put, abandoned, sums)
+        results: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        work = _Work(leaf, batch, seed, results.put, abandoned, sums)
         computation = self._thread.submit(self._microbatch, work)
-        computation.add_done_callback(out.put)
+        computation.add_done_callback(results.put)
         copier = self._copier
 
         def stop() -> None:
@@ -229,7 +236,7 @@ class EagerProgram(HostSummedProgram):
             if copier is not None:
                 copier.staging.release_all()
 
-        return Microbatch(_items(out, abandoned, copier), stop)
+        return Microbatch(_items(results, abandoned, copier), stop)
 
     def evaluate(self, batch: Batch) -> Sums:
         """Compute evaluation sums of one batch.
@@ -239,7 +246,7 @@ class EagerProgram(HostSummedProgram):
         """
         if self._evaluate is None:
             raise SamestepError("this task has no evaluation")
-        return self._thread.submit(self._in_evaluation, self._evaluate, batch).result()
+        return self._thread.submit(self._run_in_evaluation_mode, self._evaluate, batch).result()
 
     def rows(self, batch: Batch) -> Captured:
         """Capture one microbatch.
@@ -249,7 +256,7 @@ class EagerProgram(HostSummedProgram):
         """
         if self._rows is None:
             raise SamestepError("this task captures nothing")
-        return self._thread.submit(self._in_evaluation, self._rows, batch).result()
+        return self._thread.submit(self._run_in_evaluation_mode, self._rows, batch).result()
 
     def embed(self, leaves: Sequence[Leaf]) -> Generator[Rows, None, None]:
         """See `backends.base.interface.ComputesCoupledLoss`."""
@@ -266,7 +273,7 @@ class EagerProgram(HostSummedProgram):
         return embedded
 
     def keeps_subnormals(self) -> bool:
-        """Check the device thread now; the threads that share its loops are checked once."""
+        """Check the device thread now, and once the other threads that compute."""
         return self._thread.submit(self._keeps_subnormals).result()
 
     def inner_steps(self, optimizer: OptimizerSpec) -> EagerInnerSteps:
@@ -288,52 +295,55 @@ class EagerProgram(HostSummedProgram):
         quantize_frozen_base(module, base_dtype, self._device)
 
     def _move_to_device(self, module: torch.nn.Module) -> None:
-        numerics.own_storage(module, self._device)
+        numerics.move_to_own_storage(module, self._device)
 
-    def _hook(self) -> list[torch.utils.hooks.RemovableHandle]:
+    def _register_hooks(self) -> list[torch.utils.hooks.RemovableHandle]:
         hooks = []
         for number, block in enumerate(self._blocks):
             for tensor in block.tensors if block.is_trained else ():
-                hook = partial(self._gradient_ready, number, tensor.name)
+                hook = partial(self._on_gradient, number, tensor.name)
                 register = self._parameters[tensor.name].register_post_accumulate_grad_hook
                 hooks.append(register(hook))  # type: ignore[no-untyped-call]
-        owned = {id(parameter) for parameter in self._parameters.values()}
+        trained_ids = {id(parameter) for parameter in self._parameters.values()}
         for module in self._module.modules():
             own_parameters = module.parameters(recurse=False)
-            if any(id(parameter) in owned for parameter in own_parameters):
-                hooks.append(module.register_forward_pre_hook(self._forward_reached))
+            if any(id(parameter) in trained_ids for parameter in own_parameters):
+                hooks.append(module.register_forward_pre_hook(self._on_forward))
         return hooks
 
     # The following methods run in the device thread; on CUDA, hooks run in autograd's thread.
 
     def load_blocks(self, parameters: list[Array]) -> None:
-        """See `backends.eager.inner_steps.Accumulates`."""
+        """See `backends.eager.inner_steps.AccumulatingProgram`."""
         check_sizes(parameters, self._blocks)
         self._copy_in(parameters)
 
     def accumulate(self, batch: Batch, seed: int) -> torch.Tensor:
-        """See `backends.eager.inner_steps.Accumulates`."""
+        """See `backends.eager.inner_steps.AccumulatingProgram`."""
         self._abandoned = threading.Event()
         self._module.train()
         numerics.seed_everything(seed, self._device)
         self._keeps_gradients = True
         try:
-            loss = self._in_sum(self._loss_of(self._on_device(batch)), batch)
+            loss = self._scale_mean(self._loss_of(self._on_device(batch)), batch)
             if loss.requires_grad:  # False for a microbatch without tokens
-                with self._shield_hooks():
+                with self._hide_accumulated_gradients():
                     loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
         finally:
             self._keeps_gradients = False
 
     @contextmanager
-    def _shield_hooks(self) -> Iterator[None]:
-        """Let the user's own hooks see the gradient of one microbatch, as in `_microbatch`."""
-        accumulated = [parameter.grad for parameter in self._hooked]
-        for parameter in self._hooked:
+    def _hide_accumulated_gradients(self) -> Iterator[None]:
+        """Within the context the user's hooks see the gradient of one microbatch, as in
+        `_microbatch`."""
+        accumulated_gradients = [parameter.grad for parameter in self._parameters_with_hooks]
+        for parameter in self._parameters_with_hooks:
             parameter.grad = None
         yield
-        for parameter, sum_before in zip(self._hooked, accumulated, strict=True):
+        for parameter, sum_before in zip(
+            self._parameters_with_hooks, accumulated_gradients, strict=True
+        ):
             gradient = parameter.grad
             if sum_before is not None:
                 parameter.grad = (
@@ -341,15 +351,17 @@ class EagerProgram(HostSummedProgram):
                 )
 
     def _keeps_subnormals(self) -> bool:
-        if self._all_keep_subnormals is None:
-            all_keep = numerics.keeps_subnormals(self._device, in_every_thread=True)
-            self._all_keep_subnormals = all_keep
+        if self._every_thread_keeps_subnormals is None:
+            keeps = numerics.keeps_subnormals(self._device, in_every_thread=True)
+            self._every_thread_keeps_subnormals = keeps
         # A card's arithmetic does not change; checking it at every step would stall it.
         cpu = torch.device("cpu")
         in_this_thread = numerics.keeps_subnormals(cpu, in_every_thread=False)
-        return self._all_keep_subnormals and (in_this_thread or self._device.type != "cpu")
+        return self._every_thread_keeps_subnormals and (
+            in_this_thread or self._device.type != "cpu"
+        )
 
-    def _gradient_ready(self, number: int, name: str, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, number: int, name: str, parameter: torch.Tensor) -> None:
         self._stop_if_abandoned()
         if parameter.grad is None:
             raise SamestepError(
@@ -366,7 +378,7 @@ class EagerProgram(HostSummedProgram):
         if self._order is not None:
             self._order.add(number, name, gradient)
 
-    def _forward_reached(self, module: torch.nn.Module, inputs: Any) -> None:
+    def _on_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         del module, inputs
         self._stop_if_abandoned()
 
@@ -378,9 +390,8 @@ class EagerProgram(HostSummedProgram):
         with torch.no_grad():
             for target, source in self._pairs(parameters):
                 if target.data_ptr() == source.data_ptr():
-                    increment_version(
-                        target
-                    )  # so that caches keyed on the version notice the change
+                    # Caches keyed on the version must notice the change.
+                    increment_version(target)
                 else:
                     target.copy_(source)
         self._buffers.load(parameters)
@@ -407,27 +418,27 @@ class EagerProgram(HostSummedProgram):
                     with self._buffers.restored():
                         return self._forward_and_backward(work)
                 except RuntimeError as error:
-                    has_released = self._order is not None and self._order.has_released
-                    if has_released or not can_retry or not device_errors.is_out_of_memory(error):
+                    has_emitted = self._order is not None and self._order.has_emitted
+                    if has_emitted or not can_retry or not device_errors.is_out_of_memory(error):
                         raise
                 finally:
                     self._order = self._fields = None
                     for parameter in self._parameters.values():
                         parameter.grad = None
-                # Another program's memory, or holes between what torch keeps: it may fit now.
+                # Another program may have freed memory, or torch's cache had holes: try again.
                 torch_devices.release_memory(self._device)
                 can_retry = False
 
     def _forward_and_backward(self, work: _Work) -> Loss | None:
-        """Compute one microbatch; return its loss, unless it is summed on the device."""
+        """Compute one microbatch; return the loss, or None if the loss is summed on the device."""
         self._module.train()
         numerics.seed_everything(work.seed, self._device)
         loss = self._call_user_loss(work.batch)
         if loss.dim():
             raise SamestepError(f"expected a loss that is one sum, got shape {loss.shape}")
-        loss = self._in_sum(loss, work.batch)
+        loss = self._scale_mean(loss, work.batch)
         unused_names: frozenset[str] = frozenset()
-        if self._find_unused:
+        if self._has_unused_parameters:
             unused_names = unused_parameters(loss, self._parameters)
         if work.sums is not None:
             work.sums.set_loss(work.leaf, loss, work.batch.weight)
@@ -436,7 +447,7 @@ class EagerProgram(HostSummedProgram):
             scaled = loss if self.loss_scale == 1.0 else loss * self.loss_scale
             scaled.backward()  # type: ignore[no-untyped-call]
         for name, parameter in self._parameters.items():
-            if parameter.grad is not None:  # otherwise zeros would be sent for it
+            if parameter.grad is not None:  # otherwise zeros would be sent in its place
                 raise SamestepError(
                     f"expected the gradient of {name!r} at its hook, got none there: the model's "
                     f"code, or moving it to {self._device}, has replaced the tensor"
@@ -446,11 +457,11 @@ class EagerProgram(HostSummedProgram):
         self._order.flush()
         if self._fields is not None:
             assert self._coupled is not None
-            self._embedded.append(rows_of(self._coupled, self._fields))
+            self._embedded.append(join_rows(self._coupled, self._fields))
         return None if work.sums is not None else Loss(float(loss.detach()), work.batch.weight)
 
-    def _in_sum(self, loss: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the loss as a part of the step's sum: a mean is multiplied by the weight."""
+    def _scale_mean(self, loss: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the loss as a part of the step's sum: multiply a mean by the batch's weight."""
         is_sum = self._unit == "sample" or self._coupled is not None
         return loss if is_sum else loss * batch.weight
 
@@ -458,11 +469,13 @@ class EagerProgram(HostSummedProgram):
         self._fields = fields
 
     def _embed(self, batch: Batch, seed: int) -> Rows:
-        """Compute the embeddings of one microbatch. The graph is built and dropped: without it
-        torch may choose other kernels, and so other bits, than when it computes gradients.
+        """Compute the embeddings of one microbatch.
+
+        The graph is built and dropped: without a graph torch may choose other kernels, and so other
+        bits, than when it computes gradients.
         """
         coupled = self._coupled
-        assert coupled is not None, "the engine asks only for embeddings of a coupled loss"
+        assert coupled is not None, "only tasks with a coupled loss have embeddings"
         self._abandoned = threading.Event()
         with (
             torch_devices.naming_device_errors(self._device, "one microbatch"),
@@ -470,12 +483,12 @@ class EagerProgram(HostSummedProgram):
         ):
             self._module.train()
             numerics.seed_everything(seed, self._device)
-            return rows_of(coupled, self._call_user(batch, self._embedded_of))
+            return join_rows(coupled, self._call_user(batch, self._embed_arrays))
 
-    def _embedded_of(self, arrays: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def _embed_arrays(self, arrays: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         assert self._coupled is not None
         with self._computing():
-            return embedded_of(self._coupled, self._module, arrays)
+            return embed_batch(self._coupled, self._module, arrays)
 
     def _step_loss(self, rows: Rows, seed: int) -> StepLoss:
         coupled = self._coupled
@@ -508,21 +521,21 @@ class EagerProgram(HostSummedProgram):
             raise
         except Exception as error:
             if device_errors.is_bad_index(error):
-                raise LossRaised(
+                raise LossFailed(
                     "the model, or its loss, looks up an index that its table does not have, which "
                     f"breaks {self._device} for this process; --backend cpu names the index",
                     batch,
                 ) from error
             if describe_error(error) == NO_MEMORY or device_errors.concerns_device(error):
-                raise  # the device's own
-            if bad_index := index_outside(error, arrays):
-                raise LossRaised(bad_index.text, batch, bad_index.row) from error
-            raise LossRaised(
+                raise  # an error of the device, not of the model
+            if bad_index := outside_index_of(error, arrays):
+                raise LossFailed(bad_index.text, batch, bad_index.row) from error
+            raise LossFailed(
                 f"the model or its loss raised {describe_raised(error)}", batch
             ) from error
 
     def _emit(self, work: _Work, number: int, parts: list[torch.Tensor | None]) -> None:
-        """Pass a block to the receiver, or add it to the sums on the device."""
+        """Pass a block's gradients to the receiver, or add them to the sums on the device."""
         block, sums = self._blocks[number], work.sums
         if sums is None or self._copier is None:
             host_parts = (
@@ -536,12 +549,12 @@ class EagerProgram(HostSummedProgram):
             work.put(BlockAdded(number))
             return
         is_last = number == 0
-        values = sums.with_losses(total) if is_last else total
+        values = sums.append_losses(total) if is_last else total
         copy = self._copier.copy(number, values, sums if is_last else None, work.abandoned.is_set)
         if copy is not None:
             work.put(copy)
 
-    def _in_evaluation(self, measure: Callable[[Any, Any], T], batch: Batch) -> T:
+    def _run_in_evaluation_mode(self, function: Callable[[Any, Any], T], batch: Batch) -> T:
         self._abandoned = threading.Event()
         self._module.eval()
         arrays = self._on_device(batch)
@@ -549,7 +562,7 @@ class EagerProgram(HostSummedProgram):
         def attempt() -> T:
             numerics.seed_everything(self._seed, self._device)
             with self._computing():
-                return measure(self._module, arrays)
+                return function(self._module, arrays)
 
         with (
             torch_devices.naming_device_errors(self._device, "one microbatch of evaluation"),
@@ -560,7 +573,7 @@ class EagerProgram(HostSummedProgram):
             except (IndexError, RuntimeError) as error:
                 if device_errors.concerns_device(error):
                     raise
-                if (bad_index := index_outside(error, arrays)) is None:
+                if (bad_index := outside_index_of(error, arrays)) is None:
                     raise
                 raise DataError(bad_index.text) from error
 
@@ -576,8 +589,8 @@ class EagerProgram(HostSummedProgram):
         in float32.
 
         Raises:
-            SamestepError: Forward has changed a trained tensor, which may be the replica's own
-                memory.
+            SamestepError: Forward has changed a trained tensor, whose memory the replica may
+                share.
         """
         half_dtype = torch.float16 if self._precision == "float16" else torch.bfloat16
         versions_before = self._versions()
@@ -585,19 +598,19 @@ class EagerProgram(HostSummedProgram):
             yield
         for name, version in self._versions().items():
             if version != versions_before[name]:
-                raise _changed_in_forward(name)
+                raise _error_of_changed_tensor(name)
 
     def _versions(self) -> dict[str, int]:
         """Return the parameters' version counters, which count changes in place."""
         return {name: value._version for name, value in self._parameters.items()}  # noqa: SLF001
 
     def _on_device(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Return the batch's arrays as device tensors with aligned storage of their own."""
+        """Return the batch's arrays as device tensors, each with its own aligned storage."""
         if self._copier is None:
             return {name: torch.tensor(a, device=self._device) for name, a in batch.arrays.items()}
         host = {name: torch.tensor(array) for name, array in batch.arrays.items()}
-        if bad_index := outside_any(self._lookups, host):
-            raise LossRaised(bad_index.text, batch, bad_index.row)
+        if bad_index := find_outside_index(self._lookups, host):
+            raise LossFailed(bad_index.text, batch, bad_index.row)
         return {
             name: values.pin_memory().to(self._device, non_blocking=True)
             for name, values in host.items()
@@ -609,11 +622,11 @@ class EagerProgram(HostSummedProgram):
 
     def _check_restored(self, example: Batch) -> None:
         exchanged_buffers = {t.name for b in self._blocks if not b.is_trained for t in b.tensors}
-        refuse_running_statistics(self._module, self._in_evaluation_mode, exchanged_buffers)
+        refuse_running_statistics(self._module, self._evaluation_parts, exchanged_buffers)
         if self._unit == "sample":
             refuse_gradients_across_samples(self._module)
         buffers_before = {name: value.clone() for name, value in self._module.named_buffers()}
-        bits_before = {name: _sum_of_bits(value) for name, value in self._parameters.items()}
+        bits_before = {name: _bit_sum(value) for name, value in self._parameters.items()}
         self._module.train()
         numerics.seed_everything(self._seed, self._device)
         arrays = self._on_device(example)
@@ -623,7 +636,7 @@ class EagerProgram(HostSummedProgram):
         if lookups is not None:
             self._lookups = frozenset(lookups.lookups)
         unused_names = unused_parameters(loss, self._parameters)
-        self._find_unused = bool(unused_names)
+        self._has_unused_parameters = bool(unused_names)
         if len(unused_names) == len(self._parameters) and example.weight:
             raise SamestepError(
                 "expected a loss that depends on what is trained, got one that reaches no trained "
@@ -631,8 +644,8 @@ class EagerProgram(HostSummedProgram):
             )
         self._try_backward(loss)
         for name, weights in self._parameters.items():
-            if _sum_of_bits(weights) != bits_before[name]:  # changed via `.data`
-                raise _changed_in_forward(name)
+            if _bit_sum(weights) != bits_before[name]:  # changed via `.data`
+                raise _error_of_changed_tensor(name)
         for name, value in self._module.named_buffers():
             if name not in exchanged_buffers and not (
                 name in buffers_before and torch.equal(buffers_before[name], value)
@@ -643,7 +656,7 @@ class EagerProgram(HostSummedProgram):
                     f"attribute for what follows from shapes alone, or {WHOLE_MICROBATCH}"
                 )
         if self._unit == "sample":
-            self._refuse_loss_that_does_not_add_up(example)
+            self._refuse_loss_not_additive(example)
 
     def _try_backward(self, loss: torch.Tensor) -> None:
         """Run backward once: torch refuses some nondeterministic operators only there."""
@@ -655,8 +668,9 @@ class EagerProgram(HostSummedProgram):
             for parameter in self._parameters.values():
                 parameter.grad = None
 
-    def _refuse_loss_that_does_not_add_up(self, example: Batch) -> None:
-        """Check that the losses of a batch's halves add up, if all arrays have samples first."""
+    def _refuse_loss_not_additive(self, example: Batch) -> None:
+        """Check that the losses of a batch's halves add up, if samples are every array's first
+        dimension."""
         counts = {len(array) if array.ndim else 0 for array in example.arrays.values()}
         samples = counts.pop() if len(counts) == 1 else 0
         if samples < 2:
@@ -677,11 +691,11 @@ def _add_gradients(sum_before: torch.Tensor, gradient: torch.Tensor) -> torch.Te
     return gradient + sum_before if sum_before.is_sparse else sum_before + gradient
 
 
-def _sum_of_bits(values: torch.Tensor) -> int:
+def _bit_sum(values: torch.Tensor) -> int:
     return int(values.detach().view(torch.int32).sum())
 
 
-def _changed_in_forward(name: str) -> SamestepError:
+def _error_of_changed_tensor(name: str) -> SamestepError:
     return SamestepError(
         f"{name!r}, which is trained, is changed by the model's own code in forward or evaluation, "
         "so replicas would differ; change a copy of it instead"
@@ -697,12 +711,12 @@ class _Work:
     """A microbatch to compute.
 
     Attributes:
-        leaf: Its number in the subtree.
+        leaf: Number of the microbatch in the subtree.
         batch: The samples.
-        seed: Seed of its random draws.
-        put: Receives its results.
-        abandoned: Set once it is canceled.
-        sums: Adds its gradients on the device; None: they are added on the host.
+        seed: Seed of the microbatch's random draws.
+        put: Receives the results.
+        abandoned: Set once the microbatch is canceled.
+        sums: Adds the gradients on the device; None to add them on the host.
     """
 
     leaf: int
@@ -717,11 +731,11 @@ _Item = BlockParts | BlockAdded | BlockCopy | Future[Loss | None]
 
 
 def _items(
-    out: queue.SimpleQueue[_Item], abandoned: threading.Event, copier: BlockCopier | None
+    results: queue.SimpleQueue[_Item], abandoned: threading.Event, copier: BlockCopier | None
 ) -> Iterator[BlockParts | BlockAdded | BlockGradient | Loss]:
     """Yield the results of the device thread, and raise its errors."""
     while not abandoned.is_set():
-        item = out.get()
+        item = results.get()
         if abandoned.is_set():
             return
         if isinstance(item, Future):
@@ -742,7 +756,7 @@ def _items(
 
 
 def _names_by_parameter(module: torch.nn.Module) -> set[frozenset[str]]:
-    """Return the names of each parameter; a tied one has several."""
+    """Return the set of names of each parameter; a tied parameter has several names."""
     names: dict[int, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
@@ -752,7 +766,7 @@ def _names_by_parameter(module: torch.nn.Module) -> set[frozenset[str]]:
 class _DeviceThread(Executor):
     """The only thread that gives the device work; errors of the device become `DeviceError`.
 
-    It is a daemon: a call that hangs in a driver must not keep the process from ending.
+    A daemon: a call that hangs in a driver must not keep the process from ending.
     """
 
     def __init__(self, device: torch.device, threads: int) -> None:
@@ -800,7 +814,7 @@ class _DeviceThread(Executor):
 
 
 def _tensor_of(values: Array) -> torch.Tensor:
-    """Return a tensor in the memory of an array, which is read-only where devices share it."""
+    """Return a tensor in the memory of an array; the array is read-only if devices share it."""
     if values.flags.writeable:
         return torch.from_numpy(values)
     with warnings.catch_warnings():

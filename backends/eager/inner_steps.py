@@ -1,8 +1,8 @@
 """Inner steps on a torch device, where parameters and moments stay from step to step.
 
-The rules are those of `protocol.exact.update` in torch's operations: elementwise ones, and sums in
-a fixed order, so machines with equal numerics profiles agree. The bits differ from those of the
-exact update, which is fine: like a gradient, an inner phase is computed by one machine.
+The rules are those of `protocol.exact.update` in torch's operations: elementwise operations, and
+sums in a fixed order. So machines with equal numerics profiles agree. The bits differ from those of
+the exact update, which is fine: like a gradient, an inner phase is computed by one machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from protocol.spec.sections.optimizer import OptimizerSpec
 Tensors = list[torch.Tensor]
 
 
-class Accumulates(Protocol):
+class AccumulatingProgram(Protocol):
     """The part of an eager program that inner steps use, in the device thread."""
 
     def load_blocks(self, parameters: list[Array]) -> None:
@@ -43,7 +43,8 @@ class Accumulates(Protocol):
 
 
 class _TensorGroup(NamedTuple):
-    """Tensors with the same scalars: values, gradients, each moment, and whether they decay."""
+    """Tensors with the same scalars: parameters, gradients, each moment, and whether weights
+    decay."""
 
     parameters: Tensors
     gradients: Tensors
@@ -64,7 +65,7 @@ class EagerInnerSteps:
 
     def __init__(
         self,
-        program: Accumulates,
+        program: AccumulatingProgram,
         parameters: dict[str, torch.nn.Parameter],
         blocks: tuple[Block, ...],
         optimizer: OptimizerSpec,
@@ -114,7 +115,9 @@ class EagerInnerSteps:
 
     def parameters(self) -> list[Array]:
         """See `InnerSteps`."""
-        return self._thread.submit(self._flat, [p.data for p in self._parameters]).result()
+        return self._thread.submit(
+            self._flatten_blocks, [p.data for p in self._parameters]
+        ).result()
 
     # The following methods run in the device's thread.
 
@@ -137,7 +140,7 @@ class EagerInnerSteps:
             for tensor, part in block.slices()
         ]
 
-    def _flat(self, tensors: Sequence[torch.Tensor]) -> list[Array]:
+    def _flatten_blocks(self, tensors: Sequence[torch.Tensor]) -> list[Array]:
         remaining = iter(tensors)
         flat_blocks = []
         for block in self._blocks:
@@ -148,8 +151,8 @@ class EagerInnerSteps:
         return flat_blocks
 
     def _state(self) -> InnerState:
-        parameters = self._flat([p.data for p in self._parameters])
-        moments = [self._flat(moment) for moment in self._moments]
+        parameters = self._flatten_blocks([p.data for p in self._parameters])
+        moments = [self._flatten_blocks(moment) for moment in self._moments]
         return InnerState(parameters, moments, self._missed_by_block())
 
     def _missed_by_block(self) -> list[Array]:
@@ -179,13 +182,16 @@ class EagerInnerSteps:
             position.steps,
             0.0,
         )
-        for group, group_scalars in self._updates(gradients_by_number, scalars, position.update):
+        for group, group_scalars in self._group_updates(
+            gradients_by_number, scalars, position.update
+        ):
             self._update_group(group, group_scalars)
         total = float(torch.stack(losses).to(self._wide_dtype).sum())
         return total if math.isfinite(total) else math.nan
 
     def _clip(self, gradients: dict[int, torch.Tensor]) -> None:
-        """Clip by value, or by the norm of each group with a clip_norm and of the rest."""
+        """Clip by value, or by norm: each group with a clip_norm on its own, and the rest
+        together."""
         spec = self._optimizer
         if spec.clip_value is not None:
             torch._foreach_clamp_min_(list(gradients.values()), -spec.clip_value)
@@ -222,7 +228,7 @@ class EagerInnerSteps:
             case _:
                 raise AssertionError(f"no inner step of {self._optimizer.name}")
 
-    def _updates(
+    def _group_updates(
         self, gradients: dict[int, torch.Tensor], scalars: StepScalars, update: int
     ) -> list[tuple[_TensorGroup, StepScalars]]:
         """Group the tensors with gradients by rule and by the number of updates missed."""
@@ -240,28 +246,28 @@ class EagerInnerSteps:
                 else scalars
             )
             groups_with_scalars.append(
-                (self._choose_tensors(numbers, gradients, rule), rule.scalars(group_scalars))
+                (self._tensor_group(numbers, gradients, rule), rule.scalars(group_scalars))
             )
         return groups_with_scalars
 
-    def _choose_tensors(
+    def _tensor_group(
         self, numbers: list[int], gradients: dict[int, torch.Tensor], rule: TensorRule
     ) -> _TensorGroup:
         parameters = [self._parameters[n].data for n in numbers]
         moments = [[moment[n] for n in numbers] for moment in self._moments]
         return _TensorGroup(parameters, [gradients[n] for n in numbers], moments, rule.decays)
 
-    def _with_decay(self, group: _TensorGroup, weight_decay: float) -> None:
+    def _add_decay(self, group: _TensorGroup, weight_decay: float) -> None:
         if group.decays:
             torch._foreach_add_(group.gradients, group.parameters, alpha=weight_decay)
 
     def _sgd(self, group: _TensorGroup, scalars: StepScalars) -> None:
-        self._with_decay(group, scalars.weight_decay)
+        self._add_decay(group, scalars.weight_decay)
         torch._foreach_add_(group.parameters, group.gradients, alpha=-scalars.learning_rate)
 
     def _momentum(self, group: _TensorGroup, scalars: StepScalars) -> None:
         (velocity,), gradients = group.moments, group.gradients
-        self._with_decay(group, scalars.weight_decay)
+        self._add_decay(group, scalars.weight_decay)
         torch._foreach_mul_(velocity, scalars.momentum)
         torch._foreach_add_(velocity, gradients)
         if self._optimizer.name == "nesterov":
@@ -273,7 +279,7 @@ class EagerInnerSteps:
         first_moment, second_moment = group.moments[:2]
         gradients = group.gradients
         if self._optimizer.name == "adam":
-            self._with_decay(group, scalars.weight_decay)
+            self._add_decay(group, scalars.weight_decay)
         elif group.decays:
             torch._foreach_mul_(group.parameters, scalars.decay_factor)
         torch._foreach_lerp_(first_moment, gradients, scalars.one_minus_beta1)
@@ -289,7 +295,7 @@ class EagerInnerSteps:
 
     def _adagrad(self, group: _TensorGroup, scalars: StepScalars) -> None:
         (squares,), gradients = group.moments, group.gradients
-        self._with_decay(group, scalars.weight_decay)
+        self._add_decay(group, scalars.weight_decay)
         torch._foreach_addcmul_(squares, gradients, gradients, 1.0)
         roots = [values.sqrt() for values in squares]
         torch._foreach_add_(roots, scalars.epsilon)
@@ -297,7 +303,7 @@ class EagerInnerSteps:
 
     def _rmsprop(self, group: _TensorGroup, scalars: StepScalars) -> None:
         squares, gradients = group.moments[0], group.gradients
-        self._with_decay(group, scalars.weight_decay)
+        self._add_decay(group, scalars.weight_decay)
         torch._foreach_mul_(squares, scalars.beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, scalars.one_minus_beta2)
         variances = squares

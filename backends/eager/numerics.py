@@ -23,7 +23,8 @@ from backends.eager import torch_devices
 from protocol.exact.subnormals import EXPECTED_BITS, FACTORS, INPUT_BITS
 
 ALIGNMENT_BYTES: Final = 64
-"""Kernels choose their code path by alignment; tensors mapped from a file are aligned to 8 only."""
+"""Kernels choose their code path by alignment; tensors mapped from a file are aligned to 8 bytes
+only."""
 
 _LOOP_SHARE: Final = 32_768
 """Fewest elements per thread when several threads share a loop (at::GRAIN_SIZE)."""
@@ -35,7 +36,7 @@ _BIT_DECIDING_VARIABLES: Final = (
     "MKL_ENABLE_INSTRUCTIONS",
     "ONEDNN_MAX_CPU_ISA",
 )
-_BIT_DECIDING_VARIABLES_OF_CARDS: Final = (
+_CARD_VARIABLES: Final = (
     "CUBLASLT_WORKSPACE_SIZE",
     "MIOPEN_DEBUG_CONV_DIRECT",
     "MIOPEN_DEBUG_CONV_GEMM",
@@ -63,10 +64,9 @@ def make_deterministic() -> None:
 
 
 def _settings() -> Iterator[tuple[Any, str, object]]:
-    """Yield each setting of torch that affects bits: the module, its name, and the value for a
-    run."""
+    """Yield each setting of torch that affects bits: module, attribute, and the value for a run."""
     backends = torch.backends
-    # If set, torch fills new tensors with NaN; ours are always written before they are read.
+    # If set, torch fills new tensors with NaN; samestep writes new tensors before it reads them.
     yield torch.utils.deterministic, "fill_uninitialized_memory", False
     yield backends.cudnn, "benchmark", False
     for name in (
@@ -91,8 +91,9 @@ def _settings() -> Iterator[tuple[Any, str, object]]:
 
 
 @contextmanager
-def settings_restored() -> Iterator[None]:
-    """Restore afterwards every setting that `make_deterministic` and `use_threads` change."""
+def restore_settings() -> Iterator[None]:
+    """Context after which every setting is restored that `make_deterministic` and `use_threads`
+    change."""
     saved_settings = [(module, name, getattr(module, name)) for module, name, _ in _settings()]
     legacy_tf32 = _legacy_tf32()
     mode, threads = torch.get_deterministic_debug_mode(), torch.get_num_threads()
@@ -110,8 +111,7 @@ def settings_restored() -> Iterator[None]:
 
 
 def _legacy_tf32() -> bool | None:
-    """Return cuDNN's single switch for TF32; None if the user has set its parts to different
-    values."""
+    """Return cuDNN's single switch for TF32, None if the user has set its parts differently."""
     try:
         return bool(torch.backends.cudnn.allow_tf32)
     except RuntimeError:
@@ -140,18 +140,18 @@ def seed_everything(seed: int, device: torch.device) -> None:
     random.seed(seed)
 
 
-def own_storage(module: torch.nn.Module, device: torch.device) -> None:
-    """Give every weight and buffer aligned, contiguous storage of its own on the device.
+def move_to_own_storage(module: torch.nn.Module, device: torch.device) -> None:
+    """Move every weight and buffer to its own aligned, contiguous storage on the device.
 
-    Tied parameters stay tied: they are one object.
+    Tied parameters stay tied, since they are one object.
     """
     tensors = (*module.parameters(), *module.buffers())
     if any(tensor.device != device for tensor in tensors):
         module.to(device)
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-        has_address = torch_devices.kind_of(device).keeps_alignment
-        assert not has_address or tensor.data_ptr() % ALIGNMENT_BYTES == 0
+        has_real_address = torch_devices.kind_of(device).keeps_alignment
+        assert not has_real_address or tensor.data_ptr() % ALIGNMENT_BYTES == 0
 
 
 def numerics_profile(device: torch.device, threads: int) -> Mapping[str, str]:
@@ -188,8 +188,8 @@ def numerics_profile(device: torch.device, threads: int) -> Mapping[str, str]:
             facts["driver"] = f"{platform.system()} {platform.release()}"
     if device.type == "mps":
         facts["driver"] = f"macOS {platform.mac_ver()[0]}"
-    deciding = (*_BIT_DECIDING_VARIABLES, *_BIT_DECIDING_VARIABLES_OF_CARDS)
-    for variable in deciding if device.type != "cpu" else _BIT_DECIDING_VARIABLES:
+    card_variables = (*_BIT_DECIDING_VARIABLES, *_CARD_VARIABLES)
+    for variable in card_variables if device.type != "cpu" else _BIT_DECIDING_VARIABLES:
         if variable in os.environ:
             facts[variable] = os.environ[variable]
     return facts
@@ -219,10 +219,10 @@ def _cuda_driver() -> str:
 
 
 def _cuda_libraries() -> str:
-    """Return one digest of the NVIDIA libraries that are installed beside torch."""
-    settings = {
+    """Return one digest of the installed NVIDIA libraries that torch uses."""
+    libraries = {
         f"{distribution.name} {distribution.version}"
         for distribution in importlib.metadata.distributions()
         if (distribution.name or "").startswith("nvidia-") and distribution.name != "nvidia-ml-py"
     }
-    return blake3("\n".join(sorted(settings)).encode()).hexdigest(16)
+    return blake3("\n".join(sorted(libraries)).encode()).hexdigest(16)

@@ -31,7 +31,8 @@ own connection has no limit, since waiting for a run may take any time."""
 
 
 class ShardedBackend(EagerBackend):
-    """One rank's device; torch.distributed is initialized, and all ranks create theirs together."""
+    """One rank's device; torch.distributed is initialized, and all ranks create their backends
+    together."""
 
     def __init__(self, kind: str, index: int) -> None:
         super().__init__(kind, index)
@@ -42,7 +43,7 @@ class ShardedBackend(EagerBackend):
             )
         self._group = dist.new_group(backend=collectives, timeout=_COLLECTIVE_TIMEOUT)
 
-    def _program(self, trainable: Trainable) -> EagerProgram:
+    def _build_program(self, trainable: Trainable) -> EagerProgram:
         if trainable.base_dtype not in ("float32", *HALVES):
             raise SamestepError(
                 f"expected a base in float32 or half precision with --shard, got "
@@ -55,7 +56,7 @@ class ShardedBackend(EagerBackend):
 class ShardedProgram(EagerProgram):
     """This rank's shard of a module, with its device thread."""
 
-    _shares = False
+    _can_share_parameters = False
 
     def __init__(self, device: torch.device, trainable: Trainable, mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -72,52 +73,54 @@ class ShardedProgram(EagerProgram):
 def shard_frozen(module: nn.Module, device: torch.device, mesh: DeviceMesh) -> None:
     """Shard the frozen parameters layer by layer; trained ones stay whole on every rank.
 
-    FSDP2 gathers tensors of one type together. So of a layer in half precision, what is float32
-    (norms, biases) stays whole as well, and a head in half precision is a unit of its own.
+    FSDP2 gathers tensors of one type together. So the float32 tensors (norms, biases) of a layer in
+    half precision stay whole, too, and a head in half precision is a separate unit.
 
     Raises:
         SamestepError: Nothing is frozen.
     """
-    whole = {parameter for parameter in module.parameters() if parameter.requires_grad}
-    if len(whole) == len(list(module.parameters())):
+    unsharded = {parameter for parameter in module.parameters() if parameter.requires_grad}
+    if len(unsharded) == len(list(module.parameters())):
         raise SamestepError(
             "expected a frozen base to shard with --shard, found none; train with lora, or remove "
             "--shard"
         )
     layers = _layers(module)
-    heads = _apart_in_half(module, layers)
-    sharded: set[int] = set()
+    heads = _half_precision_heads(module, layers)
+    assigned_ids: set[int] = set()
     for unit in (*layers, *heads, module):
-        parts = [part for part in unit.modules() if id(part) not in sharded]
-        sharded |= {id(part) for part in parts}
-        own_trained = {tensor for part in parts for tensor in part.parameters(recurse=False)}
-        whole |= _others_than_of_most(own_trained - whole)
-        # A head computes a loss in parts after its forward, and in backward before its unit's.
-        stays: dict[str, Any] = {"reshard_after_forward": False} if unit in heads else {}
-        fully_shard(unit, mesh=mesh, ignored_params=own_trained & whole, **stays)
-    for tensor in (*whole, *module.buffers()):
-        _move(tensor, tensor.data.to(device).clone(memory_format=torch.contiguous_format))
+        parts = [part for part in unit.modules() if id(part) not in assigned_ids]
+        assigned_ids |= {id(part) for part in parts}
+        own_parameters = {tensor for part in parts for tensor in part.parameters(recurse=False)}
+        unsharded |= _tensors_of_minority_dtypes(own_parameters - unsharded)
+        # Losses in parts use a head's weight after the head's forward, and before its backward.
+        options: dict[str, Any] = {"reshard_after_forward": False} if unit in heads else {}
+        fully_shard(unit, mesh=mesh, ignored_params=own_parameters & unsharded, **options)
+    for tensor in (*unsharded, *module.buffers()):
+        _replace_memory(tensor, tensor.data.to(device).clone(memory_format=torch.contiguous_format))
         assert tensor.data_ptr() % numerics.ALIGNMENT_BYTES == 0
 
 
-def _apart_in_half(module: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the linear layers in half precision outside of these layers."""
-    within = {id(part) for layer in layers for part in layer.modules()}
+def _half_precision_heads(module: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the linear layers in half precision that are outside `layers`."""
+    layer_part_ids = {id(part) for layer in layers for part in layer.modules()}
     return [
-        part for part in module.modules() if isinstance(part, HalfLinear) and id(part) not in within
+        part
+        for part in module.modules()
+        if isinstance(part, HalfLinear) and id(part) not in layer_part_ids
     ]
 
 
-def _others_than_of_most(tensors: Collection[nn.Parameter]) -> set[nn.Parameter]:
-    """Return the tensors that are not of the type that has most elements among them."""
+def _tensors_of_minority_dtypes(tensors: Collection[nn.Parameter]) -> set[nn.Parameter]:
+    """Return the tensors that do not have the most common type, counted by elements."""
     elements: Counter[torch.dtype] = Counter()
     for tensor in tensors:
         elements[tensor.dtype] += tensor.numel()
     return {tensor for tensor in tensors if tensor.dtype != elements.most_common(1)[0][0]}
 
 
-def _move(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Make a tensor use the memory of these values; it stays the same object."""
+def _replace_memory(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Make a tensor use the memory of `values`; the tensor stays the same object."""
     if torch._has_compatible_shallow_copy_type(tensor, values):  # noqa: SLF001 -- as Module.to does
         tensor.data = values
         return
@@ -127,7 +130,7 @@ def _move(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """Return the units of gathering: the layers of each list of layers, innermost first."""
+    """Return the units that are gathered: the layers of each list of layers, innermost first."""
     layers = [
         layer
         for stack in module.modules()

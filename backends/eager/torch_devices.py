@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from backends.base.device_errors import has_failed, is_out_of_memory, why_not_repeatable
+from backends.base.device_errors import is_device_failure, is_out_of_memory, why_not_repeatable
 from backends.base.interface import DeviceInfo
 from protocol.base.errors import NO_MEMORY, DeviceError, DeviceOutOfMemory, describe_error
 from protocol.machine.processor import processor_name
@@ -28,13 +28,13 @@ class DeviceKind:
     """The properties of a kind of device.
 
     Attributes:
-        backend: Its name on the command line.
-        title: Its name in messages.
-        is_numbered: Whether a machine can have several.
-        copies_asynchronously: Whether it has streams, events and pinned memory. Sums are then taken
-            on the device and copied to the host while backward continues.
+        backend: Name on the command line.
+        title: Name in messages.
+        is_numbered: Whether a machine can have several devices of this kind.
+        copies_asynchronously: Whether devices have streams, events and pinned memory. Gradients are
+            then added on the device and copied to the host while backward continues.
         keeps_alignment: Whether `Tensor.data_ptr` is a memory address.
-        has_float64: Whether all devices of this kind support it.
+        has_float64: Whether all devices of this kind support float64.
     """
 
     backend: str
@@ -67,7 +67,7 @@ def torch_device(backend: str, index: int = 0) -> torch.device:
     if backend != "accelerator":
         return torch.device(backend, index)
     accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None, "chosen without a look at what there is"
+    assert accelerator is not None, "expected an accelerator, since the registry lists one"
     return torch.device(accelerator.type, index)
 
 
@@ -77,17 +77,17 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 
 def devices_of(backend: str) -> list[DeviceInfo]:
-    """List the devices of a kind; if there is none, one unusable row says why."""
+    """List the devices of a kind; if there is none, list one unusable device with the reason."""
     kind = KINDS[backend]
     if backend == "cpu":
         return [DeviceInfo("cpu", processor_name(), True, "")]
-    if reason := _why_none(kind):
+    if reason := _why_unavailable(kind):
         return [DeviceInfo(backend, kind.title, False, reason)]
     count = _module(torch_device(backend)).device_count() if kind.is_numbered else 1
     return [_device_info(backend, index) for index in range(count)]
 
 
-def _why_none(kind: DeviceKind) -> str:
+def _why_unavailable(kind: DeviceKind) -> str:
     match kind.backend:
         case "cuda":
             # torch built with ROCm uses the same names for AMD's cards.
@@ -116,10 +116,10 @@ def _device_info(backend: str, index: int) -> DeviceInfo:
 
 
 def _why_too_old(device: torch.device) -> str:
-    """Return why this torch has no kernels for a card; empty if it has some.
+    """Return why this torch has no kernels for a card, empty if it has.
 
     By CUDA's compatibility rules, a binary kernel (sm_XY) runs on cards of its major version and at
-    least its minor version, and an intermediate one (compute_XY) on every later card.
+    least its minor version, and an intermediate kernel (compute_XY) on every later card.
     """
     if torch.version.hip is not None:
         return ""
@@ -177,8 +177,8 @@ def has_float64(device: torch.device) -> bool:
 
 
 def grow_without_holes(device: torch.device) -> None:
-    """Let a card's memory segments grow in place, so that varying sequence lengths do not fragment
-    it.
+    """Let a card's memory segments grow in place, so varying sequence lengths do not fragment
+    memory.
 
     This is a setting of the process: call it before its first tensor on the card. A setting of the
     user takes precedence.
@@ -187,8 +187,8 @@ def grow_without_holes(device: torch.device) -> None:
     if device.type != "cuda" or torch.version.hip is not None or variables:
         return
     # Exists since torch 2.9, where the earlier name warns.
-    choose = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # noqa: SLF001
-    (choose or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")  # noqa: SLF001
+    set_options = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # noqa: SLF001
+    (set_options or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")  # noqa: SLF001
 
 
 def set_current(device: torch.device) -> None:
@@ -206,7 +206,7 @@ def seed(device: torch.device, seed: int) -> None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Free unreferenced memory on the device, and torch's cache of it."""
+    """Free unreferenced memory on the device, and torch's cache."""
     if device.type == "cpu":
         return
     gc.collect()  # a model may be in a reference cycle, and a full card starts no collection
@@ -223,7 +223,7 @@ def naming_device_errors(device: torch.device, need: str = "") -> Iterator[None]
 
     Raises:
         DeviceError: The device has failed.
-        DeviceOutOfMemory: It has too little memory.
+        DeviceOutOfMemory: The device has too little memory.
     """
     try:
         yield
@@ -240,7 +240,7 @@ def naming_device_errors(device: torch.device, need: str = "") -> Iterator[None]
                 "else uses the device"
             )
             raise DeviceOutOfMemory(name, f"out of memory: {advice} ({first_line})") from error
-        if has_failed(error):
+        if is_device_failure(error):
             raise DeviceError(name, first_line) from error
         if reason := why_not_repeatable(error):
             raise DeviceError(name, reason) from error

@@ -1,12 +1,12 @@
 """Carry a loss over all samples of a step into the backward of each microbatch.
 
 With embeddings e of all samples and a loss L(e, p), where p are parameters that the loss itself
-reads, the gradient by the model's weights is that of <e_i, dL/de_i>, summed over microbatches i,
-with dL/de held constant (GradCache, Gao et al. 2021, arXiv:2101.06983). So a microbatch's batch
-carries dL/de of its samples as one more array per field, and its loss, <e_i, dL/de_i>, is a sum
-over samples, as that of every task. The step's first microbatch also carries dL/dp.
+reads, the gradient with respect to the model's weights is that of <e_i, dL/de_i>, summed over
+microbatches i, with dL/de held constant (GradCache, Gao et al. 2021, arXiv:2101.06983). So a
+microbatch carries dL/de of its samples as one more array per field, and its loss, <e_i, dL/de_i>,
+is a sum over samples, like the loss of every task. The step's first microbatch also carries dL/dp.
 
-Embeddings and the loss over them are computed in float32 whatever a model's forward computes in.
+Embeddings and the loss over them are computed in float32, whatever the type of a model's forward.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from backends.base.interface import (
 from protocol.base.errors import DataError
 from protocol.exact.embedding_rows import Rows, join_fields, split_fields
 
-_PATTERN: Final = 7
+_PATTERN_LENGTH: Final = 7
+"""Number of distinct factors of the placeholder loss."""
 
 
 def with_backward_loss(
     trainable: Trainable, observe: Callable[[Mapping[str, Any]], None] = lambda _: None
 ) -> Trainable:
-    """Return the trainable with the loss that its coupled loss gives each microbatch.
+    """Return the trainable with the microbatch loss that follows from its coupled loss.
 
     Args:
         trainable: The task.
@@ -49,12 +50,12 @@ def with_backward_loss(
 
 
 def is_carried_gradient(name: str) -> bool:
-    """Whether an array of a batch is a gradient of the step's loss, not the batch's own."""
+    """Whether an array of a batch is a gradient of the step's loss, not data of the batch."""
     return name.startswith((EMBEDDING_GRADIENT, PARAMETER_GRADIENT))
 
 
-def embedded_of(coupled: CoupledLoss, module: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute the fields of a microbatch, embeddings in float32."""
+def embed_batch(coupled: CoupledLoss, module: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Compute the fields of a microbatch; embeddings are float32."""
     inputs = {name: array for name, array in arrays.items() if not is_carried_gradient(name)}
     fields = dict(coupled.embed(module, inputs))
     for field_spec in coupled.layout.fields:
@@ -77,7 +78,7 @@ def backward_loss(
 
     If the arrays carry no gradients, as in a check or a device probe, a placeholder loss is used.
     """
-    fields = embedded_of(coupled, module, arrays)
+    fields = embed_batch(coupled, module, arrays)
     if any(name.startswith(EMBEDDING_GRADIENT) for name in arrays):
         observe(fields)
     total = torch.zeros((), device=fields[coupled.layout.fields[0].name].device)
@@ -104,19 +105,19 @@ def backward_loss(
 def _placeholder_loss(embeddings: torch.Tensor) -> torch.Tensor:
     """Return terms whose sum shows whether a row depends on other samples than its own.
 
-    They include squares, because a dependence on the batch (a mean) may cancel in a plain sum.
+    The terms include squares, because a dependence on the batch (a mean) may cancel in a plain sum.
     """
     count = embeddings[0].numel()
-    pattern = torch.arange(count, device=embeddings.device) % _PATTERN - _PATTERN // 2
+    pattern = torch.arange(count, device=embeddings.device) % _PATTERN_LENGTH - _PATTERN_LENGTH // 2
     factors = pattern.to(embeddings.dtype).reshape(embeddings.shape[1:])
     return (embeddings + embeddings * embeddings) * factors
 
 
-def rows_of(coupled: CoupledLoss, fields: Mapping[str, Any]) -> Rows:
+def join_rows(coupled: CoupledLoss, fields: Mapping[str, Any]) -> Rows:
     """Return a microbatch's fields as rows on the host."""
     names = [field_spec.name for field_spec in coupled.layout.fields]
-    host = {name: fields[name].detach().cpu().numpy() for name in names}
-    return join_fields(coupled.layout, host)
+    host_arrays = {name: fields[name].detach().cpu().numpy() for name in names}
+    return join_fields(coupled.layout, host_arrays)
 
 
 def step_loss(
@@ -141,20 +142,20 @@ def step_loss(
         for field_spec in coupled.layout.fields
         if field_spec.dtype == "float32"
     }
-    losses = coupled.loss(module, changeable(fields))
+    losses = coupled.loss(module, copy_for_in_place_changes(fields))
     check_losses(losses, samples)
     targets = [*embeddings.values(), *parameters.values()]
     gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
         losses.float().sum(), targets, allow_unused=True
     )
-    by_target = [
+    target_gradients = [
         None if gradient is None else gradient.detach().cpu().numpy() for gradient in gradients
     ]
     embedding_gradients = {
         name: np.zeros(tuple(values.shape), np.float32) if gradient is None else gradient
-        for (name, values), gradient in zip(embeddings.items(), by_target, strict=False)
+        for (name, values), gradient in zip(embeddings.items(), target_gradients, strict=False)
     }
-    loss_gradients = by_target[len(embeddings) :]
+    loss_gradients = target_gradients[len(embeddings) :]
     parameter_gradients = {
         name: gradient
         for name, gradient in zip(parameters, loss_gradients, strict=True)
@@ -163,8 +164,9 @@ def step_loss(
     return StepLoss(losses.detach().float().cpu().numpy(), embedding_gradients, parameter_gradients)
 
 
-def changeable(fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies that a loss may change in place; torch forbids it for leaves with gradients."""
+def copy_for_in_place_changes(fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies that a loss may change in place; torch forbids this for leaves with
+    gradients."""
     return {name: x.clone() if x.requires_grad else x for name, x in fields.items()}
 
 

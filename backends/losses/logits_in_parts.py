@@ -1,4 +1,4 @@
-"""What a model's head returns in place of logits that are too large to be computed at once."""
+"""Stand-in for logits that are too large to be computed at once, which a model's head returns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ELEMENTWISE_OPERATORS: Final = (
 _ELEMENTWISE: Final = frozenset({
     *_ELEMENTWISE_OPERATORS, "add", "sub", "mul", "div", "true_divide", "neg", "tanh",
 })  # fmt: skip
-"""Functions that treat all tokens alike if all else are constants: a bias, a scale, a cap."""
+"""Functions that treat all tokens alike if their other arguments are constants: a bias, a scale."""
 _OTHER_OPERATORS: Final = (
     "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__pow__", "__rpow__", "__rsub__",
     "__rtruediv__", "__matmul__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__",
@@ -34,29 +34,30 @@ _CROSS_ENTROPY: Final = inspect.signature(nn.functional.cross_entropy)
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """How torch computed when the head was reached.
+    """Torch's settings when the head was called.
 
     Attributes:
-        device: The type of its device.
+        device: Type of the head's device.
         has_gradients: Whether autograd recorded.
-        half: The type of autocast; None if it was off.
+        autocast_dtype: The type of autocast; None if autocast was off.
     """
 
     device: str
     has_gradients: bool
-    half: torch.dtype | None
+    autocast_dtype: torch.dtype | None
 
     @staticmethod
-    def of_now(device: str) -> _Settings:
-        is_half = torch.is_autocast_enabled(device)
-        half = torch.get_autocast_dtype(device) if is_half else None
-        return _Settings(device, torch.is_grad_enabled(), half)
+    def current(device: str) -> _Settings:
+        is_autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if is_autocast else None
+        return _Settings(device, torch.is_grad_enabled(), dtype)
 
     def run(self, function: _Function, *arguments: Any, has_gradients: bool = True) -> Any:
-        """Call a function as then; without gradients if the caller wants none."""
+        """Call a function with these settings; without gradients if the caller wants none."""
         autocast: Any = nullcontext()
-        if self.half != _Settings.of_now(self.device).half:
-            autocast = torch.autocast(self.device, self.half, enabled=self.half is not None)
+        dtype = self.autocast_dtype
+        if dtype != _Settings.current(self.device).autocast_dtype:
+            autocast = torch.autocast(self.device, dtype, enabled=dtype is not None)
         with torch.set_grad_enabled(self.has_gradients and has_gradients), autocast:
             return function(*arguments)
 
@@ -64,53 +65,55 @@ class _Settings:
 class LogitsInParts:
     """Logits of more tokens than are computed at once.
 
-    They stand for a tensor, (..., vocabulary). What is done to the logits of all tokens alike is
-    noted, and so are changes of shape. Cross-entropy is computed in parts. Everything else gets the
-    tensor: then it is computed as a whole, with the values that it would have without this class.
+    Stands for a tensor, (..., vocabulary). Functions that treat all tokens alike are recorded, and
+    so are changes of shape. Cross-entropy is computed in parts. Every other function gets the full
+    tensor, with the values that the tensor would have without this class.
 
     Attributes:
         states: The head's inputs, (..., hidden size).
-        shape: Of the logits.
+        shape: Shape of the logits.
     """
 
     def __init__(
         self,
         states: torch.Tensor,
         vocabulary: int,
-        at_once: int,
+        chunk_tokens: int,
         *,
-        of_rows: _Function,
-        of_all: Callable[[], torch.Tensor],
+        compute_rows: _Function,
+        compute_all: Callable[[], torch.Tensor],
         settings: _Settings,
     ) -> None:
         self.states = states
         self.shape = torch.Size((*states.shape[:-1], vocabulary))
-        self._at_once = at_once
-        self._of_rows = of_rows
-        self._of_all = of_all
+        self._chunk_tokens = chunk_tokens
+        self._compute_rows = compute_rows
+        self._compute_all = compute_all
         self._settings = settings
         self._tensor: torch.Tensor | None = None
         self._source: LogitsInParts | None = None
         self._derived: list[weakref.ref[LogitsInParts]] = []
 
     @staticmethod
-    def of(head: _Function, states: torch.Tensor, vocabulary: int, at_once: int) -> LogitsInParts:
+    def of(
+        head: _Function, states: torch.Tensor, vocabulary: int, chunk_tokens: int
+    ) -> LogitsInParts:
         """Return the logits of a head.
 
         Args:
-            head: Its forward.
-            states: Its inputs, (..., hidden size).
-            vocabulary: How many logits a token has.
-            at_once: For how many tokens they are computed at once.
+            head: The head's forward.
+            states: The head's inputs, (..., hidden size).
+            vocabulary: Number of logits per token.
+            chunk_tokens: Number of tokens whose logits are computed at once.
         """
-        settings = _Settings.of_now(states.device.type)
-        states = states.clone()  # the model may change its own in place before they are used
+        settings = _Settings.current(states.device.type)
+        states = states.clone()  # the model may change the original in place before it is used
         return LogitsInParts(
             states,
             vocabulary,
-            at_once,
-            of_rows=head,
-            of_all=lambda: head(states),
+            chunk_tokens,
+            compute_rows=head,
+            compute_all=lambda: head(states),
             settings=settings,
         )
 
@@ -121,11 +124,11 @@ class LogitsInParts:
 
     @property
     def device(self) -> torch.device:
-        """The device that computes them."""
+        """The device that computes the logits."""
         return self.states.device
 
     def dim(self) -> int:
-        """As `torch.Tensor.dim`."""
+        """Return the number of dimensions, as `torch.Tensor.dim`."""
         return self.ndim
 
     def size(self, dim: int | None = None) -> Any:
@@ -137,25 +140,27 @@ class LogitsInParts:
         return self.shape.numel()
 
     def compute(self, function: _Function, *arrays: torch.Tensor) -> list[torch.Tensor]:
-        """Return `function(logits, *arrays)` of each part; autograd keeps no logits.
+        """Return `function(logits, *arrays)` for each part; autograd keeps no logits.
 
         Args:
-            function: Takes logits, (tokens, vocabulary), and what belongs to these tokens.
-            arrays: One row for each token.
+            function: Takes logits, (tokens, vocabulary), and the arrays' rows of these tokens.
+            arrays: Arrays with one row for each token.
         """
 
-        def of_part(states: torch.Tensor, *rows: torch.Tensor) -> Any:
+        def compute_part(states: torch.Tensor, *rows: torch.Tensor) -> Any:
             has_gradients = torch.is_grad_enabled()
-            logits = self._settings.run(self._of_rows, states, has_gradients=has_gradients)
-            assert logits.shape[-1] == self.shape[-1], "out_features of the head"
+            logits = self._settings.run(self._compute_rows, states, has_gradients=has_gradients)
+            assert logits.shape[-1] == self.shape[-1], (
+                "the head's out_features differ from its outputs"
+            )
             return function(logits, *rows)
 
         if self._tensor is not None:
             logits = self._tensor.flatten(0, -2)
-            return [function(*part) for part in _split(self._at_once, logits, *arrays)]
+            return [function(*part) for part in _split(self._chunk_tokens, logits, *arrays)]
         states = self.states.flatten(0, -2)
-        parts = _split(self._at_once, states, *arrays)
-        return [checkpoint(of_part, *part, use_reentrant=False) for part in parts]
+        parts = _split(self._chunk_tokens, states, *arrays)
+        return [checkpoint(compute_part, *part, use_reentrant=False) for part in parts]
 
     def cross_entropy(
         self,
@@ -167,7 +172,7 @@ class LogitsInParts:
     ) -> torch.Tensor:
         """As `torch.nn.functional.cross_entropy`, for labels of shape (tokens,), int64."""
 
-        def losses_of(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+        def part_loss(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
             return nn.functional.cross_entropy(
                 logits,
                 expected,
@@ -176,23 +181,25 @@ class LogitsInParts:
                 label_smoothing=label_smoothing,
             )
 
-        parts = self.compute(losses_of, labels)
+        parts = self.compute(part_loss, labels)
         if reduction == "none":
             return torch.cat(parts)
         total = torch.stack(parts).sum()
         return total if reduction == "sum" else total / (labels != ignore_index).sum()
 
-    def whole(self) -> torch.Tensor:
-        """Compute the tensor, and those of logits derived from it, as code may change it in
-        place."""
+    def full_tensor(self) -> torch.Tensor:
+        """Compute the tensor, and the tensors of all derived logits.
+
+        Derived logits are computed now, because code may change this tensor in place.
+        """
         if self._source is not None:
-            self._source.whole()  # which computes this one, too
+            self._source.full_tensor()  # which computes this tensor, too
         if self._tensor is None:
-            tensor: torch.Tensor = self._settings.run(self._of_all)
+            tensor: torch.Tensor = self._settings.run(self._compute_all)
             self._tensor = tensor
             for reference in self._derived:
                 if (derived := reference()) is not None:
-                    derived.whole()
+                    derived.full_tensor()
             return tensor
         return self._tensor
 
@@ -212,15 +219,15 @@ class LogitsInParts:
         """As `torch.Tensor.to`."""
         if arguments in {(self.device,), (torch.float32,)} and not keywords:
             return self._map(lambda logits: logits.to(*arguments))
-        return self.whole().to(*arguments, **keywords)
+        return self.full_tensor().to(*arguments, **keywords)
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         """As `torch.Tensor.flatten`."""
         start, end = start_dim % self.ndim, end_dim % self.ndim
         if end == self.ndim - 1:
-            return self.whole().flatten(start_dim, end_dim)
+            return self.full_tensor().flatten(start_dim, end_dim)
         states = self.states.flatten(start, end)
-        return self._derive(states, self._of_rows, lambda logits: logits.flatten(start, end))
+        return self._derive(states, self._compute_rows, lambda logits: logits.flatten(start, end))
 
     def view(self, *sizes: Any) -> Any:
         """As `torch.Tensor.view`."""
@@ -233,11 +240,11 @@ class LogitsInParts:
     def __getitem__(self, index: Any) -> Any:
         slices = _slices_of(index, self.ndim)
         if slices is None or slices[-1] != slice(None):
-            return self.whole()[index]
-        return self._derive(self.states[slices], self._of_rows, lambda logits: logits[slices])
+            return self.full_tensor()[index]
+        return self._derive(self.states[slices], self._compute_rows, lambda logits: logits[slices])
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.whole(), name)
+        return getattr(self.full_tensor(), name)
 
     @classmethod
     def __torch_function__(
@@ -247,8 +254,8 @@ class LogitsInParts:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute cross-entropy in parts, note what treats all tokens alike, and give the tensor to
-        every other function."""
+        """Compute cross-entropy in parts, record functions that treat all tokens alike, and call
+        every other function with the full tensor."""
         del types
         keywords = dict(kwargs or {})
         if func is nn.functional.cross_entropy:
@@ -258,94 +265,99 @@ class LogitsInParts:
         name = getattr(func, "__name__", "")
         if name in _ELEMENTWISE and args and isinstance(args[0], cls) and not keywords:
             return args[0].apply(func, *args[1:])
-        return func(*_with_tensors(args), **_with_tensors(keywords))
+        return func(*_replace_logits(args), **_replace_logits(keywords))
 
     def apply(self, function: _Function, *arguments: Any) -> Any:
-        """Note `function(logits, *arguments)` if the arguments are constants; else compute it."""
+        """Record `function(logits, *arguments)` if the arguments are constants; else compute the
+        result."""
         constants = [_constant_of(argument, self) for argument in arguments]
         if any(constant is None for constant in constants):
-            return function(self.whole(), *_with_tensors(arguments))
+            return function(self.full_tensor(), *_replace_logits(arguments))
         return self._derive(
             self.states,
-            lambda states: function(self._of_rows(states), *constants),
+            lambda states: function(self._compute_rows(states), *constants),
             lambda logits: function(logits, *arguments),
         )
 
     def _map(self, function: _Function) -> LogitsInParts:
-        return self._derive(self.states, lambda states: function(self._of_rows(states)), function)
+        return self._derive(
+            self.states, lambda states: function(self._compute_rows(states)), function
+        )
 
     def _reshape(self, name: str, sizes: tuple[Any, ...]) -> Any:
         shape = [*sizes[0]] if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else [*sizes]
         if -1 in shape:
-            others = math.prod(size for size in shape if size != -1)
-            shape[shape.index(-1)] = self.numel() // max(1, others)
+            known_elements = math.prod(size for size in shape if size != -1)
+            shape[shape.index(-1)] = self.numel() // max(1, known_elements)
         if shape[-1] != self.shape[-1] or math.prod(shape) != self.numel():
-            return getattr(self.whole(), name)(*sizes)
+            return getattr(self.full_tensor(), name)(*sizes)
         states = self.states.reshape(*shape[:-1], self.states.shape[-1])
-        return self._derive(states, self._of_rows, lambda logits: getattr(logits, name)(*sizes))
+        return self._derive(
+            states, self._compute_rows, lambda logits: getattr(logits, name)(*sizes)
+        )
 
     def _derive(
-        self, states: torch.Tensor, of_rows: _Function, of_tensor: _Function
+        self, states: torch.Tensor, compute_rows: _Function, derive_tensor: _Function
     ) -> LogitsInParts:
         derived = LogitsInParts(
             states,
             self.shape[-1],
-            self._at_once,
-            of_rows=of_rows,
-            of_all=lambda: of_tensor(self.whole()),
+            self._chunk_tokens,
+            compute_rows=compute_rows,
+            compute_all=lambda: derive_tensor(self.full_tensor()),
             settings=self._settings,
         )
         derived._source = self
         self._derived = [reference for reference in self._derived if reference() is not None]
         self._derived.append(weakref.ref(derived))
         if self._tensor is not None:
-            derived.whole()
+            derived.full_tensor()
         return derived
 
 
-def _elementwise(name: str) -> _Function:
+def _elementwise_operator(name: str) -> _Function:
     def operator(logits: LogitsInParts, *arguments: Any) -> Any:
         return logits.apply(getattr(torch.Tensor, name), *arguments)
 
     return operator
 
 
-def _of_tensor(name: str) -> _Function:
+def _full_tensor_operator(name: str) -> _Function:
     def operator(logits: LogitsInParts, *arguments: Any) -> Any:
-        return getattr(logits.whole(), name)(*_with_tensors(arguments))
+        return getattr(logits.full_tensor(), name)(*_replace_logits(arguments))
 
     return operator
 
 
 for _name in _ELEMENTWISE_OPERATORS:
-    setattr(LogitsInParts, _name, _elementwise(_name))
+    setattr(LogitsInParts, _name, _elementwise_operator(_name))
 for _name in _OTHER_OPERATORS:
-    setattr(LogitsInParts, _name, _of_tensor(_name))
+    setattr(LogitsInParts, _name, _full_tensor_operator(_name))
 
 
 def _cross_entropy_of(arguments: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the loss; None if it is not one of labels, or has weights of classes.
+    """Return the loss; None if the targets are no labels, or the call has class weights.
 
     Args:
-        arguments: Of `torch.nn.functional.cross_entropy`, by its names.
+        arguments: Arguments of `torch.nn.functional.cross_entropy`, by name.
     """
     options = {name: value for name, value in arguments.items() if value is not None}
     logits, labels = options.pop("input"), options.pop("target")
     if not isinstance(logits, LogitsInParts) or not isinstance(labels, torch.Tensor):
         return None
-    is_of_labels = logits.ndim - 1 == labels.dim() == 1 and labels.dtype == torch.int64
-    if not is_of_labels or options.keys() - {"reduction", "ignore_index", "label_smoothing"}:
+    has_labels = logits.ndim - 1 == labels.dim() == 1 and labels.dtype == torch.int64
+    if not has_labels or options.keys() - {"reduction", "ignore_index", "label_smoothing"}:
         return None
     return logits.cross_entropy(labels, **options)
 
 
-def _split(at_once: int, *arrays: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
-    pieces: list[tuple[torch.Tensor, ...]] = [array.split(at_once) for array in arrays]  # type: ignore[no-untyped-call]
+def _split(chunk_tokens: int, *arrays: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
+    pieces: list[tuple[torch.Tensor, ...]] = [array.split(chunk_tokens) for array in arrays]  # type: ignore[no-untyped-call]
     return zip(*pieces, strict=True)
 
 
 def _slices_of(index: Any, dimensions: int) -> tuple[slice, ...] | None:
-    """Return an index as one slice for each dimension; None if it is another kind of index."""
+    """Return an index as one slice for each dimension; None for another kind of index."""
     indices = [*index] if isinstance(index, tuple) else [index]
     ellipses = [dimension for dimension, entry in enumerate(indices) if entry is Ellipsis]
     first = ellipses[0] if ellipses else len(indices)
@@ -355,21 +367,23 @@ def _slices_of(index: Any, dimensions: int) -> tuple[slice, ...] | None:
 
 
 def _constant_of(value: Any, logits: LogitsInParts) -> Any:
-    """Return what combines with the logits of each token in the same way; None if it does not."""
+    """Return a value that combines with the logits of each token in the same way, else None."""
     if isinstance(value, int | float):
         return value
     if not isinstance(value, torch.Tensor) or value.dim() > logits.ndim:
         return None
     if value.dim() == 0:
-        return value.clone()  # as it may change in place before it is used
+        return value.clone()  # the original may change in place before it is used
     is_row = value.numel() == value.shape[-1] and value.shape[-1] in {1, logits.shape[-1]}
     return value.reshape(-1).clone() if is_row else None
 
 
-def _with_tensors(values: Any) -> Any:
-    """Replace logits in parts by tensors, in arguments or keywords."""
+def _replace_logits(values: Any) -> Any:
+    """Replace logits in parts by full tensors, in arguments or keywords."""
     if isinstance(values, LogitsInParts):
-        return values.whole()
+        return values.full_tensor()
     if isinstance(values, list | tuple):
-        return type(values)(_with_tensors(value) for value in values)
-    return {k: _with_tensors(v) for k, v in values.items()} if isinstance(values, dict) else values
+        return type(values)(_replace_logits(value) for value in values)
+    return (
+        {k: _replace_logits(v) for k, v in values.items()} if isinstance(values, dict) else values
+    )

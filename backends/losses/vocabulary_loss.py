@@ -2,9 +2,9 @@
 
 The logits of 2,048 tokens over 150,000 take 1.2 GB in float32, the loss and its gradient as much
 again. So where a forward pass has more logits than `LOGITS_AT_ONCE`, the model's head returns
-`LogitsInParts` in their place, and head and loss are computed for a few tokens at a time, in
-backward once more. How many tokens is decided by shapes alone, so it is the same on every machine:
-it decides the last bits of a gradient.
+`LogitsInParts` in their place. Head and loss are computed for a few tokens at a time, and once more
+in backward. The number of tokens decides the last bits of a gradient, so it depends on shapes alone
+and is the same on every machine.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from torch import nn
 from backends.losses.logits_in_parts import LogitsInParts
 
 LOGITS_AT_ONCE: Final = 1 << 25
-"""128 MiB of float32; forward passes with fewer are computed as a whole."""
+"""128 MiB of float32. Forward passes with fewer logits compute all of them at once."""
 _TOKEN_MULTIPLE: Final = 64
 """Chunks are a multiple of this, which matrix products prefer."""
 VERSION: Final = "2"
-"""Part of the numerics profile of models with a vocabulary: what is computed in parts, and how.
-Increase it with every change of a loss's bits. Earlier releases had none, and less in parts."""
+"""Version of this computation in the numerics profile of models with a vocabulary.
 
-_TOKENWISE: Final = frozenset({
+Increase it with every change of a loss's bits."""
+
+_TOKENWISE_FORWARDS: Final = frozenset({
     nn.Linear.forward, nn.Dropout.forward, nn.Identity.forward, nn.ModuleDict.forward,
 })  # fmt: skip
-"""Of layers in a head and in adapters. Containers inherit the last one, which is never called."""
+"""Forwards of layers in a head and in adapters that treat each token alone. Containers inherit the
+last one, which is never called."""
 
 Logits = torch.Tensor | LogitsInParts
 Reduction = Literal["sum", "none"]
 
 
 def tokens_at_once(vocabulary: int) -> int:
-    """Return for how many tokens logits are computed at once."""
+    """Return the number of tokens whose logits are computed at once."""
     return max(_TOKEN_MULTIPLE, LOGITS_AT_ONCE // vocabulary // _TOKEN_MULTIPLE * _TOKEN_MULTIPLE)
 
 
@@ -46,8 +48,7 @@ def large_logits_in_parts(model: nn.Module) -> Iterator[None]:
     """Context in which the model's forward returns `LogitsInParts` for more than
     `LOGITS_AT_ONCE` logits.
 
-    Models without a head over a vocabulary return what they always do, and so do those whose head
-    may not treat each token alone.
+    Nothing changes for models without a head over a vocabulary, or whose head may mix tokens.
     """
     head = output_head(model)
     vocabulary = _outputs_of(head) if head is not None and _is_tokenwise(head) else 0
@@ -63,14 +64,14 @@ def large_logits_in_parts(model: nn.Module) -> Iterator[None]:
             return logits
         return LogitsInParts.of(compute, states, vocabulary, chunk_tokens)
 
-    own = vars(head).get("forward")
+    original = vars(head).get("forward")
     head.forward = forward
     try:
         yield
     finally:
         del head.forward
-        if own is not None:
-            head.forward = own
+        if original is not None:
+            head.forward = original
 
 
 def output_head(model: Any) -> Any:
@@ -84,19 +85,21 @@ def output_head(model: Any) -> Any:
 def _is_tokenwise(head: nn.Module) -> bool:
     """Return whether each row of a head's output depends on the same row of its input alone.
 
-    That is known of linear layers, adapters around them, and what backends put in their place. A
-    head with a forward of its own may mix tokens, which it would see as rows of other samples.
+    That holds for linear layers, adapters around them, and their replacements from `backends`. A
+    head with its own forward may mix tokens.
     """
     return all(map(_is_known_layer, head.modules()))
 
 
 def _is_known_layer(layer: nn.Module) -> bool:
-    replaced = vars(layer).get("forward")
-    if replaced is not None:
-        function = replaced.func if isinstance(replaced, partial) else replaced
+    forward_override = vars(layer).get("forward")
+    if forward_override is not None:
+        function = (
+            forward_override.func if isinstance(forward_override, partial) else forward_override
+        )
         return _package_of(function) == "backends"
     forward = type(layer).forward  # sharding makes subclasses that inherit it
-    return forward in _TOKENWISE or _package_of(forward) in {"peft", "backends"}
+    return forward in _TOKENWISE_FORWARDS or _package_of(forward) in {"peft", "backends"}
 
 
 def _package_of(item: Any) -> str:
@@ -104,7 +107,7 @@ def _package_of(item: Any) -> str:
 
 
 def _outputs_of(head: nn.Module) -> int:
-    """Return the number of a head's outputs; an adapter around it has them, or its layer."""
+    """Return the number of a head's outputs, which an adapter or the layer inside has."""
     counts = (getattr(layer, "out_features", 0) for layer in head.modules())
     return int(next(filter(None, counts), 0))
 
@@ -120,8 +123,8 @@ def token_losses(
     Args:
         module: A model with a head over a vocabulary.
         inputs: Keywords of the decoder's forward.
-        labels: int64, one for each token of its logits; `tokens.IGNORED_LABEL` counts as zero.
-        reduction: Whether to sum.
+        labels: int64, one for each token of the logits; the loss of `tokens.IGNORED_LABEL` is zero.
+        reduction: "sum" for the sum over tokens, "none" for each token's loss.
     """
     logits = logits_of(module, inputs)  # (..., length, vocabulary)
     rows, expected = logits.float().flatten(0, -2), labels.flatten()
@@ -147,14 +150,14 @@ def sum_over_tokens(
 
     Args:
         function: Takes logits, (..., vocabulary), and arrays of the same tokens.
-        logits: Of all tokens.
-        arrays: Each begins with the dimensions of the tokens.
+        logits: Logits of all tokens.
+        arrays: Arrays whose first dimensions are those of the tokens.
     """
     if not isinstance(logits, LogitsInParts):
         return function(logits, arrays)
     names, dimensions = tuple(arrays), logits.ndim - 1
     rows = [arrays[name].flatten(0, dimensions - 1) for name in names]
     parts = logits.flatten(0, -2).compute(
-        lambda some, *theirs: function(some, dict(zip(names, theirs, strict=True))), *rows
+        lambda part, *part_rows: function(part, dict(zip(names, part_rows, strict=True))), *rows
     )
     return torch.stack(parts).sum(0)

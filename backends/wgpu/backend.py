@@ -8,9 +8,9 @@ from typing import Final
 
 from backends.base.interface import Batch, DeviceInfo, Trainable
 from backends.wgpu.canonical_programs import canonical_on_device
-from backends.wgpu.compiled import compiled_program
+from backends.wgpu.compiled import compile_program
 from backends.wgpu.device.adapters import Adapter, adapters
-from backends.wgpu.device.arithmetic import changed_halves, differing_additions
+from backends.wgpu.device.arithmetic import count_changed_float16, count_wrong_additions
 from backends.wgpu.device.device import Device
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.lowering import Templates
@@ -19,7 +19,8 @@ from protocol.base.errors import BackendUnavailable
 from protocol.base.limits import MICROBATCHES_PER_DISPATCH
 
 _BINDINGS: Final = 16
-"""Limit on storage buffers per shader: merging more kernels does not pay, as each fills a card."""
+"""Limit on storage buffers per shader: merging more kernels gains nothing, since each fills a
+card."""
 
 
 class VulkanBackend:
@@ -36,7 +37,7 @@ class VulkanBackend:
 
     @property
     def info(self) -> DeviceInfo:
-        """Name and, if known, memory."""
+        """The device's name and, if known, the size of its memory."""
         return self.adapter.info(self._index)
 
     @property
@@ -56,19 +57,19 @@ class VulkanBackend:
     @cached_property
     def exact_additions(self) -> bool:
         """Whether the device may add subtree sums; see `backends.wgpu.device.arithmetic`."""
-        return differing_additions(self.device) == 0
+        return count_wrong_additions(self.device) == 0
 
     @cached_property
-    def no_halves(self) -> str:
+    def float16_refusal(self) -> str:
         """Why the device cannot compute in float16; empty if it can."""
         if "shader-f16" not in self.device.features:
             return f"{self.adapter.name!r} has no float16 (Vulkan's shaderFloat16)"
-        if count := changed_halves(self.device):
+        if count := count_changed_float16(self.device):
             return f"{self.adapter.name!r} changes {count} of the 65,536 numbers of float16"
         return ""
 
     def numerics_profile(self, threads: int) -> Mapping[str, str]:
-        """Adapter, driver and compiler, which decide the bits of a shader's results."""
+        """Return adapter, driver and compiler, which decide the bits of a shader's results."""
         del threads  # the device schedules its threads
         return {
             "device": "vulkan",
@@ -105,7 +106,13 @@ class VulkanBackend:
             microbatches=MICROBATCHES_PER_DISPATCH,
         )
         adds = self.exact_additions
-        no_halves = self.no_halves if trainable.precision == "float16" else ""
-        return compiled_program(
-            self.device, trainable, template, batches, evaluations, adds=adds, no_halves=no_halves
+        float16_refusal = self.float16_refusal if trainable.precision == "float16" else ""
+        return compile_program(
+            self.device,
+            trainable,
+            template,
+            batches,
+            evaluations,
+            adds=adds,
+            float16_refusal=float16_refusal,
         )

@@ -22,14 +22,14 @@ from backends.wgpu.device.packing import from_words
 from backends.wgpu.graph import passes
 from backends.wgpu.graph.values import NO_MODULE
 
-_FLOOR: Final = 1e-2
+_RELATIVE_FLOOR: Final = 1e-2
 """Smallest norm to compare a result with, relative to the operands' norm: results may cancel."""
 _MOST_ELEMENTS: Final = 2**27
 """Limit on the elements of all intermediate values."""
 
 
-class Runs(Protocol):
-    """The part of a program that the search uses."""
+class RunsCaptures(Protocol):
+    """The methods of a program that the search uses."""
 
     def run_once(self, capture: Capture, batch: Batch, seed: int) -> list[Array | None]:
         """Run a temporary capture; return each output, flat, or None for zeros."""
@@ -51,8 +51,8 @@ class _Operator:
         return f"{name!r}, which gives shape {shape} in {module}"
 
 
-def differing_operator(  # noqa: PLR0917
-    program: Runs,
+def describe_differing_operator(  # noqa: PLR0917
+    program: RunsCaptures,
     capture: Capture,
     values: Mapping[str, torch.Tensor],
     batch: Batch,
@@ -63,15 +63,15 @@ def differing_operator(  # noqa: PLR0917
     """Describe the first operator that differs by more than `tolerance`; empty if none does.
 
     Args:
-        program: Runs the capture.
+        program: RunsCaptures the capture.
         capture: A capture with all layers inlined; it is modified.
         values: The module's tensors by name.
         batch: A microbatch.
-        seeds: Seeds of its random draws: (count, 2) int32.
-        seed: The microbatch's seed, from which they derive.
+        seeds: Seeds of the microbatch's random draws: (count, 2) int32.
+        seed: The microbatch's seed, from which `seeds` derive.
         tolerance: Allowed difference, relative to the norm.
     """
-    graph = capture.graph = passes.simplified(capture.graph)
+    graph = capture.graph = passes.simplify(capture.graph)
     operators = [
         _Operator(node, node.target, node.args, node.kwargs)
         for node in graph.graph.nodes
@@ -87,7 +87,7 @@ def differing_operator(  # noqa: PLR0917
     arrays = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
     inputs = [*(values[name] for name in capture.tensors), seeds]
     inputs += [arrays[name] for name in capture.arrays]
-    values_of_nodes = _inputs(graph, inputs)
+    node_values = _input_values(graph, inputs)
     (output_node,) = (node for node in graph.graph.nodes if node.op == "output")
     output_node.args = ([operator.node for operator in tensor_operators],)
     capture.outputs = tuple(
@@ -97,16 +97,16 @@ def differing_operator(  # noqa: PLR0917
     for operator, spec, result in zip(tensor_operators, capture.outputs, results, strict=True):
         assert spec is not None
         if result is not None:
-            values_of_nodes[operator.node] = from_words(result, spec.shape, spec.dtype)
+            node_values[operator.node] = from_words(result, spec.shape, spec.dtype)
     return next(
-        (str(operator) for operator in operators if _differs(operator, values_of_nodes, tolerance)),
+        (str(operator) for operator in operators if _differs(operator, node_values, tolerance)),
         "",
     )
 
 
-def _inputs(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[fx.Node, Any]:
-    holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    values: dict[fx.Node, Any] = dict(zip(holders, inputs, strict=True))
+def _input_values(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[fx.Node, Any]:
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    values: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
     for node in graph.graph.nodes:
         if node.op == "get_attr":
             values[node] = getattr(graph, str(node.target))
@@ -114,27 +114,29 @@ def _inputs(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[fx.No
 
 
 def _differs(operator: _Operator, values: dict[fx.Node, Any], tolerance: float) -> bool:
-    """Whether the device's result differs from torch's; stores torch's where the device has
-    none."""
+    """Whether the device's result differs from torch's.
+
+    Where the device has no result, torch's is stored in `values`.
+    """
     try:
         args = fx.map_arg(operator.args, values.__getitem__)
         kwargs = fx.map_arg(operator.kwargs, values.__getitem__)
         with torch.no_grad():
             expected = operator.target(*args, **kwargs)
     except (KeyError, NotImplementedError, RuntimeError):
-        return False  # an operator that torch does not have, or one that reads its result
+        return False  # torch lacks this operator or the operator of an operand
     result = values.setdefault(operator.node, expected)
     if not isinstance(expected, torch.Tensor) or result is expected:
         return False
     if not expected.is_floating_point():
         return not torch.equal(expected, result)
     tensors = [x for x in [*args, *kwargs.values()] if isinstance(x, torch.Tensor)]
-    floor = _FLOOR * max((_norm(x.float().numpy()) for x in tensors), default=0.0)
+    floor = _RELATIVE_FLOOR * max((_norm(x.float().numpy()) for x in tensors), default=0.0)
     expected_values, result_values = expected.double().numpy(), result.double().numpy()
-    finite = np.isfinite(expected_values)
-    if not np.array_equal(expected_values[~finite], result_values[~finite], equal_nan=True):
+    is_finite = np.isfinite(expected_values)
+    if not np.array_equal(expected_values[~is_finite], result_values[~is_finite], equal_nan=True):
         return True
-    difference = float(np.linalg.norm(expected_values[finite] - result_values[finite]))
+    difference = float(np.linalg.norm(expected_values[is_finite] - result_values[is_finite]))
     return not difference <= tolerance * max(_norm(expected_values), floor)  # true also for NaN
 
 

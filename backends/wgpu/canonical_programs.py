@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from backends.base.interface import Batch, Trainable
 from backends.wgpu.canonical.convention import Convention
 from backends.wgpu.canonical.host import CpuTarget, product_shader
-from backends.wgpu.compiled import compiled_program
+from backends.wgpu.compiled import compile_program
 from backends.wgpu.graph.values import NoRule
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
@@ -30,17 +30,17 @@ def convention_of(spec: ArithmeticSpec) -> Convention:
 def canonical_on_host(
     trainable: Trainable, batches: Sequence[Batch], evaluations: Sequence[Batch]
 ) -> VulkanProgram:
-    """Compile the task for the CPU; arguments as for `compiled_program`.
+    """Compile the task for the CPU; arguments as for `compile_program`.
 
     Raises:
         SamestepError: The task cannot be compiled, with the reason.
     """
     host = CpuTarget(convention_of(trainable.arithmetic), trainable.threads)
     template = Templates(cooperative=True, matmul=product_shader, canonical=True)
-    # Subtree sums must keep subnormals, so the host adds where kernels flush them.
+    # Subtree sums must keep subnormals, so the host adds if kernels flush them.
     adds = not host.convention.flushes
     with _explain_missing_rule("arithmetic: native"):
-        return compiled_program(host, trainable, template, batches, evaluations, adds=adds)
+        return compile_program(host, trainable, template, batches, evaluations, adds=adds)
 
 
 def canonical_on_device(
@@ -52,17 +52,18 @@ def canonical_on_device(
     *,
     adds: bool,
 ) -> VulkanProgram:
-    """Compile the task for a Vulkan device; arguments as for `compiled_program`.
+    """Compile the task for a Vulkan device; arguments as for `compile_program`.
 
     Raises:
-        SamestepError: The device does not follow the run's convention, or as on the host.
+        SamestepError: The device does not follow the run's convention, or the task cannot be
+            compiled.
     """
-    from backends.wgpu.canonical.probe import refuse_unlike  # noqa: PLC0415
+    from backends.wgpu.canonical.probe import refuse_other_convention  # noqa: PLC0415
     from backends.wgpu.canonical.vulkan import CanonicalDevice  # noqa: PLC0415  (imports wgpu)
 
     convention = convention_of(trainable.arithmetic)
     target = CanonicalDevice(device, convention)
-    refuse_unlike(target, tuner.shader, convention)
+    refuse_other_convention(target, tuner.shader, convention)
     template = Templates(
         cooperative=True,
         matmul=tuner.shader,
@@ -70,7 +71,7 @@ def canonical_on_device(
         microbatches=MICROBATCHES_PER_DISPATCH,
     )
     with _explain_missing_rule("arithmetic: native, and a cpu or cuda worker,"):
-        return compiled_program(target, trainable, template, batches, evaluations, adds=adds)
+        return compile_program(target, trainable, template, batches, evaluations, adds=adds)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from protocol.spec.sections.model import ComputePrecision
 _FLOAT32_ONLY: Final = "canonical arithmetic is float32 only"
 
 
-def compiled_program(
+def compile_program(
     target: ComputeTarget,
     trainable: Trainable,
     template: Templates,
@@ -26,9 +26,9 @@ def compiled_program(
     evaluations: Sequence[Batch],
     *,
     adds: bool,
-    no_halves: str = _FLOAT32_ONLY,
+    float16_refusal: str = _FLOAT32_ONLY,
 ) -> VulkanProgram:
-    """Capture the step for batches like these, and upload the weights.
+    """Compile a task for a target: capture the step for batches like these, upload the weights.
 
     Args:
         target: The device to run on.
@@ -37,7 +37,7 @@ def compiled_program(
         batches: Microbatches, at least one, one of each shape.
         evaluations: Evaluation batches, one of each shape.
         adds: Whether the target may add subtree sums.
-        no_halves: Why float16 is not supported; empty if it is.
+        float16_refusal: Why float16 is not supported; empty if it is supported.
 
     Raises:
         SamestepError: The precision is not supported, the step or an evaluation cannot be
@@ -48,22 +48,23 @@ def compiled_program(
             "expected a loss that is a sum over samples, got unit: microbatch, which compiled "
             "programs do not support; use a cpu or cuda worker with native arithmetic"
         )
-    _refuse_precision(trainable.precision, no_halves)
-    template = replace(template, halves=trainable.precision == "float16")
+    _refuse_precision(trainable.precision, float16_refusal)
+    template = replace(template, is_float16=trainable.precision == "float16")
     trainable = with_backward_loss(trainable)
     program = VulkanProgram(target, trainable, template, adds=adds)
     if trainable.rows is not None:
         for batch in batches:
             program.rows(batch)
         return program
-    example, *other_shapes = completed = [program.completed(batch) for batch in batches]
-    parity, of_step_loss = Parity(program, trainable, completed), program.step_loss_parity()
+    example, *other_shapes = full_batches = [program.complete_batch(batch) for batch in batches]
+    parity = Parity(program, trainable, full_batches)
+    step_loss_parity = program.step_loss_parity()
     program.check(example)
     for shape in other_shapes:
         program.warm_up(shape)
-    if of_step_loss is not None:
+    if step_loss_parity is not None:
         (embedded,) = program.embed([(example, trainable.seed)])
-        of_step_loss.check(program, embedded, trainable.seed)
+        step_loss_parity.check(program, embedded, trainable.seed)
     if trainable.evaluate is not None:
         for part in evaluations:
             program.evaluate(part)
@@ -71,13 +72,13 @@ def compiled_program(
     return program
 
 
-def _refuse_precision(precision: ComputePrecision, no_halves: str) -> None:
-    if precision == "float32" or (precision == "float16" and not no_halves):
+def _refuse_precision(precision: ComputePrecision, float16_refusal: str) -> None:
+    if precision == "float32" or (precision == "float16" and not float16_refusal):
         return
-    supported = "float32" if no_halves else "float32 or float16"
+    supported = "float32" if float16_refusal else "float32 or float16"
     reason = (
-        no_halves
-        if no_halves and precision == "float16"
+        float16_refusal
+        if float16_refusal and precision == "float16"
         else "Vulkan and canonical arithmetic support no other"
     )
     raise SamestepError(f"expected model.precision {supported}, got {precision}: {reason}")

@@ -3,13 +3,14 @@
 There are two programs. The first is the training step of a microbatch, whose plan reads back the
 embeddings before backward begins. The first pass of a step runs this plan up to that point, so both
 passes have the same kernels and the same bits, even if a driver contracts or reorders. The second
-program is the loss over the rows of all samples, with its gradients by the rows and by the
-parameters that it reads. It is lowered like a model's step, and every device computes it. Computing
-it on the host instead would make native arithmetic depend on two machines, and would compute N x N
-scores while a card waits. The price is that a batch_loss must be traceable, like a model.
+program is the loss over the rows of all samples, with its gradients with respect to the
+rows and to the parameters that it reads. It is lowered like a model's step, and every device
+computes it. Computing it on the host instead would make native arithmetic depend on two machines,
+and would compute N x N scores while a card waits. The price is that a batch_loss must be traceable,
+like a model.
 
 Every microbatch has the same arrays, so that one plan serves all: the first microbatch carries the
-gradient by the loss's own parameters, and the others carry zeros.
+gradients of the loss's own parameters, and the others carry zeros.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from backends.base.interface import (
     CoupledLoss,
     StepLoss,
 )
-from backends.losses.coupled_loss import changeable, check_losses
+from backends.losses.coupled_loss import check_losses, copy_for_in_place_changes
 from backends.wgpu.capture.attention import Fuses
 from backends.wgpu.capture.capture import Capture, capture_coupled
 from backends.wgpu.capture.host_run import HostStep
 from backends.wgpu.device.packing import from_words, seed_words
 from backends.wgpu.graph.table_parts import Tables
-from backends.wgpu.parity import ROUNDINGS, TOLERANCE, difference, perturbed
+from backends.wgpu.parity import ROUNDINGS, TOLERANCE, difference, perturb
 from protocol.base.errors import SamestepError
 from protocol.exact.embedding_rows import Rows, join_fields, split_fields
 
-_PATTERN: Final = 7
+_PATTERN_LENGTH: Final = 7
 _NOISE: Final = 0.125
 """Relative noise of the embeddings that the comparison derives from one microbatch."""
-_TORCH: Final = {"float32": torch.float32, "int64": torch.int64}
+_TORCH_DTYPES: Final = {"float32": torch.float32, "int64": torch.int64}
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class CoupledCapture:
         coupled: The loss.
         module: The model, on the host.
         trained_names: Names of the trainable tensors, in the order of the step's outputs.
-        fuses: As for `capture_step`.
+        fuses: See `capture_step`.
         observed_fields: The fields that the loss in the current trace has computed.
     """
 
@@ -78,7 +79,7 @@ class CoupledCapture:
         )
 
     @property
-    def embeddings(self) -> list[str]:
+    def embedding_names(self) -> list[str]:
         """Names of the fields that have gradients."""
         return [
             field_spec.name
@@ -86,8 +87,9 @@ class CoupledCapture:
             if field_spec.dtype == "float32"
         ]
 
-    def take(self, samples: int) -> Capture:
-        """Return the capture over `samples` samples, and forget it: making a plan changes it."""
+    def take_capture(self, samples: int) -> Capture:
+        """Return the capture over `samples` samples, and forget it, because planning changes the
+        capture."""
         capture = self.capture(samples)
         del self._captures[samples]
         return capture
@@ -96,7 +98,7 @@ class CoupledCapture:
         """Return the capture of the loss over `samples` samples; capture it if necessary.
 
         Raises:
-            SamestepError: It cannot be traced, or is not one loss for each sample.
+            SamestepError: The loss cannot be traced, or is not one loss for each sample.
         """
         if samples not in self._captures:
             self._captures[samples] = self._capture_losses(samples)
@@ -105,7 +107,7 @@ class CoupledCapture:
     def _capture_losses(self, samples: int) -> Capture:
         arrays = {
             field_spec.name: torch.zeros(
-                (samples, *field_spec.shape), dtype=_TORCH[field_spec.dtype]
+                (samples, *field_spec.shape), dtype=_TORCH_DTYPES[field_spec.dtype]
             )
             for field_spec in self.coupled.layout.fields
         }
@@ -125,7 +127,7 @@ class CoupledCapture:
         """Return names of the trainable tensors that the loss itself reads.
 
         Args:
-            samples: Samples of a step, used if the loss does not declare them.
+            samples: Number of samples of a step, used if the loss does not declare it.
         """
         if self._read_parameters is None:
             capture = self.capture(self.coupled.samples or samples)
@@ -137,7 +139,7 @@ class CoupledCapture:
     def complete_batch(self, batch: Batch) -> Batch:
         """Return a microbatch with all arrays of a training step.
 
-        If it has no gradients of embeddings, as in a device probe, a pattern replaces them.
+        If the batch has no gradients of embeddings, as in a device probe, a pattern replaces them.
         """
         samples = len(next(iter(batch.arrays.values())))
         parameters = dict(self.module.named_parameters())
@@ -146,10 +148,10 @@ class CoupledCapture:
             for field_spec in self.coupled.layout.fields
             if field_spec.dtype == "float32"
         }
-        carries = not batch.arrays.keys().isdisjoint(shapes)
+        has_gradients = not batch.arrays.keys().isdisjoint(shapes)
         for name in self.parameters(samples):
             shapes[PARAMETER_GRADIENT + name] = tuple(parameters[name].shape)
-        fill = np.zeros if carries else _pattern
+        fill = np.zeros if has_gradients else _pattern
         missing_arrays = {
             name: fill(shape, np.float32)
             for name, shape in shapes.items()
@@ -196,13 +198,13 @@ class CoupledCapture:
 
 
 def _pattern(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """Return small numbers of both signs, exact in float32."""
-    flat = np.arange(int(np.prod(shape))) % _PATTERN - _PATTERN // 2 + 0.5
+    """Return small numbers of both signs that are exact in float32."""
+    flat = np.arange(int(np.prod(shape))) % _PATTERN_LENGTH - _PATTERN_LENGTH // 2 + 0.5
     return flat.astype(dtype).reshape(shape)
 
 
-class ComputesLoss(Protocol):
-    """The part of a program that is compared with torch."""
+class ComputesStepLoss(Protocol):
+    """The method of a program that is compared with torch."""
 
     def step_loss(self, rows: Rows, seed: int) -> StepLoss:
         """See `backends.base.interface.ComputesCoupledLoss`."""
@@ -223,19 +225,19 @@ class CoupledParity:
         self._coupled = coupled
         self._values = values
 
-    def check(self, program: ComputesLoss, embedded: Rows, seed: int) -> None:
+    def check(self, program: ComputesStepLoss, embedded: Rows, seed: int) -> None:
         """Compare with torch.
 
         Args:
             program: The compiled program.
             embedded: The rows of a microbatch.
-            seed: Seed of the loss's draws.
+            seed: Seed of the loss's random draws.
 
         Raises:
             SamestepError: The device's results differ from torch's.
         """
         samples = self._coupled.coupled.samples or len(embedded)
-        fields = self._perturbed_fields(embedded, samples)
+        fields = self._add_noise(embedded, samples)
         rows = join_fields(self._coupled.coupled.layout, fields)
         capture = self._coupled.capture(samples)
         expected = self._torch_gradients(capture, fields, seed)
@@ -254,12 +256,12 @@ class CoupledParity:
             f"of {distance:.1e} on this device; use a cpu or cuda worker for this loss"
         )
 
-    def _perturbed_fields(self, embedded: Rows, samples: int) -> dict[str, NDArray[Any]]:
-        layout, draws = self._coupled.coupled.layout, np.random.default_rng(samples)
+    def _add_noise(self, embedded: Rows, samples: int) -> dict[str, NDArray[Any]]:
+        layout, rng = self._coupled.coupled.layout, np.random.default_rng(samples)
         numbers = np.arange(samples) % len(embedded)
         fields = split_fields(layout, embedded[numbers])
-        for name in self._coupled.embeddings:
-            noise = 1 + _NOISE * draws.standard_normal(fields[name].shape)
+        for name in self._coupled.embedding_names:
+            noise = 1 + _NOISE * rng.standard_normal(fields[name].shape)
             fields[name] = (fields[name] * noise).astype(np.float32)
         return fields
 
@@ -272,8 +274,8 @@ class CoupledParity:
         coupled = self._coupled
         arrays = {name: torch.from_numpy(np.array(values)) for name, values in fields.items()}
         if rounding:
-            rounded_inputs = perturbed(
-                {field_name: arrays[field_name] for field_name in coupled.embeddings}, rounding
+            rounded_inputs = perturb(
+                {field_name: arrays[field_name] for field_name in coupled.embedding_names}, rounding
             )
             arrays |= rounded_inputs
         gradients: dict[str, torch.Tensor] = {}
@@ -281,19 +283,18 @@ class CoupledParity:
 
         def total(module: Any, batch_fields: Mapping[str, torch.Tensor]) -> torch.Tensor:
             inputs = {
-                field_name: x.requires_grad_(field_name in coupled.embeddings)
+                field_name: x.requires_grad_(field_name in coupled.embedding_names)
                 for field_name, x in batch_fields.items()
             }
-            sample_losses = coupled.coupled.loss(module, changeable(inputs))
-            embeddings = [inputs[name] for name in coupled.embeddings]
+            sample_losses = coupled.coupled.loss(module, copy_for_in_place_changes(inputs))
+            embeddings = [inputs[name] for name in coupled.embedding_names]
             loss_sum: torch.Tensor = sample_losses.float().sum()
-            embedding_gradients_or_none: list[
-                Any
-            ] = [  # None if the loss does not read an embedding
+            # None if the loss does not read an embedding
+            embedding_gradients_or_none: list[Any] = [
                 *torch.autograd.grad(loss_sum, embeddings, retain_graph=True, allow_unused=True)
             ]
             for name, value, gradient in zip(
-                coupled.embeddings, embeddings, embedding_gradients_or_none, strict=True
+                coupled.embedding_names, embeddings, embedding_gradients_or_none, strict=True
             ):
                 gradients[name] = torch.zeros_like(value) if gradient is None else gradient
             losses.append(sample_losses.detach().float())
@@ -317,12 +318,14 @@ class CoupledParity:
 
 
 def _gradients_by_quantity(step_loss: StepLoss) -> dict[str, Array]:
-    """Return flat losses (key "") and gradients, by their names in errors."""
+    """Return flat losses (key "") and gradients by the names that errors show."""
     by_quantity = {"": step_loss.losses}
     by_quantity |= {
-        f"the gradient by {name!r}": gradient for name, gradient in step_loss.embeddings.items()
+        f"the gradient by {name!r}": gradient
+        for name, gradient in step_loss.embedding_gradients.items()
     }
     by_quantity |= {
-        f"the gradient by {name!r}": gradient for name, gradient in step_loss.parameters.items()
+        f"the gradient by {name!r}": gradient
+        for name, gradient in step_loss.parameter_gradients.items()
     }
     return {name: value.reshape(-1) for name, value in by_quantity.items()}

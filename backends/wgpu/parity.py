@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from backends.base.interface import Array, Batch, Trainable
-from backends.wgpu.bisection import Runs, differing_operator
+from backends.wgpu.bisection import RunsCaptures, describe_differing_operator
 from backends.wgpu.capture.capture import Capture
 from backends.wgpu.capture.host_run import HostStep
 from backends.wgpu.capture.layer_call import LayerCall, repeated_layers
@@ -27,25 +27,25 @@ from protocol.base.errors import SamestepError
 
 TOLERANCE: Final = 1e-4
 """Allowed difference, relative to a tensor's norm; reordering float32 sums gives about 1e-6."""
-TOLERANCE_HALVES: Final = 1e-2
-"""The same in float16, where one different rounding is a difference of 5e-4, and propagates."""
+FLOAT16_TOLERANCE: Final = 1e-2
+"""`TOLERANCE` in float16, where a single different rounding changes a value by 5e-4."""
 _SCALES: Final = (256.0, 1.0)
-"""Loss scales in float16: the first with which torch's gradients are finite is used."""
-_FLOOR: Final = 1e-2
-"""Relative to the largest gradient's norm: smaller gradients may consist of rounding errors
-alone."""
+"""Loss scales to try in float16: the first with finite gradients in torch is used."""
+_RELATIVE_FLOOR: Final = 1e-2
+"""Smallest norm to compare with, relative to the largest gradient's norm: smaller gradients may be
+rounding errors alone."""
 ROUNDINGS: Final = 10.0
 """Allowed difference as a multiple of torch's own change when the weights' last bits change."""
 _BUDGET_S: Final = 4.0
 """Approximate time budget for torch's side, in seconds."""
 _PRODUCT_SIZE: Final = 512
 """Rows and columns of the matrix product that measures the CPU's speed."""
-_PASSES: Final = 6
-"""Floating-point operations per weight and row of a microbatch, forward and backward."""
+_OPERATIONS_PER_WEIGHT: Final = 6
+"""Floating-point operations per weight and row of a microbatch, in forward and backward."""
 
 
-class Compiled(Runs, Protocol):
-    """The part of a program that the check uses."""
+class ComparableProgram(RunsCaptures, Protocol):
+    """The methods of a program that the check uses."""
 
     loss_scale: float
 
@@ -53,17 +53,18 @@ class Compiled(Runs, Protocol):
         """Return a function that gives the module's current tensors as uploaded to the device,
         under all their names."""
 
-    def take(self, batch: Batch, capture: Capture) -> None:
+    def use_capture(self, batch: Batch, capture: Capture) -> None:
         """Use this capture for batches like this one."""
 
-    def capture(self, batch: Batch, *, closes: bool = True) -> Capture:
-        """Capture a step of the module in its current form; `closes` as for `capture_step`."""
+    def capture(self, batch: Batch, *, closes_layers: bool = True) -> Capture:
+        """Capture a step of the module in its current form; `closes_layers` as for
+        `capture_step`."""
 
     def gradients_of(self, batch: Batch, seed: int) -> dict[str, Array]:
         """Run the compiled program; return gradients by name, and the loss under ""."""
 
     def gradients_once(self, capture: Capture, batch: Batch, seed: int) -> dict[str, Array]:
-        """The same for a temporary capture."""
+        """As `gradients_of`, with a temporary capture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ class _Case:
 
 
 class Parity:
-    """Compares the device with torch: the constructor computes torch's side, `check` the device's.
+    """Compares the device with torch: the constructor computes torch's results, `check` the
+    device's.
 
     Constructed before the program moves the module's weights off the host.
 
@@ -88,7 +90,9 @@ class Parity:
         batches: Microbatches of the run; two are compared.
     """
 
-    def __init__(self, program: Compiled, trainable: Trainable, batches: Sequence[Batch]) -> None:
+    def __init__(
+        self, program: ComparableProgram, trainable: Trainable, batches: Sequence[Batch]
+    ) -> None:
         assert trainable.module is not None
         assert trainable.loss is not None
         self._program = program
@@ -98,31 +102,33 @@ class Parity:
             tensor.name for block in trainable.blocks for tensor in block.tensors
         ]
         self._halves = trainable.precision == "float16"
-        self._tolerance = TOLERANCE_HALVES if self._halves else TOLERANCE
-        self._seconds = 0.0
+        self._tolerance = FLOAT16_TOLERANCE if self._halves else TOLERANCE
+        self._torch_seconds = 0.0
         microbatches = _two_microbatches(batches)
         widest = max(microbatches, key=_rows)
-        affordable = _BUDGET_S * _operations_per_s() / len(microbatches)
+        affordable_operations = _BUDGET_S * _operations_per_s() / len(microbatches)
         whole_capture = program.capture(microbatches[0])
-        program.take(microbatches[0], whole_capture)
-        self._part = part_of(self._module, widest, affordable, whole_capture.calls)
+        program.use_capture(microbatches[0], whole_capture)
+        self._part = choose_part(self._module, widest, affordable_operations, whole_capture.calls)
         self._captures = {} if self._part else {_shapes(microbatches[0]): whole_capture}
         seeds = range(trainable.seed, trainable.seed + 2)
         with self._part.isolate():
             self._values = program.hold_values()
-        self._cases = [self._case(*pair) for pair in zip(microbatches, seeds, strict=True)]
+        self._cases = [self._build_case(*pair) for pair in zip(microbatches, seeds, strict=True)]
 
-    def _case(self, batch: Batch, seed: int) -> _Case:
-        """Compute torch's side."""
-        batch = self._part.of(batch)
+    def _build_case(self, batch: Batch, seed: int) -> _Case:
+        """Compute torch's results for a microbatch."""
+        batch = self._part.first_samples(batch)
         with self._part.isolate():
             capture = self._capture_part(batch)
             start_s = time.perf_counter()
-            expected, scale = self._finite(capture, batch, seed)
-        self._seconds += time.perf_counter() - start_s
+            expected, scale = self._finite_results(capture, batch, seed)
+        self._torch_seconds += time.perf_counter() - start_s
         return _Case(batch, seed, capture, expected, scale)
 
-    def _finite(self, capture: Capture, batch: Batch, seed: int) -> tuple[dict[str, Array], float]:
+    def _finite_results(
+        self, capture: Capture, batch: Batch, seed: int
+    ) -> tuple[dict[str, Array], float]:
         """Return torch's results and the loss scale with which they are finite."""
         results: dict[str, Array] = {}
         for scale in _SCALES if self._halves else (0.0,):
@@ -137,7 +143,7 @@ class Parity:
         if shapes not in self._captures:
             self._captures[shapes] = capture = self._program.capture(batch)
             if not self._part:
-                self._program.take(batch, capture)
+                self._program.use_capture(batch, capture)
         return self._captures[shapes]
 
     def _on_host(
@@ -146,14 +152,14 @@ class Parity:
         values = self._values()
         names = [name for name in self._trained_names if name in values]
         if rounding:
-            values = perturbed(values, rounding)
+            values = perturb(values, rounding)
         step = HostStep(self._module, self._loss, values, names, capture.calls, scale=scale)
         arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
         results = step.run(arrays, _seeds(seed, capture))
         return {n: x.numpy().reshape(-1) for n, x in zip(["", *names], results, strict=True)}
 
     def check(self) -> str:
-        """Compute the same on the device and describe the result.
+        """Compare the device's results with torch's and describe the outcome.
 
         Raises:
             SamestepError: The device's results differ from torch's.
@@ -164,9 +170,9 @@ class Parity:
                 results = self._on_device(case)
                 name, distance = difference(case.expected, results)
                 if distance > self._tolerance and not self._is_rounding(case, distance):
-                    raise SamestepError(self._refusal(case, name, distance))
+                    raise SamestepError(self._describe_difference(case, name, distance))
             worst = max(worst, distance)
-        seconds = self._seconds + time.perf_counter() - start_s
+        seconds = self._torch_seconds + time.perf_counter() - start_s
         return f"gradients within {worst:.1e} of torch's ({self._part}; {seconds:.1f} s)"
 
     def _on_device(self, case: _Case) -> dict[str, Array]:
@@ -188,24 +194,24 @@ class Parity:
     def _repeat_on_host(self, case: _Case, rounding: int = 0) -> dict[str, Array]:
         return self._on_host(case.capture, case.batch, case.seed, case.scale, rounding)
 
-    def _refusal(self, case: _Case, name: str, distance: float) -> str:
+    def _describe_difference(self, case: _Case, name: str, distance: float) -> str:
         quantity = f"the gradient of {name!r}" if name else "the loss"
         return (
             f"expected {quantity} within {self._tolerance:g} of torch's, got a difference of "
-            f"{distance:.1e} on the vulkan backend: {self._culprit(case)}; use a cpu or "
+            f"{distance:.1e} on the vulkan backend: {self._describe_cause(case)}; use a cpu or "
             "cuda worker for this model"
         )
 
-    def _culprit(self, case: _Case) -> str:
-        """Name the likely cause."""
+    def _describe_cause(self, case: _Case) -> str:
+        """Return the likely cause."""
         if difference(case.expected, self._repeat_on_host(case))[1]:
             return "torch's results differ from run to run as well"
         if self._halves:
             return "the operator cannot be determined in float16 (try model.precision: float32)"
         try:
-            capture = self._program.capture(case.batch, closes=False)
+            capture = self._program.capture(case.batch, closes_layers=False)
             seeds = _seeds(case.seed, capture)
-            operator = differing_operator(
+            operator = describe_differing_operator(
                 self._program,
                 capture,
                 self._values(),
@@ -216,25 +222,28 @@ class Parity:
             )
             if operator:
                 return f"the operator is {operator}"
-            capture = self._program.capture(case.batch, closes=False)
+            capture = self._program.capture(case.batch, closes_layers=False)
             results = self._program.gradients_once(capture, case.batch, case.seed)
         except (SamestepError, RuntimeError) as error:
             return f"the operator cannot be determined ({' '.join(str(error).split())[:200]})"
-        if self._draws_alike(case) and difference(case.expected, results)[1] <= self._tolerance:
+        if self._has_no_draws(case) and difference(case.expected, results)[1] <= self._tolerance:
             return "layers that differ share one set of kernels"
         return "no single operator, but several fused in one kernel"
 
-    def _draws_alike(self, case: _Case) -> bool:
-        """Whether inlined layers make the same random draws as shared ones: only if there are
-        none."""
-        return not any(call.draws for call in case.capture.calls)
+    def _has_no_draws(self, case: _Case) -> bool:
+        """Whether no layer draws random numbers; inlined layers would draw others than shared
+        ones."""
+        return not any(call.has_draws for call in case.capture.calls)
 
 
 def difference(expected: Mapping[str, Array], results: Mapping[str, Array]) -> tuple[str, float]:
-    """Return the name of the tensor that differs most ("" for the loss) and the difference relative
-    to its norm; infinity if only one of the two is finite."""
+    """Return the name of the tensor that differs most ("" for the loss), and the relative
+    difference.
+
+    The difference is relative to the tensor's norm; infinity if only one side is finite.
+    """
     norms = {name: _norm(value) for name, value in expected.items()}
-    floor = _FLOOR * max((norm for name, norm in norms.items() if name), default=0.0)
+    floor = _RELATIVE_FLOOR * max((norm for name, norm in norms.items() if name), default=0.0)
     worst = ("", 0.0)
     for name, value in expected.items():
         scale = max(norms[name], floor if name else 0.0)
@@ -245,12 +254,12 @@ def difference(expected: Mapping[str, Array], results: Mapping[str, Array]) -> t
 
 
 def _distance(expected: Array, actual: Array, scale: float) -> float:
-    finite = np.isfinite(expected)
-    if not np.isfinite(actual[finite]).all():
+    is_finite = np.isfinite(expected)
+    if not np.isfinite(actual[is_finite]).all():
         return float("inf")
-    if not np.array_equal(expected[~finite], actual[~finite], equal_nan=True):
+    if not np.array_equal(expected[~is_finite], actual[~is_finite], equal_nan=True):
         return float("inf")
-    distance = _norm(expected[finite].astype(np.float64) - actual[finite])
+    distance = _norm(expected[is_finite].astype(np.float64) - actual[is_finite])
     if distance == 0.0:
         return 0.0
     return distance / scale if scale > 0 else float("inf")
@@ -277,15 +286,15 @@ def _two_microbatches(batches: Sequence[Batch]) -> list[Batch]:
     return [first_batch, Batch(reversed_arrays, first_batch.weight)]
 
 
-def perturbed(values: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+def perturb(values: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
     """Change the last bits of float tensors at random; tensors with several names stay shared."""
     generator = torch.Generator().manual_seed(number)
-    perturbed: dict[int, torch.Tensor] = {}
+    perturbed_by_id: dict[int, torch.Tensor] = {}
     for value in values.values():
-        if id(value) not in perturbed and value.is_floating_point():
+        if id(value) not in perturbed_by_id and value.is_floating_point():
             noise = torch.randn(value.shape, generator=generator)
-            perturbed[id(value)] = value * (1 + 2.0**-23 * noise)
-    return {name: perturbed.get(id(value), value) for name, value in values.items()}
+            perturbed_by_id[id(value)] = value * (1 + 2.0**-23 * noise)
+    return {name: perturbed_by_id.get(id(value), value) for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +311,7 @@ class _Part:
     samples: int = 0
 
     def __bool__(self) -> bool:
-        """Whether anything is left out."""
+        """Whether any layer or sample is left out."""
         return bool(self.layers or self.samples)
 
     def __str__(self) -> str:
@@ -323,21 +332,21 @@ class _Part:
                 stack._modules.clear()  # noqa: SLF001
                 stack._modules.update(modules)  # noqa: SLF001
 
-    def of(self, batch: Batch) -> Batch:
+    def first_samples(self, batch: Batch) -> Batch:
         """Return the batch's first `samples` samples."""
         if not self.samples:
             return batch
-        first_samples = {n: a[: self.samples] if a.ndim else a for n, a in batch.arrays.items()}
-        return Batch(first_samples, batch.weight)
+        arrays = {n: a[: self.samples] if a.ndim else a for n, a in batch.arrays.items()}
+        return Batch(arrays, batch.weight)
 
 
-def part_of(
+def choose_part(
     module: nn.Module, batch: Batch, operations: float, calls: Sequence[LayerCall]
 ) -> _Part:
-    """Choose the part of a model that takes at most `operations` operations, but always one layer
-    of each kind, the second and the last of each list, and one sample.
+    """Choose the part of a model that takes at most `operations` operations.
 
-    Layers are of the same kind if their `LayerCall`s are: they share one set of kernels.
+    At least one layer of each kind, the second and the last layer of each list, and one sample are
+    chosen. Layers are of the same kind if their `LayerCall`s are: they share one set of kernels.
     """
     stacks: dict[str, tuple[nn.ModuleList, dict[str, nn.Module]]] = {}
     for path, layer in repeated_layers(module, ""):
@@ -348,26 +357,26 @@ def part_of(
     weights = _weights(module)
     per_layer = {name: _weights(stack) / len(stack) for name, (stack, _) in stacks.items()}
     outside_weights = weights - sum(_weights(stack) for stack, _ in stacks.values())
-    affordable = operations / (_PASSES * _rows(batch))
-    if weights <= affordable:
+    affordable_weights = operations / (_OPERATIONS_PER_WEIGHT * _rows(batch))
+    if weights <= affordable_weights:
         return _Part()
     first_by_kind: dict[Any, str] = {}
     for call in calls:
         first_by_kind.setdefault(call.kind, call.path)
-    names_kept = {
+    kept_names = {
         name: _informative_layers(name, [*layers], {*first_by_kind.values()})
         for name, (_, layers) in stacks.items()
     }
     smallest = outside_weights + sum(
-        per_layer[name] * len(names) for name, names in names_kept.items()
+        per_layer[name] * len(names) for name, names in kept_names.items()
     )
     samples = 0
     lengths = {len(array) for array in batch.arrays.values() if array.ndim}
-    if smallest > affordable and len(lengths) == 1:
+    if smallest > affordable_weights and len(lengths) == 1:
         (count,) = lengths
-        samples = max(1, int(count * affordable / smallest))
+        samples = max(1, int(count * affordable_weights / smallest))
     return _Part(
-        tuple((stacks[name][0], tuple(names)) for name, names in names_kept.items()), samples
+        tuple((stacks[name][0], tuple(names)) for name, names in kept_names.items()), samples
     )
 
 

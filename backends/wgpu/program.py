@@ -21,14 +21,14 @@ from backends.base.interface import (
     Captured,
     Leaf,
     Loss,
-    LossRaised,
+    LossFailed,
     StepLoss,
     Sums,
     Trainable,
 )
 from backends.base.subtree_gradients import Microbatch, SubtreeGradients, sum_on_host
 from backends.checks.additivity import call_under_no_grad
-from backends.checks.outside_table import index_outside
+from backends.checks.outside_table import outside_index_of
 from backends.checks.trainable_checks import (
     refuse_gradient_hooks,
     refuse_gradients_across_samples,
@@ -39,12 +39,23 @@ from backends.checks.trainable_checks import (
 from backends.losses.coupled_loss import is_carried_gradient, with_backward_loss
 from backends.wgpu.capture.additivity import refuse_non_additive_loss
 from backends.wgpu.capture.capture import SCALE, Capture, capture_forward, capture_step
-from backends.wgpu.capture.stand_in import StandIn
+from backends.wgpu.capture.model_proxy import ModelProxy
 from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.coupled import CoupledCapture, CoupledParity
 from backends.wgpu.device.packing import from_words, pack, seed_words, tensor_words
-from backends.wgpu.device.running import PlacedPlan, Running, Submission, nothing, submissions
-from backends.wgpu.device.sum_stack import Sources, SumStack, levels_of, merge_of
+from backends.wgpu.device.running import (
+    PlacedPlan,
+    RunningPlan,
+    Submission,
+    empty_submissions,
+    submissions,
+)
+from backends.wgpu.device.sum_stack import (
+    Sources,
+    SumStack,
+    additions_for_leaf,
+    largest_level_count,
+)
 from backends.wgpu.device.target import Buffer, ComputeTarget
 from backends.wgpu.device.weights import Weights
 from backends.wgpu.graph.integer_bounds import IntegerBounds
@@ -57,7 +68,7 @@ from backends.wgpu.lowering.estimate import (
 )
 from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.lowering.microbatching import with_microbatches
+from backends.wgpu.lowering.microbatching import enlarge_for_microbatches
 from backends.wgpu.lowering.plan import Plan
 from backends.wgpu.subtree_sum import sum_on_device
 from backends.wgpu.weights.split_tables import split_tables
@@ -84,12 +95,12 @@ class VulkanProgram:
         device: The device to run on.
         trainable: The task.
         template: How kernels are generated for the device.
-        adds: Whether subtree sums may be added on the device: its additions are exact.
+        adds: Whether subtree sums may be added on the device, because its additions are exact.
         largest_bytes: Largest size of a buffer; by default the device's limit.
 
     Attributes:
         estimates: Estimated memory of each plan so far.
-        parity: Description of the comparison with torch; empty before it.
+        parity: Description of the comparison with torch; empty before the comparison.
     """
 
     def __init__(
@@ -116,17 +127,19 @@ class VulkanProgram:
         self._trainable = trainable
         self._loss = trainable.loss
         self._largest_bytes = largest_bytes or device.largest_buffer_bytes
-        cut_bytes = CANONICAL_TABLE_BYTES if template.canonical else self._largest_bytes
+        table_bytes = CANONICAL_TABLE_BYTES if template.canonical else self._largest_bytes
         if trainable.rows is None:
-            trained_parameters(trainable.module, trainable.blocks)  # the device's are float32
-        self._weights = Weights(device, trainable, cut_bytes)
+            trained_parameters(
+                trainable.module, trainable.blocks
+            )  # refuses other types than float32
+        self._weights = Weights(device, trainable, table_bytes)
         self._slots: list[Buffer] = []
-        self._results = [self._results_of(block) for block in self._blocks]
+        self._output_sizes = [self._gradient_sizes(block) for block in self._blocks]
         self._embedded: list[Rows] = []
-        sizes = [[4 * elements for elements in results] for results in reversed(self._results)]
+        sizes = [[4 * elements for elements in sizes] for sizes in reversed(self._output_sizes)]
         pairs = template.bindings // 2 if template.microbatches > 1 else 1
         self._sums = SumStack(device, sizes, 1 << pairs.bit_length() - 1) if adds else None
-        self._summing: dict[Any, tuple[Submission, ...]] = {}
+        self._sum_submissions: dict[Any, tuple[Submission, ...]] = {}
         self._absent_gradient: Buffer | None = None
         self._sums_in_use = False
         """Whether the subtree in progress keeps its sums on the device."""
@@ -135,7 +148,7 @@ class VulkanProgram:
         """Captures without a plan yet, by shapes."""
         self._temporary_plan: PlacedPlan | None = None
         """The last plan made by `run_once`."""
-        self._current_run: Running | None = None
+        self._current_run: RunningPlan | None = None
         self._lock = threading.RLock()
         self.estimates: list[Estimate] = []
         self.parity = ""
@@ -151,8 +164,12 @@ class VulkanProgram:
     def memory(self) -> str:
         """The largest estimate, and the device's memory if known."""
         largest_estimate = max(self.estimates, key=lambda estimate: estimate.total)
-        has = self._device.adapter.memory_bytes
-        return f"{largest_estimate} of {byte_size(has)}" if has else str(largest_estimate)
+        memory_bytes = self._device.adapter.memory_bytes
+        return (
+            f"{largest_estimate} of {byte_size(memory_bytes)}"
+            if memory_bytes
+            else str(largest_estimate)
+        )
 
     def check(self, example: Batch) -> None:
         """Compile a training step for batches of this shape.
@@ -166,7 +183,7 @@ class VulkanProgram:
         refuse_gradient_hooks(trained_parameters(self._weights.module, self._blocks))
         refuse_running_statistics(self._weights.module, self._trainable.evaluation_parts)
         refuse_gradients_across_samples(self._weights.module)
-        capture, arrays = self._take_capture(example), _tensors(example)
+        capture, arrays = self._take_capture(example), _copy_to_tensors(example)
         own_arrays = {name: x for name, x in arrays.items() if not is_carried_gradient(name)}
         refuse_non_additive_loss(
             self._weights.module, self._loss, own_arrays, capture.model_results
@@ -178,13 +195,14 @@ class VulkanProgram:
         under all their names; see `Weights.hold_values`."""
         return self._weights.hold_values(named_tensors(self._weights.module))
 
-    def capture(self, batch: Batch, *, closes: bool = True) -> Capture:
-        """Capture a step of the module in its current form; `closes` as for `capture_step`."""
+    def capture(self, batch: Batch, *, closes_layers: bool = True) -> Capture:
+        """Capture a step of the module in its current form; `closes_layers` as for
+        `capture_step`."""
         module, fuses = self._weights.module, self._template.fuses
         tensors = named_tensors(module)
         trained_names = [name for name in self._trained_names if name in tensors]
-        arrays = _tensors(batch)
-        halves = self._template.halves
+        arrays = _copy_to_tensors(batch)
+        is_float16 = self._template.is_float16
         fields = tuple if self._coupled is None else self._coupled.take_observed
         return capture_step(
             module,
@@ -192,12 +210,12 @@ class VulkanProgram:
             trained_names,
             arrays,
             fuses,
-            closes=closes,
-            halves=halves,
+            closes_layers=closes_layers,
+            is_float16=is_float16,
             fields=fields,
         )
 
-    def take(self, batch: Batch, capture: Capture) -> None:
+    def use_capture(self, batch: Batch, capture: Capture) -> None:
         """Use this capture for batches of this shape."""
         self._captures[_shapes(batch)] = capture
 
@@ -213,7 +231,7 @@ class VulkanProgram:
         return results
 
     def gradients_once(self, capture: Capture, batch: Batch, seed: int) -> dict[str, Array]:
-        """The same for a temporary capture."""
+        """As `gradients_of`, with a temporary capture."""
         tensors = named_tensors(self._weights.module)
         trained_names = [name for name in self._trained_names if name in tensors]
         counts = [len(self._weights.tables.get(name, "1")) for name in trained_names]
@@ -232,7 +250,7 @@ class VulkanProgram:
     ) -> list[Array | None]:
         """Run a temporary capture; return each output, flat, or None for zeros.
 
-        `trained_names` as `trained` of `split_tables`.
+        `trained_names` as in `split_tables`.
         """
         with self._lock:
             if self._temporary_plan is None or self._temporary_plan.capture is not capture:
@@ -241,8 +259,8 @@ class VulkanProgram:
                 self._temporary_plan = self._place_plan(capture, groups, trained_names)
                 self.estimates.pop()
             placed_plan = self._temporary_plan
-            words = self._packed(placed_plan, batch.arrays, seed)
-            arrays = Running(
+            words = self._pack_upload(placed_plan, batch.arrays, seed)
+            arrays = RunningPlan(
                 self._device, placed_plan.submissions[1], placed_plan.upload, words
             ).next()
         assert arrays is not None
@@ -267,14 +285,14 @@ class VulkanProgram:
         """Compute a subtree; sum on the device if its additions are exact and its memory
         suffices."""
         self._sums_in_use = False
-        leaves = self._completed(leaves)
+        leaves = self._complete_leaves(leaves)
         if self._sums is None or len(leaves) == 1:
             return self.sum_on_host(leaves)
-        levels = levels_of(len(leaves))
-        sum_bytes = max(levels * self._sums.level_bytes, self._sums.held_bytes)
+        levels = largest_level_count(len(leaves))
+        sum_bytes = max(levels * self._sums.level_bytes, self._sums.reserved_bytes)
         if not has_room(self.estimates, sum_bytes, self._device.adapter.memory_bytes):
             return self.sum_on_host(leaves)
-        self._sums.hold(levels)
+        self._sums.reserve(levels)
         self._sums_in_use = True
         start = partial(self._start, self._sums, leaves)
         shapes = {_shapes(batch): batch for batch, _ in leaves if not _is_empty(batch)}
@@ -284,7 +302,7 @@ class VulkanProgram:
 
     def sum_on_host(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
         """Compute a subtree, and always sum on the host."""
-        leaves = self._completed(leaves)
+        leaves = self._complete_leaves(leaves)
         return sum_on_host(leaves, self._begin, len(self._blocks))
 
     def _begin(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
@@ -293,32 +311,32 @@ class VulkanProgram:
             return Microbatch(self._absent_gradients(batch), lambda: None)
         with self._lock:
             placed_plan = self._step(batch)
-            words = self._uploaded(placed_plan, batch, seed)
-            run = Running(self._device, placed_plan.submissions[1], placed_plan.upload, words)
+            words = self._pack_batch(placed_plan, batch, seed)
+            run = RunningPlan(self._device, placed_plan.submissions[1], placed_plan.upload, words)
             self._current_run = run
         return Microbatch(self._items(placed_plan, run, batch), run.stop)
 
-    def completed(self, batch: Batch) -> Batch:
+    def complete_batch(self, batch: Batch) -> Batch:
         """Return a microbatch with all arrays of a training step; see
-        `CoupledCapture.completed`."""
+        `CoupledCapture.complete_batch`."""
         return batch if self._coupled is None else self._coupled.complete_batch(batch)
 
-    def _completed(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
+    def _complete_leaves(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
         if self._coupled is None:
             return leaves
         return [(self._coupled.complete_batch(batch), seed) for batch, seed in leaves]
 
     def embed(self, leaves: Sequence[Leaf]) -> Generator[Rows, None, None]:
-        """See `backends.base.interface.ComputesCoupledLoss`: the plan of a training step, up to its
-        embeddings."""
-        coupled, leaves = self._require_coupled(), self._completed(leaves)
+        """See `backends.base.interface.ComputesCoupledLoss`: runs the plan of a training step up to
+        the embeddings."""
+        coupled, leaves = self._require_coupled(), self._complete_leaves(leaves)
         for group in self._groups(leaves):
             with self._lock:
                 placed_plan = self._step(leaves[group.start][0])
                 parts = self._parts(placed_plan, len(group))
                 first_parts = [*takewhile(lambda part: not part.is_last, parts)]
-                words = np.concatenate([self._uploaded(placed_plan, *leaves[n]) for n in group])
-                run = Running(
+                words = np.concatenate([self._pack_batch(placed_plan, *leaves[n]) for n in group])
+                run = RunningPlan(
                     self._device, parts[: len(first_parts) + 1], placed_plan.upload, words
                 )
                 self._current_run = run
@@ -328,19 +346,19 @@ class VulkanProgram:
             yield from coupled.rows(placed_plan.capture, arrays, len(group))
 
     def step_loss(self, rows: Rows, seed: int) -> StepLoss:
-        """See `backends.base.interface.ComputesCoupledLoss`: by a plan of its own."""
+        """See `backends.base.interface.ComputesCoupledLoss`: runs a separate plan."""
         coupled, samples = self._require_coupled(), len(rows)
         fields = split_fields(coupled.coupled.layout, rows)
         with self._lock:
             key = ("step loss", samples)
             if key not in self._plans:
-                capture = coupled.take(samples)
+                capture = coupled.take_capture(samples)
                 parts = sum(len(self._weights.tables.get(n, "1")) - 1 for n in self._trained_names)
                 groups = [list(range(len(capture.outputs) + parts))]
                 self._plans[key] = self._place_plan(capture, groups, self._trained_names)
             placed_plan = self._plans[key]
-            words = self._packed(placed_plan, fields, seed)
-            arrays = Running(
+            words = self._pack_upload(placed_plan, fields, seed)
+            arrays = RunningPlan(
                 self._device, placed_plan.submissions[1], placed_plan.upload, words
             ).next()
         assert arrays is not None
@@ -359,15 +377,15 @@ class VulkanProgram:
         return None if self._coupled is None else CoupledParity(self._coupled, self.hold_values()())
 
     def _require_coupled(self) -> CoupledCapture:
-        assert self._coupled is not None, "the engine asks for embeddings of a coupled loss alone"
+        assert self._coupled is not None, "only tasks with a coupled loss have embeddings"
         return self._coupled
 
     @property
-    def _segments_before(self) -> int:
+    def _embedding_segments(self) -> int:
         """Number of segments before a step's blocks: 1 if it has embeddings."""
         return int(self._coupled is not None)
 
-    def _read_embeddings(self, leaves: Sequence[Leaf], run: Running, group: range) -> bool:
+    def _read_embeddings(self, leaves: Sequence[Leaf], run: RunningPlan, group: range) -> bool:
         """Read the embeddings of a group; return whether the subtree continues."""
         if self._coupled is None:
             return True
@@ -393,19 +411,20 @@ class VulkanProgram:
         device.
 
         Raises:
-            SamestepError: The task captures nothing, or needs more of the model than a call.
+            SamestepError: The task captures empty_submissions, or needs more of the model than a
+                call.
         """
         if self._trainable.rows is None:
             raise SamestepError("this task captures nothing")
         return self._evaluate(self._trainable.rows, batch)
 
-    def _evaluate(self, measure: Callable[[Any, Mapping[str, Any]], T], batch: Batch) -> T:
-        module = StandIn(self._weights.module, self.forward)
+    def _evaluate(self, function: Callable[[Any, Mapping[str, Any]], T], batch: Batch) -> T:
+        module = ModelProxy(self._weights.module, self.forward)
         arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
         try:
-            return call_under_no_grad(lambda: measure(module, arrays))
+            return call_under_no_grad(lambda: function(module, arrays))
         except (IndexError, RuntimeError) as error:
-            if (bad_index := index_outside(error, arrays)) is None:
+            if (bad_index := outside_index_of(error, arrays)) is None:
                 raise
             raise DataError(bad_index.text) from error
 
@@ -423,12 +442,14 @@ class VulkanProgram:
         with self._lock:
             if key not in self._plans:
                 fuses = self._template.fuses
-                halves = self._template.halves
-                capture = capture_forward(self._weights.module, args, kwargs, fuses, halves=halves)
+                is_float16 = self._template.is_float16
+                capture = capture_forward(
+                    self._weights.module, args, kwargs, fuses, is_float16=is_float16
+                )
                 self._plans[key] = self._place_plan(capture, [list(range(len(capture.outputs)))])
             placed_plan = self._plans[key]
-            words = self._packed(placed_plan, arrays, 0)
-            results = Running(
+            words = self._pack_upload(placed_plan, arrays, 0)
+            results = RunningPlan(
                 self._device, placed_plan.submissions[1], placed_plan.upload, words
             ).next()
         assert results is not None
@@ -452,13 +473,13 @@ class VulkanProgram:
                 self._current_run.stop()
             self._plans.clear()
             self._temporary_plan = None
-            self._summing.clear()
+            self._sum_submissions.clear()
             self._slots.clear()
             self._sums = self._absent_gradient = None
-            self._weights.forget()
+            self._weights.free()
 
     def _groups(self, leaves: Sequence[Leaf]) -> list[range]:
-        """Group adjacent microbatches of one shape that are computed at once, up to the plan's
+        """Group adjacent microbatches of one shape that are computed together, up to the plan's
         limit."""
         groups: list[range] = []
         for leaf, (batch, _) in enumerate(leaves):
@@ -473,40 +494,40 @@ class VulkanProgram:
                 groups.append(range(leaf, leaf + 1))
         return groups
 
-    def _start(self, sums: SumStack, leaves: Sequence[Leaf], group: range) -> Running:
-        """Start a group of microbatches: computed at once, added to the subtree's sums in order."""
+    def _start(self, sums: SumStack, leaves: Sequence[Leaf], group: range) -> RunningPlan:
+        """Start a group of microbatches, which are added to the subtree's sums in order."""
         first_batch = leaves[group.start][0]
         with self._lock:
             placed_plan = None if _is_empty(first_batch) else self._step(first_batch)
-            merges = tuple(merge_of(leaf, len(leaves)) for leaf in group)
+            merges = tuple(additions_for_leaf(leaf, len(leaves)) for leaf in group)
             shapes = None if placed_plan is None else _shapes(first_batch)
             key = (shapes, merges, group.start == 0, merges[-1].is_last and len(leaves))
-            if key not in self._summing:
+            if key not in self._sum_submissions:
                 microbatches = len(group)
-                first_segments = self._segments_before
+                first_segments = self._embedding_segments
                 segments = len(self._blocks) + first_segments
                 parts = (
-                    nothing(segments)
+                    empty_submissions(segments)
                     if placed_plan is None
                     else self._parts(placed_plan, microbatches)
                 )
                 sources = self._sources(placed_plan, microbatches)
-                self._summing[key] = tuple(
-                    sums.summing(parts, sources, group.start, len(leaves), first_segments)
+                self._sum_submissions[key] = tuple(
+                    sums.append_additions(parts, sources, group.start, len(leaves), first_segments)
                 )
             if placed_plan is None:
-                self._current_run = Running(self._device, self._summing[key])
+                self._current_run = RunningPlan(self._device, self._sum_submissions[key])
             else:
-                uploads = [self._uploaded(placed_plan, *leaves[n]) for n in group]
+                uploads = [self._pack_batch(placed_plan, *leaves[n]) for n in group]
                 words = np.concatenate(uploads)
-                self._current_run = Running(
-                    self._device, self._summing[key], placed_plan.upload, words
+                self._current_run = RunningPlan(
+                    self._device, self._sum_submissions[key], placed_plan.upload, words
                 )
             self._sums_in_use = not merges[-1].is_last
             return self._current_run
 
     def _parts(self, placed_plan: PlacedPlan, microbatches: int) -> tuple[Submission, ...]:
-        """Return the submissions for that many microbatches at once."""
+        """Return the submissions for this number of microbatches."""
         if microbatches not in placed_plan.submissions:
             per_microbatch = self._field_outputs
             parts = submissions(
@@ -521,11 +542,14 @@ class VulkanProgram:
         for microbatch in range(microbatches):
             outputs = [
                 placed_plan.output(number, microbatch) if placed_plan else None
-                for number in range(1, 1 + sum(map(len, self._results)))
+                for number in range(1, 1 + sum(map(len, self._output_sizes)))
             ]
             gradient_buffers = [self._absent() if buffer is None else buffer for buffer in outputs]
             gradients.append(
-                [[gradient_buffers[o - 1] for o in self._outputs_of(n)] for n in self._order()]
+                [
+                    [gradient_buffers[o - 1] for o in self._block_outputs(n)]
+                    for n in self._backward_order()
+                ]
             )
         loss = placed_plan.plan.outputs[0] if placed_plan else None
         if placed_plan is None or loss is None:
@@ -536,22 +560,22 @@ class VulkanProgram:
     def _absent(self) -> Buffer:
         """Return absent values as long as the largest gradient, allocated on first use."""
         if self._absent_gradient is None:
-            largest_elements = max(elements for results in self._results for elements in results)
+            largest_elements = max(elements for sizes in self._output_sizes for elements in sizes)
             self._absent_gradient = self._device.buffer(4 * largest_elements)
             self._device.upload(self._absent_gradient, absent(largest_elements).view(np.uint32))
         return self._absent_gradient
 
-    def _order(self) -> Sequence[int]:
+    def _backward_order(self) -> Sequence[int]:
         """Return blocks in backward order."""
         return range(len(self._blocks) - 1, -1, -1)
 
     def _items(
-        self, placed_plan: PlacedPlan, run: Running, batch: Batch
+        self, placed_plan: PlacedPlan, run: RunningPlan, batch: Batch
     ) -> Iterator[BlockGradient | Loss]:
         loss = 0.0
         if not self._read_embeddings([(batch, 0)], run, range(1)):
             return
-        for number in self._order():
+        for number in self._backward_order():
             arrays = run.next()
             if arrays is None:
                 return
@@ -566,7 +590,7 @@ class VulkanProgram:
         parts = [
             np.zeros(elements, np.float32) if plan.outputs[output] is None else next(remaining)
             for elements, output in zip(
-                self._results[number], self._outputs_of(number), strict=True
+                self._output_sizes[number], self._block_outputs(number), strict=True
             )
         ]
         values = np.concatenate(parts) if len(parts) > 1 else np.array(parts[0])
@@ -577,8 +601,8 @@ class VulkanProgram:
 
         Args:
             batches: One batch of each shape in the subtree.
-            number: The block.
-            values: Its sum.
+            number: The block's number.
+            values: The block's sum.
         """
         block = self._blocks[number]
         unreached = {tensor.name for tensor in block.tensors}
@@ -587,9 +611,11 @@ class VulkanProgram:
         return mark_absent(block, values, unreached)
 
     def _unreached(self, plan: Plan, number: int) -> set[str]:
-        """Return the block's tensors that have no gradient in a step: the graph, and so the set, is
-        the same for every microbatch of that shape."""
-        outputs = iter(self._outputs_of(number))
+        """Return the block's tensors that have no gradient in a step.
+
+        The graph, and so this set, is the same for every microbatch of the plan's shapes.
+        """
+        outputs = iter(self._block_outputs(number))
         unreached = set()
         for tensor in self._blocks[number].tensors:
             parts = [next(outputs) for _ in self._weights.tables.get(tensor.name, "1")]
@@ -597,20 +623,20 @@ class VulkanProgram:
                 unreached.add(tensor.name)
         return unreached
 
-    def _outputs_of(self, number: int) -> range:
+    def _block_outputs(self, number: int) -> range:
         """Return the numbers of the outputs that are a block's gradients; output 0 is the loss."""
-        first_output = 1 + sum(map(len, self._results[:number]))
-        return range(first_output, first_output + len(self._results[number]))
+        first_output = 1 + sum(map(len, self._output_sizes[:number]))
+        return range(first_output, first_output + len(self._output_sizes[number]))
 
     @property
     def _field_outputs(self) -> range:
         """Numbers of the outputs that are embeddings."""
-        first_output = 1 + sum(map(len, self._results))
+        first_output = 1 + sum(map(len, self._output_sizes))
         fields = 0 if self._coupled is None else len(self._coupled.coupled.layout.fields)
         return range(first_output, first_output + fields)
 
-    def _results_of(self, block: Block) -> list[int]:
-        """Return the elements of each gradient output of a block: of a tensor, or of each of its
+    def _gradient_sizes(self, block: Block) -> list[int]:
+        """Return the size of each gradient output of a block: of a tensor, or of each of its
         parts."""
         tables = self._weights.tables
         sizes = []
@@ -621,24 +647,24 @@ class VulkanProgram:
         return sizes
 
     def _absent_gradients(self, batch: Batch) -> Iterator[BlockGradient | Loss]:
-        for number in self._order():
+        for number in self._backward_order():
             yield BlockGradient(number, absent(self._blocks[number].elements))
         yield Loss(0.0, batch.weight)
 
-    def _uploaded(self, placed_plan: PlacedPlan, batch: Batch, seed: int) -> NDArray[np.uint32]:
+    def _pack_batch(self, placed_plan: PlacedPlan, batch: Batch, seed: int) -> NDArray[np.uint32]:
         """Return the upload of a microbatch of a subtree.
 
         Raises:
-            LossRaised: The device cannot compute with the batch's values.
+            LossFailed: The device cannot compute with the batch's values.
         """
         try:
-            return self._packed(placed_plan, batch.arrays, seed)
+            return self._pack_upload(placed_plan, batch.arrays, seed)
         except OutsideTable as error:
-            raise LossRaised(str(error), batch, error.row) from error
+            raise LossFailed(str(error), batch, error.row) from error
         except DataError as error:
-            raise LossRaised(str(error), batch) from error
+            raise LossFailed(str(error), batch) from error
 
-    def _packed(
+    def _pack_upload(
         self, placed_plan: PlacedPlan, arrays: Mapping[str, NDArray[Any]], seed: int
     ) -> NDArray[np.uint32]:
         """Pack the upload of a microbatch."""
@@ -661,7 +687,7 @@ class VulkanProgram:
         return self._captures.pop(_shapes(batch), None) or self.capture(batch)
 
     def _place_step(self, capture: Capture) -> PlacedPlan:
-        groups = [list(self._outputs_of(n)) for n in self._order()]
+        groups = [list(self._block_outputs(n)) for n in self._backward_order()]
         groups[-1].append(0)  # the loss comes with the last block
         if self._coupled is not None:
             groups.insert(0, [*self._field_outputs])
@@ -684,7 +710,7 @@ class VulkanProgram:
         with _explain_failure("generate kernels for this model"):
             plan = lowered_plan(capture, base, constants, self._template, groups)
         if self._sums is not None:
-            plan = with_microbatches(plan, at_once, self._has_room)
+            plan = enlarge_for_microbatches(plan, at_once, self._has_room)
         self.estimates.append(estimate(plan, self._weights.nbytes()))
         adapter, largest_bytes = self._device.adapter, self._largest_bytes
         refuse_insufficient_memory(
@@ -704,14 +730,14 @@ class VulkanProgram:
         """Whether memory suffices for a plan and for the sums of a step's microbatches."""
         assert self._sums is not None
         memory = estimate(plan, self._weights.nbytes())
-        sums = levels_of(MICROBATCHES_PER_STEP) * self._sums.level_bytes
+        sums = largest_level_count(MICROBATCHES_PER_STEP) * self._sums.level_bytes
         largest_slot = max(plan.slots, default=0)
         memory_bytes = self._device.adapter.memory_bytes
         return largest_slot <= self._largest_bytes and has_room([memory], sums, memory_bytes)
 
     def _make_room(self) -> None:
         """Free the memory of subtree sums if a new plan needs it."""
-        adapter, sum_bytes = self._device.adapter, self._sums.held_bytes if self._sums else 0
+        adapter, sum_bytes = self._device.adapter, self._sums.reserved_bytes if self._sums else 0
         if self._sums is None or has_room(self.estimates, sum_bytes, adapter.memory_bytes):
             return
         if self._sums_in_use:
@@ -721,7 +747,7 @@ class VulkanProgram:
                 "subtree; lower batch.microbatch or data.max_tokens",
             )
         self._sums.release()
-        self._summing.clear()
+        self._sum_submissions.clear()
 
     def _buffers(self, plan: Plan, upload: Buffer) -> list[Buffer]:
         slots = self._take_slots(plan.slots)
@@ -732,7 +758,7 @@ class VulkanProgram:
             elif location.tensor:
                 buffers.append(self._weights.buffer(location.tensor))
             elif location.constant is not None:
-                words = tensor_words(location.constant, halves=self._template.halves)
+                words = tensor_words(location.constant, keeps_float16=self._template.is_float16)
                 buffers.append(self._device.buffer(words.nbytes))
                 self._device.upload(buffers[-1], words)
             else:
@@ -740,14 +766,15 @@ class VulkanProgram:
         return buffers
 
     def _take_slots(self, sizes: Sequence[int]) -> list[Buffer]:
-        """Allocate a plan's slots. Plans never run concurrently, so they share slots."""
+        """Allocate a plan's slots. Plans never run concurrently, so they share the slots'
+        buffers."""
         free = sorted(self._slots, key=lambda buffer: buffer.nbytes)
         slots: dict[int, Buffer] = {}
         for slot in sorted(range(len(sizes)), key=lambda slot: -sizes[slot]):
-            fitting = [b for b in free if sizes[slot] <= b.nbytes <= 2 * sizes[slot]]
-            if fitting:
-                slots[slot] = fitting[0]
-                free.remove(fitting[0])
+            fitting_buffers = [b for b in free if sizes[slot] <= b.nbytes <= 2 * sizes[slot]]
+            if fitting_buffers:
+                slots[slot] = fitting_buffers[0]
+                free.remove(fitting_buffers[0])
             else:
                 slots[slot] = self._device.buffer(sizes[slot])
                 self._slots.append(slots[slot])
@@ -756,7 +783,7 @@ class VulkanProgram:
 
 @contextmanager
 def _explain_failure(task: str) -> Iterator[None]:
-    """Turn any exception into a SamestepError: an unforeseen model must not end the worker.
+    """Convert any exception to a SamestepError: an unforeseen model must not end the worker.
 
     Raises:
         SamestepError: One line, for any exception.
@@ -766,14 +793,14 @@ def _explain_failure(task: str) -> Iterator[None]:
     except SamestepError:
         raise
     except Exception as error:
-        reason = _shortened(" ".join(str(error).split()))
+        reason = _shorten(" ".join(str(error).split()))
         raise SamestepError(
             f"the vulkan backend cannot {task}: {type(error).__name__}: {reason}; use a cpu or "
             "cuda worker for this model"
         ) from error
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     """Keep the beginning, which names the location, and the end, which has the driver's reason."""
     return (
         text
@@ -782,8 +809,8 @@ def _shortened(text: str) -> str:
     )
 
 
-def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
-    """Copies: a loss may change its batch in place."""
+def _copy_to_tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    """Copy a batch into tensors: a loss may change its batch in place."""
     return {name: torch.tensor(array) for name, array in batch.arrays.items()}
 
 
@@ -801,7 +828,7 @@ def _refuse_wide_inputs(batch: Batch) -> None:
 
 
 def _is_empty(batch: Batch) -> bool:
-    """Whether it has no samples."""
+    """Whether the batch has no samples."""
     return any(array.shape[:1] == (0,) for array in batch.arrays.values())
 
 

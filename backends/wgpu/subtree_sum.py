@@ -1,4 +1,4 @@
-"""Gradients of a subtree whose sums are in the device's memory."""
+"""Sum a subtree's gradients in the device's memory."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from backends.base.interface import (
     Loss,
 )
 from backends.base.subtree_gradients import Microbatch, SubtreeGradients
-from backends.wgpu.device.running import Running
+from backends.wgpu.device.running import RunningPlan
 from protocol.exact.reduction.tree_sum import tree_sum
 
 
 def sum_on_device(  # noqa: PLR0917
     leaves: Sequence[Leaf],
     groups: Sequence[range],
-    start: Callable[[range], Running],
+    start: Callable[[range], RunningPlan],
     mark_absent: Callable[[int, Array], Array],
     blocks: int,
-    read_embeddings: Callable[[Running, range], bool],
+    read_embeddings: Callable[[RunningPlan, range], bool],
 ) -> SubtreeGradients:
     """Sum a subtree on the device; read back the sums and the losses after the last microbatch.
 
     Args:
         leaves: The subtree's microbatches.
-        groups: Ranges of the leaves, in order; each range is computed at once.
+        groups: Ranges of the leaves, in order; the leaves of a range are computed together.
         start: Starts a group.
         mark_absent: Takes a block's number and its sum after all groups have started; marks the
             tensors that no microbatch reaches.
@@ -45,9 +45,9 @@ def sum_on_device(  # noqa: PLR0917
     def start_leaf(number: int, _batch: Batch, _seed: int) -> Microbatch:
         group = groups[number]
         run = start(group)
-        return Microbatch(items(run, group), run.stop)
+        return Microbatch(group_items(run, group), run.stop)
 
-    def items(run: Running, group: range) -> Iterator[GradientItem]:
+    def group_items(run: RunningPlan, group: range) -> Iterator[GradientItem]:
         if not read_embeddings(run, group):
             return
         for block in reversed(range(blocks)):
@@ -57,7 +57,7 @@ def sum_on_device(  # noqa: PLR0917
             if block == blocks - 1:  # only the group's last microbatch yields gradients
                 for finished_block in [*reversed(range(blocks))] * (len(group) - 1):
                     yield BlockAdded(finished_block)
-                    if run.stopped:
+                    if run.is_stopped:
                         return
             if group.stop < len(leaves):
                 yield BlockAdded(block)

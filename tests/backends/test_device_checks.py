@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.device_checks import LOCKED_CUDA, KernelFiles, device_findings, least_driver
+from backends.device_checks import LOCKED_CUDA, KernelFiles, device_findings, oldest_driver_for
 from backends.registry import devices
 
 torch = pytest.importorskip("torch")
@@ -144,7 +144,7 @@ def test_scripts_require_the_driver_of_the_locked_cuda():
     (major,) = re.findall(r"^cuda-toolkit==(\d+)[.]", lock, re.MULTILINE)
     assert int(major) == LOCKED_CUDA
     assert re.findall(r"^# Needs NVIDIA's driver (\S+) or later[.]$", lock, re.MULTILINE) == [
-        least_driver(None)
+        oldest_driver_for(None)
     ]
 
 
@@ -169,13 +169,13 @@ def test_device_files_without_permission():
             path.chmod(0o755)
         node.touch(0o660)
         machine = KernelFiles(dev=Path(folder))
-        assert machine.closed() == []
+        assert machine.inaccessible_files() == []
         # Root may open every file, so the test looks as another user.
         child = os.fork()
         if child == 0:
             try:
                 os.setuid(65_534)
-                os._exit(int(machine.closed() != [str(node)]))
+                os._exit(int(machine.inaccessible_files() != [str(node)]))
             finally:
                 os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

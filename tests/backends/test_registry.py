@@ -23,7 +23,7 @@ def usable(kind: str) -> DeviceInfo:
 
 
 def chosen(choice: BackendChoice) -> object:
-    """Return what the replaced `_make` received."""
+    """Return what the replaced `_build_backend` received."""
     return choice.backend
 
 
@@ -34,7 +34,7 @@ def machine(monkeypatch):
     def set_up(*kinds: str) -> None:
         rows = {kind: (usable if kind in kinds else unusable)(kind) for kind in AUTO_ORDER}
         monkeypatch.setattr(registry, "_devices_of", lambda kind: [rows[kind]])
-        monkeypatch.setattr(registry, "_make", lambda kind, index: (kind, index))
+        monkeypatch.setattr(registry, "_build_backend", lambda kind, index: (kind, index))
 
     return set_up
 

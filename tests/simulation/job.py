@@ -455,7 +455,7 @@ class Job:
         if self.embeds:
             loss_of_step, slices = self._loss_of_step(parameters, step)
             arrays = [
-                loss_of_step.carried_by(Batch({}, 1.0), part, is_first=not leaf).arrays
+                loss_of_step.add_gradients_to(Batch({}, 1.0), part, is_first=not leaf).arrays
                 for leaf, part in enumerate(slices)
             ]
         for block in range(len(self.blocks)):

@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from backends.base.inner_steps import InnerState, SchedulePosition
-from backends.base.interface import Batch, BlockGradient, Loss, LossRaised, Trainable
+from backends.base.interface import Batch, BlockGradient, Loss, LossFailed, Trainable
 from backends.eager import device_sums, torch_devices
 from backends.eager.eager import EagerBackend, EagerProgram
 from backends.eager.quantized_linear import QuantizedWeight, ScratchBuffer
@@ -391,7 +391,7 @@ def test_memory_estimate_is_within_five_percent(kind, tmp_path, monkeypatch):
     if not is_distilled:
         arrays = {name: np.resize(each, (2, sizes["tokens"])) for name, each in arrays.items()}
     batch_ = Batch(arrays, 2.0 * sizes["tokens"])
-    with mock.patch.object(EagerProgram, "_refuse_loss_that_does_not_add_up"):  # twice as large
+    with mock.patch.object(EagerProgram, "_refuse_loss_not_additive"):  # twice as large
         program = EagerBackend("accelerator").compile(task.trainable, batch_)
     gc.collect()
     standin.peak_bytes(0)
@@ -649,7 +649,7 @@ def test_index_out_of_range_is_named_and_never_reaches_the_device(array, value, 
         trainable(LookupModel(), loss=lookup_loss), valid_batch
     )
     arrays[array][1, 2] = value
-    with pytest.raises(LossRaised, match=text) as error:
+    with pytest.raises(LossFailed, match=text) as error:
         list(program.gradients([(Batch(arrays, 7.0), 0)]))
     assert error.value.row == 1
     assert list(program.gradients([(valid_batch, 0)]))
@@ -666,7 +666,7 @@ def test_computed_index_out_of_range_names_the_microbatch():
         Batch({"ids": np.zeros((2, 4), np.int64)}, 8.0),
     )
     try:
-        with pytest.raises(LossRaised, match="looks up an index"):
+        with pytest.raises(LossFailed, match="looks up an index"):
             list(program.gradients([(Batch({"ids": np.full((2, 4), 6)}, 8.0), 0)]))
     finally:
         standin.set_fault()

@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from backends.base.interface import CoupledLoss
-from backends.losses.coupled_loss import changeable, check_losses
+from backends.losses.coupled_loss import check_losses, copy_for_in_place_changes
 from protocol.base.errors import DataError
 from protocol.spec.manifest import EmbeddingField, EmbeddingLayout
 from worker.scripts.user_task import UserTask
@@ -63,7 +63,7 @@ def _repeat_rows(fields: Fields, samples: int) -> dict[str, torch.Tensor]:
         numbers = torch.arange(samples, device=values.device) % len(values)
         rows = values.detach()[numbers]
         repeated_fields[name] = rows.requires_grad_(rows.is_floating_point())
-    return changeable(repeated_fields)
+    return copy_for_in_place_changes(repeated_fields)
 
 
 def check_embedded(embeddings: object) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from backends.checks.trainable_checks import overlapping
+from backends.checks.trainable_checks import overlapping_pairs
 from protocol.base.errors import DataError, SamestepError
 from protocol.exact.digest import digest_arrays
 
@@ -132,7 +132,7 @@ class NestedBatches:
             registered = self._structures.setdefault(frozenset(arrays_by_name), (structure, mark))
             if registered == (structure, mark):
                 self._marks[structure] = mark
-                if pairs := list(overlapping(arrays.tensors)):
+                if pairs := list(overlapping_pairs(arrays.tensors)):
                     views = self._views.setdefault(frozenset(arrays_by_name), {})
                     views |= {**dict(pairs), **{partner: name for name, partner in pairs}}
                 return arrays_by_name

@@ -17,9 +17,9 @@ from torch.utils.data import TensorDataset, default_collate
 from backends.base import draws
 from backends.base.device_errors import concerns_device
 from backends.base.interface import Array, Batch, CoupledLoss, Sums, Trainable
-from backends.base.step_buffers import StepBuffers, buffer_blocks, changed_by
+from backends.base.step_buffers import StepBuffers, buffer_blocks, names_changed_by
 from backends.checks.additivity import call_under_no_grad, seeded
-from backends.checks.outside_table import TableLookups, index_outside
+from backends.checks.outside_table import TableLookups, outside_index_of
 from backends.checks.trainable_checks import own_buffers, refuse_shared_memory
 from backends.losses.coupled_loss import backward_loss
 from protocol.base import limits
@@ -484,7 +484,7 @@ class ScriptTask:
 
         with preserve_modes(module), seeded(0, self._device):
             module.train()
-            changed_buffers = changed_by(module, forward)
+            changed_buffers = names_changed_by(module, forward)
         names = dict.fromkeys([*changed_buffers, *sorted(statistics)])
         return buffer_blocks(module, [*names], limits.SCRIPT_BLOCK_ELEMENTS)
 
@@ -608,7 +608,7 @@ class ScriptTask:
         except Exception as error:
             if concerns_device(error):
                 raise
-            if index_error := index_outside(error, copied_batch):
+            if index_error := outside_index_of(error, copied_batch):
                 raise DataError(f"the loss of the first samples: {index_error.text}") from error
             raise DataError(
                 f"the loss of the first samples raised {describe_raised(error)}"
@@ -633,7 +633,7 @@ def _user_errors(description: str, arrays: Mapping[str, torch.Tensor]) -> Iterat
     except Exception as error:
         if concerns_device(error):
             raise
-        if index_error := index_outside(error, arrays):
+        if index_error := outside_index_of(error, arrays):
             raise DataError(f"{description}: {index_error.text}") from error
         raise DataError(f"{description} raised {describe_raised(error)}") from error
 

@@ -1,8 +1,9 @@
 """A step whose loss couples all its samples: embeddings first, then gradients.
 
-See `coordinator.run.exchange.embeddings` for the two phases, and `backends.losses.coupled_loss` for
-the gradient. Every worker computes the loss over all rows of the step, with the same operations in
-the same order, and uses the gradient rows of its own microbatches.
+See `coordinator.run.exchange.embeddings` for the two phases, and
+`backends.losses.coupled_loss` for the gradient. Every worker computes the loss over all rows of the
+step, with the same operations in the same order, and uses the gradient rows of its own
+microbatches.
 """
 
 from __future__ import annotations
@@ -84,7 +85,10 @@ class CoupledStep:
     def leaves(self, subtree: Subtree, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Return the microbatches with the gradient of the step's loss for their embeddings."""
         return [
-            (self._step_loss.carried_by(batch, self._samples[number], is_first=not number), seed)
+            (
+                self._step_loss.add_gradients_to(batch, self._samples[number], is_first=not number),
+                seed,
+            )
             for number, (batch, seed) in zip(range(*subtree), leaves, strict=True)
         ]
 
@@ -120,8 +124,8 @@ class CoupledStep:
         """
         first_loss, second_loss = self._step_loss, self._program.step_loss(self._rows, self._seed)
         is_same = second_loss.losses.tobytes() == first_loss.losses.tobytes() and all(
-            second_loss.embeddings[name].tobytes() == gradient.tobytes()
-            for name, gradient in first_loss.embeddings.items()
+            second_loss.embedding_gradients[name].tobytes() == gradient.tobytes()
+            for name, gradient in first_loss.embedding_gradients.items()
         )
         if not is_same:
             raise DataError(

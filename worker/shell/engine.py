@@ -21,14 +21,14 @@ from backends.base.interface import (
     BlockGradient,
     ComputesCoupledLoss,
     ComputesInPlace,
+    CounterMismatch,
     GradientStream,
     Leaf,
     Loss,
     Program,
     Trainable,
-    UnlikeCounters,
 )
-from backends.base.subtree_gradients import rounded_by_microbatch
+from backends.base.subtree_gradients import sum_rounded_on_host
 from protocol.base.errors import (
     NO_MEMORY,
     DataError,
@@ -183,7 +183,7 @@ def _coupled_program(job: _Job) -> ComputesCoupledLoss:
 
 def _gradients(job: _Job, leaves: Sequence[Leaf]) -> GradientStream:
     if job.spec.exchange.precision == "bfloat16":
-        return rounded_by_microbatch(job.program, leaves, len(job.task.manifest.blocks))
+        return sum_rounded_on_host(job.program, leaves, len(job.task.manifest.blocks))
     return job.program.gradients(leaves)
 
 
@@ -393,7 +393,7 @@ class Engine:
         self._current_generation = generation
         try:
             yield from self._HANDLERS[type(action)](self, action) or ()
-        except UnlikeCounters as error:
+        except CounterMismatch as error:
             self._refuse_task(self._require_job(), error)
         except Exception as error:  # noqa: BLE001 -- the session must learn of every failure
             self._emit(DeviceFailed(error))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from backends.base.interface import Batch, LossRaised
+from backends.base.interface import Batch, LossFailed
 from protocol.base.errors import DataError
 from protocol.exact.samples import SampleOrder
 from worker.tasks.base.task import ReadsFiles, Task
@@ -62,7 +62,7 @@ def report_samples(
     """
     try:
         yield
-    except LossRaised as error:
+    except LossFailed as error:
         failed_samples = (
             s for s, batch in zip(samples, batches, strict=True) if batch is error.batch
         )
@@ -70,7 +70,7 @@ def report_samples(
         raise DataError(f"{error}, step {step}{suffix}") from error
 
 
-def _sample_suffix(samples: Sequence[int], error: LossRaised) -> str:
+def _sample_suffix(samples: Sequence[int], error: LossFailed) -> str:
     """Name the one failing sample if the batch's arrays have a row for each, else all samples."""
     if not samples:
         return ""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from blake3 import blake3
 
-from backends.base.interface import Array, Batch, LossRaised, Program
+from backends.base.interface import Array, Batch, LossFailed, Program
 from protocol.base.errors import DataError
 from protocol.spec.run_spec import RunSpec
 from worker.shell.numerics_profile import probe_digest, rows_probe
@@ -127,7 +127,7 @@ class ReplayCheck:
         self._program.load(parameters if reads_replica else initial_parameters)
         try:
             self._compare(self._observe(), _IN_TRAINING)
-        except LossRaised as error:
+        except LossFailed as error:
             raise _state_error(
                 f"the loss of the first microbatch, which raises: {error}"
             ) from error
@@ -224,7 +224,7 @@ class ReplayCheck:
         try:
             self._program.load([values * factor + summand for values in initial_parameters])
             self._gradients(batch)
-        except LossRaised:
+        except LossFailed:
             pass  # a loss may fail at weights that do not occur in training
         finally:
             self._program.load(initial_parameters)

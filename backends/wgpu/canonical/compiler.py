@@ -70,7 +70,7 @@ _REQUIRED_FEATURES: Final = {
 
 
 @cache
-def instructions() -> Instructions:
+def best_instructions() -> Instructions:
     """Return the best set that this processor supports, or the one named in the environment.
 
     Raises:
@@ -89,15 +89,15 @@ def instructions() -> Instructions:
     available = [name for name, required in _REQUIRED_FEATURES.items() if required <= features]
     requested = os.environ.get(_INSTRUCTIONS, available[-1])
     if requested not in available:
-        offered = " or ".join(available)
+        available_names = " or ".join(available)
         raise SamestepError(
-            f"expected {_INSTRUCTIONS} {offered}, as this processor has, got {requested!r}"
+            f"expected {_INSTRUCTIONS} {available_names}, as this processor has, got {requested!r}"
         )
     return SETS[requested]
 
 
-def why_not() -> str:
-    """Why canonical arithmetic cannot be compiled on this machine; empty if it can."""
+def why_unavailable() -> str:
+    """Return why canonical arithmetic cannot be compiled on this machine, empty if it can."""
     if zig() is None:
         return "ziglang is not installed; pip install 'samestep[canonical]'"
     if sys.platform != "linux":
@@ -105,19 +105,19 @@ def why_not() -> str:
     return ""
 
 
-def compiled(text: str, instruction_set: Instructions) -> ctypes.CDLL:
+def compile_library(text: str, instruction_set: Instructions) -> ctypes.CDLL:
     """Load the library compiled from `text`, from the cache if possible.
 
     Raises:
         BackendUnavailable: There is no compiler.
         SamestepError: Compilation failed.
     """
-    if reason := why_not():
+    if reason := why_unavailable():
         raise BackendUnavailable("cpu", reason)
     compiler = zig()
     assert compiler is not None
     flags = (*FLAGS, *instruction_set.flags)
-    version = _version(str(compiler.parent))
+    version = _compiler_version(str(compiler.parent))
     key = blake3("\0".join((version, *flags, text)).encode()).hexdigest()[:32]
     try:
         folder = cache_directory(os.environ) / "canonical"
@@ -134,7 +134,7 @@ def compiled(text: str, instruction_set: Instructions) -> ctypes.CDLL:
 
 
 @cache
-def _version(directory: str) -> str:
+def _compiler_version(directory: str) -> str:
     return Path(directory).parent.joinpath("ziglang").name + "".join(
         sorted(p.name for p in Path(directory).parent.glob("ziglang-*.dist-info"))
     )

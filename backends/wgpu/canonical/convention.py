@@ -1,5 +1,4 @@
-"""The choices that IEEE 754 leaves to an implementation of float32 and that a canonical run
-fixes."""
+"""Choices that IEEE 754 leaves to an implementation of float32, and that a canonical run fixes."""
 
 from __future__ import annotations
 
@@ -8,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """Devices that follow the same convention compute the same bits.
+    """A convention: devices that follow the same convention compute the same bits.
 
     Attributes:
-        fused: Whether fma(a, b, c) rounds once; otherwise the product is rounded as well.
+        fused: Whether fma(a, b, c) rounds once; otherwise the product is rounded, too.
         flushes: Whether subnormal inputs and results are flushed to zero.
     """
 

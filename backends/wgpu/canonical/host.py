@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from backends.wgpu.canonical import products, team
 from backends.wgpu.canonical.c_text import FUSED, PRELUDE, SEPARATE, c_kernel
-from backends.wgpu.canonical.compiler import Instructions, compiled, instructions
+from backends.wgpu.canonical.compiler import Instructions, best_instructions, compile_library
 from backends.wgpu.canonical.convention import Convention
 from backends.wgpu.canonical.library import c_library, with_library
 from backends.wgpu.canonical.tree import read_module
 from backends.wgpu.device.adapters import Adapter
-from backends.wgpu.device.target import Buffer, Copy, Prepared
+from backends.wgpu.device.target import Buffer, CommandList, Copy
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
 from backends.wgpu.shaders.matmul.problem import MatmulProblem
 from protocol.base.errors import DeviceError
@@ -32,10 +32,10 @@ from protocol.machine.processor import processor_name
 _ALIGNMENT_BYTES: Final = 64
 _LARGEST_BYTES: Final = 2**32 - 16
 """Kernels use 32-bit indices."""
-_PIECES: Final = 4
+_PIECES_PER_THREAD: Final = 4
 """Pieces of a kernel per thread, to balance the load."""
-_SHORTEST_PIECE: Final = 16
-"""Workgroups in a piece, at least: fewer do not pay for the synchronization."""
+_SMALLEST_PIECE: Final = 16
+"""Least number of workgroups in a piece: smaller pieces cost more than they gain."""
 
 
 class _Call(ctypes.Structure):
@@ -59,8 +59,8 @@ def product_shader(problem: MatmulProblem) -> tuple[Shader, tuple[int, int, int]
     return ProductShader(repr(problem), 3, problem=problem), (1, 1, 1)
 
 
-class _Prepared(Prepared):
-    """Prepared calls, and the same as a C array."""
+class _CpuCommandList(CommandList):
+    """Calls that are ready to run, also as a C array."""
 
     __slots__ = ("array", "counters")
 
@@ -69,8 +69,8 @@ class _Prepared(Prepared):
         self.array = (_Call * len(calls))(*calls)
         self.counters = np.zeros((2, max(1, len(calls))), np.uint32)
 
-    def __add__(self, other: Prepared) -> Prepared:
-        return _Prepared(self.calls + other.calls, self._references + other._references)
+    def __add__(self, other: CommandList) -> CommandList:
+        return _CpuCommandList(self.calls + other.calls, self._references + other._references)
 
 
 class _Readback:
@@ -82,7 +82,7 @@ class _Readback:
 
 
 class CpuTarget:
-    """The CPU, computing by one convention."""
+    """The CPU as a target that follows one convention."""
 
     def __init__(
         self, convention: Convention, threads: int = 1, instruction_set: Instructions | None = None
@@ -98,20 +98,20 @@ class CpuTarget:
             BackendUnavailable: There is no compiler, or no instruction set for this processor.
         """
         self.convention, self.threads = convention, threads
-        self.instruction_set = instruction_set or instructions()
+        self.instruction_set = instruction_set or best_instructions()
         self.adapter = Adapter(processor_name(), "other", "CPU", "", 0, 0, 0, None)
-        defined = (
+        definitions = (
             f"#define FUSED {int(convention.fused)}\n#define LANES {self.instruction_set.lanes}\n"
             f"#define ROWS {self.instruction_set.rows}\n"
         )
         arithmetic = FUSED if convention.fused else SEPARATE
-        self._head = defined + PRELUDE + arithmetic + c_library()
-        library = compiled(self._head + team.TEXT + products.TEXT, self.instruction_set)
+        self._preamble = definitions + PRELUDE + arithmetic + c_library()
+        library = compile_library(self._preamble + team.TEXT + products.TEXT, self.instruction_set)
         self._run_calls = library.run_calls
         self._lay_out, self._products = (_address(library, x) for x in ("lay_out", "products"))
         self._libraries = [library]
         self._kernels: dict[str, int] = {}
-        self._room = self.buffer(4)
+        self._panel_buffer = self.buffer(4)
         self._order = ThreadPoolExecutor(1, "canonical")
         self._team = ThreadPoolExecutor(max(1, threads - 1), "canonical")
 
@@ -143,7 +143,7 @@ class CpuTarget:
 
         self._order.submit(write).result()
 
-    def prepare(self, dispatches: Sequence[Dispatch], buffers: Sequence[Buffer]) -> Prepared:
+    def prepare(self, dispatches: Sequence[Dispatch], buffers: Sequence[Buffer]) -> CommandList:
         """Compile kernels that are not compiled yet, and bind buffers."""
         self._compile([item.shader for item in dispatches])
         calls: list[_Call] = []
@@ -155,11 +155,11 @@ class CpuTarget:
                 calls += self._product(dispatch.shader.problem, bound, references)
             else:
                 calls.append(self._kernel(dispatch, bound, references))
-        return _Prepared(calls, references)
+        return _CpuCommandList(calls, references)
 
-    def run(self, prepared: Prepared, copies: Sequence[Copy] = ()) -> _Readback:
+    def run(self, commands: CommandList, copies: Sequence[Copy] = ()) -> _Readback:
         """Start the dispatches and then copy buffers back; returns immediately."""
-        return _Readback(self._order.submit(self._run, prepared, tuple(copies)))
+        return _Readback(self._order.submit(self._run, commands, tuple(copies)))
 
     def close(self) -> None:
         """Stop the threads."""
@@ -168,13 +168,13 @@ class CpuTarget:
 
     # The methods below run in the submission thread.
 
-    def _run(self, prepared: Prepared, copies: tuple[Copy, ...]) -> list[NDArray[np.float32]]:
-        if prepared.calls:
-            assert isinstance(prepared, _Prepared)
-            prepared.counters.fill(0)
-            claimed, completed = (ctypes.c_void_p(row.ctypes.data) for row in prepared.counters)
+    def _run(self, commands: CommandList, copies: tuple[Copy, ...]) -> list[NDArray[np.float32]]:
+        if commands.calls:
+            assert isinstance(commands, _CpuCommandList)
+            commands.counters.fill(0)
+            claimed, completed = (ctypes.c_void_p(row.ctypes.data) for row in commands.counters)
             arguments = (
-                prepared.array, ctypes.c_size_t(len(prepared.calls)), claimed, completed,
+                commands.array, ctypes.c_size_t(len(commands.calls)), claimed, completed,
                 ctypes.c_uint32(self.threads), ctypes.c_uint32(self.convention.flushes),
             )  # fmt: skip
             helpers = [
@@ -183,9 +183,9 @@ class CpuTarget:
             self._run_calls(*arguments)
             wait(helpers)
         return [
-            copy.buffer.handle[at : at + copy.nbytes].copy().view(np.float32)
+            copy.buffer.handle[start : start + copy.nbytes].copy().view(np.float32)
             for copy in copies
-            for at in (copy.buffer.offset + copy.offset,)
+            for start in (copy.buffer.offset + copy.offset,)
         ]
 
     def _compile(self, shaders: Sequence[Shader]) -> None:
@@ -200,7 +200,7 @@ class CpuTarget:
         texts = [
             c_kernel(with_library(read_module(text)), name) for text, name in new_sources.items()
         ]
-        library = compiled(self._head + "\n".join(texts), self.instruction_set)
+        library = compile_library(self._preamble + "\n".join(texts), self.instruction_set)
         self._libraries.append(library)
         self._kernels |= {text: _address(library, name) for text, name in new_sources.items()}
 
@@ -210,19 +210,19 @@ class CpuTarget:
         references += [pointers, sizes]
         x, y, z = dispatch.grid
         return self._call(
-            self._kernels[dispatch.shader.source], pointers, sizes, (x, y, z), _SHORTEST_PIECE
+            self._kernels[dispatch.shader.source], pointers, sizes, (x, y, z), _SMALLEST_PIECE
         )
 
     def _product(
         self, problem: MatmulProblem, bound: Sequence[Buffer], references: list[Any]
     ) -> list[_Call]:
-        product = products.product_of(
+        product = products.plan_product(
             problem, self.instruction_set.lanes, self.instruction_set.rows
         )
-        if 4 * product.packed_words > self._room.nbytes:
-            self._room = self.buffer(4 * product.packed_words)
-        pointers, numbers = _pointers([*bound, self._room]), product.words()
-        references += [self._room, pointers, numbers]
+        if 4 * product.packed_words > self._panel_buffer.nbytes:
+            self._panel_buffer = self.buffer(4 * product.packed_words)
+        pointers, numbers = _pointers([*bound, self._panel_buffer]), product.words()
+        references += [self._panel_buffer, pointers, numbers]
         calls = []
         if product.panels:
             grid = product.panels, 1, 1
@@ -231,10 +231,10 @@ class CpuTarget:
         return [*calls, self._call(self._products, pointers, numbers, grid, 1)]
 
     def _call(
-        self, run: int, pointers: Any, sizes: Any, grid: tuple[int, int, int], shortest: int
+        self, run: int, pointers: Any, sizes: Any, grid: tuple[int, int, int], smallest_piece: int
     ) -> _Call:
         groups = grid[0] * grid[1] * grid[2]
-        piece = max(shortest, -(-groups // (_PIECES * self.threads)))
+        piece = max(smallest_piece, -(-groups // (_PIECES_PER_THREAD * self.threads)))
         return _Call(
             run, ctypes.addressof(pointers), ctypes.addressof(sizes), groups, piece, *grid, 0
         )

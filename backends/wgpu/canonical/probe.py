@@ -1,4 +1,4 @@
-"""Find the convention that a device follows: compare hard cases with the CPU's results.
+"""Find the conventions that a device follows: compare hard cases with the CPU's results.
 
 Random bits, signed zeros, subnormals, infinities, NaN, and sums and products halfway between two
 floats pass through every operator, every function and a matrix product. A single differing bit
@@ -78,7 +78,8 @@ _OPERATORS: Final = {
     "a power of a number": "power(2.0, y) + power(10.0, y)",
 }
 _SIZES: Final = ((16, 65, 24), (8, 4, 16))
-"""Rows, terms and columns of the products: one that loops, and one that a driver unrolls."""
+"""Rows, terms and columns of the products: a product that loops, and a product that a driver
+unrolls."""
 
 
 def _kernel() -> Shader:
@@ -110,16 +111,16 @@ fn main(@builtin(global_invocation_id) id: vec3u) {{
 @cache
 def hard_cases() -> tuple[NDArray[np.float32], ...]:
     """Return three operands per case, as three arrays."""
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     edges = np.array([*_EDGES, *(edge | 0x80000000 for edge in _EDGES)], np.uint32)
     quarter = _CASES // 4
-    bits = draw.integers(0, 2**32, (3, _CASES), np.uint32)
-    bits[:, :quarter] = draw.choice(edges, (3, quarter))
-    moderate = draw.normal(size=(3, quarter)).astype(np.float32) * np.float32(8)
+    bits = rng.integers(0, 2**32, (3, _CASES), np.uint32)
+    bits[:, :quarter] = rng.choice(edges, (3, quarter))
+    moderate = rng.normal(size=(3, quarter)).astype(np.float32) * np.float32(8)
     bits[:, quarter : 2 * quarter] = moderate.view(np.uint32)
     # Few bits in each factor: products and sums that lie halfway.
-    halfway = draw.integers(0, 4096, (3, quarter)).astype(np.float32)
-    halfway *= np.exp2(draw.integers(-20, 20, (3, quarter))).astype(np.float32)
+    halfway = rng.integers(0, 4096, (3, quarter)).astype(np.float32)
+    halfway *= np.exp2(rng.integers(-20, 20, (3, quarter))).astype(np.float32)
     bits[:, 2 * quarter : 3 * quarter] = halfway.view(np.uint32)
     cases = bits.view(np.float32).copy()
     with np.errstate(all="ignore"):  # cancellation: only the last bits of a multiply-add remain
@@ -133,7 +134,7 @@ class Difference:
 
     Attributes:
         operator: The operator or function.
-        operands: Its operands, as bits.
+        operands: The operator's operands, as bits.
         result: The device's result, as bits.
         expected: The convention's result, as bits.
     """
@@ -156,7 +157,7 @@ def first_difference(
 ) -> Difference | None:
     """Return the first hard case in which the device differs from the CPU, if any."""
     cases = hard_cases()
-    results = _elements(target)
+    results = _operator_results(target)
     expected = _expected(convention)
     names = [*_OPERATORS]
     for number in np.flatnonzero(float_bits(results) != float_bits(expected[0]))[:1]:
@@ -164,7 +165,7 @@ def first_difference(
         operands = tuple(int(x.view(np.uint32)[case]) for x in cases)
         bits = (int(values.view(np.uint32)[number]) for values in (results, expected[0]))
         return Difference(names[operator], operands, *bits)
-    product = _product(target, matmul)
+    product = _product_results(target, matmul)
     for number in np.flatnonzero(float_bits(product) != float_bits(expected[1]))[:1]:
         bits = (int(values.view(np.uint32)[number]) for values in (product, expected[1]))
         return Difference("a matrix product", (int(number),), *bits)
@@ -175,29 +176,32 @@ def first_difference(
 def _expected(convention: Convention) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     host = CpuTarget(convention)
     try:
-        return _elements(host), _product(host, product_shader)
+        return _operator_results(host), _product_results(host, product_shader)
     finally:
         host.close()
 
 
-def _elements(target: ComputeTarget) -> NDArray[np.float32]:
+def _operator_results(target: ComputeTarget) -> NDArray[np.float32]:
     nbytes = 4 * _CASES * len(_OPERATORS)
     return _run_kernel(target, [Dispatch(_kernel(), (0, 1, 2, 3), (_CASES // 64, 1, 1), "probe")],
                      hard_cases(), nbytes)  # fmt: skip
 
 
-def _product(target: ComputeTarget, matmul: MatmulShader) -> NDArray[np.float32]:
-    return np.concatenate([_one_product(target, matmul, *sizes) for sizes in _SIZES])
+def _product_results(target: ComputeTarget, matmul: MatmulShader) -> NDArray[np.float32]:
+    return np.concatenate([_one_product_result(target, matmul, *sizes) for sizes in _SIZES])
 
 
-def _one_product(
+def _one_product_result(
     target: ComputeTarget, matmul: MatmulShader, m: int, k: int, n: int
 ) -> NDArray[np.float32]:
-    """Include a row of zeros: its sums contain -0 terms, and the first sum has no others."""
+    """Compute a product that includes a row of zeros.
+
+    The sums of that row contain -0 terms, and the first sum has only such terms.
+    """
     problem = MatmulProblem(1, m, k, n, Operand((0, k, 1)), Operand((0, n, 1)))
     shader, grid = matmul(problem)
-    draw = np.random.default_rng(1)
-    left, right = (draw.normal(size=size).astype(np.float32) for size in ((m, k), (k, n)))
+    rng = np.random.default_rng(1)
+    left, right = (rng.normal(size=size).astype(np.float32) for size in ((m, k), (k, n)))
     left[0], right[:, 0] = 0, -np.abs(right[:, 0])
     dispatches = [Dispatch(shader, (0, 1, 2), grid, "probe")]
     return _run_kernel(target, dispatches, [left, right], 4 * m * n)
@@ -212,38 +216,41 @@ def _run_kernel(
     buffers = [target.buffer(array.nbytes) for array in inputs] + [target.buffer(nbytes)]
     for buffer, values in zip(buffers, inputs, strict=False):
         target.upload(buffer, values)
-    prepared = target.prepare(dispatches, buffers)
-    return target.run(prepared, [Copy(buffers[-1], nbytes)]).result()[0]
+    commands = target.prepare(dispatches, buffers)
+    return target.run(commands, [Copy(buffers[-1], nbytes)]).result()[0]
 
 
-def followed(
+def find_conventions(
     device: Device, matmul: MatmulShader
 ) -> tuple[list[Convention], dict[Convention, Difference]]:
-    """Return the conventions that a device follows, and its first difference from the others."""
-    follows, differences = [], {}
+    """Return the conventions that a device follows, and the first difference from each other
+    convention."""
+    conventions, differences = [], {}
     for convention in CONVENTIONS:
         difference = first_difference(CanonicalDevice(device, convention), matmul, convention)
         if difference is None:
-            follows.append(convention)
+            conventions.append(convention)
         else:
             differences[convention] = difference
-    return follows, differences
+    return conventions, differences
 
 
-def refuse_unlike(target: CanonicalDevice, matmul: MatmulShader, convention: Convention) -> None:
+def refuse_other_convention(
+    target: CanonicalDevice, matmul: MatmulShader, convention: Convention
+) -> None:
     """Refuse a device that does not follow the run's convention.
 
     Raises:
-        SamestepError: Names the first difference, and a convention that the device follows.
+        SamestepError: The device does not follow the convention.
     """
     difference = first_difference(target, matmul, convention)
     if difference is None:
         return
     device = target.device
-    follows, _ = followed(device, matmul)
+    conventions, _ = find_conventions(device, matmul)
     advice = "it follows none: use a CPU, or arithmetic: native"
-    if follows:
-        supported = follows[0]
+    if conventions:
+        supported = conventions[0]
         advice = (
             f"it follows {supported}: set arithmetic.multiply_add="
             f"{'fused' if supported.fused else 'separate'} and arithmetic.subnormals="

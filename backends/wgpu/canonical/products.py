@@ -6,7 +6,7 @@ the bits.
 
 One C source serves all products; `Product` holds a product's parameters. An operand that is not
 contiguous along the vectors is packed into panels of columns first. The operands are swapped if
-that leaves less to pack.
+that leaves fewer elements to pack.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ void products(void *const *m, const u32 *numbers, usize first, usize last, u32 x
   }
 }
 """
-"""Needs `LANES`, `ROWS`, `FUSED` and the prelude. Kernels have `SIGNATURE`, with a `Product` in
-place of sizes. Buffers: a, b, out, and scratch memory for packed panels."""
+"""C source that needs `LANES`, `ROWS`, `FUSED` and the prelude. Kernels have `SIGNATURE`, with a
+`Product` in place of sizes. Buffers: a, b, out, and scratch memory for packed panels."""
 
 _FIELDS: Final = [
     "batch",
@@ -211,7 +211,7 @@ class Product:
         return (ctypes.c_uint64 * len(self.numbers))(*self.numbers)
 
 
-def product_of(problem: MatmulProblem, lanes: int, rows: int) -> Product:
+def plan_product(problem: MatmulProblem, lanes: int, rows: int) -> Product:
     """Choose the cheaper operand order for vectors of `lanes` floats and tiles of `rows` rows."""
     left, right = sides(problem)
     candidates = [_candidate(problem, left, right, lanes, rows, swap=False)]
@@ -238,24 +238,25 @@ def _candidate(
     form = column.form
     panels = -(-column.extent // width)
     row_tiles = -(-row.extent // rows)
-    # A partial last panel is packed, so that no read passes its end.
-    packs = form is not None or column.outer != 1 or column.extent % width != 0
-    distinct = problem.batch if column.batch else 1
+    # A partial last panel is packed, so that no read passes the end of the panel.
+    is_packed = form is not None or column.outer != 1 or column.extent % width != 0
+    packed_batches = problem.batch if column.batch else 1
     out = (1, result.row) if swap else (result.row, 1)
     numbers = (
         problem.batch, row.extent, column.extent, problem.k,
         row.batch, row.outer, row.inner, row.offset,
         column.batch, column.inner, column.outer, column.offset,
         problem.m * problem.n, *out, result.offset,
-        *_stored(form), int(result.onto), int(packs), panels, row_tiles, int(swap), int(not swap),
+        *_storage_fields(form), int(result.onto), int(is_packed), panels, row_tiles,
+        int(swap), int(not swap),
     )  # fmt: skip
     return Product(
         numbers,
-        distinct * panels if packs else 0,
+        packed_batches * panels if is_packed else 0,
         problem.batch * panels * row_tiles,
-        distinct * panels * problem.k * width if packs else 0,
+        packed_batches * panels * problem.k * width if is_packed else 0,
     )
 
 
-def _stored(form: QuantizedLayout | None) -> tuple[int, int, int]:
+def _storage_fields(form: QuantizedLayout | None) -> tuple[int, int, int]:
     return (0, 0, 0) if form is None else (_STORAGES[form.storage], form.group, form.scales)

@@ -13,12 +13,12 @@ from backends.wgpu.canonical.convention import Convention
 from backends.wgpu.canonical.wgsl_text import canonical_wgsl
 from backends.wgpu.device.adapters import Adapter
 from backends.wgpu.device.device import Device
-from backends.wgpu.device.target import Buffer, Copy, Prepared, Readback
+from backends.wgpu.device.target import Buffer, CommandList, Copy, Readback
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
 
 
 class CanonicalDevice:
-    """Wrap a device so that it runs canonical versions of kernels."""
+    """A wrapped device that runs canonical versions of kernels."""
 
     def __init__(self, device: Device, convention: Convention) -> None:
         self.device = device
@@ -44,20 +44,20 @@ class CanonicalDevice:
         """Fill the buffer from its start."""
         self.device.upload(buffer, values)
 
-    def prepare(self, dispatches: Sequence[Dispatch], buffers: Sequence[Buffer]) -> Prepared:
-        """Prepare the dispatches with canonical kernels."""
+    def prepare(self, dispatches: Sequence[Dispatch], buffers: Sequence[Buffer]) -> CommandList:
+        """Encode the dispatches with canonical kernels."""
         rewritten = []
         for dispatch in dispatches:
-            shader, needs_zero = self._canonical(dispatch.shader)
-            bound = (*dispatch.buffers, len(buffers)) if needs_zero else dispatch.buffers
-            rewritten.append(replace(dispatch, shader=shader, buffers=bound))
+            shader, needs_zero = self._rewrite(dispatch.shader)
+            buffer_numbers = (*dispatch.buffers, len(buffers)) if needs_zero else dispatch.buffers
+            rewritten.append(replace(dispatch, shader=shader, buffers=buffer_numbers))
         return self.device.prepare(rewritten, [*buffers, self._zero])
 
-    def run(self, prepared: Prepared, copies: Sequence[Copy] = ()) -> Readback:
+    def run(self, commands: CommandList, copies: Sequence[Copy] = ()) -> Readback:
         """Start the dispatches, then copy buffers back."""
-        return self.device.run(prepared, copies)
+        return self.device.run(commands, copies)
 
-    def _canonical(self, shader: Shader) -> tuple[Shader, bool]:
+    def _rewrite(self, shader: Shader) -> tuple[Shader, bool]:
         if shader.source not in self._rewritten:
             text, needs_zero = canonical_wgsl(shader.source, self.convention)
             rewritten = Shader(text, shader.bindings + needs_zero, in_bounds=shader.in_bounds)

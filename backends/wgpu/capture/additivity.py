@@ -16,12 +16,12 @@ from torch.utils import _pytree as pytree
 
 from backends.checks.additivity import LossTrial, refuse_unlike_halves
 from backends.wgpu.capture.capture import ModelResult
-from backends.wgpu.capture.stand_in import StandIn
+from backends.wgpu.capture.model_proxy import ModelProxy
 from protocol.base.errors import SamestepError
 
 _SEED: Final = 5
 _ROWS: Final = "samestep.rows"
-"""An additional array with the sample numbers."""
+"""Name of an additional array with the sample numbers."""
 
 
 def refuse_non_additive_loss(
@@ -53,11 +53,11 @@ def refuse_non_additive_loss(
         for rows_of_half in (slice(0, half_count), slice(half_count, samples))
     ]
     trial = LossTrial(module, lambda _, trial_arrays: random_outputs.loss(loss, trial_arrays), {})
-    with suppress(_NotBySample):
+    with suppress(_NotComparable):
         refuse_unlike_halves(trial, batch, halves, samples)
 
 
-class _NotBySample(Exception):
+class _NotComparable(Exception):
     """Nothing to check: outputs have no sample dimension, or the loss does more than call the
     model."""
 
@@ -78,13 +78,13 @@ class _RandomOutputs:
     def loss(
         self, loss: Callable[[Any, Any], torch.Tensor], arrays: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Return the loss of some samples; `_ROWS` has their numbers."""
+        """Return the loss of the samples whose numbers are in the array `_ROWS`."""
         batch = dict(arrays)
         self._rows, self._calls = batch.pop(_ROWS), 0
         try:
-            value = loss(StandIn(self._module, self._run), batch)
+            value = loss(ModelProxy(self._module, self._run), batch)
         except (AttributeError, TypeError, RuntimeError, SamestepError):
-            raise _NotBySample from None
+            raise _NotComparable from None
         if value.dim():
             raise SamestepError(f"expected a loss that is one sum, got shape {tuple(value.shape)}")
         return value
@@ -94,7 +94,7 @@ class _RandomOutputs:
         number, self._calls = self._calls, self._calls + 1
         outputs = self._outputs[number] if number < len(self._outputs) else None
         if outputs is None:
-            raise _NotBySample
+            raise _NotComparable
         return pytree.tree_unflatten([tensor[self._rows] for tensor in outputs[0]], outputs[1])
 
 

@@ -15,17 +15,18 @@ from typing import Any, Final
 
 import torch
 
-from backends.wgpu.capture.half_products import computes_in_half, rounded_to_half
+from backends.wgpu.capture.half_products import computes_in_half, round_to_half
 from backends.wgpu.graph.opaque import ATTENTION, ATTENTION_KEYS, ATTENTION_QUERIES
 from backends.wgpu.shaders.attention.problem import AttentionSizes
 from backends.wgpu.shaders.attention.tiles import loop_iterations
 from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION
 
 LARGEST_HEAD: Final = 128
-"""An invocation's part of the sums lies in registers, which a larger head would not fit."""
+"""An invocation keeps its part of the sums in registers, which do not suffice for larger heads."""
 _LOOP_ITERATIONS: Final = 60_000
 """Limit on loop iterations: software Vulkan silently ends an invocation's loops after 65,535."""
 _SOFTWARE_BYTES: Final = 2**28
+"""Size of the scores from which a software adapter fuses attention."""
 
 
 Fuses = Callable[[AttentionSizes], bool]
@@ -34,9 +35,9 @@ Fuses = Callable[[AttentionSizes], bool]
 def should_fuse(sizes: AttentionSizes, *, cooperative: bool) -> bool:
     """Whether fused attention is preferable.
 
-    Always on a GPU, where memory traffic dominates and the fused kernels have the least. On a
+    Always on a GPU, where memory traffic dominates and fused kernels have the least of it. On a
     software adapter workgroup memory is slow and steps take up to 1.7 times as long
-    (`benchmarks.vulkan`), so it is used only if a layer's scores would take over 256 MiB.
+    (`benchmarks.vulkan`), so it is fused only if a layer's scores would take over 256 MiB.
     """
     if cooperative:
         return True
@@ -44,7 +45,7 @@ def should_fuse(sizes: AttentionSizes, *, cooperative: bool) -> bool:
 
 
 def never_fuses(sizes: AttentionSizes) -> bool:
-    """Never fuse attention."""
+    """Return False: attention is not fused."""
     del sizes
     return False
 
@@ -56,7 +57,7 @@ def sizes_of(
     if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape:
         return None
     (batch, heads, queries, size), (_, groups, keys, _) = query.shape, key.shape
-    if mask is not None and not _broadcasts(mask.shape, (batch, heads, queries, keys)):
+    if mask is not None and not _is_broadcastable(mask.shape, (batch, heads, queries, keys)):
         return None
     if max(batch, heads) > WORKGROUPS_PER_DIMENSION:
         return None
@@ -77,9 +78,9 @@ def sizes_of(
     return AttentionSizes(batch, heads, groups, queries, keys, size)
 
 
-def _broadcasts(shape: Sequence[int], onto: Sequence[int]) -> bool:
-    pairs = zip(reversed(shape), reversed(onto), strict=False)
-    return len(shape) <= len(onto) and all(size in {1, target} for size, target in pairs)
+def _is_broadcastable(shape: Sequence[int], target_shape: Sequence[int]) -> bool:
+    pairs = zip(reversed(shape), reversed(target_shape), strict=False)
+    return len(shape) <= len(target_shape) and all(size in {1, target} for size, target in pairs)
 
 
 def fused_attention(
@@ -107,7 +108,7 @@ def fused_attention(
     if mask is not None:
         mask = mask.expand(*query.shape[:3], key.shape[2])
     if computes_in_half():
-        query, key, value = map(rounded_to_half, (query, key, value))
+        query, key, value = map(round_to_half, (query, key, value))
     result: torch.Tensor = _Fused.apply(query, key, value, mask, scale, causal)  # type: ignore[no-untyped-call]
     return result.half() if computes_in_half() else result
 

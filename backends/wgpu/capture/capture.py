@@ -19,13 +19,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
 
-from backends.losses.coupled_loss import changeable
-from backends.wgpu.capture.added_rows import added_rows_apart
+from backends.losses.coupled_loss import copy_for_in_place_changes
+from backends.wgpu.capture.added_rows import compute_added_rows_apart
 from backends.wgpu.capture.attention import Fuses, never_fuses
 from backends.wgpu.capture.draws import refuse_foreign_draws, refuse_undeclared_draws
 from backends.wgpu.capture.half_products import half_products
-from backends.wgpu.capture.layer_call import LayerCall, TensorSpec, closed_layers, refuse_changed
-from backends.wgpu.capture.model_attention import replaced_attention, sdpa_can_be_traced
+from backends.wgpu.capture.layer_call import LayerCall, TensorSpec, close_layers, refuse_changed
+from backends.wgpu.capture.model_attention import can_trace_sdpa, replace_attention
 from backends.wgpu.capture.rewrites import Rewrites
 from backends.wgpu.capture.substitution import named_tensors, substitute_tensors
 from backends.wgpu.graph.decompositions import decompositions
@@ -45,9 +45,9 @@ class Kind:
     """A kind of layer call.
 
     Attributes:
-        path: The first layer of this kind.
-        graph: Placeholders: inputs, then the tangents of `tangents`. Outputs: results, then a
-            gradient (or None) for each differentiable input.
+        path: Name of the first layer of this kind.
+        graph: Placeholders: inputs, then the gradients of the outputs that have one. Outputs:
+            results, then a gradient (or None) for each differentiable input.
         results: Number of outputs that are results.
         checkpoint: Whether backward recomputes forward.
     """
@@ -75,7 +75,8 @@ class Capture:
         tensors: Names of the module's tensors in placeholder order; a tied tensor once.
         arrays: Names or numbers of the arrays.
         kinds: The kind of each layer call, by call number.
-        seeds: Number of (2,) seeds.
+        calls: The layer calls.
+        seeds: Number of seeds; each has shape (2,).
         outputs: Shape and dtype of the graph's outputs.
         results: For a forward, the structure of the module's outputs.
         model_results: For a step, the outputs of each call of the module by the loss; None for a
@@ -102,8 +103,8 @@ def capture_step(
     arrays: Arrays,
     fuses: Fuses = never_fuses,
     *,
-    closes: bool = True,
-    halves: bool = False,
+    closes_layers: bool = True,
+    is_float16: bool = False,
     fields: Callable[[], Sequence[torch.Tensor]] = tuple,
 ) -> Capture:
     """Trace loss and gradients of a training step.
@@ -114,9 +115,9 @@ def capture_step(
         trained_names: Names of the trainable tensors.
         arrays: Arrays with the shapes and dtypes to trace; their values are not used.
         fuses: Which attention becomes one operator.
-        closes: Whether a call of a repeated layer becomes one node.
-        halves: Whether products are computed in float16. This adds the array `SCALE`: the factors
-            of the loss before backward, and of gradients afterwards.
+        closes_layers: Whether a call of a repeated layer becomes one node.
+        is_float16: Whether products are computed in float16. This adds the array `SCALE`: the
+            factors of the loss before backward, and of gradients afterwards.
         fields: Returns the embeddings that the loss has computed, if any.
 
     Returns:
@@ -128,33 +129,40 @@ def capture_step(
 
     def step(inputs: Arrays, tensors_by_name: Arrays) -> list[torch.Tensor | None]:
         scale = inputs.get(SCALE)
-        value = loss(module, {name: x for name, x in inputs.items() if name != SCALE})
-        value = value.float() if halves else value
-        if value.dim():
-            raise SamestepError(f"expected a loss that is one sum, got shape {tuple(value.shape)}")
-        gradients = _gradients(value, [tensors_by_name[name] for name in trained_names], scale)
+        loss_sum = loss(module, {name: x for name, x in inputs.items() if name != SCALE})
+        loss_sum = loss_sum.float() if is_float16 else loss_sum
+        if loss_sum.dim():
+            raise SamestepError(
+                f"expected a loss that is one sum, got shape {tuple(loss_sum.shape)}"
+            )
+        gradients = _gradients(loss_sum, [tensors_by_name[name] for name in trained_names], scale)
         embeddings = [embedding.detach() for embedding in fields()]
         field_counts[:] = [len(embeddings)]
-        return [value.detach(), *gradients, *embeddings]
+        return [loss_sum.detach(), *gradients, *embeddings]
 
     field_counts = [0]
     results: list[ModelResult | None] = []
 
-    def note(_module: nn.Module, _args: Any, output: Any) -> None:
-        flat, structure = pytree.tree_flatten(output)
-        tensors = all(isinstance(item, torch.Tensor) for item in flat)
-        results.append(ModelResult(tuple(map(TensorSpec.of, flat)), structure) if tensors else None)
+    def record_result(_module: nn.Module, _args: Any, output: Any) -> None:
+        results.append(_model_result(output))
 
     with (
-        prepared(module, train=True, fuses=fuses) as checkpoint,
-        half_products(enabled=halves),
-        module.register_forward_hook(note),
+        trace_modes(module, train=True, fuses=fuses) as checkpoint,
+        half_products(enabled=is_float16),
+        module.register_forward_hook(record_result),
     ):
-        trace = _Trace(module, frozenset(trained_names), checkpoint, fuses, closes)
-        scale_array = {SCALE: torch.ones(2)} if halves else {}
+        trace = _Trace(module, frozenset(trained_names), checkpoint, fuses, closes_layers)
+        scale_array = {SCALE: torch.ones(2)} if is_float16 else {}
         capture = trace.capture(step, {**arrays, **scale_array})
     capture.model_results, (capture.fields,) = tuple(results), field_counts
     return capture
+
+
+def _model_result(output: Any) -> ModelResult | None:
+    flat, structure = pytree.tree_flatten(output)
+    if not all(isinstance(item, torch.Tensor) for item in flat):
+        return None
+    return ModelResult(tuple(map(TensorSpec.of, flat)), structure)
 
 
 def capture_coupled(
@@ -175,19 +183,19 @@ def capture_coupled(
 
     Returns:
         Outputs: the losses; then for each name of `trained_names`, and for each float32 array, the
-        gradient of their sum or None.
+        gradient of the sum of the losses, or None.
     """
     embeddings = [name for name, array in arrays.items() if array.is_floating_point()]
 
     def step(inputs: Arrays, tensors_by_name: Arrays) -> list[torch.Tensor | None]:
-        sample_losses = losses(module, changeable(inputs))
+        sample_losses = losses(module, copy_for_in_place_changes(inputs))
         targets = [
             *(tensors_by_name[name] for name in trained_names),
             *(inputs[name] for name in embeddings),
         ]
         return [sample_losses.detach(), *_gradients(sample_losses.float().sum(), targets, None)]
 
-    with prepared(module, train=True, fuses=fuses) as checkpoint:
+    with trace_modes(module, train=True, fuses=fuses) as checkpoint:
         trace = _Trace(module, frozenset(trained_names), checkpoint, fuses)
         return trace.capture(step, arrays, frozenset(embeddings))
 
@@ -209,12 +217,12 @@ def capture_forward(
     kwargs: Mapping[str, Any],
     fuses: Fuses = never_fuses,
     *,
-    halves: bool = False,
+    is_float16: bool = False,
 ) -> Capture:
     """Trace a call of the module in evaluation mode; outputs are the result's tensors, flat.
 
     Raises:
-        SamestepError: As for `capture_step`, or a result is not a tensor.
+        SamestepError: As in `capture_step`, or a result is not a tensor.
     """
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     arrays = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
@@ -227,9 +235,9 @@ def capture_forward(
         with torch.no_grad():
             results, spec = pytree.tree_flatten(module(*arguments, **keywords))
         structures.append(spec)
-        return pytree.tree_map(_in_float32, results) if halves else results
+        return pytree.tree_map(_to_float32, results) if is_float16 else results
 
-    with prepared(module, train=False, fuses=fuses), half_products(enabled=halves):
+    with trace_modes(module, train=False, fuses=fuses), half_products(enabled=is_float16):
         trace = _Trace(module, frozenset(), checkpoint=False, fuses=fuses)
         capture = trace.capture(forward, arrays)
     capture.results = structures[-1]
@@ -237,14 +245,15 @@ def capture_forward(
 
 
 @contextmanager
-def prepared(module: nn.Module, *, train: bool, fuses: Fuses = never_fuses) -> Iterator[bool]:
-    """Set the module's modes for a trace and restore them; yields whether to checkpoint.
+def trace_modes(module: nn.Module, *, train: bool, fuses: Fuses = never_fuses) -> Iterator[bool]:
+    """Set the module's modes for a trace and restore them; yield whether backward recomputes
+    layers.
 
     Attention implementations other than torch's function are replaced by the model's eager form,
     which consists of core operators.
     """
     modes = [(submodule, submodule.training) for submodule in module.modules()]
-    flags = [
+    checkpointed_modules = [
         submodule
         for submodule in module.modules()
         if getattr(submodule, "gradient_checkpointing", False)
@@ -259,22 +268,22 @@ def prepared(module: nn.Module, *, train: bool, fuses: Fuses = never_fuses) -> I
     ]
     try:
         module.train(train)
-        for submodule in flags:
+        for submodule in checkpointed_modules:
             submodule.gradient_checkpointing = False  # type: ignore[assignment]
         for config, implementation in attention:
-            if implementation != "sdpa" or not sdpa_can_be_traced():
+            if implementation != "sdpa" or not can_trace_sdpa():
                 config._attn_implementation = "eager"  # noqa: SLF001
         with (
-            replaced_attention(module, fuses),
-            added_rows_apart(module),
+            replace_attention(module, fuses),
+            compute_added_rows_apart(module),
             refuse_foreign_draws(),
             _without_onednn(),
         ):
-            yield bool(flags)
+            yield bool(checkpointed_modules)
     finally:
         for config, implementation in attention:
             config._attn_implementation = implementation  # noqa: SLF001
-        for submodule in flags:
+        for submodule in checkpointed_modules:
             submodule.gradient_checkpointing = True  # type: ignore[assignment]
         for submodule, mode in modes:
             submodule.training = mode
@@ -299,7 +308,7 @@ class _Trace:
     trained_names: frozenset[str]
     checkpoint: bool
     fuses: Fuses
-    closes: bool = True
+    closes_layers: bool = True
 
     def capture(
         self,
@@ -312,7 +321,7 @@ class _Trace:
         Args:
             function: Returns the outputs.
             arrays: Example arrays.
-            differentiable: Names of the arrays that gradients are taken of.
+            differentiable: Names of the arrays whose gradients are outputs.
         """
         tensors_by_name = named_tensors(self.module)
         first_names: dict[int, str] = {}
@@ -333,10 +342,10 @@ class _Trace:
             }
             with ExitStack() as stack:
                 stack.enter_context(substitute_tensors(self.module, tensors_under_all_names))
-                closed = closed_layers(
+                closed = close_layers(
                     self.module, next_seed, checkpoint=self.checkpoint, fuses=self.fuses
                 )
-                layer_calls = stack.enter_context(closed) if self.closes else []
+                layer_calls = stack.enter_context(closed) if self.closes_layers else []
                 stack.enter_context(Rewrites(seeds[0], self.fuses))
                 results = function(dict(zip(arrays, inputs, strict=True)), tensors_under_all_names)
                 calls.extend(layer_calls)
@@ -352,7 +361,7 @@ class _Trace:
                 _fake(array, requires_grad=n in differentiable) for n, array in arrays.items()
             ]
             graph = _trace(run_traced, (tensors, seeds, inputs), self.module, "")
-            kinds = _kinds(calls)
+            kinds = _capture_kinds(calls)
         _copy_changed_arrays(graph, len(inputs))
         (output_node,) = (node for node in graph.graph.nodes if node.op == "output")
         outputs = tuple(
@@ -367,13 +376,13 @@ def _copy_changed_arrays(graph: fx.GraphModule, arrays: int) -> None:
     inputs = [node for node in nodes if node.op == "placeholder"]
     batch = inputs[len(inputs) - arrays :]
     written_sources = {_view_source(node.args[0]) for node in nodes if _is_in_place(node)}
-    for holder in batch:
-        if holder in written_sources:
-            with graph.graph.inserting_before(holder.next):
-                copy = graph.graph.call_function(torch.ops.aten.clone.default, (holder,))
-            copy.meta = dict(holder.meta)
-            holder.replace_all_uses_with(copy)
-            copy.args = (holder,)
+    for placeholder in batch:
+        if placeholder in written_sources:
+            with graph.graph.inserting_before(placeholder.next):
+                copy = graph.graph.call_function(torch.ops.aten.clone.default, (placeholder,))
+            copy.meta = dict(placeholder.meta)
+            placeholder.replace_all_uses_with(copy)
+            copy.args = (placeholder,)
 
 
 def _is_in_place(node: fx.Node) -> bool:
@@ -388,21 +397,21 @@ def _view_source(node: Any) -> Any:
     return node
 
 
-def _in_float32(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
     is_half = isinstance(value, torch.Tensor) and value.dtype == torch.float16
     return value.float() if is_half else value
 
 
 def _fake(tensor: torch.Tensor, *, requires_grad: bool = False) -> torch.Tensor:
-    """Return a fake tensor; half-precision tensors become float32, as only their storage is
-    narrow."""
+    """Return a fake tensor; half-precision tensors become float32, since only their storage is
+    16-bit."""
     with torch.no_grad():
         dtype = torch.float32 if tensor.dtype in {torch.float16, torch.bfloat16} else tensor.dtype
         tensor_: torch.Tensor = torch.empty(tensor.shape, dtype=dtype)
     return tensor_.requires_grad_(requires_grad)
 
 
-def _kinds(calls: Sequence[LayerCall]) -> list[Kind]:
+def _capture_kinds(calls: Sequence[LayerCall]) -> list[Kind]:
     kinds: dict[Any, Kind] = {}
     for call in calls:
         if call.kind not in kinds:
@@ -413,23 +422,25 @@ def _kinds(calls: Sequence[LayerCall]) -> list[Kind]:
 def _capture_kind(call: LayerCall) -> Kind:
     refuse_changed(call)
     output_numbers = [
-        number for number, has_tangent in enumerate(call.tangents or ()) if has_tangent
+        number for number, has_grad in enumerate(call.outputs_with_grad or ()) if has_grad
     ]
     inputs = [spec.fake() for spec in call.inputs]
-    tangents = [
+    grad_outputs = [
         TensorSpec(call.outputs[i].shape, call.outputs[i].dtype).fake() for i in output_numbers
     ]
 
-    def joint(inputs: list[torch.Tensor], tangents: list[torch.Tensor]) -> list[Any]:
+    def forward_and_backward(
+        inputs: list[torch.Tensor], grad_outputs: list[torch.Tensor]
+    ) -> list[Any]:
         results, _ = call.run(inputs)
-        if call.tangents is None:
+        if call.outputs_with_grad is None:
             return [result.detach() for result in results]
         targets = [x for x, spec in zip(inputs, call.inputs, strict=True) if spec.differentiable]
         outputs = [results[number] for number in output_numbers]
-        grads = torch.autograd.grad(outputs, targets, tangents, allow_unused=True)
+        grads = torch.autograd.grad(outputs, targets, grad_outputs, allow_unused=True)
         return [*(result.detach() for result in results), *grads]
 
-    graph = _trace(joint, (inputs, tangents), call.layer, call.path)
+    graph = _trace(forward_and_backward, (inputs, grad_outputs), call.layer, call.path)
     return Kind(call.path, graph, len(call.outputs), call.checkpoint)
 
 
@@ -438,7 +449,7 @@ def _trace(
 ) -> fx.GraphModule:
     """Trace to core operators without in-place changes; `meta["module"]` names each node's
     module."""
-    modules = _ModuleOfNodes(module, prefix)
+    modules = _NodeModules(module, prefix)
     try:
         with modules, quiet_torch():
             graph = make_fx(
@@ -451,7 +462,7 @@ def _trace(
         raise
     except Exception as error:
         raise _capture_error(modules.current or "the step", error) from error
-    modules.mark(graph)
+    modules.annotate(graph)
     refuse_undeclared_draws(graph)
     return graph
 
@@ -463,7 +474,7 @@ _CAUSES: Final = (
     ("DynamicOutputShape", "a shape depends on a tensor's values, as x[x > 0] and nonzero() do"),
     ("use_reentrant=True", "it uses reentrant checkpoints; set use_reentrant=False"),
 )
-"""(part of torch's message, our explanation)."""
+"""(part of torch's message, explanation)."""
 
 
 def _capture_error(location: str, error: Exception) -> SamestepError:
@@ -481,7 +492,7 @@ def _capture_error(location: str, error: Exception) -> SamestepError:
     )
 
 
-class _ModuleOfNodes:
+class _NodeModules:
     """Context that records the module of each traced operator."""
 
     def __init__(self, module: nn.Module, prefix: str) -> None:
@@ -491,7 +502,7 @@ class _ModuleOfNodes:
             for name, submodule in module.named_modules()
         }
         self._stack: list[str] = [prefix]
-        self._marks: list[tuple[int, str]] = []
+        self._positions: list[tuple[int, str]] = []
         self._hooks: list[Any] = []
 
     @property
@@ -512,27 +523,27 @@ class _ModuleOfNodes:
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         del inputs
         self._stack.append(self._names.get(id(module), self._stack[-1]))
-        self._mark()
+        self._record_position()
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         del module, inputs, output
         if len(self._stack) > 1:
             self._stack.pop()
-        self._mark()
+        self._record_position()
 
-    def _mark(self) -> None:
+    def _record_position(self) -> None:
         mode = get_proxy_mode()
         if mode is not None:
             nodes = mode.tracer.graph.nodes
-            self._marks.append((len(nodes), self._stack[-1]))
+            self._positions.append((len(nodes), self._stack[-1]))
 
-    def mark(self, graph: fx.GraphModule) -> None:
+    def annotate(self, graph: fx.GraphModule) -> None:
         """Store the modules' names in the nodes."""
-        marks = iter([*self._marks, (len(graph.graph.nodes) + 1, "")])
-        boundary, path = next(marks)
+        positions = iter([*self._positions, (len(graph.graph.nodes) + 1, "")])
+        boundary, path = next(positions)
         module = self._stack[0]
         for number, node in enumerate(graph.graph.nodes):
             while number >= boundary:
                 module = path
-                boundary, path = next(marks)
+                boundary, path = next(positions)
             node.meta["module"] = module

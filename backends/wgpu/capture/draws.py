@@ -21,8 +21,8 @@ from torch import fx
 from backends.wgpu.graph.opaque import KEEP, UNIFORM
 from protocol.base.errors import SamestepError
 
-_SMALLEST: Final = 2.0**-25
-"""Replaces a uniform number of 0 in logarithms; smaller than all others."""
+_SMALLEST_UNIFORM: Final = 2.0**-25
+"""Replaces a uniform number of 0 in logarithms; smaller than any other uniform number."""
 _MOST_INTEGERS: Final = 2**24
 """Distinct values of a uniform float32."""
 _SELU: Final = 1.7580993408473766
@@ -33,7 +33,7 @@ class Draws:
     """Draws from `seed`, a (2,) int32 tensor of two random words.
 
     Attributes:
-        sites: Number of draws so far; each draw has its own number.
+        sites: Number of draws so far, which is the number of the next draw.
     """
 
     def __init__(self, seed: torch.Tensor) -> None:
@@ -169,7 +169,7 @@ class Draws:
         return _with_options(self._integers(low, high, x.shape), {"dtype": x.dtype} | options)
 
     def lstm(self, *arguments: Any) -> Any:
-        """Run an LSTM with our dropout between layers, which torch draws inside its operator."""
+        """Run an LSTM with dropout between layers, which torch would draw inside the operator."""
         return self._recurrent(torch.lstm, *arguments)
 
     def gru(self, *arguments: Any) -> Any:
@@ -238,7 +238,7 @@ class Draws:
         return values
 
     def _exponential(self, shape: Sequence[int]) -> torch.Tensor:
-        return -self._uniform(shape).clamp(min=_SMALLEST).log()
+        return -self._uniform(shape).clamp(min=_SMALLEST_UNIFORM).log()
 
     def _normal(self, shape: Sequence[int]) -> torch.Tensor:
         """Draw normal numbers by the Box-Muller transform."""
@@ -306,7 +306,7 @@ def refuse_undeclared_draws(graph: fx.GraphModule) -> None:
     """Refuse a graph with an operator that draws from torch's generator.
 
     Raises:
-        SamestepError: Names the operator.
+        SamestepError: The graph has such an operator.
     """
     for node in graph.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
@@ -322,14 +322,14 @@ def refuse_foreign_draws() -> Iterator[None]:
     Raises:
         SamestepError: A generator's state has changed.
     """
-    states = _states()
+    states = _generator_states()
     yield
-    for name, state in _states().items():
+    for name, state in _generator_states().items():
         if state != states[name]:
             raise _foreign_draw_error(f"from {name}", "forward or the loss")
 
 
-def _states() -> dict[str, object]:
+def _generator_states() -> dict[str, object]:
     numbers = np.random.get_state(legacy=False)["state"]  # noqa: NPY002
     return {
         "Python's random module": random.getstate(),

@@ -1,9 +1,9 @@
 """`model.precision: float16`: mixed precision as in torch's autocast on GPUs.
 
 A matrix product's operands are rounded to float16, multiplied and summed in float32, and the sum is
-rounded to float16, as in torch. Here that is expressed in plain operators, for torch on the CPU and
-for traces. Norms, softmax, losses and sums widen float16 inputs to float32; everything else is
-computed in its inputs' dtype.
+rounded to float16, as in torch. This file does so in plain operators, for torch on the CPU
+and for traces. Norms, softmax, losses and sums convert float16 inputs to float32; every other
+operator computes in its inputs' dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PRODUCTS: Final = frozenset({
     "baddbmm", "einsum", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
     "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention",
 })  # fmt: skip
-"""Names of torch's functions, a tensor's methods and functions of `torch.nn.functional`."""
+"""Products: names of functions of torch and `torch.nn.functional`, and of tensor methods."""
 _IN_FLOAT32: Final = frozenset({
     "softmax", "log_softmax", "softmin", "softplus", "layer_norm", "rms_norm", "group_norm",
     "instance_norm", "normalize", "norm", "vector_norm", "cosine_similarity", "cdist", "pdist",
@@ -48,9 +48,9 @@ class HalfProducts(TorchFunctionMode):
         _active.append(self)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *given: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         _active.pop()
-        super().__exit__(*given)  # type: ignore[no-untyped-call]
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -59,22 +59,22 @@ class HalfProducts(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Round a product's operands and result; widen inputs of functions in float32."""
+        """Round a product's operands and result; convert inputs of float32 functions to float32."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if stand_in := standing_for_tensors(types):
+        if stand_in := stand_in_function(types):
             with self:
                 return stand_in(func, types, args, kwargs)
         if name in _PRODUCTS:
             return _product(func, name, args, kwargs)
         if name in _IN_FLOAT32:
-            args, kwargs = pytree.tree_map(_widen, (tuple(args), dict(kwargs)))
+            args, kwargs = pytree.tree_map(_to_float32, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
 
 
-def standing_for_tensors(types: Sequence[type]) -> Callable[..., Any] | None:
-    """Return how a class that only stands for tensors computes functions; None without one.
+def stand_in_function(types: Sequence[type]) -> Callable[..., Any] | None:
+    """Return the `__torch_function__` of a class that stands for tensors, None if there is none.
 
-    It calls functions of tensors in turn, which a mode must see.
+    That function calls functions of tensors in turn, which a mode must see.
     """
     kinds = [kind for kind in types if not issubclass(kind, torch.Tensor)]
     return getattr(kinds[0], "__torch_function__") if kinds else None  # noqa: B009 -- untyped
@@ -95,8 +95,8 @@ def half_products(*, enabled: bool) -> Iterator[None]:
         yield
 
 
-def rounded_to_half(x: torch.Tensor) -> torch.Tensor:
-    """Round to float16 and widen to float32."""
+def round_to_half(x: torch.Tensor) -> torch.Tensor:
+    """Round to float16 and return float32."""
     return x.half().float()
 
 
@@ -108,23 +108,23 @@ def _product(
     addends = {2} if name.startswith("conv") else addends
     addends = {0} if name in {"addmm", "addmv", "addbmm", "baddbmm"} else addends
     operands = [
-        _widen(x) if index in addends else pytree.tree_map(_operand, x)
+        _to_float32(x) if index in addends else pytree.tree_map(_round_operand, x)
         for index, x in enumerate(args)
     ]
     keywords = {
-        key: _widen(x) if key in _BIASES - {"input"} else pytree.tree_map(_operand, x)
+        key: _to_float32(x) if key in _BIASES - {"input"} else pytree.tree_map(_round_operand, x)
         for key, x in kwargs.items()
     }
     result = func(*operands, **keywords)
-    floats = isinstance(result, torch.Tensor) and result.dtype == torch.float32
-    return result.half() if floats else result
+    is_float32 = isinstance(result, torch.Tensor) and result.dtype == torch.float32
+    return result.half() if is_float32 else result
 
 
-def _operand(x: Any) -> Any:
+def _round_operand(x: Any) -> Any:
     if not isinstance(x, torch.Tensor) or x.dtype not in {torch.float32, torch.float16}:
         return x
-    return rounded_to_half(x)
+    return round_to_half(x)
 
 
-def _widen(x: Any) -> Any:
+def _to_float32(x: Any) -> Any:
     return x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.float16 else x

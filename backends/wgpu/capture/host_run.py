@@ -100,7 +100,7 @@ class HostStep:
             def seeded_forward(*args: Any, **kwargs: Any) -> Any:
                 if not calls or calls[-1].path != path:  # the call is not one node
                     return forward(*args, **kwargs)
-                if not calls.pop().draws:
+                if not calls.pop().has_draws:
                     return forward(*args, **kwargs)
                 with _RandomRewrites(next(seeds)):
                     return forward(*args, **kwargs)

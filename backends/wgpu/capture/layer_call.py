@@ -1,11 +1,10 @@
 """A call of a repeated layer within a trace, recorded as a single operator.
 
-A model is traced with its layers *closed*: forward and backward of each are one node, so the trace
-hardly grows with depth. The inside is traced once per *kind* of call. Two calls are of the same
-kind if torch runs the same operators with the same shapes and constants, forward and backward. To
-find
-out, each call is run on empty tensors: a layer's computation may depend on anything, such as its
-index or a call count.
+A model is traced with its layers *closed*: forward and backward of a layer are one node each, so
+the trace hardly grows with depth. The inside is traced once per *kind* of call. Two calls are of
+the same kind if torch runs the same operators with the same shapes and constants, forward and
+backward. Therefore each call is run on empty tensors: a layer's computation may depend on anything,
+such as its index or a call count.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backends.wgpu.capture.attention import Fuses, never_fuses
 from backends.wgpu.capture.rewrites import Rewrites
 from backends.wgpu.capture.substitution import named_tensors, substitute_tensors
-from backends.wgpu.graph.opaque import LAYER_BACKWARD, LAYER_FORWARD, CallsOfTrace
+from backends.wgpu.graph.opaque import LAYER_BACKWARD, LAYER_FORWARD, RegisteredCalls
 from protocol.base.errors import SamestepError
 
 _CONSTANT_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -58,19 +57,20 @@ class LayerCall:
     """One call of a layer.
 
     Attributes:
-        number: Its number in the trace.
+        number: Number of the call in the trace.
         path: The layer's name in the model.
         forward: The layer's original forward.
         layer: The layer.
-        inputs: Its parameters, buffers, tensor arguments, and the seed if it draws.
+        inputs: The layer's parameters and buffers, the tensor arguments, and the seed if it draws.
         names: Input number of each parameter and buffer, by name.
         outputs: Results of forward.
         leaves: Arguments, flat; a tensor is replaced by its input number.
         arguments: The structure of (args, kwargs).
         results: The structure of forward's results.
-        draws: Whether it draws random numbers; the last input is then the seed.
+        has_draws: Whether the call draws random numbers; the last input is then the seed.
         fingerprint: Hash of the operators that forward and backward run.
-        tangents: For each output, whether it has a gradient in backward; None without backward.
+        outputs_with_grad: For each output, whether it has a gradient in backward; None without
+            backward.
         checkpoint: Whether backward recomputes forward.
         fuses: Which attention becomes one operator.
     """
@@ -87,14 +87,14 @@ class LayerCall:
     fuses: Fuses = never_fuses
     outputs: list[TensorSpec] = field(default_factory=list)
     results: pytree.TreeSpec | None = None
-    draws: bool = False
+    has_draws: bool = False
     fingerprint: str = ""
-    tangents: tuple[bool, ...] | None = None
+    outputs_with_grad: tuple[bool, ...] | None = None
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Calls of equal kind compute the same function."""
-        return self.fingerprint, tuple(self.inputs), self.tangents, self.checkpoint
+        """The kind of the call: calls of equal kind compute the same function."""
+        return self.fingerprint, tuple(self.inputs), self.outputs_with_grad, self.checkpoint
 
     def run(
         self, tensors: Sequence[torch.Tensor], seed: torch.Tensor | None = None
@@ -120,19 +120,19 @@ class NotClosable(Exception):
 
 
 @contextmanager
-def closed_layers(
-    module: nn.Module, seeds: Callable[[], torch.Tensor], *, checkpoint: bool, fuses: Fuses
+def close_layers(
+    module: nn.Module, next_seed: Callable[[], torch.Tensor], *, checkpoint: bool, fuses: Fuses
 ) -> Iterator[list[LayerCall]]:
     """Trace calls of the module's repeated layers as one node each within the context.
 
     Args:
         module: The model.
-        seeds: Returns a (2,) int32 tensor for each call that draws.
+        next_seed: Returns a (2,) int32 tensor for each call that draws.
         checkpoint: Whether backward recomputes calls.
         fuses: Which attention becomes one operator.
     """
     layers = dict(repeated_layers(module, ""))
-    with CallsOfTrace[LayerCall]() as calls:
+    with RegisteredCalls[LayerCall]() as calls:
 
         def close(path: str, layer: nn.Module) -> None:
             forward = layer.forward
@@ -145,9 +145,9 @@ def closed_layers(
                 except NotClosable:
                     return forward(*args, **kwargs)
                 call.checkpoint = checkpoint and torch.is_grad_enabled()
-                if call.draws:
-                    tensors.append(seeds())
-                CallsOfTrace.add(call)
+                if call.has_draws:
+                    tensors.append(next_seed())
+                RegisteredCalls.add(call)
                 calls.append(call)
                 assert call.results is not None
                 return pytree.tree_unflatten(_Closed.apply(call, *tensors), call.results)  # type: ignore[no-untyped-call]
@@ -164,7 +164,7 @@ def closed_layers(
 
 
 def repeated_layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers of the outermost lists of layers of one class, with their names."""
+    """Yield the names and layers of the outermost module lists whose layers have one class."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if isinstance(child, nn.ModuleList) and _are_repeated(child):
@@ -197,10 +197,10 @@ class _Closed(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *tangents: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
         call: LayerCall = ctx.call
-        call.tangents = tuple(t is not None for t in tangents)
-        grads = iter(LAYER_BACKWARD([t for t in tangents if t is not None], call.number))
+        call.outputs_with_grad = tuple(t is not None for t in grad_outputs)
+        grads = iter(LAYER_BACKWARD([t for t in grad_outputs if t is not None], call.number))
         return None, *(next(grads) if spec.differentiable else None for spec in call.inputs)
 
 
@@ -242,15 +242,15 @@ def _inspect(call: LayerCall) -> None:
         results, rewrites, call.fingerprint = _run_empty(call)
     call.outputs = [TensorSpec.of(x) for x in results]
     if rewrites.draws.sites:
-        call.draws = True
+        call.has_draws = True
         call.inputs = [*call.inputs, TensorSpec((2,), torch.int32)]
 
 
 def refuse_changed(call: LayerCall) -> None:
-    """Refuse a call whose computation has changed since it was first run.
+    """Refuse a call whose computation has changed since its first run.
 
     Raises:
-        SamestepError: It has changed, for example because forward counts calls.
+        SamestepError: The computation has changed, for example because forward counts calls.
     """
     try:
         fingerprint = _run_empty(call)[2]
@@ -269,15 +269,15 @@ def _run_empty(call: LayerCall) -> tuple[list[torch.Tensor], Rewrites, str]:
     Raises:
         NotClosable: A node cannot express the call.
     """
-    specs = call.inputs[:-1] if call.draws else call.inputs
-    fakes = [spec.fake() for spec in specs]
-    with _Fingerprint(fakes) as fingerprint:
-        results, rewrites = call.run(fakes, torch.empty(2, dtype=torch.int32))
+    specs = call.inputs[:-1] if call.has_draws else call.inputs
+    fake_inputs = [spec.fake() for spec in specs]
+    with _Fingerprint(fake_inputs) as fingerprint:
+        results, rewrites = call.run(fake_inputs, torch.empty(2, dtype=torch.int32))
         if not results or not all(isinstance(x, torch.Tensor) for x in results):
             raise NotClosable
         fingerprint.add("results", [fingerprint.number(x) for x in results], call.results)
         fingerprint.add("backward", *_backward(results, fingerprint))
-        fingerprint.add("gradients", _gradients(results, fakes, fingerprint))
+        fingerprint.add("gradients", _gradients(results, fake_inputs, fingerprint))
     return results, rewrites, fingerprint.digest()
 
 
@@ -311,16 +311,16 @@ def _backward(results: Sequence[torch.Tensor], fingerprint: _Fingerprint) -> Ite
 
 
 def _gradients(
-    results: Sequence[torch.Tensor], fakes: Sequence[torch.Tensor], fingerprint: _Fingerprint
+    results: Sequence[torch.Tensor], fake_inputs: Sequence[torch.Tensor], fingerprint: _Fingerprint
 ) -> list[int | None]:
     """Run backward as well if the model has custom autograd functions."""
     if not any(isinstance(node, BackwardCFunction) for node in _nodes(results)):
         return []
     differentiable_results = [x for x in results if x.requires_grad]
-    targets = [x for x in fakes if x.requires_grad]
-    tangents = [torch.empty_like(x) for x in differentiable_results]
+    targets = [x for x in fake_inputs if x.requires_grad]
+    grad_outputs = [torch.empty_like(x) for x in differentiable_results]
     grads: Sequence[torch.Tensor | None]
-    grads = [*torch.autograd.grad(differentiable_results, targets, tangents, allow_unused=True)]
+    grads = [*torch.autograd.grad(differentiable_results, targets, grad_outputs, allow_unused=True)]
     return [None if x is None else fingerprint.number(x) for x in grads]
 
 
@@ -331,7 +331,7 @@ class _Fingerprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._hash = blake3()
         self._numbers: dict[int, int] = {}
-        self._tensors: list[torch.Tensor] = []  # so that no id is reused
+        self._tensors: list[torch.Tensor] = []  # kept alive, so that no id is reused
         self._inputs = len(inputs)
         for tensor in inputs:
             self.number(tensor)
@@ -377,7 +377,6 @@ class _Fingerprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotClosable  # a tensor of the surrounding model that is not an input
         if value.numel() > _HASHED_ELEMENTS:
             raise NotClosable
-        with (
-            unset_fake_temporarily()
-        ):  # a constant of forward, whose values the fake mode would hide
+        # A constant of forward, whose values the fake mode would hide.
+        with unset_fake_temporarily():
             return number, value.detach().cpu().numpy().tobytes(), str(value.dtype)

@@ -3,7 +3,7 @@
 All models look up their attention implementation by one call, with the configured name and the
 model's eager function as default. For models that declare support for torch's
 `scaled_dot_product_attention`, the lookup returns a function that computes eligible calls as one
-operator and delegates the others. Masks are unchanged.
+operator and delegates all other calls. Masks are unchanged.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _IGNORABLE_ARGUMENTS: Final = frozenset(
         "use_cache",
     }
 )
-"""Arguments that do not change the formula, are part of the mask, or are checked below. A call with
-any other argument may use another formula and is delegated to the model."""
+"""Arguments that do not change the formula, are part of the mask, or are checked in `_attend`. A
+call with any other argument may use another formula and is delegated to the model."""
 
 
-def sdpa_can_be_traced() -> bool:
+def can_trace_sdpa() -> bool:
     """Whether masks for torch's function can be built without reading their values.
 
     Older releases of `transformers` omit a mask that masks nothing.
@@ -46,7 +46,7 @@ def sdpa_can_be_traced() -> bool:
 
 
 @contextmanager
-def replaced_attention(module: nn.Module, fuses: Fuses) -> Iterator[None]:
+def replace_attention(module: nn.Module, fuses: Fuses) -> Iterator[None]:
     """Substitute the attention of the module's parts within the context, if `transformers` is
     loaded."""
     library = sys.modules.get("transformers.modeling_utils")
@@ -57,14 +57,14 @@ def replaced_attention(module: nn.Module, fuses: Fuses) -> Iterator[None]:
     supporting = [
         submodule for submodule in module.modules() if getattr(submodule, "_supports_sdpa", False)
     ]
-    parts = {id(part) for submodule in supporting for part in submodule.modules()}
+    part_ids = {id(part) for submodule in supporting for part in submodule.modules()}
     original = interface.get_interface
 
     def get_interface(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
         function: Callable[..., Any] = original(name, default)
         if name not in {"eager", "sdpa"}:
             return function
-        return partial(_attend, function, parts, fuses, needs_mask=name == "sdpa")
+        return partial(_attend, function, part_ids, fuses, needs_mask=name == "sdpa")
 
     interface.get_interface = get_interface
     try:
@@ -75,7 +75,7 @@ def replaced_attention(module: nn.Module, fuses: Fuses) -> Iterator[None]:
 
 def _attend(  # noqa: PLR0917
     original: Callable[..., Any],
-    parts: set[int],
+    part_ids: set[int],
     fuses: Fuses,
     module: nn.Module,
     query: torch.Tensor,
@@ -92,10 +92,10 @@ def _attend(  # noqa: PLR0917
         (B, T, H, D), and None for the weights.
     """
     is_plain = not extra and all(
-        word in _IGNORABLE_ARGUMENTS for word, argument in options.items() if argument is not None
+        name in _IGNORABLE_ARGUMENTS for name, argument in options.items() if argument is not None
     )
     is_plain = is_plain and not options.get("dropout") and not options.get("output_attentions")
-    is_plain = is_plain and id(module) in parts and not (needs_mask and attention_mask is None)
+    is_plain = is_plain and id(module) in part_ids and not (needs_mask and attention_mask is None)
     sizes = sizes_of(query, key, value, attention_mask) if is_plain else None
     if sizes is None or not fuses(sizes):
         return original(module, query, key, value, attention_mask, *extra, **options)

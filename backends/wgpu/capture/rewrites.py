@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from backends.wgpu.capture.attention import Fuses, fused_attention, sizes_of
 from backends.wgpu.capture.draws import Draws
-from backends.wgpu.capture.half_products import standing_for_tensors
+from backends.wgpu.capture.half_products import stand_in_function
 
 _CHECKS: Final = frozenset({
     "has_torch_function",
@@ -36,7 +36,7 @@ class Rewrites(TorchFunctionMode):
     that it sees the functions inside.
 
     Attributes:
-        draws: The draws.
+        draws: Replaces random functions, and counts the draws.
     """
 
     def __init__(self, seed: torch.Tensor, fuses: Fuses) -> None:
@@ -44,7 +44,7 @@ class Rewrites(TorchFunctionMode):
         self.draws = Draws(seed)
         self._fuses = fuses
         self._composites_in_progress: list[FunctionType] = []
-        """Composites in progress: a nested call of one would recurse without end."""
+        """Running composites: a nested call of the same composite would recurse without end."""
 
     def __torch_function__(
         self,
@@ -53,9 +53,9 @@ class Rewrites(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Replace random functions and attention; run others unchanged."""
+        """Replace random functions and attention; run all other functions unchanged."""
         kwargs = kwargs or {}
-        if stand_in := standing_for_tensors(types):
+        if stand_in := stand_in_function(types):
             with self:
                 return stand_in(func, types, args, kwargs)
         if func is functional.scaled_dot_product_attention:
@@ -91,14 +91,14 @@ class Rewrites(TorchFunctionMode):
             return fused_attention(query, key, value, attn_mask, scale, causal=is_causal)
         # The formula in the documentation of torch's `scaled_dot_product_attention`.
         if enable_gqa:
-            key, value = (_repeated(x, query.size(-3) // x.size(-3)) for x in (key, value))
+            key, value = (_repeat_groups(x, query.size(-3) // x.size(-3)) for x in (key, value))
         scores = query @ key.transpose(-2, -1)  # (..., queries, keys)
         scores = scores * scale
         if is_causal:  # every query sees a key
             is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
             weights = torch.softmax(scores.masked_fill(is_later, -torch.inf), dim=-1)
         else:
-            weights = _softmax(scores, attn_mask)
+            weights = _masked_softmax(scores, attn_mask)
         weights = self.draws.dropout(weights, dropout_p, dropout_p > 0)
         return weights @ value
 
@@ -109,30 +109,32 @@ def _without_mode_check(func: FunctionType) -> FunctionType | None:
     has no check."""
     if not _CHECKS & {*func.__code__.co_names} & func.__globals__.keys():
         return None
-    names = func.__globals__ | dict.fromkeys(_CHECKS, _no)
+    names = func.__globals__ | dict.fromkeys(_CHECKS, _return_false)
     body = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     body.__kwdefaults__ = func.__kwdefaults__
     return body
 
 
-def _no(*_: object) -> bool:
+def _return_false(*_: object) -> bool:
     return False
 
 
-def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
+def _repeat_groups(x: torch.Tensor, times: int) -> torch.Tensor:
     """Expand (..., G, S, D) to (..., G * times, S, D): each group serves all of its heads."""
     expanded = x.unsqueeze(-3).expand(*x.shape[:-2], times, *x.shape[-2:])
     return expanded.flatten(-4, -3)
 
 
-def _softmax(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Softmax over keys; as in torch, a fully masked row gives zeros."""
+def _masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Compute softmax over keys; as in torch, a fully masked row gives zeros."""
     if mask is None:
         return torch.softmax(scores, dim=-1)
     if mask.dtype == torch.bool:
-        hidden = mask.logical_not()
+        is_masked = mask.logical_not()
     else:
         scores = scores + mask
-        hidden = scores == -torch.inf
+        is_masked = scores == -torch.inf
     lowest_value = torch.finfo(scores.dtype).min
-    return torch.softmax(scores.masked_fill(hidden, lowest_value), dim=-1).masked_fill(hidden, 0.0)
+    return torch.softmax(scores.masked_fill(is_masked, lowest_value), dim=-1).masked_fill(
+        is_masked, 0.0
+    )

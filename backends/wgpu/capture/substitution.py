@@ -1,4 +1,4 @@
-"""Run a module with substitute_tensors parameters and buffers, then restore them."""
+"""Run a module with substituted parameters and buffers, then restore them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def substitute_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -
     """Substitute the module's tensors of these names within the context.
 
     Raises:
-        SamestepError: The module changed one of them.
+        SamestepError: The module changed one of the tensors.
     """
     originals: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
     versions = {name: tensor._version for name, tensor in tensors.items()}  # noqa: SLF001

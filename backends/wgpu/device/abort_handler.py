@@ -15,11 +15,11 @@ from typing import Final
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _handlers: Final[list[object]] = []
-"""Keeps callbacks alive, which ctypes would free otherwise."""
+"""Callbacks to keep alive: ctypes would free them."""
 
 
 def on_abort(report: Callable[[], None], exit_code: int) -> None:
-    """On SIGABRT, report and exit with this code.
+    """Report and exit with `exit_code` on SIGABRT.
 
     Args:
         report: Runs in the failed thread, while other threads continue.

@@ -1,8 +1,8 @@
 """List the machine's adapters: Vulkan; Metal on a Mac; Vulkan and DX12 on Windows.
 
-All interfaces use the same shaders. wgpu is imported only here and in `device`; without it, or
-without a driver, the result is a reason. Software adapters (Mesa's lavapipe) come last and are used
-only on request: `backends.registry`.
+All interfaces use the same shaders. wgpu is imported only here and in `device`; without wgpu, or
+without a driver, the result is the reason. Software adapters (Mesa's lavapipe) come last and are
+used only on request: `backends.registry`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, Final, Literal
 
 from backends.base.interface import DeviceInfo
-from backends.wgpu.device.memory_heaps import Heaps, memory_heaps
+from backends.wgpu.device.memory_heaps import DeviceHeaps, memory_heaps
 
 Kind = Literal["discrete", "integrated", "software", "other"]
 
@@ -37,7 +37,7 @@ class Adapter:
     Attributes:
         name: The driver's name of the device.
         kind: Type of the device.
-        interface: Vulkan, Metal or D3D12.
+        interface: Vulkan, Metal or D3D12, as wgpu names them.
         driver: Name and version of the driver; on a Mac, of the system.
         vendor_id: PCI vendor.
         device_id: PCI device.
@@ -56,11 +56,11 @@ class Adapter:
 
     @property
     def software(self) -> bool:
-        """Whether it computes on the CPU."""
+        """Whether the device is emulated on the CPU."""
         return self.kind == "software"
 
     def info(self, index: int) -> DeviceInfo:
-        """Return its row in `worker devices`."""
+        """Return the device's row in `worker devices`."""
         suffix = "" if self.interface == "Vulkan" else f" ({self.interface})"
         return DeviceInfo(
             "vulkan",
@@ -75,7 +75,8 @@ class Adapter:
 
 @cache
 def adapters() -> tuple[Adapter, ...] | str:
-    """Return all adapters, best kind first, or why there are none. Queried once per process."""
+    """Return all adapters, best kind first, or why there are none. Adapters are queried once per
+    process."""
     if importlib.util.find_spec("wgpu") is None:
         return "wgpu is not installed; run deploy/environment.sh, or pip install 'wgpu>=0.32'"
     # Mesa's device-select layer logs errors on machines without a desktop.
@@ -96,7 +97,7 @@ def adapters() -> tuple[Adapter, ...] | str:
     return tuple(sorted(available, key=lambda adapter: _ORDER.index(adapter.kind)))
 
 
-def _adapter(handle: Any, heaps: list[Heaps]) -> Adapter:
+def _adapter(handle: Any, heaps: list[DeviceHeaps]) -> Adapter:
     info = handle.info
     kind = _KINDS.get(str(info["adapter_type"]), "other")
     name, driver = str(info["device"]), str(info["description"])

@@ -2,8 +2,8 @@
 
 Subtree sums must have the same bits on every device. IEEE 754 defines the result of a float32
 addition, but Vulkan permits flushing subnormals and other roundings. So the kernels of subtree sums
-add hard cases, which are compared bit by bit with NumPy. Unless all agree, the host adds subtree
-sums. NaN is not tested, since a gradient with NaN halts the run.
+add hard cases, and the sums are compared bit by bit with NumPy's. If any differs, the host adds
+subtree sums. NaN is not tested, since a gradient with NaN halts the run.
 
 Kernels round to float16 with integer operations, so the device's conversions never round. But
 infinities and NaN, which signal an overflow, must survive, which Vulkan does not guarantee. So
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from backends.wgpu.device.target import ComputeTarget, Copy
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
-from backends.wgpu.shaders.sum_kernels import add, keep
+from backends.wgpu.shaders.sum_kernels import add, copy
 
 _RANDOM_CASES: Final = 60_000
 _EDGES: Final = (
@@ -45,7 +45,7 @@ _EDGES: Final = (
     0x7F7FFFFF,  # the largest
     0x7F800000,  # infinity
 )
-_COUNT: Final = 2**16
+_FLOAT16_COUNT: Final = 2**16
 _WORKGROUP: Final = 64
 _CONVERT: Final = """\
 @group(0) @binding(0) var<storage, read> given: array<{}>;
@@ -61,14 +61,14 @@ def hard_cases() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return pairs to add: all pairs of edge values, and random bits with close exponents."""
     edges = np.array([*_EDGES, *(edge | 0x80000000 for edge in _EDGES)], np.uint32)
     first_edges, second_edges = (grid.reshape(-1) for grid in np.meshgrid(edges, edges))
-    draw = np.random.default_rng(0)
-    bits = draw.integers(0, 2**32, _RANDOM_CASES, np.uint32)
-    # The second's exponent is within 26 of the first's, where rounding happens.
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, _RANDOM_CASES, np.uint32)
+    # The second exponent is within 26 of the first, where rounding happens.
     exponent = (bits >> np.uint32(23)) & np.uint32(0xFF)
     close_exponents = np.clip(
-        exponent.astype(np.int64) + draw.integers(-26, 27, _RANDOM_CASES), 0, 254
+        exponent.astype(np.int64) + rng.integers(-26, 27, _RANDOM_CASES), 0, 254
     )
-    mantissas = draw.integers(0, 2**32, _RANDOM_CASES, np.uint32) & np.uint32(0x807FFFFF)
+    mantissas = rng.integers(0, 2**32, _RANDOM_CASES, np.uint32) & np.uint32(0x807FFFFF)
     close = (close_exponents.astype(np.uint32) << np.uint32(23)) | mantissas
     a = np.concatenate([first_edges, bits]).view(np.float32)
     b = np.concatenate([second_edges, close]).view(np.float32)
@@ -77,23 +77,23 @@ def hard_cases() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     return a[is_number], b[is_number]
 
 
-def differing_additions(device: ComputeTarget) -> int:
+def count_wrong_additions(device: ComputeTarget) -> int:
     """Count the hard cases in which the device's sum differs from IEEE 754; 0 means exact."""
     a, b = hard_cases()
     buffers = [device.buffer(values.nbytes) for values in (a, b, a)]
     device.upload(buffers[0], a)
     device.upload(buffers[1], b)
     nbytes = buffers[2].nbytes
-    prepared = device.prepare([keep([0], [2], nbytes), add([1], [2], nbytes)], buffers)
-    (sums,) = device.run(prepared, [Copy(buffers[2], a.nbytes)]).result()
+    commands = device.prepare([copy([0], [2], nbytes), add([1], [2], nbytes)], buffers)
+    (sums,) = device.run(commands, [Copy(buffers[2], a.nbytes)]).result()
     with np.errstate(all="ignore"):
         expected = a + b
     return int(np.count_nonzero(sums.view(np.uint32) != expected.view(np.uint32)))
 
 
-def changed_halves(device: ComputeTarget) -> int:
+def count_changed_float16(device: ComputeTarget) -> int:
     """Count the float16 values that do not survive conversion to float32 or back."""
-    bits = np.arange(_COUNT, dtype=np.uint16)
+    bits = np.arange(_FLOAT16_COUNT, dtype=np.uint16)
     values = bits.view(np.float16)
     with np.errstate(all="ignore"):
         expected = values.astype(np.float32)
@@ -101,18 +101,20 @@ def changed_halves(device: ComputeTarget) -> int:
     buffers.append(device.buffer(bits.nbytes))
     device.upload(buffers[0], bits)
     device.upload(buffers[2], expected)
-    grid = (_COUNT // _WORKGROUP, 1, 1)
+    grid = (_FLOAT16_COUNT // _WORKGROUP, 1, 1)
     dispatches = [
         Dispatch(_WIDENING, (0, 1), grid, "widen"),
         Dispatch(_NARROWING, (2, 3), grid, "narrow"),
     ]
     copies = [Copy(buffers[1], expected.nbytes), Copy(buffers[3], bits.nbytes)]
     widened, narrowed = device.run(device.prepare(dispatches, buffers), copies).result()
-    back = narrowed.view(np.float16).astype(np.float32)
-    return int(np.count_nonzero(_differ(widened, expected) | _differ(back, expected)))
+    round_trip = narrowed.view(np.float16).astype(np.float32)
+    return int(
+        np.count_nonzero(_is_different(widened, expected) | _is_different(round_trip, expected))
+    )
 
 
-def _differ(results: NDArray[np.float32], expected: NDArray[np.float32]) -> NDArray[np.bool_]:
+def _is_different(results: NDArray[np.float32], expected: NDArray[np.float32]) -> NDArray[np.bool_]:
     is_subnormal = np.abs(expected) < np.finfo(np.float16).smallest_normal
-    both_nan = np.isnan(results) & np.isnan(expected)
-    return np.asarray(~((results == expected) | both_nan | (is_subnormal & (results == 0))))
+    are_both_nan = np.isnan(results) & np.isnan(expected)
+    return np.asarray(~((results == expected) | are_both_nan | (is_subnormal & (results == 0))))

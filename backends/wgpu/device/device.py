@@ -1,4 +1,5 @@
-"""A Vulkan device: buffers, and prepared lists of dispatches that run as one submission each.
+"""A Vulkan device: buffers, and lists of dispatches that are encoded once and run as one submission
+each.
 
 A submission may block until the previous one is done (it does on lavapipe), so everything that uses
 the queue, including uploads, runs in a dedicated thread, in order. Waiting for a readback polls for
@@ -26,9 +27,9 @@ from wgpu.backends.wgpu_native import _api as native
 from wgpu.backends.wgpu_native._ffi import ffi, lib
 
 from backends.wgpu.device.adapters import Adapter
-from backends.wgpu.device.target import Buffer, Copy, Prepared, Readback
+from backends.wgpu.device.target import Buffer, CommandList, Copy, Readback
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
-from backends.wgpu.shaders.repeated import repeated
+from backends.wgpu.shaders.repeated import repeat_for_microbatches
 from protocol.base.errors import DeviceError, DeviceOutOfMemory, SamestepError
 
 BUFFER_ALIGNMENT_BYTES: Final = 16
@@ -38,7 +39,7 @@ _CALLBACK_S: Final = 20.0
 """Timeout for a callback that runs in another thread."""
 _STAGING_PART_BYTES: Final = 64 * 2**20
 _UPLOAD_PART_BYTES: Final = 64 * 2**20
-"""wgpu buffers uploads until the next submission: limit on that memory."""
+"""Limit on the memory in which wgpu buffers uploads until the next submission."""
 
 _FEATURES: Final = ("shader-f16", "shader-int64", "subgroup")
 _STORAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
@@ -67,18 +68,18 @@ class _Readback:
         Raises:
             DeviceError: The device was lost or is out of memory.
         """
-        with failures(self._device.adapter.name):
+        with convert_device_errors(self._device.adapter.name):
             return self._device.fetch(self._future.result())
 
 
 @dataclass(slots=True)
 class _Mapping:
-    """A submission in progress, and the staging buffer to be mapped after it."""
+    """A submission in progress, and the staging buffer that is mapped afterwards."""
 
     submission: int
     staging: Any
     sizes: list[int]
-    failed: list[str]
+    errors: list[str]
     done: threading.Event
     callback: Any
 
@@ -89,15 +90,15 @@ class Device:
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.counts = Counts()
-        offered = adapter.handle.features
-        logging.getLogger("wgpu").addFilter(_is_not_raised)
+        available_features = adapter.handle.features
+        logging.getLogger("wgpu").addFilter(_is_not_device_loss)
         try:
             self._device = adapter.handle.request_device_sync(
-                required_features=[name for name in _FEATURES if name in offered],
+                required_features=[name for name in _FEATURES if name in available_features],
                 required_limits=dict(adapter.handle.limits),
             )
         except RuntimeError as error:  # the only error that wgpu raises here
-            reason = f"it cannot be opened ({_line(error)})"
+            reason = f"it cannot be opened ({_one_line(error)})"
             raise DeviceError(adapter.name, reason) from None
         self.features: frozenset[str] = frozenset(self._device.features)
         self.limits: Mapping[str, int] = dict(self._device.limits)
@@ -136,13 +137,13 @@ class Device:
             limit = self.largest_buffer_bytes
             reason = f"expected a buffer of at most {limit} bytes, got {size}"
             raise DeviceError(self.adapter.name, reason)
-        with failures(self.adapter.name):
+        with convert_device_errors(self.adapter.name):
             return Buffer(size, self._device.create_buffer(size=size, usage=_STORAGE))
 
     def uniform(self) -> Buffer:
         """Allocate four zero vectors for a uniform binding."""
         usage = wgpu.BufferUsage.UNIFORM
-        with failures(self.adapter.name):
+        with convert_device_errors(self.adapter.name):
             return Buffer(64, self._device.create_buffer(size=64, usage=usage))
 
     def upload(self, buffer: Buffer, values: NDArray[Any]) -> None:
@@ -154,11 +155,11 @@ class Device:
         if flat.nbytes > buffer.nbytes:
             raise SamestepError(f"expected at most {buffer.nbytes} bytes, got {flat.nbytes}")
         self.counts.uploads += 1
-        with failures(self.adapter.name):
+        with convert_device_errors(self.adapter.name):
             self._thread.submit(self._write, buffer, flat).result()
 
-    def prepare(self, dispatches: Sequence[Dispatch], buffers: Sequence[Buffer]) -> Prepared:
-        """Make pipelines (once per shader) and bind groups.
+    def prepare(self, dispatches: Sequence[Dispatch], buffers: Sequence[Buffer]) -> CommandList:
+        """Create pipelines (once per shader) and bind groups.
 
         Args:
             dispatches: Dispatches in order of execution.
@@ -166,26 +167,26 @@ class Device:
         """
         calls, groups = [], []
         for dispatch in dispatches:
-            with failures(self.adapter.name):
+            with convert_device_errors(self.adapter.name):
                 shader, (x, y, z) = dispatch.shader, dispatch.grid
                 if dispatch.strides:
-                    shader = repeated(shader, dispatch.strides, z)
+                    shader = repeat_for_microbatches(shader, dispatch.strides, z)
                 pipeline, layout = self._pipeline(shader, dispatch.label)
                 group = self._bind_group(layout, [buffers[n] for n in dispatch.buffers])
             groups.append(group)
             depth = z * dispatch.microbatches
             calls.append((pipeline._internal, group._internal, x, y, depth))  # noqa: SLF001
-        return Prepared(calls, groups)
+        return CommandList(calls, groups)
 
-    def run(self, prepared: Prepared, copies: Sequence[Copy] = ()) -> Readback:
+    def run(self, commands: CommandList, copies: Sequence[Copy] = ()) -> Readback:
         """Submit the dispatches and then copy buffers back; returns immediately."""
         self.counts.submissions += 1
         self.counts.readbacks += bool(copies)
-        return _Readback(self, self._thread.submit(self._submit, prepared, tuple(copies)))
+        return _Readback(self, self._thread.submit(self._submit, commands, tuple(copies)))
 
     def read(self, buffer: Buffer, nbytes: int = 0) -> NDArray[np.float32]:
         """Return the buffer's content after all earlier submissions."""
-        return self.run(Prepared([], []), [Copy(buffer, nbytes or buffer.nbytes)]).result()[0]
+        return self.run(CommandList([], []), [Copy(buffer, nbytes or buffer.nbytes)]).result()[0]
 
     def close(self) -> None:
         """Stop the thread and free all memory."""
@@ -206,10 +207,10 @@ class Device:
             self._queue.write_buffer(buffer.handle, start, part)
             self._staged_bytes += part.nbytes
 
-    def _submit(self, prepared: Prepared, copies: tuple[Copy, ...]) -> _Mapping:
+    def _submit(self, commands: CommandList, copies: tuple[Copy, ...]) -> _Mapping:
         encoder = self._device.create_command_encoder()
-        if prepared.calls:
-            _encode(encoder, prepared.calls)
+        if commands.calls:
+            _encode(encoder, commands.calls)
         sizes = [copy.nbytes for copy in copies]
         staging = self._take_staging(sum(sizes)) if sizes else None
         offset = 0
@@ -219,8 +220,8 @@ class Device:
             )
             offset += copy.nbytes
         command_buffer = encoder.finish()  # keeps the commands alive until they are submitted
-        commands = ffi.new("WGPUCommandBuffer[1]", [command_buffer._internal])  # noqa: SLF001
-        submission = native.libf.wgpuQueueSubmitForIndex(self._queue._internal, 1, commands)  # noqa: SLF001
+        command_buffers = ffi.new("WGPUCommandBuffer[1]", [command_buffer._internal])  # noqa: SLF001
+        submission = native.libf.wgpuQueueSubmitForIndex(self._queue._internal, 1, command_buffers)  # noqa: SLF001
         self._staged_bytes = 0
         del command_buffer
         mapping = _Mapping(submission, staging, sizes, [], threading.Event(), None)
@@ -229,17 +230,17 @@ class Device:
         return mapping
 
     def fetch(self, mapping: _Mapping) -> list[NDArray[np.float32]]:
-        """Wait for a submission and copy its results; for `Readback`."""
+        """Wait for a submission and return its results; called by `_Readback`."""
         index = ffi.new("WGPUSubmissionIndex*", mapping.submission)
         native.libf.wgpuDevicePoll(self._device._internal, True, index)  # noqa: SLF001
         if mapping.staging is None:
             return []
-        # Another thread's poll may run our callback.
+        # Another thread's poll may run this mapping's callback.
         native.libf.wgpuDevicePoll(self._device._internal, True, ffi.NULL)  # noqa: SLF001
         if not mapping.done.wait(_CALLBACK_S):
             raise DeviceError(self.adapter.name, "a submission finished without a result")
-        if mapping.failed:
-            raise DeviceError(self.adapter.name, mapping.failed[0])
+        if mapping.errors:
+            raise DeviceError(self.adapter.name, mapping.errors[0])
         handle = mapping.staging._internal  # noqa: SLF001
         total = sum(mapping.sizes)
         address = native.libf.wgpuBufferGetMappedRange(handle, 0, total)
@@ -259,11 +260,11 @@ class Device:
         free = self._staging[size]
         return free.pop() if free else self._device.create_buffer(size=size, usage=_STAGING)
 
-    def _bind_group(self, layout: Any, bound: Sequence[Buffer]) -> Any:
+    def _bind_group(self, layout: Any, bound_buffers: Sequence[Buffer]) -> Any:
         """Create a bind group directly: wgpu's `create_bind_group` is several times slower."""
         entries = [
             {"binding": i, "buffer": b.handle._internal, "offset": b.offset, "size": b.nbytes}  # noqa: SLF001
-            for i, b in enumerate(bound)
+            for i, b in enumerate(bound_buffers)
         ]
         entry_array = ffi.new("WGPUBindGroupEntry[]", entries)
         fields = {"layout": layout._internal, "entryCount": len(entries), "entries": entry_array}  # noqa: SLF001
@@ -283,8 +284,10 @@ class Device:
         return pipeline_and_layout
 
     def _module(self, shader: Shader, label: str) -> Any:
-        """Create a shader module, without runtime bounds checks if the shader needs none. Only
-        wgpu's native library offers that; the source is still validated."""
+        """Create a shader module, without runtime bounds checks if the shader needs none.
+
+        Only wgpu's native library offers unchecked modules; the source is still validated.
+        """
         if not shader.in_bounds:
             return self._device.create_shader_module(label=label, code=shader.module)
         code, name = (ffi.new("char []", text.encode()) for text in (shader.module, label))
@@ -320,7 +323,7 @@ def _map(mapping: _Mapping) -> None:
     @ffi.callback("void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)")  # type: ignore[untyped-decorator]
     def on_mapped(status: int, message: Any, _userdata1: Any, _userdata2: Any) -> None:
         if status != lib.WGPUMapAsyncStatus_Success:
-            mapping.failed.append(native.from_c_string_view(message))
+            mapping.errors.append(native.from_c_string_view(message))
         mapping.done.set()
 
     info = ffi.new("WGPUBufferMapCallbackInfo *")
@@ -332,13 +335,13 @@ def _map(mapping: _Mapping) -> None:
 
 
 @contextmanager
-def failures(name: str) -> Iterator[None]:
-    """Turn a lost device or exhausted memory into `DeviceError`; other errors are bugs."""
+def convert_device_errors(name: str) -> Iterator[None]:
+    """Convert a lost device or exhausted memory to `DeviceError`; other errors are bugs."""
     try:
         yield
     except wgpu.GPUError as error:
         # wgpu-native reports both as validation errors; only the message distinguishes them.
-        message = _line(error)
+        message = _one_line(error)
         if isinstance(error, wgpu.GPUOutOfMemoryError) or "not enough memory" in message.lower():
             raise DeviceOutOfMemory(name, f"out of memory ({message})") from None
         if "device is lost" in message.lower():
@@ -346,11 +349,11 @@ def failures(name: str) -> Iterator[None]:
         raise
 
 
-def _is_not_raised(record: logging.LogRecord) -> bool:
-    """Filter wgpu's log messages about a lost device, which is raised as `DeviceError`."""
+def _is_not_device_loss(record: logging.LogRecord) -> bool:
+    """Filter out wgpu's log messages about a lost device, which is raised as `DeviceError`."""
     message = record.getMessage()
     return message != "DEVICE LOST!" and not message.startswith("The WGPU device was lost")
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())

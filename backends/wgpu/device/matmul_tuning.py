@@ -1,9 +1,9 @@
 """Choose the kernel of a matrix product, by estimate or by a cached measurement.
 
 On a GPU the first few candidates are timed, and the fastest is cached in a file per adapter and
-driver. On a software adapter the estimate decides: compiling the others would cost more than it
-saves. All candidates give the same bits (see `backends.wgpu.shaders.matmul`), so the cache and the
-measurement affect speed only.
+driver. On a software adapter the estimate decides: compiling the other candidates would cost more
+than it saves. All candidates give the same bits (see `backends.wgpu.shaders.matmul`), so the cache
+and the measurement affect speed only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from backends.quantization.quantize import stored_bytes
 from backends.wgpu.device.device import Device
-from backends.wgpu.device.subgroups import matmul_traits
+from backends.wgpu.device.subgroups import measure_matmul_traits
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
 from backends.wgpu.shaders.matmul.shader import (
     Choice,
@@ -33,17 +33,23 @@ from backends.wgpu.shaders.matmul.side import sides
 from protocol.base.errors import DeviceError, StorageFailed
 from protocol.machine.cache_directory import cache_directory
 
-_CANDIDATES: Final = 4
-_WORTH_PRODUCTS: Final = 2**26
-"""Smaller products take less time than the measurement noise."""
+_MOST_CANDIDATES: Final = 4
+_MIN_MULTIPLICATIONS: Final = 2**26
+"""Products with fewer multiplications take less time than the measurement noise."""
 
-_MEASURED_BYTES: Final = 2**30
+_MOST_BYTES: Final = 2**30
+"""Limit on the memory of a measurement."""
 _DISPATCHES: Final = 8
 _REPEATS: Final = 3
 
 
 class MatmulTuner:
-    """The choices for one device, cached in memory and, if measured, on disk."""
+    """Chooses kernels for one device; caches choices in memory and, if measured, on disk.
+
+    Attributes:
+        traits: The device's properties that decide its kernels.
+        measurement_count: Number of measurements so far.
+    """
 
     def __init__(self, device: Device, directory: Path | None = None) -> None:
         """Load earlier measurements.
@@ -53,12 +59,12 @@ class MatmulTuner:
             directory: Directory of the cache files; by default `vulkan` in the user's cache.
         """
         self._device = device
-        self.traits = matmul_traits(device)
-        self._measure = not device.adapter.software
+        self.traits = measure_matmul_traits(device)
+        self._should_measure = not device.adapter.software
         self._choices: dict[str, Choice] = {}
-        self.measured = 0
+        self.measurement_count = 0
         self._path: Path | None = None
-        if self._measure:
+        if self._should_measure:
             self._path = _path(device, directory)
             self._choices = _load(self._path)
 
@@ -74,20 +80,19 @@ class MatmulTuner:
         key = repr(problem.tuning_key)
         if key not in self._choices:
             unfused = replace(problem, finish=None)  # the epilogue hardly affects the time
-            fastest_choices = candidates(unfused, self.traits)[:_CANDIDATES]
-            products = problem.batch * problem.m * problem.k * problem.n
-            if self._measure and products >= _WORTH_PRODUCTS:
-                self._choices[key] = self.quickest(unfused, fastest_choices)
+            likely_choices = candidates(unfused, self.traits)[:_MOST_CANDIDATES]
+            multiplications = problem.batch * problem.m * problem.k * problem.n
+            if self._should_measure and multiplications >= _MIN_MULTIPLICATIONS:
+                self._choices[key] = self.measure_fastest(unfused, likely_choices)
                 self._save()
             else:
-                self._choices[key] = fastest_choices[0]
+                self._choices[key] = likely_choices[0]
         return self._choices[key]
 
-    def quickest(self, problem: MatmulProblem, choices: tuple[Choice, ...]) -> Choice:
-        """Time candidates on the device, with zeros; return the first if memory does not
-        suffice."""
+    def measure_fastest(self, problem: MatmulProblem, choices: tuple[Choice, ...]) -> Choice:
+        """Return the fastest candidate, measured on zeros; the first if memory does not suffice."""
         sizes = _buffer_bytes(problem)
-        if sum(sizes) > _MEASURED_BYTES:
+        if sum(sizes) > _MOST_BYTES:
             return choices[0]
         try:
             buffers = [self._device.buffer(size) for size in sizes]
@@ -97,19 +102,19 @@ class MatmulTuner:
         for choice in choices:
             shader, grid = matmul_shader(problem, choice)
             dispatch = Dispatch(shader, tuple(range(len(sizes))), grid, "tuning")
-            prepared = self._device.prepare([dispatch] * _DISPATCHES, buffers)
-            self._device.run(prepared).result()
+            commands = self._device.prepare([dispatch] * _DISPATCHES, buffers)
+            self._device.run(commands).result()
             durations = []
             for _ in range(_REPEATS):
                 start = time.perf_counter()
-                self._device.run(prepared).result()
+                self._device.run(commands).result()
                 durations.append(time.perf_counter() - start)
             seconds.append(min(durations))
-        self.measured += 1
+        self.measurement_count += 1
         return choices[seconds.index(min(seconds))]
 
     def _save(self) -> None:
-        """Write the cache file; a failure only costs time."""
+        """Write the cache file; a failure costs only time."""
         if self._path is None:
             return
         document = {
@@ -173,6 +178,6 @@ def _buffer_bytes(problem: MatmulProblem) -> list[int]:
     last_output = (
         (problem.batch - 1) * problem.m * problem.n + (problem.m - 1) * result.row + problem.n
     )
-    # As if stored in rows of eight, which every form divides.
+    # Rounded up to rows of 64, so that every storage type divides the size.
     stored = 4 * b if form is None else stored_bytes(-(-b // 64), 64, form.storage)
     return [4 * a, stored, 4 * (result.offset + last_output)]

@@ -1,8 +1,8 @@
 """Query each Vulkan device's memory from the loader, since wgpu does not report it.
 
 A few calls of Vulkan 1.0 through ctypes, with structures as in the specification's chapters
-"Devices and Queues" and "Memory Allocation". On any failure the memory is unknown; it is used for
-display and estimates only.
+"Devices and Queues" and "Memory Allocation". On any failure the memory is unknown. The size is
+used for display and estimates only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOADERS: Final = {"win32": "vulkan-1.dll", "darwin": "libvulkan.1.dylib"}
 
 
 @dataclass(frozen=True, slots=True)
-class Heaps:
+class DeviceHeaps:
     """A physical device's identity, and the size of its largest device-local heap."""
 
     name: str
@@ -64,7 +64,7 @@ class _Properties(ctypes.Structure):
         ("device_id", ctypes.c_uint32),
         ("device_type", ctypes.c_int32),
         ("device_name", ctypes.c_char * 256),
-        ("rest", ctypes.c_uint64 * 128),  # the cache's UUID, limits and sparse properties, and room
+        ("rest", ctypes.c_uint64 * 128),  # UUID of the cache, limits, sparse properties, spare
     )
 
 
@@ -85,8 +85,8 @@ class _Memory(ctypes.Structure):
     )
 
 
-def memory_heaps() -> tuple[Heaps, ...]:
-    """Return all physical devices; none without a loader or instance."""
+def memory_heaps() -> tuple[DeviceHeaps, ...]:
+    """Return the heaps of all physical devices; empty without a loader or instance."""
     try:
         vulkan = ctypes.CDLL(_LOADERS.get(sys.platform, "libvulkan.so.1"))
     except OSError:
@@ -102,7 +102,7 @@ def memory_heaps() -> tuple[Heaps, ...]:
         vulkan.vkDestroyInstance(instance, None)
 
 
-def _physical_devices(vulkan: ctypes.CDLL, instance: ctypes.c_void_p) -> Iterator[Heaps]:
+def _physical_devices(vulkan: ctypes.CDLL, instance: ctypes.c_void_p) -> Iterator[DeviceHeaps]:
     count = ctypes.c_uint32()
     if vulkan.vkEnumeratePhysicalDevices(instance, ctypes.byref(count), None) or not count.value:
         return
@@ -118,4 +118,4 @@ def _physical_devices(vulkan: ctypes.CDLL, instance: ctypes.c_void_p) -> Iterato
             heap.size for heap in memory.heaps[: memory.heap_count] if heap.flags & _DEVICE_LOCAL
         ]
         name = properties.device_name.decode(errors="replace")
-        yield Heaps(name, properties.vendor_id, properties.device_id, max(sizes, default=0))
+        yield DeviceHeaps(name, properties.vendor_id, properties.device_id, max(sizes, default=0))

@@ -33,7 +33,7 @@ def pack(
         offsets: Offset of each array and, last, of the seeds; None for values that are not read.
         count: Total number of words.
         arrays: Arrays by name.
-        seeds: Seeds, any shape.
+        seeds: Seeds, of any shape.
 
     Raises:
         DataError: An integer does not fit in 32 bits.
@@ -47,7 +47,7 @@ def pack(
 
 
 def to_words(array: NDArray[Any], name: str = "a tensor") -> Words:
-    """Flatten; floats become float32, booleans and integers 32-bit integers.
+    """Flatten an array; floats become float32, booleans and integers 32-bit integers.
 
     Raises:
         DataError: An integer does not fit.
@@ -65,10 +65,11 @@ def to_words(array: NDArray[Any], name: str = "a tensor") -> Words:
     return flat.astype(np.int32).view(np.uint32)
 
 
-def tensor_words(tensor: torch.Tensor, *, halves: bool = False) -> Words:
-    """Convert a module's tensor or a graph's constant; with `halves`, float16 stays float16."""
+def tensor_words(tensor: torch.Tensor, *, keeps_float16: bool = False) -> Words:
+    """Convert a module's tensor or a graph's constant; with `keeps_float16`, float16 stays
+    float16."""
     value = tensor.detach()
-    if halves and value.dtype == torch.float16:
+    if keeps_float16 and value.dtype == torch.float16:
         bits = np.ascontiguousarray(value.numpy()).reshape(-1).view(np.uint16)
         return np.concatenate([bits, np.zeros(-bits.size % 2, np.uint16)]).view(np.uint32)
     return to_words((value.float() if value.dtype.is_floating_point else value).numpy())
@@ -82,7 +83,7 @@ def from_words(array: Array, shape: tuple[int, ...], dtype: torch.dtype) -> torc
 
 
 def seed_words(seed: int, count: int) -> Words:
-    """Derive `count` seeds of two words each: (count, 2)."""
+    """Derive `count` seeds of two words each, shape (count, 2)."""
     key = (seed % 2**64).to_bytes(8, "little")
     digest = blake3(b"samestep dropout" + key).digest(length=8 * count)
     return np.frombuffer(digest, "<u4").astype(np.uint32).reshape(count, 2)

@@ -14,30 +14,31 @@ from numpy.typing import NDArray
 
 from backends.base.interface import Array
 from backends.wgpu.capture.capture import Capture
-from backends.wgpu.device.target import Buffer, ComputeTarget, Copy, Prepared, Readback
+from backends.wgpu.device.target import Buffer, CommandList, ComputeTarget, Copy, Readback
 from backends.wgpu.graph.integer_bounds import IntegerBounds
 from backends.wgpu.graph.table_indices import TableIndices
 from backends.wgpu.lowering.plan import Plan
 from protocol.base.errors import DeviceError
 
-_DISPATCHES: Final = 128
-"""Dispatches per submission, at most: drivers kill submissions that run for seconds, and an
+_MOST_DISPATCHES: Final = 128
+"""Limit on dispatches per submission: drivers kill submissions that run for seconds, and an
 abandoned microbatch stops after the current submission."""
-_NOTHING: Final = np.empty(0, np.uint32)
-_AHEAD: Final = 3
+_NO_WORDS: Final = np.empty(0, np.uint32)
+_SUBMISSIONS_AHEAD: Final = 3
 """Submissions in flight, so that the device never idles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A part of a plan that is one submission.
+    """A part of a plan that is submitted at once.
 
     Attributes:
+        commands: The dispatches.
         copies: Buffers to read back.
-        is_last: Whether it is the last of its segment.
+        is_last: Whether the submission is the last of its segment.
     """
 
-    prepared: Prepared
+    commands: CommandList
     copies: tuple[Copy, ...]
     is_last: bool
 
@@ -45,7 +46,7 @@ class Submission:
 @dataclass(frozen=True, slots=True)
 class PlacedPlan:
     """A plan on the device: its buffers, checks of its inputs, and its submissions by number of
-    microbatches at once."""
+    microbatches that run together."""
 
     plan: Plan
     capture: Capture
@@ -56,7 +57,7 @@ class PlacedPlan:
     submissions: dict[int, tuple[Submission, ...]]
 
     def output(self, number: int, microbatch: int) -> Buffer | None:
-        """Return the buffer of a microbatch's output; None if it is zero."""
+        """Return the buffer of a microbatch's output; None if the output is zero."""
         buffer_number = self.plan.outputs[number]
         if buffer_number is None or not self.plan.strides:
             return None if buffer_number is None else self.buffers[buffer_number]
@@ -69,27 +70,27 @@ def submissions(
     buffers: Sequence[Buffer],
     device: ComputeTarget,
     microbatches: int = 1,
-    of_each: Collection[int] = (),
+    per_microbatch: Collection[int] = (),
 ) -> Iterator[Submission]:
     """Split a plan into submissions, and create pipelines and bind groups.
 
-    Outputs are copied back for the first microbatch; those in `of_each` for every microbatch, in
-    order.
+    Outputs are copied back for the first microbatch, outputs in `per_microbatch` for every
+    microbatch, in order.
     """
     dispatches = [replace(dispatch, microbatches=microbatches) for dispatch in plan.dispatches]
     start = 0
     for segment in plan.segments:
-        while segment.end - start > _DISPATCHES:
-            part = dispatches[start : start + _DISPATCHES]
+        while segment.end - start > _MOST_DISPATCHES:
+            part = dispatches[start : start + _MOST_DISPATCHES]
             yield Submission(device.prepare(part, buffers), (), False)
-            start += _DISPATCHES
+            start += _MOST_DISPATCHES
         copies = []
         for output in segment.outputs:
             buffer_number = plan.outputs[output]
             if buffer_number is None:
                 continue
             stride = plan.strides[buffer_number] if plan.strides else 0
-            count = microbatches if output in of_each else 1
+            count = microbatches if output in per_microbatch else 1
             nbytes = 4 * plan.elements[output]
             copies += [
                 Copy(buffers[buffer_number], nbytes, number * stride) for number in range(count)
@@ -99,20 +100,20 @@ def submissions(
         start = segment.end
 
 
-def nothing(segments: int) -> tuple[Submission, ...]:
+def empty_submissions(segments: int) -> tuple[Submission, ...]:
     """Return the submissions of a microbatch without samples."""
-    return tuple(Submission(Prepared([], []), (), True) for _ in range(segments))
+    return tuple(Submission(CommandList([], []), (), True) for _ in range(segments))
 
 
-class Running:
-    """One run of submissions, after an upload. Any thread may stop it."""
+class RunningPlan:
+    """One run of submissions, after an upload. Any thread may call `stop`."""
 
     def __init__(
         self,
         device: ComputeTarget,
         parts: Sequence[Submission],
         upload: Buffer | None = None,
-        words: NDArray[np.uint32] = _NOTHING,
+        words: NDArray[np.uint32] = _NO_WORDS,
     ) -> None:
         self._device = device
         self._pending = deque(parts)
@@ -124,8 +125,8 @@ class Running:
         self._submit()
 
     @property
-    def stopped(self) -> bool:
-        """Whether it was stopped."""
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called."""
         return self._stopped.is_set()
 
     def next(self) -> list[Array] | None:
@@ -154,6 +155,6 @@ class Running:
                     self._in_flight.popleft()[1].result()
 
     def _submit(self) -> None:
-        while self._pending and len(self._in_flight) < _AHEAD:
+        while self._pending and len(self._in_flight) < _SUBMISSIONS_AHEAD:
             part = self._pending.popleft()
-            self._in_flight.append((part, self._device.run(part.prepared, part.copies)))
+            self._in_flight.append((part, self._device.run(part.commands, part.copies)))

@@ -1,7 +1,8 @@
-"""Determine the device properties that decide its matmul kernels.
+"""Determine the properties of a device that decide its matmul kernels.
 
 A software adapter runs one invocation per lane of a vector register. The number of lanes, and
-whether they are consecutive invocations, is not among its limits, so a small shader measures it.
+whether they are consecutive invocations, is not among the adapter's limits, so a small shader
+measures both.
 """
 
 from __future__ import annotations
@@ -36,28 +37,28 @@ fn main(
 )
 
 
-def matmul_traits(device: Device) -> MatmulTraits:
+def measure_matmul_traits(device: Device) -> MatmulTraits:
     """Return the device's `MatmulTraits`."""
     return MatmulTraits(
-        subgroup=_subgroup(device) if device.adapter.software else 0,
+        subgroup=_measure_subgroup_size(device) if device.adapter.software else 0,
         workgroup_bytes=device.limits["max-compute-workgroup-storage-size"],
         invocations=device.limits["max-compute-invocations-per-workgroup"],
         units=os.cpu_count() or 1,
     )
 
 
-def _subgroup(device: Device) -> int:
+def _measure_subgroup_size(device: Device) -> int:
     """Return the subgroup size if its layout suits the kernel, else 0."""
     if not {"subgroup", "shader-int64"} <= device.features:
         return 0
     out = device.buffer(4 * 3 * _INVOCATIONS)
-    prepared = device.prepare([Dispatch(_PROBE, (0,), (1, 1, 1), "subgroups")], [out])
-    (words,) = device.run(prepared, [Copy(out, 4 * 3 * _INVOCATIONS)]).result()
+    commands = device.prepare([Dispatch(_PROBE, (0,), (1, 1, 1), "subgroups")], [out])
+    (words,) = device.run(commands, [Copy(out, 4 * 3 * _INVOCATIONS)]).result()
     rows = words.view(np.uint32).reshape(_INVOCATIONS, 3)
     size = int(rows[0, 0])
     if size not in _SIZES:
         return 0
-    number = np.arange(_INVOCATIONS)
-    in_order = np.array_equal(rows[:, 1], number % size)
-    broadcast = np.array_equal(rows[:, 2], number // size * size + 1)
-    return size if in_order and broadcast else 0
+    indices = np.arange(_INVOCATIONS)
+    is_in_order = np.array_equal(rows[:, 1], indices % size)
+    is_broadcast_right = np.array_equal(rows[:, 2], indices // size * size + 1)
+    return size if is_in_order and is_broadcast_right else 0

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from backends.wgpu.device.running import Submission
 from backends.wgpu.device.target import Buffer, ComputeTarget, Copy
 from backends.wgpu.shaders.dispatch import Dispatch
-from backends.wgpu.shaders.sum_kernels import add, keep, note_losses
+from backends.wgpu.shaders.sum_kernels import add, copy, store_losses
 from protocol.base.limits import MICROBATCHES_PER_STEP
 
 
 @dataclass(frozen=True, slots=True)
-class Merge:
+class LeafAdditions:
     """The additions for a microbatch's gradient.
 
     Attributes:
-        pending_sums: Pending sums before it.
-        merges: How often the two newest sums are added; the gradient is the newest.
-        is_last: Whether it is the subtree's last microbatch, after which one sum is left to read.
+        pending_sums: Number of pending sums before the gradient.
+        merges: How many times the two newest sums are added; the gradient is the newest sum.
+        is_last: Whether this is the subtree's last microbatch, after which one sum is left.
     """
 
     pending_sums: int
@@ -32,26 +32,26 @@ class Merge:
     is_last: bool
 
 
-def merge_of(leaf: int, leaves: int) -> Merge:
+def additions_for_leaf(leaf: int, leaves: int) -> LeafAdditions:
     """Return the additions for microbatch `leaf` (from 0) of a subtree of `leaves`."""
     pending, is_last = leaf.bit_count(), leaf == leaves - 1
     trailing_ones = (leaf + 1 & -(leaf + 1)).bit_length() - 1
-    return Merge(pending, pending if is_last else trailing_ones, is_last)
+    return LeafAdditions(pending, pending if is_last else trailing_ones, is_last)
 
 
-def levels_of(leaves: int) -> int:
+def largest_level_count(leaves: int) -> int:
     """Return the largest number of pending sums per tensor."""
-    merges = [merge_of(leaf, leaves) for leaf in range(leaves - 1)]
+    merges = [additions_for_leaf(leaf, leaves) for leaf in range(leaves - 1)]
     return max((merge.pending_sums + 1 for merge in merges if not merge.merges), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Buffers with the results of microbatches that are computed at once.
+    """Buffers with the results of microbatches that are computed together.
 
     Attributes:
         gradients: Per microbatch, per block (last block first), a buffer per tensor.
-        loss: One float32 per microbatch.
+        loss: The losses, one float32 per microbatch.
         stride: Distance between losses in bytes.
     """
 
@@ -65,7 +65,7 @@ class SumStack:
 
     Args:
         device: A device with exact additions.
-        nbytes: Per block (last block first), the size of each of its tensors.
+        nbytes: Per block (last block first), the size of each tensor in bytes.
         pairs: Tensors per dispatch, a power of two.
     """
 
@@ -84,7 +84,7 @@ class SumStack:
         return sum(map(sum, self._nbytes))
 
     @property
-    def held_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         """Memory allocated for sums."""
         return len(self._levels) * self.level_bytes
 
@@ -92,12 +92,12 @@ class SumStack:
         """Free the memory."""
         self._levels.clear()
 
-    def hold(self, levels: int) -> None:
+    def reserve(self, levels: int) -> None:
         """Allocate memory for `levels` sums of each tensor."""
         while len(self._levels) < levels:
             self._levels.append([[self._device.buffer(n) for n in b] for b in self._nbytes])
 
-    def summing(
+    def append_additions(
         self,
         parts: Sequence[Submission],
         sources: Sources,
@@ -109,13 +109,16 @@ class SumStack:
 
         Args:
             parts: Submissions that compute the microbatches.
-            sources: Buffers with their results.
+            sources: Buffers with the results of the microbatches.
             first_leaf: Number of the first microbatch in its subtree.
-            leaves: Microbatches of the subtree.
-            segments_before: Segments before the first block's, which are unchanged.
+            leaves: Number of microbatches in the subtree.
+            segments_before: Number of segments before the first block's segment; they are
+                unchanged.
         """
         count = len(sources.gradients)
-        merges = [merge_of(leaf, leaves) for leaf in range(first_leaf, first_leaf + count)]
+        merges = [
+            additions_for_leaf(leaf, leaves) for leaf in range(first_leaf, first_leaf + count)
+        ]
         block = 0
         for part in parts:
             if segments_before or not part.is_last:
@@ -124,7 +127,7 @@ class SumStack:
                 continue
             buffers = _BufferNumbers()
             gradients = [microbatch[block] for microbatch in sources.gradients]
-            dispatches = [*self._of_block(block, gradients, merges, buffers)]
+            dispatches = [*self._add_block(block, gradients, merges, buffers)]
             copies = [
                 Copy(buffer, nbytes)
                 for buffer, nbytes in zip(self._levels[0][block], self._nbytes[block], strict=True)
@@ -132,18 +135,20 @@ class SumStack:
             block += 1
             if block == len(self._nbytes):
                 numbers = buffers[sources.loss], buffers[self._losses]
-                note = note_losses(*numbers, count, sources.stride, first=first_leaf == 0)
-                dispatches.append(note)
+                store_dispatch = store_losses(
+                    *numbers, count, sources.stride, first=first_leaf == 0
+                )
+                dispatches.append(store_dispatch)
                 copies.append(Copy(self._losses, 4 * leaves, 4))
-            prepared = self._device.prepare(dispatches, [*buffers])
+            commands = self._device.prepare(dispatches, [*buffers])
             is_last = merges[-1].is_last
-            yield Submission(part.prepared + prepared, tuple(copies) if is_last else (), True)
+            yield Submission(part.commands + commands, tuple(copies) if is_last else (), True)
 
-    def _of_block(
+    def _add_block(
         self,
         block: int,
-        gradients_of_microbatches: Sequence[Sequence[Buffer]],
-        merges: Sequence[Merge],
+        microbatch_gradients: Sequence[Sequence[Buffer]],
+        merges: Sequence[LeafAdditions],
         buffers: _BufferNumbers,
     ) -> Iterator[Dispatch]:
         """Yield dispatches that add each microbatch's gradients of a block."""
@@ -151,17 +156,20 @@ class SumStack:
         for tensors in self._tensor_groups(block):
             nbytes = max(self._nbytes[block][tensor] for tensor in tensors)
             sums = [[buffers[level[tensor]] for tensor in tensors] for level in level_buffers]
-            for gradients, merge in zip(gradients_of_microbatches, merges, strict=True):
+            for gradients, merge in zip(microbatch_gradients, merges, strict=True):
                 newest_buffers = [buffers[gradients[tensor]] for tensor in tensors]
                 if not merge.merges:
-                    yield keep(newest_buffers, sums[merge.pending_sums], nbytes)
+                    yield copy(newest_buffers, sums[merge.pending_sums], nbytes)
                 for level in reversed(range(merge.pending_sums - merge.merges, merge.pending_sums)):
                     yield add(newest_buffers, sums[level], nbytes)
                     newest_buffers = sums[level]
 
     def _tensor_groups(self, block: int) -> Iterator[Sequence[int]]:
-        """Yield groups of a block's tensors for one dispatch each: of similar size, and a power of
-        two, to limit the number of shaders."""
+        """Yield groups of a block's tensors, one dispatch each.
+
+        The tensors have similar sizes, and their number is a power of two, which limits the number
+        of shaders.
+        """
         sizes = self._nbytes[block]
         remaining = sorted(range(len(sizes)), key=lambda tensor: sizes[tensor])
         while remaining:
@@ -171,7 +179,7 @@ class SumStack:
 
 
 class _BufferNumbers(dict[Buffer, int]):
-    """Number buffers in order of first use."""
+    """Numbers buffers in order of first use."""
 
     def __missing__(self, buffer: Buffer) -> int:
         self[buffer] = len(self)

@@ -18,8 +18,7 @@ from backends.wgpu.shaders.dispatch import Dispatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """Memory on the device, a multiple of 16 bytes; or a part of a buffer that starts at
-    `offset`."""
+    """Memory on the device, a multiple of 16 bytes, or a part of a buffer from `offset`."""
 
     nbytes: int
     handle: Any
@@ -39,7 +38,7 @@ class Copy:
     offset: int = 0
 
 
-class Prepared:
+class CommandList:
     """Dispatches that are ready to run on their target."""
 
     __slots__ = ("_references", "calls")
@@ -48,8 +47,8 @@ class Prepared:
         self.calls = calls
         self._references = references
 
-    def __add__(self, other: Prepared) -> Prepared:
-        return Prepared(self.calls + other.calls, self._references + other._references)
+    def __add__(self, other: CommandList) -> CommandList:
+        return CommandList(self.calls + other.calls, self._references + other._references)
 
 
 class Readback(Protocol):
@@ -84,13 +83,13 @@ class ComputeTarget(Protocol):
     def upload(self, buffer: Buffer, values: NDArray[Any]) -> None:
         """Fill the buffer from its start, before any later submission runs."""
 
-    def prepare(self, dispatches: Sequence[Dispatch], buffers: Sequence[Buffer]) -> Prepared:
-        """Prepare dispatches.
+    def prepare(self, dispatches: Sequence[Dispatch], buffers: Sequence[Buffer]) -> CommandList:
+        """Encode dispatches, so that they can run repeatedly.
 
         Args:
             dispatches: Dispatches in order of execution.
             buffers: The plan's buffers by number.
         """
 
-    def run(self, prepared: Prepared, copies: Sequence[Copy] = ()) -> Readback:
+    def run(self, commands: CommandList, copies: Sequence[Copy] = ()) -> Readback:
         """Start the dispatches and then copy buffers back; returns immediately."""

@@ -13,8 +13,8 @@ from backends.quantization.frozen_base import convert_to_float32
 from backends.quantization.quantize import Quantized, dequantize
 from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.device.packing import tensor_words
-from backends.wgpu.device.target import Buffer, ComputeTarget, Copy, Prepared
-from backends.wgpu.graph.table_parts import RowPart, Tables, row_parts
+from backends.wgpu.device.target import Buffer, CommandList, ComputeTarget, Copy
+from backends.wgpu.graph.table_parts import RowPart, Tables, split_rows
 from backends.wgpu.weights.host_copy import is_released, refuse_released, release
 from backends.wgpu.weights.quantized_base import QuantizedBase
 
@@ -65,7 +65,7 @@ class Weights:
             if parameter.dim() != 2:
                 continue
             nbytes = self.base.nbytes(name) or 4 * parameter.numel()
-            parts = row_parts(name, parameter.shape[0], nbytes, largest_bytes)
+            parts = split_rows(name, parameter.shape[0], nbytes, largest_bytes)
             if len(parts) > 1:
                 tables[name] = parts
         return tables
@@ -114,7 +114,7 @@ class Weights:
         sizes = self.nbytes()
         parts = self._names_on_device(self._first_names[name])
         copies = [Copy(self._buffers[part], sizes[part]) for part in parts]
-        flat = np.concatenate(self._device.run(Prepared([], []), copies).result())
+        flat = np.concatenate(self._device.run(CommandList([], []), copies).result())
         return torch.from_numpy(flat).view(tensor.shape)
 
     def nbytes(self) -> Mapping[str, int]:
@@ -168,6 +168,6 @@ class Weights:
             if (buffer := self._buffers.get(piece)) is not None:
                 self._device.upload(buffer, values.numpy())
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Release the device's memory."""
         self._buffers.clear()

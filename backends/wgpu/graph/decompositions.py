@@ -13,7 +13,7 @@ from backends.wgpu.graph import windows
 
 _aten = torch.ops.aten
 
-_ALSO = (
+_FURTHER_OPERATORS = (
     _aten._log_softmax,  # noqa: SLF001
     _aten._log_softmax_backward_data,  # noqa: SLF001
     _aten._softmax,  # noqa: SLF001
@@ -57,7 +57,7 @@ _WINDOWED = (
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """Return torch's core decompositions, with changes, by operator."""
     table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
-    table.update(get_decompositions(_ALSO))
+    table.update(get_decompositions(_FURTHER_OPERATORS))
     table[_aten.copy.default] = _copy
     for target in _WINDOWED:
         table[target] = getattr(windows, str(target).split(".")[1])
@@ -74,18 +74,18 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 
 def _extreme(
-    fold: Callable[..., torch.Tensor],
-    argument_of: Callable[..., torch.Tensor],
+    reduce: Callable[..., torch.Tensor],
+    find_index: Callable[..., torch.Tensor],
     x: torch.Tensor,
     dim: int,
     keepdim: bool = False,  # noqa: FBT001, FBT002
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the extreme along a dimension, and the index of its first occurrence."""
-    return fold(x, [dim], keepdim), argument_of(x, dim, keepdim)
+    """Return the extreme along a dimension, and the index where it first occurs."""
+    return reduce(x, [dim], keepdim), find_index(x, dim, keepdim)
 
 
 def _softshrink(x: torch.Tensor, lambd: float = 0.5) -> torch.Tensor:
-    """Propagate NaN, which torch's decomposition turns into zero."""
+    """Compute softshrink with NaN, which torch's decomposition turns into zero."""
     return torch.where(x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, x * 0.0))
 
 
@@ -100,7 +100,7 @@ def _normalize(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor,
     return (x - mean) * scale, mean, scale
 
 
-def _by_channel(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> Any:
+def _scale_channels(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> Any:
     shape = [1, -1, *(1 for _ in x.shape[2:])]
     x = x if weight is None else x * weight.view(shape)
     return x if bias is None else x + bias.view(shape)
@@ -119,7 +119,7 @@ def _group_norm(  # noqa: PLR0917
     """Compute torch's group norm without strided views."""
     grouped = x.reshape(count, groups, channels // groups * spatial)
     result, mean, scale = _normalize(grouped, eps)
-    result = _by_channel(result.reshape(x.shape), weight, bias)
+    result = _scale_channels(result.reshape(x.shape), weight, bias)
     return result, mean.view(count, groups), scale.view(count, groups)
 
 
@@ -139,13 +139,13 @@ def _stateless_batch_norm(  # noqa: PLR0917
         shape = [1, -1] + [1] * (x.dim() - 2)
         scale = (running_variance + eps).rsqrt()
         result = (x - running_mean.view(shape)) * scale.view(shape)
-        return _by_channel(result, weight, bias), x.new_zeros(0), x.new_zeros(0)
+        return _scale_channels(result, weight, bias), x.new_zeros(0), x.new_zeros(0)
     if running_mean is not None or not training:
         return NotImplemented
-    by_channel = x.transpose(0, 1).flatten(1)
-    result, mean, scale = _normalize(by_channel, eps)
+    channels_first = x.transpose(0, 1).flatten(1)
+    result, mean, scale = _normalize(channels_first, eps)
     transposed_shape = x.transpose(0, 1).shape
-    result = _by_channel(result.reshape(transposed_shape).transpose(0, 1), weight, bias)
+    result = _scale_channels(result.reshape(transposed_shape).transpose(0, 1), weight, bias)
     return result, mean[:, 0], scale[:, 0]
 
 
@@ -154,14 +154,14 @@ def _copy(
     source: torch.Tensor,
     non_blocking: bool = False,  # noqa: FBT001, FBT002
 ) -> torch.Tensor:
-    """Return the source with the target's shape and dtype: all of the target is overwritten."""
+    """Return the source with the target's shape and dtype: the whole target is overwritten."""
     del non_blocking
     return source.to(target.dtype).expand(target.shape).clone()
 
 
 def _index(source: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
     """Move indexed dimensions to the front, index there, and move the result back."""
-    reordered = _indexed_dims_first(source.dim(), indices)
+    reordered = _move_indexed_dims_first(source.dim(), indices)
     if reordered is None:
         return NotImplemented
     order, leading, back = reordered
@@ -169,17 +169,17 @@ def _index(source: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
 
 
 def _index_put(
-    under: torch.Tensor,
+    target: torch.Tensor,
     indices: Sequence[torch.Tensor | None],
     values: torch.Tensor,
     accumulate: bool = False,  # noqa: FBT001, FBT002
 ) -> Any:
-    """The same for `index_put`."""
-    reordered = _indexed_dims_first(under.dim(), indices)
+    """Move indexed dimensions to the front, put values there, and move the result back."""
+    reordered = _move_indexed_dims_first(target.dim(), indices)
     if reordered is None:
         return NotImplemented
     order, leading, back = reordered
-    permuted = under.permute(order)
+    permuted = target.permute(order)
     shape = [*_index_shape(leading), *permuted.shape[len(leading) :]]
     values = values.expand([shape[dim] for dim in back]).permute(_inverse(back))
     result = _aten.index_put(permuted, leading, values, accumulate)
@@ -197,20 +197,23 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def _indexed_dims_first(
+def _move_indexed_dims_first(
     dims: int, indices: Sequence[torch.Tensor | None]
 ) -> tuple[list[int], list[torch.Tensor], list[int]] | None:
-    """Return the permutation that moves the indexed dimensions to the front, the indices, and the
-    permutation that moves the result back; None if they are first, not adjacent, or boolean."""
-    dims_indexed = [number for number, index in enumerate(indices) if index is not None]
+    """Return the permutation that moves indexed dimensions to the front, the indices, and the
+    permutation that moves the result back.
+
+    None if the indexed dimensions come first or are not adjacent, or an index is boolean.
+    """
+    indexed_dims = [number for number, index in enumerate(indices) if index is not None]
     present = [index for index in indices if index is not None]
-    first_dim = dims_indexed[0] if dims_indexed else 0
-    is_adjacent = dims_indexed == list(range(first_dim, first_dim + len(dims_indexed)))
+    first_dim = indexed_dims[0] if indexed_dims else 0
+    is_adjacent = indexed_dims == list(range(first_dim, first_dim + len(indexed_dims)))
     if not first_dim or not is_adjacent or any(index.dtype == torch.bool for index in present):
         return None
     index_dims = len(_index_shape(present))
-    order = [*dims_indexed, *(dim for dim in range(dims) if dim not in dims_indexed)]
-    other_dims = dims - len(dims_indexed)
+    order = [*indexed_dims, *(dim for dim in range(dims) if dim not in indexed_dims)]
+    other_dims = dims - len(indexed_dims)
     back = [
         *range(index_dims, index_dims + first_dim),
         *range(index_dims),

@@ -1,8 +1,8 @@
-"""float16 values in a graph, and casts that need no kernel.
+"""float16 values in a graph, and casts that need no separate kernel.
 
-A product's operands and its result are rounded to float16 and widened again: see
-`backends.wgpu.capture.half_products`. Between rounding and widening a value is stored in two bytes,
-and its readers widen it.
+A product's operands and its result are rounded to float16 and converted back to float32: see
+`backends.wgpu.capture.half_products`. In between, a value is stored in two bytes, and kernels that
+read the value widen it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CAST: Final = torch.ops.aten._to_copy.default  # noqa: SLF001
 _META: Final = "half"
 
 
-def mark_halves(nodes: Iterable[fx.Node]) -> None:
+def mark_float16(nodes: Iterable[fx.Node]) -> None:
     """Mark float16 values as stored in two bytes per element."""
     for node in nodes:
         value = node.meta.get("val")
@@ -49,5 +49,5 @@ def is_rounding(node: fx.Node) -> bool:
 
 
 def words_of(node: fx.Node, elements: int) -> int:
-    """Return the 4-byte words that `elements` elements of the value take."""
+    """Return the number of 4-byte words for `elements` elements of the value."""
     return -(-elements // 2) if is_half(node) else elements

@@ -39,8 +39,8 @@ class Coordinate:
             text = f"({text} % {self.modulus}u)"
         return text
 
-    def sized(self, size: int) -> Coordinate:
-        """Return the same index into a dimension of another size."""
+    def with_size(self, size: int) -> Coordinate:
+        """Return this index for a dimension of another size."""
         return Coordinate(self.source, self.divisor, self.modulus, size)
 
 
@@ -48,7 +48,7 @@ ZERO: Final = Coordinate("0u", 1, None, 1)
 
 
 def plain(source: str, size: int) -> Coordinate:
-    """Return an expression as a coordinate."""
+    """Return a plain expression as a coordinate."""
     return Coordinate(source, 1, None, size)
 
 
@@ -76,10 +76,8 @@ def linear(coordinates: Sequence[Coordinate]) -> Coordinate:
 
 def split(index: Coordinate, sizes: Sequence[int]) -> list[Coordinate]:
     """Split a row-major linear index over `sizes` into one coordinate per dimension."""
-    if index.modulus not in {
-        None,
-        math.prod(sizes),
-    }:  # the index covers a slice of the dimension only
+    # Any other modulus means that the index covers only a slice of the dimension.
+    if index.modulus not in {None, math.prod(sizes)}:
         index = plain(str(index), index.size)
     parts, stride = [], 1
     first_dim = next((i for i, size in enumerate(sizes) if size != 1), 0)
@@ -93,28 +91,28 @@ def split(index: Coordinate, sizes: Sequence[int]) -> list[Coordinate]:
 def reshape(
     coordinates: Sequence[Coordinate], old: Sequence[int], new: Sequence[int]
 ) -> list[Coordinate]:
-    """Map coordinates in shape `old` to coordinates in shape `new`, with equally many elements.
+    """Map coordinates in shape `old` to coordinates in shape `new`, which has as many elements.
 
     Dimensions are matched in the smallest groups of equal products, so that unchanged dimensions
     keep their coordinates.
     """
-    have = [(c, size) for c, size in zip(coordinates, old, strict=True) if size != 1]
-    want = [size for size in new if size != 1]
+    old_parts = [(c, size) for c, size in zip(coordinates, old, strict=True) if size != 1]
+    new_sizes = [size for size in new if size != 1]
     result: list[Coordinate] = []
     i = j = 0
-    while j < len(want):
+    while j < len(new_sizes):
         first_i, first_j = i, j
-        product_have, product_want = have[i][1], want[j]
+        old_product, new_product = old_parts[i][1], new_sizes[j]
         i, j = i + 1, j + 1
-        while product_have != product_want:
-            if product_have < product_want:
-                product_have *= have[i][1]
+        while old_product != new_product:
+            if old_product < new_product:
+                old_product *= old_parts[i][1]
                 i += 1
             else:
-                product_want *= want[j]
+                new_product *= new_sizes[j]
                 j += 1
-        group = [c.sized(size) for c, size in have[first_i:i]]
-        sizes = want[first_j:j]
+        group = [c.with_size(size) for c, size in old_parts[first_i:i]]
+        sizes = new_sizes[first_j:j]
         if len(group) == len(sizes) == 1:
             result += group
         else:
@@ -126,11 +124,13 @@ def reshape(
 def broadcast(coordinates: Sequence[Coordinate], shape: Sequence[int]) -> list[Coordinate]:
     """Map coordinates of a broadcast result to coordinates of an operand of this shape."""
     trailing = coordinates[len(coordinates) - len(shape) :] if shape else []
-    return [ZERO if size == 1 else c.sized(size) for c, size in zip(trailing, shape, strict=True)]
+    return [
+        ZERO if size == 1 else c.with_size(size) for c, size in zip(trailing, shape, strict=True)
+    ]
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides in elements."""
+    """Return row-major strides in elements."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from backends.wgpu.graph.values import arrays_of
+from backends.wgpu.graph.values import array_names_by_node
 from backends.wgpu.graph.views import is_copy, is_view
 from protocol.base.errors import DataError
 
@@ -25,7 +25,7 @@ Bounds = tuple[float, float]
 """Bounds of integers are Python ints, which are exact at any size."""
 _MIN_INT32: Final = -(2**31)
 _MAX_INT32: Final = 2**31 - 1
-_TRUTH: Final[Bounds] = (0, 1)
+_BOOLEAN_BOUNDS: Final[Bounds] = (0, 1)
 _BoundsOf = Callable[[Any], Bounds | None]
 
 
@@ -40,15 +40,15 @@ class _Step:
 
 
 class IntegerBounds:
-    """Integers of a graph.
+    """The bounds of a graph's integers.
 
     Args:
         graph: A traced graph.
-        arrays: Names of its last placeholders, in order.
+        arrays: Names of the graph's last placeholders, in order.
     """
 
     def __init__(self, graph: fx.GraphModule, arrays: Sequence[str]) -> None:
-        self._arrays = arrays_of(graph, arrays)
+        self._arrays = array_names_by_node(graph, arrays)
         self._steps = [
             _Step(node, node.args, node.kwargs, value)
             for node in graph.graph.nodes
@@ -61,15 +61,15 @@ class IntegerBounds:
             if node.op == "get_attr"
             and isinstance(constant := getattr(graph, str(node.target), None), torch.Tensor)
         }
-        self._from_inputs = [*_steps_from(self._steps, {*self._arrays, *self._constants})]
-        self._varying: set[fx.Node] = set(self._arrays)
-        for step in self._from_inputs:
-            if not self._varying.isdisjoint(step.node.all_input_nodes):
-                self._varying.add(step.node)
+        self._input_steps = [*_steps_from(self._steps, {*self._arrays, *self._constants})]
+        self._batch_dependent: set[fx.Node] = set(self._arrays)
+        for step in self._input_steps:
+            if not self._batch_dependent.isdisjoint(step.node.all_input_nodes):
+                self._batch_dependent.add(step.node)
         if not any(map(_is_cast_from_float, self._steps)):
             integer_steps = (step for step in self._steps if not step.value.dtype.is_floating_point)
             self._steps = [*integer_steps]
-        self._fitting_inputs: set[tuple[Bounds | None, ...]] = set()
+        self._safe_inputs: set[tuple[Bounds | None, ...]] = set()
 
     def refuse_overflow(self, arrays: Mapping[str, Any]) -> None:
         """Check the arrays' values.
@@ -78,27 +78,33 @@ class IntegerBounds:
             arrays: NumPy arrays by name.
 
         Raises:
-            DataError: An integer computed from them may need more than 32 bits.
+            DataError: An integer computed from the arrays may need more than 32 bits.
         """
         if not self._steps:
             return
-        bounds = {name: _bounds(arrays[name]) for name in self._arrays.values()}
+        bounds = {name: _array_bounds(arrays[name]) for name in self._arrays.values()}
         widened = {name: None if b is None else _widen(b) for name, b in bounds.items()}
         key = tuple(widened.values())
-        if key in self._fitting_inputs:
+        if key in self._safe_inputs:
             return
         node_bounds: dict[fx.Node, Bounds | None] = {}
         overflow = self._first_overflow(widened, node_bounds)
-        fits_all = overflow is None
+        is_safe_for_widened = overflow is None
         if overflow is not None:
             overflow = self._first_overflow(bounds, node_bounds)
         if overflow is None:
-            unknown = {
-                x.node for x in self._from_inputs if _is_long(x) and node_bounds[x.node] is None
+            unbounded_nodes = {
+                x.node for x in self._input_steps if _is_long(x) and node_bounds[x.node] is None
             }
-            overflow = self._first_overflow_on_host(arrays, unknown) if unknown else None
-            if fits_all and overflow is None and unknown.isdisjoint(self._varying):
-                self._fitting_inputs.add(key)
+            overflow = (
+                self._first_overflow_on_host(arrays, unbounded_nodes) if unbounded_nodes else None
+            )
+            if (
+                is_safe_for_widened
+                and overflow is None
+                and unbounded_nodes.isdisjoint(self._batch_dependent)
+            ):
+                self._safe_inputs.add(key)
         if overflow is not None:
             step, (low, high) = overflow
             raise DataError(
@@ -107,26 +113,26 @@ class IntegerBounds:
             )
 
     def _first_overflow_on_host(
-        self, arrays: Mapping[str, Any], unknown: set[fx.Node]
+        self, arrays: Mapping[str, Any], unbounded_nodes: set[fx.Node]
     ) -> tuple[_Step, Bounds] | None:
         """Compute the nodes without bounds for these arrays; return the first overflow."""
         values = dict(self._constants)
         for node, name in self._arrays.items():
             values[node] = torch.tensor(arrays[name]).to(node.meta["val"].dtype)
         with torch.no_grad():
-            for step in self._from_inputs:
+            for step in self._input_steps:
                 args, kwargs = fx.map_arg((step.args, dict(step.kwargs)), values.__getitem__)
-                operator_of_torch: Any = step.node.target
+                torch_operator: Any = step.node.target
                 try:
-                    value = operator_of_torch(*args, **kwargs)
-                except (IndexError, RuntimeError) as error:  # torch would raise as well
+                    value = torch_operator(*args, **kwargs)
+                except (IndexError, RuntimeError) as error:  # torch would raise, too
                     raise DataError(
                         f"{_step_name(step)} raised {' '.join(str(error).split())}"
                     ) from error
                 if _is_cast_from_float(step) and args and isinstance(args[0], torch.Tensor):
                     value = _with_device_infinities(value, args[0])
                 values[step.node] = value
-                if step.node in unknown and value.numel():
+                if step.node in unbounded_nodes and value.numel():
                     low, high = int(value.min()), int(value.max())
                     if low < _MIN_INT32 or high > _MAX_INT32:
                         return step, (low, high)
@@ -147,7 +153,9 @@ class IntegerBounds:
             return (value, value) if isinstance(value, float) else None
 
         for step in self._steps:
-            node_bound = _TRUTH if step.value.dtype == torch.bool else _of_step(step, bounds_of)
+            node_bound = (
+                _BOOLEAN_BOUNDS if step.value.dtype == torch.bool else _step_bounds(step, bounds_of)
+            )
             if node_bound is not None and (math.isnan(node_bound[0]) or math.isnan(node_bound[1])):
                 node_bound = None
             if node_bound is not None and not step.value.dtype.is_floating_point:
@@ -155,13 +163,13 @@ class IntegerBounds:
                 if node_bound[0] < _MIN_INT32 or node_bound[1] > _MAX_INT32:
                     if step.value.dtype == torch.int64:
                         return step, node_bound
-                    node_bound = None  # torch wraps as well
+                    node_bound = None  # torch wraps, too
             node_bounds[step.node] = node_bound
         return None
 
 
 def _steps_from(steps: Sequence[_Step], sources: Collection[fx.Node]) -> Iterator[_Step]:
-    """Yield the steps that depend on `sources` alone and lead to 64-bit integers."""
+    """Yield the steps that depend only on `sources` and lead to 64-bit integers."""
     reachable, derived = set(sources), list[_Step]()
     for step in steps:
         namespace = getattr(step.node.target, "namespace", "")
@@ -194,8 +202,11 @@ def _is_cast_from_float(step: _Step) -> bool:
 
 
 def _with_device_infinities(integers: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Clamp integers that come from infinities. Torch's are undefined as well, and formulas that
-    produce them (such as the logarithm of a zero distance) select another value."""
+    """Clamp integers that come from infinities.
+
+    In torch they are undefined, too, and formulas that produce them (such as the logarithm of a
+    zero distance) select another value.
+    """
     if integers.shape != source.shape or not source.is_floating_point():
         return integers
     return torch.where(source.isfinite(), integers, integers.clamp(_MIN_INT32, _MAX_INT32))
@@ -207,7 +218,7 @@ def _to_integers(bounds: Bounds) -> Bounds:
     return low, high
 
 
-def _bounds(array: Any) -> Bounds | None:
+def _array_bounds(array: Any) -> Bounds | None:
     if array.dtype.kind not in "iubf" or not array.size:
         return None
     if array.dtype.kind != "f":
@@ -222,7 +233,7 @@ def _widen(bounds: Bounds) -> Bounds:
     return -(2 ** (-low).bit_length()) if low < 0 else 0, 2 ** max(high, 0).bit_length() - 1
 
 
-def _of_step(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+def _step_bounds(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     node = step.node
     if is_view(node) or is_copy(node) or node.target in _SELECTIONS:
         return bounds_of(step.args[0])
@@ -286,7 +297,7 @@ def _remainder(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     return 0, divisor[1] if step.value.dtype.is_floating_point else divisor[1] - 1
 
 
-def _divided(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+def _quotient(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     left, right = (bounds_of(x) for x in step.args[:2])
     if left is None or right is None or right[0] <= 0:
         return None
@@ -305,7 +316,7 @@ def _power(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     return (0 if left[0] >= 0 else -largest_power), largest_power
 
 
-def _negated(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+def _negation(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     operand = bounds_of(step.args[0])
     return None if operand is None else (-operand[1], -operand[0])
 
@@ -321,7 +332,7 @@ def _arange(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     return (min(0, *numbers), max(0, *numbers)) if len(numbers) == len(step.args) else None
 
 
-def _of_the_first(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+def _first_operand(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     return bounds_of(step.args[0])
 
 
@@ -330,7 +341,7 @@ def _positive(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     return None if operand is None else (max(operand[0], 0), max(operand[1], 0))
 
 
-def _to_whole(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+def _rounding(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     operand = bounds_of(step.args[0])
     return None if operand is None else (operand[0] - 1, operand[1] + 1)
 
@@ -361,20 +372,20 @@ _RULES: Final[Mapping[Any, Callable[[_Step, _BoundsOf], Bounds | None]]] = {
             _aten.floor_divide.default, _aten.div.Tensor_mode, _aten.div.Tensor,
             _aten.div.Scalar,
         ),
-        _divided,
+        _quotient,
     ),
-    _aten.mean.dim: _of_the_first,
-    _aten.mean.default: _of_the_first,
+    _aten.mean.dim: _first_operand,
+    _aten.mean.default: _first_operand,
     _aten.relu.default: _positive,
     **dict.fromkeys(
         (_aten.floor.default, _aten.ceil.default, _aten.trunc.default, _aten.round.default),
-        _to_whole,
+        _rounding,
     ),
-    _aten.detach.default: _of_the_first,
+    _aten.detach.default: _first_operand,
     **dict.fromkeys(
         (_aten.pow.Tensor_Scalar, _aten.pow.Tensor_Tensor, _aten.pow.Scalar), _power
     ),
-    _aten.neg.default: _negated,
+    _aten.neg.default: _negation,
     _aten.abs.default: _absolute,
     **dict.fromkeys(
         (_aten.arange.default, _aten.arange.start, _aten.arange.start_step), _arange

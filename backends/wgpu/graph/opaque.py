@@ -26,10 +26,10 @@ for _name, _arguments in {
         f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? mask, {_arguments}"
         "float scale, bool causal) -> Tensor"
     )
-_library.define("products_beside(Tensor left, Tensor[] rights) -> Tensor")
+_library.define("joined_products(Tensor left, Tensor[] rights) -> Tensor")
 _library.define("sum_of_products(Tensor[] lefts, Tensor[] rights) -> Tensor")
 _library.define("layer_forward(Tensor[] inputs, int call) -> Tensor[]")
-_library.define("layer_backward(Tensor[] tangents, int call) -> Tensor[]")
+_library.define("layer_backward(Tensor[] grad_outputs, int call) -> Tensor[]")
 
 
 def _fake(name: str) -> Callable[[_Function], _Function]:
@@ -40,7 +40,7 @@ def _fake(name: str) -> Callable[[_Function], _Function]:
 
 
 class _TensorLike(Protocol):
-    """Shape and dtype of a tensor of a call."""
+    """Shape and dtype of a layer call's input or output."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -67,8 +67,8 @@ _calls: list[_Call] = []
 """Calls of the current trace, by the number that the operators above take."""
 
 
-class CallsOfTrace(Generic[_CallT]):
-    """Context in which the operators' numbers refer to these calls."""
+class RegisteredCalls(Generic[_CallT]):
+    """Context in which the operators' call numbers refer to these calls."""
 
     def __init__(self, calls: Sequence[_CallT] = ()) -> None:
         self.calls: list[_CallT] = [*calls]
@@ -121,15 +121,15 @@ def _attention_keys(_query: torch.Tensor, key: torch.Tensor, *_: object) -> torc
     return key.new_empty((2, batch, keys, groups, size))
 
 
-@_fake("products_beside")
-def _products_beside(left: torch.Tensor, rights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`left @ cat(rights, 1)`."""
+@_fake("joined_products")
+def _joined_products(left: torch.Tensor, rights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the result of `left @ cat(rights, 1)`."""
     return left.new_empty((left.shape[0], sum(right.shape[1] for right in rights)))
 
 
 @_fake("sum_of_products")
 def _sum_of_products(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`cat(lefts, 1) @ cat(rights, 0)`."""
+    """Return the result of `cat(lefts, 1) @ cat(rights, 0)`."""
     return lefts[0].new_empty((lefts[0].shape[0], rights[0].shape[1]))
 
 
@@ -140,8 +140,8 @@ def _layer_forward(inputs: Sequence[torch.Tensor], call: int) -> list[torch.Tens
 
 
 @_fake("layer_backward")
-def _layer_backward(tangents: Sequence[torch.Tensor], call: int) -> list[torch.Tensor]:
-    del tangents
+def _layer_backward(grad_outputs: Sequence[torch.Tensor], call: int) -> list[torch.Tensor]:
+    del grad_outputs
     return [
         torch.empty(spec.shape, dtype=spec.dtype)
         for spec in _calls[call].inputs
@@ -151,14 +151,14 @@ def _layer_backward(tangents: Sequence[torch.Tensor], call: int) -> list[torch.T
 
 KEEP: Final[Any] = torch.ops.samestep.keep.default
 UNIFORM: Final[Any] = torch.ops.samestep.uniform.default
-"""Uniform in [0, 1), with 24 bits."""
+"""Uniform random numbers in [0, 1), with 24 bits."""
 PARTIAL: Final[Any] = torch.ops.samestep.partial.default
 ATTENTION: Final[Any] = torch.ops.samestep.attention.default
 """Flat result: the output as (B, T, H, D); then, per 4 rows of (B, H, T), their 4 maxima and the
 reciprocals of their 4 sums."""
 ATTENTION_QUERIES: Final[Any] = torch.ops.samestep.attention_queries.default
 ATTENTION_KEYS: Final[Any] = torch.ops.samestep.attention_keys.default
-PRODUCTS_BESIDE: Final[Any] = torch.ops.samestep.products_beside.default
+JOINED_PRODUCTS: Final[Any] = torch.ops.samestep.joined_products.default
 SUM_OF_PRODUCTS: Final[Any] = torch.ops.samestep.sum_of_products.default
 LAYER_FORWARD: Final[Any] = torch.ops.samestep.layer_forward.default
 LAYER_BACKWARD: Final[Any] = torch.ops.samestep.layer_backward.default

@@ -23,9 +23,12 @@ _FOLDED_ELEMENTS: Final = 1 << 20
 """Larger constants are computed on the device instead of being uploaded and stored."""
 
 LOGGER: Final = "torch._subclasses.fake_tensor"
-"""Logs a long stack trace for an operator that cannot be traced, besides raising the error."""
+"""Torch's logger: besides raising an error, it logs a stack trace if an operator cannot be
+traced."""
 _IDENTITIES = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh_copy.default})
-_TIMES = frozenset({_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar})
+_MULTIPLICATIONS = frozenset(
+    {_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar}
+)
 _FOLDS: Final[dict[Any, str]] = {
     _aten.sum.default: "sum",
     _aten.sum.dim_IntList: "sum",
@@ -44,14 +47,15 @@ _STAGES: Final = {
     "amin": _aten.amin.default,
     "any": _aten.any.dims,
 }
-_LONG_TERMS: Final = 1 << 14
-"""Mesa's software Vulkan silently ends an invocation's loops after 65,535 iterations."""
+_MOST_TERMS: Final = 1 << 14
+"""Longest reduction in one stage: Mesa's software Vulkan silently ends an invocation's loops after
+65,535 iterations."""
 _PARTS = frozenset({
     _aten.split.Tensor,
     _aten.split_with_sizes.default,
     _aten.unbind.int,
 })  # fmt: skip
-_UNKNOWN = frozenset({
+_NOT_COMPUTABLE = frozenset({
     "samestep::attention",
     "samestep::attention_keys",
     "samestep::attention_queries",
@@ -63,56 +67,56 @@ _UNKNOWN = frozenset({
 """Operators that torch cannot compute, even for constant inputs."""
 
 
-def simplified(graph: fx.GraphModule) -> fx.GraphModule:
+def simplify(graph: fx.GraphModule) -> fx.GraphModule:
     """Run all passes that need no values; may modify the graph in place."""
     graph = _without_mutations(graph)
-    _share(graph.graph)
+    _merge_equal_nodes(graph.graph)
     _rewrite(graph.graph)
-    _share(graph.graph)
+    _merge_equal_nodes(graph.graph)
     graph.graph.eliminate_dead_code()
     return graph
 
 
 def constants(
-    graph: fx.GraphModule, given_values: Mapping[fx.Node, torch.Tensor], *, portable: bool = False
+    graph: fx.GraphModule, input_values: Mapping[fx.Node, torch.Tensor], *, portable: bool = False
 ) -> dict[fx.Node, torch.Tensor]:
-    """Values of the nodes that depend on nothing but `given_values` and the graph's own tensors.
+    """Return the values of nodes that depend only on `input_values` and the graph's own tensors.
 
     Args:
         graph: A traced graph.
-        given_values: Values of placeholders.
-        portable: Leave out results whose bits depend on the processor.
+        input_values: Values of placeholders.
+        portable: Whether to leave out results whose bits depend on the processor.
     """
     values: dict[fx.Node, Any] = {}
-    constants_found: dict[fx.Node, torch.Tensor] = {}
+    constant_values: dict[fx.Node, torch.Tensor] = {}
     for node in graph.graph.nodes:
-        if node.op == "placeholder" and node in given_values:
-            values[node] = given_values[node]
+        if node.op == "placeholder" and node in input_values:
+            values[node] = input_values[node]
         elif node.op == "get_attr":
-            values[node] = constants_found[node] = getattr(graph, str(node.target))
+            values[node] = constant_values[node] = getattr(graph, str(node.target))
             node.meta.setdefault("val", values[node])
         elif (
             node.op == "call_function"
-            and _foldable(node, values)
-            and not (portable and _varies(node))
+            and _is_foldable(node, values)
+            and not (portable and _varies_by_processor(node))
         ):
             args = fx.map_arg(node.args, values.__getitem__)
             kwargs = fx.map_arg(node.kwargs, values.__getitem__)
-            values[node] = constants_found[node] = node.target(*args, **kwargs)
-    return constants_found
+            values[node] = constant_values[node] = node.target(*args, **kwargs)
+    return constant_values
 
 
-def _foldable(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
+def _is_foldable(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     value = node.meta.get("val")
     return (
         isinstance(value, torch.Tensor)
         and value.numel() <= _FOLDED_ELEMENTS
-        and _name(node) not in _UNKNOWN
+        and _name(node) not in _NOT_COMPUTABLE
         and all(source in values for source in node.all_input_nodes)
     )
 
 
-def _varies(node: fx.Node) -> bool:
+def _varies_by_processor(node: fx.Node) -> bool:
     """Whether torch's bits depend on the processor: transcendental functions and unordered sums."""
     return bool(node.meta["val"].is_floating_point()) and node.target in _INEXACT
 
@@ -136,22 +140,26 @@ def _without_mutations(graph: fx.GraphModule) -> fx.GraphModule:
     """Trace again with in-place operators replaced by functional ones, if there are any.
 
     Raises:
-        SamestepError: Torch cannot do that.
+        SamestepError: Torch cannot replace the operators.
     """
     schemas = [getattr(node.target, "_schema", None) for node in graph.graph.nodes]
     if not any(schema is not None and schema.is_mutable for schema in schemas):
         return graph
-    holders = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    placeholder_values = [
+        node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"
+    ]
     with FakeTensorMode(allow_non_fake_inputs=True), quiet_torch():
-        fakes = [torch.empty(value.shape, dtype=value.dtype) for value in holders]
+        fake_inputs = [torch.empty(value.shape, dtype=value.dtype) for value in placeholder_values]
 
         def run(*arguments: torch.Tensor) -> Any:
             return fx.Interpreter(graph).run(*arguments)
 
-        pure: Callable[..., Any] = torch.func.functionalize(run, remove="mutations")
-        retrace = make_fx(pure, decomposition_table=dict(decompositions()), tracing_mode="real")
+        functional: Callable[..., Any] = torch.func.functionalize(run, remove="mutations")
+        retrace = make_fx(
+            functional, decomposition_table=dict(decompositions()), tracing_mode="real"
+        )
         try:
-            return retrace(*fakes)
+            return retrace(*fake_inputs)
         except Exception as error:
             reason = str(error).split("\n", maxsplit=1)[0][:400]
             raise SamestepError(
@@ -160,7 +168,7 @@ def _without_mutations(graph: fx.GraphModule) -> fx.GraphModule:
             ) from error
 
 
-def _share(graph: fx.Graph) -> None:
+def _merge_equal_nodes(graph: fx.Graph) -> None:
     """Merge nodes with equal operators and arguments."""
     unique: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
@@ -196,12 +204,12 @@ def _rewrite(graph: fx.Graph) -> None:
         elif node.target in _PARTS:
             _split_parts(graph, node)
         elif node.target in _FOLDS:
-            _split_long(graph, node)
+            _split_long_reduction(graph, node)
     graph.eliminate_dead_code()
 
 
 def _is_neutral(node: fx.Node) -> bool:
-    """Whether it is x ** 1, x * 1, x / 1, or a cast or expand without effect."""
+    """Whether the node is x ** 1, x * 1, x / 1, or a cast or expand without effect."""
     if node.target is _aten.pow.Tensor_Scalar:
         return bool(node.args[1] == 1)
     if node.target in {_aten._to_copy.default, _aten.expand.default}:  # noqa: SLF001
@@ -209,14 +217,18 @@ def _is_neutral(node: fx.Node) -> bool:
         return bool(
             input_value.dtype == output_value.dtype and input_value.shape == output_value.shape
         )
-    if node.target in _TIMES and isinstance(node.args[1], int | float) and node.args[1] == 1:
+    if (
+        node.target in _MULTIPLICATIONS
+        and isinstance(node.args[1], int | float)
+        and node.args[1] == 1
+    ):
         input_value, output_value = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
         return bool(input_value.dtype == output_value.dtype)
     return False
 
 
 def _split_parts(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace the parts of a split by slices, and those of an unbind by selections."""
+    """Replace the parts of a split by slices, and the parts of an unbind by selections."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     dim: Any = node.args[1 if node.target is _aten.unbind.int else 2 :][:1] or (0,)
@@ -238,7 +250,7 @@ def _split_parts(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _split_long(graph: fx.Graph, node: fx.Node) -> None:
+def _split_long_reduction(graph: fx.Graph, node: fx.Node) -> None:
     """Split a long reduction into two stages: over parts, and over the parts' results."""
     source, fold = node.args[0], _FOLDS[node.target]
     assert isinstance(source, fx.Node)
@@ -251,13 +263,13 @@ def _split_long(graph: fx.Graph, node: fx.Node) -> None:
     )
     dims = sorted(dim % len(shape) for dim in dims_list) if shape else []
     terms = math.prod(shape[dim] for dim in dims)
-    if terms <= _LONG_TERMS:
+    if terms <= _MOST_TERMS:
         return
     stage = "sum" if fold == "mean" else fold
     with graph.inserting_before(node):
         if fold == "any":
             source = add(graph, node, _aten.ne.Scalar, source, 0)
-        elif (dtype := _summed_in(node)) != source.meta["val"].dtype:
+        elif (dtype := _sum_dtype(node)) != source.meta["val"].dtype:
             source = add(graph, node, _aten._to_copy.default, source, dtype=dtype)  # noqa: SLF001
         parts = add(graph, node, PARTIAL, source, dims, math.isqrt(terms), stage)
         total = add(graph, node, _STAGES[fold], parts, [len(shape) - len(dims)])
@@ -270,7 +282,7 @@ def _split_long(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _summed_in(node: fx.Node) -> torch.dtype:
+def _sum_dtype(node: fx.Node) -> torch.dtype:
     dtype: torch.dtype = node.meta["val"].dtype
     return torch.float32 if dtype == torch.float16 else dtype
 
@@ -302,7 +314,7 @@ def _split_variance(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def add(graph: fx.Graph, template: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a node at the graph's insertion point, attributed to the module of `like`."""
+    """Insert a node at the graph's insertion point, attributed to the module of `template`."""
     inserted = graph.call_function(target, args, kwargs)
     values: Any = fx.map_arg(args, lambda node: node.meta["val"])
     inserted.meta["val"] = target(*values, **kwargs)
@@ -312,14 +324,14 @@ def add(graph: fx.Graph, template: fx.Node, target: Any, *args: Any, **kwargs: A
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Silence torch's log during a trace: our error describes the failure in one line."""
+    """Silence torch's log during a trace: samestep's error describes the failure in one line."""
     logger = logging.getLogger(LOGGER)
-    logger.addFilter(_nothing)
+    logger.addFilter(_reject)
     try:
         yield
     finally:
-        logger.removeFilter(_nothing)
+        logger.removeFilter(_reject)
 
 
-def _nothing(_record: logging.LogRecord) -> bool:
+def _reject(_record: logging.LogRecord) -> bool:
     return False

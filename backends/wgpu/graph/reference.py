@@ -1,6 +1,6 @@
 """Reference implementations of the custom operators in torch on the CPU.
 
-Written for clarity, not for speed, from the operators' definitions, not from the shaders.
+Written for clarity, not for speed, and from the operators' definitions, not from the shaders.
 """
 
 from __future__ import annotations

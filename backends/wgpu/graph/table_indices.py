@@ -1,4 +1,5 @@
-"""Check a batch's indices against the tables that they index: torch raises, a device does not.
+"""Check a batch's indices against the tables that they index: torch raises errors, a device does
+not.
 
 Covers inputs, and parts of inputs, that are used as indices directly: token ids in an embedding,
 labels in logits. For computed indices, the device returns NaN instead.
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from backends.wgpu.graph.values import arrays_of
+from backends.wgpu.graph.values import array_names_by_node
 from protocol.base.errors import DataError
 
 _aten = torch.ops.aten
@@ -47,7 +48,7 @@ class OutsideTable(DataError):
     """An index that is outside its table.
 
     Attributes:
-        row: Row of the input; None if the index does not belong to one.
+        row: Row of the input; None if the index does not belong to a row.
     """
 
     def __init__(self, text: str, row: int | None) -> None:
@@ -63,7 +64,7 @@ class _View:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def apply(self, tensor: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.target(tensor, *self.args, **self.kwargs)
         return result
 
@@ -77,7 +78,7 @@ class _Lookup:
         lowest_index: Lowest valid index.
         rows: Rows of the table.
         ignored: A value that is not looked up.
-        views: Operators from the input to the indices, in order; empty if all of it is used.
+        views: Operators from the input to the indices, in order; empty if the whole input is used.
         module: Description of the module.
     """
 
@@ -89,31 +90,32 @@ class _Lookup:
     module: str
 
     def first_outside(self, indices: Any) -> tuple[int, tuple[int, ...] | None] | None:
-        """Return the first index outside the table, and its position in the input if it has one."""
+        """Return the first index outside the table, and the index's position in the input if it has
+        one."""
         indices = np.asarray(indices)
-        values = self._lookups_of(indices)
+        values = self._apply_views(indices)
         is_outside = (values < self.lowest_index) | (values >= self.rows)
         if self.ignored is not None:
             is_outside &= values != self.ignored
         if not is_outside.any():
             return None
         value = int(values[is_outside][0])
-        numbers = self._lookups_of(np.arange(indices.size).reshape(indices.shape))
-        number = int(numbers[is_outside][0])
+        positions = self._apply_views(np.arange(indices.size).reshape(indices.shape))
+        position = int(positions[is_outside][0])
         # A constant that the model adds has no position, even if it looks like one.
         are_integers = indices.dtype.kind != "f"
-        if not 0 <= number < indices.size or (
-            are_integers and indices.reshape(-1)[number] != value
+        if not 0 <= position < indices.size or (
+            are_integers and indices.reshape(-1)[position] != value
         ):
             return value, None
-        return value, tuple(map(int, np.unravel_index(number, indices.shape)))
+        return value, tuple(map(int, np.unravel_index(position, indices.shape)))
 
-    def _lookups_of(self, values: Any) -> Any:
+    def _apply_views(self, values: Any) -> Any:
         if not self.views:
             return values
         tensor = torch.tensor(values)
         for view in self.views:
-            tensor = view.of(tensor)
+            tensor = view.apply(tensor)
         return tensor.numpy()
 
 
@@ -122,11 +124,11 @@ class TableIndices:
 
     Args:
         graph: A traced graph.
-        arrays: Names of its last placeholders, in order.
+        arrays: Names of the graph's last placeholders, in order.
     """
 
     def __init__(self, graph: fx.GraphModule, arrays: Sequence[str]) -> None:
-        names = arrays_of(graph, arrays)
+        names = array_names_by_node(graph, arrays)
         lookups: dict[str, _Lookup] = {}
         for node in graph.graph.nodes:
             for index, lowest_index, rows in _lookups_of(node):
@@ -149,9 +151,10 @@ class TableIndices:
         for lookup in self._lookups:
             if (first_outside := lookup.first_outside(arrays[lookup.array])) is not None:
                 value, position = first_outside
-                at = f" at {[*position]}" if position else ""
+                position_text = f" at {[*position]}" if position else ""
                 raise OutsideTable(
-                    f"input {lookup.array!r} has {value}{at}, which {lookup.module} looks up in "
+                    f"input {lookup.array!r} has {value}{position_text}, which "
+                    f"{lookup.module} looks up in "
                     f"{lookup.rows} rows: expected {lookup.lowest_index} to {lookup.rows - 1}",
                     position[0] if position else None,
                 )
@@ -171,7 +174,7 @@ def _lookups_of(node: fx.Node) -> Iterator[tuple[fx.Node, int, int]]:
     elif node.target is _aten.index.Tensor:
         table, indices = node.args[:2]
         for index, rows in zip(indices, _shape(table), strict=False):  # type: ignore[arg-type]
-            if isinstance(index, fx.Node) and _of_numbers(index):
+            if isinstance(index, fx.Node) and _has_integers(index):
                 yield index, -rows, rows
 
 
@@ -179,7 +182,7 @@ def _shape(table: Any) -> tuple[int, ...]:
     return tuple(table.meta["val"].shape)
 
 
-def _of_numbers(index: fx.Node) -> bool:
+def _has_integers(index: fx.Node) -> bool:
     value = index.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype not in {torch.bool, torch.uint8}
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-_ROWS: Final = 64
+_ROW_MULTIPLE: Final = 64
 """Parts have multiples of this many rows if possible, so that products read aligned rows."""
 
 
@@ -30,7 +30,7 @@ class RowPart:
 Tables = Mapping[str, Sequence[RowPart]]
 
 
-def row_parts(table: str, rows: int, nbytes: int, largest_bytes: int) -> list[RowPart]:
+def split_rows(table: str, rows: int, nbytes: int, largest_bytes: int) -> list[RowPart]:
     """Split a table into parts of nearly equal size.
 
     Args:
@@ -40,12 +40,12 @@ def row_parts(table: str, rows: int, nbytes: int, largest_bytes: int) -> list[Ro
         largest_bytes: Largest size of a part.
 
     Returns:
-        The parts in order; a single one if the table fits, or if not even a row does.
+        The parts in order; one part if the table fits, or if not even one row fits.
     """
     rows_per_part = largest_bytes // max(1, nbytes // max(rows, 1))
     if nbytes <= largest_bytes or rows_per_part == 0:
         return [RowPart(table, 0, rows)]
-    unit = _ROWS if rows_per_part >= _ROWS else 1
+    unit = _ROW_MULTIPLE if rows_per_part >= _ROW_MULTIPLE else 1
     count = -(-rows // (rows_per_part // unit * unit))
     part_rows = -(-rows // (count * unit)) * unit
     return [

@@ -29,15 +29,15 @@ _SCALARS: Final[dict[torch.dtype, Scalar]] = {
     torch.bool: "bool",
 }
 
-HALVES: Final = frozenset({torch.float16, torch.bfloat16})
+HALF_DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
 
 STORED: Final[dict[Scalar, str]] = {"f32": "f32", "i32": "i32", "bool": "u32"}
-"""The type of a buffer's elements: 4 bytes each."""
+"""The type of a buffer's elements, 4 bytes each."""
 
 NO_MODULE: Final = "the model's own forward, the loss, or the backward"
 """Origin of an operator that belongs to no submodule."""
 _FURTHER_OPERATORS: Final = 7
-"""How many further operators without a rule an error names."""
+"""Limit on the further operators without a rule that an error names."""
 _REMEDIES: Final = (
     (
         "_weight_norm_",
@@ -56,8 +56,9 @@ class NoRule(SamestepError):
 
     Attributes:
         operator: Torch's name of the operator.
-        shape: Shape of its result.
-        module: The submodule that it belongs to.
+        shape: Shape of the operator's result.
+        module: The submodule that the operator belongs to.
+        reason: Why the operator has no rule; may be empty.
         further: Further operators without a rule.
     """
 
@@ -108,8 +109,8 @@ def _operator_text(error: NoRule) -> str:
     return f"{error.operator!r} ({error.reason})" if error.reason else repr(error.operator)
 
 
-def combined(errors: Sequence[NoRule]) -> NoRule:
-    """Combine errors into the first one, with each further operator once."""
+def combine_errors(errors: Sequence[NoRule]) -> NoRule:
+    """Combine errors into the first error, which lists each further operator once."""
     by_operator: dict[str, NoRule] = {}
     for no_rule in errors:
         for error in (no_rule, *no_rule.further):
@@ -119,10 +120,10 @@ def combined(errors: Sequence[NoRule]) -> NoRule:
     return first_error
 
 
-def arrays_of(graph: fx.GraphModule, arrays: Sequence[str]) -> dict[fx.Node, str]:
+def array_names_by_node(graph: fx.GraphModule, arrays: Sequence[str]) -> dict[fx.Node, str]:
     """Map the last placeholders of a traced graph to the names of the arrays, in order."""
-    holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    return dict(zip(holders[len(holders) - len(arrays) :], arrays, strict=True))
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return dict(zip(placeholders[len(placeholders) - len(arrays) :], arrays, strict=True))
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
@@ -148,7 +149,7 @@ def elements_of(node: fx.Node) -> int:
 
 
 def literal(value: object, scalar: Scalar) -> str:
-    """Print a Python number as WGSL. Infinities, which have no literal, are built from bits."""
+    """Return a Python number as WGSL. Infinities, which have no literal, are built from bits."""
     if scalar == "bool":
         return "true" if value else "false"
     if scalar == "i32":
@@ -168,7 +169,7 @@ def _to_int32(value: Any) -> int:
     """Convert to a 32-bit integer; infinities saturate.
 
     Raises:
-        SamestepError: It needs more bits.
+        SamestepError: The number needs more bits.
     """
     if isinstance(value, float) and math.isinf(value):
         return -(2**31) if value < 0 else 2**31 - 1
@@ -180,12 +181,12 @@ def _to_int32(value: Any) -> int:
     return int(value)
 
 
-def converted(expression: str, have: Scalar, want: Scalar) -> str:
-    """Print a cast. NaN is true, as in torch; `!=` would make it false."""
-    if have == want:
+def cast(expression: str, source: Scalar, target: Scalar) -> str:
+    """Return a cast as WGSL. NaN is true, as in torch; `!=` would make it false."""
+    if source == target:
         return expression
-    if want == "bool":
-        return f"!({expression} == {literal(0, have)})"
-    if have == "bool":
-        return f"select({literal(0, want)}, {literal(1, want)}, {expression})"
-    return f"{want}({expression})"
+    if target == "bool":
+        return f"!({expression} == {literal(0, source)})"
+    if source == "bool":
+        return f"select({literal(0, target)}, {literal(1, target)}, {expression})"
+    return f"{target}({expression})"

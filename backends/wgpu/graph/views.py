@@ -42,23 +42,25 @@ def needs_buffer(node: fx.Node) -> bool:
 
 
 def source_of(node: fx.Node) -> fx.Node:
-    """Return the tensor that a view is a view of."""
+    """Return the tensor of which the node is a view."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return source
 
 
-def through(node: fx.Node, coordinates: Coordinates) -> Coordinates:
+def map_to_source(node: fx.Node, coordinates: Coordinates) -> Coordinates:
     """Map coordinates in a view to coordinates in its source."""
     shape = shape_of(node)
-    sized = [c.sized(size) for c, size in zip(coordinates, shape, strict=True)]
-    return _RULES[node.target](node, sized, shape_of(source_of(node)))
+    sized_coordinates = [c.with_size(size) for c, size in zip(coordinates, shape, strict=True)]
+    return _RULES[node.target](node, sized_coordinates, shape_of(source_of(node)))
 
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """A tensor as a strided view of a buffer, in elements; `rounds`: rounded to float16 on
-    reading."""
+    """A tensor as a strided view of a buffer; strides and offset are in elements.
+
+    With `rounds`, the reader rounds elements to float16.
+    """
 
     base: fx.Node
     strides: tuple[int, ...]
@@ -69,7 +71,7 @@ class Strided:
 def strided(
     node: fx.Node, buffers: Collection[fx.Node], *, widens: bool = False, rounds: bool = False
 ) -> Strided | None:
-    """Return the node as a strided view of the nearest of `buffers` that it derives from, or None.
+    """Return the node as a strided view of the nearest of `buffers`, or None if it is no such view.
 
     Args:
         node: A tensor.
@@ -91,7 +93,7 @@ def strided(
     tensor = torch.empty(shape_of(base), device="meta")
     try:
         for step in reversed(chain):
-            tensor = _applied(step, tensor)
+            tensor = _apply(step, tensor)
     except RuntimeError:
         return None
     return Strided(base, tuple(tensor.stride()), int(tensor.storage_offset()), rounding)
@@ -110,15 +112,17 @@ def whole_buffer(node: fx.Node, buffers: Collection[fx.Node]) -> fx.Node | None:
         return view.base if view is not None and shape_of(view.base) in {(), (1,)} else None
     shape = shape_of(node)
     covers_buffer = torch.empty(shape, device="meta").numel() == view.base.meta["val"].numel()
-    natural = contiguous_strides(shape)
+    row_major_strides = contiguous_strides(shape)
     is_contiguous = all(
-        size == 1 or have == want
-        for size, have, want in zip(shape, view.strides, natural, strict=True)
+        size == 1 or stride == row_major_stride
+        for size, stride, row_major_stride in zip(
+            shape, view.strides, row_major_strides, strict=True
+        )
     )
     return view.base if covers_buffer and is_contiguous else None
 
 
-def _applied(step: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
+def _apply(step: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
     if is_copy(step) or is_widening(step) or is_rounding(step):
         return tensor
     if step.target in _RESHAPES:
@@ -130,7 +134,8 @@ def _applied(step: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _NoStridesError(RuntimeError):
-    """Torch copies in an operator that is a view here, such as flip: it has no strides."""
+    """Torch copies in an operator that is a view here, such as flip; the result has no strides over
+    the buffer."""
 
 
 def _reshape(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:

@@ -11,7 +11,7 @@ from torch import fx
 from backends.wgpu.graph import threefry
 from backends.wgpu.graph.index import linear, plain
 from backends.wgpu.graph.opaque import KEEP, UNIFORM
-from backends.wgpu.graph.values import NoRule, Scalar, converted, literal, scalar_of
+from backends.wgpu.graph.values import NoRule, Scalar, cast, literal, scalar_of
 from backends.wgpu.graph.views import Coordinates
 from backends.wgpu.shaders.kernel_text import KernelText, Rule
 
@@ -29,11 +29,11 @@ _BINARY: Final[dict[Any, str]] = {
     _aten.maximum.default: "larger({0}, {1})",
     _aten.minimum.default: "smaller({0}, {1})",
 }
-_BINARY_OF_WHOLE: Final[dict[Any, str]] = {
+_INTEGER_BINARY: Final[dict[Any, str]] = {
     _aten.maximum.default: "max({0}, {1})",
     _aten.minimum.default: "min({0}, {1})",
 }
-_BINARY_OF_TRUTH: Final[dict[Any, str]] = {
+_BOOLEAN_BINARY: Final[dict[Any, str]] = {
     _aten.add.Tensor: "({0} || {1})",
     _aten.mul.Tensor: "({0} && {1})",
     _aten.maximum.default: "({0} || {1})",
@@ -43,7 +43,7 @@ _MULTIPLICATIONS: Final = frozenset({_aten.mul.Tensor, _aten.mul.Scalar})
 _DIVISIONS: Final = frozenset({_aten.div.Tensor, _aten.div.Scalar})
 _ADDITIONS: Final = frozenset({_aten.add.Tensor, _aten.add.Scalar})
 _SUBTRACTIONS: Final = frozenset({_aten.sub.Tensor, _aten.sub.Scalar})
-_RULES_OF_TRUTH: Final[dict[Any, str]] = {
+_LOGICAL: Final[dict[Any, str]] = {
     _aten.logical_and.default: "({0} && {1})",
     _aten.logical_or.default: "({0} || {1})",
     _aten.logical_xor.default: "({0} != {1})",
@@ -72,7 +72,7 @@ _UNARY: Final[dict[Any, str]] = {
     _aten.floor.default: "floor({0})",
     _aten.ceil.default: "ceil({0})",
     _aten.trunc.default: "trunc({0})",
-    _aten.round.default: "round({0})",  # halves to even ones, as torch does
+    _aten.round.default: "round({0})",  # halves round to even, as in torch
     _aten.sign.default: "sign({0})",
     _aten.exp2.default: "exp2({0})",
     _aten.log2.default: f"(logarithm({{0}}) * {1 / math.log(2)!r})",
@@ -80,30 +80,32 @@ _UNARY: Final[dict[Any, str]] = {
     _aten.expm1.default: "exp_minus_1({0})",
 }
 _POWERS: Final[dict[Scalar, str]] = {"f32": "power", "i32": "int_power", "bool": "power"}
-_MULTIPLIED_POWER: Final = 64
+_LARGEST_MULTIPLIED_POWER: Final = 64
 """Integer exponents up to this are computed by multiplication, which is more accurate."""
 _COMPARISONS: Final = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
-def _binary(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+def _binary(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
     scalar = scalar_of(node)
-    left, right = (k.argument(x, at, scalar) for x in node.args[:2])
+    left, right = (k.argument(x, coords, scalar) for x in node.args[:2])
     if scalar == "bool":
-        if node.target not in _BINARY_OF_TRUTH:
-            raise NoRule(node, "of truth values")
-        return _BINARY_OF_TRUTH[node.target].format(left, right)
+        if node.target not in _BOOLEAN_BINARY:
+            raise NoRule(node, "of booleans")
+        return _BOOLEAN_BINARY[node.target].format(left, right)
     alpha: Any = node.kwargs.get("alpha", 1)
     if alpha != 1:
         right = f"({literal(alpha, scalar)} * {right})"
     if scalar == "i32":
-        return _BINARY_OF_WHOLE.get(node.target, _BINARY[node.target]).format(left, right)
+        return _INTEGER_BINARY.get(node.target, _BINARY[node.target]).format(left, right)
     special = _with_literal_zero(node.target, left, right)
     return special or _without_cancellation(k, node.target, left, right)
 
 
 def _without_cancellation(k: KernelText, target: Any, left: str, right: str) -> str:
-    """Print a sum that is NaN if a term that cancels is not finite: a driver may simplify
-    `x + (y - x)` to `y` even if x is infinite or NaN."""
+    """Return a sum that is NaN if a term that cancels is not finite.
+
+    A driver may simplify `x + (y - x)` to `y` even if x is infinite or NaN.
+    """
     text = _BINARY[target].format(left, right)
     if target not in _ADDITIONS and target not in _SUBTRACTIONS:
         return text
@@ -115,16 +117,19 @@ def _without_cancellation(k: KernelText, target: Any, left: str, right: str) -> 
         name for sign, name in right_terms if (-sign, name) in left_terms and name.isidentifier()
     }
     if cancelled:
-        finite = " && ".join(f"is_finite({name})" for name in sorted(cancelled))
-        text = f"select(not_a_number(0u), {text}, {finite})"
+        is_finite = " && ".join(f"is_finite({name})" for name in sorted(cancelled))
+        text = f"select(not_a_number(0u), {text}, {is_finite})"
     return k.let_sum(
         text, frozenset(term for term in left_terms | right_terms if term[1] not in cancelled)
     )
 
 
 def _with_literal_zero(target: Any, left: str, right: str) -> str:
-    """Print operations with a literal zero, which compilers fold even if the operand is infinite or
-    NaN, and divisions by zero, which some replace by the dividend."""
+    """Return an operation with a literal zero in a form that compilers do not fold; else "".
+
+    Compilers fold products with zero even if the operand is infinite or NaN, and some replace a
+    division by zero by the dividend.
+    """
     zeros = {literal(zero, "f32"): zero for zero in (0.0, -0.0)}
     if target in _MULTIPLICATIONS and (left in zeros or right in zeros):
         x, zero = (right, left) if left in zeros else (left, right)
@@ -136,35 +141,35 @@ def _with_literal_zero(target: Any, left: str, right: str) -> str:
     return ""
 
 
-def _negative(k: KernelText, node: fx.Node, at: Coordinates) -> str:
-    x = k.argument(node.args[0], at, scalar_of(node))
+def _negative(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
+    x = k.argument(node.args[0], coords, scalar_of(node))
     return k.let_sum(f"(-{x})", k.terms_of(x, is_negated=True))
 
 
-def _unary(k: KernelText, node: fx.Node, at: Coordinates) -> str:
-    return _UNARY[node.target].format(k.argument(node.args[0], at, scalar_of(node)))
+def _unary(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
+    return _UNARY[node.target].format(k.argument(node.args[0], coords, scalar_of(node)))
 
 
-def _truth(k: KernelText, node: fx.Node, at: Coordinates) -> str:
-    return _RULES_OF_TRUTH[node.target].format(*(k.argument(x, at, "bool") for x in node.args))
+def _logical(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
+    return _LOGICAL[node.target].format(*(k.argument(x, coords, "bool") for x in node.args))
 
 
-def _bitwise(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+def _bitwise(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
     scalar = scalar_of(node)
     form = _BITWISE[node.target][scalar != "bool"]
-    return form.format(*(k.argument(x, at, scalar) for x in node.args))
+    return form.format(*(k.argument(x, coords, scalar) for x in node.args))
 
 
-def _comparison(k: KernelText, node: fx.Node, at: Coordinates) -> str:
-    scalar = _compared_as(node)
-    left, right = (k.argument(x, at, scalar) for x in node.args)
+def _comparison(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
+    scalar = _comparison_type(node)
+    left, right = (k.argument(x, coords, scalar) for x in node.args)
     name = str(node.target).split(".")[1]
     if name == "ne":  # WGSL's `!=` is false for NaN
         return f"!({left} == {right})"
     return f"({left} {_COMPARISONS[name]} {right})"
 
 
-def _compared_as(node: fx.Node) -> Scalar:
+def _comparison_type(node: fx.Node) -> Scalar:
     left_operand, right_operand = node.args
     assert isinstance(left_operand, fx.Node)
     kinds = {scalar_of(left_operand)}
@@ -175,9 +180,9 @@ def _compared_as(node: fx.Node) -> Scalar:
     return "f32" if "f32" in kinds else "i32"
 
 
-def _power(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+def _power(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
     scalar = scalar_of(node)
-    x, power = k.argument(node.args[0], at, scalar), node.args[1]
+    x, power = k.argument(node.args[0], coords, scalar), node.args[1]
     if isinstance(power, int | float):
         if scalar == "i32":
             return f"int_power({x}, {literal(power, scalar)})"
@@ -191,14 +196,14 @@ def _power(k: KernelText, node: fx.Node, at: Coordinates) -> str:
             return f"(1.0 / {x})"
         if power == 0:
             return literal(1, scalar)
-        if float(power).is_integer() and abs(power) <= _MULTIPLIED_POWER:
-            product = _multiplied(k, x, abs(int(power)))
+        if float(power).is_integer() and abs(power) <= _LARGEST_MULTIPLIED_POWER:
+            product = _power_by_squaring(k, x, abs(int(power)))
             return product if power > 0 else f"(1.0 / {product})"
-    return f"{_POWERS[scalar]}({x}, {k.argument(power, at, scalar)})"
+    return f"{_POWERS[scalar]}({x}, {k.argument(power, coords, scalar)})"
 
 
-def _multiplied(k: KernelText, x: str, power: int) -> str:
-    """Print a power by repeated squaring."""
+def _power_by_squaring(k: KernelText, x: str, power: int) -> str:
+    """Return a power by repeated squaring."""
     product = ""
     while power:
         if power % 2:
@@ -208,81 +213,84 @@ def _multiplied(k: KernelText, x: str, power: int) -> str:
     return product
 
 
-def _power_of_number(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+def _power_of_number(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
     scalar = scalar_of(node)
-    base, exponent = literal(node.args[0], scalar), k.argument(node.args[1], at, scalar)
+    base, exponent = literal(node.args[0], scalar), k.argument(node.args[1], coords, scalar)
     return f"{_POWERS[scalar]}({base}, {exponent})"
 
 
-def _divide_rounding(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+def _rounded_division(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
     scalar = scalar_of(node)
-    left, right = (k.argument(x, at, scalar) for x in node.args[:2])
-    floor = node.kwargs.get("rounding_mode") == "floor" or "floor" in str(node.target)
+    left, right = (k.argument(x, coords, scalar) for x in node.args[:2])
+    rounds_down = node.kwargs.get("rounding_mode") == "floor" or "floor" in str(node.target)
     if scalar == "i32":
-        return f"floor_div({left}, {right})" if floor else f"({left} / {right})"
-    return f"{'float_floor_div' if floor else 'trunc_div'}({left}, {right})"
+        return f"floor_div({left}, {right})" if rounds_down else f"({left} / {right})"
+    return f"{'float_floor_div' if rounds_down else 'trunc_div'}({left}, {right})"
 
 
-def _remainder(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+def _remainder(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
     scalar = scalar_of(node)
-    left, right = (k.argument(x, at, scalar) for x in node.args[:2])
+    left, right = (k.argument(x, coords, scalar) for x in node.args[:2])
     if scalar == "i32":
         return f"({left} - {right} * floor_div({left}, {right}))"
     return f"remainder({left}, {right})"
 
 
-def _where(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+def _where(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
     scalar = scalar_of(node)
-    condition, yes, no = node.args
-    if_true, if_false = k.argument(yes, at, scalar), k.argument(no, at, scalar)
+    condition, true_value, false_value = node.args
+    if_true, if_false = (
+        k.argument(true_value, coords, scalar),
+        k.argument(false_value, coords, scalar),
+    )
     if if_true == if_false:
-        return if_true  # a compiler would simplify it and could fold zeros in it
-    return f"select({if_false}, {if_true}, {k.argument(condition, at, 'bool')})"
+        return if_true  # a compiler would simplify a select and might fold zeros inside
+    return f"select({if_false}, {if_true}, {k.argument(condition, coords, 'bool')})"
 
 
-def _clamp(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+def _clamp(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
     scalar = scalar_of(node)
     low = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
     high = node.args[2] if len(node.args) > 2 else node.kwargs.get("max")
-    text = k.argument(node.args[0], at, scalar)
+    text = k.argument(node.args[0], coords, scalar)
     lower, upper = ("larger", "smaller") if scalar == "f32" else ("max", "min")
     if low is not None:
-        text = f"{lower}({text}, {k.argument(low, at, scalar)})"
+        text = f"{lower}({text}, {k.argument(low, coords, scalar)})"
     if high is not None:
-        text = f"{upper}({text}, {k.argument(high, at, scalar)})"
+        text = f"{upper}({text}, {k.argument(high, coords, scalar)})"
     return text
 
 
-def _relu(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+def _relu(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
     scalar = scalar_of(node)
     name = "larger" if scalar == "f32" else "max"
-    return f"{name}({k.argument(node.args[0], at, scalar)}, {literal(0, scalar)})"
+    return f"{name}({k.argument(node.args[0], coords, scalar)}, {literal(0, scalar)})"
 
 
-def _convert(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+def _convert(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    return converted(k.element(source, at), scalar_of(source), scalar_of(node))
+    return cast(k.element(source, coords), scalar_of(source), scalar_of(node))
 
 
-def _is_nan(k: KernelText, node: fx.Node, at: Coordinates) -> str:
-    x = k.argument(node.args[0], at, "f32")
+def _is_nan(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
+    x = k.argument(node.args[0], coords, "f32")
     return f"is_nan({x})"
 
 
-def _is_infinite(k: KernelText, node: fx.Node, at: Coordinates) -> str:
-    x = k.argument(node.args[0], at, "f32")
+def _is_infinite(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
+    x = k.argument(node.args[0], coords, "f32")
     return f"((bitcast<u32>({x}) & 0x7fffffffu) == 0x7f800000u)"
 
 
-def _fill(k: KernelText, node: fx.Node, at: Coordinates) -> str:
-    del k, at
+def _fill(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
+    del k, coords
     return literal(
         node.args[0 if node.target is _aten.scalar_tensor.default else 1], scalar_of(node)
     )
 
 
-def _arange(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+def _arange(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
     scalar = scalar_of(node)
     first_value, step = node.args[0], node.args[2] if len(node.args) > 2 else 1
     if node.target is _aten.arange.default:
@@ -290,34 +298,36 @@ def _arange(k: KernelText, node: fx.Node, at: Coordinates) -> str:
     elif node.target is _aten.arange.start:
         step = 1
     del k
-    return f"({literal(first_value, scalar)} + {scalar}({at[0]}) * {literal(step, scalar)})"
+    return f"({literal(first_value, scalar)} + {scalar}({coords[0]}) * {literal(step, scalar)})"
 
 
-def _keep(k: KernelText, node: fx.Node, at: Coordinates) -> str:
-    """Print a dropout mask's element: zero or 1 / (1 - drop)."""
+def _keep(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
+    """Return a dropout mask's element: zero or 1 / (1 - drop)."""
     seed, _shape, drop, site = node.args
     assert isinstance(drop, float)
     scale = literal(1.0 / (1.0 - drop), "f32")
-    return f"select({scale}, 0.0, {_word(k, seed, at, site)} < {threefry.threshold(drop)}u)"
+    return (
+        f"select({scale}, 0.0, {_random_word(k, seed, coords, site)} < {threefry.threshold(drop)}u)"
+    )
 
 
-def _uniform(k: KernelText, node: fx.Node, at: Coordinates) -> str:
+def _uniform(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
     seed, _shape, site = node.args
-    return f"(f32({_word(k, seed, at, site)} >> 8u) * {literal(2.0**-24, 'f32')})"
+    return f"(f32({_random_word(k, seed, coords, site)} >> 8u) * {literal(2.0**-24, 'f32')})"
 
 
-def _word(k: KernelText, seed: object, at: Coordinates, site: object) -> str:
-    """Print an element's random word."""
+def _random_word(k: KernelText, seed: object, coords: Coordinates, site: object) -> str:
+    """Return an element's random word."""
     assert isinstance(seed, fx.Node)
     low, high = (k.let(f"u32({k.element(seed, [plain(f'{i}u', 2)])})") for i in (0, 1))
-    return f"threefry({low}, {high}, {linear(at)}, {site}u)"
+    return f"threefry({low}, {high}, {linear(coords)}, {site}u)"
 
 
 ELEMENTWISE: Final[dict[Any, Rule]] = {
     **dict.fromkeys(_BINARY, _binary),
     **dict.fromkeys(_UNARY, _unary),
     _aten.neg.default: _negative,
-    **dict.fromkeys(_RULES_OF_TRUTH, _truth),
+    **dict.fromkeys(_LOGICAL, _logical),
     **dict.fromkeys(_BITWISE, _bitwise),
     **{
         getattr(getattr(_aten, name), overload): _comparison
@@ -327,9 +337,9 @@ ELEMENTWISE: Final[dict[Any, Rule]] = {
     _aten.pow.Tensor_Scalar: _power,
     _aten.pow.Tensor_Tensor: _power,
     _aten.pow.Scalar: _power_of_number,
-    _aten.div.Tensor_mode: _divide_rounding,
-    _aten.div.Scalar_mode: _divide_rounding,
-    _aten.floor_divide.default: _divide_rounding,
+    _aten.div.Tensor_mode: _rounded_division,
+    _aten.div.Scalar_mode: _rounded_division,
+    _aten.floor_divide.default: _rounded_division,
     _aten.remainder.Scalar: _remainder,
     _aten.remainder.Tensor: _remainder,
     _aten.where.self: _where,

@@ -1,8 +1,8 @@
 """Estimate a plan's memory before anything is allocated, and refuse a plan that does not fit.
 
 The estimate counts the module's tensors that the plan reads (each once, as stored), the memory that
-its buffers share over time, constants, the upload, and readback buffers. `ROOM` accounts for the
-driver's own memory and padding.
+its buffers share over time, constants, the upload, and readback buffers. `FREE_SHARE` accounts for
+the driver's own memory and padding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from backends.wgpu.lowering.plan import Plan
 from protocol.base.errors import SamestepError
 from protocol.base.limits import byte_size
 
-ROOM: Final = 0.05
+FREE_SHARE: Final = 0.05
 """Share of a device's memory that plans leave free."""
 
 _INTERMEDIATE: Final = "an intermediate result"
@@ -78,8 +78,11 @@ def estimate(plan: Plan, tensor_bytes: Mapping[str, int]) -> Estimate:
 
 
 def has_room(estimates: Sequence[Estimate], nbytes: int, memory_bytes: int) -> bool:
-    """Whether `nbytes` more fit beside a program's plans; true if the device's memory is unknown,
-    since it then is the host's memory, which would hold the data anyway."""
+    """Whether `nbytes` more bytes fit in memory together with a program's plans.
+
+    True if the device's memory is unknown: then it is the host's memory, which would hold the data
+    anyway.
+    """
     largest_total = max((estimate.total for estimate in estimates), default=0)
     return not memory_bytes or largest_total + nbytes <= _usable_bytes(memory_bytes)
 
@@ -96,7 +99,7 @@ def refuse_insufficient_memory(
         device: Name of the device.
 
     Raises:
-        SamestepError: Names the excess.
+        SamestepError: A buffer or the memory of a plan is too large.
     """
     for estimate in estimates:
         nbytes, tensor = estimate.largest_buffer
@@ -119,4 +122,4 @@ def refuse_insufficient_memory(
 
 
 def _usable_bytes(memory_bytes: int) -> int:
-    return int(memory_bytes * (1 - ROOM))
+    return int(memory_bytes * (1 - FREE_SHARE))

@@ -20,11 +20,11 @@ from backends.wgpu.graph.opaque import (
     ATTENTION,
     ATTENTION_KEYS,
     ATTENTION_QUERIES,
+    JOINED_PRODUCTS,
     KEEP,
     LAYER_BACKWARD,
     LAYER_FORWARD,
     PARTIAL,
-    PRODUCTS_BESIDE,
     SUM_OF_PRODUCTS,
     UNIFORM,
 )
@@ -44,7 +44,7 @@ _aten = torch.ops.aten
 MATMULS: Final = frozenset({
     _aten.mm.default,
     _aten.bmm.default,
-    PRODUCTS_BESIDE,
+    JOINED_PRODUCTS,
     SUM_OF_PRODUCTS,
 })  # fmt: skip
 ATTENTIONS: Final = frozenset({ATTENTION, ATTENTION_QUERIES, ATTENTION_KEYS})
@@ -95,6 +95,7 @@ class Fusion:
     """The decisions for one graph.
 
     Attributes:
+        nodes: The graph's nodes in order, without its output.
         buffers: Nodes with their own buffer, row-major.
         constants: Nodes whose values are known.
         cost: Operations that a reader spends per element of a value; 1 for a buffer.
@@ -109,23 +110,27 @@ class Fusion:
 
     def is_leaf(self, node: fx.Node) -> bool:
         """Whether the value needs no kernel: an input or a constant."""
-        return node.op in {"placeholder", "get_attr"} or node in self.constants or is_part(node)
+        return (
+            node.op in {"placeholder", "get_attr"}
+            or node in self.constants
+            or is_layer_result(node)
+        )
 
 
-def is_part(node: fx.Node) -> bool:
+def is_layer_result(node: fx.Node) -> bool:
     """Whether the node is one of a layer's results."""
     return node.op == "call_function" and node.target is operator.getitem
 
 
-def decide(
+def choose_buffers(
     nodes: Iterable[fx.Node], constants: Collection[fx.Node], outputs: list[fx.Node]
 ) -> Fusion:
-    """Choose the buffers.
+    """Choose the values that get a buffer.
 
     Args:
         nodes: The graph's nodes in order, without its output.
-        constants: Those whose values are known.
-        outputs: Those that must lie in a buffer: the graph's outputs.
+        constants: The nodes whose values are known.
+        outputs: The nodes that must have a buffer: the graph's outputs.
     """
     fusion = Fusion(list(nodes), constants)
     readers = _readers(fusion, outputs)
@@ -136,7 +141,7 @@ def decide(
             for tensor in tensors:
                 _require_whole_buffer(fusion, tensor)
             continue
-        _consider(fusion, node, readers[node])
+        _choose_for(fusion, node, readers[node])
     for node in fusion.nodes:  # a product's operand may have no contiguous buffer
         if node.op == "call_function" and node.target in _STRIDED and node not in constants:
             for operand in node.all_input_nodes:
@@ -167,7 +172,7 @@ def _readers(fusion: Fusion, outputs: list[fx.Node]) -> dict[fx.Node, set[Any]]:
     return readers
 
 
-def _consider(fusion: Fusion, node: fx.Node, readers: set[Any]) -> None:
+def _choose_for(fusion: Fusion, node: fx.Node, readers: set[Any]) -> None:
     if fusion.is_leaf(node):
         if node in fusion.constants and elements_of(node) == 1:
             # Inlined as a literal.
@@ -179,28 +184,29 @@ def _consider(fusion: Fusion, node: fx.Node, readers: set[Any]) -> None:
         _give_buffer(fusion, node)
         return
     if is_view(node):
-        _inherit(fusion, node)
+        _copy_from_source(fusion, node)
         return
     _limit_reads(fusion, node)
     target = node.target
     if target in _STRIDED:
         for operand in node.all_input_nodes:
-            _strided_operand(fusion, operand, node)
+            _require_strided_operand(fusion, operand, node)
         _give_buffer(fusion, node)
     elif target in REDUCTIONS | SCATTERS | SCANS:
-        # One element takes a loop over many, which a reader would repeat for each of its elements.
+        # An element takes a loop over many terms, which a reader would repeat for each of its
+        # elements.
         _give_buffer(fusion, node)
     else:
         cost = _inputs_cost(fusion, node)
         cost += _TRANSCENDENTAL_COST if target in _COSTLY else 1
-        if _needs_buffer(node, readers, cost):
+        if _is_buffer_worthwhile(node, readers, cost):
             _give_buffer(fusion, node)
         else:
             fusion.cost[node] = cost
-            fusion.reads[node] = _inputs_read(fusion, node)
+            fusion.reads[node] = _reads_of_inputs(fusion, node)
 
 
-def _needs_buffer(node: fx.Node, readers: set[Any], cost: int) -> bool:
+def _is_buffer_worthwhile(node: fx.Node, readers: set[Any], cost: int) -> bool:
     if "output" in readers or any(r.target in LAYERS for r in readers):
         return not is_copy(node)  # a copy of a buffer may be that buffer
     if any(r.target in _STRIDED for r in readers):
@@ -219,7 +225,7 @@ def strided_operand(
     return strided(operand, buffers, widens=True, rounds=reader.target in MATMULS)
 
 
-def _strided_operand(fusion: Fusion, operand: fx.Node, reader: fx.Node) -> None:
+def _require_strided_operand(fusion: Fusion, operand: fx.Node, reader: fx.Node) -> None:
     """Give a product's operand a buffer: the tensor below its views, or the operand itself."""
     if strided_operand(operand, fusion.buffers, reader) is not None:
         return
@@ -239,14 +245,14 @@ def _require_whole_buffer(fusion: Fusion, node: fx.Node) -> None:
 
 def _limit_reads(fusion: Fusion, node: fx.Node) -> None:
     """Give buffers to the inputs that read most, until the node binds few enough buffers."""
-    while len(_inputs_read(fusion, node)) > _BUFFERS:
+    while len(_reads_of_inputs(fusion, node)) > _BUFFERS:
         widest = max(node.all_input_nodes, key=lambda n: len(fusion.reads[n]))
         if len(fusion.reads[widest]) <= 1:
             return
         while is_view(widest) and widest not in fusion.constants:
             widest = source_of(widest)  # a view has no buffer
         _give_buffer(fusion, widest)
-        # Earlier decisions between those nodes bind fewer buffers now.
+        # Nodes between these two bind fewer buffers now.
         _refresh(fusion, node)
 
 
@@ -255,7 +261,7 @@ def _give_buffer(fusion: Fusion, node: fx.Node) -> None:
     fusion.cost[node], fusion.reads[node] = 1, frozenset({node})
 
 
-def _inherit(fusion: Fusion, node: fx.Node) -> None:
+def _copy_from_source(fusion: Fusion, node: fx.Node) -> None:
     fusion.cost[node] = fusion.cost[source_of(node)]
     fusion.reads[node] = fusion.reads[source_of(node)]
 
@@ -264,18 +270,18 @@ def _inputs_cost(fusion: Fusion, node: fx.Node) -> int:
     return sum(fusion.cost[input_node] for input_node in node.all_input_nodes)
 
 
-def _inputs_read(fusion: Fusion, node: fx.Node) -> frozenset[fx.Node]:
+def _reads_of_inputs(fusion: Fusion, node: fx.Node) -> frozenset[fx.Node]:
     return frozenset[fx.Node]().union(*(fusion.reads[n] for n in node.all_input_nodes))
 
 
-def _refresh(fusion: Fusion, until: fx.Node) -> None:
+def _refresh(fusion: Fusion, last_node: fx.Node) -> None:
     """Recompute the reads of earlier nodes after one of them got a buffer."""
     for node in fusion.nodes:
-        if node is until:
+        if node is last_node:
             return
         if node not in fusion.reads or node in fusion.buffers or fusion.is_leaf(node):
             continue
         if is_view(node):
-            _inherit(fusion, node)
+            _copy_from_source(fusion, node)
         else:
-            fusion.reads[node] = _inputs_read(fusion, node)
+            fusion.reads[node] = _reads_of_inputs(fusion, node)

@@ -1,9 +1,10 @@
-"""Fuse further values into a kernel while its result is in registers.
+"""Fuse more values into a kernel while the kernel's result is in registers.
 
 A matrix product is fused with elementwise values that read it at the same index: bias, activation,
 residual. A reduction along rows is fused with other reductions and values along the same rows, so
-that a norm is one kernel in forward and one in backward. Each value is computed as it would be
-alone, so the bits do not change; fusion saves a dispatch, its barrier and memory traffic.
+that a norm is one kernel in forward and one in backward. Each value is computed with the
+operations of a separate kernel, so the bits do not change; fusion saves a dispatch, its barrier and
+memory traffic.
 
 Nodes arrive in order. A kernel that may still grow is pending; it is emitted before the first node
 that reads its results and cannot be fused into it.
@@ -30,7 +31,7 @@ PendingKernel = list[fx.Node]
 def fusion_order(
     reads: Mapping[fx.Node, Collection[fx.Node]], early: Collection[fx.Node]
 ) -> Iterator[fx.Node]:
-    """Order values so that fusable ones come before those that force a kernel to be emitted.
+    """Order values so that fusable values come before values that force a kernel to be emitted.
 
     Args:
         reads: The values that each value reads, in a valid order of computation.
@@ -61,7 +62,7 @@ def fusion_order(
 
 
 @dataclass(slots=True)
-class Joins:
+class KernelFuser:
     """Kernels of one graph, some of which are pending.
 
     Attributes:
@@ -69,7 +70,7 @@ class Joins:
         bindings: Storage buffers that a shader may bind; 0 disables fusion.
         reads: The buffers that each value with a kernel, and each call of a layer, reads.
         outputs: The graph's outputs.
-        early: Values that are not fused with others: those of a layer's forward.
+        early: Values of a layer's forward, which are not fused with later values.
     """
 
     emitter: Emitter
@@ -94,7 +95,10 @@ class Joins:
                 yield from self._kernels(members)
 
     def add(self, node: fx.Node) -> Iterator[Kernel]:
-        """Add a value; emit pending kernels that it reads, and its own if it cannot be fused."""
+        """Add a value; emit the pending kernels whose results the value reads.
+
+        Also emit the value's own kernel if the value cannot be fused.
+        """
         values_read = self.reads[node]
         group = self._group_for(node)
         if group is not None:
@@ -102,7 +106,7 @@ class Joins:
         yield from self.flush_before(values_read)
         if group is not None:
             self._pending_kernels.append([*group, node])
-        elif self.bindings and self._readers[node] and self.emitter.may_lead(node):
+        elif self.bindings and self._readers[node] and self.emitter.can_be_fused_into(node):
             self._pending_kernels.append([node])
         else:
             yield from self.emitter.kernels(node)
@@ -115,9 +119,9 @@ class Joins:
     def _kernels(self, members: PendingKernel) -> list[Kernel]:
         if len(members) == 1:
             return self.emitter.kernels(members[0])
-        return [self.emitter.fused(members, self._stored_members(members))]
+        return [self.emitter.fuse(members, self._members_to_store(members))]
 
-    def _stored_members(self, members: PendingKernel) -> list[fx.Node]:
+    def _members_to_store(self, members: PendingKernel) -> list[fx.Node]:
         """Return the members that other kernels read."""
         return [
             node for node in members if node in self.outputs or self._readers[node] - {*members}
@@ -139,7 +143,7 @@ class Joins:
 
     def _can_fuse(self, members: PendingKernel) -> bool:
         try:
-            kernel = self.emitter.fused(members, self._stored_members(members))
+            kernel = self.emitter.fuse(members, self._members_to_store(members))
         except NotFusable:
             return False
         return kernel.shader.bindings <= self.bindings

@@ -19,7 +19,7 @@ from backends.wgpu.graph.halves import is_half
 from backends.wgpu.graph.index import Coordinate, broadcast, linear, plain, split
 from backends.wgpu.graph.opaque import PARTIAL
 from backends.wgpu.graph.values import (
-    HALVES,
+    HALF_DTYPES,
     NoRule,
     Scalar,
     elements_of,
@@ -38,9 +38,9 @@ from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION, Shader
 from backends.wgpu.shaders.kernel_text import (
     KernelText,
     NotFusable,
+    convert_for_storage,
     element_type_of,
     round_to_type,
-    stored,
     where_valid,
 )
 from backends.wgpu.shaders.matmul.shader import (
@@ -48,21 +48,21 @@ from backends.wgpu.shaders.matmul.shader import (
     Epilogue,
     MatmulProblem,
     Operand,
-    dispatched,
     matmul_shader,
+    split_into_dispatches,
 )
 from backends.wgpu.shaders.quantized_layout import form_of, refuse_on_the_left
 
 _aten = torch.ops.aten
 _WORKGROUP: Final = 64
-_TERMS: Final = 64
+_PARTIAL_TERMS: Final = 64
 """Terms per partial sum: adding partial sums is more accurate than one running sum."""
 _LOOP_ITERATIONS: Final = 60_000
 """Limit on loop iterations: software Vulkan silently ends an invocation's loops after 65,535."""
 _COOPERATIVE_TERMS: Final = 128
-"""Terms from which on a workgroup of a GPU shares a sum."""
+"""A workgroup of a GPU shares sums of at least this many terms."""
 _SUMS: Final = MATMULS | ATTENTIONS | SCATTERS | SCANS | REDUCTIONS
-"""Operators that torch sums in half precision with its own rounding."""
+"""Operators whose sums in half precision torch rounds in its own way."""
 _RULES: Final = {**ELEMENTWISE, **PLACEMENT}
 
 
@@ -71,9 +71,11 @@ class Kernel:
     """One dispatch, over graph values instead of buffers.
 
     Attributes:
+        shader: The shader.
         reads: Values of the first bindings.
         writes: Values of the last bindings.
-        label: The node and its module.
+        grid: Workgroups of the dispatch.
+        label: The node and its module, for logs and errors.
     """
 
     shader: Shader
@@ -92,7 +94,7 @@ class Emitter:
 
     Attributes:
         buffers: Values with a buffer.
-        constants: Values that are known.
+        constants: Nodes whose values are known.
         cooperative: Whether workgroups share long sums: faster on GPUs, slower on a CPU.
         matmul: The template of matrix products.
         workgroup_bytes: Workgroup memory for attention.
@@ -111,7 +113,7 @@ class Emitter:
             NoRule: The operator has no rule.
         """
         target = node.target
-        if node.meta["val"].dtype in HALVES and target in _SUMS and not _sums_in_float32(node):
+        if node.meta["val"].dtype in HALF_DTYPES and target in _SUMS and not _sums_in_float32(node):
             raise NoRule(node, f"in {str(node.meta['val'].dtype).removeprefix('torch.')}")
         if target in MATMULS:
             return [*self._products(node)]
@@ -131,8 +133,8 @@ class Emitter:
         """Return the buffers that the value's kernels read."""
         return frozenset(value for kernel in self.kernels(node) for value in kernel.reads)
 
-    def may_lead(self, node: fx.Node) -> bool:
-        """Whether its kernel can compute more than the value, see `fused`."""
+    def can_be_fused_into(self, node: fx.Node) -> bool:
+        """Whether the value's kernel can also compute other values; see `fuse`."""
         if not self.cooperative or node.meta["val"].dtype != torch.float32:
             return False
         if node.target in MATMULS:
@@ -141,11 +143,13 @@ class Emitter:
             return False
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        return _Reduction.of(node, source).along_rows
+        return _Reduction.of(node, source).is_along_rows
 
-    def fused(self, members: Sequence[fx.Node], stored_nodes: Collection[fx.Node]) -> Kernel:
-        """Fuse values into one kernel. Each may read earlier ones only where its invocation, or
-        workgroup, has them.
+    def fuse(self, members: Sequence[fx.Node], stored_nodes: Collection[fx.Node]) -> Kernel:
+        """Fuse values into one kernel.
+
+        A value may read earlier values only at the elements that its invocation, or workgroup,
+        has computed.
 
         Args:
             members: A product and elementwise values, or reductions along rows and elementwise
@@ -153,19 +157,19 @@ class Emitter:
             stored_nodes: Members that other kernels read.
 
         Raises:
-            ReadElsewhere: A value reads another in another place, or is of another kind.
+            NotFusable: A value reads another value at another index, or is of another kind.
         """
         for node in members[1:]:
-            folds = node.target in REDUCTIONS and members[0].target in REDUCTIONS
-            has_rule = folds or is_copy(node) or node.target in _RULES
-            stores_half = is_half(node) and not folds
+            is_reduction = node.target in REDUCTIONS and members[0].target in REDUCTIONS
+            has_rule = is_reduction or is_copy(node) or node.target in _RULES
+            stores_half = is_half(node) and not is_reduction
             if not has_rule or not (stores_half or node.meta["val"].dtype == torch.float32):
                 raise NotFusable
         if members[0].target in MATMULS:
-            return self._fused_product(members, stored_nodes)
-        return self._fused_rows(members, stored_nodes)
+            return self._fuse_into_product(members, stored_nodes)
+        return self._fuse_rows(members, stored_nodes)
 
-    def _fused_product(
+    def _fuse_into_product(
         self, members: Sequence[fx.Node], stored_nodes: Collection[fx.Node]
     ) -> Kernel:
         """Fuse elementwise values into a product, computed from its sums in registers."""
@@ -180,19 +184,19 @@ class Emitter:
             value = text.compute(node, split(plain("i", count), shape_of(node)))
             text.registers[node] = "i", text.let(value)
             if node in stored_nodes:
-                text.lines.append(f"e{len(outputs)}[i] = {stored(value, node)};")
+                text.lines.append(f"e{len(outputs)}[i] = {convert_for_storage(value, node)};")
                 outputs.append(node)
         types = tuple(element_type_of(node) for node in outputs)
-        body, stores = "\n".join(text.lines), product in stored_nodes
-        finish = Epilogue(*text.declarations(), types, body, stores, text.looks_up)
+        body, is_product_stored = "\n".join(text.lines), product in stored_nodes
+        finish = Epilogue(*text.declarations(), types, body, is_product_stored, text.reads_indices)
         (problem,) = self._problems(product)
         shader, grid = self.matmul(replace(problem, finish=finish))
         a, b = (self._operand(operand)[1] for operand in next(factors(product))[:2])
-        writes = (*([product] if finish.stored else []), *outputs)
+        writes = (*([product] if finish.is_product_stored else []), *outputs)
         label = " + ".join(map(_label, members))
         return Kernel(shader, (a, b, *text.buffers), writes, grid, label)
 
-    def _fused_rows(self, members: Sequence[fx.Node], stored_nodes: Collection[fx.Node]) -> Kernel:
+    def _fuse_rows(self, members: Sequence[fx.Node], stored_nodes: Collection[fx.Node]) -> Kernel:
         """Fuse reductions and values along rows, with one workgroup per row."""
         source = members[0].args[0]
         assert isinstance(source, fx.Node)
@@ -211,12 +215,12 @@ class Emitter:
                     body.append(f"if (local.x == 0u) {{ {name}[i] = fold{number}; }}")
                     outputs.append(node)
                 continue
-            at = _along_rows(shape_of(node), rows, columns)
+            coords = _row_coordinates(shape_of(node), rows, columns)
             inner = text.scope()
-            value = inner.compute(node, at)
-            index = str(linear(at))
+            value = inner.compute(node, coords)
+            index = str(linear(coords))
             body += [f"for (var r = local.x; r < {columns}u; r += {_WORKGROUP}u) {{"]
-            body += [*inner.lines, f"{name}[{index}] = {stored(value, node)};", "}"]
+            body += [*inner.lines, f"{name}[{index}] = {convert_for_storage(value, node)};", "}"]
             element = f"{name}[{index}]"
             text.registers[node] = index, f"f32({element})" if is_half(node) else element
             outputs.append(node)
@@ -228,11 +232,11 @@ class Emitter:
     def _row_fold(
         self, node: fx.Node, text: KernelText, number: int, sizes: tuple[int, int]
     ) -> list[str]:
-        """Compute `foldNUMBER` in all invocations."""
+        """Return code that computes `foldNUMBER` in all invocations."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         fold = _Reduction.of(node, source)
-        if not fold.along_rows or (fold.outputs, fold.terms) != sizes:
+        if not fold.is_along_rows or (fold.outputs, fold.terms) != sizes:
             raise NotFusable
         inner = text.scope()
         value = inner.element(source, fold.coordinates(), fold.scalar)
@@ -250,7 +254,9 @@ class Emitter:
             refuse_on_the_left(a_base, _label(node))
             batch = shape_of(node)[0] if len(shape_of(node)) == 3 else 1
             (m, k), n = shape_of(left)[-2:], shape_of(right)[-1]
-            yield from dispatched(MatmulProblem(batch, m, k, n, a, b, form_of(b_base), result))
+            yield from split_into_dispatches(
+                MatmulProblem(batch, m, k, n, a, b, form_of(b_base), result)
+            )
 
     def _text(self) -> KernelText:
         return KernelText(_RULES, self.buffers, self.constants)
@@ -259,71 +265,72 @@ class Emitter:
         """Generate an elementwise kernel by the operator's rule, or a copy of `source`."""
         text = self._text()
         count = elements_of(node)
-        guard, grid = _threads(count)
-        at = split(plain("i", count), shape_of(node))
-        value = text.compute(node, at) if source is None else text.element(source, at)
-        body = [*guard, *text.lines, f"out[i] = {stored(value, node)};"]
+        guard, grid = _invocations(count)
+        coords = split(plain("i", count), shape_of(node))
+        value = text.compute(node, coords) if source is None else text.element(source, coords)
+        body = [*guard, *text.lines, f"out[i] = {convert_for_storage(value, node)};"]
         return _kernel(text, node, body, grid)
 
     def _reduction(self, node: fx.Node) -> Kernel:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         reduction = _Reduction.of(node, source)
-        _refuse_long_loops(node, reduction.part)
+        _refuse_long_loops(node, reduction.part_terms)
         text = self._text()
-        at = reduction.coordinates()
-        value = text.element(source, at, reduction.scalar)
-        if self.cooperative and reduction.shared:
+        coords = reduction.coordinates()
+        value = text.element(source, coords, reduction.scalar)
+        if self.cooperative and reduction.is_shareable:
             grid = _folded_grid(reduction.outputs)
             body = reduction.cooperative(text.lines, value)
         else:
-            guard, grid = _threads(reduction.outputs)
+            guard, grid = _invocations(reduction.outputs)
             body = [*guard, *reduction.serial(text.lines, value)]
         return _kernel(text, node, body, grid)
 
     def _scan(self, node: fx.Node) -> Kernel:
-        """Generate a cumulative sum in which each element sums its predecessors: for short
-        dimensions."""
+        """Generate a cumulative sum, for short dimensions: each element adds up its
+        predecessors."""
         source, dim = node.args[:2]
         assert isinstance(source, fx.Node)
         text = self._text()
         count, scalar = elements_of(node), scalar_of(node)
-        at = split(plain("i", count), shape_of(node))
-        if not at:
+        coords = split(plain("i", count), shape_of(node))
+        if not coords:
             return self._elementwise(node, source)
-        axis = operator.index(dim) % len(at)  # type: ignore[arg-type]
-        _refuse_long_loops(node, at[axis].size)
-        last_index = str(at[axis])
-        at[axis] = plain("r", at[axis].size)
-        value = text.element(source, at, scalar)
-        guard, grid = _threads(count)
+        axis = operator.index(dim) % len(coords)  # type: ignore[arg-type]
+        _refuse_long_loops(node, coords[axis].size)
+        last_index = str(coords[axis])
+        coords[axis] = plain("r", coords[axis].size)
+        value = text.element(source, coords, scalar)
+        guard, grid = _invocations(count)
         loop = f"for (var r = 0u; r <= {last_index}; r++) {{"
         body = [*guard, f"var sum = {literal(0, scalar)};", loop, *text.lines]
         body += [f"sum += {value};", "}", "out[i] = sum;"]
         return _kernel(text, node, body, grid)
 
     def _scatter(self, node: fx.Node) -> list[Kernel]:
-        """Add rows to rows of a base: copy the base, then sum by column in the order of the rows.
+        """Add source rows to a base: copy the base, then add by column in the order of the source
+        rows.
 
         All additions to an element run in one invocation. For enough parallelism, each column is
         divided among invocations by target row.
         """
         if node.target is _aten.scatter_add.default:
-            return [self._sums_by_index(node)]
+            return [self._scatter_add(node)]
         base, indices, source = node.args[:3]
         assert isinstance(base, fx.Node)
         assert isinstance(source, fx.Node)
         if node.target is not _aten.index_put.default or len(node.args) < 4 or not node.args[3]:
             raise NoRule(node, "that does not add up rows")
         leading, _ = leading_indices(node, indices)
-        fill = self._filled(node, base)
+        copy_kernel = self._copy_base(node, base)
         shape = shape_of(node)
         columns = math.prod(shape[len(leading) :])
         rows_shape = broadcast_shape(leading)
         rows = math.prod(rows_shape)
         _refuse_long_loops(node, rows)
         shares = max(1, min(64, 4096 // max(columns, 1), math.prod(shape[: len(leading)])))
-        guard, grid = _threads(columns * shares)
+        guard, grid = _invocations(columns * shares)
         text = self._text()
         at_row = split(plain("r", rows), rows_shape)
         row, conditions = "0u", []
@@ -334,18 +341,18 @@ class Emitter:
         row = text.let(row)
         index_lines = len(text.lines)
         at_column = split(plain("c", columns), shape[len(leading) :])
-        at = [*at_row, *at_column]
-        value = text.element(source, broadcast(at, shape_of(source)), scalar_of(node))
+        coords = [*at_row, *at_column]
+        value = text.element(source, broadcast(coords, shape_of(source)), scalar_of(node))
         value = where_valid(value, conditions, scalar_of(node))
         body = [*guard, f"let c = i % {columns}u;", f"let share = i / {columns}u;"]
         body += [f"for (var r = 0u; r < {rows}u; r++) {{", *text.lines[:index_lines]]
         body += [f"if ({row} % {shares}u == share) {{", *text.lines[index_lines:]]
         target = f"out[{row} * {columns}u + c]"
         body += [f"{target} = {target} + {value};", "}", "}"]
-        return [fill, _kernel(text, node, body, grid)]
+        return [copy_kernel, _kernel(text, node, body, grid)]
 
-    def _sums_by_index(self, node: fx.Node) -> Kernel:
-        """Sum for each element the source elements with its coordinate as index."""
+    def _scatter_add(self, node: fx.Node) -> Kernel:
+        """Add to each element the source elements whose index is the element's coordinate."""
         base, dim, numbers, source = node.args
         assert isinstance(base, fx.Node)
         assert isinstance(numbers, fx.Node)
@@ -355,30 +362,30 @@ class Emitter:
         axis = operator.index(dim) % len(shape)  # type: ignore[arg-type]
         _refuse_long_loops(node, sizes[axis])
         count = elements_of(node)
-        at = split(plain("i", count), shape)
-        own_index = str(at[axis])
-        start = text.element(base, at[: len(shape_of(node))], scalar)
+        coords = split(plain("i", count), shape)
+        own_index = str(coords[axis])
+        start = text.element(base, coords[: len(shape_of(node))], scalar)
         base_lines = len(text.lines)
-        at[axis] = plain("r", sizes[axis])
+        coords[axis] = plain("r", sizes[axis])
         bounds = [
             f"{c} < {size}u"
-            for d, (c, size) in enumerate(zip(at, sizes, strict=True))
+            for d, (c, size) in enumerate(zip(coords, sizes, strict=True))
             if d != axis and size != shape[d]
         ]
-        at = at[: len(shape_of(node))]
-        index, is_valid = text.index(numbers, at, shape[axis])
-        value = where_valid(text.element(source, at, scalar), [is_valid], scalar)
-        guard, grid = _threads(count)
+        coords = coords[: len(shape_of(node))]
+        index, is_valid = text.index(numbers, coords, shape[axis])
+        value = where_valid(text.element(source, coords, scalar), [is_valid], scalar)
+        guard, grid = _invocations(count)
         body = [*guard, *text.lines[:base_lines], f"var sum = {start};"]
         body += [f"if ({' && '.join(bounds)}) {{"] if bounds else ["{"]
         body += [f"for (var r = 0u; r < {sizes[axis]}u; r++) {{", *text.lines[base_lines:]]
         body += [f"if ({index} == {own_index}) {{ sum += {value}; }}", "}", "}", "out[i] = sum;"]
         return _kernel(text, node, body, grid)
 
-    def _filled(self, node: fx.Node, base: fx.Node) -> Kernel:
+    def _copy_base(self, node: fx.Node, base: fx.Node) -> Kernel:
         text = self._text()
         count = elements_of(node)
-        guard, grid = _threads(count)
+        guard, grid = _invocations(count)
         value = text.element(base, split(plain("i", count), shape_of(node)), scalar_of(node))
         return _kernel(text, node, [*guard, *text.lines, f"out[i] = {value};"], grid)
 
@@ -390,7 +397,7 @@ class Emitter:
             batch = shape_of(node)[0] if len(shape_of(node)) == 3 else 1
             (m, k), n, form = shape_of(left)[-2:], shape_of(right)[-1], form_of(b_base)
             label = f"{_label(node)} {batch}x{m}x{k}x{n}"
-            for part in dispatched(MatmulProblem(batch, m, k, n, a, b, form, result)):
+            for part in split_into_dispatches(MatmulProblem(batch, m, k, n, a, b, form, result)):
                 shader, grid = self.matmul(part)
                 yield Kernel(shader, (a_base, b_base), (node,), grid, label)
 
@@ -449,29 +456,37 @@ class _Reduction:
         return math.prod(self.shape) // self.terms * self.parts
 
     @property
-    def part(self) -> int:
+    def part_terms(self) -> int:
         """Terms per part; the last part may have fewer."""
         return -(-self.terms // self.parts)
 
     @property
-    def shared(self) -> bool:
+    def is_shareable(self) -> bool:
         """Whether a workgroup may share one reduction."""
-        return self.part >= _COOPERATIVE_TERMS and "arg" not in self.name
+        return self.part_terms >= _COOPERATIVE_TERMS and "arg" not in self.name
 
     @property
-    def along_rows(self) -> bool:
-        """Whether it reduces the last dimensions, shared by a workgroup."""
+    def is_along_rows(self) -> bool:
+        """Whether a workgroup reduces exactly the last dimensions."""
         last_dims = tuple(range(len(self.shape) - len(self.dims), len(self.shape)))
-        return self.shared and self.scalar == "f32" and self.parts == 1 and self.dims == last_dims
+        return (
+            self.is_shareable
+            and self.scalar == "f32"
+            and self.parts == 1
+            and self.dims == last_dims
+        )
 
     def coordinates(self) -> list[Coordinate]:
-        """Return the coordinates of term `r` of output `i`; with parts, `i` counts them last."""
+        """Return the coordinates of term `r` of output `i`; with parts, the part is the last
+        dimension of `i`."""
         outer_dims = [d for d in range(len(self.shape)) if d not in self.dims]
         sizes = [*(self.shape[d] for d in outer_dims), self.parts]
         outer = split(plain("i", self.outputs), sizes)[:-1]
         inner = split(plain("r", self.terms), [self.shape[d] for d in self.dims])
-        at = dict(zip(outer_dims, outer, strict=True)) | dict(zip(self.dims, inner, strict=True))
-        return [at[d] for d in range(len(self.shape))]
+        coords = dict(zip(outer_dims, outer, strict=True)) | dict(
+            zip(self.dims, inner, strict=True)
+        )
+        return [coords[d] for d in range(len(self.shape))]
 
     @property
     def start(self) -> str:
@@ -483,7 +498,7 @@ class _Reduction:
         return literal(0, self.scalar)
 
     def fold(self, left: str, right: str) -> str:
-        """Print the combination of two partial results."""
+        """Return the combination of two partial results."""
         if self.name in {"amax", "amin"}:
             name = {"amax": "larger", "amin": "smaller"}[self.name]
             return f"{name if self.scalar == 'f32' else self.name[1:]}({left}, {right})"
@@ -492,7 +507,9 @@ class _Reduction:
     def result(self, total: str) -> str:
         if self.name == "mean":
             return f"({total} * {literal(1.0 / self.terms, 'f32')})"
-        return stored(round_to_type(total, self.node) if is_half(self.node) else total, self.node)
+        return convert_for_storage(
+            round_to_type(total, self.node) if is_half(self.node) else total, self.node
+        )
 
     def serial(self, lines: Sequence[str], value: str) -> list[str]:
         """Generate a reduction with one invocation per output."""
@@ -503,13 +520,13 @@ class _Reduction:
             body = [f"var best = {self.start};", "var place = 0u;", self._loop(), *lines]
             body += [f"if ({better}) {{ best = {value}; place = r; }}", "}"]
             return [*body, "out[i] = i32(place);"]
-        if self.part <= 2 * _TERMS or self.name not in {"sum", "mean"}:
+        if self.part_terms <= 2 * _PARTIAL_TERMS or self.name not in {"sum", "mean"}:
             body = [f"var sum = {self.start};", self._loop(), *lines]
             return [*body, f"sum = {self.fold('sum', value)};", "}", self._store("sum")]
         low, high = self._range()
         body = [f"var sum = {self.start};"]
-        body += [f"for (var first = {low}; first < {high}; first += {_TERMS}u) {{"]
-        body += [f"var part = {self.start};", f"let end = min(first + {_TERMS}u, {high});"]
+        body += [f"for (var first = {low}; first < {high}; first += {_PARTIAL_TERMS}u) {{"]
+        body += [f"var part = {self.start};", f"let end = min(first + {_PARTIAL_TERMS}u, {high});"]
         body += ["for (var r = first; r < end; r++) {", *lines, f"part += {value};", "}"]
         return [*body, "sum += part;", "}", self._store("sum")]
 
@@ -521,7 +538,7 @@ class _Reduction:
         return [*body, "}"]
 
     def shared_fold(self, lines: Sequence[str], value: str, name: str) -> list[str]:
-        """Reduce into `shared_sums[0]`, valid in the first invocation."""
+        """Return code that reduces into `shared_sums[0]`, which the first invocation may read."""
         body = [f"var {name} = {self.start};", f"if (i < {self.outputs}u) {{"]
         low, high = self._range()
         body += [f"for (var r = {low} + local.x; r < {high}; r += {_WORKGROUP}u) {{", *lines]
@@ -542,15 +559,15 @@ class _Reduction:
     def _range(self) -> tuple[str, str]:
         if self.parts == 1:
             return "0u", f"{self.terms}u"
-        first = f"(i % {self.parts}u) * {self.part}u"
-        return first, f"min({first} + {self.part}u, {self.terms}u)"
+        first = f"(i % {self.parts}u) * {self.part_terms}u"
+        return first, f"min({first} + {self.part_terms}u, {self.terms}u)"
 
     def _store(self, total: str) -> str:
         return f"out[i] = {self.result(total)};"
 
 
 def _sums_in_float32(node: fx.Node) -> bool:
-    """Whether a value in float16 is summed in float32, and the sum rounded."""
+    """Whether a float16 value is summed in float32 and the sum rounded."""
     return is_half(node) and node.target in REDUCTIONS and node.target is not PARTIAL
 
 
@@ -571,11 +588,11 @@ def _refuse_long_loops(node: fx.Node, iterations: int) -> None:
         raise NoRule(node, f"over {iterations} terms, more than {_LOOP_ITERATIONS}")
 
 
-def _along_rows(shape: tuple[int, ...], rows: int, columns: int) -> list[Coordinate]:
+def _row_coordinates(shape: tuple[int, ...], rows: int, columns: int) -> list[Coordinate]:
     """Return the coordinates of element `r` of row `i`.
 
     Raises:
-        ReadElsewhere: The shape has no such rows.
+        NotFusable: The shape has no such rows.
     """
     for axis in range(len(shape) + 1):
         if math.prod(shape[axis:]) == columns and math.prod(shape[:axis]) == rows:
@@ -584,8 +601,11 @@ def _along_rows(shape: tuple[int, ...], rows: int, columns: int) -> list[Coordin
     raise NotFusable
 
 
-def _threads(count: int) -> tuple[list[str], tuple[int, int, int]]:
-    """Print `i`, with one invocation per element, and return the grid, folded into y if long."""
+def _invocations(count: int) -> tuple[list[str], tuple[int, int, int]]:
+    """Return code that declares `i` with one invocation per element, and the grid.
+
+    A long grid is folded into y.
+    """
     grid = _folded_grid(-(-count // _WORKGROUP))
     across = grid[0] * _WORKGROUP
     number = "id.x" if grid[1] == 1 else f"id.x + id.y * {across}u"

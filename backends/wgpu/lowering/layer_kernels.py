@@ -1,8 +1,9 @@
 """Lower one kind of layer call, and split its kernels into forward and backward.
 
-A kind is lowered as one graph, so that fusion sees which values both halves read. Forward consists
-of the kernels that the results need; the buffers that backward reads from them are the saved
-activations. With checkpointing only the inputs are saved, and backward recomputes the rest.
+A kind is lowered as one graph, so that fusion sees which values forward and backward both read.
+Forward consists of the kernels that the results need; the buffers that backward reads from them are
+the saved activations. With checkpointing only the inputs are saved, and backward recomputes the
+rest.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class LayerKernels:
     """A lowered kind of layer call.
 
     Attributes:
-        inputs: Inputs of the call, then tangents.
+        inputs: Inputs of the call, then gradients of its outputs.
         results: Results of forward.
         gradients: Gradient of each differentiable input; None if backward does not reach it.
         forward: Kernels in order.
@@ -50,8 +51,8 @@ def lower_layer(
     Raises:
         NoRule: An operator has no rule.
     """
-    holders = [node for node in kind.graph.graph.nodes if node.op == "placeholder"]
-    lowered = lower(kind.graph, [None] * len(holders), forms, template, slice(kind.results))
+    placeholders = [node for node in kind.graph.graph.nodes if node.op == "placeholder"]
+    lowered = lower(kind.graph, [None] * len(placeholders), forms, template, slice(kind.results))
     kernels = [step for step in lowered.steps if not isinstance(step, CallStep)]
     results = tuple(node for node in lowered.outputs[: kind.results] if node is not None)
     gradients = lowered.outputs[kind.results :]
@@ -63,8 +64,8 @@ def lower_layer(
         lowered.inputs,
         results,
         gradients,
-        tuple(template.merged(forward)),
-        tuple(template.merged(backward)),
+        tuple(template.merge(forward)),
+        tuple(template.merge(backward)),
         dict(lowered.constants),
         kind.checkpoint,
     )

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from backends.wgpu.capture.capture import Capture
-from backends.wgpu.graph.opaque import CallsOfTrace
-from backends.wgpu.graph.values import NoRule, combined
+from backends.wgpu.graph.opaque import RegisteredCalls
+from backends.wgpu.graph.values import NoRule, combine_errors
 from backends.wgpu.lowering.layer_kernels import LayerKernels, lower_layer
 from backends.wgpu.lowering.lowering import Templates, lower
 from backends.wgpu.lowering.plan import Plan, make_plan
@@ -36,7 +36,7 @@ def lowered_plan(
         groups: Groups of outputs that are read back together, in order.
 
     Raises:
-        NoRule: Names all operators of the model without a rule.
+        NoRule: Operators have no rule; the error names all of them.
     """
     errors: list[NoRule] = []
     layers_by_kind: dict[tuple[int, Forms], LayerKernels] = {}
@@ -49,15 +49,15 @@ def lowered_plan(
                 errors.append(error)
     varying = len(capture.arrays) + 1
     constant_inputs = [*(constants.get(name) for name in capture.tensors), *[None] * varying]
-    with CallsOfTrace(capture.calls):  # a graph with in-place operators is traced again
+    with RegisteredCalls(capture.calls):  # a graph with in-place operators is traced again
         try:
             first_outputs = slice(-capture.fields, None) if capture.fields else slice(0)
             outer = lower(
                 capture.graph, constant_inputs, base.forms(capture), templates, first_outputs
             )
         except NoRule as error:
-            raise combined([*errors, error]) from None
+            raise combine_errors([*errors, error]) from None
     if errors:
-        raise combined(errors)
+        raise combine_errors(errors)
     layers = [layers_by_kind[id(kind), forms] for kind, forms in calls]
-    return make_plan(capture, outer, layers, groups, templates.merged)
+    return make_plan(capture, outer, layers, groups, templates.merge)

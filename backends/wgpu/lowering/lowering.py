@@ -12,12 +12,12 @@ from torch import fx
 
 from backends.wgpu.capture.attention import should_fuse
 from backends.wgpu.graph import passes
-from backends.wgpu.graph.halves import mark_halves
+from backends.wgpu.graph.halves import mark_float16
 from backends.wgpu.graph.opaque import LAYER_FORWARD
-from backends.wgpu.graph.values import NoRule, combined, scalar_of
+from backends.wgpu.graph.values import NoRule, combine_errors, scalar_of
 from backends.wgpu.graph.views import is_view, whole_buffer
-from backends.wgpu.lowering.fusion import LAYERS, Fusion, decide, is_part
-from backends.wgpu.lowering.joins import Joins, fusion_order
+from backends.wgpu.lowering.fusion import LAYERS, Fusion, choose_buffers, is_layer_result
+from backends.wgpu.lowering.joins import KernelFuser, fusion_order
 from backends.wgpu.lowering.kernels import Emitter, Kernel, MatmulShader, is_known
 from backends.wgpu.lowering.merging import merge_independent
 from backends.wgpu.shaders.attention.layout import WORKGROUP_BYTES
@@ -37,27 +37,28 @@ class Templates:
         matmul: The template of matrix products.
         canonical: Whether bits must not depend on the device.
         bindings: Storage buffers that a shader may bind.
-        halves: Whether products have float16 operands, and float16 values are stored in two bytes.
-        workgroup_bytes: Workgroup memory for attention; products have their own choice.
-        microbatches: How many small microbatches may be computed at once.
+        is_float16: Whether products have float16 operands, and float16 values are stored in two
+            bytes.
+        workgroup_bytes: Workgroup memory for attention; the tuner chooses that of products.
+        microbatches: Limit on small microbatches that are computed together.
     """
 
     cooperative: bool
     matmul: MatmulShader
     canonical: bool = False
     bindings: int = 8
-    halves: bool = False
+    is_float16: bool = False
     workgroup_bytes: int = WORKGROUP_BYTES
     microbatches: int = 1
 
     @property
-    def joins(self) -> bool:
+    def fuses_kernels(self) -> bool:
         """Whether kernels are fused and merged: on a GPU each dispatch costs a wait."""
         return self.cooperative and not self.canonical
 
-    def merged(self, kernels: Sequence[Kernel]) -> list[Kernel]:
+    def merge(self, kernels: Sequence[Kernel]) -> list[Kernel]:
         """Merge independent kernels into common dispatches."""
-        return merge_independent(kernels, self.bindings) if self.joins else [*kernels]
+        return merge_independent(kernels, self.bindings) if self.fuses_kernels else [*kernels]
 
     def fuses(self, sizes: AttentionSizes) -> bool:
         """Whether a trace keeps attention of these sizes as one operator."""
@@ -70,8 +71,9 @@ class CallStep:
 
     Attributes:
         call: The layer call's number.
-        forward: Whether it is the forward.
-        reads: Inputs of the forward, or tangents of the backward; each has its own buffer.
+        forward: Whether this is the layer's forward.
+        reads: Inputs of the forward, or gradients of outputs in the backward; each has its own
+            buffer.
         writes: Results that are used, by index.
     """
 
@@ -115,22 +117,22 @@ def lower(
         first_outputs: The outputs that must be complete before other kernels start.
 
     Raises:
-        NoRule: Names all operators of the graph without a rule.
+        NoRule: Operators have no rule; the error names all of them.
     """
-    # Simplified first: constants and fusion are decided for the simplified graph.
-    graph = passes.simplified(graph)
+    # Simplify first: constants and fusion are decided for the simplified graph.
+    graph = passes.simplify(graph)
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    for node, form in zip(inputs, forms, strict=False):  # the others have plain storage
+    for node, form in zip(inputs, forms, strict=False):  # all other inputs have plain storage
         set_form(node, form)
     pairs = zip(inputs, constant_inputs, strict=True)
     values = {node: value for node, value in pairs if value is not None}
     constant_values = passes.constants(graph, values, portable=template.canonical)
-    outputs = _outputs(graph, constant_values)
+    outputs = _separate_outputs(graph, constant_values)
     nodes = [node for node in graph.graph.nodes if node.op != "output"]
-    if template.halves:
-        mark_halves(nodes)
-    _check(nodes, constant_values)
-    fusion = decide(nodes, constant_values, [node for node in outputs if node is not None])
+    if template.is_float16:
+        mark_float16(nodes)
+    _refuse_missing_rules(nodes, constant_values)
+    fusion = choose_buffers(nodes, constant_values, [node for node in outputs if node is not None])
     emitter = Emitter(
         fusion.buffers,
         constant_values,
@@ -140,23 +142,25 @@ def lower(
     )
     # An output may be a view of the buffer that holds it.
     output_buffers = tuple(None if n is None else whole_buffer(n, fusion.buffers) for n in outputs)
-    calls = {node: _call(node, fusion.buffers) for node in nodes if node.target in LAYERS}
+    calls = {node: _call_step(node, fusion.buffers) for node in nodes if node.target in LAYERS}
     reads = _reads(nodes, calls, fusion, emitter)
     early = _ancestors(outputs[first_outputs])
-    joins = Joins(emitter, template.bindings if template.joins else 0, reads, output_buffers, early)
+    fuser = KernelFuser(
+        emitter, template.bindings if template.fuses_kernels else 0, reads, output_buffers, early
+    )
     steps: list[Kernel | CallStep] = []
-    for node in fusion_order(reads, early) if template.joins and not calls else reads:
+    for node in fusion_order(reads, early) if template.fuses_kernels and not calls else reads:
         if node in calls:
-            steps += [*joins.flush_before(reads[node]), calls[node]]
+            steps += [*fuser.flush_before(reads[node]), calls[node]]
         else:
-            steps += joins.add(node)
-    steps += joins.flush()
+            steps += fuser.add(node)
+    steps += fuser.flush()
     values_read = {r for step in steps for r in step.reads} | {
         n for n in output_buffers if n is not None
     }
     constants = {node: value for node, value in constant_values.items() if node in values_read}
     return LoweredGraph(
-        tuple(inputs), output_buffers, tuple(_without_dead_steps(steps, output_buffers)), constants
+        tuple(inputs), output_buffers, tuple(_drop_dead_steps(steps, output_buffers)), constants
     )
 
 
@@ -174,7 +178,7 @@ def _reads(
         elif (
             node.op == "call_function"
             and node in fusion.buffers
-            and not (node in fusion.constants or is_part(node))
+            and not (node in fusion.constants or is_layer_result(node))
         ):
             reads[node] = emitter.reads(node)
     return reads
@@ -192,7 +196,7 @@ def _ancestors(nodes: Sequence[fx.Node | None]) -> set[fx.Node]:
     return ancestors
 
 
-def _outputs(
+def _separate_outputs(
     graph: fx.GraphModule, constant_values: Mapping[fx.Node, torch.Tensor]
 ) -> list[fx.Node | None]:
     """Give each output its own buffer: copy inputs, constants and repeated outputs."""
@@ -227,12 +231,14 @@ def _outputs(
 _FULL = _aten.full.default
 
 
-def _check(nodes: Sequence[fx.Node], constant_values: Mapping[fx.Node, torch.Tensor]) -> None:
+def _refuse_missing_rules(
+    nodes: Sequence[fx.Node], constant_values: Mapping[fx.Node, torch.Tensor]
+) -> None:
     """Refuse operators without a rule, before any kernel is generated.
 
     Raises:
-        NoRule: Names all operators without a rule.
-        SamestepError: A buffer of the model would change.
+        NoRule: Operators have no rule; the error names all of them.
+        SamestepError: A buffer of the module would change.
     """
     errors: list[NoRule] = []
     rejected: set[fx.Node] = set()
@@ -244,21 +250,21 @@ def _check(nodes: Sequence[fx.Node], constant_values: Mapping[fx.Node, torch.Ten
                 f"expected a forward without side effects, got one that changes a tensor of "
                 f"{node.meta.get('module', '')!r}; use a layer without running state"
             )
-        follows = not rejected.isdisjoint(node.all_input_nodes)
-        if follows and node.target is operator.getitem:
+        follows_rejected = not rejected.isdisjoint(node.all_input_nodes)
+        if follows_rejected and node.target is operator.getitem:
             rejected.add(node)
             continue
         error = _missing_rule(node)
         if error is not None:
             rejected.add(node)
-            if not (follows and error.reason):  # else a consequence of an earlier error
+            if not (follows_rejected and error.reason):  # else a consequence of an earlier error
                 errors.append(error)
     if errors:
-        raise combined(errors)
+        raise combine_errors(errors)
 
 
 def _missing_rule(node: fx.Node) -> NoRule | None:
-    if not (is_known(node) or is_part(node)):
+    if not (is_known(node) or is_layer_result(node)):
         return NoRule(node)
     try:
         scalar_of(node)
@@ -267,7 +273,7 @@ def _missing_rule(node: fx.Node) -> NoRule | None:
     return None
 
 
-def _call(node: fx.Node, buffers: set[fx.Node]) -> CallStep:
+def _call_step(node: fx.Node, buffers: set[fx.Node]) -> CallStep:
     tensors, number = node.args
     reads = [whole_buffer(tensor, buffers) for tensor in tensors]  # type: ignore[union-attr, arg-type]
     assert None not in reads
@@ -276,10 +282,10 @@ def _call(node: fx.Node, buffers: set[fx.Node]) -> CallStep:
     return CallStep(operator.index(number), forward, tuple(reads), writes)  # type: ignore[arg-type]
 
 
-def _without_dead_steps(
+def _drop_dead_steps(
     steps: Sequence[Kernel | CallStep], outputs: Sequence[fx.Node | None]
 ) -> list[Kernel | CallStep]:
-    """Drop kernels whose results are not read; fusion may leave some."""
+    """Drop kernels whose results are not read; fusion may leave such kernels."""
     needed_values: set[fx.Node] = {node for node in outputs if node is not None}
     result: list[Kernel | CallStep] = []
     for step in reversed(steps):

@@ -1,8 +1,8 @@
 """Merge independent kernels into one dispatch.
 
-On a GPU, a barrier separates dependent dispatches, and small ones leave most of the GPU idle. The
-products of queries, keys and values are merged, as are the gradients of a product's two operands.
-The computation, and so the bits, do not change.
+On a GPU, a barrier separates dependent dispatches, and small dispatches leave most of the GPU idle.
+The products of queries, keys and values are merged, as are the gradients of a product's two
+operands. Neither the computation nor the bits change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ def merge_independent(kernels: Sequence[Kernel], bindings: int) -> list[Kernel]:
         )
         first_group = 1 + max(dependencies, default=-1)
         index = next(
-            (i for i in range(first_group, len(groups)) if groups[i].takes(kernel, bindings)),
+            (
+                i
+                for i in range(first_group, len(groups))
+                if groups[i].has_room_for(kernel, bindings)
+            ),
             len(groups),
         )
         if index == len(groups):
@@ -53,13 +57,13 @@ class _Group:
     members: list[Kernel] = field(default_factory=list)
     bound: dict[tuple[fx.Node, str], int] = field(default_factory=dict)
 
-    def takes(self, kernel: Kernel, bindings: int) -> bool:
-        """Whether a kernel can be added."""
+    def has_room_for(self, kernel: Kernel, bindings: int) -> bool:
+        """Whether a kernel fits into the group."""
         new_bindings = sum(key not in self.bound for key in _reads(kernel))
-        bindings_used = len(self.bound) + sum(
+        used_bindings = len(self.bound) + sum(
             len(member.writes) for member in (*self.members, kernel)
         )
-        return bindings_used + new_bindings <= bindings and all(
+        return used_bindings + new_bindings <= bindings and all(
             can_merge(kernel.shader, member.shader) for member in self.members
         )
 

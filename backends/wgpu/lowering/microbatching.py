@@ -1,10 +1,10 @@
-"""Compute several small microbatches at once: every dispatch of a step processes all of them.
+"""Compute several small microbatches together: every dispatch of a step processes all of them.
 
 For small microbatches, the barriers between dependent dispatches take longer than the dispatches.
 Slots and the upload get a slice per microbatch, at a stride that shaders add
 (`backends.wgpu.shaders.repeated`); parameters and constants are shared. Each microbatch's gradients
-have their own slices, so they are added along the tree as if computed one by one. Each run states
-its number of microbatches: one plan serves all numbers up to its limit.
+have their own slices, so they are added along the tree as if they were computed one by one. Each
+run states its number of microbatches: one plan serves all numbers up to its limit.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from backends.wgpu.shaders.repeated import can_repeat, invocations
 from protocol.base.limits import ACTIVATIONS_AT_ONCE_BYTES, INVOCATIONS_PER_DISPATCH
 
 
-def with_microbatches(plan: Plan, limit: int, has_memory: Callable[[Plan], bool]) -> Plan:
-    """Enlarge a plan for as many microbatches as pay off, or return it unchanged.
+def enlarge_for_microbatches(plan: Plan, limit: int, has_memory: Callable[[Plan], bool]) -> Plan:
+    """Return a plan for as many microbatches as are worthwhile, or the plan itself.
 
     Args:
         plan: A plan for one microbatch.
@@ -32,7 +32,7 @@ def with_microbatches(plan: Plan, limit: int, has_memory: Callable[[Plan], bool]
     limit = min(limit, _largest_count(plan))
     count = 1 << max(limit, 1).bit_length() - 1
     while count > 1:
-        enlarged = with_room(plan, count)
+        enlarged = with_slices(plan, count)
         if sum(enlarged.slots) <= ACTIVATIONS_AT_ONCE_BYTES and has_memory(enlarged):
             return enlarged
         count //= 2
@@ -41,17 +41,19 @@ def with_microbatches(plan: Plan, limit: int, has_memory: Callable[[Plan], bool]
 
 def _largest_count(plan: Plan) -> int:
     """Return the largest number of microbatches that the dispatches allow."""
-    if not plan.dispatches or not all(_is_repeated(plan, n) for n in range(len(plan.dispatches))):
+    if not plan.dispatches or not all(_is_repeatable(plan, n) for n in range(len(plan.dispatches))):
         return 1
     sizes = [
         math.prod(dispatch.grid) * invocations(dispatch.shader.source)
         for dispatch in plan.dispatches
     ]
-    deepest = max(dispatch.grid[2] for dispatch in plan.dispatches)
-    return min(INVOCATIONS_PER_DISPATCH // median_low(sizes), WORKGROUPS_PER_DIMENSION // deepest)
+    largest_depth = max(dispatch.grid[2] for dispatch in plan.dispatches)
+    return min(
+        INVOCATIONS_PER_DISPATCH // median_low(sizes), WORKGROUPS_PER_DIMENSION // largest_depth
+    )
 
 
-def _is_repeated(plan: Plan, number: int) -> bool:
+def _is_repeatable(plan: Plan, number: int) -> bool:
     """Whether a dispatch supports several microbatches: it writes no shared buffer."""
     dispatch = plan.dispatches[number]
     return can_repeat(dispatch.shader.source) and all(
@@ -59,7 +61,7 @@ def _is_repeated(plan: Plan, number: int) -> bool:
     )
 
 
-def with_room(plan: Plan, count: int) -> Plan:
+def with_slices(plan: Plan, count: int) -> Plan:
     """Return the plan with slices for `count` microbatches."""
     strides = tuple(_stride(plan, number) for number in range(len(plan.locations)))
     slots: dict[int, int] = defaultdict(int)
@@ -74,7 +76,7 @@ def with_room(plan: Plan, count: int) -> Plan:
         plan,
         dispatches=dispatches,
         slots=tuple(slots[slot] for slot in range(len(plan.slots))),
-        words=_aligned(4 * plan.words) // 4,
+        words=_align(4 * plan.words) // 4,
         at_once=count,
         strides=strides,
     )
@@ -84,9 +86,9 @@ def _stride(plan: Plan, number: int) -> int:
     """Return the distance between a buffer's slices in bytes."""
     location = plan.locations[number]
     if location.packed:
-        return _aligned(4 * plan.words)
-    return _aligned(plan.nbytes[number]) if location.slot >= 0 else 0
+        return _align(4 * plan.words)
+    return _align(plan.nbytes[number]) if location.slot >= 0 else 0
 
 
-def _aligned(nbytes: int) -> int:
+def _align(nbytes: int) -> int:
     return -(-nbytes // SLICE_ALIGNMENT_BYTES) * SLICE_ALIGNMENT_BYTES

@@ -12,7 +12,7 @@ from backends.wgpu.graph.opaque import (
     ATTENTION,
     ATTENTION_KEYS,
     ATTENTION_QUERIES,
-    PRODUCTS_BESIDE,
+    JOINED_PRODUCTS,
     SUM_OF_PRODUCTS,
 )
 from backends.wgpu.graph.values import scalar_of, shape_of
@@ -65,16 +65,16 @@ def attention_problem(
 
 
 def factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, Result | None]]:
-    """Yield (left, right, layout of their product), in order of execution.
+    """Yield (left, right, layout of the product) for each product, in order of execution.
 
-    PRODUCTS_BESIDE fills columns of the output product by product; SUM_OF_PRODUCTS adds each
+    JOINED_PRODUCTS fills columns of the output product by product; SUM_OF_PRODUCTS adds each
     product to the previous ones.
     """
     lefts: Any
     rights: Any
     lefts, rights = node.args
     row = shape_of(node)[-1]
-    if node.target is PRODUCTS_BESIDE:
+    if node.target is JOINED_PRODUCTS:
         column = 0
         for right in rights:
             yield lefts, right, Result(row, column)

@@ -37,7 +37,7 @@ class Location:
         tensor: A tensor of the module, by name.
         constant: A value known before the run.
         slot: Number of a slot, memory that is shared over time.
-        packed: The upload of the microbatch.
+        packed: Whether the buffer is the upload of the microbatch.
     """
 
     tensor: str = ""
@@ -64,14 +64,15 @@ class Plan:
         slots: Size of each slot in bytes.
         packed: Offset of each array and, last, of the seeds in the upload, in words; None if
             unread.
+        words: Size of the upload in words.
         outputs: The buffer of each output; None for an output that is zero.
         elements: Number of elements of each output.
         segments: Segments in order.
         nbytes: Size of each buffer in bytes.
-        at_once: Largest number of microbatches at once: all slots and the upload have as many
-            slices.
+        at_once: Largest number of microbatches that run together; slots and the upload have a slice
+            for each.
         strides: For each buffer, the distance in bytes between the slices of consecutive
-            microbatches; 0 if all read the same.
+            microbatches; 0 if all microbatches read the same memory.
     """
 
     dispatches: tuple[Dispatch, ...]
@@ -219,8 +220,8 @@ class _Builder:
         """Add the kernels of a layer's backward."""
         layer = self.layers[step.call]
         scope = self.saved_scopes.pop(step.call)
-        tangents = layer.inputs[len(layer.inputs) - len(step.reads) :]
-        for inner, outer in zip(tangents, step.reads, strict=True):
+        grad_outputs = layer.inputs[len(layer.inputs) - len(step.reads) :]
+        for inner, outer in zip(grad_outputs, step.reads, strict=True):
             scope[inner] = self.scope[outer]
         for index, outer_node in step.writes.items():
             inner_node = layer.gradients[index]
@@ -255,8 +256,11 @@ def _segments(
     outputs: Sequence[int | None],
     groups: Sequence[Sequence[int]],
 ) -> list[Segment]:
-    """Return the segments: a group is read back once it and all earlier ones are complete."""
-    last_write = {n: at + 1 for at, dispatch in enumerate(dispatches) for n in dispatch.written}
+    """Return the segments: a group is read back once this group and all earlier groups are
+    complete."""
+    last_write = {
+        n: index + 1 for index, dispatch in enumerate(dispatches) for n in dispatch.written
+    }
     segments = []
     end = 0
     for group in groups:
@@ -269,28 +273,28 @@ def _segments(
 def _allocate(
     builder: _Builder, outputs: Sequence[int | None], segments: Sequence[Segment]
 ) -> tuple[tuple[Location, ...], tuple[int, ...]]:
-    """Allocate a slot for each buffer; it is free again after the buffer's last reader."""
+    """Allocate a slot for each buffer; the slot is free again after the buffer's last reader."""
     last_use: dict[int, int] = {}
-    for at, dispatch in enumerate(builder.dispatches):
+    for index, dispatch in enumerate(builder.dispatches):
         for number in dispatch.buffers:
-            last_use[number] = at
+            last_use[number] = index
     for segment in segments:
         output_buffers = (outputs[output] for output in segment.outputs)
         for number in (number for number in output_buffers if number is not None):
             last_use[number] = max(last_use.get(number, 0), segment.end - 1)
     last_uses: dict[int, list[int]] = defaultdict(list)
-    for number, at in last_use.items():
-        last_uses[at].append(number)
+    for number, index in last_use.items():
+        last_uses[index].append(number)
     slots: list[int] = []
     free: list[tuple[int, int]] = []  # (bytes, slot), sorted
     locations = dict(builder.fixed_locations)
     take: Callable[[int], int] = lambda nbytes: _take(nbytes, slots, free)  # noqa: E731
-    for at, dispatch in enumerate(builder.dispatches):
+    for index, dispatch in enumerate(builder.dispatches):
         for number in dispatch.written:
             if number not in locations:
                 locations[number] = Location(slot=take(builder.nbytes[number]))
-        for number_done in last_uses[at]:
-            slot = locations[number_done].slot
+        for finished_number in last_uses[index]:
+            slot = locations[finished_number].slot
             if slot >= 0:
                 insort(free, (slots[slot], slot))
     unused_location = Location(slot=0) if slots else Location(packed=True)
@@ -301,10 +305,10 @@ def _allocate(
 
 
 def _take(nbytes: int, slots: list[int], free: list[tuple[int, int]]) -> int:
-    """Return the smallest free slot of one to two times the size, or a new one."""
-    at = bisect_left(free, (nbytes, 0))
-    if at < len(free) and free[at][0] <= 2 * nbytes:
-        return free.pop(at)[1]
+    """Return the smallest free slot of one to two times the size, or a new slot."""
+    index = bisect_left(free, (nbytes, 0))
+    if index < len(free) and free[index][0] <= 2 * nbytes:
+        return free.pop(index)[1]
     slots.append(nbytes)
     return len(slots) - 1
 

@@ -1,6 +1,6 @@
 """Shaders, and their dispatches over buffers.
 
-Plain values that know neither a device nor torch, so that plans can be made, compared and counted
+Plain values, independent of devices and torch, so that plans can be made, compared and counted
 without a device.
 """
 
@@ -38,7 +38,7 @@ class Shader:
 
     @property
     def module(self) -> str:
-        """The source with the `enable` directives that it needs."""
+        """The source with the `enable` directives that the source needs."""
         return f"enable f16;\n{self.source}" if _HALF_TYPE.search(self.source) else self.source
 
 
@@ -50,10 +50,10 @@ class Dispatch:
         shader: The shader.
         buffers: Numbers of the plan's buffers, one per binding.
         grid: Workgroups in x, y and z; each at most WORKGROUPS_PER_DIMENSION.
-        label: What it computes, for errors and measurements.
-        strides: For several microbatches at once: per buffer, the distance in bytes between the
-            slices of consecutive microbatches; 0 if all read the same.
-        microbatches: Number of microbatches at once.
+        label: What the dispatch computes, for errors and measurements.
+        strides: For several microbatches: per buffer, the distance in bytes between the slices of
+            consecutive microbatches; 0 if all microbatches read the same memory.
+        microbatches: Number of microbatches that the dispatch processes.
     """
 
     shader: Shader
@@ -65,5 +65,5 @@ class Dispatch:
 
     @property
     def written(self) -> tuple[int, ...]:
-        """The buffers that it writes."""
+        """The buffers that the dispatch writes."""
         return self.buffers[len(self.buffers) - self.shader.writes :]

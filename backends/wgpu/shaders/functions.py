@@ -1,7 +1,7 @@
 """Functions that WGSL lacks, or that differ from torch's.
 
-Drivers may assume that NaN does not occur: `min`, `max` and `clamp` drop it, `x != 0` is false for
-it, and a product with a literal zero is zero. These functions detect NaN by its bits.
+Drivers may assume that NaN does not occur: `min`, `max` and `clamp` drop NaN, `x != 0` is false for
+NaN, and a product with a literal zero is zero. These functions detect NaN by its bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOG1P_TERMS: Final = 9
 
 
 def _series(variable: str, coefficients: list[float]) -> str:
-    """Print a polynomial by Horner's rule, the constant coefficient first."""
+    """Return a polynomial by Horner's rule; the constant coefficient comes first."""
     text = f"{coefficients[-1]!r}"
     for coefficient in reversed(coefficients[:-1]):
         text = f"fma({text}, {variable}, {coefficient!r})"
@@ -84,7 +84,7 @@ fn int_power(base: i32, exponent: i32) -> i32 {
   return result;
 }""",
     # C's fmod by long division, bit by bit: every difference is exact. A divisor below the smallest
-    # normal number gives none.
+    # normal number gives NaN.
     "float_mod": """\
 fn float_mod(a: f32, b: f32) -> f32 {
   let y = abs(b);
@@ -101,7 +101,7 @@ fn remainder(a: f32, b: f32) -> f32 {
   let rest = float_mod(a, b);
   return select(rest, rest + b, rest != 0.0 && !is_nan(rest) && ((rest < 0.0) != (b < 0.0)));
 }""",
-    # As torch's: through the remainder, since a / b may round up to a whole number.
+    # Computed from the remainder, as in torch, since a / b may round up to a whole number.
     "float_floor_div": """\
 fn float_floor_div(a: f32, b: f32) -> f32 {
   if (b == 0.0) { return a / b; }
@@ -142,20 +142,20 @@ fn log_1_plus(x: f32) -> f32 {{
   let t = s * s;
   return 2.0 * s * {_series("t", [1 / (2 * n + 1) for n in range(_LOG1P_TERMS)])};
 }}""",
-    # Drivers' own loses what is small: the logarithm of what is next to 1.
+    # Drivers' logarithms are inexact near 1.
     "logarithm": """\
 fn logarithm(x: f32) -> f32 {
   if (x > 0.5 && x < 1.5) { return log_1_plus(x - 1.0); }
   return log(x);
 }""",
-    # Beyond 15 it is 1 in float32, and exp would overflow.
+    # Beyond 15 the result is 1 in float32, and exp would overflow.
     "hyperbolic_tangent": """\
 fn hyperbolic_tangent(x: f32) -> f32 {
   if (is_nan(x)) { return x; }
   let e = exp_minus_1(2.0 * min(abs(x), 15.0));
   return bitcast<f32>(bitcast<u32>(e / (e + 2.0)) | (bitcast<u32>(x) & 0x80000000u));
 }""",
-    # Rational approximation on [-4, 4], beyond which it is 1 in float32, as in Eigen
+    # Rational approximation on [-4, 4], beyond which erf is 1 in float32, as in Eigen
     # (MathFunctionsImpl.h).
     "erf": """\
 fn erf(given: f32) -> f32 {

@@ -20,13 +20,13 @@ from backends.wgpu.graph.values import (
     STORED,
     NoRule,
     Scalar,
-    converted,
+    cast,
     elements_of,
     literal,
     scalar_of,
     shape_of,
 )
-from backends.wgpu.graph.views import Coordinates, is_copy, is_view, source_of, through
+from backends.wgpu.graph.views import Coordinates, is_copy, is_view, map_to_source, source_of
 from backends.wgpu.shaders.functions import called_functions
 from backends.wgpu.shaders.quantized_layout import form_of
 
@@ -49,7 +49,7 @@ class KernelText:
         lines: Statements so far.
         buffers: Values that are read, with the names of their bindings.
         registers: Values in registers: their linear index and expression.
-        looks_up: Whether an index is read from a buffer.
+        reads_indices: Whether an index is read from a buffer.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class KernelText:
         self.lines: list[str] = []
         self.buffers: dict[fx.Node, str] = {}
         self.registers: dict[fx.Node, tuple[str, str]] = {}
-        self.looks_up = False
+        self.reads_indices = False
         self._rules = rules
-        self._in_memory = buffers
+        self._buffered_values = buffers
         self._constants = constants
         self._elements: dict[tuple[fx.Node, tuple[str, ...]], str] = {}
         self._terms: dict[str, Terms] = {}
-        self._names = 0
+        self._name_count = 0
 
     def scope(self) -> KernelText:
         """Return a builder for an inner block, which shares buffers and registers."""
-        inner = KernelText(self._rules, self._in_memory, self._constants)
+        inner = KernelText(self._rules, self._buffered_values, self._constants)
         inner.buffers, inner.registers = self.buffers, self.registers
         return inner
 
@@ -79,18 +79,18 @@ class KernelText:
         """Bind the expression to a name; literals stay as they are, so that rules can see zeros."""
         if expression.isidentifier() or _NUMBER.fullmatch(expression):
             return expression
-        self._names += 1
-        self.lines.append(f"let t{self._names} = {expression};")
-        return f"t{self._names}"
+        self._name_count += 1
+        self.lines.append(f"let t{self._name_count} = {expression};")
+        return f"t{self._name_count}"
 
     def let_sum(self, expression: str, terms: Terms) -> str:
-        """Bind a sum to a name and remember its terms."""
+        """Bind a sum to a name and store the sum's terms."""
         name = self.let(expression)
         self._terms[name] = terms
         return name
 
     def terms_of(self, name: str, *, is_negated: bool = False) -> Terms:
-        """Return the terms of a value, negated if `turned`; the value itself if it is no known
+        """Return the terms of a value, negated if `is_negated`; the value itself if it is no known
         sum."""
         terms = self._terms.get(name, frozenset({(1, name)}))
         return frozenset((-sign, term) for sign, term in terms) if is_negated else terms
@@ -99,19 +99,19 @@ class KernelText:
         """Return the name of a value's buffer, and add the buffer if necessary."""
         return self.buffers.setdefault(node, f"b{len(self.buffers)}")
 
-    def argument(self, value: object, coordinates: Coordinates, want: Scalar) -> str:
+    def argument(self, value: object, coordinates: Coordinates, target: Scalar) -> str:
         """Return an operand's element, broadcast against the result, or a literal."""
         if not isinstance(value, fx.Node):
-            return literal(value, want)
-        return self.element(value, broadcast(coordinates, shape_of(value)), want)
+            return literal(value, target)
+        return self.element(value, broadcast(coordinates, shape_of(value)), target)
 
-    def element(self, node: fx.Node, coordinates: Coordinates, want: Scalar | None = None) -> str:
+    def element(self, node: fx.Node, coordinates: Coordinates, target: Scalar | None = None) -> str:
         """Return one element of a value."""
         key = (node, tuple(map(str, coordinates)))
         if key not in self._elements:
             self._elements[key] = self._element(node, coordinates)
         expression = self._elements[key]
-        return expression if want is None else converted(expression, scalar_of(node), want)
+        return expression if target is None else cast(expression, scalar_of(node), target)
 
     def index(
         self, node: object, coordinates: Coordinates, size: int, *, from_end: bool = False
@@ -126,7 +126,7 @@ class KernelText:
             from_end: Whether negative indices count from the end; otherwise they are invalid.
         """
         assert isinstance(node, fx.Node)
-        self.looks_up = True
+        self.reads_indices = True
         value = self.element(node, broadcast(coordinates, shape_of(node)), "i32")
         if from_end:
             value = self.let(f"select({value}, {value} + {size}, {value} < 0)")
@@ -136,43 +136,46 @@ class KernelText:
         ), is_valid
 
     def compute(self, node: fx.Node, coordinates: Coordinates) -> str:
-        """Compute one element, even if the value has a buffer: for the kernel that fills it."""
+        """Compute one element even if the value has a buffer: for the kernel that fills the
+        buffer."""
         if is_view(node):
-            return self.element(source_of(node), through(node, coordinates))
+            return self.element(source_of(node), map_to_source(node, coordinates))
         if is_copy(node):
             return self.element(source_of(node), coordinates)
         rule = self._rules.get(node.target)
         if rule is None:
             raise NoRule(node)
-        sized = [c.sized(size) for c, size in zip(coordinates, shape_of(node), strict=True)]
-        return self.let(round_to_type(rule(self, node, sized), node))
+        sized_coordinates = [
+            c.with_size(size) for c, size in zip(coordinates, shape_of(node), strict=True)
+        ]
+        return self.let(round_to_type(rule(self, node, sized_coordinates), node))
 
     def _element(self, node: fx.Node, coordinates: Coordinates) -> str:
         if node in self._constants and elements_of(node) == 1:
             return literal(self._constants[node].item(), scalar_of(node))
-        if node not in self._in_memory:
+        if node not in self._buffered_values:
             return self.compute(node, coordinates)
         shape = shape_of(node)
-        sized = [c.sized(size) for c, size in zip(coordinates, shape, strict=True)]
+        sized_coordinates = [c.with_size(size) for c, size in zip(coordinates, shape, strict=True)]
         if node in self.registers:
             index, value = self.registers[node]
-            if str(linear(sized)) != index:
+            if str(linear(sized_coordinates)) != index:
                 raise NotFusable
             return self.let(value)
         form = form_of(node)
         if form is not None:
-            self.looks_up |= form.uses_table
-            return self.let(f"{self.buffer(node)}_at({linear(sized)})")
-        element = f"{self.buffer(node)}[{linear(sized)}]"
+            self.reads_indices |= form.uses_table
+            return self.let(f"{self.buffer(node)}_at({linear(sized_coordinates)})")
+        element = f"{self.buffer(node)}[{linear(sized_coordinates)}]"
         element = f"f32({element})" if is_half(node) else element
         return self.let(f"({element} != 0u)" if scalar_of(node) == "bool" else element)
 
     def declarations(self) -> tuple[tuple[str, ...], str]:
         """Return the types of the buffers, in order, and the functions that the lines call."""
-        helpers = called_functions("\n".join(self.lines)) + self._widening()
+        helpers = called_functions("\n".join(self.lines)) + self._quantized_readers()
         return tuple(f"array<{_element_type(node)}>" for node in self.buffers), "\n".join(helpers)
 
-    def _widening(self) -> list[str]:
+    def _quantized_readers(self) -> list[str]:
         return [
             form.scalar_reader(f"{name}_at", name)
             for node, name in self.buffers.items()
@@ -184,7 +187,7 @@ class KernelText:
         return self._module(body, {"out": element_type_of(output)}, scalar_of(output))
 
     def module_of(self, body: Sequence[str], outputs: Sequence[fx.Node]) -> str:
-        """The same with several outputs, named `e0`, `e1` and so on."""
+        """Return the shader's source with several outputs, named `e0`, `e1` and so on."""
         element_types = {f"e{i}": element_type_of(node) for i, node in enumerate(outputs)}
         return self._module(body, element_types, "f32")
 
@@ -198,7 +201,7 @@ class KernelText:
         ]
         if "shared_sums[" in text:
             declarations.append(f"var<workgroup> shared_sums: array<{shared_type}, 64>;")
-        helpers = called_functions(text) + self._widening()
+        helpers = called_functions(text) + self._quantized_readers()
         entry = (
             "@compute @workgroup_size(64)\n"
             "fn main(@builtin(global_invocation_id) id: vec3u,\n"
@@ -216,7 +219,7 @@ def element_type_of(node: fx.Node) -> str:
     return "f16" if is_half(node) else STORED[scalar_of(node)]
 
 
-def stored(expression: str, node: fx.Node) -> str:
+def convert_for_storage(expression: str, node: fx.Node) -> str:
     """Convert a value to its buffer's element type; float16 values are already rounded."""
     if is_half(node):
         return f"f16({expression})"
@@ -224,8 +227,11 @@ def stored(expression: str, node: fx.Node) -> str:
 
 
 def where_valid(value: str, conditions: Sequence[str], scalar: Scalar) -> str:
-    """Guard a value read at indices from a buffer. torch refuses invalid indices; here they give
-    NaN, which halts the step, or the lowest integer, which is again an invalid index."""
+    """Guard a value that is read at indices from a buffer.
+
+    torch refuses invalid indices; here they give NaN, which halts the step, or the lowest integer,
+    which is an invalid index again.
+    """
     if scalar == "bool":
         return value
     fallback = literal(-math.inf if scalar == "i32" else math.nan, scalar)

@@ -1,7 +1,7 @@
-"""Transform a shader to process several microbatches at once, each with its slice of every buffer.
+"""Transform a shader to process several microbatches, each with its slice of every buffer.
 
 The grid's depth is multiplied by the number of microbatches, and a workgroup's z selects its
-microbatch. Only indices change, by the slice's offset, so the bits do not. Buffers that all
+microbatch. Only indices change, by the slice's offset; the bits do not change. Buffers that all
 microbatches share (parameters, constants) have no slices.
 """
 
@@ -22,8 +22,8 @@ _MAIN: Final = re.compile(r"@compute @workgroup_size\((\d+)\)\s*fn main\(([^{]*)
 _PARAMETER: Final = re.compile(r"@builtin\((\w+)\)\s*(\w+): (\w+)")
 _VECTOR: Final = re.compile(r"vec(\d)(?:<(\w+)>|([fuih]))")
 _SCALAR_BYTES: Final = {"f16": 2, "h": 2, "u64": 8}
-"""Other types have 4 bytes."""
-_NUMBER: Final = "microbatch"
+"""Size of an element by type; other types have 4 bytes."""
+_MICROBATCH: Final = "microbatch"
 """Name of the module's variable with a workgroup's microbatch."""
 
 _BUILT_INS: Final = {
@@ -45,27 +45,29 @@ def invocations(source: str) -> int:
 def can_repeat(source: str) -> bool:
     """Whether the shader can be transformed."""
     main = _MAIN.search(source)
-    if main is None or re.search(rf"\b{_NUMBER}\b", source):
+    if main is None or re.search(rf"\b{_MICROBATCH}\b", source):
         return False
     names = [name for _, name, _ in _BINDING.findall(source)]
     return not any(re.search(rf"&\s*{name}\b(?!\) == 0u)", source) for name in names)
 
 
 @cache
-def repeated(shader: Shader, strides: Sequence[int], depth: int) -> Shader:
+def repeat_for_microbatches(shader: Shader, strides: Sequence[int], depth: int) -> Shader:
     """Return the shader for several microbatches.
 
     Args:
         shader: A shader that `can_repeat`.
         strides: Per binding, the distance between slices in bytes, a multiple of 16; 0 (also for
-            missing entries) if all microbatches share it.
+            missing entries) if all microbatches share the buffer.
         depth: Workgroups of one microbatch along z.
     """
     source = shader.source
     for number, name, kind in _BINDING.findall(source):
         stride = strides[int(number)] if int(number) < len(strides) else 0
         if stride:
-            source = _shifted(source, name, f"{_NUMBER} * {stride // element_bytes(kind)}u")
+            source = _shift_indices(
+                source, name, f"{_MICROBATCH} * {stride // element_bytes(kind)}u"
+            )
     main = _MAIN.search(source)
     assert main is not None
     lines, parameters, group = [], [], ""
@@ -76,13 +78,13 @@ def repeated(shader: Shader, strides: Sequence[int], depth: int) -> Shader:
             lines.append(f"let {name} = {_BUILT_INS[builtin].format(parameter, depth)};")
         group = parameter if builtin == "workgroup_id" else group
     if not group:
-        group = f"{_NUMBER}_group"
+        group = f"{_MICROBATCH}_group"
         parameters.append(f"@builtin(workgroup_id) {group}: vec3u")
     entry = (
-        f"var<private> {_NUMBER}: u32;\n@compute @workgroup_size({main[1]})\n"
+        f"var<private> {_MICROBATCH}: u32;\n@compute @workgroup_size({main[1]})\n"
         f"fn main({', '.join(parameters)}) {{\n"
     )
-    body = "\n".join([f"{_NUMBER} = {group}.z / {depth}u;", *lines])
+    body = "\n".join([f"{_MICROBATCH} = {group}.z / {depth}u;", *lines])
     text = source[: main.start()] + entry + body + source[main.end() :]
     return replace(shader, source=text)
 
@@ -95,22 +97,22 @@ def element_bytes(kind: str) -> int:
     return int(vector[1]) * _SCALAR_BYTES.get(vector[2] or vector[3], 4)
 
 
-def _shifted(source: str, name: str, start: str) -> str:
+def _shift_indices(source: str, name: str, start: str) -> str:
     """Add `start` to every index into the buffer."""
     pattern = re.compile(rf"(?<![\w.]){name}\[")
     parts, end = [], 0
     while access := pattern.search(source, end):
-        close = _closing(source, access.end())
-        index = _shifted(source[access.end() : close], name, start)
+        end_of_index = _closing_bracket(source, access.end())
+        index = _shift_indices(source[access.end() : end_of_index], name, start)
         parts += [source[end : access.end()], f"{start} + ({index})"]
-        end = close
+        end = end_of_index
     return "".join([*parts, source[end:]])
 
 
-def _closing(source: str, at: int) -> int:
-    """Return the index of the bracket that closes the one opened before `at`."""
+def _closing_bracket(source: str, position: int) -> int:
+    """Return the index of the bracket that closes the one opened before `position`."""
     depth = 1
     while depth:
-        depth += {"[": 1, "]": -1}.get(source[at], 0)
-        at += 1
-    return at - 1
+        depth += {"[": 1, "]": -1}.get(source[position], 0)
+        position += 1
+    return position - 1

@@ -1,7 +1,8 @@
 """Kernels of subtree sums: copy gradients, add gradients, collect losses.
 
-They process whole buffers, whose sizes are multiples of 16 bytes, so one shader serves all tensors,
-and several at once. The source may be longer than the target; the excess is ignored.
+The kernels process whole buffers, whose sizes are multiples of 16 bytes. So one shader serves
+all tensors, and one dispatch several tensors. The source may be longer than the target; the excess
+is ignored.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ _ROW: Final = 32768
 
 
 @cache
-def _over_vectors(kind: str, statement: str, pairs: int) -> Shader:
+def _vector_shader(kind: str, statement: str, pairs: int) -> Shader:
     """Process all pairs in one dispatch; the grid's depth is the number of pairs."""
-    bound = [f"var<storage, read> given{n}: array<{kind}>;" for n in range(pairs)]
-    bound += [f"var<storage, read_write> sum{n}: array<{kind}>;" for n in range(pairs)]
-    declarations = "\n".join(f"@group(0) @binding({at}) {text}" for at, text in enumerate(bound))
+    bindings = [f"var<storage, read> given{n}: array<{kind}>;" for n in range(pairs)]
+    bindings += [f"var<storage, read_write> sum{n}: array<{kind}>;" for n in range(pairs)]
+    declarations = "\n".join(
+        f"@group(0) @binding({index}) {text}" for index, text in enumerate(bindings)
+    )
     lines = "\n".join(
         f"  if ({f'id.z == {n}u && ' if pairs > 1 else ''}i < arrayLength(&sum{n})) "
         f"{{ {statement.format(f'sum{n}[i]', f'given{n}[i]')} }}"
@@ -43,7 +46,7 @@ fn main(@builtin(global_invocation_id) id: vec3u, @builtin(num_workgroups) group
 
 
 @cache
-def _note(count: str, losses: int, stride: int) -> Shader:
+def _loss_shader(count: str, losses: int, stride: int) -> Shader:
     return Shader(
         f"""\
 @group(0) @binding(0) var<storage, read> loss: array<u32>;
@@ -62,25 +65,26 @@ fn main() {{
 
 
 def add(gradients: Sequence[int], totals: Sequence[int], nbytes: int) -> Dispatch:
-    """Add gradients to totals in float32, pair by pair; `nbytes` of the largest total."""
-    shader = _over_vectors("vec4f", "{0} = {0} + {1};", len(gradients))
-    return _pairs(shader, gradients, totals, nbytes, "add to subtree sums")
-
-
-def keep(gradients: Sequence[int], totals: Sequence[int], nbytes: int) -> Dispatch:
-    """Copy gradients to totals bit by bit (as integers), pair by pair; `nbytes` of the largest
+    """Add gradients to totals in float32, pair by pair; `nbytes` is the size of the largest
     total."""
-    shader = _over_vectors("vec4u", "{0} = {1};", len(gradients))
-    return _pairs(shader, gradients, totals, nbytes, "begin subtree sums")
+    shader = _vector_shader("vec4f", "{0} = {0} + {1};", len(gradients))
+    return _pair_dispatch(shader, gradients, totals, nbytes, "add to subtree sums")
 
 
-def note_losses(loss: int, losses: int, count: int, stride: int, *, first: bool) -> Dispatch:
-    """Append `count` losses, `stride` bytes apart, to the list: word 0 is its length."""
-    shader = _note("0u" if first else "losses[0]", count, stride // 4)
+def copy(gradients: Sequence[int], totals: Sequence[int], nbytes: int) -> Dispatch:
+    """Copy gradients to totals bit by bit (as integers), pair by pair; `nbytes` is the size of the
+    largest total."""
+    shader = _vector_shader("vec4u", "{0} = {1};", len(gradients))
+    return _pair_dispatch(shader, gradients, totals, nbytes, "begin subtree sums")
+
+
+def store_losses(loss: int, losses: int, count: int, stride: int, *, first: bool) -> Dispatch:
+    """Append `count` losses, `stride` bytes apart, to the list, whose word 0 is its length."""
+    shader = _loss_shader("0u" if first else "losses[0]", count, stride // 4)
     return Dispatch(shader, (loss, losses), (1, 1, 1), "note losses")
 
 
-def _pairs(
+def _pair_dispatch(
     shader: Shader, gradients: Sequence[int], totals: Sequence[int], nbytes: int, label: str
 ) -> Dispatch:
     groups = -(-nbytes // (16 * _WORKGROUP))

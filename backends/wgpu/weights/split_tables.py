@@ -16,7 +16,7 @@ from torch import fx
 
 from backends.wgpu.capture.capture import Capture
 from backends.wgpu.graph import passes
-from backends.wgpu.graph.opaque import PRODUCTS_BESIDE, SUM_OF_PRODUCTS
+from backends.wgpu.graph.opaque import JOINED_PRODUCTS, SUM_OF_PRODUCTS
 from backends.wgpu.graph.passes import add
 from backends.wgpu.graph.table_parts import RowPart, Tables
 from backends.wgpu.graph.values import shape_of
@@ -42,7 +42,7 @@ def split_tables(capture: Capture, tables: Tables, trained_names: Sequence[str] 
     """
     if not tables.keys() & {*capture.tensors}:
         return
-    capture.graph = passes.simplified(capture.graph)
+    capture.graph = passes.simplify(capture.graph)
     if tables.keys() & {*trained_names}:
         split_gradients(capture.graph, tables, trained_names)
     holders = [node for node in capture.graph.graph.nodes if node.op == "placeholder"]
@@ -157,7 +157,7 @@ class _Table:
         transposed = [
             add(self._graph, reader, _aten.permute.default, n, [1, 0]) for n in self._nodes
         ]
-        product = add(self._graph, reader, PRODUCTS_BESIDE, self._left_operand(reader), transposed)
+        product = add(self._graph, reader, JOINED_PRODUCTS, self._left_operand(reader), transposed)
         return self._shaped(reader, product)
 
     def _sum_over_parts(self, reader: fx.Node) -> fx.Node:

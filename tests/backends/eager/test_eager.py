@@ -20,7 +20,7 @@ from backends.base.interface import (
     BlockGradient,
     ComputesInPlace,
     Loss,
-    LossRaised,
+    LossFailed,
     Program,
     Trainable,
 )
@@ -408,7 +408,7 @@ def test_an_error_in_the_device_thread_reaches_the_receiver():
     program = compiled(trainable(Net()))
     before_error = by_block(program, batch())
     wrong_batch = Batch({"x": np.zeros((1, WIDTH + 1), np.float32), "y": batch().arrays["y"]}, 1.0)
-    with pytest.raises(LossRaised, match="shapes cannot be multiplied"):
+    with pytest.raises(LossFailed, match="shapes cannot be multiplied"):
         list(program.gradients([(wrong_batch, 0)]))
     repeat = by_block(program, batch())
     program.close()

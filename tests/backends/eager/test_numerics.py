@@ -68,10 +68,10 @@ def flags() -> list[object]:
     "change", [every_product_in_tf32, each_library_by_its_own_name, by_the_earlier_names]
 )
 def test_run_computes_in_float32_and_restores_settings(change: Callable[[], None]):
-    with numerics.settings_restored(), earlier_name_restored():
+    with numerics.restore_settings(), earlier_name_restored():
         change()
         set_by_user = precisions(), flags()
-        with numerics.settings_restored():
+        with numerics.restore_settings():
             numerics.make_deterministic()
             numerics.use_threads(1)
             assert precisions() == ["ieee"] * len(set_by_user[0])
@@ -81,7 +81,7 @@ def test_run_computes_in_float32_and_restores_settings(change: Callable[[], None
 
 def test_code_may_disable_cudnn_during_and_after_a_run():
     """As transformers does around CTC, which also reads torch's older switch."""
-    with numerics.settings_restored():
+    with numerics.restore_settings():
         numerics.make_deterministic()
         with torch.backends.cudnn.flags(enabled=False):
             pass

@@ -44,7 +44,7 @@ def assert_same(head: nn.Linear, function: Any, *, in_parts: bool) -> None:
         if is_deferred:
             assert (logits._tensor is None) == in_parts
         if isinstance(result, LogitsInParts):
-            result = result.whole()
+            result = result.full_tensor()
         if result.requires_grad:
             result.float().square().sum().backward()
         results.append(result.detach())
@@ -148,7 +148,7 @@ def test_logits_without_gradients_stay_so(head):
     with torch.no_grad():
         logits: Any = LogitsInParts.of(head.forward, states(), VOCABULARY, AT_ONCE)
     assert not functional.cross_entropy(logits.flatten(0, 1), labels()).requires_grad
-    assert not logits.whole().requires_grad
+    assert not logits.full_tensor().requires_grad
 
 
 def test_the_head_computes_in_the_precision_in_which_it_was_reached(head):
@@ -159,7 +159,7 @@ def test_the_head_computes_in_the_precision_in_which_it_was_reached(head):
     for_loss = functional.cross_entropy(logits.float().flatten(0, 1), labels(), reduction="sum")
     of_tensor = functional.cross_entropy(expected.float().flatten(0, 1), labels(), reduction="sum")
     assert float(for_loss.detach()) == pytest.approx(float(of_tensor.detach()), rel=1e-6)
-    assert torch.equal(logits.whole(), expected)
+    assert torch.equal(logits.full_tensor(), expected)
     assert logits.dtype == torch.bfloat16
 
 

@@ -20,7 +20,7 @@ from backends.wgpu.device.device import Device
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.device.packing import seed_words
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.parity import perturbed
+from backends.wgpu.parity import perturb
 from backends.wgpu.program import VulkanProgram
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.products import small_tiles
@@ -136,7 +136,7 @@ def _compared(
                 Batch({n: value.numpy() for n, value in one.items()}, 1.0) for one in batches
             ]
             capture = compiled.capture(batch_list[0])
-            compiled.take(batch_list[0], capture)
+            compiled.use_capture(batch_list[0], capture)
             for number, batch in enumerate(batches):
                 actual = compiled.gradients_of(batch_list[number], number)
                 _check(module, batch, actual, capture, number)
@@ -162,7 +162,7 @@ def _check(
     names = [name for name in actual if name]
     values = named_tensors(module)
     seeds = torch.from_numpy(seed_words(seed, capture.seeds).view(np.int32).copy())
-    nearly = [values, *(perturbed(values, number) for number in (1, 2))]
+    nearly = [values, *(perturb(values, number) for number in (1, 2))]
     steps = [HostStep(module, loss_of, each, names, capture.calls) for each in nearly]
     inputs = [{**batch, "x": x} for x in _nearly(batch["x"])]
     expected, *others = (

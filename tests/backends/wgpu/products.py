@@ -16,8 +16,8 @@ from backends.wgpu.shaders.matmul.shader import (
     Operand,
     Tiles,
     candidates,
-    dispatched,
     matmul_shader,
+    split_into_dispatches,
 )
 from backends.wgpu.shaders.quantized_layout import QuantizedLayout
 
@@ -47,10 +47,10 @@ class Product:
         device.upload(out, np.full(self.expected.size, np.nan, np.float32))
         buffers.append(out)
         numbers = tuple(range(len(buffers)))
-        parts = [matmul_shader(part, choice) for part in dispatched(self.problem)]
+        parts = [matmul_shader(part, choice) for part in split_into_dispatches(self.problem)]
         dispatches = [Dispatch(shader, numbers, grid, "product") for shader, grid in parts]
-        prepared = device.prepare(dispatches, buffers)
-        (values,) = device.run(prepared, [Copy(out, self.expected.size * 4)]).result()
+        commands = device.prepare(dispatches, buffers)
+        (values,) = device.run(commands, [Copy(out, self.expected.size * 4)]).result()
         return values.reshape(shape)
 
     def error(self, values):

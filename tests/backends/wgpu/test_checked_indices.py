@@ -83,11 +83,13 @@ def test_checks_do_not_change_bits(device):
 def test_an_index_that_a_buffer_holds_is_checked():
     """Even if the text clamps it: the check relies on sizes only."""
     problem = product(1, 8, 8, 8).problem
-    finish = Epilogue(("array<f32>",), "", ("f32",), "e0[i] = product + b0[i];", stored=False)
+    finish = Epilogue(
+        ("array<f32>",), "", ("f32",), "e0[i] = product + b0[i];", is_product_stored=False
+    )
     shader, grid = matmul_shader(replace(problem, finish=finish))
     assert shader.in_bounds
-    looks_up = replace(problem, finish=replace(finish, looks_up=True))
-    other, _ = matmul_shader(looks_up)
+    with_indices = replace(problem, finish=replace(finish, reads_indices=True))
+    other, _ = matmul_shader(with_indices)
     assert not other.in_bounds
     merged, _ = merged_shader([(shader, grid), (other, grid)], [[0, 1, 2, 3], [0, 1, 2, 4]], 2)
     assert not merged.in_bounds

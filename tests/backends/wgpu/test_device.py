@@ -1,11 +1,11 @@
-"""The device itself: uploads, readbacks, their order, and failures."""
+"""The device itself: uploads, readbacks, their order, and convert_device_errors."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from backends.wgpu.device.arithmetic import differing_additions, hard_cases
+from backends.wgpu.device.arithmetic import count_wrong_additions, hard_cases
 from backends.wgpu.device.memory_heaps import memory_heaps
 from backends.wgpu.device.target import Copy
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
@@ -75,11 +75,11 @@ def test_dispatches_run_in_order_with_partial_readback(device):
 def test_submissions_and_uploads_keep_their_order(device):
     """Each run reads the latest upload, even while earlier ones still run."""
     buffers, steps = doubling(device, 3)
-    prepared = device.prepare(steps, buffers)
+    commands = device.prepare(steps, buffers)
     readbacks = []
     for factor in range(6):
         device.upload(buffers[0], NUMBERS * factor)
-        readbacks.append(device.run(prepared, [Copy(buffers[3], 4 * ELEMENTS)]))
+        readbacks.append(device.run(commands, [Copy(buffers[3], 4 * ELEMENTS)]))
     for factor, readback in reversed(list(enumerate(readbacks))):
         np.testing.assert_array_equal(readback.result()[0], NUMBERS * factor * 8)
 
@@ -87,22 +87,22 @@ def test_submissions_and_uploads_keep_their_order(device):
 def test_transferred_bytes_are_counted(own_device):
     buffers, steps = doubling(own_device, 2)
     own_device.upload(buffers[0], NUMBERS)
-    prepared = own_device.prepare(steps, buffers)
-    own_device.run(prepared).result()
-    own_device.run(prepared, [Copy(buffers[2], 16)]).result()
+    commands = own_device.prepare(steps, buffers)
+    own_device.run(commands).result()
+    own_device.run(commands, [Copy(buffers[2], 16)]).result()
     counts = own_device.counts
     assert (counts.uploads, counts.submissions, counts.readbacks) == (1, 2, 1)
 
 
 def test_lost_device_is_one_clear_error_everywhere(own_device, capfd):
     buffers, steps = doubling(own_device, 2)
-    prepared = own_device.prepare(steps, buffers)
+    commands = own_device.prepare(steps, buffers)
     own_device._device.destroy()
     attempts = [
         lambda: own_device.buffer(64),
         lambda: own_device.upload(buffers[0], NUMBERS),
         lambda: own_device.prepare(steps, buffers),
-        lambda: own_device.run(prepared, [Copy(buffers[2], 16)]).result(),
+        lambda: own_device.run(commands, [Copy(buffers[2], 16)]).result(),
         lambda: own_device.read(buffers[0]),
     ]
     for attempt in attempts:
@@ -136,7 +136,7 @@ def test_addition_probe_detects_differences(device):
     assert np.count_nonzero((np.abs(a) < tiny) & (a != 0)) > 100, "so would flushing operands"
     assert np.count_nonzero(rounded) > 1000, "and another rounding"
     if device.adapter.software:
-        assert differing_additions(device) == 0
+        assert count_wrong_additions(device) == 0
 
 
 def test_adapters_know_who_they_are(device):

@@ -14,7 +14,7 @@ from backends.wgpu.device.adapters import adapters
 from tests.cluster import ROOT
 
 COMPUTES = (
-    "from backends.device_trial import gradient_is_right\nassert gradient_is_right('vulkan', 0)\n"
+    "from backends.device_trial import is_gradient_right\nassert is_gradient_right('vulkan', 0)\n"
 )
 
 

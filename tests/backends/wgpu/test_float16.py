@@ -45,8 +45,8 @@ def backend():
     if isinstance(reason := adapters(), str):
         pytest.skip(reason)
     vulkan = VulkanBackend()
-    if vulkan.no_halves:
-        pytest.skip(vulkan.no_halves)
+    if vulkan.float16_refusal:
+        pytest.skip(vulkan.float16_refusal)
     return vulkan
 
 
@@ -90,7 +90,7 @@ def expected(module: nn.Module, loss: Any, sample_batch: Batch) -> dict[str, tor
 
 
 def program_of(device, module, loss, *, precision="float16", cooperative=True):
-    templates = Templates(cooperative, small_tiles, bindings=16, halves=precision == "float16")
+    templates = Templates(cooperative, small_tiles, bindings=16, is_float16=precision == "float16")
     job = trainable(module, loss, precision=precision)
     program = VulkanProgram(device, job, templates, adds=True)
     program.loss_scale = SCALE if precision == "float16" else 1.0
@@ -194,12 +194,12 @@ def test_a_product_widens_or_rounds_its_operands(device, backend, kind):
 
 def test_float16_round_trip_through_float32(device, backend, monkeypatch):
     del backend
-    assert arithmetic.changed_halves(device) == 0
+    assert arithmetic.count_changed_float16(device) == 0
     clamped = arithmetic._NARROWING.source.replace(
         "f16(given[id.x])", "f16(clamp(given[id.x], -65504.0, 65504.0))"
     )
     monkeypatch.setattr(arithmetic, "_NARROWING", replace(arithmetic._NARROWING, source=clamped))
-    assert arithmetic.changed_halves(device) >= 2, "infinities became numbers"
+    assert arithmetic.count_changed_float16(device) >= 2, "infinities became numbers"
 
 
 @pytest.mark.parametrize(("lacks", "reason"), [
@@ -212,7 +212,7 @@ def test_a_device_without_float16_refuses_in_one_line(lacks, reason, monkeypatch
     if lacks == "feature":
         monkeypatch.setattr(backend.device, "features", frozenset())
     else:
-        monkeypatch.setattr("backends.wgpu.backend.changed_halves", lambda _: 2)
+        monkeypatch.setattr("backends.wgpu.backend.count_changed_float16", lambda _: 2)
     job = trainable(nn.Linear(128, 128), squares, precision="float16")
     with pytest.raises(SamestepError, match=f"expected .*precision float32, got float16.*{reason}"):
         backend.compile(job, batch())

@@ -92,7 +92,7 @@ def test_slice_of_reshaped_tensor_under_broadcasting(shapes, size):
     total = math.prod(old)
     size = min(size, total)
     part = split(plain("i", 4 * size), [4, size])[1]
-    indices = reshape([part.sized(total)], [total], old)
+    indices = reshape([part.with_size(total)], [total], old)
     for i in range(4 * size):
         coordinates = np.unravel_index(i % size, old) if old else ()
         assert tuple(value(c, i) for c in indices) == tuple(map(int, coordinates))

@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from backends.wgpu.capture.capture import capture_step
 from backends.wgpu.capture.substitution import named_tensors
-from backends.wgpu.lowering.estimate import ROOM, estimate
+from backends.wgpu.lowering.estimate import FREE_SHARE, estimate
 from backends.wgpu.lowering.lowered_plan import lowered_plan
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.weights.quantized_base import BaseLayout
@@ -73,7 +73,7 @@ def extrapolate(value, shallow, deep, layers=LAYERS):
 def test_qwen3_4b_in_int8_with_checkpointing_fits_in_8_gb():
     """From two and four of its layers; the test below shows that the others take the same."""
     shallow, deep = (account("int8", layers, checkpointing=True) for layers in (2, 4))
-    assert extrapolate(lambda needed: needed.total, shallow, deep) <= EIGHT_GB * (1 - ROOM)
+    assert extrapolate(lambda needed: needed.total, shallow, deep) <= EIGHT_GB * (1 - FREE_SHARE)
     assert 5e9 < extrapolate(lambda needed: needed.weights, shallow, deep) < 6e9
     assert deep.largest_buffer[0] <= 2**31, "what one binding may have"
 
@@ -83,7 +83,7 @@ def test_qwen3_4b_in_int8_with_checkpointing_fits_in_8_gb():
 def test_every_layer_of_qwen3_4b_takes_the_same(layers):
     shallow, deep = (account("int8", number, checkpointing=True) for number in (2, 4))
     memory = account("int8", layers, checkpointing=True)
-    assert memory.total <= EIGHT_GB * (1 - ROOM)
+    assert memory.total <= EIGHT_GB * (1 - FREE_SHARE)
     assert memory.largest_buffer[0] <= 2**31
     expected = extrapolate(lambda each: each.total, shallow, deep, layers)
     assert memory.total == pytest.approx(expected, rel=0.01)

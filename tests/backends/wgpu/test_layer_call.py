@@ -33,8 +33,8 @@ class Scaled(torch.autograd.Function):
         return x * 1.0
 
     @staticmethod
-    def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
-        return tangents[0] * ctx.scale, None
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        return grad_outputs[0] * ctx.scale, None
 
 
 def without_gradient(layer: Layer, x: torch.Tensor) -> torch.Tensor:

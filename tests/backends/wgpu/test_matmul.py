@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.wgpu.device.matmul_tuning import MatmulTuner
-from backends.wgpu.device.subgroups import matmul_traits
+from backends.wgpu.device.subgroups import measure_matmul_traits
 from backends.wgpu.device.target import Copy
 from backends.wgpu.shaders.dispatch import Dispatch
 from backends.wgpu.shaders.matmul.problem import MOST_TERMS
@@ -47,7 +47,7 @@ def test_within_1e_4_of_the_cpu(device, shape, a_turned, b_turned):
 
 def test_the_quickest_and_the_default_kernel_give_the_same_bits(device):
     case = product(2, 40, 36, 24)
-    traits = matmul_traits(device)
+    traits = measure_matmul_traits(device)
     kernels = [None, SMALL_TILES, *candidates(case.problem, traits)[:2]]
     first, *others = [case.on(device, kernel) for kernel in kernels]
     assert case.error(first) < 1e-5
@@ -63,7 +63,7 @@ def test_the_quickest_and_the_default_kernel_give_the_same_bits(device):
 )
 def test_any_shape_layout_and_kernel(device, shape, is_transposed, offset, data):
     problem = product(*shape, a_turned=is_transposed[0], b_turned=is_transposed[1], offset=offset)
-    lanes = matmul_traits(device).subgroup
+    lanes = measure_matmul_traits(device).subgroup
     kernels: list[Lanes | Tiles] = [SMALL_TILES, data.draw(st.sampled_from(TILES))]
     if lanes:
         rows, columns = (
@@ -115,7 +115,7 @@ def test_product_accumulates_into_a_slice(device, m, n, row, offset):
     expected[:, offset : offset + n] += case.expected[0]
     problem = replace(case.problem, into=Result(row, offset, onto=True))
     first = None
-    lanes = matmul_traits(device).subgroup
+    lanes = measure_matmul_traits(device).subgroup
     kernels: list[Lanes | Tiles] = [SMALL_TILES]
     if lanes:
         kernels += [Lanes(4, 2, False, lanes), Lanes(4, 2, True, lanes)]
@@ -124,8 +124,8 @@ def test_product_accumulates_into_a_slice(device, m, n, row, offset):
         buffers = [device.buffer(array.nbytes) for array in bindings]
         for buffer, array in zip(buffers, bindings, strict=True):
             device.upload(buffer, array)
-        prepared = device.prepare([Dispatch(shader, (0, 1, 2), grid, "product")], buffers)
-        (values,) = device.run(prepared, [Copy(buffers[2], before.nbytes)]).result()
+        commands = device.prepare([Dispatch(shader, (0, 1, 2), grid, "product")], buffers)
+        (values,) = device.run(commands, [Copy(buffers[2], before.nbytes)]).result()
         first = values if first is None else first
         assert np.abs(values.reshape(m, row) - expected).max() < 1e-5
         assert same_bits(values, first)
@@ -162,7 +162,7 @@ def test_the_tuner_measures_once_per_adapter_and_shape(device, tmp_path, monkeyp
     assert first.choice(problem) == choice
     second = MatmulTuner(device, tmp_path)
     assert second.choice(problem) == choice
-    assert (first.measured, second.measured) == (1, 0)
+    assert (first.measurement_count, second.measurement_count) == (1, 0)
     (path,) = tmp_path.iterdir()
     path.write_text("not JSON")
     assert MatmulTuner(device, tmp_path).choice(problem) in candidates(problem, first.traits)

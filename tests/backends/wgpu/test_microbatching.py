@@ -14,12 +14,12 @@ from torch import nn
 from backends.base.interface import Batch, BlockGradient, Leaf, Loss, Trainable
 from backends.wgpu.canonical.convention import Convention
 from backends.wgpu.device.matmul_tuning import MatmulTuner
-from backends.wgpu.lowering.estimate import ROOM, estimate
+from backends.wgpu.lowering.estimate import FREE_SHARE, estimate
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.lowering.microbatching import with_microbatches, with_room
+from backends.wgpu.lowering.microbatching import enlarge_for_microbatches, with_slices
 from backends.wgpu.program import VulkanProgram
 from backends.wgpu.shaders.dispatch import Shader
-from backends.wgpu.shaders.repeated import can_repeat, element_bytes, repeated
+from backends.wgpu.shaders.repeated import can_repeat, element_bytes, repeat_for_microbatches
 from protocol.base.limits import INVOCATIONS_PER_DISPATCH
 from tests.backends.wgpu import test_families as families
 from tests.backends.wgpu.products import small_tiles
@@ -58,14 +58,14 @@ def subtree(program, leaves: list[Leaf]) -> list[Any]:
     ]
 
 
-def dispatched(device, monkeypatch) -> list[int]:
+def split_into_dispatches(device, monkeypatch) -> list[int]:
     """Record how many dispatches each submission has, from now on."""
     counts: list[int] = []
     run = device.run
 
-    def counted(prepared, copies=()):
-        counts.append(len(prepared.calls))
-        return run(prepared, copies)
+    def counted(commands, copies=()):
+        counts.append(len(commands.calls))
+        return run(commands, copies)
 
     monkeypatch.setattr(device, "run", counted)
     return counts
@@ -98,7 +98,7 @@ def test_microbatches_have_the_bits_that_each_has_alone(device, monkeypatch):
     alone, four = (compiled(device, job, mixed(), n) for n in (1, 4))
     (ready,) = four._plans.values()
     assert ready.plan.at_once == 4
-    counts = dispatched(device, monkeypatch)
+    counts = split_into_dispatches(device, monkeypatch)
     for count in (1, 3, 7):
         assert subtree(four, leaves[:count]) == subtree(alone, leaves[:count]), count
     counts.clear()
@@ -121,34 +121,41 @@ def test_large_microbatches_are_computed_one_by_one(device, monkeypatch):
     program = compiled(device, job, mixed(), 1)
     (plan,) = (ready.plan for ready in program._plans.values())
     memory_bytes = program.estimates[-1].total
-    assert with_microbatches(plan, 5, lambda _: True).at_once == 4
+    assert enlarge_for_microbatches(plan, 5, lambda _: True).at_once == 4
     assert (
-        with_microbatches(
+        enlarge_for_microbatches(
             plan, 8, lambda candidate: sum(candidate.slots) <= 4 * sum(plan.slots)
         ).at_once
         == 2
     )
-    assert with_microbatches(plan, 8, lambda _: False) is plan
-    (repeat,) = (estimate(with_room(plan, 4), program._weights.nbytes()),)
+    assert enlarge_for_microbatches(plan, 8, lambda _: False) is plan
+    (repeat,) = (estimate(with_slices(plan, 4), program._weights.nbytes()),)
     assert 4 * program.estimates[-1].activations <= repeat.activations < repeat.total
     program.close()
-    room = int((memory_bytes + 1000) / (1 - ROOM))
+    room = int((memory_bytes + 1000) / (1 - FREE_SHARE))
     monkeypatch.setattr(device, "adapter", replace(device.adapter, memory_bytes=room))
     without_batching = compiled(device, job, mixed(), 4)
     assert {ready.plan.at_once for ready in without_batching._plans.values()} == {1}
     without_batching.close()
     large_dispatch = replace(plan.dispatches[0], grid=(INVOCATIONS_PER_DISPATCH // 64, 1, 1))
     assert (
-        with_microbatches(replace(plan, dispatches=(large_dispatch,)), 8, lambda _: True).at_once
+        enlarge_for_microbatches(
+            replace(plan, dispatches=(large_dispatch,)), 8, lambda _: True
+        ).at_once
         == 1
     )
     deep_dispatch = replace(plan.dispatches[0], grid=(1, 1, 20_000))
     assert (
-        with_microbatches(replace(plan, dispatches=(deep_dispatch,) * 2), 8, lambda _: True).at_once
+        enlarge_for_microbatches(
+            replace(plan, dispatches=(deep_dispatch,) * 2), 8, lambda _: True
+        ).at_once
         == 1
     )
     unread = replace(plan.dispatches[0], shader=Shader("a product of the processor's", 3))
-    assert with_microbatches(replace(plan, dispatches=(unread,)), 8, lambda _: True).at_once == 1
+    assert (
+        enlarge_for_microbatches(replace(plan, dispatches=(unread,)), 8, lambda _: True).at_once
+        == 1
+    )
 
 
 SOURCE = """\
@@ -167,12 +174,12 @@ def test_index_is_offset_by_its_slice():
     shader = Shader(SOURCE, 3)
     assert can_repeat(SOURCE)
     assert not can_repeat(SOURCE.replace("b0[0]", "arrayLength(&b0)"))
-    text = repeated(shader, (512, 0, 256), 3).source
+    text = repeat_for_microbatches(shader, (512, 0, 256), 3).source
     assert "vec4f(a[microbatch * 64u + (b0[i / 4u])])" in text
     assert "out[microbatch * 64u + (id.x)] = a_four(b0[id.x] + id.z)[b0[0]];" in text
     assert "microbatch = microbatch_group.z / 3u;" in text
     assert "let id = vec3u(id_of_all.xy, id_of_all.z % 3u);" in text
-    nested = repeated(shader, (0, 256), 1).source
+    nested = repeat_for_microbatches(shader, (0, 256), 1).source
     assert "a[b0[microbatch * 64u + (i / 4u)]]" in nested
     kinds = {"f32": 4, "u32": 4, "f16": 2, "vec4f": 16, "vec4<f16>": 8, "vec2h": 4, "u64": 8}
     assert {kind: element_bytes(kind) for kind in kinds} == kinds
@@ -211,7 +218,7 @@ def test_kernels_of_software_devices_have_the_same_bits(device):
 def test_float16_has_the_same_bits(device):
     torch.manual_seed(0)
     make_job = partial(trainable, Mixer(), mixer_loss, precision="float16")
-    same_bits(device, make_job, mixed, halves=True, room=2)
+    same_bits(device, make_job, mixed, is_float16=True, room=2)
 
 
 @pytest.mark.slow

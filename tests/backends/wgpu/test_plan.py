@@ -44,7 +44,7 @@ def planned(module, loss, batch, *, fused: bool = False) -> Plan:
     groups = [[1 + number] for number in reversed(range(len(names)))]
     groups[-1].append(0)
     layers = [kinds[id(kind)] for kind in capture.kinds]
-    return make_plan(capture, outer, layers, groups, template.merged)
+    return make_plan(capture, outer, layers, groups, template.merge)
 
 
 def shaders(plan: Plan) -> set[str]:

@@ -22,8 +22,8 @@ from backends.wgpu.device.adapters import adapters
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.device.packing import seed_words, to_words
 from backends.wgpu.graph import threefry
-from backends.wgpu.graph.values import NoRule, combined
-from backends.wgpu.lowering.estimate import ROOM, Estimate, has_room
+from backends.wgpu.graph.values import NoRule, combine_errors
+from backends.wgpu.lowering.estimate import FREE_SHARE, Estimate, has_room
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
 from protocol.base.errors import DataError, DeviceError, SamestepError
@@ -346,7 +346,7 @@ def test_held_sums_yield_memory_to_a_plan(device, monkeypatch):
 
     plain = program()
     plain.check(large_batch)
-    room = int((plain.estimates[-1].total + 1000) / (1 - ROOM))
+    room = int((plain.estimates[-1].total + 1000) / (1 - FREE_SHARE))
     monkeypatch.setattr(device, "adapter", replace(device.adapter, memory_bytes=room))
     between = program()
     node = between.gradients([(small, 0), (small, 1)])
@@ -355,7 +355,7 @@ def test_held_sums_yield_memory_to_a_plan(device, monkeypatch):
     run(between.gradients([(large_batch, 0)]))
     assert between.gradients([(small, 0), (small, 1)]).sums is not None
     assert between._sums is not None
-    assert not between._sums.held_bytes
+    assert not between._sums.reserved_bytes
     within = program()
     with pytest.raises(DeviceError, match="needs the memory that holds the sums"):
         run(within.gradients([(small, 0), (large_batch, 1)]))
@@ -560,7 +560,7 @@ def test_many_operators_without_a_rule_are_named_in_part():
     unknown = (str.lower, str.upper, str.title, str.strip, str.split, str.join, str.find, str.index)
     graph = fx.Graph()
     nodes = [graph.call_function(each) for each in (*unknown, str.count, str.format)]
-    text = str(combined([NoRule(node) for node in nodes]))
+    text = str(combine_errors([NoRule(node) for node in nodes]))
     assert text.count("<") == 8
     assert "and 2 more; use" in text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backends.wgpu.device.running import Running, Submission
+from backends.wgpu.device.running import RunningPlan, Submission
 from backends.wgpu.device.target import Copy
 from protocol.base.errors import DeviceError
 from tests.backends.wgpu.test_device import doubling
@@ -12,10 +12,10 @@ from tests.backends.wgpu.test_device import doubling
 
 def test_failure_is_reported_once_and_allows_stop(own_device):
     buffers, steps = doubling(own_device, 2)
-    prepared = own_device.prepare(steps, buffers)
-    submission = Submission(prepared, (Copy(buffers[2], 16),), is_last=True)
+    commands = own_device.prepare(steps, buffers)
+    submission = Submission(commands, (Copy(buffers[2], 16),), is_last=True)
     own_device._device.destroy()
-    execution = Running(own_device, (submission,) * 5)
+    execution = RunningPlan(own_device, (submission,) * 5)
     with pytest.raises(DeviceError, match="lost"):
         execution.next()
     assert execution._in_flight, "more of it fails"

@@ -12,7 +12,7 @@ from torch import nn
 from backends.base.interface import Batch, BlockGradient, Loss
 from backends.quantization.frozen_base import round_frozen_base
 from backends.wgpu.device.matmul_tuning import MatmulTuner
-from backends.wgpu.graph.table_parts import row_parts
+from backends.wgpu.graph.table_parts import split_rows
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.program import VulkanProgram
 from backends.wgpu.weights.host_copy import is_released
@@ -303,12 +303,12 @@ def test_a_table_of_140_mib_on_a_device_that_binds_128(device, frozen):
 
 
 def test_parts_are_even_and_aligned_to_64():
-    parts = row_parts("t", 151_936, 4 * 151_936 * 2560, 128 * 2**20)
+    parts = split_rows("t", 151_936, 4 * 151_936 * 2560, 128 * 2**20)
     assert [part.first for part in parts] == [*range(0, 151_936, parts[0].rows)]
     assert parts[0].rows % 64 == 0
     assert all(4 * 2560 * part.rows <= 128 * 2**20 for part in parts)
     assert parts[-1].end == 151_936
     assert len(parts) == 12
-    assert row_parts("t", 10, 4000, 999) == row_parts("t", 10, 4000, 800)
-    assert [part.rows for part in row_parts("t", 10, 4000, 999)] == [2] * 5
-    assert len(row_parts("t", 10, 4000, 399)) == 1, "not a row fits: refused elsewhere"
+    assert split_rows("t", 10, 4000, 999) == split_rows("t", 10, 4000, 800)
+    assert [part.rows for part in split_rows("t", 10, 4000, 999)] == [2] * 5
+    assert len(split_rows("t", 10, 4000, 399)) == 1, "not a row fits: refused elsewhere"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from backends.base.interface import Batch, LossRaised, Trainable
+from backends.base.interface import Batch, LossFailed, Trainable
 from backends.wgpu.capture.capture import capture_step
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.graph.table_indices import TableIndices
@@ -163,7 +163,7 @@ def test_program_refuses_invalid_indices_in_training_and_evaluation(device):
             DataError, match=r"'x' has 99 at \[0, 1\], which table looks up"
         ) as error:
             gradients(program, invalid_batch)
-        assert isinstance(error.value, LossRaised)
+        assert isinstance(error.value, LossFailed)
         assert error.value.batch is invalid_batch
         assert error.value.row == 0
         assert program.evaluate(valid_batch)["loss"] > 0

@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from backends.base.interface import Batch, Loss, LossRaised
+from backends.base.interface import Batch, Loss, LossFailed
 from protocol.base.errors import (
     BackendUnavailable,
     DataError,
@@ -129,7 +129,7 @@ def test_library_error_arrives_as_text():
     codec = report_codec(SharedMemory())
     arrived = codec.unpack(sent(codec.pack(events.DeviceFailed(MemoryError("too large")))))
     assert (type(arrived.error), str(arrived.error)) == (SamestepError, "too large")
-    loss_error = LossRaised("the loss raises", Batch({}, 1.0))
+    loss_error = LossFailed("the loss raises", Batch({}, 1.0))
     arrived = codec.unpack(sent(codec.pack(events.TaskRefused("r", loss_error))))
     assert (type(arrived.error), str(arrived.error)) == (DataError, "the loss raises")
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from backends.base.interface import Batch, LossRaised
+from backends.base.interface import Batch, LossFailed
 from protocol.base.errors import DataError
 from protocol.exact.samples import SampleOrder
 from protocol.spec.sections.tasks import BatchSpec
@@ -74,7 +74,7 @@ PACKED = [Batch({"x": np.zeros((2, 4))}, 3.0)]
 def test_known_samples_are_named(batches, batch_index, row, message):
     samples = SAMPLES[: len(batches)]
     with pytest.raises(DataError) as error, report_samples(7, batches, samples):
-        raise LossRaised("it raised", batch_index, row)
+        raise LossFailed("it raised", batch_index, row)
     assert str(error.value) == message
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from backends.wgpu.capture.stand_in import StandIn
+from backends.wgpu.capture.model_proxy import ModelProxy
 from protocol.base.errors import DataError
 from protocol.datasets.data_check import check_data
 from protocol.spec.run_spec import RunSpec, parse_run_spec
@@ -117,7 +117,7 @@ def test_seq2seq_metrics_use_the_targets_of_transformers(encoder_decoders, tmp_p
         sums = dict(task.trainable.evaluate(module, tensors))
         # A device that computes whole calls, like Vulkan, writes the same.
         separate_metrics = dict(
-            task.trainable.evaluate(StandIn(module, lambda a, k: module(*a, **k)), tensors)
+            task.trainable.evaluate(ModelProxy(module, lambda a, k: module(*a, **k)), tensors)
         )
     metrics = {metric.name: metric.value(sums) for metric in task.manifest.metrics}
     scores = [rouge(one, other) for one, other in zip(right, texts, strict=True)]

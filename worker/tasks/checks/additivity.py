@@ -22,7 +22,7 @@ from torch import nn
 from backends.base.device_errors import concerns_device
 from backends.base.interface import Array, Batch
 from backends.checks.additivity import Arrays, Discrepancy, Evaluation, LossTrial, Parts
-from backends.checks.outside_table import TableLookups, index_outside
+from backends.checks.outside_table import TableLookups, outside_index_of
 from backends.checks.steady_draws import LEVELS, TooManyDrawsError
 from backends.checks.trainable_checks import (
     WHOLE_MICROBATCH,
@@ -312,7 +312,7 @@ class SumTrial:
         failing_samples = (
             f"sample {raised.numbers[0]} alone" if is_single else f"{len(raised.numbers)} samples"
         )
-        if outside := index_outside(raised.error, raised.batch):
+        if outside := outside_index_of(raised.error, raised.batch):
             return DataError(f"the loss of {failing_samples}: {outside.text}")
         return DataError(
             f"the loss of {failing_samples} raised "

@@ -30,7 +30,7 @@ from backends.wgpu.shaders.dispatch import Shader
 _MINUS_INFINITY: Final = "-3.4028234663852886e38"
 """The lowest float32, in place of minus infinity, which has no literal in WGSL."""
 _MOST_SUMS: Final = 64
-"""Registers for an invocation's sums, at most, that leave enough for prefetching."""
+"""Limit on an invocation's registers for sums that leaves enough registers for prefetching."""
 
 
 def loop_iterations(sizes: AttentionSizes) -> int:
@@ -83,9 +83,9 @@ class _Stage:
     """A stage of the computation of a block.
 
     Attributes:
-        lines: WGSL.
+        lines: Statements in WGSL.
         reads: Tiles in workgroup memory: names, or (name, part of the vectors).
-        writes: Names of the tiles that it writes.
+        writes: Names of the tiles that the stage writes.
     """
 
     lines: Sequence[str]
@@ -94,7 +94,7 @@ class _Stage:
 
     @property
     def parts(self) -> list[tuple[str, int]]:
-        """Tiles that it reads and that must be loaded from the device's memory."""
+        """Tiles that the stage reads and that must be loaded from the device's memory."""
         return [tile for tile in self.reads if isinstance(tile, tuple)]
 
 
@@ -129,7 +129,7 @@ class _Kernel:
         declarations += [
             f"@group(0) @binding({len(bindings)}) var<storage, read_write> out: array<vec4f>;",
             *(f"var<workgroup> {name}: array<vec4f, {count}>;" for name, count in arrays),
-            *(self._four(name, view) for name, (view, _) in self.vectors.items()),
+            *(self._vec4_reader(name, view) for name, (view, _) in self.vectors.items()),
             f"@compute @workgroup_size({self.layout.invocations})",
             "fn main(@builtin(workgroup_id) group: vec3u,",
             "  @builtin(local_invocation_index) me: u32) {",
@@ -153,18 +153,20 @@ class _Kernel:
         maxima = [f"let top{i} = select(vec4f({_MINUS_INFINITY}), s{i}, on{i});" for i in range(4)]
         stages = [
             *self._products("s", "query", "key"),
-            _Stage([*self._scaled(), *maxima, self._fold_of("max", "top")], writes=["folds"]),
             _Stage(
-                [self._fold_rows("max"), *self._weights(), *self._to_memory("p")],
+                [*self._scale_scores(), *maxima, self._fold_columns("max", "top")], writes=["folds"]
+            ),
+            _Stage(
+                [self._fold_rows("max"), *self._weights(), *self._store_weights("p")],
                 reads=["folds"],
                 writes=["weights"],
             ),
-            *self._accumulated("sum", "value"),
+            *self._accumulate("sum", "value"),
         ]
         self._load_rows(steps)
-        self._walk(steps, *self._keys(), stages)
+        self._loop_over_blocks(steps, *self._keys(), stages)
         shares = [f"let share{i} = vec4f(total[{i}], 0.0, 0.0, 0.0);" for i in range(4)]
-        steps.add([*shares, self._fold_of("+", "share")], writes=["folds"])
+        steps.add([*shares, self._fold_columns("+", "share")], writes=["folds"])
         steps.add([self._fold_rows("+")], reads=["folds"])
         return [
             *steps.lines,
@@ -201,26 +203,26 @@ class _Kernel:
                 *self._sums("sum"),
                 f"let rows = {self._statistics(f'min(first_row / 4u + down, {last_four}u)')};",
                 "let highest = packed[rows]; let share_of = packed[rows + 1u];",
-                *self._delta("first_row + down * 4u"),
+                *self._read_delta("first_row + down * 4u"),
             ]
         )
         gradients = [
-            *self._scaled(),
+            *self._scale_scores(),
             *(
                 f"let p{i} = select(vec4f(0.0), "
                 f"exp(s{i} - vec4f(highest[{i}])) * share_of[{i}], on{i});"
                 for i in range(4)
             ),
             *(f"let g{i} = p{i} * (t{i} - vec4f(delta4[{i}])) * {self._scale};" for i in range(4)),
-            *self._to_memory("g"),
+            *self._store_weights("g"),
         ]
         stages = [
             *self._score_stages(("query", "key"), ("grad_output", "value")),
             _Stage(gradients, writes=["weights"]),
-            *self._accumulated("sum", "key"),
+            *self._accumulate("sum", "key"),
         ]
         self._load_rows(steps)
-        self._walk(steps, *self._keys(), stages)
+        self._loop_over_blocks(steps, *self._keys(), stages)
         return [*steps.lines, *self._store("sum", "query")]
 
     def keys(self) -> list[str]:
@@ -231,26 +233,26 @@ class _Kernel:
         steps.add(["let pair = group.y;", *self._sums("by_key"), *self._sums("by_value")])
         self._load_rows(steps)
         gradients = [
-            *self._scaled(),
-            *self._delta("first_column + across * 4u"),
+            *self._scale_scores(),
+            *self._read_delta("first_column + across * 4u"),
             *(
                 f"let p{i} = select(vec4f(0.0), exp(s{i} - highest) * share_of, on{i});"
                 for i in range(4)
             ),
             *(f"let g{i} = p{i} * (t{i} - delta4) * {self._scale};" for i in range(4)),
-            *self._to_memory("p"),
+            *self._store_weights("p"),
         ]
         stages = [
             *self._score_stages(("key", "query"), ("value", "grad_output")),
             _Stage(gradients, writes=["weights"]),
-            *reversed(self._accumulated("by_value", "grad_output")),
-            _Stage(self._to_memory("g"), writes=["weights"]),
-            *self._accumulated("by_key", "query"),
+            *reversed(self._accumulate("by_value", "grad_output")),
+            _Stage(self._store_weights("g"), writes=["weights"]),
+            *self._accumulate("by_key", "query"),
         ]
         head = f"for (var head = pair * {group}u; head < (pair + 1u) * {group}u; head++) {{"
         steps.loop(
             head,
-            lambda inner_steps: self._walk(
+            lambda inner_steps: self._loop_over_blocks(
                 inner_steps, first_column, f"{self.sizes.queries}u", stages
             ),
         )
@@ -266,21 +268,23 @@ class _Kernel:
     def _load_rows(self, steps: Steps) -> None:
         """Load the rows' vectors if they stay resident in workgroup memory."""
         for tile in TILES[self.problem.kernel][0] if self.layout.resident else ():
-            steps.add(self._read(tile, 0, "first_row"))
-            steps.add(self._put(tile, 0), writes=[self.layout.array(tile)])
+            steps.add(self._load_tile(tile, 0, "first_row"))
+            steps.add(self._store_tile(tile, 0), writes=[self.layout.array(tile)])
 
-    def _walk(self, steps: Steps, first_column: str, end: str, stages: Sequence[_Stage]) -> None:
-        """Run all stages for each block of columns that is not masked entirely."""
-        loads = self._loads_of(stages)
-        hides = self.problem.mask is not None
-        across_blocks = self.prefetches and not hides
-        if across_blocks:
+    def _loop_over_blocks(
+        self, steps: Steps, first_column: str, end: str, stages: Sequence[_Stage]
+    ) -> None:
+        """Add a loop that runs all stages for each block of columns that is not masked entirely."""
+        loads = self._plan_loads(stages)
+        has_mask = self.problem.mask is not None
+        prefetches_next_block = self.prefetches and not has_mask
+        if prefetches_next_block:
             steps.add(self._reads(next(filter(None, loads)), first_column))
 
         def block(inner: Steps) -> None:
-            inner.add(self._at_block())
-            if not hides:
-                self._stages(inner, stages, loads, end if across_blocks else "")
+            inner.add(self._begin_block())
+            if not has_mask:
+                self._stages(inner, stages, loads, end if prefetches_next_block else "")
                 return
             votes = "folds" if self.problem.kernel == "forward" else self.layout.array("weights")
             head = vote(
@@ -291,7 +295,7 @@ class _Kernel:
         head = f"for (var first_column = {first_column}; first_column < {end}; "
         steps.loop(f"{head}first_column += {BLOCK}u) {{", block)
 
-    def _at_block(self) -> list[str]:
+    def _begin_block(self) -> list[str]:
         """Compute values of a block that need no loaded tile."""
         lines = visible_scores(self.problem)
         if self.problem.kernel == "keys":
@@ -301,8 +305,8 @@ class _Kernel:
             lines.append("let highest = packed[rows]; let share_of = packed[rows + 1u];")
         return lines
 
-    def _loads_of(self, stages: Sequence[_Stage]) -> list[list[tuple[str, int]]]:
-        """List for each stage the tiles that its arrays do not already hold."""
+    def _plan_loads(self, stages: Sequence[_Stage]) -> list[list[tuple[str, int]]]:
+        """List for each stage the tiles that workgroup memory does not already hold."""
         rows = TILES[self.problem.kernel][0] if self.layout.resident else ()
         contents: dict[str, tuple[str, int]] = {}
         loads = []
@@ -322,14 +326,14 @@ class _Kernel:
         loads: Sequence[Sequence[tuple[str, int]]],
         end: str,
     ) -> None:
-        """Run the stages of one block; with `end`, prefetch the next block's first tiles."""
+        """Add the stages of one block; with `end`, prefetch the next block's first tiles."""
         is_loaded = bool(end)
         for number, (stage, parts) in enumerate(zip(stages, loads, strict=True)):
             if parts:
                 if not is_loaded:
                     steps.add(self._reads(parts, "first_column"))
                 for part in parts:
-                    steps.add(self._put(*part), writes=[self.layout.array(part[0])])
+                    steps.add(self._store_tile(*part), writes=[self.layout.array(part[0])])
                 next_parts = next(filter(None, loads[number + 1 :]), [])
                 is_loaded = self.prefetches and bool(next_parts)
                 if is_loaded:
@@ -343,7 +347,7 @@ class _Kernel:
             steps.add(stage.lines, self._arrays(stage.reads), self._arrays(stage.writes))
 
     def _prefetch(self, steps: Steps, stage: _Stage, reads: Sequence[str]) -> None:
-        """Issue reads that overlap with the stage, after its barrier."""
+        """Add reads that overlap with the stage, after the stage's barrier."""
         steps.add(reads, reads=self._arrays(stage.reads))
 
     def _arrays(self, tiles: Sequence[str | tuple[str, int]]) -> list[str]:
@@ -355,7 +359,7 @@ class _Kernel:
         return [
             line
             for tile, part in parts
-            for line in self._read(tile, part, "first_row" if tile in rows else first_column)
+            for line in self._load_tile(tile, part, "first_row" if tile in rows else first_column)
         ]
 
     @property
@@ -367,8 +371,8 @@ class _Kernel:
             return "vec4<f16>" if view.is_vec4_readable else "f16"
         return "vec4f" if view.is_vec4_readable else "f32"
 
-    def _four(self, name: str, view: View) -> str:
-        """Print `name4(at)`, which reads four consecutive elements of a vector."""
+    def _vec4_reader(self, name: str, view: View) -> str:
+        """Return WGSL of `NAME4(at)`, which reads four consecutive elements of a vector."""
         if view.is_vec4_readable:
             four = f"{name}[at / 4u]"
             four = f"vec4f({four})" if view.is_half else four
@@ -393,14 +397,13 @@ class _Kernel:
         return [f"{tile}_held{u}" for u in range(count)]
 
     def _position(self, part: int, number: int) -> tuple[str, str]:
-        """Return row and vec4 of an invocation's n-th load; adjacent invocations go along
-        vectors."""
+        """Return the row and vec4 of an invocation's load; adjacent invocations read one vector."""
         stride, invocations = self.layout.stride(part), self.layout.invocations
         return f"(me / {stride}u + {number * (invocations // stride)}u)", f"(me % {stride}u)"
 
-    def _read(self, tile: str, part: int, first_row: str) -> list[str]:
-        """Load a tile from the device's memory into registers; rows past the end repeat the
-        last."""
+    def _load_tile(self, tile: str, part: int, first_row: str) -> list[str]:
+        """Load a tile from the device's memory into registers; rows past the end repeat the last
+        row."""
         last_row, lines = self.vectors[tile][1] - 1, []
         start, last_four = part * self.layout.width, self.layout.fours(part) - 1
         for u, name in enumerate(self._registers(tile, part)):
@@ -408,13 +411,13 @@ class _Kernel:
             clamped_four = (
                 four if last_four % ACROSS == ACROSS - 1 else f"min({four}, {last_four}u)"
             )
-            at = self._address(
+            index = self._address(
                 tile, f"min({first_row} + {row}, {last_row}u)", f"({start}u + {clamped_four}) * 4u"
             )
-            lines.append(f"{name} = {tile}4({at});")
+            lines.append(f"{name} = {tile}4({index});")
         return lines
 
-    def _put(self, tile: str, part: int) -> list[str]:
+    def _store_tile(self, tile: str, part: int) -> list[str]:
         """Store a tile from registers into workgroup memory."""
         array, stride = self.layout.array(tile), self.layout.stride(part)
         lines = []
@@ -439,23 +442,28 @@ class _Kernel:
             stages.append(_Stage([*lines, "}"], [(left, part), (right, part)]))
         return stages
 
-    def _score_stages(self, scores: tuple[str, str], tangents: tuple[str, str]) -> list[_Stage]:
+    def _score_stages(self, scores: tuple[str, str], gradients: tuple[str, str]) -> list[_Stage]:
         """Compute products `s` and `t`, in one stage if all of their tiles are resident."""
-        scores_stages, tangent_stages = self._products("s", *scores), self._products("t", *tangents)
+        scores_stages, gradient_stages = (
+            self._products("s", *scores),
+            self._products("t", *gradients),
+        )
         if not self.layout.resident:
-            return [*scores_stages, *tangent_stages]
+            return [*scores_stages, *gradient_stages]
         return [
             _Stage(
-                [*scores_stages[0].lines, *tangent_stages[0].lines],
-                [*scores_stages[0].reads, *tangent_stages[0].reads],
+                [*scores_stages[0].lines, *gradient_stages[0].lines],
+                [*scores_stages[0].reads, *gradient_stages[0].reads],
             )
         ]
 
-    def _scaled(self) -> list[str]:
-        bias = self.problem.mask is not None and not self.problem.is_mask_boolean
-        return [f"s{i} = s{i} * {self._scale}{f' + bias{i}' if bias else ''};" for i in range(4)]
+    def _scale_scores(self) -> list[str]:
+        has_bias = self.problem.mask is not None and not self.problem.is_mask_boolean
+        return [
+            f"s{i} = s{i} * {self._scale}{f' + bias{i}' if has_bias else ''};" for i in range(4)
+        ]
 
-    def _fold_of(self, fold: str, name: str) -> str:
+    def _fold_columns(self, fold: str, name: str) -> str:
         """Reduce an invocation's four rows over its columns."""
         four = "max(max({0}.x, {0}.y), max({0}.z, {0}.w))" if fold == "max" else "{0}.x"
         return f"folds[me] = vec4f({', '.join(four.format(f'{name}{i}') for i in range(4))});"
@@ -469,12 +477,12 @@ class _Kernel:
             total = f"max({total}, {row_value})" if fold == "max" else f"{total} + {row_value}"
         return f"let top = {total};"
 
-    def _to_memory(self, name: str) -> list[str]:
+    def _store_weights(self, name: str) -> list[str]:
         """Store the tile of weights in workgroup memory, by row: four columns per element."""
         array = self.layout.array("weights")
         return [f"{array}[(down * 4u + {i}u) * {ACROSS}u + across] = {name}{i};" for i in range(4)]
 
-    def _accumulated(self, name: str, vectors: str) -> list[_Stage]:
+    def _accumulate(self, name: str, vectors: str) -> list[_Stage]:
         """Add the columns' vectors, weighted by the tile in workgroup memory, to the rows' sums."""
         weights, right = self.layout.array("weights"), self.layout.array(vectors)
         stages = []
@@ -497,7 +505,7 @@ class _Kernel:
             stages.append(_Stage([*lines, "}"], ["weights", (vectors, part)]))
         return stages
 
-    def _delta(self, first_query: str) -> list[str]:
+    def _read_delta(self, first_query: str) -> list[str]:
         """Read `delta4` of four queries, starting at `first_query`."""
         delta = self.problem.delta
         assert delta is not None

@@ -1,4 +1,4 @@
-"""Matrix products: shapes and operands, tiles for wide ones, lanes for narrow ones.
+"""Matrix products: shapes and operands, tiles for GPUs, lanes for software adapters.
 
-Imports what is beside it in `shaders`. Start with `shader`.
+Imports modules of `shaders`. Start with `shader`.
 """

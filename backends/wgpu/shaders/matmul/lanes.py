@@ -1,10 +1,10 @@
 """Matrix product without workgroup memory, for software adapters (Mesa's lavapipe).
 
-There an invocation is a lane of a vector register. Loads, one per element, dominate the cost;
-multiplications are cheap. So a subgroup computes a block of `rows` x (`columns` times its lanes)
-outputs: one operand (the *rows*) is loaded once per subgroup and broadcast; each lane loads the
-other (the *lanes*) for its own columns. Two adjacent float32 values are loaded as one u64 (feature
-`shader-int64`), which halves the loads.
+On such an adapter an invocation is a lane of a vector register. Loads, one per element, dominate
+the cost; multiplications are cheap. So a subgroup computes a block of `rows` x (`columns` times its
+lanes) outputs: one operand (the *rows*) is loaded once per subgroup and broadcast; each lane loads
+the other (the *lanes*) for its own columns. Two adjacent float32 values are loaded as one u64
+(feature `shader-int64`), which halves the loads.
 
 Either operand can be broadcast (`swap`); sums run over k in order in both cases.
 """
@@ -47,7 +47,7 @@ class _Kernel:
         left, right = sides(problem)
         self.problem, self.lanes = problem, lanes
         self.row, self.column = (right, left) if lanes.swap else (left, right)
-        assert self.row.form is None, "only the operand of the lanes is widened"
+        assert self.row.form is None, "only the operand of the lanes can be quantized"
         # Distance between outputs along the rows and along the lanes.
         row = problem.result.row
         self.steps = (1, row) if lanes.swap else (row, 1)
@@ -70,8 +70,7 @@ class _Kernel:
         return self.column.along_outer(elements) and self.lanes.columns % elements == 0
 
     def _adjacent_columns(self) -> int:
-        """Return how many adjacent columns a lane has: as it loads them, or as it can store
-        them."""
+        """Return the number of adjacent columns of a lane, as the lane loads or can store them."""
         if self.fours:
             return 4
         return 2 if self.column.extent % 2 == 0 and self.lanes.columns % 2 == 0 else 1
@@ -91,12 +90,12 @@ class _Kernel:
             f"@group(0) @binding({i}) var<storage, read> {name}: array<{bindings[name]}>;\n"
             for i, name in enumerate(order)
         )
-        out = "u64" if self._paired_stores() else "f32"
+        out = "u64" if self._stored_pairs() else "f32"
         remainder = self.problem.k % self.unroll
-        widen = "" if self._is_f32 else self.column.functions(vector=self.fours or self.fours_k)
+        readers = "" if self._is_f32 else self.column.functions(vector=self.fours or self.fours_k)
         source = f"""\
 {read_bindings}@group(0) @binding({len(order)}) var<storage, read_write> out: array<{out}>;
-{widen}
+{readers}
 fn low(pair: u64) -> f32 {{ return bitcast<f32>(u32(pair)); }}
 fn high(pair: u64) -> f32 {{ return bitcast<f32>(u32(pair >> 32u)); }}
 @compute @workgroup_size({self.lanes.subgroup})
@@ -129,16 +128,16 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
     def _coordinates(self) -> str:
         """Declare each lane's columns and rows, clamped to the operands' extents, and the sums."""
         lines = [f"  {ZERO}"]
-        per = self.adjacent_columns
+        adjacent = self.adjacent_columns
         for c in range(self.lanes.columns):
-            span = per * self.lanes.subgroup
-            at = f"first_column + {c // per * span}u + lane * {per}u + {c % per}u"
+            span = adjacent * self.lanes.subgroup
+            at = f"first_column + {c // adjacent * span}u + lane * {adjacent}u + {c % adjacent}u"
             lines.append(f"  let column{c} = {at};")
-            if c % per == 0 or per == 1:
-                last_column = self.column.extent - per
+            if c % adjacent == 0 or adjacent == 1:
+                last_column = self.column.extent - adjacent
                 lines.append(f"  let near{c} = min(column{c}, {last_column}u);")
             else:
-                lines.append(f"  let near{c} = near{c // per * per} + {c % per}u;")
+                lines.append(f"  let near{c} = near{c // adjacent * adjacent} + {c % adjacent}u;")
         rows_per_lane = 2 if self.row_pairs else 1
         for g in range(self._row_groups()):
             at = f"first_row + {g * rows_per_lane * self.lanes.subgroup}u + lane * {rows_per_lane}u"
@@ -217,10 +216,10 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
             return f"subgroupBroadcast({register}{i // (2 * size)}_{t}, {i % (2 * size) // 2}u)"
         return f"subgroupBroadcast(x{i // size}_{t}, {i % size}u)"
 
-    def _paired_stores(self) -> str:
+    def _stored_pairs(self) -> str:
         """Return the dimension along which two outputs are stored as one u64: columns, rows or
         none."""
-        if not self.problem.result.aligned(2):
+        if not self.problem.result.is_aligned(2):
             return ""
         if self.steps[1] == 1 and self.adjacent_columns % 2 == 0:
             return "columns"
@@ -235,23 +234,23 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
         for sums, at, row, column in self._outputs():
             if len(sums) == 2:
                 target = f"out[({at}) / 2u]"
-                values = self._onto(sums, [f"low({target})", f"high({target})"])
+                values = self._add_to_output(sums, [f"low({target})", f"high({target})"])
                 low, high = (f"u64(bitcast<u32>({value}))" for value in values)
                 store = f"{target} = {low} | ({high} << 32u);"
             else:
-                (value,) = self._onto(sums, [f"out[{at}]"])
+                (value,) = self._add_to_output(sums, [f"out[{at}]"])
                 store = f"out[{at}] = {value};"
-            lines.append(self._guarded(store, row, column))
+            lines.append(self._guard(store, row, column))
         return "\n".join(lines)
 
-    def _onto(self, sums: Sequence[str], outputs: Sequence[str]) -> list[str]:
+    def _add_to_output(self, sums: Sequence[str], outputs: Sequence[str]) -> list[str]:
         if not self.problem.result.onto:
             return [*sums]
         return [f"{output} + {sum_}" for output, sum_ in zip(outputs, sums, strict=True)]
 
     def _outputs(self) -> Iterator[tuple[tuple[str, ...], str, str, str]]:
         """Yield the sums of each output (or pair), its index, its row and its column."""
-        paired = self._paired_stores()
+        paired = self._stored_pairs()
         di, dc = (2 if paired == "rows" else 1), (2 if paired == "columns" else 1)
         for i in range(0, self.lanes.rows, di):
             for c in range(0, self.lanes.columns, dc):
@@ -262,7 +261,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
                     sums += (f"c{i + 1}_{c}" if paired == "rows" else f"c{i}_{c + 1}",)
                 yield sums, at, row, column
 
-    def _guarded(self, store: str, row: str, column: str) -> str:
+    def _guard(self, store: str, row: str, column: str) -> str:
         guards = []
         if self.row.extent % self.lanes.rows:
             guards.append(f"{row} < {self.row.extent}u")

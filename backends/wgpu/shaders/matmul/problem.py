@@ -10,15 +10,15 @@ from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION
 from backends.wgpu.shaders.quantized_layout import QuantizedLayout
 
 MOST_TERMS: Final = 1 << 15
-"""Terms per dispatch, for every kernel. Its loops then take fewer than 60,000 iterations: Mesa's
+"""Limit on terms per dispatch. A kernel's loops then take fewer than 60,000 iterations: Mesa's
 software Vulkan silently ends them after 65,535."""
 _ALIGNMENT: Final = 8
-"""In elements: kernels depend on an offset only modulo this."""
+"""Number of elements: kernels depend on an offset only modulo this."""
 
 ZERO: Final = "let zero = bitcast<f32>(select(0u, 1u, arrayLength(&a) == 0u));"
-"""Initial value of sums: a zero that the compiler cannot fold. Unrolling a short loop, it would
-turn `fma(x, y, 0.0)` into `x * y`, which is -0 where the sum is +0, and bits would depend on
-sizes."""
+"""Initial value of sums: a zero that the compiler cannot fold. When unrolling a short loop, the
+compiler would turn `fma(x, y, 0.0)` into `x * y`, which is -0 where the sum is +0, and bits would
+depend on sizes."""
 
 ElementForm = Literal["f32", "f16", "rounded"]
 """An operand's element type in memory; "rounded" is float32 rounded to float16 on loading."""
@@ -29,8 +29,8 @@ class Operand:
     """A strided view of a buffer, in elements.
 
     Attributes:
-        strides: Of (batch, m, k) for the left operand, (batch, k, n) for the right one; 0 for a
-            broadcast dimension.
+        strides: Strides of (batch, m, k) for the left operand, (batch, k, n) for the right operand;
+            0 for a broadcast dimension.
         offset: Offset of element (0, 0, 0).
         element_form: Element type.
     """
@@ -54,7 +54,7 @@ class Result:
     offset: int = 0
     onto: bool = False
 
-    def aligned(self, elements: int) -> bool:
+    def is_aligned(self, elements: int) -> bool:
         """Whether groups of `elements` consecutive elements can be stored at once."""
         return self.row % elements == 0 and self.offset % elements == 0
 
@@ -68,16 +68,16 @@ class Epilogue:
         helpers: WGSL functions that the body calls.
         writes: WGSL types of further outputs `e0`, `e1` and so on.
         body: WGSL that uses `i`, the output's index, and `product`, its value.
-        stored: Whether the product itself is stored as well.
-        looks_up: Whether an index is read from a buffer.
+        is_product_stored: Whether the product itself is stored, too.
+        reads_indices: Whether an index is read from a buffer.
     """
 
     bindings: tuple[str, ...]
     helpers: str
     writes: tuple[str, ...]
     body: str
-    stored: bool
-    looks_up: bool = False
+    is_product_stored: bool
+    reads_indices: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class MatmulProblem:
         n: Columns of the right operand.
         a: The left operand.
         b: The right operand.
-        b_form: Storage of the right operand, if narrower than its dtype; it is not rounded then.
+        b_form: Layout of the right operand if quantized; a quantized operand is not rounded.
         into: Layout of the output; by default a dense buffer (batch, m, n).
         finish: Computation fused into the kernel.
     """
@@ -112,7 +112,7 @@ class MatmulProblem:
         return self.into or Result(self.n)
 
     @property
-    def in_float32(self) -> bool:
+    def is_float32(self) -> bool:
         """Whether both operands are float32."""
         return self.a.element_form == self.b.element_form == "f32"
 
@@ -128,7 +128,7 @@ class MatmulProblem:
 
 
 def _part_of_batch(problem: MatmulProblem, start: int) -> MatmulProblem:
-    """Return the products of a batch from `first` on, as many as fit in a grid."""
+    """Return the products of a batch from `start`, as many as fit in a grid."""
     a = replace(problem.a, offset=problem.a.offset + start * problem.a.strides[0])
     b = replace(problem.b, offset=problem.b.offset + start * problem.b.strides[0])
     result = problem.result
@@ -137,15 +137,15 @@ def _part_of_batch(problem: MatmulProblem, start: int) -> MatmulProblem:
     return replace(problem, batch=batch, a=a, b=b, into=result)
 
 
-def dispatched(problem: MatmulProblem) -> Iterator[MatmulProblem]:
+def split_into_dispatches(problem: MatmulProblem) -> Iterator[MatmulProblem]:
     """Split a product into dispatches with at most `MOST_TERMS` terms per sum, in order.
 
-    Each adds its sums to the previous ones. That is also more accurate than one running sum: an
+    Each dispatch adds to the previous sums. This is also more accurate than one running sum: an
     error of 4e-6 to 6e-6 of the norm at 151,936 terms, a vocabulary, instead of 9e-6.
     """
     if problem.batch > WORKGROUPS_PER_DIMENSION:
         for start in range(0, problem.batch, WORKGROUPS_PER_DIMENSION):
-            yield from dispatched(_part_of_batch(problem, start))
+            yield from split_into_dispatches(_part_of_batch(problem, start))
         return
     result = problem.result
     for start in range(0, max(problem.k, 1), MOST_TERMS):

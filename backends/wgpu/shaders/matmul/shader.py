@@ -2,11 +2,11 @@
 
 Every variant has one float32 accumulator per output, starts at zero and adds the terms in order of
 k, each by one `fma`. All variants and tile sizes therefore give the same bits on one adapter, and
-the choice affects speed only. No atomics. A long k is split at the same indices for all variants,
-into dispatches that add up their sums in order (`dispatched`).
+the choice affects speed only. There are no atomics. A long k is split at the same indices for all
+variants, into dispatches that add up their sums in order (`split_into_dispatches`).
 
 The right operand may be stored as bf16, f16, int8 or int4 (see
-`backends.wgpu.shaders.quantized_layout`): it is widened, and multiplied by its group's scale, on
+`backends.wgpu.shaders.quantized_layout`): it is dequantized on
 loading; sums are float32.
 """
 
@@ -23,7 +23,7 @@ from backends.wgpu.shaders.matmul.problem import (
     MatmulProblem,
     Operand,
     Result,
-    dispatched,
+    split_into_dispatches,
 )
 from backends.wgpu.shaders.matmul.side import sides
 from backends.wgpu.shaders.matmul.tiles import Tiles, tiles_shader
@@ -38,8 +38,8 @@ __all__ = (
     "Result",
     "Tiles",
     "candidates",
-    "dispatched",
     "matmul_shader",
+    "split_into_dispatches",
 )
 
 Choice = Lanes | Tiles
@@ -72,8 +72,8 @@ class MatmulTraits:
     Attributes:
         subgroup: Lanes of a subgroup on a software adapter that has subgroup operations and
             64-bit integers; else 0.
-        workgroup_bytes: Workgroup memory.
-        invocations: Limit per workgroup.
+        workgroup_bytes: Size of workgroup memory.
+        invocations: Limit on invocations per workgroup.
         units: Approximate number of parallel units, such as threads of a software adapter.
     """
 
@@ -89,7 +89,7 @@ def matmul_shader(
     """Return the shader of a product and its grid; bindings as in `MatmulProblem`.
 
     Args:
-        problem: Shapes; k at most `MOST_TERMS`, see `dispatched`.
+        problem: Shapes; k at most `MOST_TERMS`, see `split_into_dispatches`.
         choice: One of `candidates`; by default a kernel that runs on every adapter.
     """
     if isinstance(choice, Lanes):
@@ -99,19 +99,21 @@ def matmul_shader(
 
 def candidates(problem: MatmulProblem, traits: MatmulTraits) -> tuple[Choice, ...]:
     """Return the kernels that fit the adapter, by expected speed, fastest first."""
-    if traits.subgroup and problem.finish is None and problem.in_float32:
-        ranked = sorted(_lanes(problem, traits), key=lambda lanes: _cost(problem, lanes, traits))
+    if traits.subgroup and problem.finish is None and problem.is_float32:
+        ranked = sorted(
+            _lane_candidates(problem, traits), key=lambda lanes: _cost(problem, lanes, traits)
+        )
         return tuple(ranked)
-    fitting = [
+    fitting_tiles = [
         tiles
         for tiles in _TILES
         if tiles.workgroup_bytes <= traits.workgroup_bytes
         and tiles.invocations <= traits.invocations
     ]
-    return tuple(sorted(fitting, key=lambda tiles: _waste(problem, tiles)))
+    return tuple(sorted(fitting_tiles, key=lambda tiles: _waste(problem, tiles)))
 
 
-def _lanes(problem: MatmulProblem, traits: MatmulTraits) -> list[Lanes]:
+def _lane_candidates(problem: MatmulProblem, traits: MatmulTraits) -> list[Lanes]:
     swaps = (False, True) if problem.b_form is None else (False,)
     unroll = 4 if problem.b_form is not None else 2
     return [

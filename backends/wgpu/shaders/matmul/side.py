@@ -1,7 +1,7 @@
-"""One operand of a product as both kernels see it: an outer dimension (m or n) and k.
+"""An operand of a product as both kernels see it: an outer dimension (m or n) and k.
 
-If the outer dimension or k is contiguous and aligned, four elements are loaded at once. Storage
-narrower than float32 is widened on loading (`backends.wgpu.shaders.quantized_layout`).
+If the outer dimension or k is contiguous and aligned, four elements are loaded at once. Quantized
+operands are dequantized on loading (`backends.wgpu.shaders.quantized_layout`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class Side:
     """An operand, described by its outer dimension and k.
 
     Attributes:
-        name: Name of its binding: a or b.
+        name: Name of the operand's binding: a or b.
         extent: Size of the outer dimension.
         k: Size of the inner dimension.
         batch: Stride of the batch.
         outer: Stride of the outer dimension.
         inner: Stride of k.
         offset: Offset of the first element.
-        form: Storage, if narrower than its dtype.
+        form: Layout of a quantized operand.
         element_form: Element type otherwise.
     """
 
@@ -51,13 +51,13 @@ class Side:
         return all(number % elements == 0 for number in (*numbers, self.batch, self.offset))
 
     def base(self, batch: str) -> str:
-        """Print the index of the batch's first element."""
+        """Return the index of the batch's first element."""
         if not self.batch:
             return f"{self.offset}u"
         return f"{batch} * {self.batch}u + {self.offset}u"
 
     def index(self, base: str, outer: str, inner: str) -> str:
-        """Print an element's index."""
+        """Return an element's index."""
         return f"{base} + ({outer}) * {self.outer}u + ({inner}) * {self.inner}u"
 
     def element_type(self, *, vector: bool) -> str:
@@ -69,8 +69,9 @@ class Side:
         return "vec4f" if vector else "f32"
 
     def functions(self, *, vector: bool) -> str:
-        """Print `NAME_one(i)`, which reads element i; with `vector`, `NAME_four(i)`, elements i to
-        i + 3.
+        """Return WGSL of `NAME_one(i)`, which reads element i.
+
+        With `vector`, also of `NAME_four(i)`, which reads elements i to i + 3.
 
         Names of a letter and a number are reserved for a kernel's other buffers.
         """

@@ -88,15 +88,15 @@ def tiles_shader(problem: MatmulProblem, tiles: Tiles) -> tuple[Shader, tuple[in
     """Return the shader and its grid."""
     left, right = sides(problem)
     workgroups_across = -(-problem.n // tiles.columns)
-    down = -(-problem.m // tiles.rows)
-    vector_out = problem.n % 4 == 0 and problem.result.aligned(4)
+    workgroups_down = -(-problem.m // tiles.rows)
+    has_vector_output = problem.n % 4 == 0 and problem.result.is_aligned(4)
     source = f"""\
-@group(0) @binding(0) var<storage, read> a: array<{left.element_type(vector=_vector(left))}>;
-@group(0) @binding(1) var<storage, read> b: array<{right.element_type(vector=_vector(right))}>;
-{_bindings(problem, "vec4f" if vector_out else "f32")}
+@group(0) @binding(0) var<storage, read> a: array<{left.element_type(vector=_has_vectors(left))}>;
+@group(0) @binding(1) var<storage, read> b: array<{right.element_type(vector=_has_vectors(right))}>;
+{_bindings(problem, "vec4f" if has_vector_output else "f32")}
 var<workgroup> left: array<vec4f, {tiles.depth * _row_stride(tiles.rows)}>;
 var<workgroup> right: array<vec4f, {tiles.depth * _row_stride(tiles.columns)}>;
-{left.functions(vector=_vector(left))}{right.functions(vector=_vector(right))}
+{left.functions(vector=_has_vectors(left))}{right.functions(vector=_has_vectors(right))}
 @compute @workgroup_size({tiles.invocations})
 fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me: u32) {{
   let a_base = {left.base("group.z")};
@@ -109,7 +109,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me
 {_block_registers(tiles)}
   for (var k0 = 0u; k0 < {problem.k + tiles.depth}u; k0 += {tiles.depth}u) {{
     if (k0 < {problem.k}u) {{
-{_read((left, right), tiles)}
+{_load_blocks((left, right), tiles)}
     }}
     if (k0 > 0u) {{
       for (var k = 0u; k < {tiles.depth}u; k += {_UNROLLED}u) {{
@@ -123,17 +123,17 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) me
     }}
   }}
 {_output_rows(problem, tiles)}
-{_store(problem, tiles, vector=vector_out)}
+{_store(problem, tiles, vector=has_vector_output)}
 }}
 """
     finish = problem.finish
     reads = 2 + (len(finish.bindings) if finish else 0)
-    writes = len(finish.writes) + finish.stored if finish else 1
-    looks_up = finish is not None and finish.looks_up
-    in_bounds = not (looks_up or (problem.b_form is not None and problem.b_form.uses_table))
+    writes = len(finish.writes) + finish.is_product_stored if finish else 1
+    reads_indices = finish is not None and finish.reads_indices
+    in_bounds = not (reads_indices or (problem.b_form is not None and problem.b_form.uses_table))
     return Shader(source, reads + writes, writes, in_bounds), (
         workgroups_across,
-        down,
+        workgroups_down,
         problem.batch,
     )
 
@@ -148,7 +148,7 @@ def _bindings(problem: MatmulProblem, element: str) -> str:
     write_bindings = [
         f"var<storage, read_write> e{i}: array<{kind}>;" for i, kind in enumerate(finish.writes)
     ]
-    bindings = [*read_bindings, *([out] if finish.stored else []), *write_bindings]
+    bindings = [*read_bindings, *([out] if finish.is_product_stored else []), *write_bindings]
     lines = [f"@group(0) @binding({i}) {binding}" for i, binding in enumerate(bindings, 2)]
     return "\n".join(
         [
@@ -161,7 +161,7 @@ def _bindings(problem: MatmulProblem, element: str) -> str:
     )
 
 
-def _vector(side: Side) -> bool:
+def _has_vectors(side: Side) -> bool:
     return side.along_k(4) or side.along_outer(4)
 
 
@@ -185,8 +185,8 @@ def _blocks_per_invocation(tiles: Tiles) -> int:
     return -(-tiles.blocks // tiles.invocations)
 
 
-def _each_block(tiles: Tiles, print_block: Callable[[int, str, int], str]) -> str:
-    """Print each of an invocation's blocks with `print_block(number, tile, width)`.
+def _for_each_block(tiles: Tiles, print_block: Callable[[int, str, int], str]) -> str:
+    """Return WGSL of each of an invocation's blocks, by `print_block(number, tile, width)`.
 
     `r` and `t` are the block's coordinates along the outer dimension and k.
     """
@@ -211,21 +211,21 @@ def _each_block(tiles: Tiles, print_block: Callable[[int, str, int], str]) -> st
 
 
 def _block_position(width: int) -> str:
-    """Print a block's coordinates: two adjacent blocks along k, then along the outer dimension."""
+    """Return a block's coordinates: two adjacent blocks along k, then along the outer dimension."""
     fours = width // 4
     return f"let r = q / 2u % {fours}u * 4u; let t = (q % 2u + q / {2 * fours}u * 2u) * 4u;"
 
 
-def _read(operands: tuple[Side, Side], tiles: Tiles) -> str:
+def _load_blocks(operands: tuple[Side, Side], tiles: Tiles) -> str:
     """Load blocks into registers; terms past the end of k are zero in both tiles."""
-    side_of = dict(zip(("left", "right"), operands, strict=True))
+    side_by_tile = dict(zip(("left", "right"), operands, strict=True))
 
     def block(number: int, name: str, _width: int) -> str:
         outer = f"{'first_m' if name == 'left' else 'first_n'} + r"
         assignments = " ".join(f"p{number}_{t} = v{t};" for t in range(4))
-        return f"let k = k0 + t;\n{_block(side_of[name], outer)}\n{assignments}"
+        return f"let k = k0 + t;\n{_block(side_by_tile[name], outer)}\n{assignments}"
 
-    return _each_block(tiles, block)
+    return _for_each_block(tiles, block)
 
 
 def _store_tiles(tiles: Tiles) -> str:
@@ -237,11 +237,11 @@ def _store_tiles(tiles: Tiles) -> str:
             for t in range(4)
         )
 
-    return _each_block(tiles, block)
+    return _for_each_block(tiles, block)
 
 
 def _block(side: Side, outer: str) -> str:
-    """Print v0 to v3: for k to k + 3, four elements along the outer dimension."""
+    """Return WGSL of v0 to v3: for k to k + 3, four elements along the outer dimension."""
     base, last_row = f"{side.name}_base", side.extent - 1
     if side.along_k(4):
         clamped = f"min(k, {side.k - 4}u)"
@@ -293,7 +293,7 @@ def _products(tiles: Tiles) -> str:
 
 
 def _output_rows(problem: MatmulProblem, tiles: Tiles) -> str:
-    """Print the rows of an invocation's outputs."""
+    """Declare the rows of an invocation's outputs."""
     lines = [f"  let out_base = group.z * {problem.m * problem.n}u + {problem.result.offset}u;"]
     lines += [f"  let m{i} = first_m + my_m * 4u + {i}u;" for i in range(tiles.rows_per_invocation)]
     return "\n".join(lines)
@@ -307,7 +307,7 @@ def _store(problem: MatmulProblem, tiles: Tiles, *, vector: bool) -> str:
         if (finish := problem.finish) is not None:
             first_index = target.removeprefix("out[").removesuffix("]").removesuffix(" / 4u")
             stores = [(f"{first_index} + {c}u", f"{sums}[{c}]") for c in range(4)]
-            statements = statements if finish.stored else []
+            statements = statements if finish.is_product_stored else []
             statements += [
                 f"finish({i}, {x});" for i, x in (stores if vector else [(first_index, sums)])
             ]

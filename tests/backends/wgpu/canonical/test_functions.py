@@ -79,8 +79,8 @@ def computed(convention: Convention) -> dict[str, Floats]:
     host.upload(buffers[0], x)
     host.upload(buffers[1], y)
     dispatch = Dispatch(Shader(source, 3), (0, 1, 2), (len(x) // 64, 1, 1), "functions")
-    prepared = host.prepare([dispatch], buffers)
-    (content,) = host.run(prepared, [Copy(buffers[2], x.nbytes * len(texts))]).result()
+    commands = host.prepare([dispatch], buffers)
+    (content,) = host.run(commands, [Copy(buffers[2], x.nbytes * len(texts))]).result()
     host.close()
     return dict(zip(FUNCTIONS, np.split(content, len(texts)), strict=True))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backends.wgpu.canonical.convention import Convention
-from backends.wgpu.canonical.probe import first_difference, followed
+from backends.wgpu.canonical.probe import find_conventions, first_difference
 from backends.wgpu.device.device import Device
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from protocol.base.errors import SamestepError
@@ -17,7 +17,7 @@ pytest.importorskip("ziglang")
 
 @pytest.mark.slow
 def test_software_vulkan_rounds_products_and_keeps_subnormals(device: Device) -> None:
-    follows, departs = followed(device, MatmulTuner(device).shader)
+    follows, departs = find_conventions(device, MatmulTuner(device).shader)
     assert follows == [Convention(fused=False)]
     assert departs[Convention(fused=True)].operator == "a multiply-add"
 

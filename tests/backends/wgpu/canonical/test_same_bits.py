@@ -72,9 +72,9 @@ def instructions(name: str) -> Iterator[None]:
     """Pretend that the processor has only these instructions."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SAMESTEP_CPU_INSTRUCTIONS", name)
-        compiler.instructions.cache_clear()
+        compiler.best_instructions.cache_clear()
         yield
-    compiler.instructions.cache_clear()
+    compiler.best_instructions.cache_clear()
 
 
 def digest(program: Program, batch: Batch) -> str:

@@ -13,7 +13,7 @@ from protocol.base.errors import SamestepError
 Forward = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
 
-class StandIn(nn.Module):
+class ModelProxy(nn.Module):
     """A proxy that behaves like the module when called.
 
     Args:
@@ -32,7 +32,7 @@ class StandIn(nn.Module):
         return self._samestep_run(args, kwargs)
 
     def get_output_embeddings(self) -> None:
-        """It has no head: a call returns all logits."""
+        """Return no head: a call computes all logits."""
 
     def __getattr__(self, name: str) -> Any:
         """Return plain attributes and trained parameters, but no submodule or method."""
