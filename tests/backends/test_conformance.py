@@ -25,8 +25,8 @@ BACKENDS = ["scripted", "vulkan", *sorted({"cpu", KIND})]
 WIDTH = 6
 
 
-class Small(nn.Module):
-    """Two tied ends, a layer that forward leaves out, and dropout."""
+class SmallModel(nn.Module):
+    """A model with tied first and last layers, a layer that forward leaves out, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def blocks_of(module: nn.Module) -> tuple[Block, ...]:
 
 def make_trainable() -> Trainable:
     torch.manual_seed(1)
-    module = Small()
+    module = SmallModel()
     evaluate = lambda m, a: {"loss": float(squared_error(m, a))}  # noqa: E731
     return Trainable(blocks_of(module), module, squared_error, evaluate)
 
@@ -85,7 +85,7 @@ def backend(request) -> str:
 
 @pytest.fixture(scope="module")
 def program(backend) -> Iterator[Program]:
-    """Shared by all tests: a test must leave no trace in it."""
+    """Compile a program that all tests share: a test must not change it."""
     compiled = choose(backend).backend.compile(make_trainable(), make_batch())
     yield compiled
     compiled.close()
@@ -102,7 +102,7 @@ def bits(gradients: list[BlockGradient]) -> list[bytes]:
     return [item.values.tobytes() for item in gradients]
 
 
-def test_every_block_once_in_reverse_order_then_the_loss(program):
+def test_blocks_come_once_in_reverse_order_then_the_loss(program):
     blocks = make_trainable().blocks
     gradients, loss = run(program, make_batch(), 3)
     assert [item.block for item in gradients] == list(reversed(range(len(blocks))))
@@ -142,10 +142,10 @@ def test_only_unreached_parameters_have_absent_gradients(program, backend, leave
     assert unreached == {"unused.weight", "unused.bias"}
 
 
-def test_the_seed_decides_the_draws(program):
-    one, repeat, other = (bits(run(program, make_batch(), seed)[0]) for seed in (1, 1, 2))
-    assert one == repeat
-    assert one != other
+def test_seed_decides_the_random_draws(program):
+    first, repeated, other = (bits(run(program, make_batch(), seed)[0]) for seed in (1, 1, 2))
+    assert first == repeated
+    assert first != other
 
 
 def test_next_microbatch_is_complete_after_an_early_close(program):
@@ -167,7 +167,7 @@ def test_next_microbatch_is_complete_after_leaving_the_loop(program):
 
 
 @pytest.mark.parametrize("leaves", [1, 2, 3, 7, 8])
-def test_a_subtrees_sums_are_those_of_its_microbatches_along_the_tree(program, leaves):
+def test_sums_of_a_subtree_follow_the_tree(program, leaves):
     blocks = make_trainable().blocks
     # The third batch has no samples.
     batches = [make_batch(0 if leaf == 2 else 4, seed=leaf) for leaf in range(leaves)]
@@ -181,7 +181,7 @@ def test_a_subtrees_sums_are_those_of_its_microbatches_along_the_tree(program, l
             total = expected.add(leaf, item.block, item.values)
             if total is not None:
                 sums[item.block] = total.tobytes()
-    for _ in range(2):  # one subtree leaves nothing behind for the next
+    for _ in range(2):  # a subtree must not affect the next
         items = list(program.gradients([(batch, leaf) for leaf, batch in enumerate(batches)]))
         additions = [BlockAdded(n) for n in reversed(range(len(blocks)))] * (leaves - 1)
         assert items[: len(additions)] == additions
@@ -192,18 +192,18 @@ def test_a_subtrees_sums_are_those_of_its_microbatches_along_the_tree(program, l
 
 
 def test_next_subtree_is_complete_after_an_abandoned_one(program):
-    def whole() -> list[bytes]:
+    def subtree_bits() -> list[bytes]:
         items = program.gradients([(make_batch(seed=leaf), leaf) for leaf in range(3)])
         return [item.values.tobytes() for item in items if isinstance(item, BlockGradient)]
 
-    expected = whole()
+    expected = subtree_bits()
     stream = program.gradients([(make_batch(seed=leaf), leaf) for leaf in (7, 8, 9)])
     items = iter(stream)
     for _ in range(len(make_trainable().blocks) + 1):
         next(items)
     stream.close()
     assert list(items) == []
-    assert whole() == expected
+    assert subtree_bits() == expected
 
 
 def test_fewer_samples_than_in_the_example_are_legal(program):
@@ -228,7 +228,7 @@ def test_another_thread_may_close_while_the_device_computes(backend):
     """A halt must not wait for the end of a forward pass."""
     entered, release = threading.Event(), threading.Event()
 
-    class Slow(Small):
+    class SlowModel(SmallModel):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.training and armed:
                 entered.set()
@@ -236,7 +236,7 @@ def test_another_thread_may_close_while_the_device_computes(backend):
             return super().forward(x)
 
     armed: list[bool] = []
-    module = Slow()
+    module = SlowModel()
     trainable = Trainable(blocks_of(module), module, squared_error)
     name = "scripted:60000" if backend == "scripted" else backend
     program = choose(name).backend.compile(trainable, make_batch())

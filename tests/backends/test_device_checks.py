@@ -1,4 +1,4 @@
-"""Checks of devices that are present but unusable: kernel files are made up, torch is real."""
+"""Checks of devices that are present but unusable: kernel files are fakes, torch is real."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 
 
 
 def has(backend: str) -> bool:
-    """Conditions name it in a string: it is not asked on import (see `tests.fork_server`)."""
+    """Whether a device is usable. Conditions call this in a string, so not on import (see
+    `tests.fork_server`)."""
     return any(row.backend == backend and row.usable for row in devices())
 
 
@@ -27,11 +28,11 @@ def has(backend: str) -> bool:
 def machine(tmp_path):
     """Make a machine with these display controllers, and perhaps an NVIDIA driver."""
 
-    def make(*makers: str, driver: str = "") -> KernelFiles:
-        for number, maker in enumerate(makers):
+    def make(*vendors: str, driver: str = "") -> KernelFiles:
+        for number, vendor in enumerate(vendors):
             card = tmp_path / "sys/bus/pci/devices" / f"0000:0{number}:00.0"
             card.mkdir(parents=True)
-            (card / "vendor").write_text(maker + "\n")
+            (card / "vendor").write_text(vendor + "\n")
             (card / "class").write_text("0x030200\n")
         if driver:
             version = tmp_path / "proc/driver/nvidia/version"
@@ -43,7 +44,7 @@ def machine(tmp_path):
 
 
 def finding_lines(name: str, machine: KernelFiles, *indices: int) -> list[str]:
-    return [each.line() for each in device_findings(name, indices or (0,), machine)]
+    return [finding.line() for finding in device_findings(name, indices or (0,), machine)]
 
 
 def test_the_cpu_computes(machine):
@@ -76,7 +77,7 @@ def test_a_device_that_computes_wrongly_or_not_at_all(machine, monkeypatch):
     assert "cannot compute: out of memory" in broken_line
 
 
-def test_cards_are_counted_by_maker(machine):
+def test_cards_are_counted_by_vendor(machine):
     assert machine(NVIDIA, NVIDIA, AMD, INTEL, "0x1234").cards() == {
         "NVIDIA": 2,
         "AMD": 1,
@@ -86,10 +87,10 @@ def test_cards_are_counted_by_maker(machine):
 
 @pytest.mark.skipif("has('cuda')", reason="CUDA is usable here")
 class TestWithoutCuda:
-    def test_no_card_is_no_fault(self, machine):
+    def test_missing_card_is_no_failure(self, machine):
         assert not any("cuda" in line for line in finding_lines("auto", machine()))
 
-    def test_a_card_without_a_driver(self, machine):
+    def test_card_without_a_driver_gets_advice(self, machine):
         line = next(line for line in finding_lines("auto", machine(NVIDIA)) if "cuda" in line)
         assert line.startswith("warning  device: cuda: ")
         assert "install NVIDIA's driver 580 or later from NVIDIA's repository" in line
@@ -99,7 +100,7 @@ class TestWithoutCuda:
         assert line.startswith("failure  device: cuda: ")
 
     @pytest.mark.parametrize(
-        ("cuda", "loaded", "least"),
+        ("cuda", "loaded", "oldest"),
         [
             (None, "470.57.02", "580"),
             ("13.0", "470.57.02", "580"),
@@ -107,11 +108,11 @@ class TestWithoutCuda:
             ("12.8", "470.57.02", "525"),
         ],
     )
-    def test_a_driver_that_is_too_old(self, machine, monkeypatch, cuda, loaded, least):
+    def test_driver_that_is_too_old_gets_advice(self, machine, monkeypatch, cuda, loaded, oldest):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         line = self.about_cuda(machine, loaded)
         assert f"NVIDIA's driver {loaded} is loaded, torch" in line
-        assert f"needs {least} or later: install that from NVIDIA's repository" in line
+        assert f"needs {oldest} or later: install that from NVIDIA's repository" in line
 
     @pytest.mark.parametrize(
         ("cuda", "loaded"), [("13.0", "580.65.06"), ("12.8", "535.261.03"), ("99.0", "470.57.02")]
@@ -125,7 +126,7 @@ class TestWithoutCuda:
         monkeypatch.setattr(torch.version, "cuda", None)
         assert "TORCH=cuda bash deploy/environment.sh" in self.about_cuda(machine, "580.65.06")
 
-    def test_the_open_kernel_module_names_itself_otherwise(self, machine):
+    def test_version_of_the_open_kernel_module_is_read(self, machine):
         version_text = (
             "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
         )
@@ -161,7 +162,7 @@ class TestWithCuda:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_device_files_without_permission():
+def test_device_files_without_permission_are_listed():
     with tempfile.TemporaryDirectory() as folder:
         node = Path(folder) / "dri" / "renderD128"
         node.parent.mkdir()

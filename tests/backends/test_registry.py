@@ -1,4 +1,4 @@
-"""Which backend is chosen, and why not the others."""
+"""Which backend is chosen, and why other backends are not."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def usable(kind: str) -> DeviceInfo:
     return DeviceInfo(kind, kind.upper(), True, "")
 
 
-def chosen(choice: BackendChoice) -> object:
-    """Return what the replaced `_build_backend` received."""
+def build_arguments(choice: BackendChoice) -> object:
+    """Return the arguments that the replaced `_build_backend` received."""
     return choice.backend
 
 
@@ -51,7 +51,7 @@ def machine(monkeypatch):
 def test_auto_takes_the_first_usable_kind_and_says_why(machine, kinds, expected_kind, passed_over):
     machine(*kinds)
     choice = registry.choose("auto")
-    assert chosen(choice) == (expected_kind, 0)
+    assert build_arguments(choice) == (expected_kind, 0)
     assert [info.backend for info in choice.passed_over] == passed_over
     assert all(f"no {kind}: {kind} is broken" in choice.reason for kind in passed_over)
 
@@ -90,7 +90,7 @@ def test_missing_requested_device_is_never_replaced(machine, kinds, expected):
     for kind in ("cpu", "scripted"):  # a number distinguishes workers
         registry.choose(kind, expected)
     if "cuda" in kinds:
-        assert chosen(registry.choose("auto", 0)) == ("cuda", 0)
+        assert build_arguments(registry.choose("auto", 0)) == ("cuda", 0)
 
 
 CARDS = [
@@ -100,7 +100,7 @@ CARDS = [
 ]
 
 
-def with_cards(monkeypatch: pytest.MonkeyPatch, cards: list[DeviceInfo]) -> None:
+def set_vulkan_devices(monkeypatch: pytest.MonkeyPatch, cards: list[DeviceInfo]) -> None:
     real_devices_of = registry._devices_of
     monkeypatch.setattr(
         registry, "_devices_of", lambda kind: cards if kind == "vulkan" else real_devices_of(kind)
@@ -112,39 +112,39 @@ def with_cards(monkeypatch: pytest.MonkeyPatch, cards: list[DeviceInfo]) -> None
 )
 def test_a_card_is_chosen_by_number_or_part_of_its_name(machine, monkeypatch, expected, index):
     machine()
-    with_cards(monkeypatch, CARDS)
-    assert chosen(registry.choose("vulkan", expected)) == ("vulkan", index)
+    set_vulkan_devices(monkeypatch, CARDS)
+    assert build_arguments(registry.choose("vulkan", expected)) == ("vulkan", index)
 
 
 def test_a_part_of_several_names_takes_the_first_and_reports_it(machine, monkeypatch):
     machine()
-    with_cards(monkeypatch, CARDS)
+    set_vulkan_devices(monkeypatch, CARDS)
     reason = registry.choose("vulkan", "a").reason
     assert "the first of 2 whose names have 'a' in them: 'AMD Radeon" in reason
-    for clear in (1, "arc"):
-        assert registry.choose("vulkan", clear).reason == "vulkan was asked for by name"
+    for unambiguous in (1, "arc"):
+        assert registry.choose("vulkan", unambiguous).reason == "vulkan was asked for by name"
 
 
 @pytest.mark.parametrize(
     ("expected", "reason"),
     [(3, "there is no device 3; this machine has 3"), ("geforce", "'geforce'.*'AMD Radeon RX")],
 )
-def test_a_card_that_is_missing(machine, monkeypatch, expected, reason):
+def test_missing_card_is_refused(machine, monkeypatch, expected, reason):
     machine()
-    with_cards(monkeypatch, CARDS)
+    set_vulkan_devices(monkeypatch, CARDS)
     with pytest.raises(BackendUnavailable, match=reason):
         registry.choose("vulkan", expected)
 
 
 def test_auto_takes_a_card_but_no_software(machine, monkeypatch):
     machine("cpu")
-    with_cards(monkeypatch, CARDS)
-    assert chosen(registry.choose("auto")) == ("vulkan", 0)
+    set_vulkan_devices(monkeypatch, CARDS)
+    assert build_arguments(registry.choose("auto")) == ("vulkan", 0)
     with pytest.raises(BackendUnavailable, match=r"llvmpipe \(LLVM 15.0.6\) is software; ask for"):
         registry.choose("auto", "llvm")
-    with_cards(monkeypatch, CARDS[2:])
+    set_vulkan_devices(monkeypatch, CARDS[2:])
     choice = registry.choose("auto")
-    assert chosen(choice) == ("cpu", 0)
+    assert build_arguments(choice) == ("cpu", 0)
     assert "no vulkan: llvmpipe (LLVM 15.0.6) is software; ask for it" in choice.reason
 
 

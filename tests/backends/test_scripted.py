@@ -39,7 +39,7 @@ def test_two_programs_give_the_same_bits():
     assert first == second
 
 
-def test_blocks_arrive_no_earlier_than_their_time():
+def test_blocks_arrive_no_earlier_than_scheduled():
     program = ScriptedBackend(40.0).compile(Trainable(BLOCKS), BATCH)
     start_s = time.perf_counter()
     for block_count, _ in enumerate(program.gradients([(BATCH, 0)]), start=1):

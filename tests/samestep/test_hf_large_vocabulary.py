@@ -13,7 +13,11 @@ from transformers import Trainer, TrainingArguments
 import samestep.hf
 from backends.losses import logits_in_parts, vocabulary_loss
 from samestep.hf.losses import SAMPLES, SummedLoss
-from tests.backends.losses.test_vocabulary_loss import AT_ONCE, LARGE, assert_same_gradients
+from tests.backends.losses.test_vocabulary_loss import (
+    CHUNK_TOKENS,
+    LARGE_VOCABULARY,
+    assert_same_gradients,
+)
 from tests.small_heads import VOCABULARY, LargestTensor, bart, bert, gemma, llama, padded_texts, t5
 
 MODELS: dict[str, Any] = {"llama": llama, "gemma": gemma, "bert": bert, "t5": t5, "bart": bart}
@@ -48,13 +52,13 @@ def test_loss_and_gradients_are_those_of_transformers(name, smoothing, tmp_path,
     items_in_batch = stock._get_num_items_in_batch([given], torch.device("cpu"))
     stock_loss = stock.compute_loss(expected, {**given}, num_items_in_batch=items_in_batch)
     stock_loss.backward()
-    monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _: AT_ONCE)
+    monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _: CHUNK_TOKENS)
     trainer = trainer_of(samestep.hf.Trainer, model, tmp_path, smoothing=smoothing)
     losses = SummedLoss(trainer, [batch(trainer, items()[:1])])
     whole = batch(trainer, items())
     with mock.patch.object(logits_in_parts, "checkpoint", side_effect=checkpoint) as computed:
         loss = losses.loss(model, whole) / losses.weight(whole)
-    assert computed.call_count >= 48 // AT_ONCE or smoothing
+    assert computed.call_count >= 48 // CHUNK_TOKENS or smoothing
     loss.backward()
     assert float(loss.detach()) == pytest.approx(float(stock_loss.detach()), rel=1e-6)
     assert_same_gradients(model, expected)
@@ -62,30 +66,30 @@ def test_loss_and_gradients_are_those_of_transformers(name, smoothing, tmp_path,
 
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "bart"])
 def test_logits_are_those_of_a_few_tokens(name, tmp_path, monkeypatch):
-    model = MODELS[name](LARGE)
+    model = MODELS[name](LARGE_VOCABULARY)
     trainer = trainer_of(samestep.hf.Trainer, model, tmp_path)
-    losses = SummedLoss(trainer, [batch(trainer, items(LARGE)[:1])])
+    losses = SummedLoss(trainer, [batch(trainer, items(LARGE_VOCABULARY)[:1])])
     largest = []
     for at_once in (1 << 20, 33):
         monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)
         with LargestTensor() as trained:
-            losses.loss(model, batch(trainer, items(LARGE))).backward()
+            losses.loss(model, batch(trainer, items(LARGE_VOCABULARY))).backward()
         with LargestTensor() as evaluated, torch.no_grad():
-            losses.loss(model, batch(trainer, items(LARGE)))
+            losses.loss(model, batch(trainer, items(LARGE_VOCABULARY)))
         assert evaluated.elements == trained.elements
         largest.append(trained.elements)
-    assert largest == [48 * LARGE, 33 * LARGE]
+    assert largest == [48 * LARGE_VOCABULARY, 33 * LARGE_VOCABULARY]
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_a_run_is_that_of_all_logits_at_once(name, tmp_path, monkeypatch):
     runs = []
-    for at_once in (1 << 20, AT_ONCE):
+    for at_once in (1 << 20, CHUNK_TOKENS):
         monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)
         trainer = trainer_of(samestep.hf.Trainer, MODELS[name](), tmp_path / str(at_once))
         with mock.patch.object(logits_in_parts, "checkpoint", side_effect=checkpoint) as computed:
             trainer.train()
-        assert bool(computed.call_count) == (at_once == AT_ONCE)
+        assert bool(computed.call_count) == (at_once == CHUNK_TOKENS)
         runs.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
     assert len(runs[0]) == 2
     assert runs[1] == pytest.approx(runs[0], rel=1e-5)

@@ -17,14 +17,14 @@ from backends.eager.eager import EagerBackend
 from backends.losses import vocabulary_loss
 from samestep.hf.losses import SAMPLES, SummedLoss
 from tests import standin
-from tests.backends.losses.test_vocabulary_loss import LARGE, LARGE_CASES
+from tests.backends.losses.test_vocabulary_loss import LARGE_CASES, LARGE_VOCABULARY
 from tests.samestep.test_hf_large_vocabulary import batch as trainer_batch
 from tests.samestep.test_hf_large_vocabulary import items, trainer_of
 from tests.small_heads import padded_texts
 from worker.models.blocks import cut_into_blocks
 
-TOKENS, AT_ONCE = 48, 12
-LOGITS_BYTES = 4 * TOKENS * LARGE
+TOKENS, CHUNK_TOKENS = 48, 12
+LOGITS_BYTES = 4 * TOKENS * LARGE_VOCABULARY
 
 
 def peak_growth(job: Trainable, microbatch: Any) -> tuple[int, int]:
@@ -61,9 +61,11 @@ def job_of(model: Any, loss: Any) -> Trainable:
 def test_quarter_of_the_tokens_at_once_takes_a_third_of_the_memory(kind, monkeypatch):
     build_model, loss, make_batch = LARGE_CASES[kind]
     growths = []
-    for at_once in (TOKENS, AT_ONCE):
+    for at_once in (TOKENS, CHUNK_TOKENS):
         monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)
-        growths.append(peak_growth(job_of(build_model(LARGE), loss), make_batch(LARGE)))
+        growths.append(
+            peak_growth(job_of(build_model(LARGE_VOCABULARY), loss), make_batch(LARGE_VOCABULARY))
+        )
     assert_a_third(growths)
 
 
@@ -72,13 +74,13 @@ def test_quarter_of_the_tokens_takes_a_third_of_the_memory_in_a_trainer(
     name, tmp_path, monkeypatch
 ):
     build_model, growths = LARGE_CASES[name][0], []
-    microbatch = padded_texts(LARGE)
+    microbatch = padded_texts(LARGE_VOCABULARY)
     arrays = {**microbatch.arrays, SAMPLES: torch.tensor(2.0).numpy()}
-    for at_once in (TOKENS, AT_ONCE):
+    for at_once in (TOKENS, CHUNK_TOKENS):
         monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)
-        model = build_model(LARGE)
+        model = build_model(LARGE_VOCABULARY)
         trainer: Any = trainer_of(samestep.hf.Trainer, model, tmp_path)
-        losses = SummedLoss(trainer, [trainer_batch(trainer, items(LARGE)[:1])])
+        losses = SummedLoss(trainer, [trainer_batch(trainer, items(LARGE_VOCABULARY)[:1])])
         growths.append(peak_growth(job_of(model, losses.loss), type(microbatch)(arrays, 2.0)))
     assert_a_third(growths)
 

@@ -145,9 +145,8 @@ def lower(
     calls = {node: _call_step(node, fusion.buffers) for node in nodes if node.target in LAYERS}
     reads = _reads(nodes, calls, fusion, emitter)
     early = _ancestors(outputs[first_outputs])
-    fuser = KernelFuser(
-        emitter, template.bindings if template.fuses_kernels else 0, reads, output_buffers, early
-    )
+    bindings = template.bindings if template.fuses_kernels else 0
+    fuser = KernelFuser(emitter, bindings, reads, output_buffers, early)
     steps: list[Kernel | CallStep] = []
     for node in fusion_order(reads, early) if template.fuses_kernels and not calls else reads:
         if node in calls:
@@ -155,9 +154,7 @@ def lower(
         else:
             steps += fuser.add(node)
     steps += fuser.flush()
-    values_read = {r for step in steps for r in step.reads} | {
-        n for n in output_buffers if n is not None
-    }
+    values_read = {value for step in steps for value in step.reads} | {*output_buffers}
     constants = {node: value for node, value in constant_values.items() if node in values_read}
     return LoweredGraph(
         tuple(inputs), output_buffers, tuple(_drop_dead_steps(steps, output_buffers)), constants

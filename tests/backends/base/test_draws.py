@@ -6,15 +6,15 @@ from backends.base import draws
 
 
 def splitmix64(state: int, count: int) -> list[int]:
-    """Sebastiano Vigna's reference code, in Python integers."""
-    mask, out = 2**64 - 1, []
+    """Return hashes by Sebastiano Vigna's reference code, in Python integers."""
+    mask, hashes = 2**64 - 1, []
     for _ in range(count):
         state = (state + 0x9E3779B97F4A7C15) & mask
         z = state
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        out.append(z ^ (z >> 31))
-    return out
+        hashes.append(z ^ (z >> 31))
+    return hashes
 
 
 def test_hashes_are_splitmix64():
@@ -25,7 +25,7 @@ def test_hashes_are_splitmix64():
 
 def test_a_key_depends_on_every_part_and_its_type():
     parts: list[tuple[int | str, ...]] = [(1, "a"), ("1", "a"), (1, "b"), (1,), ("1a",), ()]
-    keys = {draws.key_of(*each) for each in parts}
+    keys = {draws.key_of(*key_parts) for key_parts in parts}
     assert len(keys) == 6
 
 
@@ -37,7 +37,7 @@ def test_uniforms_are_exact_fractions_below_one():
     assert abs(values.mean() - 0.5) < 0.01
 
 
-def test_bounds_and_deviation():
+def test_draws_have_the_requested_bounds_and_deviation():
     values = draws.symmetric(5, 10_000, 0.25)
     assert -0.25 <= values.min() < -0.24
     assert 0.24 < values.max() < 0.25

@@ -1,4 +1,4 @@
-"""Progress of a preparation reaches the listener of its thread, about once a second."""
+"""Progress of a preparation reaches the listener of the same thread, about once a second."""
 
 import time
 from itertools import count
@@ -23,7 +23,7 @@ def test_progress_reports_bytes_and_remaining_time(monkeypatch):
     ]  # fmt: skip
 
 
-def test_progress_without_listener():
+def test_progress_without_a_listener_is_ignored():
     progress.say("reading")
     progress.Meter("read", 1).add(1)
 

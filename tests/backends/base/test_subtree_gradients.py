@@ -17,32 +17,34 @@ from tests.reference_bfloat16 import nearest
 Floats = NDArray[np.float32]
 
 
-def exactly(values: Floats) -> Floats:
+def no_rounding(values: Floats) -> Floats:
     return values
 
 
-def naive(
-    subtree: Subtree, leaves: dict[int, Floats], rounding: Callable[[Floats], Floats] = exactly
+def naive_sum(
+    subtree: Subtree, leaves: dict[int, Floats], rounding: Callable[[Floats], Floats] = no_rounding
 ) -> Floats:
     if subtree.leaves == 1:
         return rounding(leaves[subtree.lo])
     left, right = children(subtree)
-    return rounding(naive(left, leaves, rounding) + naive(right, leaves, rounding))
+    return rounding(naive_sum(left, leaves, rounding) + naive_sum(right, leaves, rounding))
 
 
-def naive_float(subtree: Subtree, leaves: dict[int, float]) -> float:
+def naive_float_sum(subtree: Subtree, leaves: dict[int, float]) -> float:
     if subtree.leaves == 1:
         return leaves[subtree.lo]
     left, right = children(subtree)
-    return naive_float(left, leaves) + naive_float(right, leaves)
+    return naive_float_sum(left, leaves) + naive_float_sum(right, leaves)
 
 
 subtrees = st.builds(lambda size: Subtree(0, size), st.integers(1, 70))
 
 
 @given(subtrees, st.integers(1, 3), st.integers(0, 2**32 - 1))
-@pytest.mark.parametrize(("precision", "rounding"), [("float32", exactly), ("bfloat16", nearest)])
-def test_sums_are_the_trees_bit_for_bit(precision, rounding, subtree, blocks, seed):
+@pytest.mark.parametrize(
+    ("precision", "rounding"), [("float32", no_rounding), ("bfloat16", nearest)]
+)
+def test_sums_equal_those_along_the_tree_bit_for_bit(precision, rounding, subtree, blocks, seed):
     rng = np.random.default_rng(seed)
     scale = np.float32(10) ** rng.integers(-6, 6, size=(subtree.leaves, blocks, 1)).astype(
         np.float32
@@ -50,18 +52,20 @@ def test_sums_are_the_trees_bit_for_bit(precision, rounding, subtree, blocks, se
     values = (rng.standard_normal((subtree.leaves, blocks, 5)) * scale).astype(np.float32)
     sums = HostSums(subtree.leaves, blocks, precision)
     for leaf in range(subtree.lo, subtree.hi):
-        last = leaf == subtree.hi - 1
+        is_last = leaf == subtree.hi - 1
         for block in reversed(range(blocks)):
-            given_values = own_values = values[leaf - subtree.lo, block].copy()
+            passed_values = own_values = values[leaf - subtree.lo, block].copy()
             if seed >> leaf % 32 & 1:
                 own_values.flags.writeable = False
-                given_values = (own_values[:2], own_values[2:2], own_values[2:])
-            total = sums.add(leaf, block, given_values)
-            assert (total is not None) == last, "final as soon as the last leaf's block is in"
+                passed_values = (own_values[:2], own_values[2:2], own_values[2:])
+            total = sums.add(leaf, block, passed_values)
+            assert (total is not None) == is_last, (
+                "a sum is final once the last leaf's block is added"
+            )
             if total is not None:
                 leaves = {subtree.lo + i: values[i, block] for i in range(subtree.leaves)}
                 assert total.dtype == np.float32
-                assert total.tobytes() == naive(subtree, leaves, rounding).tobytes()
+                assert total.tobytes() == naive_sum(subtree, leaves, rounding).tobytes()
 
 
 @given(subtrees, st.integers(0, 2**32 - 1))
@@ -77,8 +81,8 @@ def test_losses_and_weights_follow_the_tree_in_float64(subtree, seed):
     results = [sums.add_loss(leaf, losses[leaf], weights[leaf]) for leaf in losses]
     assert results[:-1] == [None] * (subtree.leaves - 1)
     assert results[-1] is not None
-    assert results[-1].loss_sum == naive_float(subtree, losses)
-    assert results[-1].weight == naive_float(subtree, weights)
+    assert results[-1].loss_sum == naive_float_sum(subtree, losses)
+    assert results[-1].weight == naive_float_sum(subtree, weights)
 
 
 @given(st.integers(1, 300))
@@ -89,12 +93,12 @@ def test_subtree_sum_holds_few_arrays(leaves):
         assert len(sums._blocks[0].pending) <= leaves.bit_length()
 
 
-def test_another_order_would_have_other_bits():
-    """Shows that the test above is not vacuous: a plain running sum has other bits."""
+def test_running_sum_has_other_bits_than_the_tree():
+    """Shows that comparing bits with the tree is not vacuous."""
     rng = np.random.default_rng(0)
     values = rng.standard_normal((13, 1000)).astype(np.float32)
-    running = np.zeros(1000, np.float32)
+    running_sum = np.zeros(1000, np.float32)
     for row in values:
-        running += row
-    tree = naive(Subtree(0, 13), dict(enumerate(values)))
-    assert (running != tree).mean() > 0.2
+        running_sum += row
+    tree_sum = naive_sum(Subtree(0, 13), dict(enumerate(values)))
+    assert (running_sum != tree_sum).mean() > 0.2

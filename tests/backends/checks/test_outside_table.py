@@ -1,4 +1,4 @@
-"""Index errors of torch's functions name the input at fault, as the Vulkan backend does."""
+"""Index errors of torch's functions name the input at fault, as on the Vulkan backend."""
 
 from __future__ import annotations
 
@@ -21,24 +21,30 @@ def error_of(function: Callable[[], object]) -> str | None:
     except (IndexError, RuntimeError, ValueError) as error:
         index_error = outside_index_of(error, ARRAYS)
         return None if index_error is None else f"{index_error.text} ({index_error.row})"
-    raise AssertionError("torch computes it")
+    raise AssertionError("expected torch to raise an error")
 
 
-OF_Y = "which the model, or its loss, looks up in 3 rows: expected 0 to 2"
+LOOKUP_OF_Y = "which the model, or its loss, looks up in 3 rows: expected 0 to 2"
 
 
 CASES: list[tuple[Callable[[], object], str | None]] = [
-    (lambda: functional.cross_entropy(LOGITS, LABELS), f"input 'y' has 7 at [2], {OF_Y} (2)"),
-    (lambda: torch.nn.NLLLoss()(LOGITS, LABELS), f"input 'y' has 7 at [2], {OF_Y} (2)"),
-    (lambda: functional.cross_entropy(LOGITS[0], LABELS[2]), f"input 'y' has 7, {OF_Y} (None)"),
-    (lambda: functional.cross_entropy(LOGITS, LABELS + 1), f"an index is 3, {OF_Y} (None)"),
+    (
+        lambda: functional.cross_entropy(LOGITS, LABELS),
+        f"input 'y' has 7 at [2], {LOOKUP_OF_Y} (2)",
+    ),
+    (lambda: torch.nn.NLLLoss()(LOGITS, LABELS), f"input 'y' has 7 at [2], {LOOKUP_OF_Y} (2)"),
+    (
+        lambda: functional.cross_entropy(LOGITS[0], LABELS[2]),
+        f"input 'y' has 7, {LOOKUP_OF_Y} (None)",
+    ),
+    (lambda: functional.cross_entropy(LOGITS, LABELS + 1), f"an index is 3, {LOOKUP_OF_Y} (None)"),
     (
         lambda: functional.cross_entropy(LOGITS, LABELS, ignore_index=7),
-        f"input 'y' has -100 at [3], {OF_Y} (3)",
+        f"input 'y' has -100 at [3], {LOOKUP_OF_Y} (3)",
     ),
     (
         lambda: functional.embedding(ARRAYS["x"], TABLE),
-        f"input 'x' has 5 at [1, 1], {OF_Y.replace('3', '5').replace('2', '4')} (1)",
+        f"input 'x' has 5 at [1, 1], {LOOKUP_OF_Y.replace('3', '5').replace('2', '4')} (1)",
     ),
     (lambda: functional.cross_entropy(LOGITS, LABELS[:2]), None),
     (lambda: functional.linear(LOGITS, TABLE), None),

@@ -1,7 +1,7 @@
 """One of two ranks: gradients of LoRA with a sharded base, and of the same base on one device.
 
 `python -m tests.backends.eager.sharded_rank RANK PORT` writes a JSON object: by case, whether the
-bits are the same, the bytes of the base that this rank keeps, and those of the whole base.
+bits are the same, the bytes of the base on this rank, and the bytes of the whole base.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from worker.models.blocks import cut_into_blocks
 CASES: dict[str, dict[str, Any]] = {
     "float32": {"base_dtype": "float32"},
     "bfloat16": {"base_dtype": "bfloat16"},
-    "bfloat16, computed in it": {"base_dtype": "bfloat16", "precision": "bfloat16"},
+    "bfloat16, computed in bfloat16": {"base_dtype": "bfloat16", "precision": "bfloat16"},
     "bfloat16, computed in float16": {"base_dtype": "bfloat16", "precision": "float16"},
     "float16": {"base_dtype": "float16"},
     "checkpointed": {"base_dtype": "bfloat16", "precision": "bfloat16", "checkpointed": True},
@@ -38,25 +38,26 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def job_of(case: dict[str, Any]) -> Trainable:
+def trainable_of(case: dict[str, Any]) -> Trainable:
     model = llama(tie_word_embeddings=case.get("tied", False), mlp_bias=True)
     if case.get("checkpointed"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     module = adapted(model, targets=case.get("targets", ("q_proj", "down_proj")))
-    kinds = {key: case[key] for key in ("base_dtype", "precision") if key in case}
+    dtypes = {key: case[key] for key in ("base_dtype", "precision") if key in case}
     return Trainable(
         cut_into_blocks(module),
         module,
         TOKEN_LOSS,
         evaluate=lambda module, arrays: {"loss": float(TOKEN_LOSS(module, arrays))},
-        **kinds,
+        **dtypes,
     )
 
 
 def results_of(backend: Any, case: dict[str, Any]) -> tuple[list[Any], Trainable]:
-    """Evaluations, each before a subtree, of two microbatches and of one."""
-    job = job_of(case)
-    program = backend.compile(job, texts())
+    """Return evaluations and gradients: of a subtree of two microbatches, then of one
+    microbatch."""
+    trainable = trainable_of(case)
+    program = backend.compile(trainable, texts())
     results: list[Any] = []
     for leaves in ([(texts(), 1), (texts(90), 2)], [(texts(), 3)]):
         results.append(program.evaluate(texts()))
@@ -64,24 +65,27 @@ def results_of(backend: Any, case: dict[str, Any]) -> tuple[list[Any], Trainable
             is_block = isinstance(item, BlockGradient)
             results.append(item.values.tobytes() if is_block else repr(item))
     program.close()
-    return results, job
+    return results, trainable
 
 
 def frozen_bytes(module: Any) -> tuple[int, int]:
-    """Bytes of frozen parameters on this rank, and on all."""
-    frozen = [each for each in module.parameters() if not each.requires_grad]
-    local = (each.to_local() if isinstance(each, DTensor) else each for each in frozen)
-    return sum(each.nbytes for each in local), sum(each.nbytes for each in frozen)
+    """Return the bytes of frozen parameters on this rank, and on all ranks."""
+    frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+    local = (
+        parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        for parameter in frozen
+    )
+    return sum(p.nbytes for p in local), sum(p.nbytes for p in frozen)
 
 
-def compared() -> Iterator[tuple[str, Any]]:
+def compare_cases() -> Iterator[tuple[str, Any]]:
     backend = ShardedBackend("cpu", 0)
     for name, case in CASES.items():
         at_once = case.get("at_once", 1 << 20)
         with mock.patch.object(vocabulary_loss, "tokens_at_once", return_value=at_once):
             expected, _ = results_of(EagerBackend("cpu"), case)
-            results, job = results_of(backend, case)
-        yield name, [results == expected, *frozen_bytes(job.module)]
+            results, trainable = results_of(backend, case)
+        yield name, [results == expected, *frozen_bytes(trainable.module)]
 
 
 def refusals() -> Iterator[tuple[str, str]]:
@@ -95,9 +99,9 @@ def refusals() -> Iterator[tuple[str, str]]:
         ("int4", llama(), "int4"), ("experts", model_of(experts), "bfloat16"),
     ):  # fmt: skip
         module = adapted(model)
-        job = Trainable(cut_into_blocks(module), module, TOKEN_LOSS, base_dtype=base_dtype)  # type: ignore[arg-type]
+        trainable = Trainable(cut_into_blocks(module), module, TOKEN_LOSS, base_dtype=base_dtype)  # type: ignore[arg-type]
         try:
-            ShardedBackend("cpu", 0).compile(job, texts())
+            ShardedBackend("cpu", 0).compile(trainable, texts())
         except SamestepError as error:
             yield name, str(error)
 
@@ -107,5 +111,5 @@ if __name__ == "__main__":
     dist.init_process_group(
         "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    sys.stdout.write(json.dumps({**dict(compared()), **dict(refusals())}))
+    sys.stdout.write(json.dumps({**dict(compare_cases()), **dict(refusals())}))
     dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""Settings of torch that decide bits: set for a run, and restored to the user's values after it."""
+"""Settings of torch that decide bits: set for a run, and restored to the user's values
+afterwards."""
 
 from __future__ import annotations
 
@@ -14,30 +15,30 @@ from backends.eager import numerics
 BACKENDS: Any = torch.backends
 
 
-def every_product_in_tf32() -> None:
+def use_tf32_everywhere() -> None:
     BACKENDS.fp32_precision = "tf32"
 
 
-def each_library_by_its_own_name() -> None:
+def set_precision_of_each_library() -> None:
     BACKENDS.cuda.matmul.fp32_precision = "tf32"
     BACKENDS.cudnn.conv.fp32_precision = "tf32"
     BACKENDS.mkldnn.conv.fp32_precision = "bf16"
 
 
-def by_the_earlier_names() -> None:
+def set_precision_by_earlier_names() -> None:
     torch.set_float32_matmul_precision("medium")
     BACKENDS.cudnn.allow_tf32 = BACKENDS.cudnn.benchmark = True
     BACKENDS.cuda.matmul.allow_fp16_reduced_precision_reduction = True
 
 
 @contextlib.contextmanager
-def earlier_name_restored() -> Iterator[None]:
-    """A run never changes it, so a run does not restore it."""
-    before = torch.get_float32_matmul_precision()
+def restore_matmul_precision() -> Iterator[None]:
+    """Restore a setting that runs never change, and therefore do not restore."""
+    precision = torch.get_float32_matmul_precision()
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(precision)
 
 
 def precisions() -> list[str]:
@@ -65,22 +66,22 @@ def flags() -> list[object]:
 
 @pytest.mark.skipif(not hasattr(BACKENDS, "fp32_precision"), reason="torch has one name for each")
 @pytest.mark.parametrize(
-    "change", [every_product_in_tf32, each_library_by_its_own_name, by_the_earlier_names]
+    "change", [use_tf32_everywhere, set_precision_of_each_library, set_precision_by_earlier_names]
 )
 def test_run_computes_in_float32_and_restores_settings(change: Callable[[], None]):
-    with numerics.restore_settings(), earlier_name_restored():
+    with numerics.restore_settings(), restore_matmul_precision():
         change()
-        set_by_user = precisions(), flags()
+        user_settings = precisions(), flags()
         with numerics.restore_settings():
             numerics.make_deterministic()
             numerics.use_threads(1)
-            assert precisions() == ["ieee"] * len(set_by_user[0])
+            assert precisions() == ["ieee"] * len(user_settings[0])
             assert flags() == [2, 1, *[False] * 6]
-        assert (precisions(), flags()) == set_by_user
+        assert (precisions(), flags()) == user_settings
 
 
 def test_code_may_disable_cudnn_during_and_after_a_run():
-    """As transformers does around CTC, which also reads torch's older switch."""
+    """As in transformers around CTC, which also reads torch's older switch."""
     with numerics.restore_settings():
         numerics.make_deterministic()
         with torch.backends.cudnn.flags(enabled=False):

@@ -1,4 +1,4 @@
-"""A sharded base has the bits of the whole one, in float32 and in half precision."""
+"""A sharded base gives the bits of the whole base, in float32 and in half precision."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.free_ports import free_ports
 
 
 @pytest.fixture(scope="module")
-def by_rank() -> list[dict[str, Any]]:
-    """What both ranks have found."""
+def rank_results() -> list[dict[str, Any]]:
+    """Return the results of both ranks."""
     port = str(free_ports(1)[0])
     module = "tests.backends.eager.sharded_rank"
     ranks = [processes.start(module, str(rank), port) for rank in range(2)]
@@ -24,24 +24,26 @@ def by_rank() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_and_evaluation_have_the_bits_of_the_whole_base(by_rank, case):
-    assert [rank[case][0] for rank in by_rank] == [True, True]
+def test_gradients_and_evaluation_have_the_bits_of_the_whole_base(rank_results, case):
+    assert [rank[case][0] for rank in rank_results] == [True, True]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_rank_keeps_half_of_the_base(by_rank, case):
-    """And small tensors of layers in half precision, norms and biases."""
-    for _, kept, whole in (rank[case] for rank in by_rank):
-        assert kept < 0.53 * whole
+def test_each_rank_keeps_half_of_the_base(rank_results, case):
+    """Each rank also keeps small float32 tensors of layers in half precision: norms and biases."""
+    for _, kept_bytes, whole_bytes in (rank[case] for rank in rank_results):
+        assert kept_bytes < 0.53 * whole_bytes
 
 
-def test_half_precision_takes_half_of_the_memory(by_rank):
-    (_, wide, _), (_, half, _) = (by_rank[0][case] for case in ("float32", "bfloat16"))
-    assert half < 0.65 * wide, "embeddings stay float32"
+def test_half_precision_takes_half_of_the_memory(rank_results):
+    (_, float32_bytes, _), (_, bfloat16_bytes, _) = (
+        rank_results[0][case] for case in ("float32", "bfloat16")
+    )
+    assert bfloat16_bytes < 0.65 * float32_bytes, "embeddings stay float32"
 
 
-def test_what_cannot_be_sharded_is_refused_with_what_to_set(by_rank):
-    for rank in by_rank:
+def test_unsupported_base_is_refused_with_the_setting_to_change(rank_results):
+    for rank in rank_results:
         assert rank["int4"] == (
             "expected a base in float32 or half precision with --shard, got int4; write "
             "model.base_dtype=bfloat16, or remove --shard"

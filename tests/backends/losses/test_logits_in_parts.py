@@ -1,4 +1,4 @@
-"""Logits in parts stand for a tensor, whatever a loss does to them."""
+"""Logits in parts behave as a tensor, whatever a loss does with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 from backends.losses.logits_in_parts import LogitsInParts
 from backends.wgpu.capture.half_products import half_products
 
-VOCABULARY, HIDDEN, AT_ONCE = 11, 4, 5
+VOCABULARY, HIDDEN, CHUNK_TOKENS = 11, 4, 5
 BIAS = torch.linspace(-1.0, 1.0, VOCABULARY)
 
 
@@ -32,14 +32,15 @@ def labels(tokens: int = 12) -> torch.Tensor:
 
 
 def assert_same(head: nn.Linear, function: Any, *, in_parts: bool) -> None:
-    """The function's values and gradients are those of the tensor, which is computed or not."""
+    """Assert that values and gradients equal the tensor's; `in_parts`: without computing the
+    tensor."""
     results, gradients = [], []
     for is_deferred in (True, False):
         head.zero_grad()
         inputs = states()
         logits: Any = head(inputs)
         if is_deferred:
-            logits = LogitsInParts.of(head.forward, inputs, VOCABULARY, AT_ONCE)
+            logits = LogitsInParts.of(head.forward, inputs, VOCABULARY, CHUNK_TOKENS)
         result = function(logits)
         if is_deferred:
             assert (logits._tensor is None) == in_parts
@@ -51,13 +52,13 @@ def assert_same(head: nn.Linear, function: Any, *, in_parts: bool) -> None:
         gradients.append([inputs.grad, head.weight.grad, head.bias.grad])
     assert results[0].dtype == results[1].dtype
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)
-    for one, other in zip(*gradients, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for actual, expected in zip(*gradients, strict=True):
+        assert (actual is None) == (expected is None)
+        if actual is not None:
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-IN_PARTS: dict[str, Any] = {
+LOSSES_IN_PARTS: dict[str, Any] = {
     "flattened": lambda x: functional.cross_entropy(x.flatten(0, 1), labels()),
     "by a module": lambda x: nn.CrossEntropyLoss()(x.view(-1, VOCABULARY), labels().view(-1)),
     "of size": lambda x: functional.cross_entropy(x.view(-1, x.size(-1)), labels().to(x.device)),
@@ -68,7 +69,7 @@ IN_PARTS: dict[str, Any] = {
     "smoothed": lambda x: functional.cross_entropy(
         x.view((12, VOCABULARY)), labels(), label_smoothing=0.1
     ),
-    "another that is ignored": lambda x: functional.cross_entropy(
+    "another ignored label": lambda x: functional.cross_entropy(
         x.flatten(0, 1), labels().clamp(min=0), ignore_index=7
     ),
     "scaled": lambda x: functional.cross_entropy((2 * x / 3 * 0.5).flatten(0, 1), labels()),
@@ -84,12 +85,12 @@ IN_PARTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", IN_PARTS)
+@pytest.mark.parametrize("name", LOSSES_IN_PARTS)
 def test_a_loss_of_tokens_is_computed_in_parts(head, name):
-    assert_same(head, IN_PARTS[name], in_parts=True)
+    assert_same(head, LOSSES_IN_PARTS[name], in_parts=True)
 
 
-WHOLE: dict[str, Any] = {
+NEEDS_FULL_TENSOR: dict[str, Any] = {
     "softmax": lambda x: x.softmax(-1),
     "log_softmax": lambda x: functional.log_softmax(x, dim=-1),
     "argmax": lambda x: x.argmax(dim=-1),
@@ -113,18 +114,18 @@ WHOLE: dict[str, Any] = {
     "one token": lambda x: x[:, 0],
     "by tokens": lambda x: x.view(-1, 4).sum(0),
     "all flat": lambda x: x.flatten().cumsum(0),
-    "each sample": lambda x: sum(each.sum() for each in x),
+    "each sample": lambda x: sum(sample.sum() for sample in x),
     "in double": lambda x: x.double(),
     "by name": lambda x: x.mul(BIAS).to(torch.float64),
 }
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_everything_else_gets_the_tensor(head, name):
-    assert_same(head, WHOLE[name], in_parts=False)
+@pytest.mark.parametrize("name", NEEDS_FULL_TENSOR)
+def test_every_other_function_gets_the_full_tensor(head, name):
+    assert_same(head, NEEDS_FULL_TENSOR[name], in_parts=False)
 
 
-def test_what_is_changed_in_place_is_changed_as_in_the_tensor(head):
+def test_changes_in_place_act_as_on_the_tensor(head):
     def masked(logits: Any) -> Any:
         copied, flat = logits * 2, logits.view(-1, VOCABULARY)
         logits[..., 0] = -3.0
@@ -135,7 +136,7 @@ def test_what_is_changed_in_place_is_changed_as_in_the_tensor(head):
     assert_same(head, masked, in_parts=False)
 
 
-def test_a_metric_without_gradients_takes_none_from_the_loss(head):
+def test_metric_under_no_grad_leaves_the_loss_its_gradients(head):
     def loss(logits: Any) -> Any:
         with torch.no_grad():
             assert logits.argmax(-1).shape == (3, 4)
@@ -144,30 +145,34 @@ def test_a_metric_without_gradients_takes_none_from_the_loss(head):
     assert_same(head, loss, in_parts=False)
 
 
-def test_logits_without_gradients_stay_so(head):
+def test_logits_made_under_no_grad_have_no_gradients(head):
     with torch.no_grad():
-        logits: Any = LogitsInParts.of(head.forward, states(), VOCABULARY, AT_ONCE)
+        logits: Any = LogitsInParts.of(head.forward, states(), VOCABULARY, CHUNK_TOKENS)
     assert not functional.cross_entropy(logits.flatten(0, 1), labels()).requires_grad
     assert not logits.full_tensor().requires_grad
 
 
-def test_the_head_computes_in_the_precision_in_which_it_was_reached(head):
+def test_head_computes_in_the_precision_of_its_call(head):
     inputs = states()
     with torch.autocast("cpu", torch.bfloat16):
-        logits: Any = LogitsInParts.of(head.forward, inputs, VOCABULARY, AT_ONCE)
+        logits: Any = LogitsInParts.of(head.forward, inputs, VOCABULARY, CHUNK_TOKENS)
         expected = head(inputs)
-    for_loss = functional.cross_entropy(logits.float().flatten(0, 1), labels(), reduction="sum")
-    of_tensor = functional.cross_entropy(expected.float().flatten(0, 1), labels(), reduction="sum")
-    assert float(for_loss.detach()) == pytest.approx(float(of_tensor.detach()), rel=1e-6)
+    loss_in_parts = functional.cross_entropy(
+        logits.float().flatten(0, 1), labels(), reduction="sum"
+    )
+    loss_of_tensor = functional.cross_entropy(
+        expected.float().flatten(0, 1), labels(), reduction="sum"
+    )
+    assert float(loss_in_parts.detach()) == pytest.approx(float(loss_of_tensor.detach()), rel=1e-6)
     assert torch.equal(logits.full_tensor(), expected)
     assert logits.dtype == torch.bfloat16
 
 
-def test_a_mode_sees_the_products_of_parts(head):
-    """Vulkan's float16 rounds their operands."""
+def test_torch_function_mode_sees_the_products_of_parts(head):
+    """Vulkan's float16 mode rounds the operands of products."""
     inputs = states()
     with half_products(enabled=True):
-        logits: Any = LogitsInParts.of(head.forward, inputs, VOCABULARY, AT_ONCE)
+        logits: Any = LogitsInParts.of(head.forward, inputs, VOCABULARY, CHUNK_TOKENS)
         in_parts = functional.cross_entropy(logits.flatten(0, 1), labels())
         whole = functional.cross_entropy(head(inputs).flatten(0, 1), labels())
     plain = functional.cross_entropy(head(inputs).flatten(0, 1), labels())

@@ -1,4 +1,4 @@
-"""The loss of a few tokens at a time is that of all at once, on every backend, in less memory."""
+"""A loss computed a few tokens at a time equals the loss of all tokens, in less memory."""
 
 from __future__ import annotations
 
@@ -41,31 +41,31 @@ from worker.models.blocks import cut_into_blocks
 from worker.models.lora import Lora
 from worker.tasks.language.dpo import dpo_loss
 
-AT_ONCE = 10
-"""Of 48 tokens: the last part is shorter."""
-IN_FLOAT32 = 1e-5
-"""Of a gradient's norm; of a loss a tenth of it: other products, added in another order."""
+CHUNK_TOKENS = 10
+"""Tokens per part, of 48: the last part is shorter."""
+FLOAT32_TOLERANCE = 1e-5
+"""Relative to a gradient's norm; a tenth of this for a loss. Products and their order differ."""
 
 
 @pytest.fixture
 def in_parts(monkeypatch) -> None:
-    """Logits of `AT_ONCE` tokens at a time."""
-    monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _: AT_ONCE)
+    """Compute the logits of `CHUNK_TOKENS` tokens at a time."""
+    monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _: CHUNK_TOKENS)
 
 
-def adapted(model: Any, added_tokens: Any = (), **how: Any) -> Any:
-    lora = LoraSpec(r=4, **how)
+def adapted(model: Any, added_tokens: Any = (), **lora_options: Any) -> Any:
+    lora = LoraSpec(r=4, **lora_options)
     module = Lora(model, lora, "CAUSAL_LM", [], seed=0, added_tokens=added_tokens).module
     with torch.no_grad():
-        for name, each in module.named_parameters():
+        for name, parameter in module.named_parameters():
             if "lora_B" in name:
-                each.normal_(0.0, 0.1)
+                parameter.normal_(0.0, 0.1)
     return module
 
 
-def gradients(module: Any, loss: Any, microbatch: Batch, backend: str, **how: Any) -> Any:
+def gradients(module: Any, loss: Any, microbatch: Batch, backend: str, **options: Any) -> Any:
     program = EagerBackend(backend).compile(
-        Trainable(cut_into_blocks(module), module, loss, **how), microbatch
+        Trainable(cut_into_blocks(module), module, loss, **options), microbatch
     )
     items = list(program.gradients([(microbatch, 0)]))
     program.close()
@@ -73,8 +73,8 @@ def gradients(module: Any, loss: Any, microbatch: Batch, backend: str, **how: An
 
 
 CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
-    "in full": (llama, TOKEN_LOSS, texts, {}),
-    "in full, tied": (lambda: llama(tie_word_embeddings=True), TOKEN_LOSS, texts, {}),
+    "full": (llama, TOKEN_LOSS, texts, {}),
+    "full, tied": (lambda: llama(tie_word_embeddings=True), TOKEN_LOSS, texts, {}),
     "capped": (gemma, TOKEN_LOSS, texts, {}),
     "scaled": (cohere, TOKEN_LOSS, texts, {}),
     "LoRA on int4": (lambda: adapted(llama()), TOKEN_LOSS, texts, {"base_dtype": "int4"}),
@@ -96,34 +96,34 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_those_of_all_tokens_at_once(case, monkeypatch):
-    make, loss, microbatch, how = CASES[case]
-    whole = gradients(make(), loss, microbatch(), KIND, **how)
-    monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _: AT_ONCE)
+    make, loss, microbatch, options = CASES[case]
+    whole = gradients(make(), loss, microbatch(), KIND, **options)
+    monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _: CHUNK_TOKENS)
     with mock.patch.object(logits_in_parts, "checkpoint", side_effect=checkpoint) as computed:
-        parts = gradients(make(), loss, microbatch(), KIND, **how)
-    assert computed.call_count >= 48 // AT_ONCE
-    again = gradients(make(), loss, microbatch(), KIND, **how)
-    assert parts[0] == pytest.approx(whole[0], rel=IN_FLOAT32 / 10)
-    for one, other in zip(parts[1], whole[1], strict=True):
-        assert np.linalg.norm(one - other) <= IN_FLOAT32 * np.linalg.norm(other)
-    assert [each.tobytes() for each in parts[1]] == [each.tobytes() for each in again[1]]
-    assert parts[0] == again[0]
+        parts = gradients(make(), loss, microbatch(), KIND, **options)
+    assert computed.call_count >= 48 // CHUNK_TOKENS
+    repeated = gradients(make(), loss, microbatch(), KIND, **options)
+    assert parts[0] == pytest.approx(whole[0], rel=FLOAT32_TOLERANCE / 10)
+    for actual, expected in zip(parts[1], whole[1], strict=True):
+        assert np.linalg.norm(actual - expected) <= FLOAT32_TOLERANCE * np.linalg.norm(expected)
+    assert [block.tobytes() for block in parts[1]] == [block.tobytes() for block in repeated[1]]
+    assert parts[0] == repeated[0]
 
 
-@pytest.mark.parametrize("case", ["in full", "masked", "T5", "BART", "distilled"])
-def test_logits_that_are_few_keep_their_bits(case):
-    """They are computed as if nothing ever was in parts."""
-    make, loss, microbatch, how = CASES[case]
-    [losses, blocks], other = (
-        gradients(make(), loss, microbatch(), KIND, **how),
-        gradients(make(), partial(plain_loss, case=case), microbatch(), KIND, **how),
+@pytest.mark.parametrize("case", ["full", "masked", "T5", "BART", "distilled"])
+def test_few_logits_have_the_bits_of_a_plain_loss(case):
+    """Few logits are computed at once, as without this module."""
+    make, loss, microbatch, options = CASES[case]
+    [loss_sum, blocks], plain = (
+        gradients(make(), loss, microbatch(), KIND, **options),
+        gradients(make(), partial(plain_loss, case=case), microbatch(), KIND, **options),
     )
-    assert losses == other[0]
-    assert [each.tobytes() for each in blocks] == [each.tobytes() for each in other[1]]
+    assert loss_sum == plain[0]
+    assert [block.tobytes() for block in blocks] == [block.tobytes() for block in plain[1]]
 
 
 def plain_loss(module: Any, arrays: Any, case: str) -> torch.Tensor:
-    """The loss in torch's own words."""
+    """Return the loss as plain torch code computes it."""
     inputs = {"input_ids": arrays["input_ids"]}
     if "attention_mask" in arrays:
         inputs["attention_mask"] = arrays["attention_mask"]
@@ -138,9 +138,8 @@ def plain_loss(module: Any, arrays: Any, case: str) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-@pytest.mark.usefixtures("in_parts")
 class MixingHead(torch.nn.Linear):
-    """A head whose logits depend on the tokens before."""
+    """A head whose logits depend on earlier tokens."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         return super().forward(states + states.cumsum(-2) / 2)
@@ -165,14 +164,14 @@ def test_head_that_mixes_tokens_is_computed_whole(form):
     assert torch.equal(logits, expected)
 
 
-def test_a_head_s_dropout_is_drawn_once(monkeypatch):
+def test_dropout_of_a_head_is_drawn_once(monkeypatch):
     def parts() -> Any:
         module = adapted(llama(), targets=("q_proj", "lm_head"), dropout=0.5)
         return gradients(module, TOKEN_LOSS, texts(), KIND, unit="microbatch")[1]
 
-    again = parts()
+    expected = parts()
     monkeypatch.setattr(logits_in_parts, "checkpoint", lambda f, *args, **_: f(*args))
-    assert [each.tobytes() for each in parts()] == [each.tobytes() for each in again]
+    assert [block.tobytes() for block in parts()] == [block.tobytes() for block in expected]
 
 
 TRANSFORMERS: dict[str, tuple[Any, Any, Any]] = {
@@ -188,15 +187,15 @@ TRANSFORMERS: dict[str, tuple[Any, Any, Any]] = {
 @pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("kind", TRANSFORMERS)
 def test_loss_and_gradients_are_those_of_transformers(kind):
-    """Its mean, times the number of labels; within float32, of all parameters together."""
+    """The loss equals transformers' mean times the number of labels, within float32's precision."""
     make, loss, microbatch = TRANSFORMERS[kind]
     arrays = {name: torch.tensor(array) for name, array in microbatch().arrays.items()}
     labels = arrays["labels"]
     count = int((labels != -100).sum())
     expected, model = make(), make()
-    given = {name: array for name, array in arrays.items() if name != "labels"}
+    inputs = {name: array for name, array in arrays.items() if name != "labels"}
     shifted = {"shift_labels": labels} if loss is TOKEN_LOSS else {}
-    mean = expected(**given, labels=labels, **shifted).loss
+    mean = expected(**inputs, labels=labels, **shifted).loss
     (mean * count).backward()
     total = loss(model, arrays)
     total.backward()
@@ -205,32 +204,36 @@ def test_loss_and_gradients_are_those_of_transformers(kind):
 
 
 def assert_same_gradients(model: Any, expected: Any) -> None:
-    for (name, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None), name
-        if one.grad is not None:
-            difference = torch.linalg.norm(one.grad - other.grad)
-            assert difference <= IN_FLOAT32 * torch.linalg.norm(other.grad) + 1e-9, name
+    for (name, parameter), reference in zip(
+        model.named_parameters(), expected.parameters(), strict=True
+    ):
+        assert (parameter.grad is None) == (reference.grad is None), name
+        if parameter.grad is not None:
+            difference = torch.linalg.norm(parameter.grad - reference.grad)
+            assert difference <= FLOAT32_TOLERANCE * torch.linalg.norm(reference.grad) + 1e-9, name
 
 
-LARGE = 4096
+LARGE_VOCABULARY = 4096
 LARGE_CASES: dict[str, tuple[Any, Any, Any]] = {
     "llama": (llama, TOKEN_LOSS, texts),
     "bert": (bert, LABELED_LOSS, padded_texts),
     "t5": (t5, TARGET_LOSS, padded_texts),
     "bart": (bart, TARGET_LOSS, padded_texts),
-    "distilled": (llama, distil_loss(LARGE), texts_with_teacher),
+    "distilled": (llama, distil_loss(LARGE_VOCABULARY), texts_with_teacher),
 }
 
 
 @pytest.mark.parametrize("kind", LARGE_CASES)
-def test_logits_are_those_of_a_few_tokens_in_forward_and_backward(kind, monkeypatch):
+def test_largest_tensor_has_the_logits_of_a_few_tokens(kind, monkeypatch):
     make, loss, microbatch = LARGE_CASES[kind]
-    model = make(LARGE)
+    model = make(LARGE_VOCABULARY)
     model.requires_grad_(requires_grad=False)
-    tuple(each for name, each in model.named_parameters() if "norm" in name.lower())[
+    tuple(parameter for name, parameter in model.named_parameters() if "norm" in name.lower())[
         -1
     ].requires_grad_(requires_grad=True)
-    arrays = {name: torch.tensor(array) for name, array in microbatch(LARGE).arrays.items()}
+    arrays = {
+        name: torch.tensor(array) for name, array in microbatch(LARGE_VOCABULARY).arrays.items()
+    }
     largest = []
     for at_once in (1 << 20, 33):
         monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)
@@ -240,10 +243,10 @@ def test_logits_are_those_of_a_few_tokens_in_forward_and_backward(kind, monkeypa
             loss(model, arrays)
         assert evaluated.elements == largest_tensor.elements
         largest.append(largest_tensor.elements)
-    assert largest == [48 * LARGE, 33 * LARGE]
+    assert largest == [48 * LARGE_VOCABULARY, 33 * LARGE_VOCABULARY]
 
 
-def test_what_the_model_changes_after_its_head_does_not_change_the_logits():
+def test_changes_of_inputs_after_the_head_do_not_change_the_logits():
     states, scale, bias = torch.ones(4, 3), torch.tensor(2.0), torch.ones(5)
     head = torch.nn.Linear(3, 5, bias=False).requires_grad_(False)
     logits: Any = LogitsInParts.of(head, states, 5, 2)
@@ -255,6 +258,6 @@ def test_what_the_model_changes_after_its_head_does_not_change_the_logits():
     assert torch.equal(torch.cat([first, second]), expected)
 
 
-def test_how_many_tokens_is_decided_by_the_vocabulary_alone():
+def test_vocabulary_alone_decides_the_number_of_tokens_at_once():
     token_counts = [tokens_at_once(size) for size in (512, 32_000, 49_152, 151_936, 2_000_000)]
     assert token_counts == [65_536, 1024, 640, 192, 64]

@@ -1,4 +1,5 @@
-"""Quantized frozen weights: the values they represent, and their distance from the originals."""
+"""Quantized frozen weights: the values that they represent, and the distance from the original
+values."""
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 from backends.quantization.quantize import NF4, dequantize, group_of, quantize, stored_bytes
 from protocol.base.errors import DataError
 
-WHOLE = {"int8": 127, "int4": 7}
+LARGEST_CODES = {"int8": 127, "int4": 7}
 matrices = st.tuples(st.integers(1, 4), st.sampled_from([8, 24, 64, 128])).flatmap(
     lambda shape: arrays(np.float32, shape, elements=st.floats(-(2.0**100), 2.0**100, width=32))
 )
@@ -21,12 +22,12 @@ def test_no_value_moves_by_more_than_half_a_step_of_its_group(values, storage):
     grouped = values.reshape(-1, quantized.group)
     largest = np.abs(grouped).max(axis=1, keepdims=True)
     deviation = np.abs(dequantize(quantized).reshape(grouped.shape).astype(np.float64) - grouped)
-    step = largest.astype(np.float64) / WHOLE[storage]
+    step = largest.astype(np.float64) / LARGEST_CODES[storage]
     assert (deviation <= 0.5001 * step + 1e-36).all()
 
 
 @given(matrices)
-def test_bfloat16_is_the_nearest(values):
+def test_bfloat16_rounds_to_the_nearest_value(values):
     rounded = dequantize(quantize(values, "bf16"))
     assert (np.abs(rounded.astype(np.float64) - values) <= np.abs(values) * 2.0**-8 + 1e-40).all()
     assert (rounded.view(np.uint32) & 0xFFFF == 0).all()
@@ -44,8 +45,8 @@ def test_float16_equals_numpy():
 
 
 @pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4", "q4_0"])
-def test_representable_values_survive(storage):
-    """Values that a storage form can represent survive unchanged; sizes match the prediction."""
+def test_representable_values_are_preserved(storage):
+    """Also: sizes match the prediction."""
     integers = np.arange(-7, 9, dtype=np.float32).clip(-7, 7).reshape(2, 8)
     integers[:, 0] = [-8, 8] if storage == "q4_0" else integers[:, 0]
     quantized = quantize(integers, storage)
@@ -54,7 +55,7 @@ def test_representable_values_survive(storage):
 
 
 @given(matrices)
-def test_nf4_is_the_nearest_of_its_values(values):
+def test_nf4_rounds_to_the_nearest_of_its_values(values):
     quantized = quantize(values, "nf4")
     assert quantized.nbytes == stored_bytes(values.shape[0], values.shape[1], "nf4")
     grouped = values.reshape(-1, quantized.group).astype(np.float64)
@@ -66,13 +67,13 @@ def test_nf4_is_the_nearest_of_its_values(values):
     assert (np.abs(codes - normalized) <= nearest + 1e-6).all()
 
 
-def test_nf4_code_values_survive():
+def test_nf4_code_values_are_preserved():
     values = np.float32(3) * np.concatenate([NF4, NF4]).reshape(1, 32)
     assert np.array_equal(dequantize(quantize(values, "nf4")), values)
 
 
 @pytest.mark.parametrize("storage", ["q8_0", "q4_0"])
-def test_gguf_forms_equal_the_gguf_library(storage):
+def test_gguf_types_equal_the_gguf_library(storage):
     gguf = pytest.importorskip("gguf")
     kind = gguf.GGMLQuantizationType[storage.upper()]
     values = np.random.default_rng(0).standard_normal((16, 96)).astype(np.float32)
@@ -85,7 +86,7 @@ def test_gguf_forms_equal_the_gguf_library(storage):
     assert np.array_equal(dequantize(quantize(reference, storage)), reference)
 
 
-def test_the_layout_of_int4():
+def test_int4_layout_has_the_first_element_in_the_lowest_bits():
     values = np.array([[-7, -1, 0, 1, 2, 3, 6, 7]], np.float32)
     quantized = quantize(values, "int4")
     assert f"{quantized.words[0]:08x}" == "feba9871"

@@ -154,7 +154,7 @@ def test_quantized_weight_has_the_bits_of_its_float32_values(device, storage, ba
 def test_the_tuner_measures_once_per_adapter_and_shape(device, tmp_path, monkeypatch):
     """On a software adapter it does not measure, so the test claims another adapter type."""
     problem = product(1, 16, 8, 16).problem
-    monkeypatch.setattr("backends.wgpu.device.matmul_tuning._WORTH_PRODUCTS", 1)
+    monkeypatch.setattr("backends.wgpu.device.matmul_tuning._MIN_MULTIPLICATIONS", 1)
     monkeypatch.setattr(type(device.adapter), "software", property(lambda _: False))
     first = MatmulTuner(device, tmp_path)
     choice = first.choice(problem)
