@@ -243,6 +243,7 @@ def main() -> None:
         _fork_subprocesses()
     sys.argv = [request["module"], *request["arguments"]]
     module = request["module"]
+    sys.modules.pop(module, None)  # runpy warns of a module that is imported already
     _exit(_exit_code_of(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)))
 
 

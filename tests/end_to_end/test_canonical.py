@@ -77,8 +77,8 @@ def assert_the_flip_is_named(lines: list[str]) -> None:
     bad_lines = [line for line in lines if line.startswith("BAD")]
     assert len(bad_lines) == 3, bad_lines
     assert "step 2: the recomputed gradients have digest" in bad_lines[0]
-    location = f"block 'linear', tensor 'weight', element {ELEMENT} is"
-    assert f"step 2: recomputed, {location}" in bad_lines[1]
+    location = f"block 'linear', tensor 'weight', element {ELEMENT}"
+    assert f"step 2: {location}: recomputed " in bad_lines[1]
     assert "4 of 4 steps recomputed" in bad_lines[2]
 
 

@@ -292,7 +292,7 @@ def test_trained_head_is_not_reused_for_other_labels(tiny, texts, tmp_path, lora
         check_data(repeat)
         assert build(repeat).manifest.blocks == task.manifest.blocks
         expected = (
-            r"for the labels \['ham', 'spam'\], the data has \['advertising', 'ham'\]: give data "
+            r"for the labels \['ham', 'spam'\], the data has \['advertising', 'ham'\]: use data "
             "with the same labels, or start with a new head: .*--set model.source="
         )
         with pytest.raises(DataError, match=expected) as error_info:

@@ -144,7 +144,7 @@ def test_loss_equals_the_naive_one_and_excludes_matches(tiny, tmp_path, has_nega
     }
     expected = naive(task, rows, normalized=has_negatives.pop("normalize", True), **has_negatives)
     assert np.allclose(step_loss.losses, expected.detach().numpy(), rtol=1e-4, atol=1e-5)
-    assert sorted(step_loss.parameters) == (
+    assert sorted(step_loss.parameter_gradients) == (
         ["log_scale"] if "temperature" in has_negatives and len(has_negatives) == 1 else []
     )
 
@@ -158,8 +158,8 @@ def test_a_decoder_learns_from_its_last_token(tmp_path, lora):
     assert all("lora_" in name for name in names - {"log_scale"}) == (lora is not None)
     step_loss = step_of(task, 4)._step_loss
     assert np.isfinite(step_loss.losses).all()
-    assert np.abs(step_loss.embeddings["anchor"]).max() > 0
-    assert sorted(step_loss.parameters) == ["log_scale"]
+    assert np.abs(step_loss.embedding_gradients["anchor"]).max() > 0
+    assert sorted(step_loss.parameter_gradients) == ["log_scale"]
 
 
 @pytest.mark.parametrize(
