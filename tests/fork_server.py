@@ -243,7 +243,8 @@ def main() -> None:
         _fork_subprocesses()
     sys.argv = [request["module"], *request["arguments"]]
     module = request["module"]
-    sys.modules.pop(module, None)  # runpy warns of a module that is imported already
+    if not hasattr(sys.modules.get(module), "__path__"):  # a package stays: its `__main__` runs
+        sys.modules.pop(module, None)  # runpy warns of a module that is imported already
     _exit(_exit_code_of(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)))
 
 
