@@ -68,7 +68,7 @@ def _first_pair(
 def _children(node: ast.AST, name: str) -> list[ast.AST]:
     value = getattr(node, name, None)
     values = value if isinstance(value, list) else [value]
-    return [each for each in values if isinstance(each, ast.AST)]
+    return [child for child in values if isinstance(child, ast.AST)]
 
 
 def _is_same(old: ast.AST, new: ast.AST) -> bool:
