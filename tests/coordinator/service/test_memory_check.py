@@ -30,7 +30,6 @@ MANY_BLOCKS: Final = 112
 BLOCK_BYTES: Final = 1 * MIB
 WORKERS: Final = 3
 JOINERS: Final = 1
-STEP_MS: Final = 100
 BASE_BYTES: Final = 48 * MIB
 """Memory of the process itself: its imports, and what its allocator keeps between arrays. That is
 much beside few parameters, and within the sixth part beside many."""
@@ -80,7 +79,7 @@ def test_adamw_needs_at_most_six_times_the_memory_of_parameters():
 def test_coordinator_memory_stays_within_the_announcement(tmp_path, monkeypatch, blocks, steps):
     """Unequal workers so that many sums wait, with checkpoints, joiners, and long steps."""
     large_run = document(scripted={"blocks": blocks, "block_bytes": BLOCK_BYTES, "samples": 64})
-    growth = memory_growth(tmp_path, large_run, steps)
+    growth = memory_growth(tmp_path, large_run, steps, microbatch_ms=10 * blocks)
     for name, value in SMALL_LIMITS.items():
         monkeypatch.setattr(limits, name, value)
     budget = required_bytes(large_run, WORKERS + JOINERS)
@@ -89,16 +88,22 @@ def test_coordinator_memory_stays_within_the_announcement(tmp_path, monkeypatch,
         assert growth.peak_bytes <= 6 * budget.parameters
 
 
-def memory_growth(tmp_path: Path, large_run: dict[str, Any], steps: int = 5) -> Growth:
-    """Return the memory growth of a coordinator over this many steps of such a run, twice."""
+def memory_growth(
+    tmp_path: Path, large_run: dict[str, Any], steps: int, microbatch_ms: int = 100
+) -> Growth:
+    """Return the memory growth of a coordinator over this many steps of such a run, twice.
+
+    Args:
+        microbatch_ms: Computing time of the first worker; the others are slower. A joiner catches
+            up meanwhile, so it must be longer than a busy machine takes to pass the state on.
+    """
     spec = tmp_path / "run.yaml"
     spec.write_text(json.dumps(large_run))
     arguments = ["--run", str(spec), "--expect-workers", str(WORKERS)]
     hired: list[Worker] = []
 
     def hire(number: int) -> None:
-        # Slow enough that a joiner catches up, however loaded the machine is.
-        name = f"scripted:{STEP_MS + STEP_MS * number // 4}"
+        name = f"scripted:{microbatch_ms + microbatch_ms * number // 4}"
         worker = Worker(
             coordinator.address, f"w{number}", name, tmp_path,
             anew=False, module="tests.small_bodies",
