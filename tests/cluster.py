@@ -65,7 +65,7 @@ class Cluster:
         *arguments: str,
         environment: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
-        anew: bool = False,
+        fresh: bool = False,
     ) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ class Cluster:
         self.coordinator = start(
             "coordinator", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
             "--address-file", str(self._address_file), "--out", str(directory / "out"), *arguments,
-            environment=environment, cwd=cwd, anew=anew,
+            environment=environment, cwd=cwd, fresh=fresh,
         )  # fmt: skip
         self.address = self._read_address()
         self._reader = threading.Thread(target=self._read_events, daemon=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from unittest import mock
 
 
-def called(
+def run_command(
     module: str, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m MODULE ARGUMENTS...`, as far as a caller can tell."""

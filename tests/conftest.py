@@ -83,7 +83,7 @@ LONG = {
     "test_docs_run.py", "test_memory_check.py", "test_real_scripts.py",
 }  # fmt: skip
 """Folders and files of tests that wait for other processes."""
-MOST_STARTED = {"forked": 30, "anew": 3}
+MOST_STARTED = {"forked": 30, "fresh": 3}
 """Limit for one test that is not slow. It keeps a default run within minutes as tests grow."""
 
 

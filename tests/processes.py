@@ -32,7 +32,7 @@ _READ_LATE = {
     "ATEN_CPU_CAPABILITY", "CACHE_DIRECTORY", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HOME",
     "MASTER_ADDR", "MASTER_PORT", "RUST_BACKTRACE",
 }  # fmt: skip
-started = {"forked": 0, "anew": 0}
+started = {"forked": 0, "fresh": 0}
 """Number of processes that `start` has started, by method; conftest limits them for each test."""
 
 
@@ -63,7 +63,7 @@ def start(
     network: Path | None = None,
     stdout: Path | None = None,
     stderr: Path | None = None,
-    anew: bool = False,
+    fresh: bool = False,
 ) -> Process:
     """Start one of the two commands as a process.
 
@@ -75,7 +75,7 @@ def start(
         network: File of the network namespace; by default that of the calling thread.
         stdout: File to append standard output to; None for a pipe.
         stderr: File to append standard error to; None for a pipe.
-        anew: Start a fresh interpreter, which shares no imported modules. This also happens if the
+        fresh: Start a fresh interpreter, which shares no imported modules. This also happens if the
             environment has a variable that libraries read on import.
     """
     full_environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
@@ -86,8 +86,8 @@ def start(
             files.enter_context(path.open("a")) if path is not None else None
             for path in (stdout, stderr)
         )
-        if anew or not all(map(_read_late, environment or {})):
-            started["anew"] += 1
+        if fresh or not all(map(_read_late, environment or {})):
+            started["fresh"] += 1
             enter = [] if network is None else ["nsenter", f"--net={network}"]
             return subprocess.Popen(
                 [*enter, sys.executable, "-m", module, *arguments],
@@ -128,7 +128,7 @@ def forked_popen(
     return _server().start(request, None, None, with_input=True)
 
 
-def ended(
+def run_to_end(
     module: str,
     *arguments: str,
     environment: Mapping[str, str] | None = None,

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import ROOT, Cluster
-from tests.processes import ended
+from tests.processes import run_to_end
 from tests.test_docs import PAGES, commands_in, files_of_page, with_options, without_options
 
 pytestmark = pytest.mark.slow
@@ -96,7 +96,7 @@ class PageCommands:
         """Run the matching commands to their end and return the last one's output."""
         output = ""
         for program, *words in self.matching(pattern):
-            completed = ended(program, *words, *extra_arguments, cwd=self.directory)
+            completed = run_to_end(program, *words, *extra_arguments, cwd=self.directory)
             assert completed.returncode in codes, (words, completed.stdout + completed.stderr)
             assert "Traceback" not in completed.stderr
             output = completed.stdout
@@ -171,7 +171,7 @@ def halt_and_continue(commands: PageCommands, cluster: Cluster) -> None:
     cluster.wait_for("halted")
     commands.run(r"coordinator continue")
     cluster.wait_for("continued")
-    assert ended("coordinator", "halt").returncode == 0
+    assert run_to_end("coordinator", "halt").returncode == 0
     cluster.wait_for("halted", nth=2)
     commands.run(r"coordinator continue --skip-step")
     cluster.wait_for("committed", skipped=True)
@@ -185,13 +185,13 @@ def give_up_and_resume(commands: PageCommands, cluster: Cluster, first: str, sec
     commands.run(r"coordinator resume RUN")
     cluster.wait_for("run_ended", run_id=second, outcome="finished")
     cluster.wait_for("run_resumed", run_id=first)
-    assert ended("coordinator", "give-up").returncode == 0
+    assert run_to_end("coordinator", "give-up").returncode == 0
     cluster.wait_for("run_ended", nth=2, run_id=first)
     start = cluster.mark()
     commands.values["KEY=VALUE"] = "steps=200000"
     commands.run(r"coordinator resume RUN --set KEY=VALUE")
     cluster.wait_for("run_resumed", start=start, run_id=first)
-    assert ended("coordinator", "give-up").returncode == 0
+    assert run_to_end("coordinator", "give-up").returncode == 0
     cluster.wait_for("run_ended", nth=3, run_id=first)
     start = cluster.mark()
     commands.run(r"coordinator resume RUN --from-step N")
@@ -217,7 +217,7 @@ def test_the_tutorials_data_trains_and_classifies(tmp_path):
     assert len(commands) == 2
     for line in commands:
         program, *words = shlex.split(line)
-        completed = ended(
+        completed = run_to_end(
             program, *words, *(LOOPBACK if program == "coordinator" else ()), cwd=tmp_path
         )
         assert completed.returncode == 0, completed.stdout + completed.stderr

@@ -19,7 +19,7 @@ from coordinator.service.events import EventLoopBlocked
 from protocol.spec.run_spec import LogMode
 from tests.chaos.plan import Fault, Kind, Size, draw, run_document
 from tests.chaos.processes import Coordinator, Stuck, Worker
-from tests.processes import ended
+from tests.processes import run_to_end
 
 WORKERS: Final = 3
 MICROBATCH_MS: Final = 20.0
@@ -68,12 +68,12 @@ def run_campaign(
     log: LogMode = "full",
     *,
     keep_log: bool = False,
-    anew: bool = True,
+    fresh: bool = True,
     sharded: bool = False,
 ) -> Outcome:
     """Run once undisturbed (one worker, a star) and once with all faults; compare, and audit.
 
-    Without `anew`, processes are forked from one that has imported everything, which is faster.
+    Without `fresh`, processes are forked from one that has imported everything, which is faster.
 
     Raises:
         AssertionError: The results differ, or the run does not continue.
@@ -82,13 +82,13 @@ def run_campaign(
     spec = directory / "run.yaml"
     document = run_document(seed, size, log, keep_log=keep_log)
     spec.write_text(json.dumps(document))  # JSON is YAML
-    baseline = _undisturbed(directory / "calm", spec, anew=anew)
+    baseline = _undisturbed(directory / "calm", spec, fresh=fresh)
     document = run_document(seed, size, log, keep_log=keep_log, sharded=sharded)
     spec.write_text(json.dumps(document))
     with Coordinator(
-        directory / "chaos", ["--run", str(spec), "--expect-workers", str(WORKERS)], anew=anew
+        directory / "chaos", ["--run", str(spec), "--expect-workers", str(WORKERS)], fresh=fresh
     ) as coordinator:
-        campaign = _Campaign(coordinator, anew=anew)
+        campaign = _Campaign(coordinator, fresh=fresh)
         with campaign.staffed():
             for fault in draw(seed, size):
                 campaign.meet(fault)
@@ -106,11 +106,11 @@ def run_campaign(
     return outcome
 
 
-def _undisturbed(directory: Path, spec: Path, *, anew: bool) -> dict[str, Any]:
+def _undisturbed(directory: Path, spec: Path, *, fresh: bool) -> dict[str, Any]:
     """Run with one worker that computes in no time: speed affects no bit."""
     arguments = ["--run", str(spec), "--expect-workers", "1"]
-    with Coordinator(directory, arguments, anew=anew) as coordinator:
-        worker = Worker(coordinator.address, "alone", "scripted:0", directory, anew=anew)
+    with Coordinator(directory, arguments, fresh=fresh) as coordinator:
+        worker = Worker(coordinator.address, "alone", "scripted:0", directory, fresh=fresh)
         try:
             end = coordinator.wait_for("the end", _is_end, patience_s=1800.0)
             assert end.fields["outcome"] == "finished", coordinator.describe_failure("not finished")
@@ -124,9 +124,9 @@ def _undisturbed(directory: Path, spec: Path, *, anew: bool) -> dict[str, Any]:
 class _Campaign:
     """The processes of a run, and the faults applied to them."""
 
-    def __init__(self, coordinator: Coordinator, *, anew: bool) -> None:
+    def __init__(self, coordinator: Coordinator, *, fresh: bool) -> None:
         self.coordinator = coordinator
-        self._anew = anew
+        self._fresh = fresh
         self.outcome = Outcome()
         self._workers: dict[str, Worker] = {}
         self._leaving: list[Worker] = []
@@ -242,7 +242,7 @@ class _Campaign:
         backend = f"scripted:{MICROBATCH_MS:g}"
         coordinator = self.coordinator
         self._workers[name] = Worker(
-            coordinator.address, name, backend, coordinator.directory, anew=self._anew
+            coordinator.address, name, backend, coordinator.directory, fresh=self._fresh
         )
 
     def _check_workers(self) -> None:
@@ -323,7 +323,7 @@ def _audit(run: Path) -> str:
     Raises:
         AssertionError: The run is not sound.
     """
-    completed = ended("coordinator", "audit", str(run))
+    completed = run_to_end("coordinator", "audit", str(run))
     assert completed.returncode == 0, f"{completed.stdout[-3000:]}\n{completed.stderr[-3000:]}"
     return completed.stdout.strip().splitlines()[-1]
 

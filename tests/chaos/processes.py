@@ -67,7 +67,7 @@ class Coordinator:
         directory: Directory for the run (in `run`) and logs.
         arguments: Arguments of the command besides addresses, --out and --resume.
         module: Python module to start.
-        anew: Import everything at each start, as users do; see `tests.processes`.
+        fresh: Import everything at each start, as users do; see `tests.processes`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Coordinator:
         arguments: Sequence[str],
         module: str = "coordinator",
         *,
-        anew: bool = True,
+        fresh: bool = True,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
@@ -86,7 +86,7 @@ class Coordinator:
         self.step = 0
         ports = free_ports(2)
         self.address, self.control = (f"127.0.0.1:{port}" for port in ports)
-        self._anew = anew
+        self._fresh = fresh
         self._command = [
             module, "--bind", self.address, "--control", self.control,
             "--out", str(self.run), "--resume", "--log-json", *arguments,
@@ -106,7 +106,7 @@ class Coordinator:
     def start(self) -> None:
         """Start or restart it."""
         self.life += 1
-        self._process = start(*self._command, stdout=Path(os.devnull), anew=self._anew)
+        self._process = start(*self._command, stdout=Path(os.devnull), fresh=self._fresh)
         reading = (self._process, self.life)
         self._reader = threading.Thread(target=self._read, args=reading, daemon=True)
         self._reader.start()
@@ -237,7 +237,7 @@ _NUMBERS = itertools.count(1)
 
 
 class Worker:
-    """A worker process that writes its output to a file in `logs`; `anew` and `module` are as in
+    """A worker process that writes its output to a file in `logs`; `fresh` and `module` are as in
     `Coordinator`."""
 
     def __init__(
@@ -247,7 +247,7 @@ class Worker:
         backend: str,
         logs: Path,
         *,
-        anew: bool = True,
+        fresh: bool = True,
         module: str = "worker",
     ) -> None:
         self.name = name
@@ -256,7 +256,7 @@ class Worker:
         self.log = logs / f"{name}-{next(_NUMBERS)}.log"
         self._process = start(
             module, "--coordinator", address, "--name", name, "--backend", backend,
-            "--retry-for", "120", stdout=self.log, stderr=self.log, anew=anew,
+            "--retry-for", "120", stdout=self.log, stderr=self.log, fresh=fresh,
         )  # fmt: skip
 
     def kill(self) -> float:

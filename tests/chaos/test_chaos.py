@@ -35,7 +35,7 @@ def test_a_plan_follows_from_its_seed_and_has_every_kind():
 )
 def test_faults_of_every_kind_leave_no_trace_in_the_result(tmp_path, request, size, sharded):
     seed = int(request.config.getoption("randomly_seed", default=1)) % 2**32
-    outcome = run_campaign(tmp_path, seed, size, keep_log=True, anew=False, sharded=sharded)
+    outcome = run_campaign(tmp_path, seed, size, keep_log=True, fresh=False, sharded=sharded)
     assert outcome.lives == 1 + size.coordinator_kills
     assert {kind: len(times) for kind, times in outcome.seconds.items()} == dict(size.kinds)
     assert "sound" in outcome.audit

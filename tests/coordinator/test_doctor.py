@@ -19,11 +19,11 @@ from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.cli.doctor import Finding
 from protocol.machine.secret_file import write_secret
 from tests.cluster import Cluster
-from tests.commands import called
+from tests.commands import run_command
 from tests.durable_run import small_disk, written_run
 from tests.live_service import scripted_spec
 from tests.network_hosts import network
-from tests.processes import ended
+from tests.processes import run_to_end
 
 ROOT = Path(__file__).parents[3]
 
@@ -253,7 +253,7 @@ def test_doctor_beside_a_running_coordinator(tmp_path, monkeypatch):
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
         arguments = ["--bind", cluster.address["data"], "--control", cluster.address["control"]]
         out_option = ("--out", str(tmp_path / "out"))
-        completed = ended("coordinator", "doctor", *arguments, *out_option, "--json")
+        completed = run_to_end("coordinator", "doctor", *arguments, *out_option, "--json")
         checks = {each["check"]: each for each in json.loads(completed.stdout)["checks"]}
         assert completed.returncode == 0, completed.stdout
         assert "this user's coordinator listens" in checks["workers' port"]["found"]
@@ -263,7 +263,7 @@ def test_doctor_beside_a_running_coordinator(tmp_path, monkeypatch):
 
 def test_a_failure_is_exit_code_1_and_a_line_on_standard_output(tmp_path):
     with taken_port() as port:
-        completed = ended(
+        completed = run_to_end(
             "coordinator", "doctor", "--bind", f"127.0.0.1:{port}", "--control", "127.0.0.1:0",
             "--out", str(tmp_path),
         )  # fmt: skip
@@ -280,12 +280,12 @@ def test_a_working_directory_that_was_removed_is_one_line(tmp_path, monkeypatch)
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    completed = called(
+    completed = run_command(
         "coordinator", "doctor", environment={"SAMESTEP_HOME": str(tmp_path / "home")}
     )
     assert completed.returncode == 2
     assert "this one was removed; change to another (cd)" in completed.stderr
     run = written_run(tmp_path / "run")
-    completed = called("coordinator", "report", str(run), "--output", "page.html")
+    completed = run_command("coordinator", "report", str(run), "--output", "page.html")
     assert completed.returncode == 2
     assert "--output: expected a file that can be written" in completed.stderr

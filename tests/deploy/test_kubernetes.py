@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.cluster import ROOT
-from tests.commands import called
+from tests.commands import run_command
 
 FILES = sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))
 MANIFESTS = [each for file in FILES for each in yaml.safe_load_all(file.read_text())]
@@ -55,7 +55,7 @@ def test_a_pod_runs_as_its_image_expects(daemon):
     assert f"--uid {pod['securityContext']['runAsUser']} " in image(daemon)
     mounted = {each["mountPath"] for each in container["volumeMounts"]}
     assert set(re.findall(r"^VOLUME (\S+)$", image(daemon), re.MULTILINE)) <= mounted
-    help_text = called(daemon, "--help").stdout
+    help_text = run_command(daemon, "--help").stdout
     for argument in (*container.get("args", ()), *(each["name"] for each in container["env"])):
         if argument.startswith("--") or (
             argument.startswith("SAMESTEP_") and argument != "SAMESTEP_TOKEN"

@@ -17,7 +17,7 @@ from functools import cache
 import pytest
 
 from tests.cluster import PATIENCE_S, ROOT
-from tests.commands import called
+from tests.commands import run_command
 from tests.processes import start
 from tests.samestep.scripts import close
 from tests.slurm_cluster import slurm_cluster
@@ -104,7 +104,7 @@ def test_preempted_workers_and_a_requeued_coordinator_leave_no_trace_in_the_dige
     result = json.loads((run / "run/result.json").read_text())
     assert (result["outcome"], result["steps"]) == ("finished", STEPS), slurm.logs()
     assert result["weights_digest"] == reference_digest()
-    assert called("coordinator", "audit", str(run / "run")).returncode == 0
+    assert run_command("coordinator", "audit", str(run / "run")).returncode == 0
     logs = log_of(run, "samestep-worker-*.log")
     assert logs.count("goodbye: drained") == logs.count("samestep: requeueing job") == 2
     assert "the coordinator is at" in logs

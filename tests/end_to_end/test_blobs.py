@@ -12,7 +12,7 @@ import yaml
 from protocol.spec.files.sources import model_source, text_source
 from tests import reading_task
 from tests.cluster import RUNS, Cluster
-from tests.processes import ended
+from tests.processes import run_to_end
 
 SPAM = "sms-spam.yaml"
 
@@ -111,7 +111,7 @@ def test_a_worker_with_the_files_and_one_without_agree(tmp_path, machine, empty_
 
 
 def start_coordinator_alone(machine: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return ended(
+    return run_to_end(
         "coordinator", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
         "--expect-workers", "1", "--run", "run.yaml", *arguments, cwd=machine,
     )  # fmt: skip

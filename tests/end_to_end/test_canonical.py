@@ -13,7 +13,7 @@ from coordinator.audit.recomputed import RecomputedStep, RecomputeRequest
 from coordinator.storage.directory.run_directory import RunDirectory
 from tests.bit_flip_worker import ELEMENT
 from tests.cluster import RUNS, Cluster
-from tests.commands import called
+from tests.commands import run_command
 from tests.processes import start
 from tests.small_decoder import decoder_run
 from worker.recompute import StepRecomputer
@@ -100,8 +100,8 @@ def test_flipped_bit_is_found_only_by_recomputing(tmp_path):
 @pytest.mark.slow
 def test_audit_command_recomputes_in_its_own_process(tmp_path):
     run = str(flipped_run(tmp_path))
-    assert called("coordinator", "audit", run).returncode == 0
-    completed = called("coordinator", "audit", run, "--recompute", "4")
+    assert run_command("coordinator", "audit", run).returncode == 0
+    completed = run_command("coordinator", "audit", run, "--recompute", "4")
     assert completed.returncode == 1
     assert_the_flip_is_named(completed.stdout.splitlines())
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests import processes
 from tests.cluster import PATIENCE_S, ROOT, RUNS, Cluster
-from tests.commands import called
+from tests.commands import run_command
 from tests.free_ports import free_address
 from tests.processes import start
 
@@ -27,7 +27,7 @@ NO_CARD = {"CUDA_VISIBLE_DEVICES": ""}
 def run(
     module: str, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return processes.ended(module, *arguments, environment=environment)
+    return processes.run_to_end(module, *arguments, environment=environment)
 
 
 def one_line(completed: subprocess.CompletedProcess[str]) -> str:
@@ -45,7 +45,7 @@ def coordinator(
 
 
 def called_coordinator(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return called("coordinator", *LOOPBACK, "-o", str(tmp_path / "out"), *arguments)
+    return run_command("coordinator", *LOOPBACK, "-o", str(tmp_path / "out"), *arguments)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_output_directory_with_other_files_is_refused(tmp_path):
 
 @pytest.mark.parametrize("address", ["non.sense:", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:99999"])
 def test_malformed_address(address):
-    completed = called("worker", "--coordinator", address)
+    completed = run_command("worker", "--coordinator", address)
     assert completed.returncode == 2
     assert "HOST:PORT" in one_line(completed)
 
@@ -133,7 +133,7 @@ def test_worker_without_coordinator_reports_it_and_gives_up():
 
 
 def test_operator_without_coordinator():
-    completed = called("coordinator", "status", "--control", free_address())
+    completed = run_command("coordinator", "status", "--control", free_address())
     assert completed.returncode == 69
     assert "--control" in one_line(completed)
 
@@ -209,7 +209,7 @@ def test_user_files_with_our_or_python_s_names_are_not_run(tmp_path, module):
 
 
 def test_option_before_a_subcommand_is_not_ignored():
-    completed = called("coordinator", "--control", "127.0.0.1:1", "status")
+    completed = run_command("coordinator", "--control", "127.0.0.1:1", "status")
     assert completed.returncode == 2
     assert "options of 'coordinator status' after it, got --control before it" in one_line(
         completed
@@ -243,16 +243,18 @@ def test_workers_outlive_runs_and_leave_with_0(tmp_path, scripted):
         workers = [cluster.worker(f"w{number}", "--backend", "scripted") for number in range(2)]
         control = ("--control", cluster.address["control"])
         short = ("--set", "steps=5")
-        run_ids = [called("coordinator", "submit", scripted[1], *short, *control) for _ in range(2)]
+        run_ids = [
+            run_command("coordinator", "submit", scripted[1], *short, *control) for _ in range(2)
+        ]
         assert [each.returncode for each in run_ids] == [0, 0]
         results = []
         for each in run_ids:
             run_id = each.stdout.strip()
             assert cluster.wait_for("run_ended", run_id=run_id)["outcome"] == "finished"
             results.append((tmp_path / "out" / run_id / "result.json").read_text())
-        status = called("coordinator", "status", *control)
+        status = run_command("coordinator", "status", *control)
         assert "phase    finished" in status.stdout
-        assert called("coordinator", "drain", *control).returncode == 0
+        assert run_command("coordinator", "drain", *control).returncode == 0
         assert cluster.wait_for_exit(cluster.coordinator) == 0
         assert [cluster.wait_for_exit(worker) for worker in workers] == [0, 0]
     digests = {line for text in results for line in text.splitlines() if "weights_digest" in line}
@@ -266,9 +268,9 @@ def test_drained_service_exits_with_0_despite_failed_runs(tmp_path):
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
         cluster.worker("w0", "--backend", "scripted")
         control = ("--control", cluster.address["control"])
-        assert called("coordinator", "submit", str(spec), *control).returncode == 0
+        assert run_command("coordinator", "submit", str(spec), *control).returncode == 0
         assert cluster.wait_for("run_ended")["outcome"] == "failed"
-        assert called("coordinator", "drain", *control).returncode == 0
+        assert run_command("coordinator", "drain", *control).returncode == 0
         assert cluster.wait_for_exit(cluster.coordinator) == 0
 
 
@@ -304,7 +306,7 @@ def test_drained_worker_finishes_its_subtrees(tmp_path, scripted):
 
 def test_coordinator_stays_small_and_without_torch(tmp_path):
     """Listening, with its control port: less than 120 MB, and never torch."""
-    with Cluster(tmp_path, "--expect-workers", "1", anew=True) as cluster:
+    with Cluster(tmp_path, "--expect-workers", "1", fresh=True) as cluster:
         process = Path(f"/proc/{cluster.coordinator.pid}")
         status = (process / "status").read_text().splitlines()
         resident_kib = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
@@ -380,18 +382,18 @@ def test_a_task_that_breaks_ends_its_run_and_not_the_worker(tmp_path, scripted):
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
         worker = cluster.worker("w0", "--backend", "scripted")
         control = ("--control", cluster.address["control"])
-        run_id = called("coordinator", "submit", str(spec), *control).stdout.strip()
+        run_id = run_command("coordinator", "submit", str(spec), *control).stdout.strip()
         completed = cluster.wait_for("run_ended", run_id=run_id)
         assert completed["outcome"] == "failed"
         assert "no luck today" in completed["reason"]
-        good_run_id = called("coordinator", "submit", scripted[1], *control).stdout.strip()
+        good_run_id = run_command("coordinator", "submit", scripted[1], *control).stdout.strip()
         assert cluster.wait_for("run_ended", run_id=good_run_id)["outcome"] == "finished"
         assert worker.poll() is None
 
 
 def test_address_file_and_version():
     for module in ("coordinator", "worker"):
-        completed = called(module, "--version")
+        completed = run_command(module, "--version")
         assert completed.returncode == 0
         assert completed.stdout.startswith(f"samestep {module} ")
     process = start("coordinator", "--help")

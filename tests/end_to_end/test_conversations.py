@@ -10,7 +10,7 @@ import pytest
 
 from protocol.spec.model_card import read_card
 from tests.cluster import Cluster
-from tests.commands import called
+from tests.commands import run_command
 from tests.small_chat import chat_run, dpo_run, packed_run
 from tests.tool_chat import tool_run
 
@@ -102,5 +102,5 @@ def test_result_is_reported_and_used(single_worker_run):
     assert card.weights_digest == reference["weights_digest"]
     assert card.evaluations[-1].step == 4
     assert card.evaluations[-1].figures == reference["eval"]
-    answer = called("worker", "generate", str(out), "What is 3?", "--max-tokens", "4")
+    answer = run_command("worker", "generate", str(out), "What is 3?", "--max-tokens", "4")
     assert answer.returncode == 0, answer.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.cluster import Cluster
-from tests.commands import called
+from tests.commands import run_command
 from tests.end_to_end.test_restart import ANYWHERE, LOCAL, one_line, result_of, run
 
 SPEC = """
@@ -43,6 +43,6 @@ def test_evaluator_runs_beside_training_without_delay(tmp_path):
 
 
 def test_unknown_duty_is_one_line():
-    completed = called("worker", "--duty", "rest", "--coordinator", "127.0.0.1:1")
+    completed = run_command("worker", "--duty", "rest", "--coordinator", "127.0.0.1:1")
     assert completed.returncode == 2
     assert one_line(completed) == "worker: --duty: expected train or evaluate, got 'rest'"

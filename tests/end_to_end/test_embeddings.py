@@ -13,7 +13,7 @@ import pytest
 from backends.wgpu.device.adapters import adapters
 from tests.cluster import RUNS, Cluster
 from tests.free_ports import free_address
-from tests.processes import ended
+from tests.processes import run_to_end
 from tests.small_chat import save_chat_model
 
 pytestmark = pytest.mark.slow  # the simulation covers all of it
@@ -76,7 +76,7 @@ def test_any_number_of_workers(job, tmp_path, workers):
     assert all(result["workers"].values())
     losses = result["losses"]
     assert losses[-1] < losses[0]
-    audit = ended("coordinator", "audit", str(tmp_path / "out"))
+    audit = run_to_end("coordinator", "audit", str(tmp_path / "out"))
     assert audit.returncode == 0, audit.stdout
 
 
@@ -164,6 +164,6 @@ def test_a_cpu_and_a_vulkan_device_have_one_digest(tmp_path_factory, tmp_path, t
         assert result[key] == expected[key], key
     assert result["exact"]
     assert result["workers"]["w1"] > 0
-    audit = ended("coordinator", "audit", str(tmp_path / "out"), "--recompute", str(STEPS))
+    audit = run_to_end("coordinator", "audit", str(tmp_path / "out"), "--recompute", str(STEPS))
     assert audit.returncode == 0, audit.stdout
     assert f"{STEPS} of {STEPS} steps recomputed" in audit.stdout

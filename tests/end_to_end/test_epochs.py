@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.cluster import Cluster
-from tests.commands import called
+from tests.commands import run_command
 
 RUN = {
     "task": "regress", "seed": 5, "epochs": 2, "evaluate_every": 3,
@@ -45,12 +45,12 @@ def test_two_epochs_cover_every_sample_twice(tmp_path, name):
     )
     assert single_worker["steps"] == 2 * 4  # 16, 16, 16 and 2 of 50
     out = tmp_path / "together" / "out"
-    audit = called("coordinator", "audit", str(out))
+    audit = run_command("coordinator", "audit", str(out))
     assert audit.returncode == 0, audit.stdout
     for epoch in (0, 1):
         assert f"epoch {epoch}: 50 of 50 samples covered exactly once" in audit.stdout
     assert "8 of 8 steps replayed" in audit.stdout
-    page = called("coordinator", "report", str(out))
+    page = run_command("coordinator", "report", str(out))
     assert page.returncode == 0
     assert "2 of 2" in (out / "report.html").read_text()
     assert json.loads((out / "run.json").read_text())["spec"]["epochs"] == 2
@@ -74,7 +74,7 @@ def test_a_run_stops_by_its_metric_and_saves_its_best(tmp_path):
             for number in range(workers):
                 cluster.worker(f"w{number}", "--backend", "cpu")
             results.append(cluster.result())
-        audit = called("coordinator", "audit", str(directory / "out"))
+        audit = run_command("coordinator", "audit", str(directory / "out"))
         assert audit.returncode == 0, audit.stdout
     single_worker, two_workers = results
     assert single_worker["outcome"] == "finished"

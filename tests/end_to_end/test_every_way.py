@@ -97,7 +97,7 @@ def digest_in(out: Path) -> object:
 
 def local(directory: Path, run: Path, devices: int, *further: str) -> object:
     out = directory / "out"
-    completed = processes.ended(
+    completed = processes.run_to_end(
         "coordinator", *ANYWHERE, "--run", str(run), "--out", str(out),
         "--local-workers", str(devices), "--backend", "cpu", *further,
     )  # fmt: skip
@@ -136,7 +136,7 @@ def submit_run(directory: Path, run: Path) -> object:
     with Cluster(directory, "--expect-workers", "2") as cluster:
         cluster.worker("ann", "--backend", "cpu", "--gpus", "0,1")
         control = ("--control", cluster.address["control"])
-        submission = processes.ended("coordinator", "submit", str(run), *control)
+        submission = processes.run_to_end("coordinator", "submit", str(run), *control)
         assert submission.returncode == 0, submission.stderr
         cluster.wait_for("run_ended")
         (out,) = [path.parent for path in directory.rglob("result.json")]

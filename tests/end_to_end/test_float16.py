@@ -9,7 +9,7 @@ import pytest
 
 from backends.wgpu.device.adapters import adapters
 from tests.cluster import Cluster
-from tests.commands import called
+from tests.commands import run_command
 from tests.end_to_end.test_conversations import float16_run
 
 
@@ -37,6 +37,6 @@ def test_one_and_two_workers_halve_the_scale_equally_and_lose_no_batch(tmp_path,
     assert scales == [(each["step"], each["loss_scale"]) for each in halved_again]
     assert len([step for step, _ in scales if step == 0]) > 1
     assert {step for step, _ in scales} == {0, 1, 2, 3}  # the scale grows after each
-    audit = called("coordinator", "audit", str(tmp_path / "2" / "out"))
+    audit = run_command("coordinator", "audit", str(tmp_path / "2" / "out"))
     assert audit.returncode == 0, audit.stdout
     assert "4 of 4 steps replayed" in audit.stdout

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cluster import RUNS, Cluster
-from tests.commands import called
+from tests.commands import run_command
 from tests.small_chat import chat_run
 
 
@@ -32,7 +32,7 @@ def test_a_finished_run_continues_with_more_steps_by_the_command(tmp_path):
         cluster.worker("w1", "--backend", "cpu")
         more = cluster.result()
     assert more["weights_digest"] == uninterrupted["weights_digest"] != part["weights_digest"]
-    assert called("coordinator", "audit", str(tmp_path / "part" / "out")).returncode == 0
+    assert run_command("coordinator", "audit", str(tmp_path / "part" / "out")).returncode == 0
 
 
 @pytest.mark.slow  # in parts: tests/worker/models/test_adapter.py, test_epochs.py
@@ -67,5 +67,5 @@ def test_run_continues_from_another_result_and_stops_by_its_metric(tmp_path, key
         ("generate", str(out), "What is 3?", "--max-tokens", "4"),
         ("merge", str(out), "--out", str(tmp_path / "merged")),
     ):
-        completed = called("worker", *arguments)
+        completed = run_command("worker", *arguments)
         assert completed.returncode == 0, completed.stderr

@@ -102,9 +102,9 @@ def test_main_process_does_not_import_torch():
 def test_kill_9_leaves_no_device_process(tmp_path, command):
     local = ("--local-workers", "2", "--backend", "scripted:2")
     job = ("--run", spec_of(tmp_path, 100_000), *(local if command == "coordinator" else ()))
-    # The children of a process that is started anew are no forks.
-    is_anew = command == "coordinator"
-    with Cluster(tmp_path, "--expect-workers", "2", *job, anew=is_anew) as cluster:
+    # The children of a process that is started afresh are no forks.
+    is_fresh = command == "coordinator"
+    with Cluster(tmp_path, "--expect-workers", "2", *job, fresh=is_fresh) as cluster:
         host = cluster.worker("box", *TWO).pid if command == "host" else None
         cluster.wait_for("committed", step=1)
         host = host or devices_of(cluster.coordinator)[0]

@@ -13,7 +13,7 @@ from coordinator.members.invitation import invitation, status_line
 from protocol.wire.authentication import new_key
 from protocol.wire.join_token import JoinToken
 from tests.cluster import Cluster
-from tests.commands import called
+from tests.commands import run_command
 from tests.processes import Process
 
 
@@ -36,7 +36,7 @@ def remote_environment(tmp_path: Path, **overrides: str) -> dict[str, str]:
 
 
 def command(*arguments: str) -> str:
-    completed = called("coordinator", *arguments)
+    completed = run_command("coordinator", *arguments)
     assert completed.returncode == 0, completed.stderr
     return completed.stdout.strip()
 
@@ -156,7 +156,7 @@ def test_a_token_file_that_others_may_read(tmp_path, own_home):
     path = tmp_path / "token"
     path.write_text(CoordinatorCredentials.open(own_home).join_token().reveal())
     path.chmod(0o644)
-    completed = called("worker", "--token-file", str(path))
+    completed = run_command("worker", "--token-file", str(path))
     assert completed.returncode == 2
     assert "chmod 600" in completed.stderr
     assert len(completed.stderr.strip().splitlines()) == 1

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.cluster import RUNS, Cluster
-from tests.commands import called
+from tests.commands import run_command
 
 pytestmark = pytest.mark.slow  # in one process: tests/coordinator/service/test_optimizers_live.py
 
@@ -42,7 +42,7 @@ def train(
         for number, arguments in enumerate(workers):
             cluster.worker(f"w{number}", *arguments)
         result = cluster.result()
-    audit = called("coordinator", "audit", str(directory / "out"))
+    audit = run_command("coordinator", "audit", str(directory / "out"))
     assert audit.returncode == 0, audit.stdout
     return result
 

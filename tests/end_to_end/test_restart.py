@@ -32,7 +32,7 @@ def job(tmp_path_factory) -> tuple[str, ...]:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the coordinator command to its end."""
-    return processes.ended("coordinator", *arguments)
+    return processes.run_to_end("coordinator", *arguments)
 
 
 def one_line(completed: subprocess.CompletedProcess[str]) -> str:

@@ -150,7 +150,7 @@ def test_buffers_that_forward_changes(tmp_path, topology):
     weights = load_file(tmp_path / "2" / "out" / "model" / "model.safetensors")
     assert weights["norms.0.num_batches_tracked"] == 12
     assert (weights["norms.0.running_var"] != 1).all()
-    audited = processes.ended("coordinator", "audit", str(tmp_path / "disturbed" / "out"))
+    audited = processes.run_to_end("coordinator", "audit", str(tmp_path / "disturbed" / "out"))
     assert audited.returncode == 0, audited.stdout
     assert audited.stdout.rstrip().endswith("sound")
 

@@ -22,7 +22,7 @@ from protocol.base.errors import (
 from protocol.machine.cache_directory import cache_directory
 from protocol.machine.secret_file import state_home
 from protocol.spec.files.file_digest import FileDigests
-from tests.commands import called
+from tests.commands import run_command
 from worker.shell.blob_cache import BlobCache
 
 WORKER = ("worker", "--coordinator", "box.example:9000", "--backend", "scripted")
@@ -50,7 +50,7 @@ def test_no_home_directory():
     with pytest.raises(StorageFailed, match="set SAMESTEP_CACHE=DIR"):
         cache_directory({})
     for command in (WORKER, DOCTOR, STATUS, ("coordinator", "doctor")):
-        completed = called(*command)
+        completed = run_command(*command)
         (line,) = completed.stderr.splitlines()
         assert (completed.returncode, "SAMESTEP_HOME=DIR" in line) == (2, True), command
 
@@ -61,7 +61,7 @@ def test_no_more_threads(command, monkeypatch, tmp_path):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    completed = called(*command, environment={"SAMESTEP_HOME": str(tmp_path)})
+    completed = run_command(*command, environment={"SAMESTEP_HOME": str(tmp_path)})
     assert completed.returncode == 1
     assert completed.stderr == f"{command[0]}: {OUT_OF_THREADS}\n"
 

@@ -8,7 +8,7 @@ import pytest
 
 from backends.wgpu.device.adapters import adapters
 from tests.cluster import RUNS, Cluster
-from tests.commands import called
+from tests.commands import run_command
 from tests.faulty_vulkan import FaultyVulkan, compiled_layer
 from tests.small_decoder import decoder_run
 
@@ -52,7 +52,7 @@ def reference(job, tmp_path_factory) -> dict[str, Any]:
 def is_undisturbed(cluster: Cluster, reference: dict[str, Any]) -> bool:
     """Return whether a run ended with the reference result, and claims it."""
     result = cluster.result()
-    audit = called("coordinator", "audit", str(cluster.directory / "out"))
+    audit = run_command("coordinator", "audit", str(cluster.directory / "out"))
     assert audit.returncode == 0, audit.stdout
     assert "samples covered exactly once" in audit.stdout
     assert audit.stdout.rstrip().endswith("sound")

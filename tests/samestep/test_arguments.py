@@ -39,7 +39,7 @@ WHOLE = "expected a whole number, got"
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def in_temporary_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 

@@ -35,7 +35,7 @@ FEW: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def in_temporary_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import samestep
 from protocol.base.errors import UsageError
-from tests.processes import ended, start
+from tests.processes import run_to_end, start
 from tests.samestep.scripts import HEAD, close
 from tests.samestep.test_scripts import digests, write_script
 
@@ -42,7 +42,7 @@ serves = served_device() is not None
 
 
 def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return ended("tests.plain_script", str(script), *arguments, cwd=script.parent)
+    return run_to_end("tests.plain_script", str(script), *arguments, cwd=script.parent)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from protocol.base.errors import DataError
 from protocol.spec.run_spec import parse_run_spec
 from samestep.script import FitTask, Script
-from tests.processes import ROOT, ended
+from tests.processes import ROOT, run_to_end
 from tests.samestep.scripts import HEAD, RunningScript, close
 from tests.samestep.scripts import standard_error_of as said_by
 from tests.samestep.specs import SPEC
@@ -152,7 +152,7 @@ def test_edited_script_resumes_its_run_with_the_user_s_permission(tmp_path):
 
     def run(head: str, directory: str = "run") -> subprocess.CompletedProcess[str]:
         text = head + HEAD + EDITABLE.replace('"run"', repr(directory))
-        return ended("tests.plain_script", str(write_script(tmp_path, text)), cwd=tmp_path)
+        return run_to_end("tests.plain_script", str(write_script(tmp_path, text)), cwd=tmp_path)
 
     uninterrupted = run("how = True\n", "whole").stderr
     assert "KeyError: 'stop'" in uninterrupted
@@ -177,18 +177,18 @@ def test_a_run_that_was_moved_resumes_with_its_own_copy_of_the_script(tmp_path):
         home.mkdir()
         (home / "part.py").write_text("value = 1\n")
         script = write_script(home, "how = True\n" + HEAD + EDITABLE)
-        assert "KeyError: 'stop'" in ended("tests.plain_script", str(script), cwd=home).stderr
-    expected = digests(ended("tests.plain_script", str(script), cwd=home).stdout)
+        assert "KeyError: 'stop'" in run_to_end("tests.plain_script", str(script), cwd=home).stderr
+    expected = digests(run_to_end("tests.plain_script", str(script), cwd=home).stdout)
     assert len(expected) == 1
 
     moved = homes[0].rename(tmp_path / "moved")
     copy = moved / "run" / "script" / "train.py"
     shutil.copy(copy, tmp_path / "copy.py")
     copy.write_text("# another script\n")
-    refusal = ended("tests.plain_script", str(moved / "train.py"), cwd=moved).stderr
+    refusal = run_to_end("tests.plain_script", str(moved / "train.py"), cwd=moved).stderr
     assert "or in 'run/script', got no such file: put the script back" in refusal
     shutil.copy(tmp_path / "copy.py", copy)
-    resumed = ended("tests.plain_script", str(moved / "train.py"), cwd=moved)
+    resumed = run_to_end("tests.plain_script", str(moved / "train.py"), cwd=moved)
     assert digests(resumed.stdout) == expected, resumed.stderr
 
 
@@ -198,7 +198,7 @@ def test_edit_that_changes_gradients_makes_the_run_mixed(tmp_path):
 
     def run(head: str, *, loss: str = "** 2") -> subprocess.CompletedProcess[str]:
         text = head + HEAD.replace("** 2", loss) + EDITABLE
-        return ended("tests.plain_script", str(write_script(tmp_path, text)), cwd=tmp_path)
+        return run_to_end("tests.plain_script", str(write_script(tmp_path, text)), cwd=tmp_path)
 
     assert "KeyError: 'stop'" in run("how = True\n").stderr
     shutil.copytree(tmp_path / "run", tmp_path / "run-before")

@@ -24,7 +24,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def in_temporary_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.processes import ended
+from tests.processes import run_to_end
 from tests.samestep.scripts import HEAD
 from tests.samestep.test_scripts import digests, write_script
 
@@ -51,7 +51,7 @@ def test_two_cards_give_the_digest_of_one_card(tmp_path, environment, text):
         folder = tmp_path / devices
         folder.mkdir()
         script = write_script(folder, text)
-        completed = ended(
+        completed = run_to_end(
             "tests.plain_script", str(script), cwd=folder,
             environment={**environment, "SAMESTEP_BACKEND": devices},
         )  # fmt: skip

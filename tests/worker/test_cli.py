@@ -10,7 +10,7 @@ import pytest
 from protocol import __version__
 from tests import processes
 from tests.cluster import PATIENCE_S, ROOT
-from tests.commands import called
+from tests.commands import run_command
 
 TELL_IMPORTS = """
 import atexit, sys
@@ -22,7 +22,7 @@ main()
 
 
 def worker(*arguments, **environment):
-    completed = processes.ended("worker", *arguments, environment=environment)
+    completed = processes.run_to_end("worker", *arguments, environment=environment)
     return completed.returncode, completed.stdout, completed.stderr
 
 
@@ -40,12 +40,12 @@ def test_informational_commands_import_neither_torch_nor_transformers(argument, 
 
 
 def test_the_version_is_the_package_s():
-    completed = called("worker", "--version")
+    completed = run_command("worker", "--version")
     assert (completed.returncode, completed.stdout) == (0, f"samestep worker {__version__}\n")
 
 
 def test_help_names_every_option():
-    out = called("worker", "--help").stdout
+    out = run_command("worker", "--help").stdout
     for option in ("--coordinator", "--backend", "--gpus", "--name", "--retry-for", "devices"):
         assert option in out
 
@@ -83,7 +83,7 @@ def test_devices_lists_each_device_with_its_reason():
     ],
 )
 def test_unusable_options_are_one_line_and_exit_2(arguments, message):
-    completed = called("worker", *arguments)
+    completed = run_command("worker", *arguments)
     assert completed.returncode == 2
     assert message in completed.stderr
     assert "Traceback" not in completed.stderr
@@ -101,7 +101,7 @@ def test_worker_option_after_the_script_is_reported(tmp_path):
     script = str(tmp_path / "plain.py")
     args = ("--retry-for", "0", script, "--lr", "1", "--coordinator=box:9000")
     # scripts may join from here on
-    first, *_ = processes.ended("worker", *args).stderr.splitlines()
+    first, *_ = processes.run_to_end("worker", *args).stderr.splitlines()
     assert first.endswith(
         "put options of the worker before the script: worker --coordinator ... SCRIPT.py"
     )

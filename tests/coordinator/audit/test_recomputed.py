@@ -6,7 +6,7 @@ import numpy as np
 from coordinator.audit.audit import audit
 from coordinator.audit.recomputed import RecomputedStep, RecomputeRequest
 from coordinator.storage.log.log_records import Array
-from tests.commands import called
+from tests.commands import run_command
 from tests.durable_run import SPEC, WrittenRun, averages
 
 FORGED = 4
@@ -99,7 +99,7 @@ def test_without_gradients_steps_at_checkpoints_are_recomputed(tmp_path):
 
 def test_a_native_run_is_refused(tmp_path):
     path = finished(tmp_path / "run")
-    completed = called("coordinator", "audit", str(path), "--recompute", "1")
+    completed = run_command("coordinator", "audit", str(path), "--recompute", "1")
     assert completed.returncode == 2
     assert "expected a run with arithmetic=canonical, got native" in completed.stderr
     assert not completed.stdout

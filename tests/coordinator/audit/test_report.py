@@ -23,7 +23,7 @@ from coordinator.storage.directory.journal_records import (
     kind_of,
 )
 from protocol.base.errors import UsageError
-from tests.commands import called
+from tests.commands import run_command
 from tests.durable_run import RUN_ID, SPEC, WrittenRun, written_run
 
 EVIL = "<script>alert(1)</script>\"'&</svg>"
@@ -239,7 +239,7 @@ def test_metrics_of_rolled_back_steps_are_not_shown(tmp_path):
 @pytest.mark.parametrize("output", ["nowhere/page.html", "."])
 def test_unwritable_page_is_reported_before_the_audit(tmp_path, output):
     run = written_run(tmp_path / "run")
-    completed = called("coordinator", "report", str(run), "--output", str(tmp_path / output))
+    completed = run_command("coordinator", "report", str(run), "--output", str(tmp_path / output))
     assert completed.returncode == 2
     assert "--output: expected a file that can be written" in completed.stderr
 
@@ -250,12 +250,12 @@ def test_a_page_goes_into_a_device_and_through_a_link(tmp_path):
     link.symlink_to(tmp_path / "page.html")
     device.symlink_to("/dev/null")
     for output in (device, link):
-        completed = called("coordinator", "report", str(run), "--output", str(output))
+        completed = run_command("coordinator", "report", str(run), "--output", str(output))
         assert completed.returncode == 0, completed.stderr
         assert output.is_symlink()
         assert completed.stdout == ("" if output is device else f"{link}\n")
     assert (tmp_path / "page.html").read_text().startswith("<!")
     os.mkfifo(tmp_path / "pipe")
-    completed = called("coordinator", "report", str(run), "--output", str(tmp_path / "pipe"))
+    completed = run_command("coordinator", "report", str(run), "--output", str(tmp_path / "pipe"))
     assert "start the process that reads from the pipe" in completed.stderr
     assert completed.returncode != 0

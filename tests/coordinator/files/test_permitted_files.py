@@ -17,7 +17,7 @@ from coordinator.service.service import Service, Settings
 from protocol.base.errors import DataError, SamestepError
 from protocol.machine.secret_file import secret_paths
 from tests import reading_task
-from tests.commands import called
+from tests.commands import run_command
 from tests.event_loop import on_uvloop
 from tests.live_service import scripted_spec
 
@@ -136,11 +136,11 @@ async def test_submissions_are_checked(tmp_path, home, data):
 def test_option_is_checked_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     serve = ("--expect-workers", "1", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
-    none = called("coordinator", *serve, "--data-root", "nowhere")
+    none = run_command("coordinator", *serve, "--data-root", "nowhere")
     assert none.returncode == 2
     assert "--data-root: expected a directory, got 'nowhere'" in none.stderr
     (tmp_path / "run.yaml").write_text("task: scripted\nsteps: 1\n")
-    result = called("coordinator", *serve, "--run", "run.yaml", "--data-root", ".")
+    result = run_command("coordinator", *serve, "--run", "run.yaml", "--data-root", ".")
     assert result.returncode == 2
     assert "--data-root applies to submitted runs" in result.stderr
     assert not (tmp_path / DEFAULT_OUT).exists()

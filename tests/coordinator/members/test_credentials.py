@@ -18,7 +18,7 @@ from coordinator.members.worker_keys import MOST_KEYS
 from protocol.base.errors import UsageError
 from protocol.machine.secret_file import state_home
 from protocol.wire import tls
-from tests.commands import called
+from tests.commands import run_command
 
 
 def files(home):
@@ -68,7 +68,9 @@ def test_incomplete_identity_is_never_replaced(tmp_path, missing, other):
         if name is not None:
             (tmp_path / "coordinator" / name).unlink()
     contents = {path: path.read_bytes() for path in files(tmp_path)}
-    completed = called("coordinator", "token", "show", environment={"SAMESTEP_HOME": str(tmp_path)})
+    completed = run_command(
+        "coordinator", "token", "show", environment={"SAMESTEP_HOME": str(tmp_path)}
+    )
     assert completed.returncode == 2
     assert completed.stdout == ""
     assert f"found no {missing}; restore" in completed.stderr
@@ -87,7 +89,9 @@ def test_killed_first_start_leaves_no_identity(tmp_path):
 
 def test_replaced_damaged_token_is_reported(tmp_path):
     CoordinatorCredentials.open(tmp_path).token_file.write_text("junk")
-    completed = called("coordinator", "token", "show", environment={"SAMESTEP_HOME": str(tmp_path)})
+    completed = run_command(
+        "coordinator", "token", "show", environment={"SAMESTEP_HOME": str(tmp_path)}
+    )
     assert completed.returncode == 0
     assert "join.token' was missing or held no token" in completed.stderr
     assert completed.stderr.count("\n") == 1

@@ -28,7 +28,7 @@ from protocol.base.errors import ExitCode, Unreachable, UsageError
 from tests.event_loop import on_uvloop
 from tests.free_ports import free_address
 from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
-from tests.processes import ended
+from tests.processes import run_to_end
 from tests.silent_address import dead_name_server
 
 ROOT = Path(__file__).parents[3]
@@ -503,7 +503,7 @@ def test_the_command_reports_it_too(tmp_path, option):
     other = {"--bind": "--control", "--control": "--bind"}[option]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        ending = ended(
+        ending = run_to_end(
             "coordinator", "--expect-workers", "1", "--out", str(tmp_path),
             option, f"127.0.0.1:{port}", other, "127.0.0.1:0",
         )  # fmt: skip

@@ -23,7 +23,7 @@ from coordinator.service.events import Draining
 from protocol.base import limits
 from protocol.base.errors import ExitCode, NotAuthorized
 from protocol.machine.secret_file import control_token_file, state_home, write_secret
-from tests.commands import called
+from tests.commands import run_command
 from tests.event_loop import on_uvloop
 from tests.live_service import live_service
 
@@ -138,7 +138,7 @@ async def test_reader_token_opens_read_only_routes(tmp_path, path):
 @on_uvloop
 async def test_reader_token_stays_until_it_is_replaced(tmp_path):
     credentials = CoordinatorCredentials.open()
-    first = called("coordinator", "token", "reader").stdout.strip()
+    first = run_command("coordinator", "token", "reader").stdout.strip()
     assert first == credentials.reader_token
     async with port(tmp_path / "a") as control:
         metrics_route = ("GET", "/metrics")
@@ -146,7 +146,7 @@ async def test_reader_token_stays_until_it_is_replaced(tmp_path):
         assert control.guard.token != first
     async with port(tmp_path / "b") as control:
         assert await ask(control, *metrics_route, Authorization=f"Bearer {first}") == 200
-        completed = await asyncio.to_thread(called, "coordinator", "token", "reader", "--new")
+        completed = await asyncio.to_thread(run_command, "coordinator", "token", "reader", "--new")
         control._service._check_secrets()
         second = completed.stdout.strip()
         assert await ask(control, *metrics_route, Authorization=f"Bearer {first}") == 401
@@ -340,7 +340,7 @@ def test_empty_control_token_file_is_named(tmp_path, content, text):
     if content is not None:
         write_secret(path, content)
     for command in (("status",), ("token", "control")):
-        completed = called(
+        completed = run_command(
             "coordinator", *command, environment={"SAMESTEP_CONTROL_TOKEN_FILE": str(path)}
         )
         assert completed.returncode == 2

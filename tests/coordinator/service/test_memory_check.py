@@ -106,7 +106,7 @@ def memory_growth(
         name = f"scripted:{microbatch_ms + microbatch_ms * number // 4}"
         worker = Worker(
             coordinator.address, f"w{number}", name, tmp_path,
-            anew=False, module="tests.small_bodies",
+            fresh=False, module="tests.small_bodies",
         )  # fmt: skip
         hired.append(worker)
 

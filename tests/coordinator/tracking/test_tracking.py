@@ -23,7 +23,7 @@ from coordinator.tracking.tracking import Tracking
 from protocol.cli.command_line import child_environment, command_of
 from protocol.spec.run_spec import parse_run_spec
 from tests.cluster import Cluster
-from tests.commands import called
+from tests.commands import run_command
 
 RUN = """
 task: scripted
@@ -202,7 +202,7 @@ def test_invalid_tracking_is_refused_at_once(tmp_path):
         (("--track", "tensorbord"), "expected one of tensorboard"),
         (("track", str(tmp_path), "--to", "trackio"), "expected one of tensorboard"),
     ):
-        completed = called(
+        completed = run_command(
             "coordinator", *arguments, *(["--expect-workers", "1"] if "-" in arguments[0] else [])
         )
         assert (completed.returncode, completed.stderr.count("\n")) == (2, 1)
@@ -214,12 +214,12 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name)
     )
-    completed = called("coordinator", "--expect-workers", "1", "--track", "wandb")
+    completed = run_command("coordinator", "--expect-workers", "1", "--track", "wandb")
     assert "pip install 'samestep[wandb]'" in completed.stderr
 
 
 def test_a_journal_that_is_not_a_run_s_is_refused(tmp_path):
     pytest.importorskip("tensorboard")
-    completed = called("coordinator", "track", str(tmp_path), "--to", "tensorboard")
+    completed = run_command("coordinator", "track", str(tmp_path), "--to", "tensorboard")
     assert completed.returncode == 2
     assert "run.json" in completed.stderr

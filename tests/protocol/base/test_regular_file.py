@@ -27,7 +27,7 @@ from protocol.spec.files.file_digest import file_digest
 from protocol.spec.files.run_spec_file import load_run_spec
 from protocol.spec.manifest import ADAPTER_CONFIG
 from protocol.spec.model_card import CARD, read_card
-from tests.commands import called
+from tests.commands import run_command
 from worker.join.credentials import WorkerCredentials
 
 REGRESS = "task: regress\nsteps: 3\n"
@@ -79,7 +79,7 @@ def test_no_secret_waits_for_the_writer_of_a_pipe(pipe, tmp_path):
 
 
 def test_a_control_token_in_a_pipe_is_named(pipe):
-    completed = called(
+    completed = run_command(
         "coordinator", "status", environment={"SAMESTEP_CONTROL_TOKEN_FILE": str(pipe)}
     )
     assert completed.returncode == 2
@@ -122,7 +122,7 @@ def test_invalid_run_file_is_one_line(tmp_path, command, content):
         os.mkfifo(path)
     else:
         path.write_text(content)
-    completed = called(
+    completed = run_command(
         "coordinator", *command, str(tmp_path), environment={"SAMESTEP_HOME": str(tmp_path / "h")}
     )
     assert completed.returncode != 0

@@ -13,7 +13,7 @@ import pytest
 from protocol.base.errors import DataError
 from protocol.datasets.data_check import check_data
 from protocol.spec.run_spec import RunSpec, parse_run_spec
-from tests.commands import called
+from tests.commands import run_command
 from tests.small_chat import (
     CHATML,
     CHATML_WITH_GENERATION,
@@ -254,13 +254,13 @@ def test_worker_data_shows_the_mask_and_its_counts(tokenizers, tmp_path):
     path = tmp_path / "run.yaml"
     data = {"train": str(write_jsonl(tmp_path / "a.jsonl", [*ROWS, ROWS[1]])), "holdout": 0.25}
     path.write_text(json.dumps(document_of(tokenizers, data)))
-    process = called("worker", "data", str(path))
+    process = run_command("worker", "data", str(path))
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("with loss\n") >= 5
     assert "<|im_start|>assistant\n⟦It is " in process.stdout
     assert "training samples: 9; tokens of each: min " in process.stdout
     assert "duplicates removed: 1" in process.stdout
-    completed = called("worker", "data", str(path), "--samples", "1", "--set", "data.loss=all")
+    completed = run_command("worker", "data", str(path), "--samples", "1", "--set", "data.loss=all")
     assert completed.stdout.count("sample ") == 1
     assert "(9" in completed.stdout or "(100" in completed.stdout
 
@@ -337,7 +337,7 @@ def test_mistake_is_one_line_with_its_location(tokenizers, tmp_path, mistake):
     document = document_of(tokenizers, {"train": str(tmp_path / name), **data})
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(document))
-    completed = called("worker", "data", str(path))
+    completed = run_command("worker", "data", str(path))
     assert completed.returncode == 2, completed
     assert completed.stdout == ""
     assert len(completed.stderr.splitlines()) == 1
@@ -379,7 +379,7 @@ def test_a_tokenizer_without_a_template_is_named(tokenizers, tmp_path):
     data = {"train": str(write_jsonl(tmp_path / "a.jsonl", ROWS))}
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(document_of(tokenizers, data, "bare")))
-    completed = called("worker", "data", str(path))
+    completed = run_command("worker", "data", str(path))
     assert completed.returncode == 2
     assert "expected a tokenizer with a chat template" in completed.stderr
 
@@ -458,7 +458,7 @@ def test_conflicting_options_are_one_line(tokenizers, tmp_path, mistake):
         document[key] = {**document[key], **value} if key == "model" else value
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(document))
-    completed = called("worker", "data", str(path))
+    completed = run_command("worker", "data", str(path))
     assert (completed.returncode, completed.stdout) == (2, ""), completed
     assert len(completed.stderr.splitlines()) == 1
     assert message in completed.stderr

@@ -14,7 +14,7 @@ from backends.registry import choose
 from backends.wgpu.device.adapters import adapters
 from protocol.base.errors import DataError
 from protocol.spec.run_spec import parse_run_spec
-from tests.commands import called
+from tests.commands import run_command
 from tests.small_chat import conversation, save_chat_model, write_jsonl
 from tests.small_sequences import PAIRS, save_encoder_decoders
 from tests.worker.tasks.test_classify import export, moved_values
@@ -224,11 +224,11 @@ def test_a_result_is_used_by_every_command(bases, tmp_path):
     pytest.importorskip("gguf")
     task = build(spec_of(bases, "tied", {"r": 2}))
     result_directory = export(task, moved_values(task), tmp_path)
-    process = called(
+    process = run_command(
         "worker", "generate", str(result_directory), f"What is{TEXT}?", "--max-tokens", "4"
     )
     assert process.returncode == 0, process.stderr
-    export_process = called(
+    export_process = run_command(
         "worker", "export", str(result_directory), "--gguf", "f32", "--out", str(tmp_path / "gguf")
     )
     assert export_process.returncode == 0, export_process.stderr
@@ -241,11 +241,15 @@ def test_a_result_is_used_by_every_command(bases, tmp_path):
     task = build(spec_of(bases, "bert", {"r": 2}))
     (tmp_path / "bert").mkdir()
     result_directory = export(task, moved_values(task), tmp_path / "bert")
-    process = called("worker", "classify", str(result_directory), f"1 plus 1{TEXT}", "--json")
+    process = run_command("worker", "classify", str(result_directory), f"1 plus 1{TEXT}", "--json")
     assert process.returncode == 0, process.stderr
-    merged = called("worker", "merge", str(result_directory), "--out", str(tmp_path / "merged"))
+    merged = run_command(
+        "worker", "merge", str(result_directory), "--out", str(tmp_path / "merged")
+    )
     assert merged.returncode == 0, merged.stderr
-    repeat = called("worker", "classify", str(tmp_path / "merged"), f"1 plus 1{TEXT}", "--json")
+    repeat = run_command(
+        "worker", "classify", str(tmp_path / "merged"), f"1 plus 1{TEXT}", "--json"
+    )
     one, other = (json.loads(each.stdout) for each in (process, repeat))
     assert one["label"] == other["label"]
     assert one["probability"] == pytest.approx(other["probability"], abs=1e-5)

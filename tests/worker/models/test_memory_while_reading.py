@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from protocol.spec.sections.model import ModelSpec
-from tests.processes import ended
+from tests.processes import run_to_end
 from tests.resident_memory import MIB
 from worker.models.base_tensors import base_tensors
 from worker.models.pretrained import load_causal_lm
@@ -57,7 +57,7 @@ def test_peak_is_the_narrow_base_and_one_weight(source):
 def peak_in_a_fresh_process(source: Path) -> int:
     """Measure the peak of reading in a fresh process; in this one, earlier tests have set the
     allocator."""
-    process = ended("tests.narrow_reading", str(source))
+    process = run_to_end("tests.narrow_reading", str(source))
     assert process.returncode == 0, process.stderr
     return int(process.stdout)
 

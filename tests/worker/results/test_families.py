@@ -12,7 +12,7 @@ import torch
 
 from protocol.base.errors import DataError
 from protocol.spec.files.run_spec_file import load_run_spec
-from tests.commands import called
+from tests.commands import run_command
 from tests.finished_run import finished_run
 from tests.small_chat import save_chat_tokenizer, write_jsonl
 from worker.models.pretrained import max_sample_tokens
@@ -136,7 +136,7 @@ def test_merged_classifier_equals_base_and_adapter(tmp_path, family, sizes, targ
     run = finished_run(spec, tmp_path / "run", "r")
     assert merge(find(run), None, tmp_path / "whole").difference < 1e-5
     answers = [
-        json.loads(called("worker", "classify", str(directory), "3 and 4", "--json").stdout)
+        json.loads(run_command("worker", "classify", str(directory), "3 and 4", "--json").stdout)
         for directory in (run, tmp_path / "whole")
     ]
     assert answers[0]["label"] == answers[1]["label"]

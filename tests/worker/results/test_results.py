@@ -18,7 +18,7 @@ from backends.quantization.frozen_base import frozen_base
 from protocol.base.errors import DataError, SamestepError
 from protocol.spec.model_card import Measured, card_text, read_card
 from protocol.spec.sections.model import ModelSpec
-from tests.commands import called
+from tests.commands import run_command
 from tests.finished_run import finished_run
 from tests.small_chat import CHATML, chat_run
 from worker.models import disk_weights
@@ -76,7 +76,7 @@ def test_a_hub_reads_the_front_matter_of_a_card(run):
 
 
 def test_a_merged_model_computes_what_base_and_adapter_do(run, tmp_path):
-    completed = called("worker", "merge", str(run), "--out", str(tmp_path / "whole"))
+    completed = run_command("worker", "merge", str(run), "--out", str(tmp_path / "whole"))
     assert completed.returncode == 0, completed.stderr
     adapted = load(find(run), None)
     merged = load(find(tmp_path / "whole"), None)
@@ -95,7 +95,7 @@ def test_a_merged_model_computes_what_base_and_adapter_do(run, tmp_path):
 
 
 def test_a_merged_model_may_be_stored_in_bfloat16(run, tmp_path):
-    completed = called(
+    completed = run_command(
         "worker", "merge", str(run), "--out", str(tmp_path / "whole"), "--dtype", "bfloat16"
     )
     assert completed.returncode == 0, completed.stderr
@@ -105,7 +105,9 @@ def test_a_merged_model_may_be_stored_in_bfloat16(run, tmp_path):
     exact = merge_weights(load(find(run), None)).state_dict()
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, exact[name].to(torch.bfloat16).float()), name
-    refused = called("worker", "merge", str(run), "--out", str(tmp_path / "x"), "--dtype", "int8")
+    refused = run_command(
+        "worker", "merge", str(run), "--out", str(tmp_path / "x"), "--dtype", "int8"
+    )
     assert "--dtype: expected one of float32, bfloat16" in refused.stderr
 
 
@@ -161,7 +163,7 @@ def test_directories_without_a_result_are_refused(tmp_path, make_directory, mess
 
 def test_answer_is_repeatable(run):
     def answer(*more: str) -> str:
-        completed = called(
+        completed = run_command(
             "worker", "generate", str(run), "What is 3?", "--max-tokens", "12", *more
         )
         assert completed.returncode == 0, completed.stderr
@@ -202,7 +204,9 @@ def test_draws_follow_the_probabilities():
 
 def test_gguf_is_read_by_transformers_as_the_same_model(run, tmp_path):
     pytest.importorskip("gguf")
-    completed = called("worker", "export", str(run), "--gguf", "f32", "--out", str(tmp_path / "g"))
+    completed = run_command(
+        "worker", "export", str(run), "--gguf", "f32", "--out", str(tmp_path / "g")
+    )
     assert completed.returncode == 0, completed.stderr
     assert "21 tensors" in completed.stdout
     adapted = load(find(run), None)
@@ -291,7 +295,7 @@ def test_models_unknown_to_llama_cpp_are_refused(run, tmp_path):
     ],
 )
 def test_mistakes_are_one_line(run, arguments, message):
-    completed = called(
+    completed = run_command(
         "worker", *(str(run) if argument == "DIR" else argument for argument in arguments)
     )
     assert completed.returncode == 2

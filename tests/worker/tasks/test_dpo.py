@@ -16,7 +16,7 @@ from backends.base.interface import BlockGradient, Loss
 from backends.eager.eager import EagerBackend
 from protocol.base.errors import DataError, RunSpecError
 from protocol.spec.files.run_spec_file import load_run_spec
-from tests.commands import called
+from tests.commands import run_command
 from tests.small_chat import CHATML, dpo_run, preference_pair, write_jsonl
 from worker.models.tokens import IGNORED_LABEL
 from worker.tasks.language.dpo import Dpo
@@ -58,7 +58,7 @@ def test_only_the_last_answers_count(task):
 def test_worker_data_shows_both_answers_and_their_lengths(spec, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(spec.model_dump(mode="json", exclude_none=True)))
-    process = called("worker", "data", str(path), "--samples", "2")
+    process = run_command("worker", "data", str(path), "--samples", "2")
     assert process.returncode == 0, process.stderr
     assert process.stdout.count(", chosen: ") == 2 + 2 * 2
     assert process.stdout.count("<|im_start|>assistant\n⟦It is ") == 2
@@ -73,7 +73,7 @@ def test_worker_data_shows_both_answers_and_their_lengths(spec, tmp_path):
         r"(?:chosen|rejected): (\d+) tokens, (\d+) of them with loss", process.stdout
     )
     assert all(0 < int(answer_tokens) < int(tokens) for tokens, answer_tokens in token_counts)
-    completed = called("worker", "data", str(path), "--set", "data.max_tokens=40")
+    completed = run_command("worker", "data", str(path), "--set", "data.max_tokens=40")
     assert "most 40" in completed.stdout
     assert "pairs truncated: 0" not in completed.stdout
 
@@ -307,7 +307,7 @@ def test_mistake_is_one_line_with_its_location(spec, tmp_path, mistake):
     document["data"] = {"train": str(tmp_path / name), "holdout": 0, "max_tokens": 96, **data}
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(document))
-    completed = called("worker", "data", str(path))
+    completed = run_command("worker", "data", str(path))
     assert (completed.returncode, completed.stdout) == (2, ""), completed
     assert len(completed.stderr.splitlines()) == 1
     assert message in completed.stderr
@@ -317,7 +317,7 @@ def test_run_without_lora_is_one_line_with_its_location(spec, tmp_path):
     document = spec.model_dump(mode="json", exclude_none=True)
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(document | {"lora": None}))
-    completed = called("worker", "data", str(path))
+    completed = run_command("worker", "data", str(path))
     assert (completed.returncode, completed.stdout) == (2, ""), completed
     [line] = completed.stderr.splitlines()
     assert "run.yaml" in line

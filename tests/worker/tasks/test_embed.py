@@ -13,7 +13,7 @@ from backends.eager.eager import EagerBackend, EagerProgram
 from protocol.base.errors import DataError, RunSpecError
 from protocol.datasets.data_check import check_data
 from protocol.spec.run_spec import parse_run_spec
-from tests.commands import called
+from tests.commands import run_command
 from tests.small_decoder import save_small_decoder
 from tests.small_sequences import save_encoder_decoders
 from tests.worker.tasks.test_classify import export
@@ -327,7 +327,7 @@ def test_an_adapter_is_merged_for_sentence_transformers(tiny, tmp_path, dtype):
     trained = [v + 0.1 * rng.standard_normal(v.shape, "f4") for v in task.initial_parameters()]
     (tmp_path / "out").mkdir()
     adapter, new = export(task, trained, tmp_path / "out"), tmp_path / "new"
-    process = called("worker", "merge", str(adapter), "--out", str(new), "--dtype", dtype)
+    process = run_command("worker", "merge", str(adapter), "--out", str(new), "--dtype", dtype)
     assert process.returncode == 0, process.stderr
     assert "last states of 24 tokens" in process.stdout
     for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json"):
@@ -351,7 +351,7 @@ def test_an_adapter_is_merged_for_sentence_transformers(tiny, tmp_path, dtype):
 def test_embedding_model_cannot_generate_text(tiny, tmp_path):
     saved = export_of(task_of(tiny, tmp_path), tmp_path)
     for command in (("generate", str(saved), "x"), ("export", str(saved), "--gguf", "f32")):
-        completed = called(
+        completed = run_command(
             "worker", *command, *(["--out", str(tmp_path / "g")] * (len(command) > 3))
         )
         assert completed.returncode == 2
@@ -365,7 +365,7 @@ def test_worker_data_shows_anchors_and_passages(tiny, tmp_path):
         "task": "embed", "steps": 1, "model": {"source": tiny},
         "data": {"train": str(train), "max_tokens": 16}, "batch": {"samples": 4, "microbatch": 2},
     }))  # fmt: skip
-    process = called("worker", "data", str(run), "--samples", "1")
+    process = run_command("worker", "data", str(run), "--samples", "1")
     assert process.returncode == 0, process.stderr
     for label in ("anchor:", "positive:", "negative:", "held-out passages", "distinct texts"):
         assert label in process.stdout

@@ -14,7 +14,7 @@ from protocol.base.errors import DataError, RunSpecError
 from protocol.datasets.data_check import check_data
 from protocol.spec.manifest import Metric, pair_sums
 from protocol.spec.run_spec import RunSpec, parse_run_spec
-from tests.commands import called
+from tests.commands import run_command
 from tests.worker.tasks.test_classify import export, moved_values
 from worker.results_cli import plain_number
 from worker.tasks.labels.class_counts import label_metrics, label_sums
@@ -151,7 +151,7 @@ def test_a_result_labels_new_texts(tiny, rows, tmp_path, lora, data):
     task = build(spec_of(tiny, rows, lora, **data))
     result_directory = export(task, moved_values(task), tmp_path)
     texts = ["cat and dog", "3 of dog"]
-    completed = called("worker", "classify", str(result_directory), *texts, "--json")
+    completed = run_command("worker", "classify", str(result_directory), *texts, "--json")
     assert completed.returncode == 0, completed.stderr
     answers = [json.loads(line) for line in completed.stdout.splitlines()]
     if data["problem"] == "multi-label":
@@ -162,11 +162,11 @@ def test_a_result_labels_new_texts(tiny, rows, tmp_path, lora, data):
             assert answer["labels"] == [name for name, score in scores.items() if score > 0.5]
         return
     assert [answer["text"] for answer in answers] == [texts]
-    completed = called(
+    completed = run_command(
         "worker", "classify", str(result_directory), str(rows), "--pair-column", "more", "--json"
     )
     assert len(completed.stdout.splitlines()) == len(ROWS)
-    alone = called("worker", "classify", str(result_directory), texts[0])
+    alone = run_command("worker", "classify", str(result_directory), texts[0])
     assert "expected pairs of texts, as the run had, got an odd number, 1; give" in alone.stderr
 
 
@@ -187,7 +187,7 @@ def test_standardized_numbers_are_reported_in_original_units(tiny, tmp_path):
     sums = dict(program.evaluate(part))
     program.close()
     texts = [ROWS[row]["text"] for row in part.arrays["rows"].tolist()]
-    completed = called("worker", "classify", str(result_directory), *texts, "--json")
+    completed = run_command("worker", "classify", str(result_directory), *texts, "--json")
     answers = np.array([json.loads(line)["value"] for line in completed.stdout.splitlines()])
     right = [prices[row]["value"] for row in part.arrays["rows"].tolist()]
     assert part.arrays["labels"] * deviation + mean == pytest.approx(right)

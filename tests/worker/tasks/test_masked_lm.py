@@ -10,7 +10,7 @@ import pytest
 
 from protocol.base.errors import DataError
 from protocol.spec.run_spec import parse_run_spec
-from tests.commands import called
+from tests.commands import run_command
 from tests.small_sequences import save_encoder_decoders
 from tests.worker.tasks.test_classify import export, moved_values
 from worker.tasks.registry import build
@@ -67,9 +67,11 @@ def test_loss_equals_transformers(model, text, tmp_path, lora):
         expected = float(repeat.eval()(**tensors).loss)
     assert run_loss == pytest.approx(expected, rel=1e-5)
     if lora is not None:
-        merged = called("worker", "merge", str(result_directory), "--out", str(tmp_path / "merged"))
+        merged = run_command(
+            "worker", "merge", str(result_directory), "--out", str(tmp_path / "merged")
+        )
         assert merged.returncode == 0, merged.stderr
-    process = called("worker", "generate", str(result_directory), "hello")
+    process = run_command("worker", "generate", str(result_directory), "hello")
     assert "fills in masked tokens" in process.stderr
 
 

@@ -12,7 +12,7 @@ from backends.wgpu.capture.model_proxy import ModelProxy
 from protocol.base.errors import DataError
 from protocol.datasets.data_check import check_data
 from protocol.spec.run_spec import RunSpec, parse_run_spec
-from tests.commands import called
+from tests.commands import run_command
 from tests.small_sequences import PAIRS, TAGGED_ROWS, save_encoder_decoders
 from tests.worker.tasks.test_classify import export, moved_values
 from worker.data.sequence_data import encode_words
@@ -84,13 +84,15 @@ def test_seq2seq_has_the_loss_and_the_answers_of_transformers(
     read.pop("token_type_ids", None)
     answer = model.generate(**read, max_new_tokens=8, do_sample=False, num_beams=1)
     reference = tokenizer.decode(answer[0], skip_special_tokens=True)
-    process = called(
+    process = run_command(
         "worker", "generate", str(result_directory), "add 2 and 1", "--max-tokens", "8"
     )
     assert process.returncode == 0, process.stderr
     assert process.stdout.rstrip("\n") == reference
     if lora is not None:
-        merged = called("worker", "merge", str(result_directory), "--out", str(tmp_path / "merged"))
+        merged = run_command(
+            "worker", "merge", str(result_directory), "--out", str(tmp_path / "merged")
+        )
         assert merged.returncode == 0, merged.stderr
 
 
@@ -177,7 +179,9 @@ def test_tag_loss_equals_transformers_and_tags_new_words(tiny, tmp_path, lora):
         ).eval()
         with torch.no_grad():
             assert run_loss == pytest.approx(float(model(**tensors).loss), rel=1e-5)
-    process = called("worker", "classify", str(result_directory), "Ada Lovelace in Rome", "--json")
+    process = run_command(
+        "worker", "classify", str(result_directory), "Ada Lovelace in Rome", "--json"
+    )
     assert process.returncode == 0, process.stderr
     answer = json.loads(process.stdout)
     assert answer["words"] == ["Ada", "Lovelace", "in", "Rome"]
@@ -190,7 +194,9 @@ def test_tag_loss_equals_transformers_and_tags_new_words(tiny, tmp_path, lora):
     firsts = [encoding.word_ids().index(n) for n in range(4)]
     assert answer["tags"] == [labels[tag_ids[index]] for index in firsts]
     if lora is not None:
-        merged = called("worker", "merge", str(result_directory), "--out", str(tmp_path / "merged"))
+        merged = run_command(
+            "worker", "merge", str(result_directory), "--out", str(tmp_path / "merged")
+        )
         assert merged.returncode == 0, merged.stderr
 
 
