@@ -27,7 +27,8 @@ class StepTimes:
         senders: Number of workers that sent a payload.
         first_send_us: When the first worker or device sent its first payload.
         last_receive_us: When the last worker received its last averaged chunk.
-        last_apply_us: When the last worker began the update, after the commit.
+        last_apply_us: When the last worker began the update, after the commit; a multi-device
+            worker updates once for all its devices.
     """
 
     step: int
@@ -63,7 +64,7 @@ def step_times(timelines: Sequence[Timeline], start_us: float, end_us: float) ->
             if not start_us <= event["ts"] <= end_us or "step" not in event["args"]:
                 continue
             name, step, at_us = event["name"], event["args"]["step"], event["ts"]
-            if name in ("apply step", "take weights"):  # the trace numbers steps from 1
+            if name == "apply step":  # the trace numbers steps from 1
                 applies.setdefault(step - 1, []).append(at_us)
             elif name.startswith("receive block") and "attempt" in event["args"]:
                 receives.setdefault(step, []).append(at_us)

@@ -15,14 +15,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from backends.base.interface import Array
 from protocol.base.errors import DeviceError, DeviceOutOfMemory, ExitCode, SubnormalsFlushed
 from protocol.cli.output import keep_reporting, never_wait_for_readers
+from protocol.exact.reduction.average import copy_finite
 from protocol.machine.allocator import keep_freed_memory
 from protocol.machine.shared_memory import Extent, SharedMemory
 from protocol.machine.trace import Tracer
 from worker.local_device import LocalDevice
 from worker.logic import events
-from worker.logic.device_group import without_infinite_sums
+from worker.logic.device_group import checked_report
 from worker.shell.device_pipe import Pipe, order_codec, report_codec
 from worker.shell.engine import BackendFactory, Engine
 
@@ -66,7 +68,19 @@ class DeviceProcess:
         if isinstance(event, events.DeviceFailed) and _needs_new_process(event.error):
             self._pipe.send(["gone", str(event.error)])
             os._exit(ExitCode.FAILED)
-        self._pipe.send(self._reports.pack(without_infinite_sums(event)))
+        self._pipe.send(self._reports.pack(checked_report(event, self._shared_copy)))
+
+    def _shared_copy(self, values: Array) -> Array | None:
+        """Copy a sum to shared memory; return None if a value is not finite.
+
+        The worker frees the copy.
+        """
+        extent = self._device_memory.new(values.nbytes)
+        copy: Array = self._device_memory.array(extent)
+        if copy_finite(values.reshape(-1), copy):
+            return copy
+        self._device_memory.give_back(extent)
+        return None
 
     def report_progress(self, text: str) -> None:
         """Report the progress of the preparation of a task to the worker."""

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from backends.base.interface import Array
+from protocol.exact.reduction.average import is_finite
 from protocol.exact.replica import Replica
 from protocol.exact.update import StepScalars
 from protocol.spec.manifest import Block
@@ -23,7 +24,7 @@ from tests.simulation.machine import Device, SimulatedMachine
 from tests.simulation.virtual_time import Process
 from worker.logic import actions as act
 from worker.logic import events
-from worker.logic.device_group import MOST_RESTARTS, without_infinite_sums
+from worker.logic.device_group import MOST_RESTARTS, checked_report
 from worker.shell.engine import Engine
 from worker.shell.group_engine import LossHandler, ReportHandler
 
@@ -159,6 +160,6 @@ class _Link:
 
     def _report(self, event: events.GroupReport) -> None:
         if self._is_alive:
-            reported = without_infinite_sums(event)
+            reported = checked_report(event, lambda sums: sums if is_finite(sums) else None)
             # Reports sent before the death are read after it.
             self._later(lambda: self._reported(reported), always=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import add
@@ -22,7 +22,6 @@ from typing import Final
 from backends.base.interface import Array, Loss
 from protocol.base.errors import BackendUnavailable, DataError, DeviceError
 from protocol.base.fields import cut_text
-from protocol.exact.reduction.average import is_finite
 from protocol.exact.reduction.reducer import NonFinite, Reduced, Reducer
 from protocol.exact.reduction.tree import Subtree, cover
 from protocol.exact.reduction.tree_sum import TreeSum
@@ -235,11 +234,22 @@ class _Work:
         return None if loss is None or weight is None else Loss(loss, weight)
 
 
-def without_infinite_sums(event: events.GroupReport) -> events.GroupReport:
-    """Replace a non-finite sum by a report of it."""
-    if isinstance(event, events.BlockSum) and not is_finite(event.values):
+def checked_report(
+    event: events.GroupReport, copy_finite: Callable[[Array], Array | None]
+) -> events.GroupReport:
+    """Replace a non-finite sum by a report of it.
+
+    Args:
+        event: What a device reports.
+        copy_finite: Copies a sum to where the group reads it, or returns None for a sum with a
+            value that is not finite.
+    """
+    if not isinstance(event, events.BlockSum):
+        return event
+    values = copy_finite(event.values)
+    if values is None:
         return events.NonFiniteSum(event.step_id, NonFinite(event.subtree, block=event.block))
-    return event
+    return replace(event, values=values)
 
 
 class DeviceGroup:

@@ -147,7 +147,7 @@ class Client:
         self._instance = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
         self._engine = (
-            GroupEngine(devices, self._emit, print_line, machine)
+            GroupEngine(devices, self._emit, print_line, tracer, machine)
             if isinstance(devices, DeviceSet)
             else Engine(devices, self._emit, tracer, machine)
         )

@@ -250,12 +250,15 @@ def report_codec(memory: SharedMemory, freed: deque[Extent] | None = None) -> Co
     """Codec for a device's reports, whose arrays are sent through the device's shared memory.
 
     Args:
-        memory: The device's shared memory.
+        memory: The device's shared memory. Arrays that are already in it are not copied.
         freed: For the receiver: collects extents whose arrays are freed, for the device to reuse.
     """
     extents = deque[Extent]() if freed is None else freed
 
+    def write(values: Values) -> Extent:
+        return memory.extent_of(values) or memory.put(values)
+
     def read(location: Any, dtype: np.dtype[Any]) -> Values:
         return memory.leased(Extent(*location), extents.append, dtype.type)
 
-    return Codec(events.GroupReport, memory.put, read)
+    return Codec(events.GroupReport, write, read)

@@ -15,6 +15,7 @@ from protocol.exact.kernels.library import use_threads
 from protocol.exact.replica import Replica
 from protocol.machine.machine import Machine
 from protocol.machine.processor import usable_cores
+from protocol.machine.trace import Tracer, now_us
 from protocol.spec.manifest import Block
 from protocol.spec.sections.optimizer import OptimizerSpec
 from worker.logic import actions as act
@@ -93,6 +94,7 @@ class GroupEngine:
         device_set: The devices.
         emit: Receives each event; called in this object's thread.
         print_line: Prints a line; any thread may call it.
+        tracer: Records when each update ran.
         machine: Threads and clock.
     """
 
@@ -101,8 +103,10 @@ class GroupEngine:
         device_set: DeviceSet,
         emit: Callable[[events.Event], None],
         print_line: Callable[[str], None],
+        tracer: Tracer | None,
         machine: Machine,
     ) -> None:
+        self._tracer = tracer
         self._group = DeviceGroup(device_set.names)
         self._count = len(device_set.names)
         self._devices = device_set.devices
@@ -205,10 +209,13 @@ class GroupEngine:
         self._replica.reset(output.parameters)
 
     def _change(self, action: act.ReplicaAction) -> None:
+        start_us = now_us()
         try:
             self._hashed_replica.change(self._built_replica, action)
         finally:
             self._releases.popleft()()
+        if self._tracer is not None and isinstance(action, act.Apply):
+            self._tracer.span("apply step", "replica", start_us, step=self._built_replica.step)
         if not isinstance(action, act.LoadChunk):
             self._hashed_replica.report(self._built_replica)
 

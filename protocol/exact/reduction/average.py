@@ -30,6 +30,17 @@ def is_finite(array: Array) -> bool:
     return not array.size or bool(array.min() > -np.inf and array.max() < np.inf)
 
 
+def copy_finite(values: Array, out: Array) -> bool:
+    """Copy values to `out`, and return whether all are finite: one pass over memory, not two.
+
+    The bits of finite values do not change; those of a NaN may.
+    """
+    if (library := library_for(values, writes=(out,))) is not None:
+        return library.scale(values, 1.0, out)
+    np.copyto(out, values)
+    return is_finite(out)
+
+
 def square_sum(array: Array) -> float:
     """Return the sum of squares of an array, in float64.
 

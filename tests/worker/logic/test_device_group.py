@@ -11,6 +11,7 @@ import pytest
 
 from backends.base.interface import Loss
 from protocol.base.errors import BackendUnavailable, DeviceError, RunFailed
+from protocol.exact.reduction.average import is_finite
 from protocol.exact.reduction.reducer import NonFinite
 from protocol.exact.reduction.tree import Subtree
 from protocol.exact.reduction.tree_sum import TreeSum, add_arrays
@@ -31,7 +32,7 @@ from worker.logic.device_group import (
     Start,
     Stop,
     ToDevice,
-    without_infinite_sums,
+    checked_report,
 )
 from worker.logic.events import StepId
 
@@ -376,7 +377,8 @@ def test_values_that_are_not_finite_are_reported_with_their_device():
     values = np.array([1, np.inf, 2], np.float32)
     devices = group("a", "b")
     parts = dict(computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 2)))))
-    report = without_infinite_sums(events.BlockSum(STEP_ID, parts["b"], 1, values, 1.0))
+    block_sum = events.BlockSum(STEP_ID, parts["b"], 1, values, 1.0)
+    report = checked_report(block_sum, lambda sums: sums if is_finite(sums) else None)
     assert session_events(devices.report("b", report)) == [non_finite(parts["b"], 1, "b")]
     nan = events.SubtreeDone(STEP_ID, parts["a"], Loss(float("nan"), 1.0), 1.0)
     assert session_events(devices.report("a", nan)) == [non_finite(parts["a"], None, "a")]
