@@ -18,14 +18,14 @@ from protocol.base.errors import ExitCode, UsageError
         ("a-host.example:80", ("a-host.example", 80)),
     ],
 )
-def test_host_and_port(text, expected):
+def test_host_and_port_are_parsed(text, expected):
     assert parse_address(text, "--bind") == expected
 
 
 @pytest.mark.parametrize(
     "text", ["", "9000", ":9000", "host", "host:", "host:x", "host:-1", "host:65536", "host:1.5"]
 )
-def test_invalid_addresses(text):
+def test_invalid_addresses_are_refused(text):
     with pytest.raises(UsageError, match="--bind: expected HOST:PORT") as error_info:
         parse_address(text, "--bind")
     assert repr(text) in str(error_info.value)

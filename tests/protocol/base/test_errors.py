@@ -1,4 +1,4 @@
-"""The tree of errors: exit codes, and the tree's picture in the module."""
+"""The exception hierarchy: exit codes, and the diagram in the module's docstring."""
 
 import re
 import struct
@@ -29,8 +29,8 @@ def every_error():
     return kinds
 
 
-def test_the_picture_is_the_tree():
-    """Depth in the picture is depth in the tree, and each error is below its parent."""
+def test_diagram_matches_the_hierarchy():
+    """Each error is below its parent, indented by its depth in the hierarchy."""
     parents, class_by_depth = {}, {}
     for line in (errors.__doc__ or "").splitlines():
         match = re.match(r"((?:│   |    )*(?:[├└]── )?)([A-Z]\w+)(?:\s|$)", line)
@@ -66,9 +66,9 @@ def test_exit_codes(name, code):
 
 
 @pytest.mark.parametrize("code", [code for code in ExitCode if code != ExitCode.INTERRUPTED])
-def test_an_error_of_another_process_keeps_its_exit_code(code):
-    error = error_for(code, "what it said")
-    assert str(error) == "what it said"
+def test_error_of_another_process_keeps_its_exit_code(code):
+    error = error_for(code, "its message")
+    assert str(error) == "its message"
     assert error.exit_code == (code or ExitCode.FAILED)
 
 
@@ -90,7 +90,7 @@ class _Pydantic(BaseModel):
 
 
 def _error_raised_by(work):
-    with pytest.raises(Exception) as error_info:  # noqa: PT011 -- whatever it is
+    with pytest.raises(Exception) as error_info:  # noqa: PT011 -- any exception
         work()
     assert isinstance(error_info.value, Exception)
     return error_info.value
@@ -107,7 +107,7 @@ def _error_raised_by(work):
         (lambda: int("x\ny"), "invalid literal for int()"),
     ],
 )
-def test_errors_of_libraries_are_one_line(work, expected_text):
+def test_library_errors_become_one_line(work, expected_text):
     text = describe_error(_error_raised_by(work))
     assert expected_text in text
     assert "\n" not in text

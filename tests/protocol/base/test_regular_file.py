@@ -1,6 +1,6 @@
-"""Special files: a pipe without a writer, a device without an end, brackets without a floor.
+"""Special files and hostile JSON: a pipe without a writer, an endless device, endless nesting.
 
-Each test has its own time limit: a failure would wait forever.
+Each test has its own time limit, since a failure would wait forever.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def pipe(tmp_path):
     return path
 
 
-def test_a_pipe_is_named_where_a_file_is_expected(pipe, tmp_path):
+def test_special_files_are_refused_with_their_kind(pipe, tmp_path):
     with pytest.raises(OSError, match="expected a file, got a pipe"):
         read_regular(pipe)
     with pytest.raises(OSError, match="expected a file, got a directory"):
@@ -50,8 +50,8 @@ def test_a_pipe_is_named_where_a_file_is_expected(pipe, tmp_path):
     link.symlink_to(pipe)
     with pytest.raises(UsageError, match="expected a file, got a pipe"):
         read_secret(link)
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(tmp_path / "socket"))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
         with pytest.raises(OSError, match="expected a file, got a socket"):
             read_regular(tmp_path / "socket")
     with pytest.raises(OSError, match="expected a file, got a device"):
@@ -70,7 +70,7 @@ def test_no_secret_waits_for_the_writer_of_a_pipe(pipe, tmp_path):
         credentials = CoordinatorCredentials.open(home)
         credentials.enrol("w")
         path = home / "coordinator" / name
-        moved_path = path.rename(tmp_path / "kept")
+        moved_path = path.rename(tmp_path / "moved")
         os.mkfifo(path, 0o600)
         with pytest.raises(UsageError, match="expected a file, got a pipe"):
             CoordinatorCredentials.open(home).keys.get("w")
@@ -78,7 +78,7 @@ def test_no_secret_waits_for_the_writer_of_a_pipe(pipe, tmp_path):
         moved_path.rename(path)
 
 
-def test_a_control_token_in_a_pipe_is_named(pipe):
+def test_control_token_in_a_pipe_is_refused(pipe):
     completed = run_command(
         "coordinator", "status", environment={"SAMESTEP_CONTROL_TOKEN_FILE": str(pipe)}
     )
@@ -95,7 +95,7 @@ def test_size_of_a_secret_is_limited(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["run.json", "manifest.json", "result.json", "terms.json"])
-def test_a_pipe_in_a_run_s_directory_is_named(tmp_path, name):
+def test_pipe_in_a_run_directory_is_refused(tmp_path, name):
     directory = RunDirectory(tmp_path)
     os.mkfifo(tmp_path / name)
     readers = {
@@ -108,7 +108,7 @@ def test_a_pipe_in_a_run_s_directory_is_named(tmp_path, name):
         readers[name]()
 
 
-def test_a_pipe_as_journal_is_named(tmp_path):
+def test_pipe_as_journal_is_refused(tmp_path):
     os.mkfifo(tmp_path / "journal.jsonl")
     with pytest.raises(StorageFailed, match="expected a file, got a pipe"):
         verify_journal(tmp_path / "journal.jsonl")
@@ -116,7 +116,7 @@ def test_a_pipe_as_journal_is_named(tmp_path):
 
 @pytest.mark.parametrize("command", [("audit",), ("report",), ("--resume", "--out")])
 @pytest.mark.parametrize("content", [None, "[" * 100_000, '{"spec":' * 500 + "1" + "}" * 500])
-def test_invalid_run_file_is_one_line(tmp_path, command, content):
+def test_invalid_run_file_gives_a_one_line_error(tmp_path, command, content):
     path = tmp_path / "run.json"
     if content is None:
         os.mkfifo(path)
@@ -140,7 +140,7 @@ def test_nesting_depth_is_limited():
             parse_json("[" * levels + "]" * levels)
 
 
-def test_a_run_file_nested_too_deeply_is_damage(tmp_path):
+def test_run_file_nested_too_deeply_is_reported_as_damaged(tmp_path):
     (tmp_path / "run.json").write_text('{"spec": ' + "[" * 100_000)
     with pytest.raises(StorageDamaged, match="nested at most"):
         RunDirectory(tmp_path).read_run()
@@ -172,7 +172,7 @@ def test_run_spec_in_a_pipe_without_a_writer_is_refused(pipe, monkeypatch):
         load_run_spec(pipe)
 
 
-def test_file_of_another_kind_is_one_line(pipe, tmp_path):
+def test_special_data_files_are_refused(pipe, tmp_path):
     os.mkfifo(tmp_path / INDEX)
     with pytest.raises(DataError, match="expected a file, got a pipe"):
         read_index(tmp_path)

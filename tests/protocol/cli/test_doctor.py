@@ -28,11 +28,11 @@ for finding in (release(), *packages(sys.argv[1].split(), ("hf",))):
 
 def write_distribution(folder: Path, *requires: str, version: str = __version__) -> Path:
     """Make a folder in which samestep is installed with these requirements."""
-    described = folder / f"samestep-{version}.dist-info"
-    described.mkdir()
+    metadata_directory = folder / f"samestep-{version}.dist-info"
+    metadata_directory.mkdir()
     lines = ["Metadata-Version: 2.1", "Name: samestep", f"Version: {version}"]
     lines += [f"Requires-Dist: {requirement}" for requirement in requires]
-    (described / "METADATA").write_text("\n".join(lines) + "\n")
+    (metadata_directory / "METADATA").write_text("\n".join(lines) + "\n")
     return folder
 
 
@@ -45,14 +45,14 @@ def package_findings(folder: Path, extras: str = "") -> list[str]:
     return completed.stdout.splitlines()
 
 
-def test_matching_packages(tmp_path):
+def test_matching_packages_are_ok(tmp_path):
     base = ("numpy>=2.0", "no-such-package>=1; extra == 'hf'", "numpy>=99; extra == 'other'")
     release, packages = package_findings(write_distribution(tmp_path, *base))
     assert release.startswith(f"ok       release: samestep {__version__}, protocol version ")
     assert packages == "ok       packages: all installed"
 
 
-def test_mismatched_packages(tmp_path):
+def test_mismatched_packages_are_a_failure(tmp_path):
     requirements = (
         "numpy>=99.0",
         "no-such-package>=1; extra == 'worker'",
@@ -69,13 +69,13 @@ def test_mismatched_packages(tmp_path):
         assert text in line
 
 
-def test_two_releases_at_once(tmp_path):
+def test_another_installed_release_is_a_failure(tmp_path):
     line = package_findings(write_distribution(tmp_path, version="9.9.9"))[0]
     assert line.startswith("failure  release: ")
     assert "the package installed is 9.9.9" in line
 
 
-def test_limit_of_open_files():
+def test_low_open_file_limit_is_reported():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
@@ -87,19 +87,19 @@ def test_limit_of_open_files():
     assert open_files(1, 2).outcome == "ok"
 
 
-def test_clocks():
+def test_unsynchronized_or_early_clock_is_reported():
     assert "before this release" in clock(86_400.0, synchronized=True).line()
     assert "timedatectl" in clock(4e9, synchronized=False).line()
     assert clock(4e9, synchronized=True).outcome == "ok"
     assert clock().outcome in {"ok", "warning"}
 
 
-def test_memory_of_the_machine():
+def test_little_machine_memory_is_a_warning():
     assert memory(1).outcome == "ok"
     assert memory(2**60).outcome == "warning"
 
 
-def test_memory_of_a_control_group(tmp_path):
+def test_memory_limit_of_a_control_group_is_reported(tmp_path):
     group = tmp_path / "groups" / "slice"
     group.mkdir(parents=True)
     (tmp_path / "self").mkdir()
@@ -107,9 +107,9 @@ def test_memory_of_a_control_group(tmp_path):
     (tmp_path / "self" / "cgroup").write_text("4:memory:/old\n0::/slice\n")
     (group / "memory.current").write_text(f"{300 * limits.MIB}\n")
     (group / "memory.max").write_text(f"{800 * limits.MIB}\n")
-    bounded = memory(1024 * limits.MIB, tmp_path, tmp_path / "groups")
-    assert bounded.outcome == "warning"
-    assert "500.0 MiB free in its control group" in bounded.found
+    finding = memory(1024 * limits.MIB, tmp_path, tmp_path / "groups")
+    assert finding.outcome == "warning"
+    assert "500.0 MiB free in its control group" in finding.found
     (group / "memory.max").write_text("max\n")
     assert "this machine" in memory(1, tmp_path, tmp_path / "groups").found
 
@@ -121,19 +121,19 @@ def test_missing_directory_is_not_created(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_little_room(tmp_path):
+def test_little_free_space_is_a_warning(tmp_path):
     (finding,) = directory("cache", tmp_path, 2**62, "CACHE=DIR")
     assert finding.outcome == "warning"
     assert "CACHE=DIR" in finding.advice
 
 
-def test_a_file_in_the_place_of_a_directory(tmp_path):
+def test_file_instead_of_a_directory_is_a_failure(tmp_path):
     (tmp_path / "cache").write_text("")
     (finding,) = directory("cache", tmp_path / "cache" / "below", 1, "CACHE=DIR")
     assert finding.outcome == "failure"
 
 
-def test_a_full_disk_and_one_in_memory(tmp_path):
+def test_full_and_in_memory_disks_are_reported(tmp_path):
     with small_disk(tmp_path / "disk", 256) as disk:
         (empty,) = directory("cache", disk, 1, "CACHE=DIR")
         assert empty.outcome == "warning"
@@ -145,7 +145,7 @@ def test_a_full_disk_and_one_in_memory(tmp_path):
         assert "No space left" in full.found
 
 
-def test_findings_as_lines_and_as_json():
+def test_findings_are_printed_as_lines_or_as_json():
     findings = [ok("a", "fine"), warning("b", "odd", "look at it")]
     lines: list[str] = []
     assert report(findings, lines.append, as_json=False) == ExitCode.OK
@@ -164,13 +164,13 @@ def test_findings_as_lines_and_as_json():
 
 
 @pytest.mark.parametrize("outcome", ["ok", "warning", "failure"])
-def test_each_line_is_printed_as_soon_as_it_is_known(outcome):
+def test_each_finding_is_printed_at_once(outcome):
     lines: list[str] = []
 
-    def slow():
+    def findings():
         yield {"ok": ok("a", "x"), "warning": warning("a", "x", "y"), "failure": failure("a", "x")}[
             outcome
         ]
         assert len(lines) == 1
 
-    report(slow(), lines.append, as_json=False)
+    report(findings(), lines.append, as_json=False)

@@ -1,4 +1,4 @@
-"""Output never ends work: vanished readers, full disks, closed streams."""
+"""Output problems never stop the work: vanished readers, full disks, closed streams."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def shell_report(
     )  # fmt: skip
 
 
-def run_command(directory: Path, *, steps: int = 3) -> str:
-    """Return the options of a complete run with coordinator and one worker."""
+def run_command_line(directory: Path, *, steps: int = 3) -> str:
+    """Return the command line of a complete run with one local worker."""
     spec = {"name": "r", "task": "regress", "steps": steps, "seed": 1, "batch": {"samples": 8,
             "microbatch": 4}, "optimizer": {"name": "sgd", "lr": 0.01}}  # fmt: skip
     (directory / "run.yaml").write_text(json.dumps(spec))
@@ -40,9 +40,9 @@ def run_command(directory: Path, *, steps: int = 3) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS)
-def test_a_run_finishes_whatever_its_streams_are(tmp_path, streams):
+def test_run_finishes_with_unusable_streams(tmp_path, streams):
     """The coordinator and its local worker share the streams."""
-    result = shell_report(run_command(tmp_path), streams, tmp_path)
+    result = shell_report(run_command_line(tmp_path), streams, tmp_path)
     assert result.returncode == 0
     assert json.loads((tmp_path / "out" / "result.json").read_bytes())["outcome"] == "finished"
 
@@ -63,7 +63,7 @@ def test_exit_code_does_not_depend_on_the_streams(tmp_path, command, code, strea
 
 
 def test_a_daemon_does_not_wait_for_a_reader_that_stalls():
-    """Output in the meantime is lost, and counted for a later reader; a one-shot command waits."""
+    """Lost output is counted and reported to the next reader."""
     code = (
         "import sys; from protocol.cli import output as o; o._PATIENCE_S = 0.01;"
         "o.keep_reporting('worker'); o.never_wait_for_readers();"

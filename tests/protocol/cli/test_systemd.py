@@ -13,7 +13,7 @@ from protocol.cli.systemd import Priority, Supervisor, SystemJournal, write_erro
 
 @pytest.fixture
 def manager(tmp_path):
-    """systemd's end, and an environment that names it."""
+    """Return a socket in place of systemd's, and the environment that names the socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
         datagrams.bind(str(tmp_path / "notify"))
         datagrams.setblocking(False)
@@ -25,7 +25,7 @@ def manager(tmp_path):
         yield datagrams, environment
 
 
-async def next_of(datagrams):
+async def receive_lines(datagrams):
     datagram = await asyncio.get_running_loop().sock_recv(datagrams, 4096)
     return datagram.decode().split("\n")
 
@@ -35,15 +35,15 @@ async def test_systemd_learns_of_start_status_watchdog_and_stop(manager):
     status = "step 1\nof 2"
     service = Supervisor(environment)
     service.ready(lambda: status)
-    assert await next_of(datagrams) == ["READY=1"]
-    assert await next_of(datagrams) == ["WATCHDOG=1", "STATUS=step 1 of 2"]
-    assert await next_of(datagrams) == ["WATCHDOG=1"]
+    assert await receive_lines(datagrams) == ["READY=1"]
+    assert await receive_lines(datagrams) == ["WATCHDOG=1", "STATUS=step 1 of 2"]
+    assert await receive_lines(datagrams) == ["WATCHDOG=1"]
     status = "step 2 of 2"
-    while (lines := await next_of(datagrams)) == ["WATCHDOG=1"]:
+    while (lines := await receive_lines(datagrams)) == ["WATCHDOG=1"]:
         pass
     assert lines == ["WATCHDOG=1", "STATUS=step 2 of 2"]
     service.stopping()
-    while (lines := await next_of(datagrams)) == ["WATCHDOG=1"]:
+    while (lines := await receive_lines(datagrams)) == ["WATCHDOG=1"]:
         pass
     assert lines == ["STOPPING=1"]
     service.close()
@@ -55,10 +55,10 @@ async def test_the_watchdog_gets_no_pings_while_a_device_hangs(manager):
     hangs = False
     service = Supervisor(environment)
     service.ready(lambda: f"hangs: {hangs}", is_alive=lambda: not hangs)
-    assert await next_of(datagrams) == ["READY=1"]
-    assert await next_of(datagrams) == ["WATCHDOG=1", "STATUS=hangs: False"]
+    assert await receive_lines(datagrams) == ["READY=1"]
+    assert await receive_lines(datagrams) == ["WATCHDOG=1", "STATUS=hangs: False"]
     hangs = True
-    while (lines := await next_of(datagrams)) == ["WATCHDOG=1"]:
+    while (lines := await receive_lines(datagrams)) == ["WATCHDOG=1"]:
         pass
     assert lines == ["STATUS=hangs: True"]
     service.close()
@@ -68,12 +68,12 @@ async def test_the_watchdog_of_another_process_gets_no_pings(manager):
     datagrams, environment = manager
     service = Supervisor({**environment, "WATCHDOG_PID": "1"})
     service.ready(lambda: "idle")
-    assert await next_of(datagrams) == ["READY=1"]
-    assert await next_of(datagrams) == ["STATUS=idle"]
+    assert await receive_lines(datagrams) == ["READY=1"]
+    assert await receive_lines(datagrams) == ["STATUS=idle"]
     service.close()
 
 
-async def test_missing_or_busy_service_manager_stops_no_daemon(manager):
+async def test_missing_or_busy_service_manager_does_not_stop_a_daemon(manager):
     datagrams, environment = manager
     busy_supervisor = Supervisor(environment)
     for _ in range(1000):
@@ -89,7 +89,7 @@ async def test_missing_or_busy_service_manager_stops_no_daemon(manager):
 
 async def test_without_systemd_there_is_no_socket_and_no_task():
     service = Supervisor({})
-    service.ready(lambda: pytest.fail("nobody asked"))
+    service.ready(lambda: pytest.fail("the status was requested"))
     await asyncio.sleep(0)
     assert service._socket is None
     assert len(asyncio.all_tasks()) == 1
@@ -103,9 +103,6 @@ def test_child_processes_do_not_inherit_systemd_s_variables(manager):
     assert environment == {}
 
 
-# The journal.
-
-
 @pytest.fixture
 def datagrams(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
@@ -116,7 +113,7 @@ def datagrams(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stream(tmp_path):
-    """A file in place of standard error, and the variable that marks it as the journal."""
+    """Return a file in place of standard error, and the variable that marks it as the journal."""
     with (tmp_path / "stream").open("w+") as file:
         status = os.fstat(file.fileno())
         yield file, {"JOURNAL_STREAM": f"{status.st_dev}:{status.st_ino}"}

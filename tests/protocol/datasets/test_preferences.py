@@ -13,7 +13,7 @@ from protocol.datasets.preferences import read_preferences
 from protocol.spec.sections.data import DataSpec
 
 ASK = {"role": "user", "content": "2 + 2?"}
-TOLD = {"role": "system", "content": "Add."}
+SYSTEM = {"role": "system", "content": "Add."}
 YES = {"role": "assistant", "content": "4"}
 NO = {"role": "assistant", "content": "5"}
 
@@ -35,7 +35,7 @@ def spec_of(directory: Path, *rows: object, **overrides: Any) -> DataSpec:
         {"chosen": json.dumps([ASK, YES]), "rejected": json.dumps([ASK, NO])},
     ],
 )
-def test_every_form_is_the_same_pair(tmp_path, row):
+def test_every_form_gives_the_same_pair(tmp_path, row):
     [pair] = read_preferences(spec_of(tmp_path, row))
     assert [(m.role, m.content) for m in pair.chosen.messages] == [
         ("user", "2 + 2?"),
@@ -45,11 +45,11 @@ def test_every_form_is_the_same_pair(tmp_path, row):
     assert pair.rejected.messages[:-1] == pair.chosen.messages[:-1]
 
 
-def test_columns_may_have_other_names_and_pairs_come_once(tmp_path):
+def test_columns_may_have_other_names_and_duplicate_pairs_are_dropped(tmp_path):
     row = {"q": "2 + 2?", "good": "4", "bad": "5"}
     names = {"prompt": "q", "chosen": "good", "rejected": "bad"}
-    read = read_preferences(spec_of(tmp_path, row, row, columns=names))
-    assert (len(read), read.duplicates) == (1, 1)
+    pairs = read_preferences(spec_of(tmp_path, row, row, columns=names))
+    assert (len(pairs), pairs.duplicates) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_columns_may_have_other_names_and_pairs_come_once(tmp_path):
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "line 1 rejected: expected text"),
         ({"prompt": "a", "chosen": "b", "rejected": None}, "line 1: expected rejected"),
         ({"chosen": "b", "rejected": "c"}, "line 1 chosen: expected a prompt"),
-        ({"chosen": [ASK, YES], "rejected": [TOLD, ASK, NO]}, "differ earlier"),
+        ({"chosen": [ASK, YES], "rejected": [SYSTEM, ASK, NO]}, "differ earlier"),
         ({"prompt": "other", "chosen": [ASK, YES], "rejected": [ASK, NO]}, "begins differently"),
         (
             {"prompt": [ASK, YES], "chosen": [YES], "rejected": [NO]},

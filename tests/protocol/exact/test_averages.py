@@ -34,7 +34,7 @@ def replica_of(spec):
     return replica
 
 
-def take(replica, spec, step, values=None):
+def take_step(replica, spec, step, values=None):
     values = gradient(step) if values is None else values
     scalars = step_scalars(spec, replica.optimizer_step + 1, replica.step, STEPS, 1.0)
     replica.apply([values], scalars)
@@ -81,7 +81,7 @@ def test_averages_equal_torch_and_timm(name):
     reference = averaged_model(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for step in range(STEPS):
-        take(replica, spec, step)
+        take_step(replica, spec, step)
         weight, bias = gradient(step)[:35].reshape(7, 5), gradient(step)[35:]
         model.weight.grad, model.bias.grad = torch.from_numpy(weight), torch.from_numpy(bias)
         optimizer.step()
@@ -94,7 +94,7 @@ def test_averages_equal_torch_and_timm(name):
             ):
                 np.testing.assert_allclose(weights, expected.detach().numpy(), rtol=2e-6, atol=1e-6)
         else:
-            assert replica.weights_digest() == _digest_of_parameters(replica), "nothing yet"
+            assert replica.weights_digest() == _digest_of_parameters(replica), "no average yet"
     assert replica.weights_digest() != _digest_of_parameters(replica)
 
 
@@ -108,32 +108,32 @@ def test_an_average_continues_while_its_tensor_has_no_gradient():
     spec = OptimizerSpec(name="sgd", lr=0.1, ema=EmaSpec(decay=0.5))
     uninterrupted, replica = replica_of(spec), replica_of(spec)
     for step in range(3):
-        take(uninterrupted, spec, step)
-        take(replica, spec, step)
-    still = gradient(9)
-    still[35:] = 0.0
-    take(uninterrupted, spec, 9, still)
-    still[35:] = absent(7)
-    take(replica, spec, 9, still)
+        take_step(uninterrupted, spec, step)
+        take_step(replica, spec, step)
+    partial_gradient = gradient(9)
+    partial_gradient[35:] = 0.0
+    take_step(uninterrupted, spec, 9, partial_gradient)
+    partial_gradient[35:] = absent(7)
+    take_step(replica, spec, 9, partial_gradient)
     weights, expected = replica.trained_tensors(), uninterrupted.trained_tensors()
     assert all(weights[name].tobytes() == expected[name].tobytes() for name in weights)
 
 
-def test_a_skipped_step_leaves_the_average_and_a_copy_has_it():
+def test_skipped_step_keeps_the_average_and_a_copy_includes_it():
     spec = Adamw(ema=EmaSpec(decay=0.5))
     replica = replica_of(spec)
     for step in range(4):
-        take(replica, spec, step)
+        take_step(replica, spec, step)
     before = replica.trained()[0].tobytes()
     replica.skip()
     assert replica.trained()[0].tobytes() == before
-    other = replica.copy()
-    assert other.state_digest() == replica.state_digest()
-    other.arrays("average")[0][3] += np.float32(1.0)
-    assert other.state_digest() != replica.state_digest()
+    replica_copy = replica.copy()
+    assert replica_copy.state_digest() == replica.state_digest()
+    replica_copy.arrays("average")[0][3] += np.float32(1.0)
+    assert replica_copy.state_digest() != replica.state_digest()
 
 
-def test_a_value_that_is_not_finite_is_found_in_an_average():
+def test_non_finite_average_is_located():
     replica = replica_of(Adamw(ema=EmaSpec()))
     replica.arrays("average")[0][36] = np.inf
     assert replica.location_not_finite() == "block 'b', tensor 'bias' (average)"
@@ -150,7 +150,7 @@ def test_buffers_are_not_averaged():
     assert replica.trained_tensors()["mean"].tolist() == [3.0, 3.0, 3.0]
 
 
-def test_shares_that_averages_keep():
+def test_averages_keep_the_defined_shares():
     assert [average_keep(SwaSpec(every=2), t) for t in range(1, 7)] == [0, 0, 1, 1 / 2, 1, 2 / 3]
     late_average = EmaSpec(decay=0.5, start_step=2)
     assert [average_keep(late_average, t) for t in range(1, 6)] == [0, 0, 0, 0.5, 0.5]

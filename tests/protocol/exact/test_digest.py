@@ -84,7 +84,7 @@ def test_layout_in_memory_does_not_count():
     assert weights_digest({"w": unaligned.reshape(3, 4)}) == expected
 
 
-def test_names_shapes_and_cuts_count():
+def test_names_shapes_and_tensor_boundaries_count():
     cases = [
         {},
         {"w": tensor(6)},
@@ -143,6 +143,6 @@ def test_everything_in_the_state_counts():
     assert len(digests) == 2 * len(cases)
 
 
-def test_other_types_are_a_bug_of_ours():
+def test_another_dtype_is_an_internal_error():
     with pytest.raises(AssertionError):
         weights_digest({"w": np.zeros(2)})  # type: ignore[dict-item]

@@ -15,7 +15,7 @@ def spec_of(**model: object) -> RunSpec:
     return parse_run_spec({**LANGUAGE, "model": {"source": "m", **model}})
 
 
-def test_scale_doubles_after_this_many_steps_up_to_a_bound():
+def test_scale_doubles_at_each_interval_up_to_a_bound():
     spec = spec_of(precision="float16", loss_scale=1024, loss_scale_every=3)
     assert scales(spec)
     assert first_scale(spec) == 1024
@@ -30,6 +30,6 @@ def test_nothing_is_scaled_in_other_precisions():
         assert (first_scale(spec), scale_after(spec, 1.0, 1)) == (1.0, 1.0)
 
 
-def test_only_powers_of_two():
+def test_loss_scale_must_be_a_power_of_two():
     with pytest.raises(RunSpecError, match="a power of two, got 1000"):
         spec_of(precision="float16", loss_scale=1000)

@@ -157,7 +157,7 @@ def test_groups_are_clipped_by_their_own_norm():
         assert np.allclose(weights, p[name].detach().numpy(), rtol=1e-6, atol=1e-6)
 
 
-def test_exclusive_clipping_options():
+def test_contradictory_clipping_options_are_refused():
     group_clipping = {"groups": [{"match": "*", "clip_norm": 1.0}]}
     group_list = {"groups": [{"match": f"t{n}", "clip_norm": 1.0} for n in range(17)]}
     for keys, text in (
@@ -205,7 +205,7 @@ def test_unmatched_pattern_is_named_with_the_tensor_names(patterns, fault):
             raise ValueError(message)
 
 
-def test_groups_in_a_run_spec():
+def test_run_spec_may_have_groups():
     document = {"task": "regress", "steps": 3, "optimizer": {"weight_decay": 0.1}}
     plain_spec = parse_run_spec(document)
     assert "groups" not in plain_spec.to_bytes().decode()

@@ -1,4 +1,4 @@
-"""The replica: update, counters, digests, and moving a state from one to another."""
+"""The replica: update, counters, digests, and moving a state to another replica."""
 
 import mmap
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +54,7 @@ def trained_replica(spec, steps=3):
 
 @pytest.mark.parametrize("bad_value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("kind", ["parameters", "second_moment"])
-def test_a_value_that_is_not_finite_is_found_and_named(bad_value, kind):
+def test_non_finite_value_is_located(bad_value, kind):
     replica = Replica(BLOCKS, Adamw(name="adamw", lr=0.1))
     assert replica.location_not_finite() == ""
     block, tensor = BLOCKS[-1], BLOCKS[-1].tensors[-1]
@@ -65,8 +65,8 @@ def test_a_value_that_is_not_finite_is_found_and_named(bad_value, kind):
     assert replica.location_not_finite() == expected
 
 
-def test_a_thread_that_flushes_subnormals_may_not_update():
-    """In a thread of its own, whose setting ends with it."""
+def test_update_in_a_thread_that_flushes_subnormals_is_refused():
+    """Run in a separate thread, since the setting ends with the thread."""
     replica = Replica(BLOCKS, SPECS[0])
     before = replica.state_digest()
     gradients = [np.zeros(block.elements, np.float32) for block in BLOCKS]
@@ -105,7 +105,7 @@ def test_apply_updates_each_tensor_by_the_rule_with_its_own_decay(spec):
             assert tensors[tensor.name].tobytes() == expected.tobytes()
 
 
-def test_decay_makes_a_difference_where_it_applies_only():
+def test_decay_changes_only_tensors_that_decay():
     with_decay, without_decay = (
         trained_replica(Adamw(name="adamw", lr=0.01, weight_decay=decay)).tensors()
         for decay in (0.1, 0.0)
@@ -132,12 +132,12 @@ def test_aligned_zeros(elements):
     assert all(array.ctypes.data % 64 == 0 for array in arrays if elements)
 
 
-def test_zeros_are_mapped_without_huge_pages(monkeypatch):
-    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)  # unknown to the kernel, as without them
+def test_zeros_are_mapped_without_support_for_huge_pages(monkeypatch):
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)  # the kernel refuses this advice
     assert not aligned_zeros(300_000).any()
 
 
-def test_counters():
+def test_skipped_step_is_not_an_optimizer_step():
     spec = SPECS[2]
     replica = trained_replica(spec, steps=2)
     assert (replica.step, replica.optimizer_step) == (2, 2)
@@ -155,7 +155,7 @@ def test_a_skip_changes_the_state_digest_and_no_weight():
     assert replica.state_digest() != state
 
 
-def test_parameters_are_copied_in():
+def test_loaded_parameters_are_copied():
     source = values(0)
     replica = Replica(BLOCKS, SPECS[0])
     replica.load_parameters(source)
@@ -170,7 +170,7 @@ def test_apply_leaves_the_gradients_unchanged():
     assert [a.tobytes() for a in averages] == [a.tobytes() for a in values(1)]
 
 
-def test_tensors_are_views():
+def test_tensors_are_views_of_the_parameters():
     replica = Replica(BLOCKS, SPECS[0])
     replica.parameters[1][:] = np.arange(6)
     assert replica.tensors()["head"].tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -194,7 +194,7 @@ def test_a_flipped_bit_anywhere_changes_the_state_digest(spec):
 
 
 @each_spec
-def test_digest_of_update_hashes_equals_the_memory(spec):
+def test_digest_from_update_hashes_equals_the_digest_of_memory(spec):
     replica = trained_replica(spec)
     for hashing in (True, False):
         replica.apply(values(5), scalars(replica, spec), hashing=hashing)

@@ -17,11 +17,11 @@ from protocol.spec.sections.tasks import BatchSpec
 from tests.protocol.exact.test_samples import naive_hash
 
 seeds = st.integers(0, 2**63 - 1)
-some_weights = st.lists(st.floats(0, 1e6), min_size=1, max_size=12).filter(any)
+weight_lists = st.lists(st.floats(0, 1e6), min_size=1, max_size=12).filter(any)
 
 
 def naive_draw(seed, epoch, weights, position):
-    """Return the sample in whose part of the summed weights the hash falls, in Python integers."""
+    """Return the sample whose part of the cumulative weights contains the hash."""
     target = naive_hash(7, seed, epoch, position) * sum(weights) >> 64
     for sample, weight in enumerate(weights):
         if target < weight:
@@ -36,17 +36,17 @@ def integer_weights(weights):
     return [max(1, round(Fraction(w) / largest * WEIGHT_STEPS)) if w else 0 for w in weights]
 
 
-@given(seeds, st.integers(0, 2**40), some_weights, st.integers(1, 40))
-def test_draws_with_replacement_are_the_naive_ones(seed, epoch, weights, draws):
+@given(seeds, st.integers(0, 2**40), weight_lists, st.integers(1, 40))
+def test_draws_with_replacement_match_the_naive_draws(seed, epoch, weights, draws):
     sampling = Sampling.by_weight(weights, draws)
     assert sampling.weights is not None
-    given_weights = [int(w) for w in sampling.weights]
-    assert given_weights == pytest.approx(integer_weights(weights), abs=1)
-    expected = [naive_draw(seed, epoch, given_weights, n) for n in range(draws)]
+    encoded_weights = [int(w) for w in sampling.weights]
+    assert encoded_weights == pytest.approx(integer_weights(weights), abs=1)
+    expected = [naive_draw(seed, epoch, encoded_weights, n) for n in range(draws)]
     assert draw(seed, epoch, len(weights), sampling).tolist() == expected
 
 
-@given(seeds, st.integers(0, 9), some_weights, st.data())
+@given(seeds, st.integers(0, 9), weight_lists, st.data())
 def test_draws_without_replacement_skip_drawn_samples_and_weight_zero(seed, epoch, weights, data):
     possible = [sample for sample, weight in enumerate(weights) if weight]
     draws = data.draw(st.integers(1, len(possible)))
@@ -107,7 +107,7 @@ def test_frozen_draws():
         ([[1.0]], r"got shape \(1, 1\)"),
     ],
 )
-def test_weights_that_cannot_be_used_are_refused(weights, message):
+def test_invalid_weights_are_refused(weights, message):
     with pytest.raises(DataError, match=message):
         Sampling.by_weight(weights)
 
@@ -127,7 +127,7 @@ def test_damaged_weights_are_refused():
         sampling.check(4)
 
 
-def test_a_manifest_without_draws_is_that_of_earlier_releases():
+def test_only_a_manifest_with_draws_has_sampling():
     block = Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(2,)),))
     without_draws = Manifest(blocks=(block,), train_samples=3)
     assert b"sampling" not in without_draws.to_bytes()

@@ -17,7 +17,7 @@ def rates(steps, **settings):
     return [learning_rate(spec, step, steps) for step in range(steps)]
 
 
-def test_constant():
+def test_constant_rate_stays():
     assert rates(4, lr=0.5, schedule="constant") == [0.5] * 4
 
 
@@ -25,7 +25,7 @@ def test_linear_ends_one_part_above_zero():
     assert rates(4, lr=1.0, schedule="linear") == [1.0, 0.75, 0.5, 0.25]
 
 
-def test_cosine():
+def test_cosine_matches_values_by_hand():
     expected = [1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125)]
     assert rates(4, lr=1.0, schedule="cosine") == pytest.approx(expected, abs=1e-15)
 
@@ -76,7 +76,7 @@ def test_wsd_and_floors_equal_transformers(decay, floor):
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_past_the_end_it_is_zero(schedule):
+def test_rate_past_the_end_is_zero(schedule):
     spec = Adamw(lr=1.0, schedule=schedule)
     assert learning_rate(spec, 10, 10) == 0.0
     assert learning_rate(spec, 11, 10) == 0.0
@@ -88,7 +88,7 @@ def test_past_the_end_it_is_zero(schedule):
     st.integers(0, 50),
     st.integers(1, 200),
 )
-def test_positive_at_most_lr_and_never_rising_after_warm_up(schedule, lr, warmup, steps):
+def test_rate_is_positive_at_most_lr_and_never_rises_after_warm_up(schedule, lr, warmup, steps):
     lrs = rates(steps, lr=lr, schedule=schedule, warmup_steps=warmup)
     assert all(0 < rate <= lr for rate in lrs)
     assert lrs[:warmup] == sorted(lrs[:warmup])
@@ -109,7 +109,7 @@ def test_cosine_equals_torch():
 
 
 def rates_of(make_scheduler, steps, lr=0.3):
-    """Return the rates of a scheduler that `make` creates for an optimizer."""
+    """Return the rates of a scheduler that `make_scheduler` creates for an optimizer."""
     torch = pytest.importorskip("torch")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler, expected = make_scheduler(optimizer), []

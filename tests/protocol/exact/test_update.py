@@ -119,8 +119,8 @@ def nearest_float32(value: Fraction) -> float:
 
 
 def bit_patterns(random, count):
-    """Draw float32 values of any bits, a fifth of them subnormal; no NaN (its payload depends on
-    the hardware)."""
+    """Draw float32 values of any bits, a fifth of them subnormal, without NaNs, whose payload
+    depends on the hardware."""
     bits = random.integers(0, 2**32, count, np.uint64).astype(np.uint32)
     subnormal = random.random(count) < 0.2
     bits[subnormal] &= np.uint32(0x807FFFFF)
@@ -224,7 +224,7 @@ class RoundedFloat:
 
 
 def naive_update(spec, scalars, p, gradient, moments, *, decay):
-    """The rules as in the docstring, for arrays of any size, without in-place operations."""
+    """Apply the rules of the `update` module's docstring, without in-place operations."""
     c = scalars
     g = gradient * c.clip
     if c.clip_value is not None:
@@ -252,8 +252,8 @@ def naive_update(spec, scalars, p, gradient, moments, *, decay):
     if spec.name == "lion":
         (m,) = moments
         p = p * (c.decay_factor if decay else 1.0)
-        mixed = g * c.one_minus_beta1 + m * c.beta1
-        p = p - RoundedFloat(np.sign(mixed.values)) * c.learning_rate
+        blend = g * c.one_minus_beta1 + m * c.beta1
+        p = p - RoundedFloat(np.sign(blend.values)) * c.learning_rate
         return p, (m * c.beta2 + g * c.one_minus_beta2,)
     if spec.name == "schedule-free":
         m, v = moments
@@ -275,7 +275,7 @@ def naive_update(spec, scalars, p, gradient, moments, *, decay):
 def naive_rmsprop(spec, c, p, g, moments):
     v, *other_moments = moments
     v = v * c.beta2 + g * c.one_minus_beta2 * g
-    variance, after = v, [v]
+    variance, new_moments = v, [v]
     if spec.centered:
         a = other_moments.pop()
         near_a, near_g = a + (g - a) * c.one_minus_beta2, g - (g - a) * c.beta2
@@ -285,10 +285,10 @@ def naive_rmsprop(spec, c, p, g, moments):
     step = g / (variance.sqrt() + c.epsilon)
     if spec.momentum:
         step = other_moments[0] * c.momentum + step
-        after.append(step)
+        new_moments.append(step)
     if spec.centered:
-        after.append(a)
-    return p - step * c.learning_rate, tuple(after)
+        new_moments.append(a)
+    return p - step * c.learning_rate, tuple(new_moments)
 
 
 def run(spec, start, gradients, *, decay=True, chunk_elements=update.UPDATE_CHUNK_ELEMENTS):
@@ -320,9 +320,9 @@ def problem(elements=1000, steps=10, seed=0):
 
 @each_spec
 @pytest.mark.parametrize("decay", [True, False])
-def test_each_rule_is_the_naive_rule_bit_for_bit(spec, decay):
+def test_each_rule_equals_the_naive_rule_bit_for_bit(spec, decay):
     start, gradients = problem()
-    weights, found_moments = run(spec, start, gradients, decay=decay)
+    weights, actual_moments = run(spec, start, gradients, decay=decay)
     p = RoundedFloat(start)
     moments = tuple(RoundedFloat(np.zeros_like(start)) for _ in range(moment_count(spec)))
     for step, gradient in enumerate(gradients):
@@ -330,11 +330,11 @@ def test_each_rule_is_the_naive_rule_bit_for_bit(spec, decay):
         scalars = step_scalars(spec, step + 1, step, len(gradients), norm)
         p, moments = naive_update(spec, scalars, p, RoundedFloat(gradient), moments, decay=decay)
     assert same_bits(weights, p.values)
-    assert all(same_bits(a, b.values) for a, b in zip(found_moments, moments, strict=True))
+    assert all(same_bits(a, b.values) for a, b in zip(actual_moments, moments, strict=True))
 
 
 @each_spec
-def test_a_step_on_any_bit_patterns_is_the_naive_step(spec):
+def test_step_on_any_bit_patterns_equals_the_naive_step(spec):
     random = np.random.default_rng(8)
     p, gradient = bit_patterns(random, 20_000), bit_patterns(random, 20_000)
     moments = tuple(np.abs(bit_patterns(random, 20_000)) for _ in range(moment_count(spec)))
@@ -355,11 +355,11 @@ def test_a_step_on_any_bit_patterns_is_the_naive_step(spec):
 @each_spec
 def test_chunk_size_does_not_change_a_bit(spec):
     start, gradients = problem(elements=1003, steps=3)
-    unchunked, moments = run(spec, start, gradients)
+    unchunked_weights, moments = run(spec, start, gradients)
     for size in (1, 7, 64, 1002, 1003):
-        weights, found_moments = run(spec, start, gradients, chunk_elements=size)
-        assert same_bits(weights, unchunked)
-        assert all(same_bits(a, b) for a, b in zip(found_moments, moments, strict=True))
+        weights, actual_moments = run(spec, start, gradients, chunk_elements=size)
+        assert same_bits(weights, unchunked_weights)
+        assert all(same_bits(a, b) for a, b in zip(actual_moments, moments, strict=True))
 
 
 @each_spec
@@ -385,7 +385,7 @@ def test_gradient_is_unchanged(spec):
     assert same_bits(gradients, before)
 
 
-def test_empty_inner_phase_changes_nothing():
+def test_update_of_an_empty_array_changes_nothing():
     empty = np.empty(0, np.float32)
     spec = Sgd(name="sgd")
     apply_update(spec, step_scalars(spec, 1, 0, 1, 0.0), empty, empty, (), decay=True)
@@ -477,7 +477,7 @@ class ReferenceScheduleFree:
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 @each_spec
-def test_within_a_millionth_of_its_reference_over_100_steps(spec, schedule):
+def test_weights_stay_within_a_millionth_of_the_reference_over_100_steps(spec, schedule):
     torch = pytest.importorskip("torch")
     from tests.torch_optimizers import torch_optimizer
 
@@ -506,9 +506,9 @@ def test_within_a_millionth_of_its_reference_over_100_steps(spec, schedule):
         .astype(np.float64)
     )
     error = np.sqrt(((weights - expected) ** 2).sum() / (expected**2).sum())
-    relative_error = np.sqrt(((start - expected) ** 2).sum() / (expected**2).sum())
+    start_error = np.sqrt(((start - expected) ** 2).sum() / (expected**2).sum())
     assert error <= 1e-6
-    assert relative_error > 1e-3
+    assert start_error > 1e-3
 
 
 @given(st.sampled_from(list(SPECS.values())), st.integers(1, 10**7), st.floats(0, 1e30))
@@ -526,7 +526,7 @@ def test_the_newest_steps_share_of_the_average_is_the_sum_of_squared_rates(warmu
     assert averaging_share(step, warmup) == float(expected)
 
 
-def test_the_average_of_the_first_step_is_that_step():
+def test_average_after_the_first_step_is_its_weights():
     spec = SPECS["schedule-free"]
     start, gradients = problem(elements=20, steps=1)
     weights, moments = run(spec, start, gradients)
@@ -583,7 +583,7 @@ def test_every_valid_optimizer_has_scalars_within_float32(optimizer_step, norm, 
     assert scalars.learning_rate > 0
 
 
-def test_moment_count():
+def test_moment_count_of_each_rule():
     counts = [moment_count(OptimizerSpec(name=n)) for n in ("sgd", "momentum", "nesterov", "adamw")]
     assert counts == [0, 1, 1, 2]
 
@@ -594,7 +594,7 @@ def test_global_norm_adds_in_block_order():
     assert global_norm([1.0, 1.0, 1e16]) == math.sqrt(1e16 + 2)
 
 
-def test_clip_factor():
+def test_clip_factor_scales_norms_above_the_limit():
     assert clip_factor(None, 1e9) == 1.0
     assert clip_factor(1.0, 0.5) == 1.0
     assert clip_factor(1.0, 0.0) == 1.0

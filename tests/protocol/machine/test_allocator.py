@@ -1,4 +1,4 @@
-"""Which freed arrays glibc keeps, measured in a process of its own."""
+"""How long glibc keeps freed memory, measured in a separate process."""
 
 import json
 import platform
@@ -9,7 +9,7 @@ import pytest
 
 from tests.processes import ROOT
 
-LOOKED_AT = """
+PROGRAM = """
 import json, re
 from pathlib import Path
 from protocol.machine.allocator import (
@@ -20,25 +20,27 @@ def mib():
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmRSS:\\s+(\\d+)", status)[1]) >> 10
 
-def after_use():
+def mib_after_use():
     bytearray(100 << 20)
     return mib()
 
 before = mib()
 keep_freed_memory()
-kept = after_use() - before
+first_use = mib_after_use() - before
 give_back_freed_memory()
-given_back, kept_again = mib() - before, after_use() - before
+after_return, after_reuse = mib() - before, mib_after_use() - before
 stop_keeping_freed_memory()
-print(json.dumps([kept, given_back, kept_again, mib() - before, after_use() - before]))
+print(json.dumps([first_use, after_return, after_reuse, mib() - before, mib_after_use() - before]))
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator alone is told")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc's allocator has these settings"
+)
 def test_freed_arrays_are_kept_until_returned():
     output = subprocess.run(
-        [sys.executable, "-c", LOOKED_AT], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    measured, given_back, kept_again, no_more, mapped = json.loads(output)
-    assert min(measured, kept_again) >= 90
-    assert max(given_back, no_more, mapped) < 10
+    first_use, after_return, after_reuse, after_stop, last_use = json.loads(output)
+    assert min(first_use, after_reuse) >= 90
+    assert max(after_return, after_stop, last_use) < 10

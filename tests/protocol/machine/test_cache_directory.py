@@ -6,7 +6,7 @@ from pathlib import Path
 from protocol.machine.cache_directory import cache_directory
 
 
-def test_cache_location():
+def test_cache_directory_follows_the_environment():
     variables = {"SAMESTEP_CACHE": "/a", "CACHE_DIRECTORY": "/b:/c", "XDG_CACHE_HOME": "/d"}
     assert cache_directory(variables) == Path("/a")
     assert cache_directory({**variables, "SAMESTEP_CACHE": ""}) == Path("/b")

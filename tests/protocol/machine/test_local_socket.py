@@ -13,7 +13,7 @@ from protocol.machine import local_socket
 FINGERPRINT = bytes(range(32))
 
 
-def listening(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     listener = local_socket.listen(host, port)
     assert listener is not None
     return listener
@@ -26,7 +26,7 @@ async def answer_dial(listener, fingerprint=FINGERPRINT):
 
 
 @pytest.mark.parametrize(
-    ("host", "dialled", "found"),
+    ("host", "dialed_host", "is_found"),
     [
         ("127.0.0.1", "127.0.0.1", True),
         ("127.0.0.1", "localhost", True),
@@ -36,40 +36,40 @@ async def answer_dial(listener, fingerprint=FINGERPRINT):
         ("127.0.0.1", "a.name", False),
     ],
 )
-async def test_only_a_local_listener_at_that_address_is_found(host, dialled, found):
+async def test_only_a_local_listener_at_that_address_is_found(host, dialed_host, is_found):
     port = os.getpid()
-    with listening(host, port) as listener:
-        dial_task = asyncio.create_task(local_socket.dial(dialled, port))
-        accepting = asyncio.create_task(answer_dial(listener))
+    with open_listener(host, port) as listener:
+        dial_task = asyncio.create_task(local_socket.dial(dialed_host, port))
+        accept_task = asyncio.create_task(answer_dial(listener))
         connection = await dial_task
-        assert (connection is not None) == found
+        assert (connection is not None) == is_found
         if connection is None:
-            accepting.cancel()
+            accept_task.cancel()
             return
         endpoint, fingerprint, memory = connection
-        assert memory is None, "none was given"
+        assert memory is None, "none was passed"
         assert fingerprint == FINGERPRINT
         endpoint.close()
-        (await accepting).close()
+        (await accept_task).close()
 
 
-async def test_missing_listener_is_none():
+async def test_dial_without_a_listener_returns_none():
     assert await local_socket.dial("127.0.0.1", os.getpid()) is None
 
 
 async def test_socket_of_another_user_is_refused(monkeypatch):
-    """Whether another user took the name first, or found it."""
-    with listening("127.0.0.1", os.getpid()) as listener:
-        accepting = asyncio.create_task(answer_dial(listener))
+    """The other user may have taken the name first, or may dial it."""
+    with open_listener("127.0.0.1", os.getpid()) as listener:
+        accept_task = asyncio.create_task(answer_dial(listener))
         monkeypatch.setattr(local_socket, "is_same_user", lambda _: False)
         assert await local_socket.dial("127.0.0.1", os.getpid()) is None
-        endpoint = await accepting
+        endpoint = await accept_task
         assert not local_socket.welcome(endpoint, FINGERPRINT)
         endpoint.close()
 
 
-async def test_early_hangup_is_none():
-    with listening("127.0.0.1", os.getpid()) as listener:
+async def test_dial_returns_none_after_an_early_hangup():
+    with open_listener("127.0.0.1", os.getpid()) as listener:
         dial_task = asyncio.create_task(local_socket.dial("127.0.0.1", os.getpid()))
         (await answer_dial(listener, b"short")).close()
         assert await dial_task is None

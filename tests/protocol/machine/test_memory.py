@@ -1,4 +1,4 @@
-"""Error texts when memory runs out."""
+"""Error texts when memory runs out, and the kernel's counts of processes killed for memory."""
 
 import resource
 
@@ -30,7 +30,7 @@ BOTH = V1 + "0::/\n"
         (V2, "elsewhere", ""),
     ],
 )
-def test_memory_kills_of_the_kernel(tmp_path, own_cgroup, file, text):
+def test_kernel_kills_for_memory_are_counted(tmp_path, own_cgroup, file, text):
     proc, groups = tmp_path / "proc", tmp_path / "groups"
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text(own_cgroup)
@@ -49,6 +49,6 @@ def test_memory_kills_of_the_kernel(tmp_path, own_cgroup, file, text):
         assert (finding.outcome, "9 processes since" in finding.found) == ("ok", True)
 
 
-def test_a_system_that_reports_nothing(tmp_path):
+def test_system_without_counters_has_no_finding(tmp_path):
     assert killed_for_memory(tmp_path, tmp_path) == {}
     assert killed(tmp_path, tmp_path).outcome == "ok"

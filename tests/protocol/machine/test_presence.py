@@ -14,7 +14,7 @@ from protocol.machine.presence import Presence
 
 @pytest.fixture
 def system(tmp_path):
-    """A made-up procfs; a function that sets the kernel's kill count and boot id."""
+    """Return a fake procfs, and a function that sets the kernel's kill count and boot id."""
     proc = tmp_path / "proc"
     (proc / "self").mkdir(parents=True)
     (proc / "sys/kernel/random").mkdir(parents=True)
@@ -58,7 +58,7 @@ def test_worker_killed_for_memory_is_reported_once(tmp_path, system, monkeypatch
 
 
 @pytest.mark.parametrize("case", ["otherwise", "rebooted", "ended", "alive", "damaged"])
-def test_other_ends_are_not_reported(tmp_path, system, monkeypatch, case):
+def test_other_exits_are_not_reported(tmp_path, system, monkeypatch, case):
     proc, set_counts = system
     note = presence(tmp_path, proc)
     leave_note(os.getppid() if case == "alive" else dead_pid(), monkeypatch, note)
@@ -71,7 +71,7 @@ def test_other_ends_are_not_reported(tmp_path, system, monkeypatch, case):
     assert presence(tmp_path, proc).begin() == ""
 
 
-def test_a_home_that_cannot_be_written_stops_nobody(tmp_path, system):
+def test_unwritable_home_is_ignored(tmp_path, system):
     (tmp_path / "home").write_text("a file")
     note = presence(tmp_path, system[0])
     assert note.begin() == ""

@@ -11,26 +11,26 @@ import pytest
 from protocol.cli.command_line import child_environment
 from protocol.machine.scratch import ScratchDirectory
 
-MADE = """
+PROGRAM = """
 from pathlib import Path
 from protocol.machine.scratch import ScratchDirectory
-made = ScratchDirectory()
-(Path(made.name) / "file").write_text("content")
-print(made.name, flush=True)
+scratch = ScratchDirectory()
+(Path(scratch.name) / "file").write_text("content")
+print(scratch.name, flush=True)
 input()
 """
 LONG_AGO = 1_000_000_000
 
 
 @pytest.fixture(autouse=True)
-def _below(tmp_path, monkeypatch):
+def _temporary_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def test_leftovers_of_dead_processes_are_removed_and_live_ones_stay(tmp_path):
     environment = {**child_environment(), "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", MADE], env=environment, text=True,
+        [sys.executable, "-P", "-c", PROGRAM], env=environment, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as process:  # fmt: skip
         assert process.stdout is not None
@@ -38,7 +38,7 @@ def test_leftovers_of_dead_processes_are_removed_and_live_ones_stay(tmp_path):
         os.utime(directory, (LONG_AGO, LONG_AGO))
         with ScratchDirectory() as scratch:
             assert directory.parent == Path(scratch).parent
-            assert directory.is_dir(), "its process lives"
+            assert directory.is_dir(), "its process is alive"
         process.kill()
     young_directory = tmp_path / "samestep-held-young"
     young_directory.mkdir()

@@ -1,4 +1,4 @@
-"""Memory that processes of one host share."""
+"""Memory that processes of one machine share."""
 
 import gc
 import os
@@ -18,14 +18,14 @@ from protocol.machine.shared_memory import SharedMemory
 
 def test_shared_memory_is_read_by_another_process():
     memory = SharedMemory()
-    offset = memory.put(np.arange(5000, dtype=np.float32))
-    read = (
+    extent = memory.put(np.arange(5000, dtype=np.float32))
+    program = (
         "import sys; from protocol.machine.shared_memory import Extent, SharedMemory\n"
-        "fd, *place = map(int, sys.argv[1:])\n"
-        "print(SharedMemory(fd, writable=False).array(Extent(*place)).sum())"
+        "fd, *extent = map(int, sys.argv[1:])\n"
+        "print(SharedMemory(fd, writable=False).array(Extent(*extent)).sum())"
     )
     completed = subprocess.run(
-        [sys.executable, "-P", "-c", read, str(memory.fd), *map(str, offset)],
+        [sys.executable, "-P", "-c", program, str(memory.fd), *map(str, extent)],
         pass_fds=[memory.fd], env=child_environment(), capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert float(completed.stdout) == np.arange(5000).sum()
@@ -59,16 +59,16 @@ def test_arrays_are_aligned_for_matrix_products():
     assert all(memory.new_array(size).ctypes.data % 64 == 0 for size in (1, 7, 4097))
 
 
-def test_foreign_array_has_no_offset():
+def test_foreign_array_has_no_extent():
     memory = SharedMemory()
     assert memory.extent_of(np.zeros(3, np.float32)) is None
 
 
-@pytest.mark.parametrize("refuse", ["too little is free", "the kernel says so"])
-def test_out_of_memory_is_one_line_with_a_remedy(monkeypatch, refuse):
-    if refuse == "too little is free":
-        little = Memory(limits.MIB, 0, None, None, None)
-        monkeypatch.setattr(shared_memory, "read_memory", lambda: little)
+@pytest.mark.parametrize("refuse", ["little memory is free", "the kernel refuses"])
+def test_lack_of_memory_gives_a_one_line_error_with_a_remedy(monkeypatch, refuse):
+    if refuse == "little memory is free":
+        memory_state = Memory(limits.MIB, 0, None, None, None)
+        monkeypatch.setattr(shared_memory, "read_memory", lambda: memory_state)
     else:
 
         def no_space(*_):

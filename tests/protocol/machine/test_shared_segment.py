@@ -24,10 +24,10 @@ HALF_BYTES = 2 << 20
 def sides():
     """Return both sides of a connection in one process: listener and dialer."""
     lender = SegmentOwner()
-    listens, descriptors = lender.to_one()
-    dials = open_segment([fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0) for fd in descriptors])
+    listener, descriptors = lender.to_one()
+    dialer = open_segment([fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0) for fd in descriptors])
     os.close(descriptors[1])
-    yield lender, listens, dials
+    yield lender, listener, dialer
     lender.close()
 
 
@@ -44,61 +44,61 @@ def lend_copy(memory: SharedSegment, values) -> int:
 
 
 def test_lent_memory_is_readable_until_returned(sides):
-    _, listens, dials = sides
-    for one, other in ((listens, dials), (dials, listens)):
-        offset = lend_copy(one, raw(1, 2, 3))
+    _, listener, dialer = sides
+    for writer, reader in ((listener, dialer), (dialer, listener)):
+        offset = lend_copy(writer, raw(1, 2, 3))
         gc.collect()
-        repeat = lend_copy(one, raw(4, 5, 6))
-        assert repeat != offset, "it is in use"
-        body = other.borrow(offset, 12)
+        second_offset = lend_copy(writer, raw(4, 5, 6))
+        assert second_offset != offset, "the first copy is still in use"
+        body = reader.borrow(offset, 12)
         assert body.view(np.float32).tolist() == [1, 2, 3]
-        assert other.unneeded() == ()
+        assert reader.unneeded() == ()
         del body
-        assert other.unneeded(at_least=2) == ()
-        one.returned(other.unneeded())
-        assert lend_copy(one, raw(7, 8, 9)) == offset, "nobody uses it any more"
+        assert reader.unneeded(at_least=2) == ()
+        writer.returned(reader.unneeded())
+        assert lend_copy(writer, raw(7, 8, 9)) == offset, "it was returned"
 
 
 def test_averages_are_lent_in_place_to_many(sides):
-    lender, listens, dials = sides
+    lender, listener, dialer = sides
     averages = lender.allocate(1000)
     averages[:] = 7
     part = averages[100:200].view(np.uint8)
-    offset = listens.lend(part)
-    assert offset == listens.lend(part)
-    first, second = dials.borrow(offset, 400), dials.borrow(offset, 400)
+    offset = listener.lend(part)
+    assert offset == listener.lend(part)
+    first, second = dialer.borrow(offset, 400), dialer.borrow(offset, 400)
     assert first.view(np.float32).tolist() == [7.0] * 100
     with pytest.raises(ValueError, match="read-only"):
-        first[0] = 1  # nothing that a worker does changes what others read
+        first[0] = 1  # a worker cannot change data that others read
     address = averages.ctypes.data
     del averages, part, first, second
     gc.collect()
-    listens.returned(dials.unneeded()[:1])
+    listener.returned(dialer.unneeded()[:1])
     assert lender.allocate(1000).ctypes.data != address, "it was lent twice"
-    listens.returned((offset,))
+    listener.returned((offset,))
     assert lender.allocate(1000).ctypes.data == address
 
 
 def test_invalid_returns_and_offsets_are_refused(sides):
-    _, listens, dials = sides
-    offset = lend_copy(dials, raw(1))
+    _, listener, dialer = sides
+    offset = lend_copy(dialer, raw(1))
     with pytest.raises(OutOfOrder, match="was not lent"):
-        dials.returned((offset + 4096,))
-    dials.returned((offset,))
+        dialer.returned((offset + 4096,))
+    dialer.returned((offset,))
     with pytest.raises(OutOfOrder, match="was not lent"):
-        dials.returned((offset,))
+        dialer.returned((offset,))
     for loan in ((1 << 40, 4), ((1 << 40) - 4, 8), (2, 4)):
         with pytest.raises(OutOfOrder, match="expected an extent of shared memory"):
-            listens.borrow(*loan)
+            listener.borrow(*loan)
 
 
 def test_without_address_space_there_is_no_segment():
-    limited = (
+    program = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 36, 1 << 36))\n"
         "from protocol.machine.shared_segment import new_segment_owner; print(new_segment_owner())"
     )
     completed = subprocess.run(
-        [sys.executable, "-P", "-c", limited],
+        [sys.executable, "-P", "-c", program],
         env=child_environment(), capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert completed.stdout.strip() == "None"
@@ -117,12 +117,12 @@ def test_segment_cannot_be_truncated():
 def test_lent_data_survives_a_killed_writer(sides):
     """The writer keeps writing to memory it has not lent; only lent memory is read."""
     lender, _, _ = sides
-    listens, descriptors = lender.to_one()
+    listener, descriptors = lender.to_one()
     source = (
         "import sys, numpy as np; from protocol.machine.shared_segment import open_segment\n"
         "memory = open_segment([int(fd) for fd in sys.argv[1:]])\n"
-        "whole = memory.copy(memoryview(np.arange(50_000, dtype=np.float32)).cast('B'))\n"
-        "print(memory.lend(whole), flush=True)\n"
+        "copy = memory.copy(memoryview(np.arange(50_000, dtype=np.float32)).cast('B'))\n"
+        "print(memory.lend(copy), flush=True)\n"
         "while True: memory.copy(memoryview(np.ones(50_000, np.float32)).cast('B'))\n"
     )
     with subprocess.Popen(
@@ -133,11 +133,11 @@ def test_lent_data_survives_a_killed_writer(sides):
         assert process.stdout is not None
         offset = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
-    body = listens.borrow(offset, 200_000).view(np.float32)
+    body = listener.borrow(offset, 200_000).view(np.float32)
     assert body.tobytes() == np.arange(50_000, dtype=np.float32).tobytes()
 
 
-def test_only_this_many_averages_are_allocated_there(sides):
+def test_number_of_allocated_averages_is_limited(sides):
     lender, _, _ = sides
     averages = [lender.allocate(1 << 21) for _ in range(5)]
     assert [average is None for average in averages] == [False] * 4 + [True]
@@ -148,19 +148,19 @@ def test_only_this_many_averages_are_allocated_there(sides):
 
 def test_waiting_bytes_are_limited(sides):
     """The limit is larger for a worker's sums than for copies of the coordinator."""
-    _, listens, dials = sides
+    _, listener, dialer = sides
     raw = memoryview(bytes(HALF_BYTES))
-    copies = [lend_copy(listens, raw) for _ in range(2)]
-    assert listens.copy(raw) is None
+    copies = [lend_copy(listener, raw) for _ in range(2)]
+    assert listener.copy(raw) is None
     assert len(copies) == 2
-    loans = [lend_copy(dials, raw) for _ in range(8)]
-    assert dials.copy(raw) is None
-    body = listens.borrow(loans[0], HALF_BYTES)
+    loans = [lend_copy(dialer, raw) for _ in range(8)]
+    assert dialer.copy(raw) is None
+    body = listener.borrow(loans[0], HALF_BYTES)
     assert not body.any()
     del body
     gc.collect()
-    dials.returned(listens.unneeded())
-    assert dials.copy(raw) is not None
+    dialer.returned(listener.unneeded())
+    assert dialer.copy(raw) is not None
 
 
 def mapped_bytes(fd: int) -> list[int]:
@@ -178,12 +178,12 @@ def mapped_bytes(fd: int) -> list[int]:
 
 def test_mapped_bytes_after_reading_are_limited(sides, monkeypatch):
     monkeypatch.setattr(limits, "SEGMENT_MAPPED_BYTES", HALF_BYTES)
-    lender, listens, dials = sides
-    loans = [listens.lend(listens.copy(memoryview(bytes(HALF_BYTES)))) for _ in range(2)]
+    lender, listener, dialer = sides
+    loans = [listener.lend(listener.copy(memoryview(bytes(HALF_BYTES)))) for _ in range(2)]
     before = sum(mapped_bytes(lender._own.fd))
     for _ in range(2):
         for loan in loans:
-            dials.borrow(loan, HALF_BYTES).max()
+            dialer.borrow(loan, HALF_BYTES).max()
             gc.collect()
     assert sum(mapped_bytes(lender._own.fd)) - before == HALF_BYTES
 

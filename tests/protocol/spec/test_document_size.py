@@ -15,8 +15,8 @@ from protocol.spec.run_spec import parse_run_spec, parse_run_spec_text
 from worker.results.saved_model import find
 
 
-def doubling(levels: int, merge: str = "") -> str:
-    """Each line expands to nine of the line before."""
+def nested_aliases(levels: int, merge: str = "") -> str:
+    """Return a document in which each line expands to nine copies of the line before."""
     lines = ["a0: &a0 {x: 1}" if merge else "a0: &a0 [x]"]
     for n in range(levels):
         nine = f"[{', '.join([f'*a{n}'] * 9)}]"
@@ -27,8 +27,8 @@ def doubling(levels: int, merge: str = "") -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (doubling(12), "values with aliases expanded"),
-        (doubling(12, "<<"), "values with aliases expanded"),
+        (nested_aliases(12), "values with aliases expanded"),
+        (nested_aliases(12, "<<"), "values with aliases expanded"),
         ("a: &a [*a]", "values with aliases expanded"),
         ("[" * 100_000, f"at most {limits.DOCUMENT_LEVELS} levels"),
         ("{a: " * 40 + "1" + "}" * 40, f"at most {limits.DOCUMENT_LEVELS} levels"),
@@ -49,7 +49,7 @@ def test_aliases_of_a_usual_run_spec_are_read():
 
 
 def test_deeply_nested_json_is_refused(tmp_path):
-    """In the directory of a model or an adapter, which may come from a stranger."""
+    """The directory of a model or an adapter may come from a stranger."""
     nested = "[" * 100_000
     for name in ("adapter_config.json", "config.json", "tokenizer.json"):
         (tmp_path / name).write_text(nested)

@@ -75,7 +75,7 @@ IDLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "checkpoint.better": (REGRESS, {}),
 }  # fmt: skip
-"""Documents in which the keys of the table do nothing."""
+"""For each idle key: a document, and the settings that make the key idle in it."""
 
 
 NO_DEFAULT = {
@@ -87,11 +87,11 @@ NO_DEFAULT = {
 """Values of keys whose default is null, other than text."""
 
 
-def every_key(model: Any = RunSpec, before: str = "") -> list[str]:
+def every_key(model: Any = RunSpec, prefix: str = "") -> list[str]:
     keys: list[str] = []
     for name in model.model_fields:
         inner = model_at(model, name)
-        keys += every_key(flat(inner), f"{before}{name}.") if inner else [before + name]
+        keys += every_key(flat(inner), f"{prefix}{name}.") if inner else [prefix + name]
     return keys
 
 
@@ -108,16 +108,16 @@ def usual_value(key: str) -> Any:
     return NO_DEFAULT.get(key, "x" if default in (None, PydanticUndefined) else default)
 
 
-def with_conditions(model: Model, before: str = "") -> set[str]:
+def conditional_keys(model: Model, prefix: str = "") -> set[str]:
     if isinstance(model, TaggedUnion):
         return {
-            key for variant in model.variants.values() for key in with_conditions(variant, before)
+            key for variant in model.variants.values() for key in conditional_keys(variant, prefix)
         }
     keys: set[str] = set()
     for name, field in model.model_fields.items():
         inner = model_at(model, name)
-        keys |= {before + name for item in field.metadata if isinstance(item, Needs)}
-        keys |= with_conditions(inner, f"{before}{name}.") if inner else set()
+        keys |= {prefix + name for item in field.metadata if isinstance(item, Needs)}
+        keys |= conditional_keys(inner, f"{prefix}{name}.") if inner else set()
     return keys
 
 
@@ -139,8 +139,8 @@ def refusal(document: dict[str, Any], *overrides: str) -> str:
     return str(error_info.value)
 
 
-def test_every_condition_is_tried():
-    assert with_conditions(RUN_VARIANTS) - {"exchange"} <= set(IDLE)
+def test_every_condition_is_covered():
+    assert conditional_keys(RUN_VARIANTS) - {"exchange"} <= set(IDLE)
     sections = {"optimizer.plateau"}
     assert {key for key in IDLE if not key.endswith(".*")} - sections <= {*every_key()}
 
@@ -238,7 +238,7 @@ def test_canonical_document_of_an_earlier_release_has_all_defaults():
 
 
 def earlier_document(spec: RunSpec) -> dict[str, Any]:
-    """Write it as earlier releases did: every section with every key."""
+    """Return the document that earlier releases wrote: every section with every key."""
 
     def full_document(model: Any, document: Any) -> Any:
         section = {}

@@ -1,4 +1,4 @@
-"""What an earlier run's sections become in the next run, field by field."""
+"""How the next run inherits the sections of an earlier run, field by field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from protocol.spec.files.adapter import check_adapter, check_labels
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from protocol.spec.sections.model import LoraSpec, ModelSpec
 
-COMPUTED = {
+COMPUTE_SETTINGS = {
     "dtype": "float32", "precision": "float16", "attention": "sdpa", "loss_scale": 1024.0,
     "loss_scale_every": 7,
 }  # fmt: skip
@@ -25,7 +25,7 @@ LORA = {"r": 3, "alpha": 5.0, "dropout": 0.25, "targets": ["v_proj"],
 }  # fmt: skip
 
 
-def leave_run(
+def write_finished_run(
     run: Path, *, adapter: bool = True, has_tokenizer: bool = False, **changes: Any
 ) -> Path:
     """Write a finished run's directory, with all its files except the weights."""
@@ -35,7 +35,12 @@ def leave_run(
         directory.mkdir(parents=True)
         (directory / "tokenizer.json").write_text("{}")
     (base / "config.json").write_text("{}")
-    model = {"source": str(base), "name": "a/base", "gradient_checkpointing": True, **COMPUTED}
+    model = {
+        "source": str(base),
+        "name": "a/base",
+        "gradient_checkpointing": True,
+        **COMPUTE_SETTINGS,
+    }
     if adapter:
         model["base_dtype"] = "int4"
         config = {
@@ -68,35 +73,35 @@ def next_run(source: Path, **changes: Any) -> RunSpec:
     return parse_run_spec({**document, **changes})
 
 
-def test_every_model_field_is_inherited_or_listed_as_not():
+def test_every_model_field_is_inherited_or_excluded():
     replaced = ("source", "name", "adapter", "config")
-    of_machines = ("gradient_checkpointing",)  # they change no bit
-    groups = [*replaced, *INHERITED_WITH_ADAPTER, *INHERITED, *INHERITED_IN_FLOAT16, *of_machines]
+    per_machine = ("gradient_checkpointing",)  # they change no bit
+    groups = [*replaced, *INHERITED_WITH_ADAPTER, *INHERITED, *INHERITED_IN_FLOAT16, *per_machine]
     assert sorted(groups) == sorted(ModelSpec.model_fields)
-    assert sorted(COMPUTED) == sorted(INHERITED + INHERITED_IN_FLOAT16)
-    seldom = {"dora", "target_parameters"}  # in tests/worker/models/test_lora_options
-    assert {*LORA} | seldom == {*LoraSpec.model_fields}
+    assert sorted(COMPUTE_SETTINGS) == sorted(INHERITED + INHERITED_IN_FLOAT16)
+    tested_elsewhere = {"dora", "target_parameters"}  # in tests/worker/models/test_lora_options
+    assert {*LORA} | tested_elsewhere == {*LoraSpec.model_fields}
     inherited_keys = {"model", "lora", "tokenizer", "data"}
-    of_training = {
+    training_keys = {
         "name", "task", "seed", "data_seed", "exactness", "arithmetic", "init_from", "capture",
         "distil", "dpo",
         "embed", "regress", "digits", "scripted", "options", "batch", "optimizer", "exchange",
         "replicas", "steps", "epochs", "evaluate_every", "log", "checkpoint", "stop", "threads",
         "double_check_every",
     }  # fmt: skip
-    assert inherited_keys | of_training == {*RunSpec.model_fields}
+    assert inherited_keys | training_keys == {*RunSpec.model_fields}
 
 
 @pytest.mark.parametrize("has_tokenizer", [False, True])
 def test_adapter_inherits_all_its_settings(tmp_path, has_tokenizer):
-    adapter = leave_run(
+    adapter = write_finished_run(
         tmp_path / "run", tokenizer={"source": "t", "vocab_size": 300}, has_tokenizer=has_tokenizer
     )
     spec = next_run(adapter.parent)
     assert spec.model is not None
     assert spec.lora is not None
     assert spec.model == ModelSpec.model_validate({
-        **COMPUTED, "base_dtype": "int4", "source": str(tmp_path / "run" / "base"),
+        **COMPUTE_SETTINGS, "base_dtype": "int4", "source": str(tmp_path / "run" / "base"),
         "name": "a/base", "adapter": str(adapter),
     })  # fmt: skip
     assert spec.lora.model_dump(mode="json") == LORA
@@ -108,7 +113,7 @@ def test_adapter_inherits_all_its_settings(tmp_path, has_tokenizer):
 
 
 def test_explicit_keys_win_but_another_base_is_refused(tmp_path):
-    adapter = leave_run(tmp_path / "run")
+    adapter = write_finished_run(tmp_path / "run")
     spec = next_run(
         adapter, lora={"dropout": 0.5}, model={"precision": "float32", "attention": "eager"}
     )
@@ -130,7 +135,7 @@ def test_explicit_keys_win_but_another_base_is_refused(tmp_path):
 
 
 def test_separate_tokenizer_must_be_given(tmp_path):
-    adapter = leave_run(tmp_path / "run", tokenizer={"source": "t", "vocab_size": 300})
+    adapter = write_finished_run(tmp_path / "run", tokenizer={"source": "t", "vocab_size": 300})
     with pytest.raises(DataError, match=r"with its own tokenizer .*: --set tokenizer\.source=/"):
         check_adapter(next_run(adapter, tokenizer=None))
     preferences = next_run(adapter, task="dpo", data={"train": "x"})
@@ -141,22 +146,22 @@ def test_separate_tokenizer_must_be_given(tmp_path):
 
 
 def test_checkpoint_adapter_and_full_model_are_inherited_equally(tmp_path):
-    adapter = leave_run(tmp_path / "run")
+    adapter = write_finished_run(tmp_path / "run")
     step = tmp_path / "run" / "checkpoints" / "step-1"
     step.mkdir(parents=True)
     adapter_of_step = adapter.rename(step / "adapter")
     spec = next_run(adapter_of_step)
     assert spec.model is not None
     assert spec.model.base_dtype == "int4"
-    next_spec = next_run(leave_run(tmp_path / "whole", adapter=False))
+    next_spec = next_run(write_finished_run(tmp_path / "whole", adapter=False))
     assert next_spec.model == ModelSpec.model_validate({
-        **COMPUTED, "source": str(tmp_path / "whole" / "model"),
+        **COMPUTE_SETTINGS, "source": str(tmp_path / "whole" / "model"),
     })  # fmt: skip
     assert next_spec.lora is None
 
 
 def test_many_labels_are_shown_from_their_first_difference(tmp_path):
-    adapter = leave_run(tmp_path / "run", has_tokenizer=True)
+    adapter = write_finished_run(tmp_path / "run", has_tokenizer=True)
     (record,) = adapter.glob("samestep.json")
     labels = [f"l{number:02}" for number in range(30)]
     document = json.loads(record.read_text())

@@ -1,4 +1,4 @@
-"""The manifest: layout of blocks, metrics, and refusals."""
+"""The manifest: layout of blocks, metrics, and invalid documents."""
 
 import json
 import math
@@ -76,7 +76,7 @@ def test_chunk_counts(elements, chunks):
     assert flat_block(elements).chunks == chunks
 
 
-def test_a_ratio():
+def test_ratio_divides_its_sums():
     accuracy = MANIFEST.metrics[0]
     assert accuracy.value({"correct": 3, "samples": 4}) == 0.75
     assert math.isnan(accuracy.value({}))
@@ -91,17 +91,17 @@ def test_f1_is_made_of_sums():
     assert f1.value({"tp": 6, "fp": 2, "fn": 4}) == pytest.approx(12 / 18)
 
 
-def test_without_a_denominator_it_is_a_count():
+def test_metric_without_a_denominator_is_a_count():
     assert Metric(name="hits", numerator={"tp": 1}, detail=True).value({"tp": 7}) == 7
 
 
-def test_the_mean_of_ratios():
+def test_metric_may_be_the_mean_of_ratios():
     half = Ratio(numerator={"a": 1}, denominator={"b": 1})
     ratio = Ratio(numerator={"b": 1}, denominator={"b": 1})
     assert Metric(name="mean", mean_of=(half, ratio)).value({"a": 1, "b": 2}) == 0.75
     for large_value in (math.inf, 1e308):
-        figure = Metric(name="mean", mean_of=(half, half, half))
-        assert figure.value({"a": large_value, "b": 0.5}) == math.inf
+        metric = Metric(name="mean", mean_of=(half, half, half))
+        assert metric.value({"a": large_value, "b": 0.5}) == math.inf
     opposite = Ratio(numerator={"a": -1}, denominator={"b": 1})
     assert math.isnan(Metric(name="m", mean_of=(half, opposite)).value({"a": math.inf, "b": 1}))
     for rule in ({}, {"numerator": {"a": 1}, "mean_of": (half,)}):
@@ -197,12 +197,15 @@ def test_a_text_file_of_an_export_may_be_one_folder_below():
         Export(directory="a/b")
 
 
-def test_a_tensor_twice_is_refused():
+def test_duplicate_tensor_is_refused():
     with pytest.raises(ValidationError, match="distinct names of tensors"):
         Manifest(blocks=(flat_block(1), flat_block(2)), train_samples=1)
 
 
-def test_a_metric_that_comes_twice_is_refused():
-    twice = (Metric(name="f1[a]", numerator={"x": 1}), Metric(name="f1[a]", numerator={"y": 1}))
+def test_duplicate_metric_is_refused():
+    duplicates = (
+        Metric(name="f1[a]", numerator={"x": 1}),
+        Metric(name="f1[a]", numerator={"y": 1}),
+    )
     with pytest.raises(ValidationError, match="expected distinct names of metrics"):
-        Manifest(blocks=MANIFEST.blocks, train_samples=1, metrics=twice)
+        Manifest(blocks=MANIFEST.blocks, train_samples=1, metrics=duplicates)

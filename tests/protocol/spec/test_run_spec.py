@@ -62,7 +62,7 @@ def refusal(document, *overrides):
     return text
 
 
-def test_the_sample_of_the_design(write_spec):
+def test_sample_run_spec_is_parsed(write_spec):
     spec = load_run_spec(write_spec(CLASSIFY))
     assert spec.task == "classify"
     assert spec.model is not None
@@ -74,7 +74,7 @@ def test_the_sample_of_the_design(write_spec):
     assert spec.batch.samples == 48
 
 
-def test_defaults():
+def test_missing_keys_have_defaults():
     spec = parse_run_spec(REGRESS)
     assert (spec.seed, spec.threads, spec.optimizer.name) == (0, 1, "adamw")
 
@@ -103,14 +103,14 @@ def test_digest_depends_on_values_but_not_on_key_order():
 
 def test_digest_ignores_key_order_of_free_form_sections():
     custom_document = {"task": "a:B", "steps": 1}
-    one = parse_run_spec(
+    first_spec = parse_run_spec(
         custom_document | {"options": {"x": {"b": 1, "a": [1, {"d": 2, "c": 3}]}, "w": 2}}
     )
-    other = parse_run_spec(
+    reordered_spec = parse_run_spec(
         custom_document | {"options": {"w": 2, "x": {"a": [1, {"c": 3, "d": 2}], "b": 1}}}
     )
-    assert one.digest() == other.digest()
-    assert parse_run_spec_bytes(one.to_bytes()) == one
+    assert first_spec.digest() == reordered_spec.digest()
+    assert parse_run_spec_bytes(first_spec.to_bytes()) == first_spec
 
 
 @pytest.mark.parametrize(
@@ -256,11 +256,11 @@ def test_exponents_without_a_dot_are_numbers(write_spec, text):
     assert load_run_spec(path).optimizer.lr == 1e-3
 
 
-OWN = "task: my_package:MyTask\nsteps: 1\n"
+CUSTOM_TASK = "task: my_package:MyTask\nsteps: 1\n"
 
 
 def test_quoted_text_stays_text():
-    text = OWN + 'options: {hash: "12e4567", revision: "7e10", plain: 7e10, large: 1e30}'
+    text = CUSTOM_TASK + 'options: {hash: "12e4567", revision: "7e10", plain: 7e10, large: 1e30}'
     options = parse_run_spec_text(text).options
     assert options == {"hash": "12e4567", "large": 1e30, "plain": 7 * 10**10, "revision": "7e10"}
     assert json.loads(parse_run_spec_text(text).to_bytes())["options"] == options
@@ -282,7 +282,7 @@ def test_quoted_text_stays_text():
 )
 def test_ambiguous_values_are_refused(line, message):
     with pytest.raises(RunSpecError) as error_info:
-        parse_run_spec_text(OWN + line, origin="run.yaml")
+        parse_run_spec_text(CUSTOM_TASK + line, origin="run.yaml")
     assert message in str(error_info.value)
     assert "\n" not in str(error_info.value)
 
@@ -299,7 +299,7 @@ def test_text_and_label_are_two_columns():
         parse_run_spec_text(CLASSIFY, ["data.label=text"])
 
 
-def test_overrides():
+def test_overrides_replace_values():
     spec = parse_run_spec(
         REGRESS,
         [
@@ -359,11 +359,11 @@ def test_an_override_may_hold_an_equals_sign():
         ("optimizer.momentun=1", "'optimizer.momentun'; did you mean 'momentum'"),
     ],
 )
-def test_bad_overrides(override, expected):
+def test_invalid_overrides_are_refused(override, expected):
     assert expected in refusal(REGRESS, override)
 
 
-def test_a_missing_file(tmp_path):
+def test_missing_file_is_refused(tmp_path):
     with pytest.raises(RunSpecError, match=r"found no such file") as error_info:
         load_run_spec(tmp_path / "absent.yaml")
     assert "absent.yaml" in str(error_info.value)
@@ -385,7 +385,7 @@ def test_a_missing_file(tmp_path):
         ("#" * (limits.RUN_SPEC_BYTES + 1), "expected at most"),
     ],
 )
-def test_a_bad_file_is_one_clear_line_with_its_name(write_spec, content, expected):
+def test_invalid_file_gives_a_one_line_error_with_its_name(write_spec, content, expected):
     with pytest.raises(RunSpecError, match=r"run\.yaml") as error_info:
         load_run_spec(write_spec(content))
     assert expected in str(error_info.value)
@@ -413,7 +413,7 @@ def test_the_schema_lists_every_key():
     assert all("task" in run["required"] and not run["additionalProperties"] for run in runs)
 
 
-def test_a_spec_cannot_be_changed():
+def test_run_spec_is_immutable():
     spec = parse_run_spec(REGRESS)
     with pytest.raises(ValidationError):
         spec.steps = 5  # type: ignore[misc]
@@ -465,7 +465,7 @@ def test_key_without_effect_in_a_capture_is_refused_at_its_location(override):
         parse_run_spec(document, origin="teacher.yaml")
 
 
-def test_a_capture_keeps_the_largest_logits_or_draws():
+def test_capture_has_top_k_or_drawn_but_not_both():
     with pytest.raises(RunSpecError, match=r"capture\.top_k: has no effect with drawn"):
         parse_run_spec_text(CAPTURE + "capture: {top_k: 32, drawn: 8}")
     spec = parse_run_spec_text(CAPTURE + "capture: {drawn: 8}")
@@ -480,7 +480,7 @@ def test_capture_without_steps_has_no_step_count():
 REPLICAS = "task: regress\nsteps: 4\nreplicas: {count: 2, inner_steps: 3}\n"
 
 
-def test_missing_moments_cannot_be_carried():
+def test_inner_state_without_moments_cannot_be_carried():
     carry = ["replicas.inner_state=carry", "optimizer.name=sgd"]
     with pytest.raises(RunSpecError, match=r"remove replicas\.inner_state"):
         parse_run_spec_text(REPLICAS, carry)
@@ -515,7 +515,7 @@ def test_per_replica_states_exclude_checkpoint_copies():
     assert parse_run_spec_text(REPLICAS, ["checkpoint.copies=[elsewhere]"]).replicas
 
 
-def test_epochs_give_as_many_steps_as_the_samples_take():
+def test_epochs_determine_the_number_of_steps():
     document = {"task": "regress", "epochs": 3, "batch": {"samples": 16}}
     spec = parse_run_spec(document)
     assert spec.known_steps is None
@@ -534,7 +534,7 @@ def test_epochs_give_as_many_steps_as_the_samples_take():
         ({"steps": None, "epochs": 0}, "epochs: expected a number of at least 1, got 0"),
     ],
 )
-def test_steps_or_epochs_and_not_both(change, text):
+def test_steps_and_epochs_exclude_each_other(change, text):
     with pytest.raises(RunSpecError, match=re.escape(text)):
         parse_run_spec({**REGRESS, **change})
 
@@ -571,11 +571,13 @@ LANGUAGE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_batch_in_tokens_is_as_many_samples_as_they_fill():
+def test_batch_in_tokens_becomes_a_number_of_samples():
     spec = parse_run_spec({**LANGUAGE, "batch": {"tokens": 256}})
     assert (spec.batch.samples, spec.batch.tokens) == (8, 256)
     assert parse_run_spec_bytes(spec.to_bytes()) == spec
-    assert parse_run_spec(json.loads(spec.to_bytes())) == spec, "as it is submitted"
+    assert parse_run_spec(json.loads(spec.to_bytes())) == spec, (
+        "the form in which a run is submitted"
+    )
 
 
 @pytest.mark.parametrize(
@@ -601,7 +603,7 @@ def test_a_batch_in_tokens_is_as_many_samples_as_they_fill():
         ),
     ],
 )
-def test_invalid_sizes_of_language_models(changes, text):
+def test_invalid_sizes_of_language_models_are_refused(changes, text):
     document = json.loads(json.dumps(LANGUAGE))
     for key, value in changes.items():
         section, _, name = key.rpartition(".")
@@ -619,7 +621,7 @@ def test_unavailable_storage_form_names_reason_and_alternative(form):
         parse_run_spec({"task": "causal-lm", "model": model, "data": {"train": "a"}, "steps": 1})
 
 
-def test_canonical_arithmetic_widens_no_nf4():
+def test_canonical_arithmetic_refuses_nf4():
     document = {"task": "causal-lm", "data": {"train": "a"}, "steps": 1, "lora": {"r": 4}}
     document |= {"model": {"source": "m", "base_dtype": "nf4"}}
     assert parse_run_spec(document).model is not None
@@ -628,17 +630,17 @@ def test_canonical_arithmetic_widens_no_nf4():
 
 
 def test_topology_alone_is_a_valid_exchange():
-    alone = parse_run_spec_text("task: regress\nsteps: 3\nexchange: sharded\n")
-    assert alone.exchange.topology == "sharded"
+    short_form = parse_run_spec_text("task: regress\nsteps: 3\nexchange: sharded\n")
+    assert short_form.exchange.topology == "sharded"
     spec = parse_run_spec_text("task: regress\nsteps: 3\n", ["exchange=sharded"])
-    assert spec.digest() == alone.digest()
+    assert spec.digest() == short_form.digest()
     with pytest.raises(RunSpecError, match=r"exchange\.topology: expected .*star.*got .*ring"):
         parse_run_spec_text("task: regress\nsteps: 3\nexchange: ring\n")
 
 
 def test_old_key_name_is_read_with_a_notice():
-    old = {"exchange": {"way": "sharded"}}
-    for document, overrides in ((old, []), ({}, ["exchange.way=sharded"])):
+    document_with_old_key = {"exchange": {"way": "sharded"}}
+    for document, overrides in ((document_with_old_key, []), ({}, ["exchange.way=sharded"])):
         notices: list[str] = []
         spec = parse_run_spec(REGRESS | document, overrides, "run.yaml", notices.append)
         assert spec.exchange.topology == "sharded"
@@ -648,6 +650,6 @@ def test_old_key_name_is_read_with_a_notice():
     assert "unknown key 'exchange.way'" in refusal(REGRESS | both_names)
 
 
-def test_a_misspelt_key_is_named_before_the_task_that_is_missing():
+def test_misspelled_key_is_named_before_the_missing_task():
     with pytest.raises(RunSpecError, match=r"unknown key 'tsk'; did you mean 'task'\?; .*missing"):
         parse_run_spec({"tsk": "regress", "steps": 3})

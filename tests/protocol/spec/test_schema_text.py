@@ -8,7 +8,7 @@ from protocol.spec.run_spec import RunSpec
 from protocol.spec.schema_text import UNITS, schema_keys, schema_lines
 from tests.house import modules
 
-NO_KEYS = {
+NOT_KEYS = {
     "capture.json", "checkpoint.json", "model.safetensors", "optimizer.safetensors",
     "tokenizer.json", "tokenizer.model", "tokenizer.ggml",
     "digits.csv", "exchange.way",
@@ -47,7 +47,7 @@ def test_every_unit_belongs_to_a_number():
         assert kinds[path] in {"integer", "number", "list of integer", "list of number"}, path
 
 
-def test_bounds_are_words_and_lose_no_digit():
+def test_bounds_are_readable_and_exact():
     bounds = {key.path: key.choices for key in schema_keys()}
     assert bounds["threads"] == "1 to 256"
     assert bounds["seed"] == "0 or more, below 2^63"
@@ -57,15 +57,15 @@ def test_bounds_are_words_and_lose_no_digit():
     assert bounds["optimizer.eps"] == "1e-30 to 1,000"
 
 
-def test_a_union_names_all_of_its_types():
+def test_union_shows_all_its_types():
     keys = {key.path: key for key in schema_keys()}
     assert keys["lora.targets"].choices == "all-linear | list of text"
     assert keys["data.class_weights"].choices == "balanced | mapping"
     assert keys["data.columns"].type.startswith("mapping with the keys messages, ")
 
 
-def test_a_key_that_a_text_names_exists():
-    keys = {key.path for key in schema_keys()} | NO_KEYS
+def test_every_key_that_a_text_names_exists():
+    keys = {key.path for key in schema_keys()} | NOT_KEYS
     sections = "|".join({path.partition(".")[0] for path in keys if "." in path})
     pattern = re.compile(rf"(?<![\w./-])(?:{sections})\.[a-z_]+\b(?!\()")
     unknown = {
@@ -79,7 +79,7 @@ def test_a_key_that_a_text_names_exists():
 
 
 def texts_of(tree: ast.Module) -> list[str]:
-    """Yield the strings of a module except its docstrings."""
+    """Return the strings of a module except its docstrings."""
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     return [
         node.value

@@ -1,4 +1,4 @@
-"""Proofs: valid ones, and every way in which one is invalid."""
+"""Authentication proofs: valid proofs, and proofs of other connections, keys and versions."""
 
 import dataclasses
 
@@ -36,14 +36,14 @@ def test_each_side_accepts_the_other():
     EXCHANGE.check_worker(KEY, answer(HELLO, challenge, CERTIFICATE, KEY))
 
 
-def test_a_proof_has_these_bits():
+def test_proof_bits_are_frozen():
     """Another implementation must produce the same bits; a change requires a new protocol
     version."""
     assert PROTOCOL_VERSION == 13
     assert EXCHANGE.prove("worker", KEY).hex().startswith("d6b33427a41cf1ca")
 
 
-OTHERS = {
+OTHER_EXCHANGES = {
     "worker nonce": dataclasses.replace(
         EXCHANGE, hello=HELLO.model_copy(update={"nonce": b"x" * 32})
     ),
@@ -58,11 +58,11 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
+@pytest.mark.parametrize("other", OTHER_EXCHANGES.values(), ids=OTHER_EXCHANGES.keys())
 def test_a_proof_of_another_connection_is_refused_by_both(other):
-    replayed = Proof(proof=other.prove("worker", KEY))
+    replayed_proof = Proof(proof=other.prove("worker", KEY))
     with pytest.raises(NotAuthorized):
-        EXCHANGE.check_worker(KEY, replayed)
+        EXCHANGE.check_worker(KEY, replayed_proof)
     with pytest.raises(NotAuthorized):
         answer(other.hello, EXCHANGE.challenge(KEY), other.fingerprint, KEY) if (
             other.hello != HELLO or other.fingerprint != CERTIFICATE
@@ -78,15 +78,15 @@ def test_a_reflected_proof_is_refused_by_both():
     own_proof = EXCHANGE.challenge(KEY).proof
     with pytest.raises(NotAuthorized):
         EXCHANGE.check_worker(KEY, Proof(proof=own_proof))
-    mirrored = Challenge(
+    mirrored_challenge = Challenge(
         method=METHOD, nonce=EXCHANGE.coordinator_nonce, proof=EXCHANGE.prove("worker", KEY)
     )
     with pytest.raises(NotAuthorized):
-        answer(HELLO, mirrored, CERTIFICATE, KEY)
+        answer(HELLO, mirrored_challenge, CERTIFICATE, KEY)
 
 
 @pytest.mark.parametrize("proof", [b"", b"guess", bytes(32), bytes(64)])
-def test_invalid_proofs(proof):
+def test_invalid_proofs_are_refused(proof):
     with pytest.raises(NotAuthorized) as error_info:
         EXCHANGE.check_worker(KEY, Proof(proof=proof))
     assert error_info.value.exit_code == ExitCode.NOT_AUTHORIZED == 77
@@ -108,10 +108,10 @@ def test_another_version_of_the_protocol_proves_nothing(monkeypatch):
         answer(HELLO, challenge, CERTIFICATE, KEY)
 
 
-def test_a_worker_says_which_method_it_does_not_have():
+def test_worker_names_an_unknown_method():
     with pytest.raises(NotAuthorized, match="'none'"):
         answer(HELLO, Challenge(method="none", nonce=bytes(32), proof=bytes(32)), CERTIFICATE, KEY)
 
 
-def test_nonces_are_new():
+def test_nonces_are_unique():
     assert len({new_nonce() for _ in range(100)}) == 100

@@ -1,5 +1,5 @@
 """The connection without I/O: every reader gives the same events, and each side enforces the
-order."""
+order of messages."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ from tests.message_samples import (
 )
 
 KINDS = sorted(MESSAGES.values(), key=lambda kind: kind.tag)
-OTHER = {
+PEER_ROLE = {
     "coordinator": "worker", "worker": "coordinator", "dialler": "listener", "listener": "dialler",
 }  # fmt: skip
 TABLE = {
@@ -71,9 +71,9 @@ IN_HANDSHAKE = {
     ("listener", Phase.ADMITTING): {"PeerWelcome", "Goodbye"},
 }
 
-OPEN_AND_BEFORE = [phase for phase in Phase if phase is not Phase.CLOSED]
+LIVE_PHASES = [phase for phase in Phase if phase is not Phase.CLOSED]
 
-each_role = pytest.mark.parametrize("role", list(OTHER))
+each_role = pytest.mark.parametrize("role", list(PEER_ROLE))
 
 
 def connection(role, phase=Phase.OPEN):
@@ -83,7 +83,7 @@ def connection(role, phase=Phase.OPEN):
     return endpoint
 
 
-def comparable(received):
+def comparable_events(received):
     """Return events in a form that compares bit for bit."""
     return [
         (type(message), message.to_header(), None if body is None else body.tobytes())
@@ -92,10 +92,10 @@ def comparable(received):
 
 
 def read_at_once(reader, data):
-    return comparable(reader.receive_data(data))
+    return comparable_events(reader.receive_data(data))
 
 
-def in_pieces(reader, data, sizes):
+def read_in_pieces(reader, data, sizes):
     """Read through `get_buffer` and `buffer_updated`, as a transport does."""
     events, offset, size_index = [], 0, 0
     while offset < len(data):
@@ -105,10 +105,10 @@ def in_pieces(reader, data, sizes):
         buffer[:count] = data[offset : offset + count]
         events += reader.buffer_updated(count)
         offset, size_index = offset + count, size_index + 1
-    return comparable(events)
+    return comparable_events(events)
 
 
-def legal(role, name, phase):
+def is_legal(role, name, phase):
     if phase is Phase.CLOSED:
         return False
     if phase is not Phase.OPEN:
@@ -127,12 +127,12 @@ def legal(role, name, phase):
 def streams(draw):
     """Draw a reader, and the messages and bytes that it reads after the handshake."""
     reader = draw(st.sampled_from(["coordinator", "worker"]))
-    kinds = TABLE[OTHER[reader]][Phase.OPEN] - {Goodbye}
+    kinds = TABLE[PEER_ROLE[reader]][Phase.OPEN] - {Goodbye}
     messages_sent = draw(st.lists(messages_of(kinds), max_size=6))
     # After a Ready, sizes are unknown until the owner has seen the manifest.
     messages_sent.sort(key=lambda message: isinstance(message, messages.Ready))
-    is_ended = draw(st.booleans())
-    if is_ended:
+    has_goodbye = draw(st.booleans())
+    if has_goodbye:
         messages_sent.append(EXAMPLES[Goodbye])
     return reader, messages_sent, b"".join(frame(message) for message in messages_sent)
 
@@ -150,9 +150,9 @@ def test_every_reader_gives_the_same_events(stream, sizes):
         for message in messages_sent
     ]
     assert read_at_once(connection(role), data) == expected
-    assert in_pieces(connection(role), data, [1]) == expected
-    assert in_pieces(connection(role), data, sizes) == expected
-    assert in_pieces(connection(role), data, [2**20]) == expected
+    assert read_in_pieces(connection(role), data, [1]) == expected
+    assert read_in_pieces(connection(role), data, sizes) == expected
+    assert read_in_pieces(connection(role), data, [2**20]) == expected
 
 
 @settings(deadline=None)
@@ -174,7 +174,7 @@ def test_welcome_and_later_messages_may_arrive_together():
     data = b"".join(frame(message) for message in messages_sent)
     for sizes in ([len(data)], [1], [7, 60]):
         reader = connection("worker", Phase.ADMITTING)
-        kinds = [kind for kind, _, _ in in_pieces(reader, data, sizes)]
+        kinds = [kind for kind, _, _ in read_in_pieces(reader, data, sizes)]
         assert kinds == [messages.Welcome, messages.StartRun]
         assert reader.phase is Phase.OPEN
 
@@ -189,20 +189,20 @@ def test_welcome_and_later_messages_may_arrive_together():
     ],
 )
 def test_answer_before_its_request_is_refused(role, phase, kinds):
-    """All in one piece: nobody has had time to look at the first."""
+    """All messages arrive in one read, before the first can be answered."""
     data = b"".join(frame(EXAMPLES[kind]) for kind in kinds)
     with pytest.raises((OutOfOrder, FrameError)):
         connection(role, phase).receive_data(data)
 
 
-def test_large_chunks_come_out_whole_in_every_way():
+def test_large_chunks_are_complete_in_every_reader():
     chunk = messages.BlockGradientPayload(**PAYLOAD, block=2)
     body = np.random.default_rng(0).integers(0, 256, limits.BODY_BYTES, np.uint8)
     data = join_buffers(encode(chunk, body)) * 2
     expected = [(type(chunk), chunk.to_header(), body.tobytes())] * 2
     assert read_at_once(connection("coordinator"), data) == expected
-    assert in_pieces(connection("coordinator"), data, [65_537]) == expected
-    assert in_pieces(connection("coordinator"), data, [3, 2**22 + 1]) == expected
+    assert read_in_pieces(connection("coordinator"), data, [65_537]) == expected
+    assert read_in_pieces(connection("coordinator"), data, [3, 2**22 + 1]) == expected
 
 
 def test_a_nan_in_a_body_keeps_its_bits():
@@ -218,12 +218,12 @@ def test_a_nan_in_a_body_keeps_its_bits():
 
 
 @pytest.mark.parametrize("kind", [messages.BlockGradientPayload, messages.SubtreeLoss])
-def test_an_end_in_the_middle_of_a_frame(kind):
+def test_end_in_the_middle_of_a_frame_is_an_error(kind):
     data = frame(EXAMPLES[Heartbeat]) + frame(EXAMPLES[kind])
     boundaries = {0, len(frame(EXAMPLES[Heartbeat])), len(data)}
     for split in range(len(data) + 1):
         reader = connection("coordinator")
-        assert len(reader.receive_data(data[:split])) == sum(0 < at <= split for at in boundaries)
+        assert len(reader.receive_data(data[:split])) == sum(0 < n <= split for n in boundaries)
         if split in boundaries:
             reader.receive_eof()
         else:
@@ -236,7 +236,7 @@ def test_an_end_in_the_middle_of_a_frame(kind):
     "kind", [messages.BlockGradientPayload, messages.StepApplied, messages.Ready]
 )
 @pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
-def test_a_flip_anywhere_is_noticed(kind, mask):
+def test_flipped_bits_anywhere_are_detected(kind, mask):
     data = frame(EXAMPLES[kind])
     for offset in range(len(data)):
         flipped_frame = bytearray(data)
@@ -265,18 +265,18 @@ def test_nothing_is_read_after_goodbye_or_an_error():
 
 
 @each_role
-@pytest.mark.parametrize("phase", OPEN_AND_BEFORE)
-def test_both_sides_agree_on_what_may_be_sent(role, phase):
+@pytest.mark.parametrize("phase", LIVE_PHASES)
+def test_both_sides_agree_on_legal_messages(role, phase):
     for kind in KINDS:
-        agree(role, kind, phase)
+        check_agreement(role, kind, phase)
 
 
-def agree(role, kind, phase):
-    """Return whether sender and receiver agree on one message."""
-    sender, reader = connection(role, phase), connection(OTHER[role], phase)
+def check_agreement(role, kind, phase):
+    """Check that sender and receiver agree on whether one message is legal."""
+    sender, reader = connection(role, phase), connection(PEER_ROLE[role], phase)
     message = EXAMPLES[kind]
     encoded = encode(message, body_for(message))
-    if legal(role, kind.__name__, phase):
+    if is_legal(role, kind.__name__, phase):
         sender.send(encoded)
         assert [event[0] for event in read_at_once(reader, join_buffers(encoded))] == [kind]
         assert sender.phase is reader.phase
@@ -291,14 +291,14 @@ def agree(role, kind, phase):
 
 
 @each_role
-def test_nothing_but_the_greeting_comes_before_the_handshake(role):
+def test_only_a_greeting_is_accepted_before_the_handshake(role):
     for kind in KINDS:
-        if not legal(OTHER[role], kind.__name__, Phase.GREETING):
-            refuse_out_of_order(role, kind)
+        if not is_legal(PEER_ROLE[role], kind.__name__, Phase.GREETING):
+            check_refusal(role, kind)
 
 
-def refuse_out_of_order(role, kind):
-    """Feed the header alone, as if it had no body."""
+def check_refusal(role, kind):
+    """Check that the header alone is refused, as if the message had no body."""
     header = EXAMPLES[kind].to_header()
     if len(header) > limits.UNAUTHENTICATED_HEADER_BYTES:
         header = header[: limits.UNAUTHENTICATED_HEADER_BYTES]
@@ -317,7 +317,7 @@ def test_nothing_is_sent_after_goodbye():
             sender.send(encode(EXAMPLES[kind], body_for(EXAMPLES[kind])))
 
 
-def test_our_own_mistakes_with_bodies():
+def test_wrong_bodies_are_local_errors():
     with pytest.raises(LocalProtocolError, match="wrong kind of body"):
         encode(EXAMPLES[Heartbeat], b"x")
     with pytest.raises(LocalProtocolError, match="wrong kind of body"):
@@ -328,7 +328,7 @@ def test_our_own_mistakes_with_bodies():
         connection("worker").send(EXAMPLES[messages.BlockGradientPayload])
 
 
-# Refused after the header.
+# Bodies refused after the header.
 
 
 def head_of(message, body_bytes):
@@ -336,8 +336,8 @@ def head_of(message, body_bytes):
     return frames.encode_head(message.tag, message.to_header(), bytes(body_bytes))
 
 
-def missed(**changes):
-    """Missed updates of a block with one tensor."""
+def missed_updates(**changes):
+    """Return missed updates of a block with one tensor."""
     example = EXAMPLES[messages.StateChunk]
     return example.model_copy(update={"kind": "missed_updates", "block": 1, **changes})
 
@@ -361,13 +361,13 @@ def payload(**changes):
         (payload(), 0, "a body of 32 bytes, got 0"),
         (payload(block=2, chunk=4), limits.BODY_BYTES, "a body of 20 bytes"),
         (EXAMPLES[messages.StateChunk], 12, "a body of 32 bytes, got 12"),
-        (missed(), 32, "a body of 4 bytes, got 32"),
-        (missed(chunk=1), 4, "no chunk 1 of block 1"),
-        (missed(block=4), 4, "no chunk 0 of block 4"),
+        (missed_updates(), 32, "a body of 4 bytes, got 32"),
+        (missed_updates(chunk=1), 4, "no chunk 1 of block 1"),
+        (missed_updates(block=4), 4, "no chunk 0 of block 4"),
         (EXAMPLES[Heartbeat], 1, "a body of 0 bytes, got 1"),
     ],
 )
-def test_a_body_that_does_not_fit_is_refused_before_it_is_read(message, body_bytes, text):
+def test_body_of_the_wrong_size_is_refused_before_it_is_read(message, body_bytes, text):
     reader = connection("coordinator")
     with pytest.raises(OutOfOrder, match=text):
         reader.receive_data(head_of(message, body_bytes))
@@ -395,7 +395,7 @@ def test_gradients_are_as_long_as_the_run_s_exchange_says(role, exchange, kind, 
     assert len(reader.receive_data(join_buffers(encode(EXAMPLES[kind], body)))) == 1
 
 
-def test_gradients_before_the_manifest_is_known():
+def test_gradients_before_the_manifest_are_refused():
     reader = connection("coordinator")
     reader.blocks = None
     with pytest.raises(OutOfOrder, match="before the manifest is known"):
@@ -404,9 +404,9 @@ def test_gradients_before_the_manifest_is_known():
 
 def test_data_after_ready_ignores_an_earlier_manifest():
     reader = connection("coordinator")
-    one, other = frame(EXAMPLES[messages.Ready]), frame(EXAMPLES[messages.StateChunk])
+    ready, state = frame(EXAMPLES[messages.Ready]), frame(EXAMPLES[messages.StateChunk])
     with pytest.raises(OutOfOrder, match="before the manifest is known"):
-        reader.receive_data(one + other)
+        reader.receive_data(ready + state)
 
 
 def test_a_block_without_elements_has_an_empty_body():
@@ -418,7 +418,7 @@ def test_a_block_without_elements_has_an_empty_body():
     assert received.body.nbytes == 0
 
 
-@pytest.mark.parametrize("phase", [phase for phase in OPEN_AND_BEFORE if phase is not Phase.OPEN])
+@pytest.mark.parametrize("phase", [phase for phase in LIVE_PHASES if phase is not Phase.OPEN])
 @each_role
 def test_unauthenticated_peers_may_not_send_bodies_or_large_headers(role, phase):
     reader = connection(role, phase)
@@ -433,7 +433,7 @@ def test_unauthenticated_peers_may_not_send_bodies_or_large_headers(role, phase)
 # Bodies are not copied.
 
 
-def test_a_body_is_read_into_the_very_array_that_is_handed_over():
+def test_body_is_read_into_the_array_that_the_owner_receives():
     message = payload()
     head, raw = encode(message, np.arange(8, dtype="<f4")).buffers
     reader = connection("coordinator")
@@ -449,10 +449,9 @@ def test_a_body_is_read_into_the_very_array_that_is_handed_over():
     assert not np.shares_memory(np.frombuffer(reader.get_buffer(), np.uint8), buffer)
 
 
-def test_a_body_is_sent_from_the_very_array_that_was_given():
+def test_body_is_sent_from_the_array_of_the_caller():
     values = np.arange(8, dtype="<f4")
     encoded = encode(payload(), values)
     assert np.shares_memory(np.frombuffer(encoded.buffers[1], np.uint8), values)
     assert encoded.nbytes == len(join_buffers(encoded))
-    messages_sent = connection("worker").send(encoded)
-    assert messages_sent is encoded
+    assert connection("worker").send(encoded) is encoded

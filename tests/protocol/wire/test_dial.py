@@ -14,12 +14,13 @@ from protocol.wire.dial import Address, DialError
 from tests.silent_address import refusing_port, silent_address
 
 PATIENCE_S = 20.0
-"""Far above what any of these takes, and far below the limits of the kernel or a name server."""
+"""Much longer than any of these tests takes, and much shorter than the timeouts of the kernel or
+a name server."""
 
 
-def run(work):
+def run(coroutine):
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(work)
+        return runner.run(coroutine)
 
 
 def failure(host: str, port: int, timeout_s: float = PATIENCE_S) -> DialError:
@@ -36,19 +37,23 @@ def listener():
 
 def resolve_to(monkeypatch, *addresses: tuple[str, int]) -> None:
     """Resolve the name `somewhere` to these addresses."""
-    real = socket.getaddrinfo
+    real_getaddrinfo = socket.getaddrinfo
 
     def getaddrinfo(host, port, *arguments, **options):
         if host != "somewhere":
-            return real(host, port, *arguments, **options)
+            return real_getaddrinfo(host, port, *arguments, **options)
         if options.get("flags", 0) & socket.AI_NUMERICHOST:
             raise socket.gaierror(socket.EAI_NONAME, "not a number")
-        return [info for address in addresses for info in real(*address, type=socket.SOCK_STREAM)]
+        return [
+            info
+            for address in addresses
+            for info in real_getaddrinfo(*address, type=socket.SOCK_STREAM)
+        ]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
 
-def test_a_connection_is_made(listener):
+def test_connect_returns_a_connected_socket(listener):
     host, port = listener.getsockname()
     with run(dial.connect(host, port, PATIENCE_S)) as endpoint:
         assert endpoint.getpeername() == (host, port)
@@ -64,7 +69,7 @@ def test_unresponsive_address_respects_the_timeout():
     assert str(error).startswith(f"no answer from {host}:{port} within 0 s; the machine is off")
 
 
-def test_the_next_address_is_tried_while_the_first_is_silent(listener, monkeypatch):
+def test_next_address_is_tried_while_the_first_is_silent(listener, monkeypatch):
     monkeypatch.setattr(dial, "STAGGER_S", 0.01)
     with silent_address() as silent_host:
         resolve_to(monkeypatch, silent_host, listener.getsockname())
@@ -79,17 +84,22 @@ def test_refusing_address_is_skipped_at_once(listener, monkeypatch):
 
 
 def test_address_families_alternate():
-    six = [Address(socket.AF_INET6, (f"2001:db8::{n}", 1, 0, 0)) for n in (1, 2, 3)]
-    four = [Address(socket.AF_INET, ("192.0.2.1", 1))]
-    assert dial._interleaved([*six, *four]) == [six[0], four[0], six[1], six[2]]
+    ipv6_addresses = [Address(socket.AF_INET6, (f"2001:db8::{n}", 1, 0, 0)) for n in (1, 2, 3)]
+    ipv4_addresses = [Address(socket.AF_INET, ("192.0.2.1", 1))]
+    assert dial._interleaved([*ipv6_addresses, *ipv4_addresses]) == [
+        ipv6_addresses[0],
+        ipv4_addresses[0],
+        ipv6_addresses[1],
+        ipv6_addresses[2],
+    ]
 
 
 def test_other_connections_are_closed_after_the_first_answer(listener, monkeypatch):
     endpoints = []
-    real = dial._connect_one
+    connect_one = dial._connect_one
 
     async def recorded_connect(address):
-        endpoints.append(await real(address))
+        endpoints.append(await connect_one(address))
         return endpoints[-1]
 
     monkeypatch.setattr(dial, "_connect_one", recorded_connect)
@@ -107,7 +117,7 @@ def test_other_connections_are_closed_after_the_first_answer(listener, monkeypat
         assert [e for e in endpoints if e.fileno() >= 0] == [endpoint]
 
 
-def test_refused_connection():
+def test_refused_connection_is_explained():
     port = refusing_port()
     error = failure("127.0.0.1", port)
     assert error.cause == "refused"
@@ -116,10 +126,10 @@ def test_refused_connection():
 
 
 @pytest.mark.parametrize("number", [errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EINVAL])
-def test_unreachable_address(number):
-    error = dial.as_dial_error(OSError(number, "No such way"), "192.0.2.1:9000")
+def test_unreachable_address_is_explained(number):
+    error = dial.as_dial_error(OSError(number, "No route to host"), "192.0.2.1:9000")
     assert error.cause == "no route"
-    assert str(error).startswith("no route to 192.0.2.1:9000 (No such way); check the address")
+    assert str(error).startswith("no route to 192.0.2.1:9000 (No route to host); check the address")
 
 
 def test_link_local_address_without_zone_gets_a_hint():
@@ -134,9 +144,9 @@ def test_link_local_address_without_zone_gets_a_hint():
         (socket.EAI_AGAIN, "no name server", "the name servers have no answer for "),
     ],
 )
-def test_a_name_without_address(monkeypatch, number, cause, observation):
+def test_name_without_an_address_is_explained(monkeypatch, number, cause, observation):
     def refuse(*_arguments, **_options):
-        raise socket.gaierror(number, "so it is")
+        raise socket.gaierror(number, "refused by the test")
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     error = failure("nowhere.invalid", 9000)
@@ -145,29 +155,29 @@ def test_a_name_without_address(monkeypatch, number, cause, observation):
     assert "IP address" in error.advice
 
 
-def test_impossible_host_names():
+def test_impossible_host_name_is_unknown():
     assert failure("a" * 70 + ".example", 9000).cause == "unknown name"
 
 
 def test_dead_name_server_blocks_nothing(monkeypatch):
     """Neither the connection nor the end of the process waits for getaddrinfo."""
-    over = threading.Event()
+    test_is_over = threading.Event()
 
     def hang(*_arguments, flags=0, **_options):
         if not flags & socket.AI_NUMERICHOST:
-            over.wait()
-        raise socket.gaierror(socket.EAI_NONAME, "so it is")
+            test_is_over.wait()
+        raise socket.gaierror(socket.EAI_NONAME, "refused by the test")
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
-    began_s = time.monotonic()
+    start_s = time.monotonic()
     error = failure("coordinator.example", 9000, 0.05)
-    assert time.monotonic() - began_s < PATIENCE_S
+    assert time.monotonic() - start_s < PATIENCE_S
     assert error.cause == "no name server"
     assert "within 0 s" in error.observation
     threads = [thread for thread in threading.enumerate() if thread.name == "name resolution"]
     assert threads
     assert all(thread.daemon for thread in threads)
-    over.set()
+    test_is_over.set()
 
 
 def test_the_zone_of_a_link_local_address_is_kept():

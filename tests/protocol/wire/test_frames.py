@@ -12,14 +12,14 @@ from protocol.base import limits
 from protocol.base.errors import ExitCode, FrameError, LocalProtocolError, VersionMismatch
 from protocol.wire import frames
 
-WIDE = (limits.HEADER_BYTES, limits.BODY_BYTES)
+LARGEST = (limits.HEADER_BYTES, limits.BODY_BYTES)
 
 
 def prefix(magic=b"ss", version=PROTOCOL_VERSION, tag=1, header_bytes=0, body_bytes=0):
     return struct.pack(">2sBBHIQ", magic, version, tag, header_bytes, body_bytes, 0)
 
 
-def test_layout_is_as_documented():
+def test_layout_matches_the_documentation():
     head = frames.encode_head(7, b"\x81\xa1a\x01", b"body")
     assert head[0:2] == b"ss"
     assert head[2] == PROTOCOL_VERSION
@@ -32,10 +32,10 @@ def test_layout_is_as_documented():
 
 
 @pytest.mark.parametrize("body", [None, b""])
-def test_without_a_body_there_is_no_marker(body):
+def test_frame_without_a_body_has_no_marker(body):
     head = frames.encode_head(1, b"\x80", body)
     assert len(head) == frames.PREFIX_BYTES + 1
-    assert frames.decode_prefix(head, *WIDE).head_bytes == len(head)
+    assert frames.decode_prefix(head, *LARGEST).head_bytes == len(head)
 
 
 @given(
@@ -43,7 +43,7 @@ def test_without_a_body_there_is_no_marker(body):
 )
 def test_prefix_round_trip(tag, header, body):
     head = frames.encode_head(tag, header, body)
-    decoded_prefix = frames.decode_prefix(head, *WIDE)
+    decoded_prefix = frames.decode_prefix(head, *LARGEST)
     assert decoded_prefix.tag == tag
     assert decoded_prefix.header_bytes == len(header)
     assert decoded_prefix.body_bytes == len(body or b"")
@@ -54,9 +54,9 @@ def test_prefix_round_trip(tag, header, body):
 
 
 @pytest.mark.parametrize("magic", [b"GE", b"\x00\x00", b"sS", b"\x16\x03"])
-def test_wrong_magic(magic):
+def test_wrong_magic_is_refused(magic):
     with pytest.raises(FrameError, match="expected a samestep frame"):
-        frames.decode_prefix(prefix(magic=magic), *WIDE)
+        frames.decode_prefix(prefix(magic=magic), *LARGEST)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_wrong_magic(magic):
 )
 def test_another_version_says_which_side_to_upgrade(peer_version, side):
     with pytest.raises(VersionMismatch, match=f"upgrade (the )?{side}") as error_info:
-        frames.decode_prefix(prefix(version=peer_version), *WIDE)
+        frames.decode_prefix(prefix(version=peer_version), *LARGEST)
     assert (error_info.value.ours, error_info.value.theirs) == (PROTOCOL_VERSION, peer_version)
     assert error_info.value.exit_code == ExitCode.MISMATCH == 78
 
@@ -88,7 +88,7 @@ def test_encoding_respects_the_limits():
 
 
 @pytest.mark.parametrize("marker", [b"\xc4\x00\x00\x00\x08", b"\xc6\x00\x00\x00\x09"])
-def test_a_marker_of_another_kind_or_length(marker):
+def test_marker_of_another_kind_or_length_is_refused(marker):
     with pytest.raises(FrameError, match="bin32 marker for 8 bytes"):
         frames.check_marker(marker, 8)
 

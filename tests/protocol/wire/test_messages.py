@@ -63,7 +63,7 @@ def test_tags_are_frozen():
             "BlobChunk",
             "CapturedRows",
             "Credit",
-            *["taken once"] * 6,
+            *["retired"] * 6,
             "InnerPhaseProgress",
             "InnerCheckpointChunk",
             "InnerStateRequest",
@@ -74,11 +74,11 @@ def test_tags_are_frozen():
             "Linked",
             "Unlinked",
             "Owners",
-            "taken once",
-            "taken once",
+            "retired",
+            "retired",
             "ChunkReduced",
             "SumsArrived",
-            "taken once",
+            "retired",
             "AverageDigests",
             "AveragesRequest",
             "AverageMismatch",
@@ -95,7 +95,7 @@ def test_tags_are_frozen():
         start=1,
     )
     assert [(kind.tag, kind.__name__) for kind in KINDS] == [
-        (tag, name) for tag, name in names if name != "taken once"
+        (tag, name) for tag, name in names if name != "retired"
     ]
 
 
@@ -103,9 +103,9 @@ def test_tags_are_frozen():
 def test_message_round_trip(message):
     """NaN is unequal to itself, so the test compares the bits of the header, not the values."""
     header = message.to_header()
-    repeat = decode_message(message.tag, header)
-    assert type(repeat) is type(message)
-    assert repeat.to_header() == header
+    decoded = decode_message(message.tag, header)
+    assert type(decoded) is type(message)
+    assert decoded.to_header() == header
 
 
 @pytest.mark.parametrize("bits", [0x7FF8000000000001, 0xFFF8DEADBEEF0001, 0x7FF0000000000000])
@@ -119,17 +119,17 @@ def test_nan_keeps_its_bits(bits):
 
 
 @pytest.mark.parametrize("tag", [0, 65, 100, 255])
-def test_an_unknown_tag(tag):
+def test_unknown_tag_is_refused(tag):
     with pytest.raises(MessageError, match=f"expected a known message, got tag {tag}"):
         decode_message(tag, b"\x80")
 
 
-def test_unknown_field():
+def test_unknown_field_is_refused():
     for kind in KINDS:
-        assert "colour" in assert_refused(kind, {**fields_of(kind), "colour": 3}), kind
+        assert "color" in assert_refused(kind, {**fields_of(kind), "color": 3}), kind
 
 
-def test_a_field_that_is_missing():
+def test_missing_field_is_named():
     for kind in KINDS:
         for field in kind.model_fields:
             fields = fields_of(kind)
@@ -137,7 +137,7 @@ def test_a_field_that_is_missing():
             assert field in assert_refused(kind, fields), kind
 
 
-def test_a_field_of_another_type():
+def test_field_of_another_type_is_named():
     for kind in KINDS:
         for field in kind.model_fields:
             assert field in assert_refused(kind, {**fields_of(kind), field: [[{}]]}), kind
@@ -188,13 +188,13 @@ def test_similar_types_are_refused(kind, field, value):
         (messages.Unready, "reason", "to the left \u202e"),
     ],
 )
-def test_a_value_out_of_range(kind, field, value):
+def test_value_out_of_range_is_refused(kind, field, value):
     assert field in assert_refused(kind, {**fields_of(kind), field: value})
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "epsilon", "root_correction"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.1, 1e300])
-def test_update_scalar_beyond_finite_float32(name, value):
+def test_update_scalar_beyond_finite_float32_is_refused(name, value):
     fields = fields_of(messages.Commit)
     assert name in assert_refused(
         messages.Commit, {**fields, "scalars": {**fields["scalars"], name: value}}
@@ -218,7 +218,7 @@ def test_update_scalar_beyond_finite_float32(name, value):
         b"\xc7\x03\xff\x00\x00\x00",
     ],
 )
-def test_bytes_that_are_no_map(header):
+def test_bytes_that_are_not_a_map_are_refused(header):
     with pytest.raises(MessageError):
         decode_message(messages.Heartbeat.tag, header)
 
@@ -239,7 +239,7 @@ def test_text_is_sanitized_for_sending():
     messages.Halt(term=1, step=0, attempt=0, reason=sanitized)
 
 
-def test_messages_cannot_be_changed():
+def test_messages_are_immutable():
     with pytest.raises(ValidationError):
         EXAMPLES[messages.Heartbeat].term = 3  # type: ignore[attr-defined]
     with pytest.raises(ValidationError):

@@ -19,17 +19,17 @@ from tests.message_samples import BLOCKS, PAYLOAD, STEP_ID
 from tests.protocol.wire.test_transport import Recorder
 
 VALUES = np.arange(BLOCKS[1].chunk_slice(0).stop, dtype=np.float32)
-SENT = BlockGradientPayload(**PAYLOAD, block=1)
+MESSAGE = BlockGradientPayload(**PAYLOAD, block=1)
 
 
-def sharing() -> tuple[Connection, Connection]:
+def shared_connections() -> tuple[Connection, Connection]:
     """Return open connections of a coordinator and a worker that share all bodies."""
     lender = SegmentOwner()
-    listens, descriptors = lender.to_one()
-    dials = open_segment([os.dup(fd) for fd in descriptors])
+    listener_memory, descriptors = lender.to_one()
+    dialer_memory = open_segment([os.dup(fd) for fd in descriptors])
     os.close(descriptors[1])
-    assert dials is not None
-    return open_connection("coordinator", listens), open_connection("worker", dials)
+    assert dialer_memory is not None
+    return open_connection("coordinator", listener_memory), open_connection("worker", dialer_memory)
 
 
 def open_connection(role: str, memory: SharedSegment) -> Connection:
@@ -47,18 +47,18 @@ def send_shared(connection: Connection, message, values=VALUES) -> bytes:
 
 
 def test_shared_body_is_outside_the_frame_and_unchanged():
-    coordinator, worker = sharing()
-    frame = send_shared(worker, SENT)
+    coordinator, worker = shared_connections()
+    frame = send_shared(worker, MESSAGE)
     assert len(frame) < 200
     ((message, body),) = coordinator.receive_data(frame)
-    assert message == SENT
+    assert message == MESSAGE
     assert body is not None
     assert body.view(np.float32).tobytes() == VALUES.tobytes()
     assert coordinator.shared_bytes == VALUES.nbytes
 
 
 def test_broadcast_is_stored_once():
-    coordinator, worker = sharing()
+    coordinator, worker = shared_connections()
     assert coordinator.memory is not None
     encoded = encode(AveragedBlockGradient(**STEP_ID, block=1, chunk=0), VALUES)
     assert encoded.shared(coordinator.memory) == encoded.shared(coordinator.memory)
@@ -66,8 +66,8 @@ def test_broadcast_is_stored_once():
 
 
 def test_flipped_bit_of_header_or_offset_is_detected():
-    coordinator, worker = sharing()
-    frame = send_shared(worker, SENT)
+    coordinator, worker = shared_connections()
+    frame = send_shared(worker, MESSAGE)
     for offset in (len(frame) - 1, len(frame) - 9):
         flipped = bytearray(frame)
         flipped[offset] ^= 1
@@ -76,8 +76,8 @@ def test_flipped_bit_of_header_or_offset_is_detected():
 
 
 def test_peer_without_shared_memory_gets_the_body():
-    _, worker = sharing()
-    frame = send_shared(worker, SENT)
+    _, worker = shared_connections()
+    frame = send_shared(worker, MESSAGE)
     coordinator = Connection("coordinator")
     coordinator.phase, coordinator.blocks = Phase.OPEN, BLOCKS
     with pytest.raises(FrameError, match="expected the body in the frame"):
@@ -85,13 +85,13 @@ def test_peer_without_shared_memory_gets_the_body():
 
 
 def test_only_bodies_of_one_step_may_be_shared():
-    coordinator, worker = sharing()
-    returned = MemoryReturned(places=())
-    frame = frames.encode_shared(returned.tag, returned.to_header(), 4, 0)
+    coordinator, worker = shared_connections()
+    message = MemoryReturned(places=())
+    frame = frames.encode_shared(message.tag, message.to_header(), 4, 0)
     with pytest.raises((FrameError, OutOfOrder)):
         coordinator.receive_data(frame)
     coordinator = open_connection("coordinator", coordinator.memory)  # type: ignore[arg-type]
-    short_body = encode(SENT, VALUES[:-1])
+    short_body = encode(MESSAGE, VALUES[:-1])
     assert worker.memory is not None
     with pytest.raises(OutOfOrder, match="expected a body of"):
         coordinator.receive_data(short_body.shared(worker.memory))  # type: ignore[arg-type]
@@ -101,15 +101,17 @@ async def channels() -> tuple[Channel, Channel, Recorder, Recorder]:
     """Return channels of a coordinator and a worker over a Unix socket, and their recorders."""
     loop, recorders = asyncio.get_running_loop(), (Recorder(), Recorder())
     channel_ends = []
-    for connection, end, recorder in zip(sharing(), socket.socketpair(), recorders, strict=True):
+    for connection, end, recorder in zip(
+        shared_connections(), socket.socketpair(), recorders, strict=True
+    ):
         channel = Channel(connection, recorder, time.monotonic)
-        await loop.connect_accepted_socket(partial(_same, channel), end)
+        await loop.connect_accepted_socket(partial(_return_channel, channel), end)
         channel_ends.append(channel)
     coordinator, worker = channel_ends
     return coordinator, worker, *recorders
 
 
-def _same(channel: Channel) -> Channel:
+def _return_channel(channel: Channel) -> Channel:
     return channel
 
 
@@ -117,7 +119,7 @@ async def test_memory_is_returned_with_the_next_message():
     coordinator, worker, owner, receiver = await channels()
     memory = worker.connection.memory
     assert isinstance(memory, SharedSegment)
-    worker.send(encode(SENT, VALUES))
+    worker.send(encode(MESSAGE, VALUES))
     await owner.until_messages(1)
     assert coordinator.bytes_received > VALUES.nbytes
     owner.bodies.clear()
@@ -136,7 +138,7 @@ async def test_without_space_the_connection_ends_with_a_remedy(monkeypatch):
         raise SharedMemoryFull(len(raw), 0)
 
     monkeypatch.setattr(worker.connection.memory, "copy", full)
-    worker.send(encode(SENT, VALUES))
+    worker.send(encode(MESSAGE, VALUES))
     reason, _ = await recorder.until_lost()
     assert "close other programs" in reason
     coordinator.abort("the test is over")

@@ -1,6 +1,6 @@
-"""TLS with our own transport over real sockets: work in threads, and the end of connections.
+"""TLS with our transport over real sockets: work in threads, and the end of connections.
 
-`test_transport.py`, whose tests run on both transports, checks that it behaves like asyncio's.
+The tests of `test_transport.py` run on both transports and check that ours behaves like asyncio's.
 """
 
 from __future__ import annotations
@@ -57,38 +57,38 @@ async def connect(contexts, endpoints=None):
     return channels, owners
 
 
-def _then(work, event):
-    def both(*arguments):
-        work(*arguments)
+def _set_after(function, event):
+    def call_and_set(*arguments):
+        function(*arguments)
         event.set()
 
-    return both
+    return call_and_set
 
 
 def blob(content, offset=0):
-    """A message from the coordinator."""
+    """Return a message that a coordinator sends."""
     return encode(messages.BlobChunk(digest="0" * 64, offset=offset, run_id="r"), content)
 
 
 def rows(content, offset=0):
-    """A message from a worker."""
+    """Return a message that a worker sends."""
     return encode(messages.CapturedRows(**STEP_ID, lo=0, hi=4, microbatch=0, chunk=offset), content)
 
 
-def of_bytes(count, seed=1):
+def random_bytes(count, seed=1):
     return np.random.default_rng(seed).integers(0, 255, count, np.uint8)
 
 
 def parse_threads(monkeypatch):
-    """Record in which threads messages are parsed, by the number of bytes read."""
+    """Record the bytes and the thread of each parse."""
     records = []
     parse = Channel.parse
 
-    def recording(channel, nbytes):
+    def recorded_parse(channel, nbytes):
         records.append((nbytes, threading.current_thread().name))
         return parse(channel, nbytes)
 
-    monkeypatch.setattr(Channel, "parse", recording)
+    monkeypatch.setattr(Channel, "parse", recorded_parse)
     return records
 
 
@@ -97,13 +97,13 @@ async def test_large_bodies_are_read_in_a_thread_small_ones_in_the_event_loop(
     contexts, monkeypatch
 ):
     (coordinator_end, worker_end), (_, receiver) = await connect(contexts)
-    parsed = parse_threads(monkeypatch)
+    parses = parse_threads(monkeypatch)
     for count in (SMALL, LARGE, SMALL):
-        coordinator_end.send(blob(of_bytes(count)))
+        coordinator_end.send(blob(random_bytes(count)))
     await receiver.until_messages(3)
     assert [body.nbytes for body in receiver.bodies] == [SMALL, LARGE, SMALL]
-    assert all(np.array_equal(body, of_bytes(body.nbytes)) for body in receiver.bodies)
-    in_threads = sum(nbytes for nbytes, thread in parsed if thread == "bulk in")
+    assert all(np.array_equal(body, random_bytes(body.nbytes)) for body in receiver.bodies)
+    in_threads = sum(nbytes for nbytes, thread in parses if thread == "bulk in")
     assert LARGE - limits.BULK_BYTES < in_threads <= LARGE
     assert worker_end.bytes_received == coordinator_end.bytes_sent
     coordinator_end.abort("done")
@@ -113,16 +113,16 @@ async def test_large_bodies_are_read_in_a_thread_small_ones_in_the_event_loop(
 @pytest.mark.parametrize("seed", range(4))
 @on_uvloop
 async def test_simultaneous_messages_both_ways_arrive_in_order(contexts, seed):
-    chance = random.Random(seed)
+    source = random.Random(seed)
     channels, owners = await connect(contexts)
     sizes = [0, 1, limits.BULK_BYTES, limits.BULK_BYTES + 1, SMALL, 300_000, LARGE]
-    body_sizes = [[chance.choice(sizes) for _ in range(24)] for _ in channels]
+    body_sizes = [[source.choice(sizes) for _ in range(24)] for _ in channels]
 
     async def send_counts(channel, counts):
-        of = blob if channel is channels[0] else rows
+        make_message = blob if channel is channels[0] else rows
         for number, count in enumerate(counts):
-            channel.send(of(of_bytes(count, seed=number), offset=number))
-            if chance.random() < 0.5:
+            channel.send(make_message(random_bytes(count, seed=number), offset=number))
+            if source.random() < 0.5:
                 await channel.room()
 
     await asyncio.gather(*map(send_counts, channels, body_sizes))
@@ -131,7 +131,7 @@ async def test_simultaneous_messages_both_ways_arrive_in_order(contexts, seed):
         numbers = [getattr(m, "offset", None) or getattr(m, "chunk", 0) for m in owner.messages]
         assert numbers == list(range(len(counts)))
         for number, (count, body) in enumerate(zip(counts, owner.bodies, strict=True)):
-            assert np.array_equal(body, of_bytes(count, seed=number))
+            assert np.array_equal(body, random_bytes(count, seed=number))
     for channel in channels:
         channel.abort("done")
 
@@ -140,7 +140,7 @@ async def test_simultaneous_messages_both_ways_arrive_in_order(contexts, seed):
 async def test_data_received_while_paused_is_delivered_later(contexts):
     (coordinator_end, worker_end), (_, receiver) = await connect(contexts)
     for number in range(4):
-        coordinator_end.send(blob(of_bytes(LARGE), offset=number))
+        coordinator_end.send(blob(random_bytes(LARGE), offset=number))
     await receiver.until_messages(1)
     worker_end.pause()
     before = len(receiver.messages)
@@ -158,20 +158,22 @@ async def test_data_received_while_paused_is_delivered_later(contexts):
 async def test_goodbye_of_a_vanished_peer_is_read(contexts):
     """Unread data must be delivered before an error of the writer."""
     listener = socket.create_server(("127.0.0.1", 0))
-    dialled = socket.create_connection(listener.getsockname())
-    accepted, _ = listener.accept()
+    dialed_socket = socket.create_connection(listener.getsockname())
+    accepted_socket, _ = listener.accept()
     listener.close()
-    (coordinator_end, worker_end), (_, receiver) = await connect(contexts, (accepted, dialled))
+    (coordinator_end, worker_end), (_, receiver) = await connect(
+        contexts, (accepted_socket, dialed_socket)
+    )
     transport = coordinator_end._transport
-    worker_end.send(rows(of_bytes(LARGE)))
-    worker_end.send(rows(of_bytes(LARGE)))
-    # The peer reads nothing of that, says goodbye, and disappears with a reset.
+    worker_end.send(rows(random_bytes(LARGE)))
+    worker_end.send(rows(random_bytes(LARGE)))
+    # The peer reads none of these messages, sends a goodbye, and resets the connection.
     coordinator_end.pause()
     coordinator_end.goodbye("the disk is full", retry=False)
     transport._endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
     transport.abort()
     for number in range(4):
-        worker_end.send(rows(of_bytes(LARGE), offset=number))
+        worker_end.send(rows(random_bytes(LARGE), offset=number))
     await receiver.until_lost()
     assert [message.reason for message in receiver.messages] == ["the disk is full"]
     assert isinstance(receiver.messages[0], Goodbye)
@@ -180,7 +182,7 @@ async def test_goodbye_of_a_vanished_peer_is_read(contexts):
 @on_uvloop
 async def test_the_end_in_the_middle_of_a_large_body_is_reported(contexts):
     (coordinator_end, worker_end), (_, receiver) = await connect(contexts)
-    frame_bytes = b"".join(bytes(buffer) for buffer in blob(of_bytes(LARGE)).buffers)
+    frame_bytes = b"".join(bytes(buffer) for buffer in blob(random_bytes(LARGE)).buffers)
     assert coordinator_end._transport is not None
     coordinator_end._transport.write(frame_bytes[: LARGE // 2])
     coordinator_end._transport.close()
@@ -191,9 +193,9 @@ async def test_the_end_in_the_middle_of_a_large_body_is_reported(contexts):
 
 
 @on_uvloop
-async def test_a_large_body_that_does_not_fit_its_checksum_ends_the_connection(contexts):
+async def test_large_body_with_a_wrong_checksum_ends_the_connection(contexts):
     (coordinator_end, worker_end), (sender, receiver) = await connect(contexts)
-    frame_bytes = bytearray(b"".join(bytes(buffer) for buffer in blob(of_bytes(LARGE)).buffers))
+    frame_bytes = bytearray(b"".join(bytes(buffer) for buffer in blob(random_bytes(LARGE)).buffers))
     frame_bytes[-1] ^= 1
     assert coordinator_end._transport is not None
     coordinator_end._transport.write(bytes(frame_bytes))
@@ -205,7 +207,7 @@ async def test_a_large_body_that_does_not_fit_its_checksum_ends_the_connection(c
 
 
 @on_uvloop
-async def test_bytes_that_are_no_tls_end_the_connection(contexts):
+async def test_bytes_that_are_not_tls_end_the_connection(contexts):
     (coordinator_end, worker_end), (sender, receiver) = await connect(contexts)
     socket.socket.send(
         coordinator_end._transport._endpoint, b"\x17\x03\x03\x00\x20" + bytes(32)
@@ -221,7 +223,7 @@ async def test_complete_messages_before_invalid_tls_are_delivered(contexts):
     (coordinator_end, worker_end), (_, receiver) = await connect(contexts)
     worker_end.pause()
     for number in range(3):
-        coordinator_end.send(blob(of_bytes(100), offset=number))
+        coordinator_end.send(blob(random_bytes(100), offset=number))
     socket.socket.send(coordinator_end._transport._endpoint, b"\x17\x03\x03\x00\x20" + bytes(32))
     worker_end.resume()
     await receiver.until_lost()
@@ -231,11 +233,11 @@ async def test_complete_messages_before_invalid_tls_are_delivered(contexts):
 
 @on_uvloop
 async def test_simultaneous_goodbyes_do_not_deadlock(contexts):
-    """Both have much to write, and process nothing that they read."""
+    """Both sides have much to write and process nothing that they read."""
     channels, owners = await connect(contexts)
     for number in range(4):
-        channels[0].send(blob(of_bytes(LARGE), offset=number))
-        channels[1].send(rows(of_bytes(LARGE), offset=number))
+        channels[0].send(blob(random_bytes(LARGE), offset=number))
+        channels[1].send(rows(random_bytes(LARGE), offset=number))
     transports = [channel._transport for channel in channels]
     for channel in channels:
         channel.goodbye("the end", retry=False)
@@ -248,14 +250,14 @@ async def test_simultaneous_goodbyes_do_not_deadlock(contexts):
 @on_uvloop
 async def test_briefly_resumed_reader_receives_nothing(contexts):
     (coordinator_end, worker_end), (_, receiver) = await connect(contexts)
-    reader_event, read = asyncio.Event(), asyncio.Event()
+    read_started, read_finished = asyncio.Event(), asyncio.Event()
     transport = worker_end._transport
-    transport._reader.do = _then(transport._reader.do, reader_event)
-    transport._on_bulk_read = _then(transport._on_bulk_read, read)
-    coordinator_end.send(blob(of_bytes(LARGE)))
-    await reader_event.wait()
+    transport._reader.do = _set_after(transport._reader.do, read_started)
+    transport._on_bulk_read = _set_after(transport._on_bulk_read, read_finished)
+    coordinator_end.send(blob(random_bytes(LARGE)))
+    await read_started.wait()
     worker_end.pause()
-    await read.wait()
+    await read_finished.wait()
     worker_end.resume()
     worker_end.pause()
     await asyncio.sleep(0)
@@ -297,7 +299,7 @@ async def test_non_tls_data_is_identified(contexts):
 async def test_threads_end_with_their_connection(contexts):
     before = set(threading.enumerate())
     (coordinator_end, worker_end), (receiver, _) = await connect(contexts)
-    worker_end.send(rows(of_bytes(LARGE)))
+    worker_end.send(rows(random_bytes(LARGE)))
     await receiver.until_messages(1)
     threads = [thread for thread in threading.enumerate() if thread not in before]
     assert {thread.name for thread in threads} >= {"bulk in", "bulk out"}
@@ -312,7 +314,7 @@ async def test_threads_end_with_their_connection(contexts):
 
 def test_frames_are_byte_buffers():
     """The transport counts lengths in bytes."""
-    for buffer in blob(of_bytes(SMALL)).buffers:
+    for buffer in blob(random_bytes(SMALL)).buffers:
         view = memoryview(buffer)
         assert len(buffer) == view.nbytes
     assert frames.PREFIX_BYTES

@@ -43,7 +43,7 @@ class Recorder:
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self.bodies: list[Body | None] = []
-        self.lost: list[tuple[str, ProtocolError | None]] = []
+        self.losses: list[tuple[str, ProtocolError | None]] = []
         self.refuse = ""
         self._changed = asyncio.Condition()
 
@@ -57,7 +57,7 @@ class Recorder:
 
     def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
         del channel
-        self.lost.append((reason, error))
+        self.losses.append((reason, error))
         self._wake()
 
     def _wake(self) -> None:
@@ -75,13 +75,13 @@ class Recorder:
         await self.until(lambda: len(self.messages) >= count)
 
     async def until_lost(self) -> tuple[str, ProtocolError | None]:
-        await self.until(lambda: self.lost)
-        (loss,) = self.lost
+        await self.until(lambda: self.losses)
+        (loss,) = self.losses
         return loss
 
 
-class Served:
-    """The coordinator's side as a listener; every connection accepts members' messages."""
+class Server:
+    """A listening coordinator side, whose connections are open for messages."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -89,37 +89,37 @@ class Served:
         self.channels: list[Channel] = []
 
 
-_opened: list[Channel] = []
+_open_channels: list[Channel] = []
 
 
 def open_channel(role: str, owner: Recorder) -> Channel:
     connection = Connection(role)  # type: ignore[arg-type]
     connection.phase, connection.blocks = Phase.OPEN, BLOCKS
-    _opened.append(Channel(connection, owner, time.monotonic))
-    return _opened[-1]
+    _open_channels.append(Channel(connection, owner, time.monotonic))
+    return _open_channels[-1]
 
 
 @pytest.fixture(autouse=True)
 def closes_sockets():
     """Close sockets that a test leaves open when its event loop ends."""
     yield
-    for channel in _opened:
+    for channel in _open_channels:
         if isinstance(channel._transport, tls_transport.TlsTransport):
             with contextlib.suppress(OSError):
                 channel._transport._endpoint.shutdown(socket.SHUT_RDWR)
             channel._transport._endpoint.close()
-    _opened.clear()
+    _open_channels.clear()
 
 
 @dataclass(frozen=True)
-class Ends:
+class TlsContexts:
     """TLS contexts of both ends; None without TLS."""
 
     server: ssl.SSLContext | None = None
     client: ssl.SSLContext | None = None
 
 
-_ends = Ends()
+_contexts = TlsContexts()
 
 
 @pytest.fixture(scope="module")
@@ -135,15 +135,15 @@ def certificate(tmp_path_factory):
 def _transport(request, certificate, monkeypatch):
     """Run every test with and without TLS."""
     if request.param == "TLS":
-        tls_contexts = Ends(tls.server_context(*certificate), tls.client_context())
-        monkeypatch.setattr(sys.modules[__name__], "_ends", tls_contexts)
+        tls_contexts = TlsContexts(tls.server_context(*certificate), tls.client_context())
+        monkeypatch.setattr(sys.modules[__name__], "_contexts", tls_contexts)
 
 
 @contextlib.asynccontextmanager
-async def accepting(accept: Callable[[], Channel]) -> AsyncIterator[int]:
-    """Return the port of a server."""
+async def listening(accept: Callable[[], Channel]) -> AsyncIterator[int]:
+    """Listen on a free port; yield the port."""
     loop = asyncio.get_running_loop()
-    if _ends.server is None:
+    if _contexts.server is None:
         server = await loop.create_server(accept, "127.0.0.1", 0)
         try:
             yield server.sockets[0].getsockname()[1]
@@ -161,24 +161,24 @@ async def accepting(accept: Callable[[], Channel]) -> AsyncIterator[int]:
 
 
 async def _accept_all(listener: socket.socket, accept: Callable[[], Channel]) -> None:
-    assert _ends.server is not None
+    assert _contexts.server is not None
     while True:
         endpoint, _ = await asyncio.get_running_loop().sock_accept(listener)
         endpoint.setblocking(False)
         await tls_transport.secure(
-            endpoint, _ends.server, accept(), server_side=True, timeout_s=PATIENCE_S
+            endpoint, _contexts.server, accept(), server_side=True, timeout_s=PATIENCE_S
         )
 
 
 @contextlib.asynccontextmanager
-async def serving() -> AsyncIterator[Served]:
-    server = Served(0)
+async def running_server() -> AsyncIterator[Server]:
+    server = Server(0)
 
     def accept() -> Channel:
         server.channels.append(open_channel("coordinator", server.owner))
         return server.channels[-1]
 
-    async with accepting(accept) as server.port:
+    async with listening(accept) as server.port:
         try:
             yield server
         finally:
@@ -186,24 +186,24 @@ async def serving() -> AsyncIterator[Served]:
                 channel.abort("the test is over")
 
 
-async def connected(port: int) -> tuple[Channel, Recorder]:
+async def connect_worker(port: int) -> tuple[Channel, Recorder]:
     owner = Recorder()
     channel = open_channel("worker", owner)
-    if _ends.client is None:
+    if _contexts.client is None:
         await asyncio.get_running_loop().create_connection(lambda: channel, "127.0.0.1", port)
     else:
         await tls_transport.connect(
-            "127.0.0.1", port, _ends.client, channel, timeout_s=PATIENCE_S
+            "127.0.0.1", port, _contexts.client, channel, timeout_s=PATIENCE_S
         )  # fmt: skip
     return channel, owner
 
 
-async def raw(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection("127.0.0.1", port, ssl=_ends.client)
+async def open_raw_connection(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", port, ssl=_contexts.client)
 
 
-async def received_text(reader: asyncio.StreamReader) -> list[Message]:
-    """Return everything that the coordinator's side sent until it closed."""
+async def read_messages(reader: asyncio.StreamReader) -> list[Message]:
+    """Return all messages that the coordinator's side sends until it closes."""
     async with asyncio.timeout(PATIENCE_S):
         data = await reader.read()
     peer = Connection("worker")
@@ -212,7 +212,7 @@ async def received_text(reader: asyncio.StreamReader) -> list[Message]:
 
 
 def pause_reading(channel: Channel) -> asyncio.Transport:
-    """Make the peer stop reading."""
+    """Stop reading at this end; return the transport."""
     assert channel._transport is not None
     channel._transport.pause_reading()
     return channel._transport
@@ -220,42 +220,42 @@ def pause_reading(channel: Channel) -> asyncio.Transport:
 
 @on_uvloop
 async def test_messages_after_the_end_are_not_delivered():
-    async with serving() as server:
-        handled: list[Message] = []
+    async with running_server() as server:
+        handled_messages: list[Message] = []
 
         def end_at_the_first(channel: Channel, received: Received) -> None:
-            handled.append(received.message)
+            handled_messages.append(received.message)
             channel.abort("enough")
 
         server.owner.on_message = end_at_the_first  # type: ignore[method-assign]
-        _, writer = await raw(server.port)
+        _, writer = await open_raw_connection(server.port)
         writer.write(join_buffers(encode(Heartbeat())) * 2)
         await server.owner.until_lost()
-        assert handled == [Heartbeat()]
+        assert handled_messages == [Heartbeat()]
         writer.close()
 
 
 @on_uvloop
 async def test_urgent_messages_overtake_gradients_in_order():
-    async with serving() as server:
-        channel, _ = await connected(server.port)
+    async with running_server() as server:
+        channel, _ = await connect_worker(server.port)
         channel.send(Heartbeat())
         await server.owner.until_messages(1)
-        reading = pause_reading(server.channels[0])
+        paused_transport = pause_reading(server.channels[0])
         for step in range(24):
             channel.send(encode(LARGE.model_copy(update={"step": step}), VALUES))
         channel.send(Heartbeat())
         channel.send(Heartbeat())
         channel.send(EXAMPLES[messages.SubtreeLoss])
-        reading.resume_reading()
+        paused_transport.resume_reading()
         await server.owner.until_messages(28)
         arrivals = server.owner.messages[1:]
         assert [m.step for m in arrivals if isinstance(m, type(LARGE))] == list(range(24))
-        urgent = [
+        heartbeat_offsets = [
             offset for offset, message in enumerate(arrivals) if isinstance(message, Heartbeat)
         ]
-        assert urgent[1] == urgent[0] + 1
-        assert urgent[1] < 23
+        assert heartbeat_offsets[1] == heartbeat_offsets[0] + 1
+        assert heartbeat_offsets[1] < 23
         assert isinstance(arrivals[-1], messages.SubtreeLoss)
         channel.abort("done")
         await server.owner.until_lost()
@@ -263,17 +263,17 @@ async def test_urgent_messages_overtake_gradients_in_order():
 
 @pytest.mark.parametrize("kind", [Halt, Cancel, Heartbeat], ids=lambda kind: kind.__name__)
 @on_uvloop
-async def test_urgent_message_kinds_of_a_coordinator(kind):
-    async with serving() as server:
-        channel, owner = await connected(server.port)
+async def test_urgent_messages_of_a_coordinator_overtake_averages(kind):
+    async with running_server() as server:
+        channel, owner = await connect_worker(server.port)
         channel.send(Heartbeat())
         await server.owner.until_messages(1)
-        reading = pause_reading(channel)
+        paused_transport = pause_reading(channel)
         average = messages.AveragedBlockGradient(term=1, step=2, attempt=0, block=2, chunk=0)
         for _ in range(16):
             server.channels[0].send(encode(average, VALUES))
         server.channels[0].send(EXAMPLES[kind])
-        reading.resume_reading()
+        paused_transport.resume_reading()
         await owner.until_messages(17)
         assert [type(message) for message in owner.messages].index(kind) < 16
         channel.abort("done")
@@ -282,8 +282,8 @@ async def test_urgent_message_kinds_of_a_coordinator(kind):
 
 @on_uvloop
 async def test_broadcast_shares_one_unchanged_buffer():
-    async with serving() as server:
-        peers = [await connected(server.port) for _ in range(3)]
+    async with running_server() as server:
+        peers = [await connect_worker(server.port) for _ in range(3)]
         for channel, _ in peers:
             channel.send(Heartbeat())
         await server.owner.until_messages(3)
@@ -304,13 +304,13 @@ async def test_broadcast_shares_one_unchanged_buffer():
         assert np.array_equal(values, VALUES)
         for channel, _ in peers:
             channel.abort("done")
-        await server.owner.until(lambda: len(server.owner.lost) == 3)
+        await server.owner.until(lambda: len(server.owner.losses) == 3)
 
 
 @on_uvloop
 async def test_bytes_are_counted_on_both_sides():
-    async with serving() as server:
-        channel, _ = await connected(server.port)
+    async with running_server() as server:
+        channel, _ = await connect_worker(server.port)
         channel.send(encode(LARGE, VALUES))
         channel.send(Heartbeat())
         await server.owner.until_messages(2)
@@ -321,17 +321,17 @@ async def test_bytes_are_counted_on_both_sides():
 
 
 def average(step: int) -> Encoded:
-    """A broadcast message."""
+    """Return a broadcast message."""
     step_id = {"term": 1, "step": step, "attempt": 0, "block": 2, "chunk": 0}
     return encode(messages.AveragedBlockGradient(**step_id), VALUES)
 
 
 @on_uvloop
-async def test_a_reader_that_is_too_slow_is_dropped(monkeypatch):
+async def test_slow_reader_is_dropped(monkeypatch):
     monkeypatch.setattr(limits, "SEND_QUEUE_BYTES", 8 * MIB)
     monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
-    async with serving() as server:
-        channel, owner = await connected(server.port)
+    async with running_server() as server:
+        channel, owner = await connect_worker(server.port)
         channel.send(Heartbeat())
         await server.owner.until_messages(1)
         pause_reading(channel)
@@ -348,34 +348,34 @@ async def test_a_reader_that_is_too_slow_is_dropped(monkeypatch):
 
 
 @on_uvloop
-async def test_queued_gradients_drop_no_reader_and_can_be_withdrawn(monkeypatch):
+async def test_queued_gradients_do_not_drop_a_reader_and_can_be_withdrawn(monkeypatch):
     monkeypatch.setattr(limits, "SEND_QUEUE_BYTES", MIB)
     monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
-    async with serving() as server:
-        channel, owner = await connected(server.port)
+    async with running_server() as server:
+        channel, owner = await connect_worker(server.port)
         channel.send(Heartbeat())
         await server.owner.until_messages(1)
-        reading, slow_channel = pause_reading(channel), server.channels[0]
+        paused_transport, slow_channel = pause_reading(channel), server.channels[0]
         for step in range(32):
             slow_channel.send(average(step))
         queue_before = list(slow_channel.waiting)
         assert queue_before[-1] == average(31).message
         assert slow_channel.waiting_bytes == len(queue_before) * average(0).nbytes
-        awaiting = asyncio.create_task(slow_channel.room())
+        room_task = asyncio.create_task(slow_channel.room())
         await asyncio.sleep(0)
-        assert not awaiting.done()
+        assert not room_task.done()
         slow_channel.withdraw((messages.AveragedBlockGradient,))
-        await awaiting
+        await room_task
         assert (slow_channel.waiting_bytes, list(slow_channel.waiting)) == (0, [])
         slow_channel.send(Heartbeat())
-        reading.resume_reading()
+        paused_transport.resume_reading()
         await owner.until_messages(32 - len(queue_before) + 1)
         channel.abort("done")
         await server.owner.until_lost()
 
 
 @on_uvloop
-async def test_state_sent_in_chunks_drops_no_reader(monkeypatch):
+async def test_state_chunks_do_not_drop_a_reader(monkeypatch):
     monkeypatch.setattr(limits, "SEND_QUEUE_BYTES", MIB)
     monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
     step_id = {"term": 1, "step": 0, "attempt": 0}
@@ -383,8 +383,8 @@ async def test_state_sent_in_chunks_drops_no_reader(monkeypatch):
         messages.InnerCheckpointChunk(**step_id, replica=0, inner=1, chunk=0, last=False),
         messages.CapturedRows(**step_id, lo=0, hi=1, microbatch=0, chunk=0),
     )
-    async with serving() as server:
-        channel, _ = await connected(server.port)
+    async with running_server() as server:
+        channel, _ = await connect_worker(server.port)
         channel.send(Heartbeat())
         await server.owner.until_messages(1)
         pause_reading(server.channels[0])
@@ -401,48 +401,50 @@ async def test_state_sent_in_chunks_drops_no_reader(monkeypatch):
 @on_uvloop
 async def test_closed_connection_releases_waiting_senders(monkeypatch):
     monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
-    async with serving() as server:
-        channel, _ = await connected(server.port)
+    async with running_server() as server:
+        channel, _ = await connect_worker(server.port)
         channel.send(Heartbeat())
         await server.owner.until_messages(1)
         pause_reading(channel)
         slow_channel = server.channels[0]
         for step in range(32):
             slow_channel.send(average(step))
-        awaiting = asyncio.create_task(slow_channel.room())
+        room_task = asyncio.create_task(slow_channel.room())
         await asyncio.sleep(0)
         channel.abort("done")
-        await awaiting
+        await room_task
         await server.owner.until_lost()
 
 
 @on_uvloop
 async def test_goodbye_reaches_the_peer_with_its_reason():
-    async with serving() as server:
-        channel, owner = await connected(server.port)
+    async with running_server() as server:
+        channel, owner = await connect_worker(server.port)
         channel.send(Heartbeat())
         await server.owner.until_messages(1)
-        server.channels[0].goodbye("the house is closing", retry=True, exit_code=3)
+        server.channels[0].goodbye("the coordinator is closing", retry=True, exit_code=3)
         server.channels[0].send(Heartbeat())
         server.channels[0].goodbye("again", retry=False)
         await owner.until_lost()
-        assert owner.messages == [Goodbye(reason="the house is closing", retry=True, exit_code=3)]
+        assert owner.messages == [
+            Goodbye(reason="the coordinator is closing", retry=True, exit_code=3)
+        ]
         await server.owner.until_lost()
 
 
 @on_uvloop
 async def test_goodbye_overtakes_queued_gradients(monkeypatch):
     monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", MIB)
-    async with serving() as server:
-        channel, owner = await connected(server.port)
+    async with running_server() as server:
+        channel, owner = await connect_worker(server.port)
         channel.send(Heartbeat())
         await server.owner.until_messages(1)
-        reading = pause_reading(channel)
+        paused_transport = pause_reading(channel)
         average = messages.AveragedBlockGradient(term=1, step=2, attempt=0, block=2, chunk=0)
         for _ in range(32):
             server.channels[0].send(encode(average, VALUES))
         server.channels[0].goodbye("enough", retry=False)
-        reading.resume_reading()
+        paused_transport.resume_reading()
         await owner.until_lost()
         assert isinstance(owner.messages[-1], Goodbye)
         assert len(owner.messages) < 33
@@ -451,10 +453,10 @@ async def test_goodbye_overtakes_queued_gradients(monkeypatch):
 
 @on_uvloop
 async def test_long_reason_is_truncated_and_arrives():
-    """It is longer in bytes than in characters."""
+    """The limit counts bytes, not characters."""
     for reason in ("x" * 5000, "\N{SNOWMAN}" * 5000, "\N{GRINNING FACE}" * 5000):
-        async with serving() as server:
-            channel, owner = await connected(server.port)
+        async with running_server() as server:
+            channel, owner = await connect_worker(server.port)
             channel.send(Heartbeat())
             await server.owner.until_messages(1)
             server.channels[0].goodbye(reason, retry=False)
@@ -488,8 +490,8 @@ def reset(writer: asyncio.StreamWriter) -> None:
 )
 @on_uvloop
 async def test_a_peer_that_vanishes_is_reported_once(partial_frame, close_peer, reason):
-    async with serving() as server:
-        reader, writer = await raw(server.port)
+    async with running_server() as server:
+        reader, writer = await open_raw_connection(server.port)
         writer.write(frame(Heartbeat()) + partial_frame)
         await writer.drain()
         await server.owner.until_messages(1)
@@ -503,7 +505,7 @@ async def test_a_peer_that_vanishes_is_reported_once(partial_frame, close_peer, 
         del reader
         # Nothing more can arrive: the loop has processed all pending events.
         await asyncio.sleep(0)
-        assert len(server.owner.lost) == 1
+        assert len(server.owner.losses) == 1
 
 
 @pytest.mark.parametrize(
@@ -519,10 +521,10 @@ async def test_a_peer_that_vanishes_is_reported_once(partial_frame, close_peer, 
 )
 @on_uvloop
 async def test_protocol_violation_gets_a_reason(bad_frame, kind, text):
-    async with serving() as server:
-        reader, writer = await raw(server.port)
+    async with running_server() as server:
+        reader, writer = await open_raw_connection(server.port)
         writer.write(frame(Heartbeat()) + bad_frame + frame(Heartbeat()))
-        (goodbye,) = await received_text(reader)
+        (goodbye,) = await read_messages(reader)
         assert isinstance(goodbye, Goodbye)
         assert not goodbye.retry
         reason_text, error = await server.owner.until_lost()
@@ -535,11 +537,11 @@ async def test_protocol_violation_gets_a_reason(bad_frame, kind, text):
 
 @on_uvloop
 async def test_a_protocol_error_of_the_owner_ends_the_connection():
-    async with serving() as server:
+    async with running_server() as server:
         server.owner.refuse = "expected step 3, got 5"
-        reader, writer = await raw(server.port)
+        reader, writer = await open_raw_connection(server.port)
         writer.write(frame(Heartbeat()) * 2)
-        (goodbye,) = await received_text(reader)
+        (goodbye,) = await read_messages(reader)
         assert isinstance(goodbye, Goodbye)
         assert goodbye.reason == "expected step 3, got 5"
         _, error = await server.owner.until_lost()
@@ -552,10 +554,10 @@ async def test_refusal_that_quotes_the_peer_is_truncated():
     """The name of an unknown field is the peer's own text, in characters of three bytes."""
     header = b"\x81\xda\x03\xf9" + ("\N{SNOWMAN}" * 339).encode() + b"\x00"
     assert len(header) <= limits.HEADER_BYTES
-    async with serving() as server:
-        reader, writer = await raw(server.port)
+    async with running_server() as server:
+        reader, writer = await open_raw_connection(server.port)
         writer.write(frames.encode_head(Heartbeat.tag, header, None))
-        (goodbye,) = await received_text(reader)
+        (goodbye,) = await read_messages(reader)
         assert isinstance(goodbye, Goodbye)
         assert "Heartbeat" in goodbye.reason
         await server.owner.until_lost()
@@ -564,8 +566,8 @@ async def test_refusal_that_quotes_the_peer_is_truncated():
 
 @on_uvloop
 async def test_invalid_send_is_raised_at_the_caller():
-    async with serving() as server:
-        channel, _ = await connected(server.port)
+    async with running_server() as server:
+        channel, _ = await connect_worker(server.port)
         with pytest.raises(LocalProtocolError):
             channel.send(EXAMPLES[messages.Welcome])
         with pytest.raises(LocalProtocolError):
@@ -581,13 +583,13 @@ async def test_invalid_send_is_raised_at_the_caller():
 async def test_channel_aborted_before_connecting_closes_at_once():
     owner = Recorder()
 
-    def refused() -> Channel:
+    def open_aborted_channel() -> Channel:
         channel = open_channel("coordinator", owner)
         channel.abort("too many")
         return channel
 
-    async with asyncio.timeout(PATIENCE_S), accepting(refused) as port:
-        reader, writer = await raw(port)
+    async with asyncio.timeout(PATIENCE_S), listening(open_aborted_channel) as port:
+        reader, writer = await open_raw_connection(port)
         with contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""
         assert (await owner.until_lost())[0] == "too many"
@@ -597,8 +599,8 @@ async def test_channel_aborted_before_connecting_closes_at_once():
 @on_uvloop
 async def test_answer_to_a_message_before_goodbye_is_dropped():
     """Both arrived in one read; the owner answers the first before it receives the second."""
-    async with serving() as server:
-        reader, writer = await raw(server.port)
+    async with running_server() as server:
+        reader, writer = await open_raw_connection(server.port)
 
         def answer(channel: Channel, received: Received) -> None:
             server.owner.messages.append(received.message)
@@ -608,7 +610,7 @@ async def test_answer_to_a_message_before_goodbye_is_dropped():
         writer.write(frame(EXAMPLES[messages.SubtreeLoss]) + frame(EXAMPLES[Goodbye]))
         if writer.can_write_eof():
             writer.write_eof()
-            assert await received_text(reader) == []
+            assert await read_messages(reader) == []
         else:  # TLS ends in both directions at once
             writer.close()
         assert await server.owner.until_lost() == ("the peer closed the connection", None)
@@ -618,8 +620,8 @@ async def test_answer_to_a_message_before_goodbye_is_dropped():
 
 @on_uvloop
 async def test_small_messages_do_not_wait_and_dead_links_are_noticed():
-    async with serving() as server:
-        channel, _ = await connected(server.port)
+    async with running_server() as server:
+        channel, _ = await connect_worker(server.port)
         channel.send(Heartbeat())
         await server.owner.until_messages(1)
         for end in (channel, server.channels[0]):

@@ -1,7 +1,8 @@
-/* Calls kernels for `tests/protocol/exact/kernels/emulated.py`, on another processor.
+/* Runs kernels of another processor under qemu, for `tests/protocol/exact/kernels/emulated.py`.
 
-   Standard input has a line for each call: NAME, then arguments; a pointer is an offset into the
-   file that is the only argument, a number of C's type float its bits. Answers with the result. */
+   The command-line argument names a file with the arrays. Each line of standard input is one call:
+   NAME, then arguments. `p` marks a pointer, an offset into that file; `n` marks a number, with a
+   float given by its bits. The result of each call is printed. */
 
 #include <fcntl.h>
 #include <stdio.h>

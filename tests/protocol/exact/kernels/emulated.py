@@ -1,4 +1,4 @@
-"""Kernels of another processor, run by qemu in a process of its own."""
+"""Kernels of another processor, run by qemu in a separate process."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class EmulatedLibrary(Library):
         self._c: Any = SimpleNamespace(
             **{name: partial(self._call, name) for name in library._PROTOTYPES}
         )
-        monkeypatch.setattr(library, "_address", self._note)
+        monkeypatch.setattr(library, "_address", self._record_array)
         self._address = library._address
 
-    def _note(self, array: np.ndarray) -> int:
+    def _record_array(self, array: np.ndarray) -> int:
         self._arrays.append(array)
         address: int = array.__array_interface__["data"][0]
         return address
@@ -57,7 +57,7 @@ class EmulatedLibrary(Library):
         array_by_offset = {}
         for number, array in enumerate(arrays):
             address = array.__array_interface__["data"][0]
-            offset = number * _SPACE_BYTES + address % 64  # with the same alignment here
+            offset = number * _SPACE_BYTES + address % 64  # keeps the alignment
             array_by_offset[offset] = array
             self._arena[offset : offset + array.nbytes] = array.tobytes()
         command = [name]

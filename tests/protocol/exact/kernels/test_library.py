@@ -22,14 +22,17 @@ from protocol.machine.compiler import build_kernels, zig
 from protocol.spec.sections.optimizer import EmaSpec, OptimizerSpec
 from tests.protocol.exact.kernels.emulated import EmulatedLibrary
 
-BUILT = [target for target in runnable_targets() if library_path(target).exists()]
-OTHERS = [
+BUILT_TARGETS = [target for target in runnable_targets() if library_path(target).exists()]
+EMULATED_TARGETS = [
     target for target in TARGETS
     if target not in runnable_targets() and zig() and shutil.which(f"qemu-{target.machine}")
 ]  # fmt: skip
-PARAMETERS = [*BUILT, *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)]
-"""An emulator's program is compiled with its C library: 45 s."""
-pytestmark = pytest.mark.skipif(not BUILT, reason="no kernels were built for this machine")
+PARAMETERS = [
+    *BUILT_TARGETS,
+    *(pytest.param(target, marks=pytest.mark.slow) for target in EMULATED_TARGETS),
+]
+"""Emulated targets are slow: their program is compiled with its C library, which takes 45 s."""
+pytestmark = pytest.mark.skipif(not BUILT_TARGETS, reason="no kernels were built for this machine")
 
 SPECIAL = np.array(
     [0, 1, 2, 0x7FFFFF, 0x800000, 0x800001, 0x3F800000, 0x3F7FFFFF, 0x3F7F7FFF, 0x3F808000,
@@ -96,7 +99,7 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module", params=PARAMETERS, ids=lambda target: target.name)
 def kernels(request, tmp_path_factory):
-    if request.param in BUILT:
+    if request.param in BUILT_TARGETS:
         yield Library(request.param)
         return
     with pytest.MonkeyPatch.context() as patch:
@@ -113,7 +116,7 @@ def _threads_for_few_elements(monkeypatch):
 
 
 class Case(NamedTuple):
-    """An array, by its construction, and the threads that work on it."""
+    """Arguments from which an array is made, and the number of threads that work on it."""
 
     seed: int
     elements: int
@@ -134,7 +137,7 @@ def apply_case(kernels: Library, case: Case) -> tuple[int, int, int]:
 
 
 @given(CASES, st.sampled_from(RULES), st.booleans(), st.integers(1, 50))
-def test_updates(kernels, case, spec, decay, step):
+def test_updates_match_numpy(kernels, case, spec, decay, step):
     seed, elements, offset = apply_case(kernels, case)
     offsets = [offset, 63 - offset, offset * 7 % 64, seed % 64, seed * 5 % 64]
     scalars = update.step_scalars(spec, step, step - 1, 100, 1.7)
@@ -160,8 +163,8 @@ def test_every_rule_has_a_variant():
 
 
 @given(CASES, st.sampled_from(RULES))
-def test_hashes(kernels, case, spec):
-    """The hashes of xxHash, for each piece, alone and during an update."""
+def test_hashes_match_xxhash(kernels, case, spec):
+    """For each piece, hashed alone and during an update."""
     seed, elements, offset = apply_case(kernels, case)
     scalars = update.step_scalars(spec, 3, 2, 100, 1.7)
     count = update.state_arrays(spec)
@@ -175,13 +178,13 @@ def test_hashes(kernels, case, spec):
         )  # fmt: skip
         separate_hashes = [piece_hashes(array) for array in state]
     with using(None):
-        defined = [piece_hashes(array) for array in state]
-    assert separate_hashes == defined
-    assert [pieces.tobytes() for pieces in hashes] == defined
+        expected = [piece_hashes(array) for array in state]
+    assert separate_hashes == expected
+    assert [pieces.tobytes() for pieces in hashes] == expected
 
 
 @given(CASES, st.integers(1, 2100), st.integers(1, 40))
-def test_sums_by_row_and_column(kernels, case, columns, rows):
+def test_row_and_column_sums_match_numpy(kernels, case, columns, rows):
     seed, _, offset = apply_case(kernels, case)
     count = max(1, 9000 // (rows * columns))
     stack = values(seed, count * rows * columns, offset).reshape(count, rows, columns)
@@ -196,7 +199,7 @@ def test_sums_by_row_and_column(kernels, case, columns, rows):
 
 
 @given(case=CASES)
-def test_sums(kernels, case):
+def test_sums_match_numpy(kernels, case):
     seed, elements, offset = apply_case(kernels, case)
     for add in tree_sum.ADDITIONS.values():
         results: list[Any] = []
@@ -208,40 +211,40 @@ def test_sums(kernels, case):
 
 
 @given(case=CASES)
-def test_averages_and_checks(kernels, case):
+def test_averages_and_checks_match_numpy(kernels, case):
     seed, elements, offset = apply_case(kernels, case)
-    given_values = values(seed, elements, offset)
+    input_values = values(seed, elements, offset)
     results: list[Any] = []
     for native in (None, kernels):
         out = values(0, elements, 63 - offset)
         with using(native):
-            finite = average.average(given_values, 1.0 + seed % 7, out)
+            finite = average.average(input_values, 1.0 + seed % 7, out)
             results.append(
-                (finite, average.is_finite(given_values), absent.is_absent(given_values))
+                (finite, average.is_finite(input_values), absent.is_absent(input_values))
             )
-            results.append((np.float64(average.square_sum(given_values)).tobytes(),))
+            results.append((np.float64(average.square_sum(input_values)).tobytes(),))
         results.append((bits(out).tobytes(),))
     # otherwise a sum of squares may be a NaN with another payload
-    if np.isfinite(given_values).all():
+    if np.isfinite(input_values).all():
         assert results[:3] == results[3:]
     assert results[0] == results[3]
     assert results[2] == results[5]
 
 
 @given(case=CASES)
-def test_sums_of_squares_that_overflow(kernels, case):
+def test_square_sums_match_numpy_even_if_not_finite(kernels, case):
     seed, elements, offset = apply_case(kernels, case)
-    given_values = values(seed, elements, offset)
+    input_values = values(seed, elements, offset)
     with using(None):
-        expected = average.square_sum(given_values)
+        expected = average.square_sum(input_values)
     with using(kernels):
-        native_sum = average.square_sum(given_values)
+        native_sum = average.square_sum(input_values)
     np.testing.assert_equal(native_sum, expected)
 
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "topk"])
 @given(case=CASES)
-def test_codecs(kernels, codec, case):
+def test_codecs_match_numpy(kernels, codec, case):
     seed, elements, offset = apply_case(kernels, case)
     results: list[Any] = []
     for native in (None, kernels):
@@ -257,7 +260,7 @@ def test_codecs(kernels, codec, case):
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "topk"])
 @given(case=CASES)
-def test_any_bytes_unpack_equally(kernels, codec, case):
+def test_unpacking_any_bytes_matches_numpy(kernels, codec, case):
     seed, elements, offset = apply_case(kernels, case)
     rng = np.random.default_rng(seed)
     length = codecs.body_bytes(codec, elements)
@@ -278,7 +281,7 @@ def test_equal_magnitudes_are_chosen_by_index(kernels):
         assert contents[0] == contents[1]
 
 
-def test_absent_gradients(kernels):
+def test_absent_gradients_are_recognized(kernels):
     with using(kernels):
         for elements in (1, 7, 4096, 10_001):
             gradient = absent.absent(elements)
@@ -288,7 +291,7 @@ def test_absent_gradients(kernels):
 
 
 def test_unsupported_arrays_are_left_to_numpy():
-    with using(Library(BUILT[0])):
+    with using(Library(BUILT_TARGETS[0])):
         small_array = np.zeros(8, np.float32)
         assert library_for(small_array) is not None
         assert library_for(small_array.astype(np.float64)) is None

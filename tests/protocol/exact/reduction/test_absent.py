@@ -49,8 +49,8 @@ def test_a_sum_is_absent_exactly_if_all_its_terms_are(data, count, precision):
     average(sums.total, 3.0, out)
     present_values = [values for values in gradients if values is not None]
     assert is_absent(out) == (not present_values)
-    traveled = unpacked(packed(rounded(out), "bfloat16").view(np.uint8), "bfloat16")
-    assert is_absent(traveled) == (not present_values)
+    decoded = unpacked(packed(rounded(out), "bfloat16").view(np.uint8), "bfloat16")
+    assert is_absent(decoded) == (not present_values)
 
 
 def test_an_absent_term_changes_no_bit_of_a_sum():
@@ -66,7 +66,7 @@ def test_an_absent_term_changes_no_bit_of_a_sum():
         ([0.0, -0.0], False), ([-0.0, 1.0], False), ([np.nan], False), ([-0.0, np.nan], False),
     ],
 )  # fmt: skip
-def test_marking_gradients_absent_and_present(values, expected):
+def test_only_negative_zeros_are_absent_and_present_unmarks_them(values, expected):
     gradient = np.array(values, np.float32)
     before = gradient.tobytes()
     assert is_absent(gradient) is expected
@@ -85,7 +85,7 @@ def test_a_block_is_marked_tensor_by_tensor():
     assert not gradient.any()
 
 
-def test_a_step_without_weight_keeps_what_is_absent():
+def test_step_without_weight_keeps_absent_gradients():
     gradient = np.array([-0.0, 2.0, np.nan, 0.0], np.float32)
     out = np.empty_like(gradient)
     average(gradient, 0.0, out)
@@ -132,7 +132,7 @@ def train_with_torch(spec, start, steps):
 
 
 def skip_step(torch_optimizer):
-    """schedulefree counts steps and weights for all parameters together."""
+    """Count a step without an update: schedulefree shares its counters among all parameters."""
     spec = torch_optimizer.spec
     rate = spec.lr * min(
         1.0, (torch_optimizer.k + 1) / spec.warmup_steps if spec.warmup_steps else 1.0
@@ -177,7 +177,7 @@ ADAMW = Adamw(name="adamw", lr=0.01)
 
 
 def train_with(reached_tensors, steps=4):
-    """Train with the tensors that each step reaches."""
+    """Return a replica trained with gradients of only the tensors that each step reaches."""
     replica = Replica((BLOCK,), ADAMW)
     for number in range(steps):
         flat = np.full(BLOCK.elements, 0.5, np.float32)
@@ -187,7 +187,7 @@ def train_with(reached_tensors, steps=4):
 
 
 def test_missed_updates_are_part_of_the_state_if_any_exist():
-    full_replica, some = (
+    full_replica, partial_replica = (
         train_with(lambda _: set(SIZES)),
         train_with(lambda n: {"often"} if n else set(SIZES)),
     )
@@ -196,36 +196,36 @@ def test_missed_updates_are_part_of_the_state_if_any_exist():
         "first_moment",
         "second_moment",
     }
-    assert some.parts()[-1].kind == MISSED
-    assert some.parts()[-1].values.tolist() == [0, 3, 3, 3]
-    replica_copy = some.copy()
-    assert replica_copy.state_digest() == some.state_digest()
+    assert partial_replica.parts()[-1].kind == MISSED
+    assert partial_replica.parts()[-1].values.tolist() == [0, 3, 3, 3]
+    replica_copy = partial_replica.copy()
+    assert replica_copy.state_digest() == partial_replica.state_digest()
     replica_copy.clear_missed()
-    assert replica_copy.state_digest() != some.state_digest()
-    assert replica_copy.weights_digest() == some.weights_digest()
+    assert replica_copy.state_digest() != partial_replica.state_digest()
+    assert replica_copy.weights_digest() == partial_replica.weights_digest()
 
 
-def test_state_is_loaded_by_pieces_over_any_content():
-    full_replica, some = (
+def test_state_loaded_by_pieces_replaces_any_content():
+    full_replica, partial_replica = (
         train_with(lambda _: set(SIZES)),
         train_with(lambda n: {"often"} if n else set(SIZES)),
     )
     for source, target in (
-        (full_replica, some.copy()),
-        (some, full_replica.copy()),
-        (some, Replica((BLOCK,), ADAMW)),
+        (full_replica, partial_replica.copy()),
+        (partial_replica, full_replica.copy()),
+        (partial_replica, Replica((BLOCK,), ADAMW)),
     ):
         for part in source.parts():
             for number, part_range in enumerate(part_slices(part.kind, BLOCK)):
                 target.load_piece(part.kind, part.block, number, part.values[part_range])
         target.restore(source.step, source.optimizer_step)
         assert target.state_digest() == source.state_digest()
-    some.clear_moments()
-    assert not some.has_missed
+    partial_replica.clear_moments()
+    assert not partial_replica.has_missed
 
 
 @pytest.mark.parametrize("bad_count", [-1.0, 5.0, 0.5, np.nan, np.inf])
-def test_invalid_counts(bad_count):
+def test_invalid_counts_are_recognized(bad_count):
     assert are_counts(np.array([0, 4], np.float32), 4)
     assert not are_counts(np.array([0, bad_count], np.float32), 4)
 
@@ -240,7 +240,7 @@ def test_scalars_after_all_updates_are_those_of_the_step(updates):
         assert float(np.float32(value)) == value
 
 
-def test_schedule_free_average_stays():
+def test_absent_gradient_keeps_the_schedule_free_average():
     spec = SPECS["schedule-free"]
     replica = Replica((BLOCK,), spec)
     replica.load_parameters([np.arange(BLOCK.elements, dtype=np.float32)])

@@ -53,7 +53,9 @@ def test_the_average_of_no_weight_is_zero():
     assert sums.tolist() == [0.0, 0.0]
 
 
-@given(st.floats() | st.integers(0, 2**32 - 1).map(lambda bits: _of_bits(bits) * (1 + 2**-30)))
+@given(
+    st.floats() | st.integers(0, 2**32 - 1).map(lambda bits: _float32_of_bits(bits) * (1 + 2**-30))
+)
 def test_a_number_is_rounded_as_numpy_rounds(value):
     with np.errstate(all="ignore"):
         expected = np.float32(value)
@@ -61,6 +63,6 @@ def test_a_number_is_rounded_as_numpy_rounds(value):
     assert np.isnan(nearest_float32(value)) == np.isnan(expected)
 
 
-def _of_bits(bits: int) -> float:
-    """Of a float32, subnormal ones too."""
+def _float32_of_bits(bits: int) -> float:
+    """Return the float32 with these bits, which may be subnormal."""
     return float(np.array(bits, np.uint32).view(np.float32))

@@ -10,7 +10,7 @@ from tests.reference_bfloat16 import nearest
 
 BITS = st.one_of(
     st.integers(0, 2**32 - 1),
-    # Near decisions: ties, their neighbors, and the ends of exponents.
+    # Near rounding decisions: ties, their neighbors, and the ends of exponents.
     st.builds(
         lambda upper, lower: upper << 16 | lower,
         st.integers(0, 2**16 - 1),
@@ -24,7 +24,7 @@ def floats(bits):
 
 
 @given(st.lists(BITS, max_size=40))
-def test_rounds_to_the_nearest(bits):
+def test_values_round_to_the_nearest(bits):
     values = floats(bits)
     result = rounded(values.copy())
     is_finite = np.isfinite(values)

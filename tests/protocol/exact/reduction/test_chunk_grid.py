@@ -31,7 +31,7 @@ def test_every_chunk_has_its_position_and_later_blocks_come_first(blocks):
     assert sorted(chunk_ids) == [
         (b, c) for b, block in enumerate(blocks) for c in range(block.chunks)
     ]
-    assert all(one[0] > next_[0] or one < next_ for one, next_ in pairwise(chunk_ids))
+    assert all(first[0] > second[0] or first < second for first, second in pairwise(chunk_ids))
     assert grid.total_bytes == sum(block.elements * 4 for block in blocks)
 
 

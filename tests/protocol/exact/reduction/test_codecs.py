@@ -16,8 +16,8 @@ FLOATS = st.floats(
 VALUES = st.integers(0, 150).flatmap(lambda n: arrays(np.float32, n, elements=FLOATS))
 
 
-def scaled(values, group, largest):
-    """Scale group by group, element by element."""
+def round_by_group(values, group, largest):
+    """Round to the codec's scaled integers, group by group, element by element."""
     numbers = []
     for lo in range(0, len(values), group):
         part = [float(value) for value in values[lo : lo + group]]
@@ -28,8 +28,8 @@ def scaled(values, group, largest):
     return np.array(numbers, np.float32)
 
 
-def largest_only(values):
-    """Choose the largest elements one by one, the first among equals."""
+def keep_largest(values):
+    """Zero all but the largest elements; of equal magnitudes the first is kept."""
     result = np.zeros_like(values)
     for lo in range(0, len(values), 4096):
         part = values[lo : lo + 4096]
@@ -44,9 +44,9 @@ def largest_only(values):
 NAIVE = {
     "float32": lambda values: values,
     "bfloat16": nearest,
-    "int8": lambda values: scaled(values, 64, 127),
-    "int4": lambda values: scaled(values, 32, 7),
-    "topk": largest_only,
+    "int8": lambda values: round_by_group(values, 64, 127),
+    "int4": lambda values: round_by_group(values, 32, 7),
+    "topk": keep_largest,
 }
 
 

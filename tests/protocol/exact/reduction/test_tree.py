@@ -123,14 +123,14 @@ def test_any_cut_and_any_order_of_merging_gives_the_bits_of_the_recursion(microb
     leaves = random.standard_normal((microbatches, 5)).astype(np.float32)
     sums: dict[Subtree | None, NDArray[np.float32]] = {}
     for worker in set(workers):
-        own_leaves = [leaf for leaf in range(microbatches) if workers[leaf] == worker]
-        sums |= {n: naive_sum(leaves, n.lo, n.hi) for n in cover(own_leaves, microbatches)}
+        worker_leaves = [leaf for leaf in range(microbatches) if workers[leaf] == worker]
+        sums |= {n: naive_sum(leaves, n.lo, n.hi) for n in cover(worker_leaves, microbatches)}
     while len(sums) > 1:
         ready = [n for n in sums if n and sibling(n, microbatches) in sums]
-        parent_by_subtree = parent(data.draw(st.sampled_from(sorted(ready))), microbatches)
-        assert parent_by_subtree is not None
-        left, right = children(parent_by_subtree)
-        sums[parent_by_subtree] = sums.pop(left) + sums.pop(right)
+        parent_subtree = parent(data.draw(st.sampled_from(sorted(ready))), microbatches)
+        assert parent_subtree is not None
+        left, right = children(parent_subtree)
+        sums[parent_subtree] = sums.pop(left) + sums.pop(right)
     total = sums[root(microbatches)]
     assert total.tobytes() == naive_sum(leaves, 0, microbatches).tobytes()
 

@@ -82,7 +82,7 @@ def test_every_leaf_counts_exactly_once(case):
 
 
 @given(st.integers(1, 40), st.data())
-def test_held_sums_are_merged_as_far_as_possible(microbatches, data):
+def test_pending_sums_are_the_smallest_cover(microbatches, data):
     leaves = data.draw(st.permutations(range(microbatches)))
     count = data.draw(st.integers(0, microbatches))
     sums = TreeSum(microbatches, add)
@@ -116,7 +116,7 @@ def test_ancestor_replaces_its_descendants():
 
 @pytest.mark.parametrize("bad_value", [np.nan, np.inf, -np.inf])
 @given(index=st.integers(0, 9))
-def test_one_bad_element_is_found(bad_value, index):
+def test_one_bad_element_is_detected(bad_value, index):
     values = np.ones(10, np.float32)
     assert is_finite(values)
     values[index] = bad_value

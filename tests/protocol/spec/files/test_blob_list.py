@@ -16,7 +16,7 @@ DIGEST = "ab" * 32
 OTHER = "cd" * 32
 
 
-def listing(*names: str, form: str = "directory") -> bytes:
+def list_document(*names: str, form: str = "directory") -> bytes:
     files = [{"name": name, "size": 3, "digest": DIGEST} for name in names]
     return json.dumps({"sources": [{"role": "data", "form": form, "files": files}]}).encode()
 
@@ -33,17 +33,17 @@ def test_list_round_trip():
     assert BlobList.from_bytes(blob_list.to_bytes()) == blob_list
 
 
-HOSTILE = [
+HOSTILE_NAMES = [
     "../x", "a/../../x", "..", ".", "", "/etc/passwd", "a//b", "a/", "a/./b", "a\\..\\b", "a\0b",
     "a\nb", "\x1b[2J", "x" * 256, "/".join(["y" * 200] * 6), "a/..", "\u202etxt",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_name_that_leaves_the_directory_is_refused(name):
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+def test_hostile_name_is_refused(name):
     assert name_fault(name)
     with pytest.raises(MessageError, match="invalid file name"):
-        BlobList.from_bytes(listing(name))
+        BlobList.from_bytes(list_document(name))
 
 
 def test_a_name_that_is_not_utf_8_is_refused():
@@ -66,24 +66,24 @@ def test_accepted_name_stays_inside_its_directory(tmp_path_factory, name):
     [
         (b"", "expected a list of blobs"),
         (b"[]", "expected a list of blobs"),
-        (listing(), "files"),
-        (listing("a", "a"), "distinct file names"),
-        (listing("a", "a/b"), "none of which is also a directory"),
-        (listing("a", "b", form="file"), "one file with a plain name"),
-        (listing("a/b", form="file"), "one file with a plain name"),
-        (listing("a").replace(b"data", b"secrets"), "role"),
-        (listing("a").replace(b'"size": 3', b'"size": -1'), "size"),
-        (listing("a").replace(b'"size": 3', b'"size": "3"'), "size"),
-        (listing("a").replace(b"abab", b"ABAB"), "digest"),
-        (listing("a").replace(b'"size"', b'"colour": 1, "size"'), "colour"),
-        (listing("a", "b").replace(b'"size": 3', b'"size": 4', 1), "one size per digest"),
+        (list_document(), "files"),
+        (list_document("a", "a"), "distinct file names"),
+        (list_document("a", "a/b"), "none of which is also a directory"),
+        (list_document("a", "b", form="file"), "one file with a plain name"),
+        (list_document("a/b", form="file"), "one file with a plain name"),
+        (list_document("a").replace(b"data", b"secrets"), "role"),
+        (list_document("a").replace(b'"size": 3', b'"size": -1'), "size"),
+        (list_document("a").replace(b'"size": 3', b'"size": "3"'), "size"),
+        (list_document("a").replace(b"abab", b"ABAB"), "digest"),
+        (list_document("a").replace(b'"size"', b'"color": 1, "size"'), "color"),
+        (list_document("a", "b").replace(b'"size": 3', b'"size": 4', 1), "one size per digest"),
         (
-            json.dumps({"sources": json.loads(listing("a"))["sources"] * 2}).encode(),
+            json.dumps({"sources": json.loads(list_document("a"))["sources"] * 2}).encode(),
             "each role once",
         ),
     ],
 )
-def test_a_document_that_does_not_fit_is_refused(document, reason):
+def test_invalid_document_is_refused(document, reason):
     with pytest.raises(MessageError, match=reason):
         BlobList.from_bytes(document)
 
@@ -91,8 +91,10 @@ def test_a_document_that_does_not_fit_is_refused(document, reason):
 def test_too_many_files_are_refused():
     names = [str(number) for number in range(limits.FILES_PER_RUN + 1)]
     with pytest.raises(MessageError, match="at most 16384 files, got 16385"):
-        BlobList.from_bytes(listing(*names))
-    assert len(BlobList.from_bytes(listing(*names[1:])).sources[0].files) == limits.FILES_PER_RUN
+        BlobList.from_bytes(list_document(*names))
+    assert (
+        len(BlobList.from_bytes(list_document(*names[1:])).sources[0].files) == limits.FILES_PER_RUN
+    )
 
 
 def test_list_larger_than_a_body_is_refused_at_creation():

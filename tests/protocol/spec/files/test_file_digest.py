@@ -7,7 +7,7 @@ from blake3 import blake3
 from protocol.spec.files.file_digest import FileDigests, file_digest, identity, lasting_identity
 
 
-def test_a_file_of_several_pieces(tmp_path):
+def test_digest_of_a_file_of_several_pieces(tmp_path):
     content = os.urandom(2_500_001)
     path = tmp_path / "file"
     path.write_bytes(content)

