@@ -20,7 +20,7 @@ _STALL_S: Final = 1.0
 
 
 def size_for(minutes: float, coordinator_kills: int, worker_kills: int, stalls: int) -> Size:
-    """Return as many steps as fill the time left by the faults."""
+    """Return a size whose steps fill the time that the faults leave."""
     drains = worker_kills // 10
     faults = coordinator_kills + worker_kills + stalls + drains
     lost_s = _COORDINATOR_S * coordinator_kills + _STALL_S * stalls
@@ -35,13 +35,15 @@ def main() -> None:
         prog="python -m tests.chaos",
         description="Kill and stop coordinator and workers; compare with an undisturbed run.",
     )
-    parser.add_argument("--minutes", type=float, default=3.0, help="about so long [3]")
+    parser.add_argument("--minutes", type=float, default=3.0, help="approximate duration [3]")
     parser.add_argument("--coordinator-kills", type=int, default=10)
     parser.add_argument("--worker-kills", type=int, default=40)
     parser.add_argument("--stalls", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="keep run and logs in this new directory")
-    parser.add_argument("--log", choices=("full", "checkpoint"), default="full", help="of the run")
+    parser.add_argument(
+        "--log", choices=("full", "checkpoint"), default="full", help="log mode of the run"
+    )
     parser.add_argument(
         "--keep-log", action="store_true", help="keep all gradients: the audit replays every step"
     )
@@ -68,16 +70,17 @@ def main() -> None:
 
 def _print(outcome: Outcome) -> None:
     print_table(*table(outcome))
-    print(f"steps committed {outcome.steps}, done again {outcome.redone}; "
-          f"a step that nothing disturbs takes {outcome.step_s:.3f} s")  # fmt: skip
+    print(f"steps committed {outcome.steps}, repeated {outcome.repeated_commits}; "
+          f"a step without faults takes {outcome.step_s:.3f} s")  # fmt: skip
     print(
-        f"starts of the coordinator {outcome.lives}; checkpoints cut {outcome.checkpoints_cut}; "
-        f"slices given to owners {outcome.owners} times"
+        f"starts of the coordinator {outcome.starts}; "
+        f"interrupted checkpoints {outcome.interrupted_checkpoints}; "
+        f"chunks assigned to owners {outcome.owner_assignments} times"
     )
     seconds, kind, step = outcome.slowest
     print(f"slowest: {kind} in step {step}, {seconds:.2f} s")
     print(f"{outcome.wall_s:.0f} s from the first commit to the end; load {os.getloadavg()[0]:.1f}")
-    print(f"weights digest {outcome.weights_digest}: the undisturbed run's, as are all losses")
+    print(f"weights digest {outcome.weights_digest} and all losses: those of the undisturbed run")
     print(f"audit: {outcome.audit}")
 
 

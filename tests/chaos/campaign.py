@@ -17,14 +17,14 @@ from typing import Any, Final
 
 from coordinator.service.events import EventLoopBlocked
 from protocol.spec.run_spec import LogMode
-from tests.chaos.plan import Fault, Kind, Size, draw, run_document
+from tests.chaos.plan import Fault, Kind, Size, draw_faults, run_document
 from tests.chaos.processes import Coordinator, Stuck, Worker
 from tests.processes import run_to_end
 
 WORKERS: Final = 3
 MICROBATCH_MS: Final = 20.0
 """With twelve microbatches and three workers, a step takes 80 ms plus the exchange."""
-_FAREWELL_S: Final = 10.0
+_LEAVE_S: Final = 10.0
 
 
 @dataclass(slots=True)
@@ -36,13 +36,13 @@ class Outcome:
         slowest: The slowest of these: seconds, kind of fault, step in progress.
         step_s: Median time between commits without a fault between them.
         steps: Steps committed.
-        redone: Commits of steps that had already been reported as committed.
-        lives: Starts of the coordinator.
-        checkpoints_cut: Kills before a checkpoint was complete.
-        owners: Number of times that chunks were assigned to owners.
+        repeated_commits: Commits of steps that had already been reported as committed.
+        starts: Starts of the coordinator.
+        interrupted_checkpoints: Kills before a checkpoint was complete.
+        owner_assignments: Number of times that chunks were assigned to owners.
         loop_held_ms: Longest processor time for which a coordinator's event loop was blocked; 0 if
             it never exceeded the limit.
-        wall_s: Time from the first fault to the end of the run.
+        wall_s: Time from the first commit to the end of the run.
         weights_digest: Weights digest of the result.
         audit: Last line of the audit's output.
     """
@@ -51,10 +51,10 @@ class Outcome:
     slowest: tuple[float, str, int] = (0.0, "", 0)
     step_s: float = 0.0
     steps: int = 0
-    redone: int = 0
-    lives: int = 0
-    checkpoints_cut: int = 0
-    owners: int = 0
+    repeated_commits: int = 0
+    starts: int = 0
+    interrupted_checkpoints: int = 0
+    owner_assignments: int = 0
     wall_s: float = 0.0
     loop_held_ms: float = 0.0
     weights_digest: str = ""
@@ -82,20 +82,20 @@ def run_campaign(
     spec = directory / "run.yaml"
     document = run_document(seed, size, log, keep_log=keep_log)
     spec.write_text(json.dumps(document))  # JSON is YAML
-    baseline = _undisturbed(directory / "calm", spec, fresh=fresh)
+    baseline = _run_baseline(directory / "calm", spec, fresh=fresh)
     document = run_document(seed, size, log, keep_log=keep_log, sharded=sharded)
     spec.write_text(json.dumps(document))
     with Coordinator(
         directory / "chaos", ["--run", str(spec), "--expect-workers", str(WORKERS)], fresh=fresh
     ) as coordinator:
         campaign = _Campaign(coordinator, fresh=fresh)
-        with campaign.staffed():
-            for fault in draw(seed, size):
-                campaign.meet(fault)
+        with campaign.workers_running():
+            for fault in draw_faults(seed, size):
+                campaign.apply(fault)
             campaign.end()
         outcome = campaign.outcome
         assert outcome.steps == size.steps
-        assert outcome.redone == 0 or log == "checkpoint", "a committed step was lost"
+        assert outcome.repeated_commits == 0 or log == "checkpoint", "a committed step was lost"
         outcome_with_faults = _result(coordinator.run)
         for key in ("outcome", "steps", "losses", "weights_digest", "metrics", "exactness"):
             assert outcome_with_faults.get(key) == baseline.get(key), (
@@ -106,8 +106,8 @@ def run_campaign(
     return outcome
 
 
-def _undisturbed(directory: Path, spec: Path, *, fresh: bool) -> dict[str, Any]:
-    """Run with one worker that computes in no time: speed affects no bit."""
+def _run_baseline(directory: Path, spec: Path, *, fresh: bool) -> dict[str, Any]:
+    """Run without faults, with one worker that computes in no time: speed affects no bit."""
     arguments = ["--run", str(spec), "--expect-workers", "1"]
     with Coordinator(directory, arguments, fresh=fresh) as coordinator:
         worker = Worker(coordinator.address, "alone", "scripted:0", directory, fresh=fresh)
@@ -115,7 +115,7 @@ def _undisturbed(directory: Path, spec: Path, *, fresh: bool) -> dict[str, Any]:
             end = coordinator.wait_for("the end", _is_end, patience_s=1800.0)
             assert end.fields["outcome"] == "finished", coordinator.describe_failure("not finished")
             assert coordinator.wait_for_exit() == 0
-            assert worker.wait() == 0, worker.words()
+            assert worker.wait() == 0, worker.output_end()
         finally:
             worker.kill()
         return _result(coordinator.run)
@@ -129,24 +129,24 @@ class _Campaign:
         self._fresh = fresh
         self.outcome = Outcome()
         self._workers: dict[str, Worker] = {}
-        self._leaving: list[Worker] = []
+        self._leaving_workers: list[Worker] = []
         self._timers: list[threading.Timer] = []
-        self._disturbed: list[tuple[float, float]] = []
+        self._fault_intervals: list[tuple[float, float]] = []
 
     @contextmanager
-    def staffed(self) -> Iterator[None]:
+    def workers_running(self) -> Iterator[None]:
         """Start the workers, and end all of them at the end of the context."""
         try:
             for number in range(WORKERS):
-                self._hire(f"w{number}")
+                self._start_worker(f"w{number}")
             yield
         finally:
             for timer in self._timers:
                 timer.cancel()
-            for worker in (*self._workers.values(), *self._leaving):
+            for worker in (*self._workers.values(), *self._leaving_workers):
                 worker.kill()
 
-    def meet(self, fault: Fault) -> None:
+    def apply(self, fault: Fault) -> None:
         """Apply the fault when it is due, and wait for the next commit."""
         start = len(self.coordinator.events)
         if self.coordinator.step < fault.after_step:
@@ -159,16 +159,16 @@ class _Campaign:
             )
         self._check_workers()
         time.sleep(fault.delay_s)  # no event marks the middle of a step
-        at_s, start = self._strike(fault)
+        at_s, start = self._inject(fault)
         commit = self.coordinator.commit_after(at_s, start)
         self.outcome.seconds.setdefault(fault.kind, []).append(commit.at_s - at_s)
         self.outcome.slowest = max(
             self.outcome.slowest, (commit.at_s - at_s, fault.kind.value, commit.fields["step"])
         )
-        self._disturbed.append((at_s, commit.at_s))
+        self._fault_intervals.append((at_s, commit.at_s))
 
     def end(self) -> None:
-        """Wait for the end of the run, check all exit codes, and return the outcome."""
+        """Wait for the end of the run, check all exit codes, and complete the outcome."""
         end = self.coordinator.wait_for("the end", _is_end, patience_s=120.0)
         assert end.fields["outcome"] == "finished", self.coordinator.describe_failure(
             "not finished"
@@ -176,12 +176,12 @@ class _Campaign:
         assert self.coordinator.wait_for_exit() == 0
         for timer in self._timers:
             timer.join()
-        for worker in (*self._workers.values(), *self._leaving):
-            code = _goes_home(worker)
-            assert _is_well(worker, code), f"{worker.name}, {code}: {worker.words()}"
-        self._sum_up(end.at_s)
+        for worker in (*self._workers.values(), *self._leaving_workers):
+            code = _wait_for_leave(worker)
+            assert _has_left_cleanly(worker, code), f"{worker.name}, {code}: {worker.output_end()}"
+        self._measure(end.at_s)
 
-    def _strike(self, fault: Fault) -> tuple[float, int]:
+    def _inject(self, fault: Fault) -> tuple[float, int]:
         """Apply the fault; return its time, and the event index to search from."""
         coordinator = self.coordinator
         match fault.kind:
@@ -195,7 +195,7 @@ class _Campaign:
                 if fault.kind is Kind.CHECKPOINT and not any(
                     event.name == "checkpoint" for event in coordinator.events[event_count:]
                 ):
-                    self.outcome.checkpoints_cut += 1
+                    self.outcome.interrupted_checkpoints += 1
                 start = len(coordinator.events)
                 coordinator.start()
                 return at_s, start
@@ -208,8 +208,8 @@ class _Campaign:
                 worker = self._pick(fault)
                 at_s, start = time.time(), len(coordinator.events)
                 worker.drain()
-                self._leaving.append(worker)
-                self._hire(worker.name)
+                self._leaving_workers.append(worker)
+                self._start_worker(worker.name)
                 return at_s, start
 
     def _ask_for_checkpoint(self, fault: Fault) -> None:
@@ -224,7 +224,7 @@ class _Campaign:
         worker.stop()
         timer = threading.Timer(stall_s, worker.resume)
         timer.start()
-        self._timers = [timer, *(each for each in self._timers if each.is_alive())]
+        self._timers = [timer, *(t for t in self._timers if t.is_alive())]
         return at_s, start
 
     def _pick(self, fault: Fault) -> Worker:
@@ -235,10 +235,10 @@ class _Campaign:
 
     def _replace(self, worker: Worker) -> float:
         at_s = worker.kill()
-        self._hire(worker.name)
+        self._start_worker(worker.name)
         return at_s
 
-    def _hire(self, name: str) -> None:
+    def _start_worker(self, name: str) -> None:
         backend = f"scripted:{MICROBATCH_MS:g}"
         coordinator = self.coordinator
         self._workers[name] = Worker(
@@ -246,22 +246,22 @@ class _Campaign:
         )
 
     def _check_workers(self) -> None:
-        """Check that no worker left unasked, and that all who were asked left well."""
+        """Check that no worker has ended by itself, and that drained workers have left cleanly."""
         for worker in self._workers.values():
-            assert worker.code is None, f"{worker.name} has ended: {worker.words()}"
-        for worker in self._leaving:
-            well = worker.code is None or _is_well(worker, worker.code)
-            assert well, f"{worker.name} left with {worker.code}: {worker.words()}"
-        self._leaving = [worker for worker in self._leaving if worker.code is None]
+            assert worker.code is None, f"{worker.name} has ended: {worker.output_end()}"
+        for worker in self._leaving_workers:
+            has_left_cleanly = worker.code is None or _has_left_cleanly(worker, worker.code)
+            assert has_left_cleanly, f"{worker.name} left with {worker.code}: {worker.output_end()}"
+        self._leaving_workers = [worker for worker in self._leaving_workers if worker.code is None]
 
-    def _sum_up(self, end_s: float) -> None:
+    def _measure(self, end_s: float) -> None:
         commits = [event for event in self.coordinator.events if event.name == "committed"]
         steps = [event.fields["step"] for event in commits]
         outcome = self.outcome
         outcome.steps = steps[-1] + 1
-        outcome.redone = len(steps) - len(set(steps))
-        outcome.lives = self.coordinator.life
-        outcome.owners = sum(
+        outcome.repeated_commits = len(steps) - len(set(steps))
+        outcome.starts = self.coordinator.incarnation
+        outcome.owner_assignments = sum(
             event.name == "owners" and bool(event.fields["owners"])
             for event in self.coordinator.events
         )
@@ -275,21 +275,21 @@ class _Campaign:
             e.fields["held_ms"] for e in self.coordinator.events if e.name == EventLoopBlocked.name
         ]
         outcome.loop_held_ms = max(pauses_ms, default=0.0)
-        quiet_gaps = _undisturbed_gaps(gaps, self._disturbed)
+        quiet_gaps = _undisturbed_gaps(gaps, self._fault_intervals)
         outcome.step_s = median(quiet_gaps) if quiet_gaps else math.nan
 
 
-def _is_well(worker: Worker, code: int) -> bool:
-    """Return whether a worker that had to leave did so with this exit code. A worker without output
-    may have received the signal before Python could handle it."""
-    return code == 0 or (code == -signal.SIGTERM and not worker.words())
+def _has_left_cleanly(worker: Worker, code: int) -> bool:
+    """Return whether a worker with this exit code has left cleanly. A worker without output may
+    have received the signal before Python could handle it."""
+    return code == 0 or (code == -signal.SIGTERM and not worker.output_end())
 
 
-def _goes_home(worker: Worker) -> int:
-    """Wait for the worker's exit code. A worker that has just started met no coordinator and must
-    be drained."""
+def _wait_for_leave(worker: Worker) -> int:
+    """Wait for the worker's exit code. A worker that has just started has found no coordinator and
+    must be drained."""
     try:
-        return worker.wait(_FAREWELL_S)
+        return worker.wait(_LEAVE_S)
     except Stuck:
         worker.drain()
         return worker.wait()

@@ -30,12 +30,12 @@ class Kind(Enum):
     WORKER = "worker killed"
     STALL = "worker stopped for 1 to 4 s"
     LONG_STALL = "worker stopped for 9 to 11 s"
-    DRAIN = "worker told to leave"
+    DRAIN = "worker drained"
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault.
+    """A fault and its time.
 
     Attributes:
         kind: Its kind.
@@ -83,7 +83,7 @@ class Size:
         )
 
 
-def draw(seed: int, size: Size) -> list[Fault]:
+def draw_faults(seed: int, size: Size) -> list[Fault]:
     """Return the faults in order, at random steps."""
     source = random.Random(seed)
     kinds = list(size.kinds.elements())
@@ -118,7 +118,7 @@ def run_document(
     }
 
 
-def counts(faults: Sequence[Fault]) -> Counter[Kind]:
+def count_kinds(faults: Sequence[Fault]) -> Counter[Kind]:
     """Return the number of faults of each kind."""
     return Counter(fault.kind for fault in faults)
 

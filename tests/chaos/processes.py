@@ -34,7 +34,7 @@ PATIENCE_S: Final = 60.0
 
 
 class Stuck(AssertionError):
-    """An expected event did not come; the text has the last output of each process."""
+    """An expected event did not occur; the text has the coordinator's status and last output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class Event:
     Attributes:
         name: What happened.
         at_s: Its time, in seconds of `time.time`.
-        life: The start of the coordinator that logged it; the first is 1.
+        incarnation: The start of the coordinator that logged it; the first is 1.
         fields: All fields of the line.
     """
 
     name: str
     at_s: float
-    life: int
+    incarnation: int
     fields: dict[str, Any]
 
 
@@ -59,8 +59,8 @@ class Coordinator:
 
     Attributes:
         address: Address for workers.
-        events: Events of all lives, in order.
-        life: Number of starts.
+        events: Events of all incarnations, in order.
+        incarnation: Number of starts.
         step: Steps committed, according to events.
 
     Args:
@@ -82,7 +82,7 @@ class Coordinator:
         self.directory = directory
         self.run = directory / "run"
         self.events: list[Event] = []
-        self.life = 0
+        self.incarnation = 0
         self.step = 0
         ports = free_ports(2)
         self.address, self.control = (f"127.0.0.1:{port}" for port in ports)
@@ -94,7 +94,7 @@ class Coordinator:
         self._changed = threading.Condition()
         self._process: Process | None = None
         self._reader: threading.Thread | None = None
-        self._words: deque[str] = deque(maxlen=30)
+        self._last_lines: deque[str] = deque(maxlen=30)
 
     def __enter__(self) -> Self:
         self.start()
@@ -104,11 +104,11 @@ class Coordinator:
         self.kill()
 
     def start(self) -> None:
-        """Start or restart it."""
-        self.life += 1
+        """Start or restart the process."""
+        self.incarnation += 1
         self._process = start(*self._command, stdout=Path(os.devnull), fresh=self._fresh)
-        reading = (self._process, self.life)
-        self._reader = threading.Thread(target=self._read, args=reading, daemon=True)
+        arguments = (self._process, self.incarnation)
+        self._reader = threading.Thread(target=self._read, args=arguments, daemon=True)
         self._reader.start()
 
     def kill(self) -> float:
@@ -140,7 +140,7 @@ class Coordinator:
     def cpu_s(self) -> float:
         """Processor time of the current process."""
         assert self._process is not None
-        # A process's clock by its number, made as in glibc's clock_getcpuclockid.
+        # The clock id of a process, computed as in glibc's clock_getcpuclockid.
         return time.clock_gettime((~self._process.pid << 3) | 2)
 
     def memory(self) -> AbstractContextManager[Growth]:
@@ -155,28 +155,28 @@ class Coordinator:
         """Wait for the first event that `accept` accepts, and return it.
 
         Args:
-            what: Name of the event in the error.
+            event_name: Name of the event in the error.
             accept: Predicate.
             since: Index in `events` to start from.
             patience_s: Longest time to wait.
 
         Raises:
-            Stuck: It did not come, or the coordinator has ended.
+            Stuck: The event did not occur, or the coordinator has ended.
         """
         deadline_s = time.monotonic() + patience_s
-        looked_at = since
+        index = since
         with self._changed:
             while True:
                 exit_error = self._ended
-                while looked_at < len(self.events):
-                    event = self.events[looked_at]
-                    looked_at += 1
+                while index < len(self.events):
+                    event = self.events[index]
+                    index += 1
                     if accept(event):
                         return event
                 left_s = deadline_s - time.monotonic()
                 if exit_error or left_s <= 0:
                     raise Stuck(
-                        self.describe_failure(f"waited for {event_name} and it did not come")
+                        self.describe_failure(f"waited for {event_name}, which did not occur")
                     )
                 self._changed.wait(min(left_s, 1.0))
 
@@ -205,8 +205,8 @@ class Coordinator:
         lines = [complaint]
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
             lines.append(f"status: {self.ask('GET', '/status')}")
-        lines.append(f"coordinator, life {self.life}, its last words:")
-        return "\n".join([*lines, *self._words])
+        lines.append(f"coordinator, start {self.incarnation}, the end of its log:")
+        return "\n".join([*lines, *self._last_lines])
 
     @property
     def _ended(self) -> bool:
@@ -214,14 +214,14 @@ class Coordinator:
         assert self._reader is not None
         return self._process.poll() is not None and not self._reader.is_alive()
 
-    def _read(self, process: Process, life: int) -> None:
+    def _read(self, process: Process, incarnation: int) -> None:
         assert process.stderr is not None
         log = self.directory / "coordinator.log"
         with process.stderr, log.open("a") as log_file:
             for line in process.stderr:
                 log_file.write(line)
-                self._words.append(line.rstrip())
-                event = _event(line, life)
+                self._last_lines.append(line.rstrip())
+                event = _event(line, incarnation)
                 if event is None:
                     continue
                 with self._changed:
@@ -289,23 +289,23 @@ class Worker:
         """Wait for the end of the process and return the exit code.
 
         Raises:
-            Stuck: It does not end.
+            Stuck: The process does not end.
         """
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise Stuck(f"worker {self.name!r} does not end: {self.words()}") from None
+            raise Stuck(f"worker {self.name!r} does not end: {self.output_end()}") from None
 
-    def words(self) -> str:
-        """Return the end of its output."""
+    def output_end(self) -> str:
+        """Return the end of the worker's output."""
         return self.log.read_text(errors="replace")[-2000:]
 
 
-def _event(line: str, life: int) -> Event | None:
+def _event(line: str, incarnation: int) -> Event | None:
     """Parse a line of the log; None if it is not an event, such as a line of a traceback."""
     try:
         fields = json.loads(line)
         at_s = dt.datetime.fromisoformat(fields["timestamp"]).timestamp()
-        return Event(str(fields["event"]), at_s, life, fields)
+        return Event(str(fields["event"]), at_s, incarnation, fields)
     except (ValueError, KeyError, TypeError):
         return None

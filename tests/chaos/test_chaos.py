@@ -10,18 +10,18 @@ import pytest
 
 from protocol.base import limits
 from tests.chaos.campaign import run_campaign
-from tests.chaos.plan import Kind, Size, counts, draw
+from tests.chaos.plan import Kind, Size, count_kinds, draw_faults
 
 SIZE = Size(steps=130, coordinator_kills=6, worker_kills=4, stalls=5, drains=1)
 """The smallest size that contains every kind."""
-MORE = Size(steps=400, coordinator_kills=12, worker_kills=24, stalls=10, drains=4)
+LARGER_SIZE = Size(steps=400, coordinator_kills=12, worker_kills=24, stalls=10, drains=4)
 
 
 def test_a_plan_follows_from_its_seed_and_has_every_kind():
-    faults = draw(7, SIZE)
-    assert faults == draw(7, SIZE)
-    assert faults != draw(8, SIZE)
-    assert counts(faults) == SIZE.kinds
+    faults = draw_faults(7, SIZE)
+    assert faults == draw_faults(7, SIZE)
+    assert faults != draw_faults(8, SIZE)
+    assert count_kinds(faults) == SIZE.kinds
     assert set(SIZE.kinds) == set(Kind)
     assert all(0 < fault.after_step < SIZE.steps for fault in faults)
 
@@ -30,14 +30,14 @@ def test_a_plan_follows_from_its_seed_and_has_every_kind():
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("size", "sharded"),
-    [(SIZE, False), (MORE, False), (SIZE, True)],
+    [(SIZE, False), (LARGER_SIZE, False), (SIZE, True)],
     ids=["least", "more", "sharded"],
 )
 def test_faults_of_every_kind_leave_no_trace_in_the_result(tmp_path, request, size, sharded):
     seed = int(request.config.getoption("randomly_seed", default=1)) % 2**32
     outcome = run_campaign(tmp_path, seed, size, keep_log=True, fresh=False, sharded=sharded)
-    assert outcome.lives == 1 + size.coordinator_kills
+    assert outcome.starts == 1 + size.coordinator_kills
     assert {kind: len(times) for kind, times in outcome.seconds.items()} == dict(size.kinds)
     assert "sound" in outcome.audit
-    assert (outcome.owners > size.worker_kills) == sharded
+    assert (outcome.owner_assignments > size.worker_kills) == sharded
     assert outcome.loop_held_ms < 5 * limits.LOOP_HOLD_MS  # a busy machine slows everything down

@@ -10,8 +10,8 @@ from pathlib import Path
 from tests.cluster import ROOT
 
 
-def built_wheel(directory: Path) -> Path:
-    """Build in a copy, which leaves nothing behind in the checkout."""
+def build_wheel(directory: Path) -> Path:
+    """Build a wheel from a copy, which leaves the checkout clean; return its path."""
     source = directory / "source"
     source.mkdir()
     for name in ("backends", "coordinator", "protocol", "worker"):

@@ -15,23 +15,23 @@ DEBIAN_PYTHON = "3.11"
 
 
 def locked_wheels(cache: pytest.Cache, *sets: str) -> Path:
-    """Return a folder with the packages of these files of `requirements/`; it is cached between
-    runs.
+    """Return a folder with the packages of these files of `requirements/`, cached between runs.
+
+    Skips the test if the packages are not available.
 
     Args:
         cache: pytest's cache.
         sets: File names without ".txt"; default `coordinator`.
 
-    Skips the test where the packages are not available.
     """
     sets = sets or ("coordinator",)
     folder = cache.mkdir("-".join(("wheels", *sets)))
     for name in sets:
-        _have(folder, ROOT / "requirements" / f"{name}.txt")
+        _download(folder, ROOT / "requirements" / f"{name}.txt")
     return folder
 
 
-def _have(folder: Path, lock: Path) -> None:
+def _download(folder: Path, lock: Path) -> None:
     content = folder / f"{blake3(lock.read_bytes()).hexdigest()}.whole"
     if content.exists():
         return
@@ -42,5 +42,7 @@ def _have(folder: Path, lock: Path) -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if completed.returncode:
-        pytest.skip(f"the packages cannot be had: {completed.stderr.strip().splitlines()[-1]}")
+        pytest.skip(
+            f"the packages cannot be downloaded: {completed.stderr.strip().splitlines()[-1]}"
+        )
     content.touch()

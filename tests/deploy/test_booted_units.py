@@ -51,7 +51,7 @@ def reference_process(tmp_path_factory):
         "--backend", "scripted", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0",
     )  # fmt: skip
     yield process, directory / "out/result.json"
-    process.terminate()  # and its worker, which has its output open too
+    process.terminate()  # ends its worker too, which has the same output open
     process.communicate()
 
 
@@ -69,7 +69,7 @@ def machine(reference_process, tmp_path_factory):
             machine.write(f"/etc/systemd/system/{unit}.d/quick.conf", WATCHDOG)
         machine.run("systemd-sysusers", f"{INSTALLED}/source/deploy/systemd/samestep.sysusers")
         machine.run("systemctl", "daemon-reload")
-        # A network of its own, where other machines could reach it.
+        # A separate network, where other machines could reach the coordinator.
         machine.run("ip", "link", "add", "lan", "type", "veth", "peer", "name", "cable")
         machine.run("ip", "address", "add", "192.0.2.7/24", "dev", "lan")
         for end in ("lan", "cable"):
@@ -81,7 +81,7 @@ def machine(reference_process, tmp_path_factory):
 
 @pytest.fixture
 def cluster(machine):
-    """The coordinator and two workers, idle."""
+    """Return the machine with an idle coordinator and two workers."""
     machine.run("systemctl", "start", COORDINATOR, *WORKERS)
     return machine
 
@@ -99,7 +99,7 @@ def submit(machine, run="paced"):
     return machine.run(command, "submit", f"/etc/samestep/{run}.yaml").splitlines()[-1]
 
 
-def begin(machine):
+def start_run(machine):
     """Submit another run and wait for its first step; return a journal position before it, and its
     id."""
     start = machine.journal_end()
@@ -108,8 +108,8 @@ def begin(machine):
     return start, run_id
 
 
-def ended(machine, run_id, start):
-    """Wait for the run's result."""
+def wait_for_result(machine, run_id, start):
+    """Wait for the end of the run; return its result."""
     finished_fields = {"SAMESTEP_EVENT": "run_ended", "SAMESTEP_OUTCOME": "finished"}
     machine.wait_for(start, SAMESTEP_RUN_ID=run_id, **finished_fields)
     return json.loads(machine.path(f"{COORDINATOR_HOME}/runs/{run_id}/result.json").read_text())
@@ -119,20 +119,20 @@ def ended(machine, run_id, start):
 def test_devices_work_for_dynamic_users(machine):
     """The CPU, and Vulkan where it is available (Mesa's software driver needs writable, executable
     memory)."""
-    second = "cpu1" if isinstance(adapters(), str) else "vulkan0"
-    units = ["samestep-worker@cpu0.service", f"samestep-worker@{second}.service"]
+    second_device = "cpu1" if isinstance(adapters(), str) else "vulkan0"
+    units = ["samestep-worker@cpu0.service", f"samestep-worker@{second_device}.service"]
     machine.run("systemctl", "stop", *WORKERS)
     machine.run("systemctl", "start", *units)
     start = machine.journal_end()
     run_id = submit(machine, "digits")
-    result = ended(machine, run_id, start)
+    result = wait_for_result(machine, run_id, start)
     for unit in (COORDINATOR, *units):
         assert int(machine.show(unit, "UID")) > 60_000
     entry = machine.wait_for(start, MESSAGE=f"run {run_id}: ready", _SYSTEMD_UNIT=units[0])
     assert entry["SAMESTEP_WORKER"] == "lab-cpu0"
     machine.run("systemctl", "stop", *units)
-    assert result["exact"] == (second == "cpu1")
-    assert set(result["workers"]) == {"lab-cpu0", f"lab-{second}"}
+    assert result["exact"] == (second_device == "cpu1")
+    assert set(result["workers"]) == {"lab-cpu0", f"lab-{second_device}"}
 
 
 def test_journal_has_the_join_line_without_the_token(machine):
@@ -144,31 +144,31 @@ def test_journal_has_the_join_line_without_the_token(machine):
 
 
 def test_killed_daemons_are_restarted_and_the_run_has_the_same_digest(cluster, digest):
-    start, run_id = begin(cluster)
+    start, run_id = start_run(cluster)
     killed_units = (COORDINATOR, WORKERS[0])
     cluster.run("systemctl", "kill", "--signal=KILL", *killed_units)
     for unit in killed_units:
         cluster.wait_for(start, MESSAGE_ID=RESTART_SCHEDULED, UNIT=unit)
     cluster.wait_for(start, SAMESTEP_EVENT="run_resumed", SAMESTEP_RUN_ID=run_id)
-    assert ended(cluster, run_id, start)["weights_digest"] == digest
+    assert wait_for_result(cluster, run_id, start)["weights_digest"] == digest
 
 
 @pytest.mark.slow
 def test_stopped_processes_are_replaced_by_the_watchdog(cluster, digest):
-    start, run_id = begin(cluster)
-    stalled = (COORDINATOR, WORKERS[1])
-    cluster.run("systemctl", "kill", "--signal=STOP", *stalled)
-    for unit in stalled:
+    start, run_id = start_run(cluster)
+    stalled_units = (COORDINATOR, WORKERS[1])
+    cluster.run("systemctl", "kill", "--signal=STOP", *stalled_units)
+    for unit in stalled_units:
         cluster.wait_for(start, MESSAGE_ID=FAILED, UNIT=unit, UNIT_RESULT="watchdog")
         cluster.wait_for(start, MESSAGE_ID=RESTART_SCHEDULED, UNIT=unit)
         # The stopped process reports where it hung.
         cluster.wait_for(start, MESSAGE="Fatal Python error: Aborted", _SYSTEMD_UNIT=unit)
-    assert ended(cluster, run_id, start)["weights_digest"] == digest
+    assert wait_for_result(cluster, run_id, start)["weights_digest"] == digest
 
 
 @pytest.mark.slow
-def test_a_stop_drains_and_a_start_resumes(cluster, digest):
-    start, run_id = begin(cluster)
+def test_stop_drains_and_start_resumes_the_run(cluster, digest):
+    start, run_id = start_run(cluster)
     cluster.run("systemctl", "stop", WORKERS[0])
     departure = cluster.wait_for(start, MESSAGE="goodbye: drained", _SYSTEMD_UNIT=WORKERS[0])
     assert (departure["SAMESTEP_WORKER"], departure["SAMESTEP_RUN_ID"]) == (NAMES[0], run_id)
@@ -182,7 +182,7 @@ def test_a_stop_drains_and_a_start_resumes(cluster, digest):
     start = cluster.journal_end()
     cluster.run("systemctl", "start", COORDINATOR, WORKERS[0])
     cluster.wait_for_status(COORDINATOR, rf"\w+, run {run_id} step \d+ of {STEPS}, \d of 2 workers")
-    assert ended(cluster, run_id, start)["weights_digest"] == digest
+    assert wait_for_result(cluster, run_id, start)["weights_digest"] == digest
     cluster.wait_for_status(COORDINATOR, f"finished, run {run_id} step {STEPS} of {STEPS}")
     cluster.wait_for_status(WORKERS[0], f"{NAMES[0]}: waiting for a run")
 

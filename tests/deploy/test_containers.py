@@ -32,9 +32,11 @@ class TestText:
         assert re.findall(r"^USER (.*)$", file.read_text(), re.MULTILINE) == ["10001:10001"]
 
     def test_no_secret_in_build_arguments_or_copies(self, file):
-        telling = re.compile(r"token|password|secret|pip\.conf|index|COPY \. ", re.IGNORECASE)
+        suspicious_words = re.compile(
+            r"token|password|secret|pip\.conf|index|COPY \. ", re.IGNORECASE
+        )
         for line in re.findall(r"^(?:ARG|ENV|COPY|ADD) .*$", file.read_text(), re.MULTILINE):
-            assert not telling.search(line), line
+            assert not suspicious_words.search(line), line
         assert file.read_text().count("--mount=type=secret,id=pip.conf") == 1
 
     def test_copied_files_exist_and_are_tracked(self, file):
@@ -45,13 +47,13 @@ class TestText:
                 assert (ROOT / source).exists()
                 assert re.search(rf"^!{re.escape(source)}($|/)", allowed, re.MULTILINE), source
 
-    def test_the_health_check_works(self, file):
+    def test_only_the_coordinator_has_a_health_check(self, file):
         (check,) = re.findall(r"^HEALTHCHECK (.*)$", file.read_text(), re.MULTILINE)
         assert (check == "NONE") is (file.stem == "worker")
 
 
 class Podman:
-    """Images and containers in folders of their own; `running` must be a short path for podman."""
+    """Images and containers in separate folders; podman needs a short `runtime_directory`."""
 
     def __init__(self, directory: Path, runtime_directory: str) -> None:
         self._storage = [
@@ -82,9 +84,9 @@ class Podman:
 
 @pytest.fixture(scope="module")
 def podman(request, tmp_path_factory) -> Iterator[Podman]:
-    """Both images, built on a Debian that debootstrap creates and the cache keeps between runs."""
+    """Build both images on a Debian that debootstrap creates and the cache keeps between runs."""
     if os.geteuid() != 0:
-        pytest.skip("no images can be built here: only root may")
+        pytest.skip("images can be built only by root")
     for command in ("podman", "buildah", "runc", "debootstrap"):
         if shutil.which(command) is None:
             pytest.skip(f"no images can be built here: {command} is missing")
@@ -93,7 +95,7 @@ def podman(request, tmp_path_factory) -> Iterator[Podman]:
     runtime_directory = tempfile.mkdtemp(prefix="podman-", dir="/run")
     engine = Podman(directory, runtime_directory)
     engine.run("import", str(base_system(request.config.cache, directory)), BASE)
-    settings = settings_of_pip(directory)
+    settings = write_pip_settings(directory)
     engine.build("coordinator", settings, wheels)
     engine.build("worker", settings, wheels, "--build-arg", "PACKAGES=coordinator")
     yield engine
@@ -102,7 +104,7 @@ def podman(request, tmp_path_factory) -> Iterator[Podman]:
     shutil.rmtree(runtime_directory, ignore_errors=True)
 
 
-def settings_of_pip(directory: Path) -> Path:
+def write_pip_settings(directory: Path) -> Path:
     settings = directory / "pip.conf"
     settings.write_text(f"# {SECRET}\n[global]\nno-index = true\nfind-links = /wheels\n")
     return settings
@@ -128,13 +130,13 @@ def base_system(cache: pytest.Cache, directory: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-class TestBuilt:
-    def test_a_coordinator_and_a_worker_that_joins(self, podman):
+class TestImages:
+    def test_worker_joins_a_coordinator(self, podman):
         podman.run(
             "run", "--detach", "--name", "c", *LIMITS, "--network=none", "--read-only",
             "--tmpfs", "/tmp", "coordinator",
         )  # fmt: skip
-        first_line_with(podman, "c", "status: ")
+        wait_for_line(podman, "c", "status: ")
         podman.run("healthcheck", "run", "c")
         token = podman.run("exec", "c", "coordinator", "token", "show")
         podman.run("secret", "create", "join.token", "-", stdin=token.encode())
@@ -143,7 +145,7 @@ class TestBuilt:
             "--secret", "join.token,uid=10001,mode=0400",
             "worker", "--backend", "scripted", "--name", "boxed",
         )  # fmt: skip
-        first_line_with(podman, "w", "joined as 'boxed'")
+        wait_for_line(podman, "w", "joined as 'boxed'")
         status = json.loads(podman.run("exec", "c", "coordinator", "status", "--json"))
         assert [worker["name"] for worker in status["workers"]] == ["boxed"]
         doctor = json.loads(
@@ -158,9 +160,9 @@ class TestBuilt:
 
     def test_a_worker_with_all_its_packages_computes(self, podman, request, tmp_path):
         wheels = locked_wheels(request.config.cache, "run", "cpu")
-        podman.build("worker", settings_of_pip(tmp_path), wheels, tag="whole-worker")
+        podman.build("worker", write_pip_settings(tmp_path), wheels, tag="full-worker")
         output = podman.run(
-            "run", "--rm", *LIMITS, "--network=none", "whole-worker", "doctor", "--backend", "cpu",
+            "run", "--rm", *LIMITS, "--network=none", "full-worker", "doctor", "--backend", "cpu",
             "--coordinator", "127.0.0.1:9", "--json", check=False,
         )  # fmt: skip
         checks = {each["check"]: each for each in json.loads(output)["checks"]}
@@ -174,19 +176,19 @@ class TestBuilt:
         contents = archive.read_bytes()
         assert b"environment.sh" in contents
         assert SECRET.encode() not in contents
-        for made_at_the_first_start in (b"join.token\0", b"key.pem\0"):
-            assert made_at_the_first_start not in contents
+        for generated_content in (b"join.token\0", b"key.pem\0"):
+            assert generated_content not in contents
 
 
-def first_line_with(podman: Podman, name: str, text: str) -> None:
+def wait_for_line(podman: Podman, name: str, text: str) -> None:
     """Follow the output of a container until it contains this text."""
     command = ["podman", *podman._storage, "logs", "--follow", name]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
-        assert following.stdout is not None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as follower:
+        assert follower.stdout is not None
         lines_read = []
-        for line in following.stdout:
+        for line in follower.stdout:
             lines_read.append(line)
             if text in line:
-                following.kill()
+                follower.kill()
                 return
     raise AssertionError(f"no {text!r} in {lines_read}")

@@ -28,9 +28,9 @@ def test_schema_accepts_manifest(manifest):
         "kubernetes_validate", reason="the schemas are missing: pip install kubernetes-validate"
     )
     validate.validate(manifest, validate.latest_version(), strict=True)
-    misspelt = {**manifest, "spec": {**manifest["spec"], "replica": 1}}
+    misspelled_manifest = {**manifest, "spec": {**manifest["spec"], "replica": 1}}
     with pytest.raises(validate.ValidationError):
-        validate.validate(misspelt, validate.latest_version(), strict=True)
+        validate.validate(misspelled_manifest, validate.latest_version(), strict=True)
 
 
 def test_workers_use_the_address_of_the_coordinator_service():
@@ -38,13 +38,15 @@ def test_workers_use_the_address_of_the_coordinator_service():
     (port,) = service["spec"]["ports"]
     address = f"{service['metadata']['name']}:{port['port']}"
     assert address in pods()["samestep-worker"]["containers"][0]["args"]
-    (listening,) = pods()["samestep-coordinator"]["containers"][0]["ports"]
-    assert port["targetPort"] == listening["name"]
-    assert f"SAMESTEP_BIND=0.0.0.0:{listening['containerPort']}" in image("coordinator")
+    (container_port,) = pods()["samestep-coordinator"]["containers"][0]["ports"]
+    assert port["targetPort"] == container_port["name"]
+    assert f"SAMESTEP_BIND=0.0.0.0:{container_port['containerPort']}" in container_file(
+        "coordinator"
+    )
 
 
-def image(daemon):
-    """Return its container file."""
+def container_file(daemon):
+    """Return the text of the daemon's container file."""
     return (ROOT / f"deploy/{daemon}.Containerfile").read_text()
 
 
@@ -52,9 +54,9 @@ def image(daemon):
 def test_a_pod_runs_as_its_image_expects(daemon):
     pod = pods()[f"samestep-{daemon}"]
     (container,) = pod["containers"]
-    assert f"--uid {pod['securityContext']['runAsUser']} " in image(daemon)
-    mounted = {each["mountPath"] for each in container["volumeMounts"]}
-    assert set(re.findall(r"^VOLUME (\S+)$", image(daemon), re.MULTILINE)) <= mounted
+    assert f"--uid {pod['securityContext']['runAsUser']} " in container_file(daemon)
+    mount_paths = {each["mountPath"] for each in container["volumeMounts"]}
+    assert set(re.findall(r"^VOLUME (\S+)$", container_file(daemon), re.MULTILINE)) <= mount_paths
     help_text = run_command(daemon, "--help").stdout
     for argument in (*container.get("args", ()), *(each["name"] for each in container["env"])):
         if argument.startswith("--") or (

@@ -1,7 +1,7 @@
-"""The Ansible role for NVIDIA's driver; files and packages replace card and driver.
+"""The Ansible role for NVIDIA's driver, with files and packages in place of card and driver.
 
-The package repositories are real for apt; their packages have the names of Debian's and NVIDIA's,
-and almost no content.
+The package repositories are valid for apt. Their packages have the names of Debian's and NVIDIA's
+packages, and almost no content.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def play(tmp_path: Path, tasks: str, hosts: dict[str, Any], *arguments: str) -> 
     return recap, output
 
 
-FEW: tuple[tuple[str, str, dict[str, object]], ...] = (
+FEW_MACHINES: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("new", "580.65.06", {}),
     ("old", "550.163.01", {}),
     ("none", "", {}),
 )  # fmt: skip
 """Machines: a name, the loaded driver, and its inventory variables."""
-ALL = (
-    *FEW,
+ALL_MACHINES = (
+    *FEW_MACHINES,
     ("old-and-only-vulkan", "550.163.01", {"samestep_devices": ["vulkan0"]}),
     ("old-and-only-cpu", "550.163.01", {"samestep_torch": "cpu"}),
     ("none-and-left-to-the-user", "", {"samestep_nvidia_driver": False}),
@@ -65,17 +65,20 @@ ALL = (
 
 @pytest.mark.parametrize(
     "machines",
-    [pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.slow)],
+    [
+        pytest.param(FEW_MACHINES, id="few"),
+        pytest.param(ALL_MACHINES, id="all", marks=pytest.mark.slow),
+    ],
 )
-def test_an_old_driver_is_refused_and_a_missing_one_installed(tmp_path, machines):
+def test_old_driver_is_refused_and_missing_driver_is_installed(tmp_path, machines):
     hosts = {}
-    for name, loaded, variables in machines:
+    for name, loaded_version, variables in machines:
         driver = tmp_path / f"{name}.driver"
-        if loaded:
-            driver.write_text(VERSION.format(loaded))
+        if loaded_version:
+            driver.write_text(VERSION.format(loaded_version))
         local = {"ansible_connection": "local", "samestep_driver_file": str(driver)}
         hosts[name] = local | {"ansible_python_interpreter": "/usr/bin/python3"} | variables
-    # That file is a constant of the role: only the command line can change it, not an inventory.
+    # The driver file is a constant of the role, which only the command line can change.
     driver_files = "{{ samestep_driver_files[inventory_hostname] }}"
     files = {name: host.pop("samestep_driver_file") for name, host in hosts.items()}
     extra = json.dumps({"samestep_driver_files": files, "samestep_driver_file": driver_files})
@@ -142,12 +145,12 @@ class Repositories:
             file.chmod(0o755 if text.startswith("#!") else 0o644)
         pool = self._folder / repository
         pool.mkdir(exist_ok=True)
-        packed = pool / f"{name}.deb"
-        command = ["dpkg-deb", "--root-owner-group", "--build", str(tree), str(packed)]
+        package_file = pool / f"{name}.deb"
+        command = ["dpkg-deb", "--root-owner-group", "--build", str(tree), str(package_file)]
         subprocess.run(command, check=True, capture_output=True)
-        digest = hashlib.sha256(packed.read_bytes()).hexdigest()
-        size = packed.stat().st_size
-        return f"{control}Filename: ./{packed.name}\nSize: {size}\nSHA256: {digest}\n"
+        digest = hashlib.sha256(package_file.read_bytes()).hexdigest()
+        size = package_file.stat().st_size
+        return f"{control}Filename: ./{package_file.name}\nSize: {size}\nSHA256: {digest}\n"
 
 
 ONE_LINE = "deb [trusted=yes] file:/srv/repositories/debian bookworm main\n"
@@ -164,7 +167,7 @@ Trusted: yes
 @pytest.mark.parametrize(
     ("file", "source"), [("sources.list", ONE_LINE), ("sources.list.d/debian.sources", STANZA)]
 )
-def test_a_machine_with_a_card_and_no_driver_gets_nvidias(tmp_path, file, source):
+def test_machine_with_a_card_and_no_driver_gets_the_driver(tmp_path, file, source):
     if shutil.which("dpkg-deb") is None or not Path("/etc/debian_version").exists():
         pytest.skip("no Debian here to install packages on")
     repositories = tmp_path / "repositories"
@@ -202,8 +205,8 @@ def test_a_machine_with_a_card_and_no_driver_gets_nvidias(tmp_path, file, source
         assert "found 550.163.01: remove it" in " ".join(output.split())
 
         only_cpu = {"tower": hosts | {"samestep_torch": "cpu"}}
-        for loaded in (VERSION.format("550.163.01"), ""):
-            machine.write("/var/lib/driver-version", loaded)
+        for loaded_version in (VERSION.format("550.163.01"), ""):
+            machine.write("/var/lib/driver-version", loaded_version)
             recap, output = play(tmp_path, "devices.yml", only_cpu, *arguments)
             assert recap == {"tower": (0, 0)}, output
             assert "devices: ['cpu']" in output

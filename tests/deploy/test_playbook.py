@@ -17,7 +17,7 @@ import pytest
 
 from tests.booted_machine import INSTALLED, Machine, booted_machine
 from tests.cluster import ROOT
-from tests.deploy.built_wheel import built_wheel
+from tests.deploy.built_wheel import build_wheel
 from tests.deploy.locked_wheels import DEBIAN_PYTHON, locked_wheels
 from tests.network_hosts import network
 
@@ -27,7 +27,7 @@ HERE = ROOT / "deploy" / "ansible"
 RECAP = re.compile(r"^(\w+) +: ok=\d+ +changed=(\d+) +unreachable=0 +failed=0 ", re.MULTILINE)
 WHEELS = "/srv/wheels"
 SSH = """#!/bin/sh
-# Stands for ssh: the last argument is the command for the machine.
+# Replaces ssh: the last argument is the command for the machine.
 for command; do :; done
 exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root \\
     nsenter --target {leader} --all -- /bin/sh -c "$command"
@@ -139,17 +139,17 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def wheels(request) -> Path:
-    """The packages for the machines' pip; the machines share this machine's system."""
+    """Return packages for pip on the test machines, which share this machine's operating system."""
     version = subprocess.run(
         ["/usr/bin/python3", "-c", "import sys, venv, ensurepip; print(*sys.version_info[:2])"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if version.returncode:
-        pytest.skip(
-            "no bare machine can be made here: Debian's python3 and python3-venv are missing"
-        )
+        pytest.skip("cannot build a bare machine: Debian's python3 and python3-venv are missing")
     if version.stdout.split() != DEBIAN_PYTHON.split("."):
-        pytest.skip(f"no Debian 12 here: its Python is {version.stdout.strip().replace(' ', '.')}")
+        pytest.skip(
+            f"expected Debian 12's Python, found {version.stdout.strip().replace(' ', '.')}"
+        )
     return locked_wheels(request.config.cache)
 
 
@@ -174,17 +174,17 @@ def cluster(wheels, tmp_path_factory) -> Iterator[Cluster]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_playbook_installs_then_changes_nothing_then_applies_changes(cluster, tmp_path):
-    first_run(cluster)
+    check_first_run(cluster)
     assert cluster.play()[0] == {"desk": 0, "tower": 0}
     assert cluster.play("--check", "--diff")[0] == {"desk": 0, "tower": 0}
-    options = {"samestep_wheel": str(built_wheel(tmp_path)), "samestep_devices": ["scripted:1"]}
+    options = {"samestep_wheel": str(build_wheel(tmp_path)), "samestep_devices": ["scripted:1"]}
     arguments = ("-e", json.dumps(options))
-    with_another_token(cluster, arguments)
+    check_changes(cluster, arguments)
     assert cluster.play(*arguments)[0] == {"desk": 0, "tower": 0}
 
 
-def first_run(cluster: Cluster) -> None:
-    """Two bare machines become a coordinator and two workers."""
+def check_first_run(cluster: Cluster) -> None:
+    """Check that the playbook turns two bare machines into a coordinator and two workers."""
     changes, output = cluster.play("-vvv", "--diff")
     assert all(changes.values())
     assert cluster.workers() == {"desk-scripted", "tower-scripted"}
@@ -203,8 +203,8 @@ def first_run(cluster: Cluster) -> None:
     )
 
 
-def with_another_token(cluster: Cluster, arguments: tuple[str, ...]) -> None:
-    """The token changes, the code comes from a wheel, and the devices change."""
+def check_changes(cluster: Cluster, arguments: tuple[str, ...]) -> None:
+    """Check that the playbook applies a new token, code from a wheel, and other devices."""
     cluster.on_desk("token", "rotate")
     changes, _ = cluster.play(*arguments)
     assert all(changes.values())
@@ -214,7 +214,7 @@ def with_another_token(cluster: Cluster, arguments: tuple[str, ...]) -> None:
         assert machine.path("/etc/credstore/samestep.join.token").read_text().strip() == token
         for name, value in (("ActiveState", "inactive"), ("UnitFileState", "disabled")):
             assert machine.show("samestep-worker@scripted.service", name) == value
-        where = machine.run(
+        module_path = machine.run(
             f"{INSTALLED}/bin/python", "-c", "import protocol; print(protocol.__file__)"
         )
-        assert where.startswith(INSTALLED)
+        assert module_path.startswith(INSTALLED)

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 PYTHON = """#!/bin/bash
-# Stands for Python; $FAKE says what goes wrong.
+# Replaces Python; the FAKE variables choose what goes wrong.
 case "$*" in
 "-V") echo "Python ${FAKE_VERSION:-3.11.7}" ;;
 *%d.%d*) echo "${FAKE_MINOR:-3.11}" ;;
@@ -54,9 +54,9 @@ class Checkout:
         for name, text in (("python3.11", PYTHON), ("df", DF)):
             (self.commands / name).write_text(text)
             (self.commands / name).chmod(0o755)
-        self.has_driver("NVIDIA-SMI has failed", code=9)
+        self.set_driver("NVIDIA-SMI has failed", code=9)
 
-    def has_driver(self, *lines: str, code: int = 0) -> None:
+    def set_driver(self, *lines: str, code: int = 0) -> None:
         """Script the driver version that nvidia-smi prints."""
         script_lines = "".join(f"echo '{line}'\n" for line in lines)
         command = self.commands / "nvidia-smi"
@@ -78,7 +78,7 @@ class Checkout:
             timeout=30,
         )
 
-    def commands_run(self) -> list[str]:
+    def logged_commands(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []
 
 
@@ -93,7 +93,7 @@ def test_quickstart_creates_the_environment_and_runs(checkout: Checkout):
     assert completed.stdout == (
         "ran --expect-workers 3 --local-workers 3 --run deploy/runs/sms-spam.yaml --set steps=20\n"
     )
-    assert checkout.commands_run() == [
+    assert checkout.logged_commands() == [
         "pip -r requirements/assets.txt",
         "pip -r requirements/cpu.txt",
         "pip -e .",
@@ -103,19 +103,19 @@ def test_quickstart_creates_the_environment_and_runs(checkout: Checkout):
 
 def test_a_second_run_changes_and_prints_nothing(checkout: Checkout):
     checkout.run()
-    before = checkout.commands_run()
-    repeat = checkout.run()
-    assert (repeat.returncode, repeat.stderr) == (0, "")
-    assert checkout.commands_run() == before
+    before = checkout.logged_commands()
+    second_run = checkout.run()
+    assert (second_run.returncode, second_run.stderr) == (0, "")
+    assert checkout.logged_commands() == before
 
 
 def test_another_lock_installs_again(checkout: Checkout):
     checkout.run()
-    before = len(checkout.commands_run())
+    before = len(checkout.logged_commands())
     with (checkout.repository / "requirements" / "run.txt").open("a") as lock:
         lock.write("# a change\n")
     checkout.run()
-    assert len(checkout.commands_run()) == 2 * before
+    assert len(checkout.logged_commands()) == 2 * before
 
 
 def test_an_interrupted_environment_is_recreated(checkout: Checkout):
@@ -127,14 +127,14 @@ def test_an_interrupted_environment_is_recreated(checkout: Checkout):
 
 
 def test_a_development_environment_also_runs(checkout: Checkout):
-    environment(checkout, "dev")
-    before = checkout.commands_run()
+    make_environment(checkout, "dev")
+    before = checkout.logged_commands()
     assert "pip -r requirements/dev.txt" in before
     checkout.run()
-    assert checkout.commands_run() == before
+    assert checkout.logged_commands() == before
 
 
-def environment(checkout: Checkout, name: str, **fakes: str) -> str:
+def make_environment(checkout: Checkout, name: str, **fakes: str) -> str:
     """Run environment.sh; return its standard error."""
     script = str(checkout.repository / "deploy" / "environment.sh")
     variables = {"PATH": f"{checkout.commands}:{os.environ['PATH']}"}
@@ -147,130 +147,132 @@ def environment(checkout: Checkout, name: str, **fakes: str) -> str:
 
 
 def test_a_coordinator_gets_no_torch(checkout: Checkout):
-    environment(checkout, "coordinator")
-    assert checkout.commands_run() == [
+    make_environment(checkout, "coordinator")
+    assert checkout.logged_commands() == [
         "pip -r requirements/coordinator.txt",
         "pip -e .",
         "compiled",
     ]
-    environment(checkout, "coordinator")
-    assert len(checkout.commands_run()) == 3
-    environment(checkout, "worker")
-    assert checkout.commands_run()[3:5] == [
+    make_environment(checkout, "coordinator")
+    assert len(checkout.logged_commands()) == 3
+    make_environment(checkout, "worker")
+    assert checkout.logged_commands()[3:5] == [
         "pip -r requirements/run.txt",
         "pip -r requirements/cpu.txt",
     ]
-    before = checkout.commands_run()
-    environment(checkout, "coordinator")
-    assert checkout.commands_run() == before
+    before = checkout.logged_commands()
+    make_environment(checkout, "coordinator")
+    assert checkout.logged_commands() == before
 
 
 NO_ROCM = "ERROR: No matching distribution found for torch==2.13.0+rocm7.2"
-NOT_OFFERED = "ERROR: No matching distribution found for torch==2.13.0+cpu"
+NO_CPU_BUILD = "ERROR: No matching distribution found for torch==2.13.0+cpu"
 CPU, CUDA = "pip -r requirements/cpu.txt", "pip -r requirements/cuda.txt"
 
 
-def test_without_the_cpu_build_the_indexs_build_is_installed(checkout: Checkout):
-    assert checkout.run(FAKE_CPU=NOT_OFFERED).returncode == 0
-    assert CUDA in checkout.commands_run()
+def test_without_the_cpu_build_the_index_s_build_is_installed(checkout: Checkout):
+    assert checkout.run(FAKE_CPU=NO_CPU_BUILD).returncode == 0
+    assert CUDA in checkout.logged_commands()
 
 
 @pytest.mark.parametrize("version", ["580", "580.65.06", "610.57.04"])
 def test_a_recent_driver_gets_cuda(checkout: Checkout, version):
-    checkout.has_driver(version, version)  # one line for each of two cards
-    assert "driver" not in environment(checkout, "worker")
-    assert CUDA in checkout.commands_run()
-    assert CPU not in checkout.commands_run()
+    checkout.set_driver(version, version)  # one line for each of two cards
+    assert "driver" not in make_environment(checkout, "worker")
+    assert CUDA in checkout.logged_commands()
+    assert CPU not in checkout.logged_commands()
 
 
 @pytest.mark.parametrize("version", ["535.261.03", "579.99.99", "90.1"])
 def test_an_old_driver_is_reported_and_cuda_left_out(checkout: Checkout, version):
-    checkout.has_driver(version)
-    output = environment(checkout, "worker")
+    checkout.set_driver(version)
+    output = make_environment(checkout, "worker")
     assert f"NVIDIA's driver is {version}, but CUDA needs 580 or later" in output
-    assert CPU in checkout.commands_run()
-    assert CUDA not in checkout.commands_run()
+    assert CPU in checkout.logged_commands()
+    assert CUDA not in checkout.logged_commands()
 
 
 def test_a_driver_upgrade_switches_to_cuda(checkout: Checkout):
-    checkout.has_driver("535.261.03")
-    environment(checkout, "worker")
-    before = checkout.commands_run()
-    assert environment(checkout, "worker") == ""
-    assert checkout.commands_run() == before
-    checkout.has_driver("580.65.06")
-    assert environment(checkout, "worker", TORCH="cpu") == ""
-    assert environment(checkout, "coordinator") == ""
-    assert checkout.commands_run() == before
-    assert "now recent enough for CUDA" in environment(checkout, "worker")
-    assert CUDA in checkout.commands_run()[len(before) :]
-    after = checkout.commands_run()
-    assert environment(checkout, "worker") == ""
-    checkout.has_driver("NVIDIA-SMI has failed", code=9)
-    assert environment(checkout, "worker") == ""
-    assert checkout.commands_run() == after
+    checkout.set_driver("535.261.03")
+    make_environment(checkout, "worker")
+    before = checkout.logged_commands()
+    assert make_environment(checkout, "worker") == ""
+    assert checkout.logged_commands() == before
+    checkout.set_driver("580.65.06")
+    assert make_environment(checkout, "worker", TORCH="cpu") == ""
+    assert make_environment(checkout, "coordinator") == ""
+    assert checkout.logged_commands() == before
+    assert "now recent enough for CUDA" in make_environment(checkout, "worker")
+    assert CUDA in checkout.logged_commands()[len(before) :]
+    after = checkout.logged_commands()
+    assert make_environment(checkout, "worker") == ""
+    checkout.set_driver("NVIDIA-SMI has failed", code=9)
+    assert make_environment(checkout, "worker") == ""
+    assert checkout.logged_commands() == after
 
 
 def test_the_cpu_build_may_be_requested_with_an_old_driver(checkout: Checkout):
-    checkout.has_driver("535.261.03")
-    assert "driver" not in environment(checkout, "worker", TORCH="cpu")
-    assert CPU in checkout.commands_run()
+    checkout.set_driver("535.261.03")
+    assert "driver" not in make_environment(checkout, "worker", TORCH="cpu")
+    assert CPU in checkout.logged_commands()
 
 
 @pytest.mark.parametrize("version", ["3.12", "3.13"])
-def test_the_cpu_build_of_later_pythons(checkout: Checkout, version):
-    environment(checkout, "worker", FAKE_MINOR=version, TORCH="cpu")
-    assert CPU in checkout.commands_run()
+def test_later_pythons_get_the_cpu_build(checkout: Checkout, version):
+    make_environment(checkout, "worker", FAKE_MINOR=version, TORCH="cpu")
+    assert CPU in checkout.logged_commands()
 
 
-def test_a_python_without_a_locked_cpu_build_gets_the_indexs_build(checkout: Checkout):
-    assert "not locked for Python 3.14" in environment(checkout, "worker", FAKE_MINOR="3.14")
-    assert CPU not in checkout.commands_run()
-    assert CUDA in checkout.commands_run()
+def test_a_python_without_a_locked_cpu_build_gets_the_index_s_build(checkout: Checkout):
+    assert "not locked for Python 3.14" in make_environment(checkout, "worker", FAKE_MINOR="3.14")
+    assert CPU not in checkout.logged_commands()
+    assert CUDA in checkout.logged_commands()
 
 
 def test_the_other_build_of_torch_replaces_the_first(checkout: Checkout):
-    environment(checkout, "worker")
-    environment(checkout, "worker", TORCH="cpu")
-    before = checkout.commands_run()
+    make_environment(checkout, "worker")
+    make_environment(checkout, "worker", TORCH="cpu")
+    before = checkout.logged_commands()
     assert before.count(CPU) == 1
     site = checkout.repository / ".venv" / "lib" / "python3.11" / "site-packages"
     (site / "torch-2.13.0+cpu.dist-info").mkdir(parents=True)
-    environment(checkout, "worker", TORCH="cuda")
-    assert checkout.commands_run()[len(before) :][1:3] == ["pip triton-rocm torch", CUDA]
-    after = checkout.commands_run()
+    make_environment(checkout, "worker", TORCH="cuda")
+    assert checkout.logged_commands()[len(before) :][1:3] == ["pip triton-rocm torch", CUDA]
+    after = checkout.logged_commands()
     for torch in ("cuda", ""):
-        environment(checkout, "worker", TORCH=torch)
-    assert checkout.commands_run() == after
+        make_environment(checkout, "worker", TORCH=torch)
+    assert checkout.logged_commands() == after
 
 
-def test_the_build_for_cards_of_amd_says_that_it_has_no_hashes(checkout: Checkout):
-    output = environment(checkout, "worker", TORCH="rocm")
+def test_rocm_build_is_reported_to_have_no_hashes(checkout: Checkout):
+    output = make_environment(checkout, "worker", TORCH="rocm")
     assert "installing torch's ROCm build by exact version, without hashes" in output
-    assert checkout.commands_run()[1] == "pip -r requirements/rocm.txt"
-    assert {CPU, CUDA}.isdisjoint(checkout.commands_run())
-    before = checkout.commands_run()
+    assert checkout.logged_commands()[1] == "pip -r requirements/rocm.txt"
+    assert {CPU, CUDA}.isdisjoint(checkout.logged_commands())
+    before = checkout.logged_commands()
     for torch in ("rocm", ""):
-        assert environment(checkout, "worker", TORCH=torch) == ""
-    assert checkout.commands_run() == before
+        assert make_environment(checkout, "worker", TORCH=torch) == ""
+    assert checkout.logged_commands() == before
 
 
 @pytest.mark.parametrize(
-    ("present", "wanted", "is_removed"),
+    ("installed_version", "requested_build", "is_removed"),
     [("2.13.0", "rocm", True), ("2.13.0+cpu", "rocm", True), ("2.13.0+rocm7.2", "rocm", False),
      ("2.13.0+rocm7.2", "cuda", True), ("2.13.0", "cuda", False)],
 )  # fmt: skip
-def test_no_build_of_torch_is_laid_over_another(checkout: Checkout, present, wanted, is_removed):
-    environment(checkout, "coordinator")
+def test_another_build_of_torch_is_removed_first(
+    checkout: Checkout, installed_version, requested_build, is_removed
+):
+    make_environment(checkout, "coordinator")
     site = checkout.repository / ".venv" / "lib" / "python3.11" / "site-packages"
-    (site / f"torch-{present}.dist-info").mkdir(parents=True)
-    environment(checkout, "worker", TORCH=wanted)
-    assert ("pip triton-rocm torch" in checkout.commands_run()) == is_removed
-    assert f"pip -r requirements/{wanted}.txt" in checkout.commands_run()
+    (site / f"torch-{installed_version}.dist-info").mkdir(parents=True)
+    make_environment(checkout, "worker", TORCH=requested_build)
+    assert ("pip triton-rocm torch" in checkout.logged_commands()) == is_removed
+    assert f"pip -r requirements/{requested_build}.txt" in checkout.logged_commands()
 
 
-def test_pip_takes_the_rocm_set_as_it_is_written(tmp_path: Path):
-    """Without a network: from a folder with files of these names, and nothing in them."""
+def test_pip_accepts_the_rocm_requirements(tmp_path: Path):
+    """Install without a network, from a folder of empty wheels with these names."""
     tags = "py3-none-any"
     names = {"torch": "2.13.0+rocm7.2", "triton-rocm": "3.7.1"}
     for name, version in names.items():
@@ -303,11 +305,11 @@ def test_pip_takes_the_rocm_set_as_it_is_written(tmp_path: Path):
         str(ROOT / "requirements/rocm.txt"),
     ]
     subprocess.run(command, check=True, timeout=60)
-    chosen = {
+    chosen_versions = {
         each["metadata"]["name"]: each["metadata"]["version"]
         for each in json.loads(report.read_text())["install"]
     }
-    assert chosen == names
+    assert chosen_versions == names
     version = names["torch"].partition("+")[0]
     for lock in ("cpu", "cuda"):
         text = (ROOT / "requirements" / f"{lock}.txt").read_text()
@@ -327,7 +329,7 @@ NO_NETWORK = (
         ({"FAKE_PIP": NO_NETWORK}, 69, "cannot reach the package index"),
         ({"FAKE_CPU": NO_NETWORK}, 69, "cannot reach"),
         (
-            {"FAKE_CPU": NOT_OFFERED, "TORCH": "cpu"},
+            {"FAKE_CPU": NO_CPU_BUILD, "TORCH": "cpu"},
             69,
             "set PIP_EXTRA_INDEX_URL to PyTorch's index",
         ),
@@ -353,7 +355,7 @@ NO_NETWORK = (
         ({"FAKE_PIP": "note\nERROR: something new\n"}, 1, "ERROR: something new"),
     ],
 )
-def test_a_failure_is_one_line_and_an_exit_code(checkout: Checkout, fakes, code, message):
+def test_failure_gives_one_line_and_an_exit_code(checkout: Checkout, fakes, code, message):
     completed = checkout.run(**fakes)
     *progress, last = completed.stderr.splitlines()
     assert message in last
@@ -364,11 +366,11 @@ def test_a_failure_is_one_line_and_an_exit_code(checkout: Checkout, fakes, code,
 
 
 def test_requested_cuda_is_refused_with_an_old_driver(checkout: Checkout):
-    checkout.has_driver("550.163.01")
+    checkout.set_driver("550.163.01")
     completed = checkout.run(TORCH="cuda")
     assert completed.returncode == 78
     assert completed.stderr.startswith(
         "samestep: expected NVIDIA's driver 580 or later, found 550.163"
     )
     assert completed.stderr.count("\n") == 1
-    assert checkout.commands_run() == []
+    assert checkout.logged_commands() == []

@@ -89,17 +89,17 @@ def test_preempted_workers_and_a_requeued_coordinator_leave_no_trace_in_the_dige
     coordinator = slurm.submit("coordinator.sbatch", "-p", "high", "-w", "node1", cwd=run)
     workers = slurm.submit("worker.sbatch", "--array=1-4", "-x", "node1", cwd=run)
 
-    def told():
+    def coordinator_log():
         return log_of(run, "samestep-coordinator-*.log")
 
-    slurm.wait_until(lambda: "step 1/" in told())
+    slurm.wait_until(lambda: "step 1/" in coordinator_log())
     secret = run / "keys/coordinator/join.token"
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     # Two of the four workers run on each node: a job of higher priority takes one node.
     slurm.submit("more-important.sh", "-p", "high", "-w", "node3", "--exclusive", cwd=run)
-    slurm.wait_until(lambda: told().count(" left: drained") == 2)
+    slurm.wait_until(lambda: coordinator_log().count(" left: drained") == 2)
     slurm.run("scontrol", "requeue", coordinator)
-    slurm.wait_until(lambda: told().count("listening for workers") == 2)
+    slurm.wait_until(lambda: coordinator_log().count("listening for workers") == 2)
     slurm.wait_until(lambda: not slurm.states(coordinator) and not slurm.states(workers))
     result = json.loads((run / "run/result.json").read_text())
     assert (result["outcome"], result["steps"]) == ("finished", STEPS), slurm.logs()
@@ -152,12 +152,12 @@ def test_jobs_drain_before_their_time_limit_and_are_requeued(
     coordinator = slurm.submit("coordinator.sbatch", "-w", "node1", cwd=run)
     workers = slurm.submit("worker.sbatch", "--array=1-4", "-x", "node1", cwd=run)
 
-    def told():
+    def coordinator_log():
         return log_of(run, "samestep-coordinator-*.log")
 
-    slurm.wait_until(lambda: "step 1/" in told())
+    slurm.wait_until(lambda: "step 1/" in coordinator_log())
     slurm.run("scancel", "--batch", "--signal=USR1", f"{workers}_4", coordinator)
-    slurm.wait_until(lambda: told().count("listening for workers") == 2)
+    slurm.wait_until(lambda: coordinator_log().count("listening for workers") == 2)
     slurm.wait_until(lambda: not slurm.states(coordinator) and not slurm.states(workers))
     result = json.loads((run / "run/result.json").read_text())
     assert (result["outcome"], result["steps"]) == ("finished", STEPS), slurm.logs()
@@ -201,7 +201,7 @@ echo $$ >step.new; mv step.new step.pid; exec "$@" """,
 
 
 class Scripts:
-    """deploy/slurm in a directory of its own, run as job 7."""
+    """The scripts of deploy/slurm in a separate directory, run as job 7."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -226,7 +226,7 @@ class Scripts:
         )  # fmt: skip
 
     def run(self, script, *arguments, **environment):
-        """Return the exit code and the output."""
+        """Run a script; return its exit code and output."""
         process = self.start(script, *arguments, **environment)
         text, _ = process.communicate(timeout=PATIENCE_S)
         return process.returncode, text
@@ -250,8 +250,8 @@ def test_refused_run_fails_its_job_despite_an_earlier_result(scripts):
 
 def test_waiting_worker_is_requeued_at_its_time_limit(scripts):
     process = scripts.start("worker.sbatch")
-    until_s = time.monotonic() + PATIENCE_S
-    while scripts.read("step.pid") is None and time.monotonic() < until_s:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while scripts.read("step.pid") is None and time.monotonic() < deadline_s:
         time.sleep(0.01)
     process.send_signal(signal.SIGUSR1)
     text, _ = process.communicate(timeout=PATIENCE_S)
@@ -260,16 +260,16 @@ def test_waiting_worker_is_requeued_at_its_time_limit(scripts):
 
 
 def test_workers_end_with_a_coordinator_that_needs_its_user(scripts):
-    """A refused run spec: workers would otherwise keep their nodes for a day."""
+    """With a refused run spec, workers would otherwise keep their nodes for a day."""
     assert scripts.run("coordinator.sbatch", CODE="1")[0] == 1
-    assert scripts.read("coordinator.failed") is None, "resubmitted, it finds its workers"
+    assert scripts.read("coordinator.failed") is None, "a resubmitted coordinator finds its workers"
     assert scripts.run("coordinator.sbatch", CODE="2")[0] == 2
     (scripts.directory / "step.pid").unlink()
     process = scripts.start("worker.sbatch", LOOK_EVERY_S="0.01")
-    until_s = time.monotonic() + PATIENCE_S
-    while scripts.read("step.pid") is None and time.monotonic() < until_s:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while scripts.read("step.pid") is None and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert process.poll() is None, "that was before this job"
+    assert process.poll() is None, "that failure was before this job"
     failed_marker = scripts.directory / "coordinator.failed"
     failed_marker.write_text(failed_marker.read_text().replace("7", "8"))
     text, _ = process.communicate(timeout=PATIENCE_S)
@@ -292,7 +292,7 @@ def test_longer_time_limit_is_accepted(scripts, limit):
     assert "--resume" in scripts.read("coordinator.txt")
 
 
-def test_a_second_coordinator_leaves_the_control_script_with_the_first(scripts):
+def test_control_script_stays_with_the_first_of_two_coordinators(scripts):
     (scripts.directory / "coordinator.job").write_text("5\n")
     (scripts.directory / "address.json").write_text('{"control": "127.0.0.1:9"}')
     code, text = scripts.run("coordinator.sbatch", RUNNING="5")

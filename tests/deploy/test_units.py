@@ -17,7 +17,7 @@ from tests.cluster import ROOT
 UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
 EXPOSURE = re.compile(r"Overall exposure level for \S+: ([0-9.]+)")
 
-tools = pytest.mark.skipif(
+needs_systemd_analyze = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd-analyze is missing"
 )
 
@@ -32,9 +32,9 @@ def analyze(*arguments):
     )
 
 
-def complaints(unit: Path, directory: Path, old: str = "", new: str = "") -> str:
-    """Return what `verify` reports about a unit whose commands exist; its exit code is not
-    informative."""
+def verification_errors(unit: Path, directory: Path, old: str = "", new: str = "") -> str:
+    """Return the errors that `systemd-analyze verify` prints for a unit whose commands exist; its
+    exit code is not informative."""
     for command in ("coordinator", "worker"):
         shutil.copy("/bin/true", directory / command)
     copy = directory / unit.name
@@ -45,19 +45,19 @@ def complaints(unit: Path, directory: Path, old: str = "", new: str = "") -> str
     return completed.stdout + completed.stderr
 
 
-@tools
+@needs_systemd_analyze
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_systemd_analyze_accepts_the_units(unit, tmp_path):
-    assert complaints(unit, tmp_path) == ""
+    assert verification_errors(unit, tmp_path) == ""
 
 
-@tools
+@needs_systemd_analyze
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
-def test_a_misspelled_key_is_found(unit, tmp_path):
-    assert "ProtectHomes" in complaints(unit, tmp_path, "ProtectHome=", "ProtectHomes=")
+def test_misspelled_key_is_reported(unit, tmp_path):
+    assert "ProtectHomes" in verification_errors(unit, tmp_path, "ProtectHome=", "ProtectHomes=")
 
 
-@tools
+@needs_systemd_analyze
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_units_have_a_low_exposure_score(unit):
     completed = analyze("security", "--offline=yes", str(unit))
@@ -77,8 +77,8 @@ def test_each_daemon_has_a_unit():
 def test_errors_that_need_an_operator_do_not_restart(unit):
     line = re.search(r"^RestartPreventExitStatus=(.*)$", unit.read_text(), re.MULTILINE)
     assert line is not None
-    final = {ExitCode.USAGE, ExitCode.NOT_AUTHORIZED, ExitCode.MISMATCH}
-    assert {int(code) for code in line[1].split()} == final
+    permanent_failures = {ExitCode.USAGE, ExitCode.NOT_AUTHORIZED, ExitCode.MISMATCH}
+    assert {int(code) for code in line[1].split()} == permanent_failures
 
 
 def settings_of(unit: Path) -> dict[str, list[str]]:
@@ -92,8 +92,8 @@ def settings_of(unit: Path) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_a_stop_drains_and_a_hung_daemon_is_restarted_with_its_stacks(unit):
-    """That daemons do their part is tested in test_restart.py, test_commands.py and
-    test_systemd.py; with systemd itself, slowly, in test_booted_units.py."""
+    """The daemons' part is tested in test_restart.py, test_commands.py and test_systemd.py, and
+    with systemd itself in test_booted_units.py, which is slow."""
     settings = settings_of(unit)
     assert settings["Type"] == ["notify"]
     assert settings["KillMode"] == ["mixed"]  # SIGTERM, which drains, goes to the daemon only

@@ -1,4 +1,4 @@
-"""The wheel in an empty environment, called from a folder with files of the same names."""
+"""The wheel in an empty environment, run from a folder with user files of the same names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import PATIENCE_S
-from tests.deploy.built_wheel import built_wheel
+from tests.deploy.built_wheel import build_wheel
 
 DECOY = "raise SystemExit('a file of the user ran')\n"
 RUN = """
@@ -24,24 +24,24 @@ scripted: {blocks: 2, block_bytes: 64, samples: 4}
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
+def commands(tmp_path_factory) -> Path:
     """Return the environment's commands; dependencies come from the current environment."""
-    where = tmp_path_factory.mktemp("installed")
-    venv.create(where / "venv", with_pip=False, symlinks=True)
-    python = where / "venv" / "bin" / "python"
+    directory = tmp_path_factory.mktemp("installed")
+    venv.create(directory / "venv", with_pip=False, symlinks=True)
+    python = directory / "venv" / "bin" / "python"
     subprocess.run(
         [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps",
-         "--no-index", built_wheel(where)],
+         "--no-index", build_wheel(directory)],
         check=True,
     )  # fmt: skip
-    (packages,) = (where / "venv" / "lib").glob("python*/site-packages")
-    (packages / "needed.pth").write_text("\n".join(site.getsitepackages()))
+    (packages,) = (directory / "venv" / "lib").glob("python*/site-packages")
+    (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
     return python.parent
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A folder in which a user has a worker and a protocol module of their own."""
+    """Return a folder in which a user has modules named like those of samestep."""
     for name in ("worker.py", "coordinator.py", "backends.py", "protocol/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(DECOY)
@@ -57,25 +57,25 @@ def run(command: Path, *arguments: str, folder: Path) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
-def test_commands_run_the_wheel(installed, folder):
-    show = "import protocol, worker.cli; print(protocol.__file__)"
-    completed = run(installed / "python", "-P", "-c", show, folder=folder)
-    assert completed.stdout.startswith(str(installed.parent)), completed.stderr
+def test_commands_run_the_wheel(commands, folder):
+    program = "import protocol, worker.cli; print(protocol.__file__)"
+    completed = run(commands / "python", "-P", "-c", program, folder=folder)
+    assert completed.stdout.startswith(str(commands.parent)), completed.stderr
 
 
 @pytest.mark.slow
-def test_local_workers_run_the_wheel(installed, folder):
-    job = ("--run", "run.yaml", "--local-workers", "2", "--backend", "scripted")
+def test_local_workers_run_the_wheel(commands, folder):
+    run_options = ("--run", "run.yaml", "--local-workers", "2", "--backend", "scripted")
     ports = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0", "--out", "out")
-    completed = run(installed / "coordinator", *job, *ports, folder=folder)
+    completed = run(commands / "coordinator", *run_options, *ports, folder=folder)
     assert completed.returncode == 0, completed.stderr
     assert "a file of the user ran" not in completed.stdout + completed.stderr
     assert (folder / "out" / "result.json").exists()
 
 
-def test_device_processes_run_the_wheel(installed, folder):
+def test_device_processes_run_the_wheel(commands, folder):
     no_coordinator = ("--coordinator", "127.0.0.1:9", "--retry-for", "0", "--backend", "scripted")
-    completed = run(installed / "worker", *no_coordinator, "--gpus", "0,1", folder=folder)
+    completed = run(commands / "worker", *no_coordinator, "--gpus", "0,1", folder=folder)
     assert completed.returncode == 69
     assert "no coordinator at 127.0.0.1:9" in completed.stderr
     assert "a file of the user ran" not in completed.stdout + completed.stderr

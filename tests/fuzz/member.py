@@ -40,7 +40,7 @@ class Member:
     Args:
         built: The engine's result of building the run.
         initial: The run's initial parameters.
-        digest_after: Returns the digest of the right state after a number of steps, or None while
+        digest_after: Returns the digest of the correct state after a number of steps, or None while
             it is unknown.
     """
 

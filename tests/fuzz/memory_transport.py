@@ -1,8 +1,7 @@
-"""A transport whose other end is the test itself, without sockets and waits.
+"""A transport whose other end is the test itself, without sockets or waits.
 
-It behaves like the transports of asyncio and uvloop as far as a channel can tell: once closed it
-stops reading, writes its buffered data, and reports the lost connection in a later turn of the
-loop.
+To a channel it behaves like the transports of asyncio and uvloop: once closed, it stops reading,
+writes its buffered data, and reports the lost connection in a later iteration of the loop.
 """
 
 from __future__ import annotations

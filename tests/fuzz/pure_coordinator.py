@@ -1,7 +1,7 @@
-"""A coordinator's logic in memory, with all of its surroundings immediate.
+"""A coordinator's logic in memory, whose surroundings answer at once.
 
-Connection, run, journal writer and replica are the product's; disk, threads and sockets are
-missing.
+Connection, run, journal writer and replica are the product's. There are no disk, threads or
+sockets.
 """
 
 from __future__ import annotations
@@ -28,84 +28,84 @@ from tests.message_samples import join_buffers
 
 
 class PureCoordinator:
-    """One run after the other, with one member after the other.
+    """A coordinator that repeats one run spec, with one member at a time.
 
     Attributes:
         run: The current run.
         runs: Number of runs so far.
-        ended: Outcomes and reasons of ended runs.
-        open: Whether the member's connection is open.
+        outcomes: Outcomes and reasons of ended runs.
+        is_open: Whether the member's connection is open.
     """
 
     def __init__(self, spec: RunSpec) -> None:
         self.runs = 0
-        self.ended: list[tuple[str, str]] = []
-        self.open = False
+        self.outcomes: list[tuple[str, str]] = []
+        self.is_open = False
         self._spec = spec
         self._begin()
 
     def _begin(self) -> None:
         self.run = Run("r", self._spec, 1, 1)
         self.runs += 1
-        self._keeper: CoordinatorReplica | None = None
+        self._coordinator_replica: CoordinatorReplica | None = None
         self._digests: dict[int, str] = {}
         self._tail: list[Encoded] = []
-        self._following = False
+        self._is_subscribed = False
 
     def digest_after(self, step: int) -> str | None:
         """Return the digest of the replica after this many steps."""
         return self._digests.get(step)
 
     def connect(self) -> bytes:
-        """Join a member; return what it receives. There is always a run, and it is not halted."""
+        """Connect a member, to a new run or a continued one; return the bytes that it receives."""
         if self.run.phase is RunPhase.OVER:
             self._begin()
         self._connection: Connection = connection("coordinator", Phase.OPEN)
         self._connection.blocks = None
-        self._told = bytearray()
-        self.open, self._following = True, False
+        self._outbox = bytearray()
+        self.is_open, self._is_subscribed = True, False
         if self.run.phase is RunPhase.HALTED:
             self._step(inputs.ContinueRun())
         self._step(inputs.WorkerAvailable("m"))
         return self._take()
 
     def feed(self, data: bytes) -> bytes:
-        """Deliver the member's bytes; return what it receives."""
+        """Deliver the member's bytes; return the bytes that it receives."""
         try:
             for received in self._connection.receive_data(data):
-                if self.open:
+                if self.is_open:
                     self._receive(received)
         except RemoteProtocolError as error:
-            self._lose(str(error))
+            self._disconnect(str(error))
         return self._take()
 
     def hang_up(self) -> None:
         """Close the member's end."""
-        if self.open:
+        if self.is_open:
             try:
                 self._connection.receive_eof()
             except ProtocolError as error:
-                self._lose(str(error))
+                self._disconnect(str(error))
             else:
-                self._lose("closed")
+                self._disconnect("closed")
 
-    def _lose(self, reason: str) -> None:
-        self.open = False
+    def _disconnect(self, reason: str) -> None:
+        self.is_open = False
         self._step(inputs.WorkerGone("m", reason))
 
     def _take(self) -> bytes:
-        output = bytes(self._told)
-        self._told.clear()
+        output = bytes(self._outbox)
+        self._outbox.clear()
         return output
 
     def _receive(self, received: Received) -> None:
-        """As `Service` and `Execution` do."""
+        """Handle a message as `Service` and `Execution` do."""
         message, raw = received
         if isinstance(message, Goodbye):
-            self._lose(message.reason)
+            self._disconnect(message.reason)
         elif "m" not in self.run.members:
             if isinstance(message, Drain):
-                self._lose("drained")
+                self._disconnect("drained")
         else:
             body = None
             if raw is not None:
@@ -118,29 +118,29 @@ class PureCoordinator:
         actions = self.run.step(input_)
         records_of(actions, self.run)
         for action in actions:
-            self._do_one(action)
+            self._perform(action)
 
-    def _do_one(self, action: act.Action) -> None:
+    def _perform(self, action: act.Action) -> None:
         run = self.run
         match action:
             case act.Send():
-                self._tell(encode(action.message, action.body))
+                self._send(encode(action.message, action.body))
             case act.Broadcast():
                 self._broadcast(action.message, encode(action.message, action.body))
             case act.Subscribe():
-                self._follow(action.step)
+                self._subscribe(action.step)
             case act.Seed() | act.Replay():
-                self._seed()
+                self._send_state()
                 self._step(inputs.WorkerCaughtUp("m"))
             case act.AdoptManifest():
-                self._keeper = CoordinatorReplica(action.manifest, run.spec)
+                self._coordinator_replica = CoordinatorReplica(action.manifest, run.spec)
             case act.FillReplica():
-                assert self._keeper is not None
-                self._keeper.fill(action.message, action.values)
+                assert self._coordinator_replica is not None
+                self._coordinator_replica.fill(action.message, action.values)
             case act.DigestReplica():
-                assert self._keeper is not None
-                self._digests[0] = self._keeper._replica.state_digest()
-                initial_digest = self._keeper._replica.initial_digest()
+                assert self._coordinator_replica is not None
+                self._digests[0] = self._coordinator_replica._replica.state_digest()
+                initial_digest = self._coordinator_replica._replica.initial_digest()
                 self._step(inputs.ReplicaLoaded(action.upload, initial_digest, self._digests[0]))
             case act.Persist():
                 self._step(inputs.CommitDurable(action.record.commit.step))
@@ -149,13 +149,13 @@ class PureCoordinator:
             case act.ApplyStep():
                 self._apply(action)
             case act.Dismiss():
-                self._lose(action.reason)
+                self._disconnect(action.reason)
             case act.Finish():
-                self.ended.append((action.outcome, action.reason))
+                self.outcomes.append((action.outcome, action.reason))
 
     def _apply(self, action: act.ApplyStep) -> None:
-        assert self._keeper is not None
-        replica = self._keeper._replica
+        assert self._coordinator_replica is not None
+        replica = self._coordinator_replica._replica
         if action.scalars is None:
             replica.skip()
         else:
@@ -164,31 +164,31 @@ class PureCoordinator:
         self._tail.clear()
         self._step(inputs.ReplicaApplied(replica.step, self._digests[replica.step]))
 
-    def _tell(self, encoded: Encoded) -> None:
-        if self.open:
-            self._told += join_buffers(self._connection.send(encoded))
+    def _send(self, encoded: Encoded) -> None:
+        if self.is_open:
+            self._outbox += join_buffers(self._connection.send(encoded))
 
     def _broadcast(self, message: Message, encoded: Encoded) -> None:
-        if self._following:
-            self._tell(encoded)
+        if self._is_subscribed:
+            self._send(encoded)
         if isinstance(message, AveragedGradient | Commit):
             self._tail.append(encoded)
 
-    def _follow(self, step: int) -> None:
-        self._following = True
+    def _subscribe(self, step: int) -> None:
+        self._is_subscribed = True
         for encoded in self._tail:
             if encoded.message.step >= step:  # type: ignore[attr-defined]
-                self._tell(encoded)
+                self._send(encoded)
 
-    def _seed(self) -> None:
-        assert self._keeper is not None
+    def _send_state(self) -> None:
+        assert self._coordinator_replica is not None
         assert self.run.manifest is not None
-        replica = self._keeper._replica
+        replica = self._coordinator_replica._replica
         parts = replica.parts()
         for index, part in enumerate(parts):
             chunk = StateChunk(
                 run_id="r", kind=part.kind, block=part.block, chunk=0, step=replica.step,
                 optimizer_step=replica.optimizer_step, last=index == len(parts) - 1,
             )  # fmt: skip
-            self._tell(encode(chunk, part.values))
-        self._follow(replica.step)
+            self._send(encode(chunk, part.values))
+        self._subscribe(replica.step)

@@ -20,26 +20,26 @@ from worker.logic import events
 
 
 class PureWorker:
-    """One connection.
+    """A worker on one connection.
 
     Attributes:
-        open: Whether it is open.
+        is_open: Whether the connection is open.
 
     Args:
         built: The engine's result of building the run, which is always the same.
-        spec: The run's spec.
-        initial: Its initial parameters.
+        spec: The run spec.
+        initial: The run's initial parameters.
     """
 
     def __init__(self, built: events.Built, spec: RunSpec, initial: Sequence[Array]) -> None:
-        self.open = True
+        self.is_open = True
         self._built = built
         self._initial = initial
         self._connection = connection("worker", Phase.OPEN)
         self._connection.blocks = None
         self._replica = Replica(built.manifest.blocks, spec.optimizer)
         self._session = ExchangingSession()
-        self._said = bytearray()
+        self._outbox = bytearray()
         welcome = EXAMPLES[Welcome]
         assert isinstance(welcome, Welcome)
         self._session.welcome(welcome)
@@ -48,12 +48,12 @@ class PureWorker:
         """Deliver the coordinator's bytes; return the worker's answers."""
         try:
             for message, body in self._connection.receive_data(data):
-                if self.open:
+                if self.is_open:
                     self._do(self._session.receive(message, body))
         except RemoteProtocolError:
-            self.open = False
-        output = bytes(self._said)
-        self._said.clear()
+            self.is_open = False
+        output = bytes(self._outbox)
+        self._outbox.clear()
         return output
 
     def _do(self, actions: Sequence[act.Action]) -> None:
@@ -64,11 +64,11 @@ class PureWorker:
     def _device(self, action: act.Action) -> list[events.Event]:
         match action:
             case act.Transmit():
-                if self.open:
+                if self.is_open:
                     encoded = encode(action.message, action.body)
-                    self._said += join_buffers(self._connection.send(encoded))
+                    self._outbox += join_buffers(self._connection.send(encoded))
             case act.Leave():
-                self.open = False
+                self.is_open = False
             case act.Expect():
                 self._connection.blocks = action.blocks
             case act.Build():

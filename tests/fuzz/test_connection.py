@@ -2,7 +2,7 @@
 
 For any input, only RemoteProtocolError escapes, and memory stays constant. 20,000 frames by
 default, a million with `-m slow`; `SAMESTEP_FUZZ_SEED` selects others. A failure names the seed
-that repeats its frame.
+that reproduces its frame.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ COMBINATION_COUNT = len(STATES) * len(MUTATIONS)
 
 def count_messages(reader: Connection, data: bytes, rng: random.Random) -> int:
     """Read the data in pieces; return the number of messages before the end or the error."""
-    count = at = 0
+    count = offset = 0
     read_bytes = rng.choice(READ_SIZES)
     with contextlib.suppress(RemoteProtocolError):
-        while at < len(data):
+        while offset < len(data):
             buffer = reader.get_buffer()
             assert len(buffer) > 0
-            size = min(len(buffer), len(data) - at, read_bytes)
-            buffer[:size] = data[at : at + size]
+            size = min(len(buffer), len(data) - offset, read_bytes)
+            buffer[:size] = data[offset : offset + size]
             count += len(reader.buffer_updated(size))
-            at += size
-    if at < len(data):
+            offset += size
+    if offset < len(data):
         assert reader.phase is Phase.CLOSED
         assert reader.receive_data(data) == []
     with contextlib.suppress(FrameError):
@@ -58,14 +58,14 @@ def count_messages(reader: Connection, data: bytes, rng: random.Random) -> int:
 
 def count_parsed_messages(role, phase, frames_per_mutation):
     """Read this many frames of each mutation; return the numbers of parsed messages."""
-    legal = legal_frames(role, phase)
+    peer_frames = legal_frames(role, phase)
     parsed_counts = dict.fromkeys((mutation.__name__ for mutation in MUTATIONS), 0)
     for mutation in MUTATIONS:
         for number in range(SEED, SEED + frames_per_mutation):
             rng = random.Random(number)
-            data = mutation(rng, legal)
+            data = mutation(rng, peer_frames)
             try:
-                count = count_messages(connection(role, phase), data + rng.choice(legal), rng)
+                count = count_messages(connection(role, phase), data + rng.choice(peer_frames), rng)
             except Exception as error:
                 raise AssertionError(f"{mutation.__name__}, seed {number}: {data!r}") from error
             parsed_counts[mutation.__name__] += count
@@ -81,21 +81,21 @@ def count_parsed_messages(role, phase, frames_per_mutation):
         pytest.param(1_000_008, marks=[pytest.mark.slow, pytest.mark.release], id="million"),
     ],
 )
-def test_broken_frames(role, phase, frames):
+def test_broken_frames_raise_protocol_errors_in_constant_memory(role, phase, frames):
     count_parsed_messages(role, phase, 20)
     with measured_growth() as growth:
         parsed_counts = count_parsed_messages(role, phase, frames // COMBINATION_COUNT)
     assert growth.peak_bytes <= MEMORY_GROWTH_BYTES
     if len(legal_frames(role, phase)) == 1:
-        return  # a second one is not legal, so nothing after it is parsed
-    # Some must be parsed, or the mutations test only the checks of prefix and checksum.
+        return  # a second message is not legal, so nothing after the first is parsed
+    # Some frames must be parsed, or the mutations test only the checks of prefix and checksum.
     assert parsed_counts["random_bytes"] < parsed_counts["mutate_and_reseal"]
     assert parsed_counts["mutate_fields"] > 0
 
 
 @each_role_and_phase
 def test_long_conversation_does_not_grow_memory(role, phase):
-    """Many legal frames, then garbage."""
+    """Read many legal frames, then garbage."""
     reader = connection(role, phase)
     heartbeat = frame(EXAMPLES[next(k for k in EXAMPLES if k.__name__ == "Heartbeat")])
     with measured_growth() as growth:

@@ -24,8 +24,8 @@ from worker.logic.events import Built
 
 SEED = int(os.environ.get("SAMESTEP_FUZZ_SEED", "0"))
 MEMORY_GROWTH_BYTES = 32 * MIB
-ALWAYS = [frame(EXAMPLES[kind]) for kind in (Heartbeat, Goodbye, Halt)]
-LONGEST = 32
+COMMON_FRAMES = [frame(EXAMPLES[kind]) for kind in (Heartbeat, Goodbye, Halt)]
+MAX_FRAMES = 32
 """More frames than a coordinator sends to its one worker in this run."""
 
 pytestmark = pytest.mark.timeout(1800)
@@ -40,18 +40,19 @@ def frames_of(data: bytes) -> Iterator[bytes]:
 
 
 def play(built: Built, seed: int) -> tuple[bool, list[tuple[str, str]]]:
-    """Play a whole run with one broken frame; return whether the worker's connection survived."""
+    """Play a whole run with one broken frame; return whether the worker's connection survived, and
+    the outcomes of runs."""
     rng = random.Random(seed)
-    broken_index = rng.randrange(LONGEST)
+    broken_index = rng.randrange(MAX_FRAMES)
     coordinator, worker = PureCoordinator(SPEC), PureWorker(built, SPEC, INITIAL)
     frames: list[bytes] = []
     pending = [*frames_of(coordinator.connect())]
-    while pending and worker.open and coordinator.open:
+    while pending and worker.is_open and coordinator.is_open:
         frames.append(pending.pop(0))
         if len(frames) - 1 == broken_index:
-            frames[-1] = rng.choice(MUTATIONS)(rng, [*frames[-3:], *ALWAYS])
+            frames[-1] = rng.choice(MUTATIONS)(rng, [*frames[-3:], *COMMON_FRAMES])
         pending += frames_of(coordinator.feed(worker.feed(frames[-1])))
-    return worker.open, coordinator.ended
+    return worker.is_open, coordinator.outcomes
 
 
 @pytest.mark.parametrize(
@@ -64,17 +65,17 @@ def play(built: Built, seed: int) -> tuple[bool, list[tuple[str, str]]]:
 )
 def test_worker_logic_survives_broken_coordinator_frames(runs):
     built = asyncio.run(build())
-    outlived = finished_runs = 0
+    survivals = finished_runs = 0
     for seed in range(50):
         play(built, seed)
     with measured_growth() as growth:
         for seed in range(SEED, SEED + runs):
             try:
-                was_open, is_finished = play(built, seed)
+                has_survived, outcomes = play(built, seed)
             except Exception as error:
                 raise AssertionError(f"seed {seed}") from error
-            outlived += was_open
-            finished_runs += [outcome for outcome, _ in is_finished] == ["finished"]
+            survivals += has_survived
+            finished_runs += [outcome for outcome, _ in outcomes] == ["finished"]
     assert growth.peak_bytes <= MEMORY_GROWTH_BYTES
     assert finished_runs > runs // 50
-    assert outlived < runs
+    assert survivals < runs

@@ -39,11 +39,11 @@ from worker.shell.engine import Engine
 SEED = int(os.environ.get("SAMESTEP_FUZZ_SEED", "0"))
 MEMORY_GROWTH_BYTES = 32 * MIB
 LARGE_ELEMENTS = 1_000_000
-"""A manifest states how much memory a run takes; a broken one must not take this machine's."""
+"""Limit of a manifest's size: a broken manifest must not use up this machine's memory."""
 SPEC = scripted_spec(steps=2, evaluate_every=1)
 INITIAL = Scripted().task(SPEC).initial_parameters()
-ALWAYS = [frame(EXAMPLES[kind]) for kind in (Heartbeat, Drain, Goodbye)]
-LONGEST = 24
+COMMON_FRAMES = [frame(EXAMPLES[kind]) for kind in (Heartbeat, Drain, Goodbye)]
+MAX_FRAMES = 24
 """More frames than an honest member sends in this run."""
 PATIENCE_S = 120.0
 
@@ -60,10 +60,10 @@ async def build() -> Built:
 
     engine = Engine(Scripted(), emit)
     engine.do(act.Build("r", SPEC, keep_state=False))
-    task = await built_event
+    built = await built_event
     await loop.run_in_executor(None, engine.close)
-    assert isinstance(task, Built)
-    return task
+    assert isinstance(built, Built)
+    return built
 
 
 def takes_much_memory(data: bytes) -> bool:
@@ -83,11 +83,11 @@ def broken_frame(rng: random.Random, legal_frames: list[bytes]) -> bytes:
     return data
 
 
-def breaker(rng: random.Random) -> Callable[[int, list[bytes]], bytes]:
+def frame_breaker(rng: random.Random) -> Callable[[int, list[bytes]], bytes]:
     """Return a function that breaks the frame of one turn; earlier frames are legal too."""
-    broken_index = rng.randrange(LONGEST)
+    broken_index = rng.randrange(MAX_FRAMES)
     return lambda number, sent_frames: (
-        broken_frame(rng, [*sent_frames[-3:], *ALWAYS])
+        broken_frame(rng, [*sent_frames[-3:], *COMMON_FRAMES])
         if number == broken_index
         else sent_frames[-1]
     )
@@ -97,13 +97,13 @@ def breaker(rng: random.Random) -> Callable[[int, list[bytes]], bytes]:
 
 
 def play(coordinator: PureCoordinator, built: Built, seed: int) -> None:
-    """Play one connection: honest for a while, one broken frame, then honest again to the end."""
-    mutate = breaker(random.Random(seed))
+    """Play one connection: honest frames with one broken frame among them."""
+    mutate = frame_breaker(random.Random(seed))
     member = Member(built, INITIAL, coordinator.digest_after)
     member.receive(coordinator.connect())
     frames: list[bytes] = []
     for number, outgoing in enumerate(member.frames()):
-        if outgoing == WAIT or not coordinator.open:
+        if outgoing == WAIT or not coordinator.is_open:
             break
         frames.append(outgoing)
         member.receive(coordinator.feed(mutate(number, frames)))
@@ -130,7 +130,7 @@ def test_run_logic_survives_broken_member_frames(connections):
             except Exception as error:
                 raise AssertionError(f"seed {seed}") from error
     assert growth.peak_bytes <= MEMORY_GROWTH_BYTES
-    outcomes = [outcome for outcome, _ in coordinator.ended]
+    outcomes = [outcome for outcome, _ in coordinator.outcomes]
     assert outcomes.count("finished") > connections // 50
     # Before the start, a first worker that cannot build the task ends the run; nothing else does.
     assert set(outcomes) <= {"finished", "failed"}
@@ -140,15 +140,15 @@ def test_run_logic_survives_broken_member_frames(connections):
 
 
 @pytest.fixture
-def _quick_and_quiet(monkeypatch):
-    """Many connections come and go, and the disk does not matter here."""
+def _without_fsync_and_logs(monkeypatch):
+    """Skip fsync and logs: there are many connections, and durability does not matter here."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     yield
     structlog.reset_defaults()
 
 
-class Joined:
+class LiveMember:
     """A member of a whole service, in memory."""
 
     def __init__(self, live: LiveService, built: Built) -> None:
@@ -185,8 +185,8 @@ class Joined:
         )
 
     @property
-    def over(self) -> bool:
-        """Return whether the coordinator will send nothing more."""
+    def is_over(self) -> bool:
+        """Whether the coordinator will send nothing more."""
         current = self.live.service.current
         is_idle = current is None or current.run.phase in (RunPhase.HALTED, RunPhase.OVER)
         return is_idle or self.transport.is_closing()
@@ -206,15 +206,15 @@ def welcome_bytes(data: bytes) -> int:
 
 
 async def play_live(live: LiveService, built: Built, seed: int) -> None:
-    """Like `play`, with everything around the logic."""
+    """Play one connection like `play`, with a whole service."""
     await ensure_run(live)
-    mutate = breaker(random.Random(seed))
-    live_member = Joined(live, built)
+    mutate = frame_breaker(random.Random(seed))
+    live_member = LiveMember(live, built)
     frames: list[bytes] = []
     async with asyncio.timeout(PATIENCE_S):
         for outgoing in live_member.member.frames():
             if outgoing == WAIT:
-                if live_member.over:
+                if live_member.is_over:
                     break
                 await live_member.listen()
                 continue
@@ -237,7 +237,7 @@ async def ensure_run(live: LiveService) -> None:
         service.current.command(ContinueRun())
 
 
-@pytest.mark.usefixtures("_quick_and_quiet")
+@pytest.mark.usefixtures("_without_fsync_and_logs")
 @pytest.mark.parametrize(
     "connections",
     [
