@@ -1,4 +1,4 @@
-"""Real links with the addresses of real networks: link-local ones, and ones that change."""
+"""Runs over real links, with link-local and changing addresses."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def ip(hosts: Network, host: str, *arguments: str) -> str:
 
 
 def link_local(hosts: Network, host: str) -> str:
-    """Return its link-local address, once duplicate address detection has finished."""
+    """Return a host's link-local address, once duplicate address detection has finished."""
     while "tentative" in (addresses := ip(hosts, host, "-6", "-o", "addr", "show", "dev", "eth0")):
         pass
     return addresses.split()[3].partition("/")[0]
 
 
 @pytest.mark.slow
-def test_a_link_local_address_with_its_zone(tmp_path, own_home):
+def test_worker_joins_at_a_link_local_address_with_its_zone(tmp_path, own_home):
     with network("a", "b", subnet="10.8.5") as hosts:
         address = f"[{link_local(hosts, 'a')}%eth0]"
 
-        def run_story() -> None:
-            job = ("--bind", f"{address}:0", "--no-announce", *options(tmp_path, 3))
-            with Cluster(tmp_path, *job) as cluster:
+        def run_cluster() -> None:
+            arguments = ("--bind", f"{address}:0", "--no-announce", *options(tmp_path, 3))
+            with Cluster(tmp_path, *arguments) as cluster:
                 assert cluster.address["data"].startswith(f"{address}:")
                 worker = cluster.workers["w"] = hosts.start(
                     "b", "worker", "--coordinator", cluster.address["data"], "--backend",
@@ -60,17 +60,17 @@ def test_a_link_local_address_with_its_zone(tmp_path, own_home):
                 _, err = worker.communicate(timeout=PATIENCE_S)
                 assert worker.wait() == 0, err
 
-        hosts.run_on("a", run_story)
+        hosts.run_on("a", run_cluster)
 
 
 @pytest.mark.slow
 def test_coordinator_with_a_changed_address_is_found_again(tmp_path, own_home):
-    """Its worker found it by multicast DNS; nothing tells the worker that the address is gone."""
+    """The worker found the coordinator by multicast DNS; nothing tells it about the new address."""
     with network("a", "b", subnet="192.0.2") as hosts:
 
-        def run_story() -> None:
-            job = ("--bind", "0.0.0.0:0", "--name", "den", *options(tmp_path, 60))
-            with Cluster(tmp_path, *job) as cluster:
+        def run_cluster() -> None:
+            arguments = ("--bind", "0.0.0.0:0", "--name", "den", *options(tmp_path, 60))
+            with Cluster(tmp_path, *arguments) as cluster:
                 worker = cluster.workers["w"] = hosts.start(
                     "b", "worker", "--backend", "scripted:20", "--name", "w",
                     environment=worker_environment(tmp_path, own_home),
@@ -84,4 +84,4 @@ def test_coordinator_with_a_changed_address_is_found_again(tmp_path, own_home):
                 assert worker.wait() == 0, err
                 assert "worker: the coordinator is at 192.0.2.77:" in stdout
 
-        hosts.run_on("a", run_story)
+        hosts.run_on("a", run_cluster)

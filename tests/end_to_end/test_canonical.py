@@ -31,8 +31,8 @@ def train(
     directory: Path, run: str | Path, backends: tuple[str, ...], *arguments: str
 ) -> dict[str, Any]:
     count = str(len(backends))
-    job = ("--run", str(RUNS / run), *CANONICAL, *arguments)
-    with Cluster(directory, "--expect-workers", count, *job) as cluster:
+    run_options = ("--run", str(RUNS / run), *CANONICAL, *arguments)
+    with Cluster(directory, "--expect-workers", count, *run_options) as cluster:
         for number, backend in enumerate(backends):
             cluster.worker(f"w{number}", "--backend", backend)
         result: dict[str, Any] = cluster.result()
@@ -52,19 +52,20 @@ def audit_with_recomputation(directory: Path) -> AuditResult:
     run, manifest = run_directory.read_run(), run_directory.read_manifest()
     assert run is not None
     assert manifest is not None
-    steps = StepRecomputer(run.spec.model_copy(update={"threads": 2}), manifest.digest())
+    recomputer = StepRecomputer(run.spec.model_copy(update={"threads": 2}), manifest.digest())
     try:
         return audit(
-            directory, request=RecomputeRequest(4, lambda *step: RecomputedStep(*steps.step(*step)))
+            directory,
+            request=RecomputeRequest(4, lambda *step: RecomputedStep(*recomputer.step(*step))),
         )
     finally:
-        steps.close()
+        recomputer.close()
 
 
-def flipped_run(directory: Path) -> Path:
-    """A run in whose third step one bit was flipped before anything was hashed."""
-    job = ("--run", str(RUNS / "regress.yaml"), *CANONICAL, *SHORT)
-    with Cluster(directory, "--expect-workers", "1", *job) as cluster:
+def run_with_a_flip(directory: Path) -> Path:
+    """Flip one bit in the third step, before hashing; return the directory of the run."""
+    run_options = ("--run", str(RUNS / "regress.yaml"), *CANONICAL, *SHORT)
+    with Cluster(directory, "--expect-workers", "1", *run_options) as cluster:
         cluster.workers["w0"] = start(
             "tests.bit_flip_worker", "2", "--coordinator", cluster.address["data"],
             "--name", "w0", "--backend", "cpu",
@@ -73,7 +74,7 @@ def flipped_run(directory: Path) -> Path:
     return directory / "out"
 
 
-def assert_the_flip_is_named(lines: list[str]) -> None:
+def assert_flip_is_named(lines: list[str]) -> None:
     bad_lines = [line for line in lines if line.startswith("BAD")]
     assert len(bad_lines) == 3, bad_lines
     assert "step 2: the recomputed gradients have digest" in bad_lines[0]
@@ -92,18 +93,18 @@ def test_a_cpu_and_a_vulkan_device_are_exact_together(tmp_path):
 
 
 def test_flipped_bit_is_found_only_by_recomputing(tmp_path):
-    run = flipped_run(tmp_path)
+    run = run_with_a_flip(tmp_path)
     assert audit(run).ok
-    assert_the_flip_is_named(audit_with_recomputation(run).lines())
+    assert_flip_is_named(audit_with_recomputation(run).lines())
 
 
 @pytest.mark.slow
 def test_audit_command_recomputes_in_its_own_process(tmp_path):
-    run = str(flipped_run(tmp_path))
+    run = str(run_with_a_flip(tmp_path))
     assert run_command("coordinator", "audit", run).returncode == 0
     completed = run_command("coordinator", "audit", run, "--recompute", "4")
     assert completed.returncode == 1
-    assert_the_flip_is_named(completed.stdout.splitlines())
+    assert_flip_is_named(completed.stdout.splitlines())
 
 
 @pytest.mark.slow
@@ -125,16 +126,18 @@ def test_threads_devices_and_mixtures_do_not_change_bits(tmp_path, run):
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize(
-    ("run", "small"),
+    ("run", "small_settings"),
     [
         ("sms-spam.yaml", ("batch.samples=4", "data.holdout=0.002", "data.max_tokens=32")),
         ("small-llama.yaml", ("batch.samples=8", "data.holdout_samples=8")),
     ],
 )
-def test_a_language_model_on_a_device_has_the_digest_of_the_cpu(tmp_path, run, small):
+def test_a_language_model_on_a_device_has_the_digest_of_the_cpu(tmp_path, run, small_settings):
     require_device()
     short_settings = [
-        argument for key in ("steps=2", "evaluate_every=0", *small) for argument in ("--set", key)
+        argument
+        for key in ("steps=2", "evaluate_every=0", *small_settings)
+        for argument in ("--set", key)
     ]
     single_worker = train(tmp_path / "one", run, ("cpu",), *short_settings, "--set", "threads=2")
     other = train(tmp_path / "vulkan", run, ("vulkan",), *short_settings)
@@ -143,11 +146,11 @@ def test_a_language_model_on_a_device_has_the_digest_of_the_cpu(tmp_path, run, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", [pytest.param("causal-lm", marks=pytest.mark.release), "classify"])
-def test_one_worker_is_killed_and_another_kind_joins_late(tmp_path, job):
-    """LoRA on an int8 base, with dropout and checkpointing."""
+@pytest.mark.parametrize("task", [pytest.param("causal-lm", marks=pytest.mark.release), "classify"])
+def test_killed_worker_and_late_worker_of_another_kind_keep_the_digest(tmp_path, task):
+    """The run trains LoRA on an int8 base, with dropout and checkpointing."""
     require_device()
-    run = decoder_run(job, tmp_path, steps=5)
+    run = decoder_run(task, tmp_path, steps=5)
     single_worker = train(tmp_path / "one", run, ("cpu",))
     arguments = ("--expect-workers", "2", "--run", str(run), *CANONICAL)
     with Cluster(tmp_path / "two", *arguments) as cluster:

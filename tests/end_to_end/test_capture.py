@@ -37,17 +37,17 @@ capture: {top_k: 16}
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory) -> tuple[str, ...]:
+def run_options(tmp_path_factory) -> tuple[str, ...]:
     spec = tmp_path_factory.mktemp("job") / "run.yaml"
     spec.write_text(SPEC % (ROOT / "docs"))
     return "--run", str(spec)
 
 
 @pytest.fixture(scope="module")
-def reference_directory(job, tmp_path_factory) -> Path:
+def reference_directory(run_options, tmp_path_factory) -> Path:
     directory: Path = tmp_path_factory.mktemp("undisturbed") / "out"
     local = ("--local-workers", "1", "--backend", "cpu")
-    completed = run(*ANYWHERE, *job, *local, "--out", str(directory))
+    completed = run(*ANYWHERE, *run_options, *local, "--out", str(directory))
     assert completed.returncode == 0, completed.stderr
     assert "bytes per token" in completed.stdout
     return directory
@@ -59,7 +59,9 @@ def exported_digests(result: dict[str, Any]) -> dict[str, str]:
     return files
 
 
-def test_two_kills_and_a_lost_coordinator_leave_the_same_files(job, reference_directory, tmp_path):
+def test_killed_worker_and_coordinator_leave_the_same_files(
+    run_options, reference_directory, tmp_path
+):
     arguments = (
         "--bind",
         free_address(),
@@ -67,7 +69,7 @@ def test_two_kills_and_a_lost_coordinator_leave_the_same_files(job, reference_di
         "127.0.0.1:0",
         "--expect-workers",
         "3",
-        *job,
+        *run_options,
     )
     with Cluster(tmp_path, *arguments, "--resume") as first:
         ann = first.held_worker("ann", 4, "--backend", "cpu")
@@ -82,8 +84,8 @@ def test_two_kills_and_a_lost_coordinator_leave_the_same_files(job, reference_di
         first.coordinator.send_signal(signal.SIGKILL)
         first.wait_for_exit(first.coordinator)
         with Cluster(tmp_path, *arguments, "--resume") as second:
-            resumed = second.wait_for("worker_joined")
-            assert resumed["step"] >= committed_step
+            join_event = second.wait_for("worker_joined")
+            assert join_event["step"] >= committed_step
             result = second.result()
     assert exported_digests(result) == exported_digests(result_of(reference_directory))
     assert result["losses"] == result_of(reference_directory)["losses"]
@@ -91,7 +93,7 @@ def test_two_kills_and_a_lost_coordinator_leave_the_same_files(job, reference_di
     assert report.returncode == 0, report.stdout
 
 
-def test_result_is_sound_and_can_be_shown(reference_directory):
+def test_finished_capture_is_sound_and_has_an_index(reference_directory):
     report = run("audit", str(reference_directory))
     assert report.returncode == 0, report.stdout
     index = read_index(reference_directory / "logits")
@@ -109,7 +111,7 @@ def test_finished_capture_refuses_rollback_and_stays_unchanged(reference_directo
     assert "\n" not in str(error.value)
     assert sorted(path.relative_to(directory) for path in directory.rglob("*")) == names_before
     assert audit(directory).ok
-    # As a release without this check left it.
+    # The directory as a release without this check left it.
     (directory / "result.json").unlink()
     shutil.rmtree(directory / "logits")
     journal = directory / "journal.jsonl"
@@ -150,8 +152,8 @@ def test_remote_worker_fetches_only_the_files_of_its_steps(tmp_path):
     assert result["weights_digest"] == expected["weights_digest"]
     assert result["eval"] == expected["eval"]
     digests = {file.digest for file in read_index(machine / "logits").files}
-    fetched = {path.name for path in cache.rglob("*") if path.is_file()} & digests
+    fetched_digests = {path.name for path in cache.rglob("*") if path.is_file()} & digests
     # 6 steps of 16 samples span 3 files of 40 samples, and a worker fetches 8 steps ahead; the
     # evaluation samples are in the last file.
-    assert 3 <= len(fetched) <= 6
+    assert 3 <= len(fetched_digests) <= 6
     assert len(digests) == 8

@@ -44,13 +44,13 @@ def coordinator(
     return run("coordinator", *LOOPBACK, *out, *arguments, environment=environment)
 
 
-def called_coordinator(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def coordinator_in_this_process(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run_command("coordinator", *LOOPBACK, "-o", str(tmp_path / "out"), *arguments)
 
 
 @pytest.fixture
-def scripted(tmp_path) -> tuple[str, str]:
-    """A run on any device, longer than the test."""
+def scripted_run(tmp_path) -> tuple[str, str]:
+    """Return the options of a run on any device that outlasts the test."""
     spec = tmp_path / "scripted.yaml"
     spec.write_text("task: scripted\nsteps: 40\nbatch: {samples: 8, microbatch: 1}\n")
     return "--run", str(spec)
@@ -59,42 +59,44 @@ def scripted(tmp_path) -> tuple[str, str]:
 def test_unknown_key_names_the_nearest(tmp_path):
     spec = tmp_path / "run.yaml"
     spec.write_text("task: regress\nsteps: 3\noptimiser: {lr: 0.1}\n")
-    completed = called_coordinator(tmp_path, "--expect-workers", "1", "--run", str(spec))
+    completed = coordinator_in_this_process(tmp_path, "--expect-workers", "1", "--run", str(spec))
     assert completed.returncode == 2
     assert "'optimiser'" in one_line(completed)
     assert "'optimizer'" in one_line(completed)
 
 
-def test_missing_run_spec(tmp_path):
-    completed = called_coordinator(tmp_path, "--expect-workers", "1", "--run", "no/such.yaml")
+def test_missing_run_spec_is_named(tmp_path):
+    completed = coordinator_in_this_process(
+        tmp_path, "--expect-workers", "1", "--run", "no/such.yaml"
+    )
     assert completed.returncode == 2
     assert "no/such.yaml" in one_line(completed)
 
 
-def test_how_many_workers_is_missing(tmp_path):
-    completed = called_coordinator(tmp_path, "--run", str(RUNS / "regress.yaml"))
+def test_missing_number_of_workers_is_reported(tmp_path):
+    completed = coordinator_in_this_process(tmp_path, "--run", str(RUNS / "regress.yaml"))
     assert completed.returncode == 2
     assert "--expect-workers" in one_line(completed)
 
 
 @pytest.mark.parametrize("option", ["--bind", "--control"])
-def test_port_in_use(tmp_path, option):
+def test_port_in_use_is_named(tmp_path, option):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         completed = coordinator(tmp_path, "--expect-workers", "1", option, address)
     assert completed.returncode == 2
     assert address in one_line(completed)
     assert "in use" in one_line(completed)
-    assert not (tmp_path / "out").exists(), "the next one has the same name"
+    assert not (tmp_path / "out").exists(), "the next attempt has the same name"
 
 
-def test_the_control_port_is_not_for_other_machines(tmp_path):
+def test_control_port_must_be_on_loopback(tmp_path):
     completed = coordinator(tmp_path, "--expect-workers", "1", "--control", "0.0.0.0:0")
     assert completed.returncode == 2
     assert "loopback" in one_line(completed)
 
 
-def test_impossible_output_directory(tmp_path):
+def test_file_instead_of_an_output_directory_is_refused(tmp_path):
     (tmp_path / "out").write_text("a file")
     completed = coordinator(tmp_path, "--expect-workers", "1", "--run", str(RUNS / "regress.yaml"))
     assert completed.returncode == 2
@@ -105,7 +107,7 @@ def test_impossible_output_directory(tmp_path):
 def test_output_directory_with_other_files_is_refused(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("mine")
-    (tmp_path / "out" / ".hidden").write_text("of no matter")
+    (tmp_path / "out" / ".hidden").write_text("ignored")
     for extra_arguments in ((), ("--resume",)):
         completed = coordinator(
             tmp_path, "--expect-workers", "1", "--run", str(RUNS / "regress.yaml"), *extra_arguments
@@ -117,7 +119,7 @@ def test_output_directory_with_other_files_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("address", ["non.sense:", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:99999"])
-def test_malformed_address(address):
+def test_malformed_address_is_refused(address):
     completed = run_command("worker", "--coordinator", address)
     assert completed.returncode == 2
     assert "HOST:PORT" in one_line(completed)
@@ -129,36 +131,36 @@ def test_worker_without_coordinator_reports_it_and_gives_up():
     assert completed.returncode == 69
     assert address in one_line(completed)
     attempts = [line for line in completed.stdout.splitlines() if "trying again" in line]
-    assert len(attempts) == 1, "it tries often, and tells it now and then"
+    assert len(attempts) == 1, "it tries often, but reports this only now and then"
 
 
-def test_operator_without_coordinator():
+def test_status_without_a_coordinator_names_the_option():
     completed = run_command("coordinator", "status", "--control", free_address())
     assert completed.returncode == 69
     assert "--control" in one_line(completed)
 
 
-def test_a_second_signal_ends_a_worker_at_once(tmp_path, scripted):
-    with Cluster(tmp_path, "--expect-workers", "1", *scripted) as cluster:
+def test_a_second_signal_ends_a_worker_at_once(tmp_path, scripted_run):
+    with Cluster(tmp_path, "--expect-workers", "1", *scripted_run) as cluster:
         cluster.held_worker("w0", 3, "--backend", "scripted").reached()
         worker = cluster.workers["w0"]
         assert worker.stdout is not None
         assert worker.stderr is not None
         worker.send_signal(signal.SIGINT)
-        assert any("draining" in line for line in worker.stdout), "it has begun to leave"
+        assert any("draining" in line for line in worker.stdout), "it is leaving"
         worker.send_signal(signal.SIGINT)
         assert cluster.wait_for_exit(worker) == 1
         assert "stopped at once" in worker.stderr.read()
 
 
-def test_unknown_backend():
+def test_unknown_backend_is_refused():
     completed = run("worker", "--backend", "tpu")
     assert completed.returncode == 2
     assert "'tpu'" in one_line(completed)
 
 
-def test_a_named_backend_that_is_missing_leaves_and_the_run_continues(tmp_path, scripted):
-    with Cluster(tmp_path, "--expect-workers", "1", *scripted) as cluster:
+def test_worker_of_a_missing_backend_leaves_and_the_run_continues(tmp_path, scripted_run):
+    with Cluster(tmp_path, "--expect-workers", "1", *scripted_run) as cluster:
         worker = cluster.worker("w0", "--backend", "cuda", environment=NO_CARD)
         assert cluster.wait_for_exit(worker) == 69
         assert worker.stderr is not None
@@ -168,10 +170,10 @@ def test_a_named_backend_that_is_missing_leaves_and_the_run_continues(tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_run_ends_when_no_local_worker_s_device_is_there(tmp_path, scripted):
-    """With the device's reason, not only that all workers have left."""
-    job = (*scripted, "--local-workers", "2", "--backend", "cuda")
-    completed = coordinator(tmp_path, *job, environment=NO_CARD)
+def test_run_ends_if_no_local_worker_has_a_usable_device(tmp_path, scripted_run):
+    """The error has the device's reason, not only that all workers have ended."""
+    run_options = (*scripted_run, "--local-workers", "2", "--backend", "cuda")
+    completed = coordinator(tmp_path, *run_options, environment=NO_CARD)
     assert completed.returncode == 69
     *earlier_lines, last = completed.stderr.splitlines()
     assert last.startswith("coordinator: all local workers have ended, ")
@@ -182,15 +184,22 @@ def test_a_run_ends_when_no_local_worker_s_device_is_there(tmp_path, scripted):
 
 
 def test_more_devices_than_local_workers_are_refused(tmp_path):
-    job = ("--run", str(RUNS / "regress.yaml"), "--local-workers", "1", "--gpus", "0,1")
-    completed = coordinator(tmp_path, *job)
+    run_options = ("--run", str(RUNS / "regress.yaml"), "--local-workers", "1", "--gpus", "0,1")
+    completed = coordinator(tmp_path, *run_options)
     assert completed.returncode == 2
     assert "a local worker for each device, got 2" in one_line(completed)
 
 
-def test_local_workers_of_no_such_backend_are_not_started(tmp_path):
-    job = ("--run", str(RUNS / "regress.yaml"), "--local-workers", "1", "--backend", "vulcan")
-    completed = called_coordinator(tmp_path, *job)
+def test_local_workers_of_an_unknown_backend_are_not_started(tmp_path):
+    run_options = (
+        "--run",
+        str(RUNS / "regress.yaml"),
+        "--local-workers",
+        "1",
+        "--backend",
+        "vulcan",
+    )
+    completed = coordinator_in_this_process(tmp_path, *run_options)
     assert completed.returncode == 2
     assert "got 'vulcan'" in one_line(completed)
     assert not (tmp_path / "out").exists()
@@ -223,7 +232,7 @@ def test_option_before_a_subcommand_is_not_ignored():
         (['{"text": "a", "kind": "x"}'], "--set data.label=kind"),
     ],
 )
-def test_unusable_data(tmp_path, lines, expected):
+def test_unusable_data_is_refused_before_workers_join(tmp_path, lines, expected):
     data = tmp_path / "train.jsonl"
     data.write_text("\n".join(lines))
     spec = tmp_path / "run.yaml"
@@ -234,21 +243,22 @@ def test_unusable_data(tmp_path, lines, expected):
     completed = coordinator(tmp_path, "--expect-workers", "1", "--run", str(spec))
     assert completed.returncode == 2
     assert expected in one_line(completed)
-    assert not (tmp_path / "out").exists(), "no worker was asked, nothing was made"
+    assert not (tmp_path / "out").exists(), "nothing was created"
 
 
-def test_workers_outlive_runs_and_leave_with_0(tmp_path, scripted):
-    """A serving coordinator runs one run after the other; drain ends it and its workers."""
+def test_workers_outlive_runs_and_leave_with_0(tmp_path, scripted_run):
+    """A coordinator started without a run takes submitted runs in turn until it is drained."""
     with Cluster(tmp_path, "--expect-workers", "2") as cluster:
         workers = [cluster.worker(f"w{number}", "--backend", "scripted") for number in range(2)]
         control = ("--control", cluster.address["control"])
-        short = ("--set", "steps=5")
-        run_ids = [
-            run_command("coordinator", "submit", scripted[1], *short, *control) for _ in range(2)
+        short_options = ("--set", "steps=5")
+        submissions = [
+            run_command("coordinator", "submit", scripted_run[1], *short_options, *control)
+            for _ in range(2)
         ]
-        assert [each.returncode for each in run_ids] == [0, 0]
+        assert [each.returncode for each in submissions] == [0, 0]
         results = []
-        for each in run_ids:
+        for each in submissions:
             run_id = each.stdout.strip()
             assert cluster.wait_for("run_ended", run_id=run_id)["outcome"] == "finished"
             results.append((tmp_path / "out" / run_id / "result.json").read_text())
@@ -274,8 +284,8 @@ def test_drained_service_exits_with_0_despite_failed_runs(tmp_path):
         assert cluster.wait_for_exit(cluster.coordinator) == 0
 
 
-def test_drained_halted_run_prints_how_to_continue(tmp_path, scripted):
-    with Cluster(tmp_path, "--expect-workers", "1", *scripted) as cluster:
+def test_drained_halted_run_prints_how_to_continue(tmp_path, scripted_run):
+    with Cluster(tmp_path, "--expect-workers", "1", *scripted_run) as cluster:
         cluster.held_worker("w0", 3, "--backend", "scripted").reached()
         for path in ("/halt", "/drain"):
             cluster.ask("POST", path, {})
@@ -286,8 +296,8 @@ def test_drained_halted_run_prints_how_to_continue(tmp_path, scripted):
     assert f"coordinator: halted: halted by the operator; {repeat}" in error_text
 
 
-def test_drained_worker_finishes_its_subtrees(tmp_path, scripted):
-    with Cluster(tmp_path, "--expect-workers", "2", *scripted) as cluster:
+def test_drained_worker_finishes_its_subtrees(tmp_path, scripted_run):
+    with Cluster(tmp_path, "--expect-workers", "2", *scripted_run) as cluster:
         cluster.worker("w0", "--backend", "scripted")
         hold = cluster.held_worker("w1", 6, "--backend", "scripted")
         hold.reached()
@@ -298,14 +308,14 @@ def test_drained_worker_finishes_its_subtrees(tmp_path, scripted):
         assert leaving_process.stdout is not None
         assert "goodbye: drained" in leaving_process.stdout.read()
         result = cluster.result()
-        # A paused machine makes a worker late; nobody is to blame for what it then leaves.
+        # On a paused machine a worker may be late, and its work is then reassigned.
         late_steps = {each["step"] for each in cluster.every("straggler")}
         assert all(each["step"] in late_steps for each in cluster.every("reassigned"))
     assert result["steps"] == 40
 
 
 def test_coordinator_stays_small_and_without_torch(tmp_path):
-    """Listening, with its control port: less than 120 MB, and never torch."""
+    """A listening coordinator uses less than 120 MB and does not import torch."""
     with Cluster(tmp_path, "--expect-workers", "1", fresh=True) as cluster:
         process = Path(f"/proc/{cluster.coordinator.pid}")
         status = (process / "status").read_text().splitlines()
@@ -323,7 +333,7 @@ def test_torch_is_not_imported_by_the_coordinators_modules():
 
 
 def test_worker_registers_before_it_imports_torch(tmp_path):
-    """Its torch is one whose import never ends."""
+    """The worker finds a torch whose import never ends."""
     torch = tmp_path / "endless" / "torch.py"
     torch.parent.mkdir()
     torch.write_text("print('importing', flush=True)\nimport time\nwhile True: time.sleep(1)\n")
@@ -332,7 +342,7 @@ def test_worker_registers_before_it_imports_torch(tmp_path):
         worker = cluster.worker("w0", "--backend", "cpu", environment=path)
         cluster.wait_for("worker_connected", worker="w0")
         assert worker.stdout is not None
-        assert "importing\n" in worker.stdout, "it was this one that it would have imported"
+        assert "importing\n" in worker.stdout, "the worker would have imported this torch"
 
 
 def test_run_survives_a_closed_console(tmp_path):
@@ -354,15 +364,17 @@ def test_run_survives_a_closed_console(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--address-file", "--trace"])
-def test_unwritable_file(tmp_path, option):
+def test_unwritable_file_is_refused(tmp_path, option):
     for path in (tmp_path / "no/such/file", tmp_path):
-        completed = called_coordinator(tmp_path, "--expect-workers", "1", option, str(path))
+        completed = coordinator_in_this_process(
+            tmp_path, "--expect-workers", "1", option, str(path)
+        )
         assert completed.returncode == 2
         assert option in one_line(completed)
     assert not (tmp_path / "out").exists()
 
 
-def test_the_longest_name_of_a_run(tmp_path):
+def test_run_name_has_at_most_54_characters(tmp_path):
     spec = tmp_path / "run.yaml"
     spec.write_text("task: scripted\nsteps: 2\nbatch: {samples: 4, microbatch: 1}\n")
     arguments = ("--run", str(spec), "--set", f"name={'n' * 54}")
@@ -376,7 +388,7 @@ def test_the_longest_name_of_a_run(tmp_path):
     assert "name" in one_line(completed)
 
 
-def test_a_task_that_breaks_ends_its_run_and_not_the_worker(tmp_path, scripted):
+def test_failing_task_ends_its_run_but_not_the_worker(tmp_path, scripted_run):
     spec = tmp_path / "run.yaml"
     spec.write_text("task: tests.broken_task:Broken\nsteps: 2\n")
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
@@ -386,12 +398,12 @@ def test_a_task_that_breaks_ends_its_run_and_not_the_worker(tmp_path, scripted):
         completed = cluster.wait_for("run_ended", run_id=run_id)
         assert completed["outcome"] == "failed"
         assert "no luck today" in completed["reason"]
-        good_run_id = run_command("coordinator", "submit", scripted[1], *control).stdout.strip()
+        good_run_id = run_command("coordinator", "submit", scripted_run[1], *control).stdout.strip()
         assert cluster.wait_for("run_ended", run_id=good_run_id)["outcome"] == "finished"
         assert worker.poll() is None
 
 
-def test_address_file_and_version():
+def test_version_and_help_are_printed():
     for module in ("coordinator", "worker"):
         completed = run_command(module, "--version")
         assert completed.returncode == 0

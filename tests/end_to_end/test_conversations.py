@@ -16,12 +16,12 @@ from tests.tool_chat import tool_run
 
 
 def int4_run(directory: Path) -> Path:
-    """Conversations, and a base that stays in 4 bits."""
+    """Write a chat run whose base stays in 4 bits."""
     return chat_run(directory, model={"source": str(directory / "model"), "base_dtype": "int4"})
 
 
 def float16_run(directory: Path) -> Path:
-    """A loss scale that overflows at first, and again after each step."""
+    """Write a chat run whose loss scale overflows at first, and again after each step."""
     run = chat_run(directory)
     document = json.loads(run.read_text())
     document["model"] |= {"precision": "float16", "loss_scale": 2.0**24, "loss_scale_every": 1}
@@ -35,8 +35,9 @@ RUNS = {
     "packed": packed_run, "tools": tool_run,
 }  # fmt: skip
 SLOW = {"float16", "int4", "packed", "tools"}
-"""Quick tests of the parts: test_float16.py, tests/worker/models/test_stored_dtypes.py,
-tests/worker/data/{test_packing,test_tools_and_masks}.py."""
+"""Kinds with slow tests only; quick tests of their parts: test_float16.py,
+tests/worker/models/test_stored_dtypes.py, tests/worker/data/test_packing.py and
+tests/worker/data/test_tools_and_masks.py."""
 KINDS = [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in RUNS]
 
 
@@ -49,15 +50,15 @@ def train(run: Path, out: Path, workers: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=KINDS)
 def single_worker_run(request, tmp_path_factory) -> tuple[Path, dict[str, Any], Path]:
-    """A run spec, the result of one worker, and its directory."""
+    """Return a run spec, the result of one worker, and its directory."""
     directory = tmp_path_factory.mktemp(request.param)
     run = RUNS[request.param](directory)
     return run, train(run, directory / "alone", 1), directory / "alone" / "out"
 
 
 def assert_same(result: dict[str, Any], reference: dict[str, Any]) -> None:
-    for figure in ("exact", "weights_digest", "losses", "eval"):
-        assert result[figure] == reference[figure], figure
+    for key in ("exact", "weights_digest", "losses", "eval"):
+        assert result[key] == reference[key], key
     assert result["exact"]
     assert reference["losses"][-1] != reference["losses"][0]
 
@@ -73,7 +74,7 @@ def test_several_workers_learn_the_same_as_one(single_worker_run, tmp_path, work
 
 
 @pytest.mark.slow  # test_same_bits.py kills workers and adds others
-def test_a_worker_killed_and_another_joining_change_nothing(single_worker_run, tmp_path):
+def test_killed_and_late_workers_do_not_change_the_result(single_worker_run, tmp_path):
     run, reference, _ = single_worker_run
     with Cluster(tmp_path, "--expect-workers", "3", "--run", str(run)) as cluster:
         holds = [cluster.held_worker(f"w{n}", 1, "--backend", "cpu") for n in range(3)]
@@ -92,8 +93,8 @@ def test_a_worker_killed_and_another_joining_change_nothing(single_worker_run, t
     assert result["workers"]["late"] > 0
 
 
-def test_result_is_reported_and_used(single_worker_run):
-    """The task's metrics, the card beside the adapter, and an answer."""
+def test_result_has_metrics_and_a_card_and_generates_text(single_worker_run):
+    """Check the task's metrics, the card beside the model or adapter, and a generated answer."""
     run, reference, out = single_worker_run
     preferences = {"loss_per_pair", "reward_accuracy", "reward_margin"}
     assert ({*reference["eval"]} == preferences) == ("dpo" in run.parent.name)

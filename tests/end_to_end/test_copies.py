@@ -23,7 +23,7 @@ checkpoint: {every: 10, copies: [%s]}
 
 @pytest.fixture(scope="module")
 def reference_out(tmp_path_factory) -> Path:
-    """The directory of the same run without copies."""
+    """Return the directory of the same run without copies."""
     directory: Path = tmp_path_factory.mktemp("undisturbed")
     spec = directory / "run.yaml"
     spec.write_text(SPEC % "")
@@ -41,9 +41,9 @@ def test_a_run_continues_without_the_coordinator_s_disk(tmp_path, reference_out)
     copies = tmp_path / "copies"
     spec = tmp_path / "run.yaml"
     spec.write_text(SPEC % copies)
-    job = "--run", str(spec)
+    run_options = "--run", str(spec)
     options = ("--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "1")
-    with Cluster(tmp_path / "lost", *options, *job) as first:
+    with Cluster(tmp_path / "lost", *options, *run_options) as first:
         worker = first.held_worker("w0", 21, "--backend", "scripted")
         worker.reached()
         first.wait_for("checkpoint_copied", step=20)
@@ -62,6 +62,6 @@ def test_a_run_continues_without_the_coordinator_s_disk(tmp_path, reference_out)
         assert result_of(new_directory)[key] == result_of(reference_out)[key]
     audit = run("audit", str(new_directory))
     assert audit.returncode == 0, audit.stdout
-    repeat = run(*arguments, "--from", str(copies))
-    assert repeat.returncode == 2
-    assert "holds a run already" in one_line(repeat)
+    second_resume = run(*arguments, "--from", str(copies))
+    assert second_resume.returncode == 2
+    assert "holds a run already" in one_line(second_resume)

@@ -21,37 +21,39 @@ DOCTOR = ("worker", "doctor", "--backend", "scripted")
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Network]:
-    with network("a", "b", "c", subnet="192.0.2") as network_of_three:
-        yield network_of_three
+    with network("a", "b", "c", subnet="192.0.2") as three_hosts:
+        yield three_hosts
 
 
 @pytest.fixture
-def job(tmp_path) -> tuple[str, ...]:
+def run_options(tmp_path) -> tuple[str, ...]:
     spec = tmp_path / "run.yaml"
     spec.write_text(SPEC)
     return "--expect-workers", "1", "--control", "127.0.0.1:0", "--run", str(spec)
 
 
 def worker_environment(tmp_path: Path, home: Path | None = None) -> dict[str, str]:
-    """The environment of another machine, with the token of the coordinator that has this home."""
+    """Return the environment of another machine, with the token of the coordinator of this home."""
     environment = {"SAMESTEP_HOME": str(tmp_path / "elsewhere")}
     if home is not None:
         environment["SAMESTEP_TOKEN"] = CoordinatorCredentials.open(home).join_token().reveal()
     return environment
 
 
-def run_beside(hosts: Network, host: str, cluster: Callable[[], Cluster], story: Any) -> None:
-    """Run a coordinator on that host while the story runs here."""
+def run_with_coordinator(
+    hosts: Network, host: str, cluster: Callable[[], Cluster], scenario: Any
+) -> None:
+    """Run the scenario here, with a coordinator on that host."""
 
-    def there() -> None:
+    def run_cluster() -> None:
         with cluster() as running_cluster:
-            story(running_cluster)
+            scenario(running_cluster)
 
-    hosts.run_on(host, there)
+    hosts.run_on(host, run_cluster)
 
 
 def wait_until_announced(cluster: Cluster) -> None:
-    """Wait until it is announced: only then does it answer searches."""
+    """Wait until the coordinator is announced; only then does it answer searches."""
     assert cluster.coordinator.stderr is not None
     assert any('"event": "announced"' in line for line in cluster.coordinator.stderr)
 
@@ -71,11 +73,13 @@ def wait_for_end(process: Process) -> tuple[int, str, str]:
     return process.wait(), stdout, err
 
 
-def test_coordinator_is_found_and_the_token_is_still_needed(hosts, tmp_path, job, monkeypatch):
+def test_coordinator_is_found_and_the_token_is_still_needed(
+    hosts, tmp_path, run_options, monkeypatch
+):
     home = tmp_path / "home"
     monkeypatch.setenv("SAMESTEP_HOME", str(home))
 
-    def story(cluster: Cluster) -> None:
+    def scenario(cluster: Cluster) -> None:
         worker = hosts.start("b", *WORKER, environment=worker_environment(tmp_path))
         code, stdout, err = wait_for_end(worker)
         address = f"{hosts.address('a')}:{cluster.address['data'].rpartition(':')[2]}"
@@ -95,12 +99,14 @@ def test_coordinator_is_found_and_the_token_is_still_needed(hosts, tmp_path, job
         assert wait_for_end(hosts_worker)[0] == 0
 
     def coordinator() -> Cluster:
-        return Cluster(tmp_path, "--bind", "0.0.0.0:0", "--name", "den", *job)
+        return Cluster(tmp_path, "--bind", "0.0.0.0:0", "--name", "den", *run_options)
 
-    run_beside(hosts, "a", coordinator, story)
+    run_with_coordinator(hosts, "a", coordinator, scenario)
 
 
-def test_token_selects_among_coordinators_or_a_name_is_required(hosts, tmp_path, job, monkeypatch):
+def test_token_selects_among_coordinators_or_a_name_is_required(
+    hosts, tmp_path, run_options, monkeypatch
+):
     home_by_name = {name: tmp_path / f"home of {name}" for name in ("den", "lab")}
     clusters: dict[str, Cluster] = {}
 
@@ -134,27 +140,29 @@ def test_token_selects_among_coordinators_or_a_name_is_required(hosts, tmp_path,
             directory = tmp_path / name
             directory.mkdir()
             arguments = ("--bind", "0.0.0.0:0", "--name", name)
-            return Cluster(directory, "--log-json", *arguments, *job)
+            return Cluster(directory, "--log-json", *arguments, *run_options)
 
         return start
 
     def on_a(den: Cluster) -> None:
         clusters["den"] = den
         wait_until_announced(den)
-        run_beside(hosts, "c", coordinator("lab"), on_c)
+        run_with_coordinator(hosts, "c", coordinator("lab"), on_c)
 
-    run_beside(hosts, "a", coordinator("den"), on_a)
+    run_with_coordinator(hosts, "a", coordinator("den"), on_a)
 
 
-def test_no_coordinator_is_one_line_and_69(hosts, tmp_path, job, monkeypatch):
+def test_worker_without_a_coordinator_gives_one_line_and_exit_code_69(
+    hosts, tmp_path, run_options, monkeypatch
+):
     """A coordinator that is not announced, or listens on loopback only, is not found."""
     monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
-    quiet = ("--bind", "0.0.0.0:0", "--no-announce")
-    for number, options in enumerate((quiet, ("--bind", "127.0.0.1:0"))):
+    unannounced = ("--bind", "0.0.0.0:0", "--no-announce")
+    for number, options in enumerate((unannounced, ("--bind", "127.0.0.1:0"))):
         directory = tmp_path / str(number)
         directory.mkdir()
 
-        def story(cluster: Cluster) -> None:
+        def scenario(cluster: Cluster) -> None:
             del cluster
             arguments = (*WORKER, "--retry-for", "2")
             code, _, err = wait_for_end(
@@ -165,14 +173,16 @@ def test_no_coordinator_is_one_line_and_69(hosts, tmp_path, job, monkeypatch):
             assert "none announces itself on the network" in line
             assert "worker --coordinator HOST:PORT" in line
 
-        run_beside(hosts, "a", partial(Cluster, directory, *options, *job), story)
+        run_with_coordinator(
+            hosts, "a", partial(Cluster, directory, *options, *run_options), scenario
+        )
 
 
-def test_one_machine_needs_no_search(hosts, tmp_path, job, monkeypatch):
-    """At the default address of coordinators: no search is needed."""
+def test_worker_on_the_same_machine_does_not_search(hosts, tmp_path, run_options, monkeypatch):
+    """The coordinator is at the default address, so the worker does not search."""
     monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
 
-    def story(cluster: Cluster) -> None:
+    def scenario(cluster: Cluster) -> None:
         worker = hosts.start("a", *WORKER)
         assert cluster.result()["workers"].keys() == {"w"}
         code, stdout, _ = wait_for_end(worker)
@@ -180,4 +190,6 @@ def test_one_machine_needs_no_search(hosts, tmp_path, job, monkeypatch):
         assert "network" not in stdout
         assert "found" not in stdout
 
-    run_beside(hosts, "a", lambda: Cluster(tmp_path, "--bind", "127.0.0.1:9000", *job), story)
+    run_with_coordinator(
+        hosts, "a", lambda: Cluster(tmp_path, "--bind", "127.0.0.1:9000", *run_options), scenario
+    )

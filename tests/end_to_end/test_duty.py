@@ -42,7 +42,7 @@ def test_evaluator_runs_beside_training_without_delay(tmp_path):
     assert audit.returncode == 0, audit.stdout
 
 
-def test_unknown_duty_is_one_line():
+def test_unknown_duty_gives_a_one_line_error():
     completed = run_command("worker", "--duty", "rest", "--coordinator", "127.0.0.1:1")
     assert completed.returncode == 2
     assert one_line(completed) == "worker: --duty: expected train or evaluate, got 'rest'"

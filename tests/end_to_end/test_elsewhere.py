@@ -1,4 +1,4 @@
-"""Workers on systems that lack features of Linux."""
+"""Workers on systems that lack features of Linux, simulated on Linux."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REGRESS = "task: regress\nsteps: 3\nbatch: {samples: 8, microbatch: 2}\n"
 def worker_without(
     cluster: Cluster, home: Path, name: str, missing_feature: str, backend: str = "scripted"
 ) -> Process:
-    """Start a worker with empty home and cache in a fresh process."""
+    """Start a worker that lacks a feature, with empty home and cache, in a fresh process."""
     home.mkdir()
     process = start(
         "tests.restricted_worker", missing_feature, "--coordinator", cluster.address["data"],
@@ -27,7 +27,7 @@ def worker_without(
         environment={
             "HOME": str(home),
             "SAMESTEP_CACHE": str(home / "cache"),
-            # Bare words: no system tool is needed.
+            # No system tool is needed.
             "PATH": "",
             "SAMESTEP_HOME": os.environ.get("SAMESTEP_HOME", str(Path.home() / ".samestep")),
         },
@@ -36,11 +36,11 @@ def worker_without(
     return process
 
 
-ALL = ",".join(FEATURES)
+ALL_FEATURES = ",".join(FEATURES)
 
 
 @pytest.mark.parametrize(
-    "systems", [[ALL], pytest.param(list(FEATURES), marks=pytest.mark.slow, id="each")]
+    "systems", [[ALL_FEATURES], pytest.param(list(FEATURES), marks=pytest.mark.slow, id="each")]
 )
 def test_files_are_fetched_and_a_run_finishes_without_features(tmp_path, systems):
     (tmp_path / "data.txt").write_text("something good")
@@ -53,8 +53,10 @@ def test_files_are_fetched_and_a_run_finishes_without_features(tmp_path, systems
         for name, process in cluster.workers.items():
             assert cluster.wait_for_exit(process) == 0, name
     for name in cluster.workers:
-        cached = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
-        assert [path.read_text() for path in cached if "blobs" in path.parts] == ["something good"]
+        cached_files = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
+        assert [path.read_text() for path in cached_files if "blobs" in path.parts] == [
+            "something good"
+        ]
 
 
 def test_same_bits_without_any_of_the_features(tmp_path):
@@ -64,5 +66,5 @@ def test_same_bits_without_any_of_the_features(tmp_path):
         cluster.worker("here", "--backend", "cpu")
         expected = cluster.result()["weights_digest"]
     with Cluster(tmp_path / "b", *arguments) as cluster:
-        worker_without(cluster, tmp_path / "home", "there", ALL, backend="cpu")
+        worker_without(cluster, tmp_path / "home", "there", ALL_FEATURES, backend="cpu")
         assert cluster.result()["weights_digest"] == expected

@@ -19,11 +19,11 @@ from tests.small_chat import save_chat_model
 pytestmark = pytest.mark.slow  # the simulation covers all of it
 STEPS = 4
 WORKER = ("--backend", "cpu")
-SAME = ("weights_digest", "losses", "eval")
+COMPARED_KEYS = ("weights_digest", "losses", "eval")
 
 
 def embed_run(directory: Path, **changes: Any) -> Path:
-    """A small BERT with dropout on the pairs of a sample run spec."""
+    """Write a run of a small BERT with dropout on the pairs of a sample run spec."""
     import torch
     import transformers
 
@@ -49,30 +49,32 @@ def embed_run(directory: Path, **changes: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory) -> Path:
+def run_spec(tmp_path_factory) -> Path:
     return embed_run(tmp_path_factory.mktemp("job"))
 
 
 @cache
-def reference_result(job: Path) -> dict[str, Any]:
-    with Cluster(job.parent / "alone", "--expect-workers", "1", "--run", str(job)) as cluster:
+def reference_result(run_spec: Path) -> dict[str, Any]:
+    with Cluster(
+        run_spec.parent / "alone", "--expect-workers", "1", "--run", str(run_spec)
+    ) as cluster:
         cluster.worker("w0", *WORKER)
         return cluster.result()
 
 
-def assert_same(result: dict[str, Any], job: Path) -> None:
-    for key in SAME:
-        assert result[key] == reference_result(job)[key], key
+def assert_same(result: dict[str, Any], run_spec: Path) -> None:
+    for key in COMPARED_KEYS:
+        assert result[key] == reference_result(run_spec)[key], key
     assert result["exact"]
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-def test_any_number_of_workers(job, tmp_path, workers):
-    with Cluster(tmp_path, "--expect-workers", str(workers), "--run", str(job)) as cluster:
+def test_any_number_of_workers_gives_one_result(run_spec, tmp_path, workers):
+    with Cluster(tmp_path, "--expect-workers", str(workers), "--run", str(run_spec)) as cluster:
         for number in range(workers):
             cluster.worker(f"w{number}", *WORKER)
         result = cluster.result()
-    assert_same(result, job)
+    assert_same(result, run_spec)
     assert all(result["workers"].values())
     losses = result["losses"]
     assert losses[-1] < losses[0]
@@ -81,8 +83,10 @@ def test_any_number_of_workers(job, tmp_path, workers):
 
 
 @pytest.mark.parametrize("hold_point", ["1", "1g"], ids=["embeddings", "gradients"])
-def test_a_worker_killed_in_each_phase_and_another_joins(job, tmp_path, hold_point):
-    with Cluster(tmp_path, "--expect-workers", "3", "--run", str(job)) as cluster:
+def test_killed_and_late_workers_in_each_phase_do_not_change_the_result(
+    run_spec, tmp_path, hold_point
+):
+    with Cluster(tmp_path, "--expect-workers", "3", "--run", str(run_spec)) as cluster:
         holds = [cluster.held_worker(f"w{n}", hold_point, *WORKER) for n in range(3)]
         for hold in holds:
             hold.reached()
@@ -94,43 +98,45 @@ def test_a_worker_killed_in_each_phase_and_another_joins(job, tmp_path, hold_poi
             hold.release()
         result = cluster.result()
         assert cluster.handed_over(), cluster.events()
-    assert_same(result, job)
+    assert_same(result, run_spec)
     assert result["workers"]["w3"] > 0
 
 
 @pytest.mark.parametrize("hold_point", ["2", "2g"], ids=["embeddings", "gradients"])
-def test_a_coordinator_killed_in_each_phase(job, tmp_path, hold_point):
-    where = (
+def test_coordinator_killed_in_each_phase_resumes_with_the_same_result(
+    run_spec, tmp_path, hold_point
+):
+    arguments = (
         "--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "1",
-        "--run", str(job), "--resume",
+        "--run", str(run_spec), "--resume",
     )  # fmt: skip
-    with Cluster(tmp_path, *where) as first:
+    with Cluster(tmp_path, *arguments) as first:
         worker = first.held_worker("w0", hold_point, *WORKER)
         worker.reached()
         first.coordinator.send_signal(signal.SIGKILL)
         first.wait_for_exit(first.coordinator)
-        with Cluster(tmp_path, *where) as second:
+        with Cluster(tmp_path, *arguments) as second:
             worker.release()
             assert second.wait_for("worker_joined", worker="w0")["step"] >= 2
             result = second.result()
         first.wait_for_exit(first.workers["w0"])
-    assert_same(result, job)
+    assert_same(result, run_spec)
 
 
-def test_worker_with_two_processes(job, tmp_path):
-    with Cluster(tmp_path, "--expect-workers", "2", "--run", str(job)) as cluster:
+def test_worker_with_two_processes_gives_the_same_result(run_spec, tmp_path):
+    with Cluster(tmp_path, "--expect-workers", "2", "--run", str(run_spec)) as cluster:
         cluster.worker("w0", *WORKER, "--gpus", "0,1")
         result = cluster.result()
-    assert_same(result, job)
+    assert_same(result, run_spec)
 
 
-def test_workers_that_average_among_themselves(job, tmp_path):
-    arguments = ("--run", str(job), "--set", "exchange.topology=sharded")
+def test_sharded_topology_gives_the_same_result(run_spec, tmp_path):
+    arguments = ("--run", str(run_spec), "--set", "exchange.topology=sharded")
     with Cluster(tmp_path, "--expect-workers", "3", *arguments) as cluster:
         for number in range(3):
             cluster.worker(f"w{number}", *WORKER)
         result = cluster.result()
-    assert_same(result, job)
+    assert_same(result, run_spec)
 
 
 @cache
@@ -146,7 +152,7 @@ def canonical_job(directory: Path) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("topology", ["star", "sharded"])
 def test_a_cpu_and_a_vulkan_device_have_one_digest(tmp_path_factory, tmp_path, topology):
-    """In canonical arithmetic, also with a Vulkan device killed between the two phases."""
+    """The run uses canonical arithmetic; another Vulkan device is killed between the two phases."""
     pytest.importorskip("ziglang")
     if isinstance(reason := adapters(), str):
         pytest.skip(reason)

@@ -56,8 +56,8 @@ def test_two_epochs_cover_every_sample_twice(tmp_path, name):
     assert json.loads((out / "run.json").read_text())["spec"]["epochs"] == 2
 
 
-def test_a_run_stops_by_its_metric_and_saves_its_best(tmp_path):
-    """The rate is far too high: the first metric stays the best one."""
+def test_run_stops_by_its_metric_and_saves_the_best_model(tmp_path):
+    """The rate is far too high, so the first evaluation stays the best."""
     document = {
         **{key: value for key, value in RUN.items() if key != "epochs"},
         "steps": 40, "evaluate_every": 2,

@@ -1,6 +1,6 @@
-"""Every task by every way to run it: the digest of one undisturbed worker.
+"""Every task with every launch method: the digest of one undisturbed worker.
 
-The slow set has the whole table, the default suite one or two ways of the most different tasks.
+The slow tests have the whole table, the default suite a few pairs of very different tasks.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ LLAMA = {
 BATCH = {"samples": 8, "microbatch": 2}
 
 
-def saved(directory: Path, **document: Any) -> Path:
+def write_run(directory: Path, **document: Any) -> Path:
     path = directory / "run.yaml"
     path.write_text(json.dumps({"seed": 7, "steps": STEPS, "batch": BATCH, **document}))
     return path
 
 
-def teacher(directory: Path) -> Path:
+def teacher_run(directory: Path) -> Path:
     text = directory / "text.txt"
     text.write_text("".join(f"{n} and {n % 7} is {n + n % 7}.\n" for n in range(120)))
-    return saved(
+    return write_run(
         directory, task="teacher-logits", model={"config": LLAMA}, tokenizer={"vocab_size": 300},
         data={"train": str(text), "max_tokens": 32}, capture={"top_k": 16},
     )  # fmt: skip
 
 
-def student(directory: Path) -> Path:
+def student_run(directory: Path) -> Path:
     layout = CaptureLayout(tokens=12, vocabulary=50, top_k=4)
     logits = capture_of(directory / "teacher", layout, 3, steps_of_a_file=4)
-    return saved(
+    return write_run(
         directory, task="distil", model={"config": LLAMA},
         data={"train": str(logits), "holdout": 0.25},
     )  # fmt: skip
 
 
-def decoder(directory: Path, **model: Any) -> Path:
-    """Changes of the section model."""
+def quantized_decoder_run(directory: Path, **model: Any) -> Path:
+    """Write a causal-lm run with these changes of its section `model`."""
     path = decoder_run("causal-lm", directory, steps=STEPS)
     document = json.loads(path.read_text())
     document["model"] |= model
@@ -65,21 +65,23 @@ def decoder(directory: Path, **model: Any) -> Path:
 
 REPLICAS = {"count": 2, "inner_steps": 2}
 TASKS: dict[str, Callable[[Path], Path]] = {
-    "regress": lambda d: saved(d, task="regress", regress={"samples": 64}),
-    "digits": lambda d: saved(d, task="digits", digits={"hidden": [8, 8], "dropout": 0.1}),
+    "regress": lambda d: write_run(d, task="regress", regress={"samples": 64}),
+    "digits": lambda d: write_run(d, task="digits", digits={"hidden": [8, 8], "dropout": 0.1}),
     "classify": lambda d: decoder_run("classify", d, steps=STEPS),
-    "causal-lm, base in int8": decoder,
-    "causal-lm, in float16": lambda d: decoder(d, base_dtype="float32", precision="float16"),
+    "causal-lm, base in int8": quantized_decoder_run,
+    "causal-lm, in float16": lambda d: quantized_decoder_run(
+        d, base_dtype="float32", precision="float16"
+    ),
     "chat": lambda d: chat_run(d, steps=STEPS),
     "dpo": lambda d: dpo_run(d, steps=STEPS),
-    "teacher-logits": teacher,
-    "distil": student,
-    "a task of one's own": lambda d: saved(d, task="tests.frozen_base_task:FrozenBase"),
-    "buffers that forward changes": lambda d: saved(
+    "teacher-logits": teacher_run,
+    "distil": student_run,
+    "a custom task": lambda d: write_run(d, task="tests.frozen_base_task:FrozenBase"),
+    "buffers that forward changes": lambda d: write_run(
         d, task="tests.buffers_task:Normed", batch=BATCH | {"unit": "microbatch"}
     ),
-    "replicas": lambda d: saved(d, task="regress", regress={"samples": 64}, replicas=REPLICAS),
-    "canonical": lambda d: saved(d, task="digits", arithmetic={"mode": "canonical"}),
+    "replicas": lambda d: write_run(d, task="regress", regress={"samples": 64}, replicas=REPLICAS),
+    "canonical": lambda d: write_run(d, task="digits", arithmetic={"mode": "canonical"}),
 }
 
 ANYWHERE = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
@@ -95,26 +97,26 @@ def digest_in(out: Path) -> object:
     return logits or result["weights_digest"]
 
 
-def local(directory: Path, run: Path, devices: int, *further: str) -> object:
+def run_locally(directory: Path, run: Path, devices: int, *extra_arguments: str) -> object:
     out = directory / "out"
     completed = processes.run_to_end(
         "coordinator", *ANYWHERE, "--run", str(run), "--out", str(out),
-        "--local-workers", str(devices), "--backend", "cpu", *further,
+        "--local-workers", str(devices), "--backend", "cpu", *extra_arguments,
     )  # fmt: skip
     assert completed.returncode == 0, completed.stderr
     assert "Traceback" not in completed.stderr
     return digest_in(out)
 
 
-def one_device(directory: Path, run: Path) -> object:
-    return local(directory, run, 1)
+def run_on_one_device(directory: Path, run: Path) -> object:
+    return run_locally(directory, run, 1)
 
 
-def two_devices(directory: Path, run: Path) -> object:
-    return local(directory, run, 2)
+def run_on_two_devices(directory: Path, run: Path) -> object:
+    return run_locally(directory, run, 2)
 
 
-def two_workers(directory: Path, run: Path) -> object:
+def run_on_two_workers(directory: Path, run: Path) -> object:
     with Cluster(directory, "--expect-workers", "2", "--run", str(run)) as cluster:
         for name in ("ann", "bob"):
             cluster.worker(name, "--backend", "cpu")
@@ -129,7 +131,7 @@ def resume_run(directory: Path, run: Path) -> object:
         hold.reached()
         cluster.coordinator.send_signal(signal.SIGKILL)
         cluster.wait_for_exit(cluster.coordinator)
-    return local(directory, run, 1, "--resume")
+    return run_locally(directory, run, 1, "--resume")
 
 
 def submit_run(directory: Path, run: Path) -> object:
@@ -143,9 +145,9 @@ def submit_run(directory: Path, run: Path) -> object:
         return digest_in(out)
 
 
-WAYS = {
-    "two devices": two_devices,
-    "two workers": two_workers,
+LAUNCH_METHODS = {
+    "two devices": run_on_two_devices,
+    "two workers": run_on_two_workers,
     "resumed": resume_run,
     "submitted": submit_run,
 }
@@ -161,21 +163,21 @@ def table() -> list[Any]:
             id=f"{task}, {launch}",
         )
         for task in TASKS
-        for launch in WAYS
+        for launch in LAUNCH_METHODS
     ]
 
 
 @pytest.fixture(scope="module")
 def reference_of(tmp_path_factory) -> Callable[[str], tuple[Path, object]]:
-    """The run spec of a task, and the result of one worker."""
-    by_task: dict[str, tuple[Path, object]] = {}
+    """Return a function that gives the run spec of a task and the digest of one worker."""
+    references: dict[str, tuple[Path, object]] = {}
 
     def find(task: str) -> tuple[Path, object]:
-        if task not in by_task:
+        if task not in references:
             directory = tmp_path_factory.mktemp("undisturbed")
             run = TASKS[task](directory)
-            by_task[task] = run, one_device(directory, run)
-        return by_task[task]
+            references[task] = run, run_on_one_device(directory, run)
+        return references[task]
 
     return find
 
@@ -183,18 +185,18 @@ def reference_of(tmp_path_factory) -> Callable[[str], tuple[Path, object]]:
 @pytest.mark.parametrize(("task", "launch"), table())
 def test_digest_equals_one_undisturbed_worker(tmp_path, reference_of, task, launch):
     run, digest = reference_of(task)
-    assert WAYS[launch](tmp_path, run) == digest
+    assert LAUNCH_METHODS[launch](tmp_path, run) == digest
 
 
 SCRIPT = (
     HEAD
     + """
 import os
-how = {name: eval(os.environ.get(name, "None")) for name in ("workers", "control", "resume")}
-how = {name: value for name, value in how.items() if value is not None}
-if not how.get("control"):
-    how["directory"] = "out"
-result = samestep.fit(task, steps=3, batch=8, microbatch=2, device="cpu", **how)
+options = {name: eval(os.environ.get(name, "None")) for name in ("workers", "control", "resume")}
+options = {name: value for name, value in options.items() if value is not None}
+if not options.get("control"):
+    options["directory"] = "out"
+result = samestep.fit(task, steps=3, batch=8, microbatch=2, device="cpu", **options)
 print("digest", result.digest, flush=True)
 """
 )
@@ -205,23 +207,23 @@ def script_digest(output: str) -> str:
     return str(digest)
 
 
-def script_in(directory: Path) -> Path:
+def write_script(directory: Path) -> Path:
     path = directory / "train.py"
     path.write_text(SCRIPT)
     return path
 
 
-def script_alone(directory: Path, **environment: str) -> str:
+def run_script(directory: Path, **environment: str) -> str:
     process = processes.start(
-        "tests.plain_script", str(script_in(directory)), cwd=directory, environment=environment
+        "tests.plain_script", str(write_script(directory)), cwd=directory, environment=environment
     )
-    output, faults = process.communicate(timeout=processes.PATIENCE_S)
-    assert process.wait() == 0, faults
+    output, error_text = process.communicate(timeout=processes.PATIENCE_S)
+    assert process.wait() == 0, error_text
     return script_digest(output)
 
 
-def script_joined_by(directory: Path, workers: int, *arguments: str) -> str:
-    script = RunningScript(script_in(directory), {"workers": str(workers)})
+def run_joined_script(directory: Path, workers: int, *arguments: str) -> str:
+    script = RunningScript(write_script(directory), {"workers": str(workers)})
     other = script.worker("other", "--backend", "cpu", *arguments)
     digest = script_digest(script.ended())
     assert other.wait(processes.PATIENCE_S) == 0, standard_error_of(other)
@@ -229,16 +231,16 @@ def script_joined_by(directory: Path, workers: int, *arguments: str) -> str:
     return digest
 
 
-def script_joined(directory: Path) -> str:
-    return script_joined_by(directory, 2, "train.py")
+def join_script_with_a_worker(directory: Path) -> str:
+    return run_joined_script(directory, 2, "train.py")
 
 
-def script_joined_by_two_devices(directory: Path) -> str:
-    return script_joined_by(directory, 3, "--accept-scripts", "--gpus", "0,1")
+def join_script_with_two_devices(directory: Path) -> str:
+    return run_joined_script(directory, 3, "--accept-scripts", "--gpus", "0,1")
 
 
-def script_resumed(directory: Path) -> str:
-    script = RunningScript(script_in(directory), {"workers": "2"})
+def kill_and_resume_script(directory: Path) -> str:
+    script = RunningScript(write_script(directory), {"workers": "2"})
     hold, other = script.held("other", 1)
     hold.reached()
     script.process.send_signal(signal.SIGKILL)
@@ -247,22 +249,28 @@ def script_resumed(directory: Path) -> str:
     other.wait()
     hold.close()
     close(script.process, other)
-    return script_alone(directory, resume="True")
+    return run_script(directory, resume="True")
 
 
-def script_submitted(directory: Path) -> str:
+def submit_script(directory: Path) -> str:
     with Cluster(directory / "service", "--expect-workers", "1") as cluster:
-        return script_alone(directory, control=repr(cluster.address["control"]))
+        return run_script(directory, control=repr(cluster.address["control"]))
 
 
 @pytest.fixture(scope="module")
-def script_undisturbed(tmp_path_factory) -> str:
-    return script_alone(tmp_path_factory.mktemp("script"))
+def script_reference(tmp_path_factory) -> str:
+    return run_script(tmp_path_factory.mktemp("script"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "launch", [script_joined, script_joined_by_two_devices, script_resumed, script_submitted]
+    "launch",
+    [
+        join_script_with_a_worker,
+        join_script_with_two_devices,
+        kill_and_resume_script,
+        submit_script,
+    ],
 )
-def test_script_has_the_digest_of_its_undisturbed_run(tmp_path, script_undisturbed, launch):
-    assert launch(tmp_path) == script_undisturbed
+def test_script_has_the_digest_of_its_undisturbed_run(tmp_path, script_reference, launch):
+    assert launch(tmp_path) == script_reference

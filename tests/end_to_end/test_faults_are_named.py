@@ -1,4 +1,4 @@
-"""A halt happens within its step, nothing is applied, and the culprit is named."""
+"""A fault halts the run within its step: nothing is applied, and the faulty worker is named."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.processes import start
 def test_flipped_bit_names_its_worker_and_continue_repairs_it(tmp_path):
     spec = tmp_path / "run.yaml"
     spec.write_text("task: scripted\nsteps: 20\nbatch: {samples: 12, microbatch: 1}\n")
-    job = ("--run", str(spec))
-    with Cluster(tmp_path, "--expect-workers", "3", *job) as cluster:
+    run_options = ("--run", str(spec))
+    with Cluster(tmp_path, "--expect-workers", "3", *run_options) as cluster:
         arguments = ("--coordinator", cluster.address["data"], "--backend", "scripted", "--name")
         cluster.workers["odd"] = start("tests.corrupted_worker", "10", *arguments, "odd")
-        # However late the deviating worker answers, the others wait for it.
+        # The others wait for the deviating worker, however late it answers.
         holds = [cluster.held_worker(name, 10, "--backend", "scripted") for name in ("w0", "w1")]
         halt = cluster.wait_for("halted")
         assert "'odd'" in halt["reason"]
@@ -27,7 +27,7 @@ def test_flipped_bit_names_its_worker_and_continue_repairs_it(tmp_path):
             hold.release()
         cluster.ask("POST", "/continue", {})
         result = cluster.result()
-    with Cluster(tmp_path / "alone", "--expect-workers", "1", *job) as cluster:
+    with Cluster(tmp_path / "alone", "--expect-workers", "1", *run_options) as cluster:
         cluster.worker("w0", "--backend", "scripted")
         reference = cluster.result()
     assert result["weights_digest"] == reference["weights_digest"]
@@ -35,9 +35,9 @@ def test_flipped_bit_names_its_worker_and_continue_repairs_it(tmp_path):
 
 def test_divergence_halts_and_the_step_can_be_skipped(tmp_path):
     """A learning rate far too high: the values overflow, as in a real diverging run."""
-    diverging = ("--set", "optimizer.lr=1000", "--set", "steps=30")
+    diverging_options = ("--set", "optimizer.lr=1000", "--set", "steps=30")
     with Cluster(
-        tmp_path, "--expect-workers", "2", "--run", str(RUNS / "regress.yaml"), *diverging
+        tmp_path, "--expect-workers", "2", "--run", str(RUNS / "regress.yaml"), *diverging_options
     ) as cluster:
         cluster.worker("w0", "--backend", "cpu")
         cluster.worker("w1", "--backend", "cpu")
@@ -46,15 +46,15 @@ def test_divergence_halts_and_the_step_can_be_skipped(tmp_path):
         assert "worker 'w" in halt["reason"]
         assert "block 'head'" in halt["reason"] or "loss" in halt["reason"]
         assert f"step {halt['step']}" in halt["reason"]
-        before = cluster.ask("GET", "/status")
-        assert before["step"] == halt["step"]
-        # The same bits again: a real divergence repeats.
+        status_before = cluster.ask("GET", "/status")
+        assert status_before["step"] == halt["step"]
+        # The retry computes the same bits, so a real divergence repeats.
         cluster.ask("POST", "/continue", {})
         cluster.wait_for("halted", attempt=1)
-        assert cluster.ask("GET", "/status")["weights_digest"] == before["weights_digest"]
+        assert cluster.ask("GET", "/status")["weights_digest"] == status_before["weights_digest"]
         cluster.ask("POST", "/continue", {"skip_step": True})
-        skipped = cluster.wait_for("committed", step=halt["step"], skipped=True)
-        assert skipped["step"] == halt["step"]
+        skip_event = cluster.wait_for("committed", step=halt["step"], skipped=True)
+        assert skip_event["step"] == halt["step"]
         cluster.coordinator.terminate()
         cluster.wait_for_exit(cluster.coordinator)
 

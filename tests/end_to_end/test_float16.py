@@ -29,12 +29,12 @@ def test_one_and_two_workers_halve_the_scale_equally_and_lose_no_batch(tmp_path,
         pytest.skip(reason)
     run = float16_run(tmp_path)
     single_worker, halvings = train(run, tmp_path / "1", 1, backend)
-    two_workers, halved_again = train(run, tmp_path / "2", 2, backend)
+    two_workers, halvings_of_two = train(run, tmp_path / "2", 2, backend)
     assert single_worker["outcome"] == "finished"
     assert two_workers["weights_digest"] == single_worker["weights_digest"]
     assert two_workers["losses"] == single_worker["losses"]
     scales = [(each["step"], each["loss_scale"]) for each in halvings]
-    assert scales == [(each["step"], each["loss_scale"]) for each in halved_again]
+    assert scales == [(each["step"], each["loss_scale"]) for each in halvings_of_two]
     assert len([step for step, _ in scales if step == 0]) > 1
     assert {step for step, _ in scales} == {0, 1, 2, 3}  # the scale grows after each
     audit = run_command("coordinator", "audit", str(tmp_path / "2" / "out"))

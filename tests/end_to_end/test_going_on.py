@@ -1,4 +1,4 @@
-"""From one run to the next with commands only: later runs continue and use earlier results."""
+"""Later runs continue earlier runs and use their results, with commands only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.commands import run_command
 from tests.small_chat import chat_run
 
 
-def train(run: Path, out: Path, *more: str) -> dict[str, Any]:
-    with Cluster(out, "--expect-workers", "1", "--run", str(run), *more) as cluster:
+def train(run: Path, out: Path, *options: str) -> dict[str, Any]:
+    with Cluster(out, "--expect-workers", "1", "--run", str(run), *options) as cluster:
         cluster.worker("w0", "--backend", "cpu")
         return cluster.result()
 
@@ -23,15 +23,19 @@ def train(run: Path, out: Path, *more: str) -> dict[str, Any]:
 def test_a_finished_run_continues_with_more_steps_by_the_command(tmp_path):
     run = RUNS / "regress.yaml"
     settings = ("--set", "optimizer={name: adamw, amsgrad: true, swa: {}}", "--set", "steps=20")
-    uninterrupted = train(run, tmp_path / "whole", *settings)
-    part = train(run, tmp_path / "part", *settings, "--set", "steps=10")
+    uninterrupted_result = train(run, tmp_path / "whole", *settings)
+    partial_result = train(run, tmp_path / "part", *settings, "--set", "steps=10")
     with Cluster(
         tmp_path / "part", "--expect-workers", "2", "--resume", "--set", "steps=20"
     ) as cluster:
         cluster.worker("w0", "--backend", "cpu")
         cluster.worker("w1", "--backend", "cpu")
-        more = cluster.result()
-    assert more["weights_digest"] == uninterrupted["weights_digest"] != part["weights_digest"]
+        extended_result = cluster.result()
+    assert (
+        extended_result["weights_digest"]
+        == uninterrupted_result["weights_digest"]
+        != partial_result["weights_digest"]
+    )
     assert run_command("coordinator", "audit", str(tmp_path / "part" / "out")).returncode == 0
 
 
@@ -61,8 +65,8 @@ def test_run_continues_from_another_result_and_stops_by_its_metric(tmp_path, key
     assert all(path.is_file() for path in adapters), [*out.iterdir()]
     with Cluster(tmp_path / "second", "--expect-workers", "1", "--resume", "--from-step", "2") as c:
         c.worker("w0", "--backend", "cpu")
-        repeat = c.result()
-    assert repeat["weights_digest"] == second["weights_digest"]
+        repeated_result = c.result()
+    assert repeated_result["weights_digest"] == second["weights_digest"]
     for arguments in (
         ("generate", str(out), "What is 3?", "--max-tokens", "4"),
         ("merge", str(out), "--out", str(tmp_path / "merged")),

@@ -1,4 +1,4 @@
-"""One `worker` command for several devices: one member, whose devices come and go."""
+"""Multi-device workers: one member of a run, whose device processes are restarted or lost."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ steps: {steps}
 batch: {{samples: 12, microbatch: 1}}
 scripted: {{blocks: 2, block_bytes: 4096, samples: 64}}
 """
-TWO = ("--backend", "scripted:2", "--gpus", "0,1")
+TWO_DEVICES = ("--backend", "scripted:2", "--gpus", "0,1")
 
 
-def devices_of(host: Process | int) -> list[int]:
-    """Return the device processes of a worker."""
-    pid = host if isinstance(host, int) else host.pid
+def device_processes(worker: Process | int) -> list[int]:
+    """Return the process ids of a worker's device processes."""
+    pid = worker if isinstance(worker, int) else worker.pid
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
@@ -42,34 +42,36 @@ def digest(cluster: Cluster) -> str:
 
 
 def test_two_devices_are_one_member_with_the_same_bits(tmp_path):
-    """On real gradients."""
-    job = ("--run", str(RUNS / "regress.yaml"), "--set", "steps=10")
-    with Cluster(tmp_path / "one", "--expect-workers", "1", *job) as cluster:
+    """The gradients are real, of the task regress."""
+    run_options = ("--run", str(RUNS / "regress.yaml"), "--set", "steps=10")
+    with Cluster(tmp_path / "one", "--expect-workers", "1", *run_options) as cluster:
         cluster.worker("w0", "--backend", "cpu")
         reference = digest(cluster)
-    with Cluster(tmp_path / "two", "--expect-workers", "2", *job) as cluster:
-        host = cluster.worker("box", "--backend", "cpu", "--gpus", "0,1")
+    with Cluster(tmp_path / "two", "--expect-workers", "2", *run_options) as cluster:
+        worker = cluster.worker("box", "--backend", "cpu", "--gpus", "0,1")
         assert digest(cluster) == reference
         assert cluster.result()["workers"].keys() == {"box"}
-        assert cluster.wait_for_exit(host) == 0
+        assert cluster.wait_for_exit(worker) == 0
 
 
 @pytest.mark.slow
 def test_multi_device_owners_have_the_bits_of_the_star(tmp_path):
     """The devices of one worker are one peer, beside a local worker of the coordinator."""
-    job = ("--run", spec_of(tmp_path, 60))
-    with Cluster(tmp_path / "star", "--expect-workers", "1", *job) as cluster:
+    run_options = ("--run", spec_of(tmp_path, 60))
+    with Cluster(tmp_path / "star", "--expect-workers", "1", *run_options) as cluster:
         cluster.worker("w0", "--backend", "scripted")
         star = digest(cluster)
     sharded_option = ("--set", "exchange.topology=sharded")
-    with Cluster(tmp_path / "sharded", "--expect-workers", "5", *job, *sharded_option) as cluster:
-        hosts = [cluster.worker(name, *TWO) for name in ("one", "other")]
-        hosts.append(cluster.worker("alone", "--backend", "scripted:2"))
+    with Cluster(
+        tmp_path / "sharded", "--expect-workers", "5", *run_options, *sharded_option
+    ) as cluster:
+        workers = [cluster.worker(name, *TWO_DEVICES) for name in ("one", "other")]
+        workers.append(cluster.worker("alone", "--backend", "scripted:2"))
         assert digest(cluster) == star
         owners = [set(event["owners"]) for event in cluster.every("owners")]
         assert {"one", "other", "alone"} in owners
         assert cluster.result()["workers"].keys() == {"one", "other", "alone"}
-        assert [cluster.wait_for_exit(host) for host in hosts] == [0, 0, 0]
+        assert [cluster.wait_for_exit(worker) for worker in workers] == [0, 0, 0]
 
 
 def test_killed_device_process_is_restarted_and_the_worker_stays(tmp_path):
@@ -77,19 +79,19 @@ def test_killed_device_process_is_restarted_and_the_worker_stays(tmp_path):
         one.worker("w0", "--backend", "scripted")
         reference = digest(one)
     with Cluster(tmp_path / "two", "--expect-workers", "2", "--run", spec_of(tmp_path, 60)) as two:
-        host = two.worker("box", *TWO)
+        worker = two.worker("box", *TWO_DEVICES)
         two.wait_for("committed", step=3)
-        os.kill(devices_of(host)[1], signal.SIGKILL)
+        os.kill(device_processes(worker)[1], signal.SIGKILL)
         assert digest(two) == reference
-        assert two.wait_for_exit(host) == 0
+        assert two.wait_for_exit(worker) == 0
         assert not two.every("worker_lost")
-        assert host.stderr is not None
-        error_text = host.stderr.read()
+        assert worker.stderr is not None
+        error_text = worker.stderr.read()
     assert "was ended by SIGKILL; restarted, 1 of at most 3 times" in error_text
 
 
 def test_main_process_does_not_import_torch():
-    """It only handles the network."""
+    """The main process handles only the network."""
     modules = "worker.cli, worker.main, worker.shell.client, worker.shell.device_processes, sys"
     completed = subprocess.run(
         [sys.executable, "-P", "-c", f"import {modules}; print('torch' in sys.modules)"],
@@ -98,28 +100,39 @@ def test_main_process_does_not_import_torch():
     assert completed.stdout == "False\n"
 
 
-@pytest.mark.parametrize("command", ["host", "coordinator"])
+@pytest.mark.parametrize("command", ["worker", "coordinator"])
 def test_kill_9_leaves_no_device_process(tmp_path, command):
-    local = ("--local-workers", "2", "--backend", "scripted:2")
-    job = ("--run", spec_of(tmp_path, 100_000), *(local if command == "coordinator" else ()))
-    # The children of a process that is started afresh are no forks.
+    local_options = ("--local-workers", "2", "--backend", "scripted:2")
+    run_options = (
+        "--run",
+        spec_of(tmp_path, 100_000),
+        *(local_options if command == "coordinator" else ()),
+    )
+    # The children of a freshly started process are not forks.
     is_fresh = command == "coordinator"
-    with Cluster(tmp_path, "--expect-workers", "2", *job, fresh=is_fresh) as cluster:
-        host = cluster.worker("box", *TWO).pid if command == "host" else None
+    with Cluster(tmp_path, "--expect-workers", "2", *run_options, fresh=is_fresh) as cluster:
+        worker = cluster.worker("box", *TWO_DEVICES).pid if command == "worker" else None
         cluster.wait_for("committed", step=1)
-        host = host or devices_of(cluster.coordinator)[0]
-        watched = [os.pidfd_open(pid) for pid in (host, *devices_of(host))]
-        assert len(watched) == 3
-        os.kill(host if command == "host" else cluster.coordinator.pid, signal.SIGKILL)
-        for process_fd in watched:
-            assert select.select([process_fd], [], [], PATIENCE_S)[0], "it goes on without its host"
+        worker = worker or device_processes(cluster.coordinator)[0]
+        process_fds = [os.pidfd_open(pid) for pid in (worker, *device_processes(worker))]
+        assert len(process_fds) == 3
+        os.kill(worker if command == "worker" else cluster.coordinator.pid, signal.SIGKILL)
+        for process_fd in process_fds:
+            assert select.select([process_fd], [], [], PATIENCE_S)[0], "it outlives its parent"
             os.close(process_fd)
 
 
 def test_non_finite_gradients_name_the_device(tmp_path):
-    """A learning rate far too high, as in a real diverging run."""
-    job = ("--run", str(RUNS / "regress.yaml"), "--set", "optimizer.lr=1000", "--set", "steps=30")
-    with Cluster(tmp_path, "--expect-workers", "2", *job) as cluster:
+    """The learning rate is far too high, as when a real run diverges."""
+    run_options = (
+        "--run",
+        str(RUNS / "regress.yaml"),
+        "--set",
+        "optimizer.lr=1000",
+        "--set",
+        "steps=30",
+    )
+    with Cluster(tmp_path, "--expect-workers", "2", *run_options) as cluster:
         cluster.worker("box", "--backend", "cpu", "--gpus", "0,1")
         halt = cluster.wait_for("halted")
     assert "non-finite" in halt["reason"]

@@ -1,4 +1,4 @@
-"""A second machine: what the coordinator prints, what a worker there needs, and its messages."""
+"""Workers on a second machine: printed instructions, tokens, and error messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def own_home(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def job(tmp_path) -> tuple[str, str]:
+def run_options(tmp_path) -> tuple[str, str]:
     spec = tmp_path / "run.yaml"
     spec.write_text("task: scripted\nsteps: 3\nbatch: {samples: 4, microbatch: 1}\n")
     return "--run", str(spec)
@@ -35,7 +35,7 @@ def remote_environment(tmp_path: Path, **overrides: str) -> dict[str, str]:
     return {"SAMESTEP_HOME": str(tmp_path / "there"), **overrides}
 
 
-def command(*arguments: str) -> str:
+def run_coordinator(*arguments: str) -> str:
     completed = run_command("coordinator", *arguments)
     assert completed.returncode == 0, completed.stderr
     return completed.stdout.strip()
@@ -47,8 +47,8 @@ def last_line(process: Process) -> str:
     return line
 
 
-def delete_credentials(process: Process) -> None:
-    """Another worker of the same name follows."""
+def close_process(process: Process) -> None:
+    """Wait for the process and close its streams; another worker of its name follows."""
     process.wait()
     for stream in (process.stdout, process.stderr):
         assert stream is not None
@@ -73,45 +73,47 @@ def command_lines() -> list[bytes]:
     return lines
 
 
-def test_other_machine_joins_with_the_token_and_returns_without(tmp_path, own_home, job):
-    arguments = ("--bind", "0.0.0.0:0", "--log-json", *job)
+def test_other_machine_joins_with_the_token_and_returns_without(tmp_path, own_home, run_options):
+    arguments = ("--bind", "0.0.0.0:0", "--log-json", *run_options)
     with Cluster(tmp_path, "--expect-workers", "2", *arguments) as cluster:
-        hidden = secrets_of(own_home)
-        token = command("token", "show")
-        first = cluster.worker(
+        secrets = secrets_of(own_home)
+        token = run_coordinator("token", "show")
+        first_worker = cluster.worker(
             "far",
             "--backend",
             "scripted",
             environment=remote_environment(tmp_path, SAMESTEP_TOKEN=token),
         )
         cluster.wait_for("worker_connected", worker="far")
-        assert first.stdout is not None
-        assert any("joined as 'far'" in line for line in first.stdout)  # and has kept its key
-        assert command("token", "workers").endswith("  far")
-        first.kill()
-        delete_credentials(first)
+        assert first_worker.stdout is not None
+        assert any(
+            "joined as 'far'" in line for line in first_worker.stdout
+        )  # and has stored its key
+        assert run_coordinator("token", "workers").endswith("  far")
+        first_worker.kill()
+        close_process(first_worker)
         cluster.wait_for("worker_disconnected", worker="far")
-        command("token", "rotate")
-        repeat = cluster.worker(
+        run_coordinator("token", "rotate")
+        second_worker = cluster.worker(
             "far", "--backend", "scripted", environment=remote_environment(tmp_path)
         )
         cluster.worker("near", "--backend", "scripted")
-        hidden += secrets_of(own_home)
+        secrets += secrets_of(own_home)
         status = cluster.ask("GET", "/status")
         assert status["encryption"] == "TLS 1.3"
         assert cluster.result()["workers"].keys() == {"far", "near"}
-        assert cluster.wait_for_exit(repeat) == 0
+        assert cluster.wait_for_exit(second_worker) == 0
         cluster._drainer.join()
         texts = [*cluster.output, json.dumps(status), json.dumps(cluster._events)]
         for process in (cluster.coordinator, *cluster.workers.values()):
             texts += [stream.read() for stream in (process.stdout, process.stderr) if stream]
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     texts += [path.read_text(errors="replace") for path in files]
-    for secret in (*hidden, token):
+    for secret in (*secrets, token):
         assert not any(secret in text for text in texts)
 
 
-def test_a_wrong_token_is_one_line_and_77(tmp_path, own_home):
+def test_wrong_token_gives_one_line_and_exit_code_77(tmp_path, own_home):
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
         valid_token = CoordinatorCredentials.open(own_home).join_token()
         wrong_secret = JoinToken(valid_token.fingerprint, new_key()).reveal()
@@ -131,28 +133,28 @@ def test_a_wrong_token_is_one_line_and_77(tmp_path, own_home):
 
 def test_a_revoked_worker_ends_with_77(tmp_path):
     with Cluster(tmp_path, "--expect-workers", "2") as cluster:
-        token = command("token", "show")
+        token = run_coordinator("token", "show")
         environment = remote_environment(tmp_path, SAMESTEP_TOKEN=token)
         remote_worker = cluster.worker("far", "--backend", "scripted", environment=environment)
         cluster.worker("near", "--backend", "scripted")
         cluster.wait_for("worker_connected", worker="far")
         cluster.wait_for("worker_connected", worker="near")
-        assert "the key of 'far' is revoked" in command("token", "revoke", "far")
+        assert "the key of 'far' is revoked" in run_coordinator("token", "revoke", "far")
         assert cluster.wait_for_exit(remote_worker) == 77
         assert last_line(remote_worker) == "worker: the key of 'far' was revoked"
-        delete_credentials(remote_worker)
+        close_process(remote_worker)
         for environment in (
             remote_environment(tmp_path),
             remote_environment(tmp_path, SAMESTEP_TOKEN=token),
         ):
             returned_worker = cluster.worker("far", environment=environment)
             assert cluster.wait_for_exit(returned_worker) == 77
-            delete_credentials(returned_worker)
+            close_process(returned_worker)
         workers = cluster.ask("GET", "/status")["workers"]
         assert [worker["name"] for worker in workers] == ["near"]
 
 
-def test_a_token_file_that_others_may_read(tmp_path, own_home):
+def test_token_file_that_others_may_read_is_refused(tmp_path, own_home):
     path = tmp_path / "token"
     path.write_text(CoordinatorCredentials.open(own_home).join_token().reveal())
     path.chmod(0o644)
@@ -162,22 +164,22 @@ def test_a_token_file_that_others_may_read(tmp_path, own_home):
     assert len(completed.stderr.strip().splitlines()) == 1
 
 
-def test_plaintext_needs_a_flag_on_both_sides_and_is_shown(tmp_path, job):
-    with Cluster(tmp_path, "--expect-workers", "1", "--plaintext", *job) as cluster:
-        encrypted = cluster.worker("tls", "--backend", "scripted")
-        assert cluster.wait_for_exit(encrypted) == 78
-        assert "--plaintext" in last_line(encrypted)
+def test_plaintext_needs_a_flag_on_both_sides_and_is_shown(tmp_path, run_options):
+    with Cluster(tmp_path, "--expect-workers", "1", "--plaintext", *run_options) as cluster:
+        tls_worker = cluster.worker("tls", "--backend", "scripted")
+        assert cluster.wait_for_exit(tls_worker) == 78
+        assert "--plaintext" in last_line(tls_worker)
         rejected_worker = cluster.worker(
             "stranger", "--plaintext", environment=remote_environment(tmp_path)
         )
         assert cluster.wait_for_exit(rejected_worker) == 77
         assert cluster.ask("GET", "/status")["encryption"] == "none (--plaintext)"
-        assert "NOT ENCRYPTED" in command("status", "--control", cluster.address["control"])
+        assert "NOT ENCRYPTED" in run_coordinator("status", "--control", cluster.address["control"])
         cluster.worker("w", "--plaintext", "--backend", "scripted")
         assert cluster.result()["workers"].keys() == {"w"}
 
 
-def test_worker_with_plaintext_flag(tmp_path):
+def test_plaintext_worker_is_refused_by_a_tls_coordinator(tmp_path):
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
         plaintext_worker = cluster.worker("plain", "--plaintext")
         assert cluster.wait_for_exit(plaintext_worker) == 78
@@ -191,10 +193,10 @@ def test_local_workers_need_no_token_argument(tmp_path, own_home):
     arguments = ("--run", str(spec), "--local-workers", "2", "--backend", "scripted:5")
     with Cluster(tmp_path, "--bind", "0.0.0.0:0", *arguments) as cluster:
         cluster.wait_for("committed", step=1)
-        hidden = secrets_of(own_home)
+        secrets = secrets_of(own_home)
         lines = command_lines()
         assert any(b"local-1" in line for line in lines)
-        assert not any(secret.encode() in line for secret in hidden for line in lines)
+        assert not any(secret.encode() in line for secret in secrets for line in lines)
         assert cluster.result()["workers"].keys() == {"local"}
 
 
@@ -248,7 +250,7 @@ def test_control_token_is_shown_on_terminals_in_the_fragment():
     assert "s3cret" not in status_line(("127.0.0.1", 9001), "s3cret", to_terminal=False)
 
 
-def test_the_control_token_of_a_running_coordinator(tmp_path):
+def test_control_token_of_a_running_coordinator_is_printed(tmp_path):
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
-        token = command("token", "control", cluster.address["control"])
+        token = run_coordinator("token", "control", cluster.address["control"])
         assert f"Bearer {token}" == cluster._authorization()["Authorization"]

@@ -11,19 +11,19 @@ import pytest
 from tests.cluster import Cluster
 from tests.network_hosts import Network, network
 
-JOB = (
+SPEC = (
     "task: scripted\nsteps: 48\nbatch: {samples: 24, microbatch: 2}\n"
     "scripted: {blocks: 3, block_bytes: 8192, samples: 480}\n"
 )
 MICROBATCH_MS = 45
-"""One worker alone needs half a second per step: the run is still going when the cut is noticed."""
-NOTICED_WITHIN_S = 60.0
+"""One worker alone needs half a second per step, so the run outlasts the detection of the cut."""
+DETECTION_LIMIT_S = 60.0
 """The design limit is 9 s; the kernel alone would notice an idle connection after hours."""
 
 
 def write_spec(directory) -> Path:
     spec = directory / "job.yaml"
-    spec.write_text(JOB)
+    spec.write_text(SPEC)
     return spec
 
 
@@ -37,7 +37,7 @@ def reference(tmp_path_factory) -> dict[str, Any]:
 
 
 class Split:
-    """A coordinator and workers on hosts of their own."""
+    """A coordinator and workers on separate hosts."""
 
     def __init__(self, hosts: Network, cluster: Cluster, workers: int) -> None:
         self.hosts = hosts
@@ -50,23 +50,23 @@ class Split:
             )  # fmt: skip
 
 
-def split_run(tmp_path, workers, story):
+def split_run(tmp_path, workers, scenario):
     """Run this scenario on that many hosts; return the result."""
     with network("c", *(f"w{number}" for number in range(workers))) as hosts:
         address = f"{hosts.address('c')}:0"
 
-        def on_coordinator() -> dict[str, Any]:
+        def run_coordinator() -> dict[str, Any]:
             arguments = ("--expect-workers", str(workers), "--bind", address, "--control", address,
                          "--run", str(write_spec(tmp_path)))  # fmt: skip
             with Cluster(tmp_path, *arguments) as cluster:
-                story(Split(hosts, cluster, workers))
+                scenario(Split(hosts, cluster, workers))
                 return cluster.result()
 
-        return hosts.run_on("c", on_coordinator)
+        return hosts.run_on("c", run_coordinator)
 
 
 def test_disconnected_worker_is_noticed_and_returns(tmp_path, reference):
-    def story(split):
+    def scenario(split):
         cluster = split.cluster
         cluster.wait_for("committed", step=4)
         mark, cut_s = cluster.mark(), time.monotonic()
@@ -76,20 +76,20 @@ def test_disconnected_worker_is_noticed_and_returns(tmp_path, reference):
         cluster.wait_for("committed", step=straggler["step"] + 3)
         disconnection = cluster.wait_for("worker_disconnected", worker="w1", start=mark)
         assert "silent for" in disconnection["reason"] or "timed out" in disconnection["reason"]
-        assert time.monotonic() - cut_s < NOTICED_WITHIN_S
+        assert time.monotonic() - cut_s < DETECTION_LIMIT_S
         cluster.ask("POST", "/halt", {})
         split.hosts.mend("w1")
         cluster.wait_for("worker_ready", worker="w1", start=mark)
         cluster.ask("POST", "/continue", {})
 
-    result = split_run(tmp_path, 2, story)
+    result = split_run(tmp_path, 2, scenario)
     assert result["weights_digest"] == reference["weights_digest"]
     assert result["losses"] == reference["losses"]
 
 
 @pytest.mark.slow
 def test_disconnected_coordinator_commits_nothing_and_all_return(tmp_path, reference):
-    def story(split):
+    def scenario(split):
         cluster = split.cluster
         cluster.wait_for("committed", step=4)
         mark = cluster.mark()
@@ -104,6 +104,6 @@ def test_disconnected_coordinator_commits_nothing_and_all_return(tmp_path, refer
             "nothing was committed without workers"
         )
 
-    result = split_run(tmp_path, 2, story)
+    result = split_run(tmp_path, 2, scenario)
     assert result["weights_digest"] == reference["weights_digest"]
     assert result["losses"] == reference["losses"]

@@ -51,7 +51,7 @@ CPU = ("--backend", "cpu")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_several_devices_and_workers_make_one_result(tmp_path, name):
+def test_several_devices_and_workers_give_one_result(tmp_path, name):
     single_worker = train(tmp_path / "alone", OPTIMIZERS[name], CPU)
     two_workers = train(tmp_path / "together", OPTIMIZERS[name], CPU, (*CPU, "--gpus", "0,1"))
     assert two_workers["weights_digest"] == single_worker["weights_digest"]
@@ -60,15 +60,15 @@ def test_several_devices_and_workers_make_one_result(tmp_path, name):
         single_worker["eval"],
     )
     out = tmp_path / "together" / "out"
-    last = max((out / "checkpoints").iterdir())
-    weights = load_file(next((last / "model").glob("*.safetensors")))
-    state = load_file(last / "optimizer.safetensors")
+    last_checkpoint = max((out / "checkpoints").iterdir())
+    weights = load_file(next((last_checkpoint / "model").glob("*.safetensors")))
+    state = load_file(last_checkpoint / "optimizer.safetensors")
     saved_weights = load_file(next((out / "model").glob("*.safetensors")))
     for tensor, values in weights.items():
         np.testing.assert_array_equal(saved_weights[tensor], values + state[f"average/{tensor}"])
 
 
-def test_replica_rounds_are_averaged(tmp_path):
+def test_average_is_updated_by_rounds_of_replicas(tmp_path):
     optimizer = {"name": "adam", "amsgrad": True, "ema": {"decay": 0.5}, "clip_norm": 1.0}
     replicas = {"replicas": json.dumps({"count": 2, "inner_steps": 3, "inner_state": "carry"})}
     single_worker = train(tmp_path / "alone", optimizer, CPU, **replicas)

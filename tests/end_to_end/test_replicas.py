@@ -67,7 +67,7 @@ async def train(directory, spec, workers, device="cpu"):
         return await live.result(run_id)
 
 
-def result_files(result):
+def digest_and_losses(result):
     return result["weights_digest"], result["losses"]
 
 
@@ -80,7 +80,7 @@ def result_files(result):
     ],
 )
 @on_uvloop
-async def test_any_number_of_workers(tmp_path, codec, inner_state):
+async def test_any_number_of_workers_has_one_digest(tmp_path, codec, inner_state):
     spec = regress(
         replicas={
             "count": 3, "inner_steps": 3, "codec": codec, "inner_state": inner_state,
@@ -89,7 +89,7 @@ async def test_any_number_of_workers(tmp_path, codec, inner_state):
     )  # fmt: skip
     single_worker = await train(tmp_path / "one", spec, 1)
     several_workers = await train(tmp_path / "two", spec, 2)
-    assert result_files(several_workers) == result_files(single_worker)
+    assert digest_and_losses(several_workers) == digest_and_losses(single_worker)
     assert sum(several_workers["workers"].values()) == 9
     (run,) = (path for path in (tmp_path / "two").iterdir() if path.is_dir())
     report = audit(run)
@@ -100,54 +100,58 @@ async def test_any_number_of_workers(tmp_path, codec, inner_state):
 SMALL = {"count": 2, "inner_steps": 2, "codec": "int8", "inner_state": "carry"}
 
 
-def without_dropout(model):
-    """Workers in one process would share the random generator of dropout."""
+def disable_dropout(model):
+    """Set dropout to 0, because workers in one process would share its random generator."""
     config = model / "config.json"
     document = json.loads(config.read_text())
     config.write_text(json.dumps({**document, "attention_dropout": 0.0}))
     return str(model)
 
 
-async def one_and_two_agree(tmp_path, task, device="cpu"):
+async def check_one_and_two_workers_agree(tmp_path, task, device="cpu"):
     spec = parse_run_spec({**task, "steps": 2, "evaluate_every": 0, "replicas": SMALL})
     single_worker = await train(tmp_path / "one", spec, 1, device)
     several_workers = await train(tmp_path / "two", spec, 2, device)
-    assert result_files(several_workers) == result_files(single_worker)
+    assert digest_and_losses(several_workers) == digest_and_losses(single_worker)
     assert several_workers["eval"] == single_worker["eval"]
     assert all(several_workers["workers"].values())
 
 
 @on_uvloop
-async def test_lora_with_replicas(tmp_path):
+async def test_lora_replicas_agree_on_one_and_two_workers(tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(9):
         (texts / f"{number}.txt").write_text(document(number))
-    model = without_dropout(save_small_decoder(tmp_path / "model"))
+    model = disable_dropout(save_small_decoder(tmp_path / "model"))
     data = {"train": str(texts), "pattern": "*.txt", "holdout": 0.2, "max_tokens": 16}
     task = {"task": "causal-lm", "model": {"source": model}, "lora": {"r": 2}, "data": data}
-    await one_and_two_agree(tmp_path, {**task, "batch": {"samples": 4, "microbatch": 2}})
+    await check_one_and_two_workers_agree(
+        tmp_path, {**task, "batch": {"samples": 4, "microbatch": 2}}
+    )
 
 
 @on_uvloop
-async def test_a_task_of_the_users_own_with_replicas(tmp_path, monkeypatch):
+async def test_custom_task_replicas_agree_on_one_and_two_workers(tmp_path, monkeypatch):
     state_file, source = documented()
     (tmp_path / "my_package.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     batch = {"samples": 8, "microbatch": 4}
     try:
-        await one_and_two_agree(tmp_path, {**state_file.model_dump(mode="json"), "batch": batch})
+        await check_one_and_two_workers_agree(
+            tmp_path, {**state_file.model_dump(mode="json"), "batch": batch}
+        )
     finally:
         sys.modules.pop("my_package", None)
 
 
 @pytest.mark.slow
 @on_uvloop
-async def test_replicas_on_vulkan(tmp_path):
+async def test_vulkan_replicas_agree_on_one_and_two_workers(tmp_path):
     if isinstance(reason := adapters(), str):
         pytest.skip(reason)
     task = {"task": "digits", "digits": {"hidden": [8]}, "batch": {"samples": 8, "microbatch": 4}}
-    await one_and_two_agree(tmp_path, task, "vulkan")
+    await check_one_and_two_workers_agree(tmp_path, task, "vulkan")
 
 
 ONE_PACKAGE = Path(asyncio.__file__).parent
@@ -176,7 +180,7 @@ TASKS = {
 async def test_one_digest_over_1_2_3_and_8_workers_of_which_one_is_killed(
     tmp_path, progress_queue, task, codec, inner_state
 ):
-    """Killed within an inner phase, after its first inner checkpoint."""
+    """The worker is killed within an inner phase, after its first inner checkpoint."""
     spec = parse_run_spec({
         **TASKS[task],
         "replicas": {
@@ -193,8 +197,8 @@ async def test_one_digest_over_1_2_3_and_8_workers_of_which_one_is_killed(
             victim = await wait_for_progress(progress_queue, *live.workers)
             kill(live, victim)
             several_workers = await live.result(run_id)
-            assert live.first("worker_lost", worker=victim), "it was over before"
-        assert result_files(several_workers) == result_files(single_worker)
+            assert live.first("worker_lost", worker=victim), "the run ended before the kill"
+        assert digest_and_losses(several_workers) == digest_and_losses(single_worker)
         assert several_workers["eval"] == single_worker["eval"]
 
 
@@ -213,8 +217,8 @@ async def test_one_replica_with_one_step_equals_a_plain_run(tmp_path):
     assert np.linalg.norm(replica_weights - plain_weights) <= 1e-6 * np.linalg.norm(plain_weights)
 
 
-def slow(**changes):
-    """Replicas with slow steps, so that a test can interrupt them."""
+def slow_spec(**changes):
+    """Return a spec of replicas whose steps are slow enough to be interrupted."""
     return scripted_spec(
         steps=3,
         batch={"samples": 2, "microbatch": 1},
@@ -225,7 +229,7 @@ def slow(**changes):
 
 @pytest.fixture
 def progress_queue(monkeypatch):
-    """A queue of workers that report progress within an inner phase."""
+    """Return a queue of the workers that report progress within an inner phase."""
     progress_queue: asyncio.Queue[str] = asyncio.Queue()
     note_inner_step = Round.note_inner_step
 
@@ -246,7 +250,7 @@ async def wait_for_progress(progress_queue, *workers):
 
 
 def kill(live, name):
-    """End its connection in the middle of its work, for good."""
+    """End a worker and its connection in the middle of its work."""
     client = live.clients[[*live.workers].index(name)]
     client._channel.abort("killed")
     live.workers[name].cancel()
@@ -254,20 +258,18 @@ def kill(live, name):
 
 @pytest.mark.parametrize("inner_state", ["reset", "carry"])
 @on_uvloop
-async def test_a_worker_is_lost_in_the_middle_of_an_inner_phase(
-    tmp_path, progress_queue, inner_state
-):
+async def test_inner_phase_of_a_lost_worker_is_reassigned(tmp_path, progress_queue, inner_state):
     async with live_service(tmp_path / "lost", 2) as live:
         live.worker("w0", toolbox=Scripted(4))
         live.worker("w1", toolbox=Scripted(4))
-        run_id = live.service.submit(slow(inner_state=inner_state))
+        run_id = live.service.submit(slow_spec(inner_state=inner_state))
         await wait_for_progress(progress_queue, "w1")
         kill(live, "w1")
         live.worker("w2", toolbox=Scripted(1))
         result = await live.result(run_id)
         assert live.every("reassigned")
-    expected = await undisturbed(tmp_path / "calm", slow(inner_state=inner_state))
-    assert result_files(result) == result_files(expected)
+    expected = await undisturbed(tmp_path / "calm", slow_spec(inner_state=inner_state))
+    assert digest_and_losses(result) == digest_and_losses(expected)
 
 
 @on_uvloop
@@ -275,21 +277,21 @@ async def test_more_workers_than_replicas_stand_by_and_take_over(tmp_path, progr
     async with live_service(tmp_path / "many", 3) as live:
         for number in range(3):
             live.worker(f"w{number}", toolbox=Scripted(4))
-        run_id = live.service.submit(slow())
+        run_id = live.service.submit(slow_spec())
         busy_worker = await wait_for_progress(progress_queue, "w0", "w1", "w2")
         lines = list(status_lines(status_document(live.service, 0.0)))
         assert sum("standing by" in line for line in lines) == 1
         assert any(re.search(r"w\d: active.*, replica [01]: step \d+ of 12", x) for x in lines)
         kill(live, busy_worker)
         result = await live.result(run_id)
-    expected = await undisturbed(tmp_path / "calm", slow())
-    assert result_files(result) == result_files(expected)
+    expected = await undisturbed(tmp_path / "calm", slow_spec())
+    assert digest_and_losses(result) == digest_and_losses(expected)
 
 
 @on_uvloop
-async def test_a_coordinator_that_restarts_continues_with_carried_states(tmp_path):
+async def test_restarted_coordinator_continues_with_carried_states(tmp_path):
     """The service stops between two rounds; a new one resumes in its directory."""
-    spec = slow(inner_state="carry", codec="topk")
+    spec = slow_spec(inner_state="carry", codec="topk")
     expected = await undisturbed(tmp_path / "calm", spec)
     async with live_service(tmp_path / "run", 1) as live:
         live.worker("w0", toolbox=Scripted(2))
@@ -297,18 +299,18 @@ async def test_a_coordinator_that_restarts_continues_with_carried_states(tmp_pat
         await live.wait_for("committed", step=1)
         assert live.service.current is not None
         directory = live.service.current.directory
-    newest = max((directory / "replicas").glob("own-*"))
-    before = newest.read_bytes()
-    newest.write_bytes(b"")
+    newest_file = max((directory / "replicas").glob("own-*"))
+    content = newest_file.read_bytes()
+    newest_file.write_bytes(b"")
     async with live_service(tmp_path / "run", 1) as live:
-        with pytest.raises(StorageDamaged, match=newest.name):
+        with pytest.raises(StorageDamaged, match=newest_file.name):
             live.service.resume(directory)
-    newest.write_bytes(before)
+    newest_file.write_bytes(content)
     async with live_service(tmp_path / "run", 1) as live:
         live.service.resume(directory)
         live.worker("w1", toolbox=Scripted(0))
         result = await live.result(run_id)
-    assert result_files(result) == result_files(expected)
+    assert digest_and_losses(result) == digest_and_losses(expected)
     names = sorted(path.name for path in (directory / "replicas").glob("own-*"))
     assert names == ["own-1", "own-2", "own-3"]
 
@@ -321,7 +323,7 @@ def contents(directory):
 
 @on_uvloop
 async def test_per_replica_states_must_match_the_commit(tmp_path):
-    """Refused before anything is set aside; the audit finds the same fault."""
+    """Wrong states are refused before files are set aside; the audit reports the same fault."""
     spec = regress(
         checkpoint={"every": 1, "keep_last": 9},
         replicas={"count": 2, "inner_steps": 2, "inner_state": "carry"},
@@ -356,6 +358,6 @@ async def test_per_replica_states_must_match_the_commit(tmp_path):
     async with live_service(tmp_path / "run", 1) as live:
         live.service.resume(run, from_step=2)
         live.worker("w0", toolbox=DeviceFactory())
-        assert result_files(await live.result(run.name)) == result_files(expected)
+        assert digest_and_losses(await live.result(run.name)) == digest_and_losses(expected)
     assert [path.name for path in run.glob("set-aside/*/replicas/*")] == ["own-3"]
     assert audit(run).ok, audit(run).lines()

@@ -1,4 +1,4 @@
-"""A coordinator that ends in some way and resumes: the same bits, and a sound audit."""
+"""Coordinators that are drained, stopped or killed resume with the same bits and a sound audit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ANYWHERE = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory) -> tuple[str, ...]:
-    """The device does not matter here; test_same_bits tests workers that continue."""
+def run_options(tmp_path_factory) -> tuple[str, ...]:
+    """Return the options of a scripted run; test_same_bits.py has runs on real devices."""
     spec = tmp_path_factory.mktemp("job") / "run.yaml"
     spec.write_text(
         f"task: scripted\nsteps: {STEPS}\nbatch: {{samples: 8, microbatch: 1}}\n"
@@ -46,10 +46,10 @@ def result_of(directory: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def finished_out(job, tmp_path_factory) -> Path:
-    """The directory of an undisturbed run."""
+def finished_out(run_options, tmp_path_factory) -> Path:
+    """Return the directory of an undisturbed run."""
     directory = tmp_path_factory.mktemp("finished") / "out"
-    completed = run(*ANYWHERE, *job, *LOCAL, "--out", str(directory))
+    completed = run(*ANYWHERE, *run_options, *LOCAL, "--out", str(directory))
     assert completed.returncode == 0, completed.stderr
     return directory
 
@@ -82,28 +82,30 @@ def test_a_flipped_byte_is_found_and_its_line_named(finished_out):
         journal.write_bytes(content)
 
 
-def test_a_directory_with_a_run_is_not_overwritten(job, finished_out):
-    repeat = run(*ANYWHERE, *job, *LOCAL, "--out", str(finished_out))
-    assert repeat.returncode == 2
-    assert "holds a run already" in one_line(repeat)
-    assert "--resume" in one_line(repeat)
+def test_a_directory_with_a_run_is_not_overwritten(run_options, finished_out):
+    completed = run(*ANYWHERE, *run_options, *LOCAL, "--out", str(finished_out))
+    assert completed.returncode == 2
+    assert "holds a run already" in one_line(completed)
+    assert "--resume" in one_line(completed)
 
 
 def test_finished_run_is_unchanged(finished_out):
     before = (finished_out / "result.json").read_bytes()
-    repeat = run(*ANYWHERE, *LOCAL, "--out", str(finished_out), "--resume")
-    assert repeat.returncode == 0, repeat.stderr
-    assert "has finished" in repeat.stdout
+    completed = run(*ANYWHERE, *LOCAL, "--out", str(finished_out), "--resume")
+    assert completed.returncode == 0, completed.stderr
+    assert "has finished" in completed.stdout
     assert (finished_out / "result.json").read_bytes() == before
 
 
-def test_other_run_spec_does_not_continue_a_run(job, finished_out):
-    other = run(*ANYWHERE, *job, "--set", "seed=99", *LOCAL, "--out", str(finished_out), "--resume")
-    assert other.returncode == 78
-    assert "of another run spec" in one_line(other)
+def test_other_run_spec_does_not_continue_a_run(run_options, finished_out):
+    completed = run(
+        *ANYWHERE, *run_options, "--set", "seed=99", *LOCAL, "--out", str(finished_out), "--resume"
+    )
+    assert completed.returncode == 78
+    assert "of another run spec" in one_line(completed)
 
 
-def test_nothing_to_resume_is_one_line(tmp_path):
+def test_missing_run_gives_a_one_line_error(tmp_path):
     completed = run(*ANYWHERE, "--out", str(tmp_path / "nowhere"), "--resume")
     assert completed.returncode == 2
     assert "no such directory" in one_line(completed)
@@ -112,28 +114,36 @@ def test_nothing_to_resume_is_one_line(tmp_path):
     assert "expected a run" in one_line(completed)
 
 
-def test_directory_has_at_most_one_coordinator(job, tmp_path):
-    with Cluster(tmp_path, "--expect-workers", "1", *job) as cluster:
+def test_directory_has_at_most_one_coordinator(run_options, tmp_path):
+    with Cluster(tmp_path, "--expect-workers", "1", *run_options) as cluster:
         out = str(tmp_path / "out")
-        second = run(*ANYWHERE, *job, *LOCAL, "--out", out, "--resume")
+        second = run(*ANYWHERE, *run_options, *LOCAL, "--out", out, "--resume")
         assert second.returncode == 2
         assert f"another coordinator (process {cluster.coordinator.pid})" in one_line(second)
         assert "is in progress" in one_line(run("audit", out))
         assert run("report", out).returncode == 0
 
 
-def test_a_drained_run_continues(job, tmp_path, finished_out):
+def test_a_drained_run_continues(run_options, tmp_path, finished_out):
     address = free_address()
-    arguments = ("--bind", address, "--control", "127.0.0.1:0", "--expect-workers", "1", *job)
+    arguments = (
+        "--bind",
+        address,
+        "--control",
+        "127.0.0.1:0",
+        "--expect-workers",
+        "1",
+        *run_options,
+    )
     with Cluster(tmp_path, *arguments, "--resume") as cluster:
         worker = cluster.held_worker("w0", 16, "--backend", "scripted")
         worker.reached()
         cluster.coordinator.terminate()
         cluster.wait_for("draining")
         worker.release()  # the step in progress finishes first
-        drained = cluster.result()
-        assert drained["outcome"] == "drained"
-        assert 15 < drained["steps"] < STEPS
+        drained_result = cluster.result()
+        assert drained_result["outcome"] == "drained"
+        assert 15 < drained_result["steps"] < STEPS
     with Cluster(tmp_path, *arguments, "--resume") as cluster:
         cluster.worker("w1", "--backend", "scripted")
         result = cluster.result()
@@ -143,18 +153,18 @@ def test_a_drained_run_continues(job, tmp_path, finished_out):
     assert run("audit", str(tmp_path / "out")).returncode == 0
 
 
-def test_second_signal_ends_at_once_and_prints_how_to_continue(job, tmp_path, finished_out):
-    with Cluster(tmp_path, "--expect-workers", "1", *job) as cluster:
+def test_second_signal_ends_at_once_and_prints_how_to_continue(run_options, tmp_path, finished_out):
+    with Cluster(tmp_path, "--expect-workers", "1", *run_options) as cluster:
         # The step in progress does not end.
         cluster.held_worker("w0", 16, "--backend", "scripted").reached()
         cluster.coordinator.send_signal(signal.SIGINT)
         cluster.wait_for("draining")
         cluster.coordinator.send_signal(signal.SIGINT)
         assert cluster.wait_for_exit(cluster.coordinator) == 1
-        repeat = f"--resume --out {tmp_path / 'out'}"
+        resume_options = f"--resume --out {tmp_path / 'out'}"
         assert cluster.coordinator.stderr is not None
-        assert repeat in cluster.coordinator.stderr.read().splitlines()[-1]
-    completed = run(*ANYWHERE, *job, *LOCAL, *repeat.split())
+        assert resume_options in cluster.coordinator.stderr.read().splitlines()[-1]
+    completed = run(*ANYWHERE, *run_options, *LOCAL, *resume_options.split())
     assert completed.returncode == 0, completed.stderr
     assert (
         result_of(tmp_path / "out")["weights_digest"] == result_of(finished_out)["weights_digest"]
@@ -162,21 +172,23 @@ def test_second_signal_ends_at_once_and_prints_how_to_continue(job, tmp_path, fi
 
 
 @pytest.mark.parametrize("mode", ["full", "checkpoint"])
-def test_a_killed_coordinator_continues_with_the_same_worker(job, tmp_path, finished_out, mode):
-    at = (
-        "--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "1", *job,
+def test_a_killed_coordinator_continues_with_the_same_worker(
+    run_options, tmp_path, finished_out, mode
+):
+    arguments = (
+        "--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "1", *run_options,
         "--set", f"log={mode}", "--set", "checkpoint.keep_log=true", "--resume",
     )  # fmt: skip
-    with Cluster(tmp_path, *at) as first:
+    with Cluster(tmp_path, *arguments) as first:
         worker = first.held_worker("w0", 31, "--backend", "scripted")
         worker.reached()
         first.wait_for("checkpoint", step=24)
         first.coordinator.send_signal(signal.SIGKILL)
         first.wait_for_exit(first.coordinator)
-        with Cluster(tmp_path, *at) as second:
+        with Cluster(tmp_path, *arguments) as second:
             worker.release()
-            resumed = second.wait_for("worker_joined", worker="w0")
-            assert resumed["step"] >= (31 if mode == "full" else 24)
+            join_event = second.wait_for("worker_joined", worker="w0")
+            assert join_event["step"] >= (31 if mode == "full" else 24)
             result = second.result()
         first.wait_for_exit(first.workers["w0"])
     assert result["weights_digest"] == result_of(finished_out)["weights_digest"]

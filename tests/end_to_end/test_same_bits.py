@@ -48,7 +48,9 @@ def reference_directory(tmp_path_factory) -> Path:
     ("run", "arguments"),
     [pytest.param("regress.yaml", (), marks=pytest.mark.slow), ("digits.yaml", DIGITS)],
 )
-def test_any_number_of_workers(tmp_path, reference_directory, run, arguments, workers):
+def test_any_number_of_workers_has_one_digest(
+    tmp_path, reference_directory, run, arguments, workers
+):
     reference = reference_result(reference_directory / run, run, *arguments)
     result = train(tmp_path, workers, run, *arguments)
     assert result["weights_digest"] == reference["weights_digest"]
@@ -60,7 +62,7 @@ def test_any_number_of_workers(tmp_path, reference_directory, run, arguments, wo
 
 SHORT = ("--set", "steps=3", "--set", "evaluate_every=0")
 ONE_PACKAGE = Path(asyncio.__file__).parent  # tokenizing all of Python would take half a minute
-MAIN_JOBS = {
+SAMPLE_RUNS = {
     # With dropout, which is also the same on every worker.
     "sms-spam.yaml": (
         *SHORT, "--set", "lora.dropout=0.1", "--set", "data.holdout=0.01",
@@ -75,25 +77,25 @@ MAIN_JOBS = {
 
 @pytest.mark.slow  # smaller settings keep a run of two and one of three quick enough
 @pytest.mark.parametrize("workers", [2, 3, 4, 8])
-@pytest.mark.parametrize("run", MAIN_JOBS)
-def test_the_main_jobs(tmp_path, reference_directory, run, workers):
+@pytest.mark.parametrize("run", SAMPLE_RUNS)
+def test_sample_runs_have_one_digest(tmp_path, reference_directory, run, workers):
     """MiniLM with LoRA on real SMS, and a small Llama from scratch."""
-    reference = reference_result(reference_directory / run, run, *MAIN_JOBS[run])
-    result = train(tmp_path, workers, run, *MAIN_JOBS[run])
+    reference = reference_result(reference_directory / run, run, *SAMPLE_RUNS[run])
+    result = train(tmp_path, workers, run, *SAMPLE_RUNS[run])
     assert result["exact"]
     assert result["weights_digest"] == reference["weights_digest"]
     assert result["losses"] == reference["losses"]
     assert result["eval"] == reference["eval"]
 
 
-def with_one_killed_and_another_joining(directory: Path, *job: str) -> dict[str, Any]:
-    with Cluster(directory, "--expect-workers", "2", *job) as cluster:
+def train_with_a_kill_and_a_late_worker(directory: Path, *run_options: str) -> dict[str, Any]:
+    with Cluster(directory, "--expect-workers", "2", *run_options) as cluster:
         first, second = (cluster.held_worker(f"w{n}", 1, "--backend", "cpu") for n in range(2))
         first.reached()
         second.reached()
         cluster.workers["w1"].kill()
         cluster.wait_for("worker_lost", worker="w1")
-        # The newcomer needs seconds to import; the run waits for it, or would finish first.
+        # The new worker needs seconds to import; without this wait the run would finish first.
         cluster.worker("w2", "--backend", "cpu")
         cluster.wait_for("worker_joined", worker="w2")
         first.release()
@@ -104,31 +106,33 @@ def with_one_killed_and_another_joining(directory: Path, *job: str) -> dict[str,
 
 
 @pytest.mark.slow  # a smaller model keeps this quick enough
-@pytest.mark.parametrize("run", MAIN_JOBS)
-def test_the_main_jobs_with_a_worker_killed_and_another_joining(tmp_path, reference_directory, run):
+@pytest.mark.parametrize("run", SAMPLE_RUNS)
+def test_sample_runs_with_a_killed_and_a_late_worker_have_one_digest(
+    tmp_path, reference_directory, run
+):
     """MiniLM with LoRA on real SMS, and a small Llama from scratch."""
-    reference = reference_result(reference_directory / run, run, *MAIN_JOBS[run])
-    result = with_one_killed_and_another_joining(
-        tmp_path, "--run", str(RUNS / run), *MAIN_JOBS[run]
+    reference = reference_result(reference_directory / run, run, *SAMPLE_RUNS[run])
+    result = train_with_a_kill_and_a_late_worker(
+        tmp_path, "--run", str(RUNS / run), *SAMPLE_RUNS[run]
     )
     for key in ("weights_digest", "losses", "eval"):
         assert result[key] == reference[key]
 
 
-def test_lora_on_a_narrow_base_with_a_worker_killed_and_another_joining(tmp_path):
-    """Its texts make batches of several lengths, the last batch is smaller, and dropout is on."""
-    job = ("--run", str(decoder_run("classify", tmp_path)))
-    with Cluster(tmp_path / "alone", "--expect-workers", "1", *job) as cluster:
+def test_lora_on_a_quantized_base_with_a_killed_and_a_late_worker_has_one_digest(tmp_path):
+    """The texts make batches of several lengths, the last batch is smaller, and dropout is on."""
+    run_options = ("--run", str(decoder_run("classify", tmp_path)))
+    with Cluster(tmp_path / "alone", "--expect-workers", "1", *run_options) as cluster:
         cluster.worker("w0", "--backend", "cpu")
         reference = cluster.result()
-    result = with_one_killed_and_another_joining(tmp_path / "disturbed", *job)
+    result = train_with_a_kill_and_a_late_worker(tmp_path / "disturbed", *run_options)
     for key in ("weights_digest", "losses", "eval"):
         assert result[key] == reference[key]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["star", "sharded"])
-def test_buffers_that_forward_changes(tmp_path, topology):
+def test_buffers_that_forward_changes_have_one_digest(tmp_path, topology):
     """One digest for one, two and four workers, one killed and one joining, and a sound audit."""
     path = tmp_path / "run.yaml"
     path.write_text(
@@ -136,23 +140,23 @@ def test_buffers_that_forward_changes(tmp_path, topology):
         "batch: {samples: 12, microbatch: 2, unit: microbatch}\n"
         f"exchange: {topology}\n"
     )
-    job = ("--run", str(path))
+    run_options = ("--run", str(path))
     results = []
     for workers in (1, 2, 4):
         directory = tmp_path / str(workers)
-        with Cluster(directory, "--expect-workers", str(workers), *job) as cluster:
+        with Cluster(directory, "--expect-workers", str(workers), *run_options) as cluster:
             for number in range(workers):
                 cluster.worker(f"w{number}", "--backend", "cpu")
             results.append(cluster.result())
-    results.append(with_one_killed_and_another_joining(tmp_path / "disturbed", *job))
+    results.append(train_with_a_kill_and_a_late_worker(tmp_path / "disturbed", *run_options))
     for key in ("weights_digest", "losses", "eval"):
         assert [each[key] for each in results] == [results[0][key]] * len(results)
     weights = load_file(tmp_path / "2" / "out" / "model" / "model.safetensors")
     assert weights["norms.0.num_batches_tracked"] == 12
     assert (weights["norms.0.running_var"] != 1).all()
-    audited = processes.run_to_end("coordinator", "audit", str(tmp_path / "disturbed" / "out"))
-    assert audited.returncode == 0, audited.stdout
-    assert audited.stdout.rstrip().endswith("sound")
+    audit = processes.run_to_end("coordinator", "audit", str(tmp_path / "disturbed" / "out"))
+    assert audit.returncode == 0, audit.stdout
+    assert audit.stdout.rstrip().endswith("sound")
 
 
 @pytest.mark.slow
@@ -161,7 +165,9 @@ def test_regress_reaches_the_noise_free_solution(reference_directory):
     assert reference["eval"]["mse"] <= 1e-6
 
 
-def test_a_worker_killed_in_the_middle_of_a_step(tmp_path, reference_directory):
+def test_worker_killed_in_the_middle_of_a_step_does_not_change_the_digest(
+    tmp_path, reference_directory
+):
     reference = reference_result(reference_directory / "digits.yaml", "digits.yaml", *DIGITS)
     with Cluster(
         tmp_path, "--expect-workers", "3", "--run", str(RUNS / "digits.yaml"), *DIGITS
@@ -179,14 +185,14 @@ def test_a_worker_killed_in_the_middle_of_a_step(tmp_path, reference_directory):
     assert result["losses"] == reference["losses"]
 
 
-def test_a_worker_joins_in_the_middle(tmp_path, reference_directory):
+def test_worker_that_joins_late_does_not_change_the_digest(tmp_path, reference_directory):
     reference = reference_result(reference_directory / "digits.yaml", "digits.yaml", *DIGITS)
     with Cluster(
         tmp_path, "--expect-workers", "1", "--run", str(RUNS / "digits.yaml"), *DIGITS
     ) as cluster:
         first = cluster.held_worker("w0", 6, "--backend", "cpu")
         first.reached()
-        # The newcomer needs seconds to import; the run waits for it, or would finish first.
+        # The new worker needs seconds to import; without this wait the run would finish first.
         cluster.worker("w1", "--backend", "cpu")
         join_event = cluster.wait_for("worker_joined", worker="w1")
         first.release()
@@ -197,19 +203,19 @@ def test_a_worker_joins_in_the_middle(tmp_path, reference_directory):
 
 
 @pytest.mark.slow
-def test_others_continue_without_a_stopped_worker_and_it_comes_back(tmp_path, reference_directory):
-    longer = (*DIGITS, "--set", "steps=60")
-    reference = reference_result(reference_directory / "longer", "digits.yaml", *longer)
+def test_others_continue_without_a_stopped_worker_until_it_returns(tmp_path, reference_directory):
+    longer_run = (*DIGITS, "--set", "steps=60")
+    reference = reference_result(reference_directory / "longer", "digits.yaml", *longer_run)
     with Cluster(
-        tmp_path, "--expect-workers", "2", "--run", str(RUNS / "digits.yaml"), *longer
+        tmp_path, "--expect-workers", "2", "--run", str(RUNS / "digits.yaml"), *longer_run
     ) as cluster:
         # Each is stopped in an assigned step, before it computes any of it.
         first = cluster.held_worker("w0", 30, "--backend", "cpu")
         second = cluster.held_worker("w1", 11, "--backend", "cpu")
-        slept_from = second.reached()
+        stopped_step = second.reached()
         cluster.workers["w1"].send_signal(signal.SIGSTOP)
         second.release()
-        cluster.wait_for("straggler", worker="w1", from_step=slept_from)
+        cluster.wait_for("straggler", worker="w1", from_step=stopped_step)
         step = first.reached()
         cluster.workers["w0"].send_signal(signal.SIGSTOP)
         first.release()
@@ -234,7 +240,7 @@ def test_unlike_instruction_sets_keep_equal_replicas(tmp_path):
         cluster.worker("w1", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "avx2"})
         result = cluster.result()
         assert not cluster.every("halted")
-    # The commit barrier compared both with the coordinator's replica after each of these.
+    # The commit barrier compared both with the coordinator's replica after each of these steps.
     assert result["steps"] == STEPS
     assert result["exact"] is False
 

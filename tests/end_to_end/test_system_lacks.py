@@ -31,8 +31,8 @@ DOCTOR = ("worker", "doctor", "--coordinator", "127.0.0.1:1", "--backend", "scri
 
 
 @pytest.fixture
-def homeless(monkeypatch) -> None:
-    """A user without an entry in the passwd file, as in many containers."""
+def no_home(monkeypatch) -> None:
+    """Simulate a user without an entry in the passwd file, as in many containers."""
 
     def refuse(path: Path) -> Path:
         del path
@@ -43,8 +43,8 @@ def homeless(monkeypatch) -> None:
     monkeypatch.setattr(Path, "expanduser", refuse)
 
 
-@pytest.mark.usefixtures("homeless")
-def test_no_home_directory():
+@pytest.mark.usefixtures("no_home")
+def test_missing_home_directory_gives_a_remedy():
     with pytest.raises(UsageError, match="this user has none; set SAMESTEP_HOME=DIR"):
         state_home({})
     with pytest.raises(StorageFailed, match="set SAMESTEP_CACHE=DIR"):
@@ -56,7 +56,7 @@ def test_no_home_directory():
 
 
 @pytest.mark.parametrize("command", [STATUS, WORKER], ids=["coordinator", "worker"])
-def test_no_more_threads(command, monkeypatch, tmp_path):
+def test_lack_of_threads_gives_a_one_line_error(command, monkeypatch, tmp_path):
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -66,30 +66,30 @@ def test_no_more_threads(command, monkeypatch, tmp_path):
     assert completed.stderr == f"{command[0]}: {OUT_OF_THREADS}\n"
 
 
-def test_no_more_threads_on_other_systems():
+def test_lack_of_threads_is_recognized_on_other_systems():
     error = RuntimeError("can't start new thread")
     assert text_of(error) == describe_error(error) == OUT_OF_THREADS
     assert text_of(RuntimeError("x")).startswith("internal error")
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_no_locks(number, monkeypatch, tmp_path):
+def test_file_system_without_locks_gives_a_remedy(number, monkeypatch, tmp_path):
     def refuse(*_arguments: object) -> None:
         raise OSError(number, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    lacks = "expected a file system with locks, such as a local disk, got none (No locks"
-    with pytest.raises(UsageError) as claimed:
+    expected_text = "expected a file system with locks, such as a local disk, got none (No locks"
+    with pytest.raises(UsageError) as lock_error:
         DirectoryLock.acquire(tmp_path / "run")
-    assert lacks in str(claimed.value)
-    assert "--out DIR" in str(claimed.value)
+    assert expected_text in str(lock_error.value)
+    assert "--out DIR" in str(lock_error.value)
     with pytest.raises(UsageError) as error:
         CoordinatorCredentials.open(tmp_path / "home")
-    assert lacks in str(error.value)
+    assert expected_text in str(error.value)
     assert "SAMESTEP_HOME=DIR" in str(error.value)
     cache = BlobCache(tmp_path / "cache", FileDigests())
-    with pytest.raises(StorageFailed) as cached:
+    with pytest.raises(StorageFailed) as cache_error:
         cache.open_part("0" * 64, 8)
-    assert lacks in str(cached.value)
-    assert "SAMESTEP_CACHE" in str(cached.value)
+    assert expected_text in str(cache_error.value)
+    assert "SAMESTEP_CACHE" in str(cache_error.value)
     assert lock_failure(OSError(errno.EIO, "Input/output error")) == "Input/output error"

@@ -28,7 +28,7 @@ LORA: dict[str, dict[str, Any]] = {
 }
 
 
-def run_of(kind: str, directory: Path) -> Path:
+def write_run(kind: str, directory: Path) -> Path:
     if kind in LORA:
         return chat_run(directory, lora={"r": 4, **LORA[kind]})
     rows, task = ROWS, "classify"
@@ -58,7 +58,7 @@ def run_of(kind: str, directory: Path) -> Path:
 
 
 def _bert(directory: Path) -> Path:
-    """A small BERT with a head for masked tokens."""
+    """Save a small BERT with a head for masked tokens; return its directory."""
     import transformers
 
     model = directory / "bert"
@@ -86,9 +86,9 @@ def train(run: Path, out: Path, workers: int) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["tag", "seq2seq", "masked-lm", *LABELS, *LORA])
 def test_two_workers_learn_the_same_as_one(tmp_path, kind):
     (tmp_path / "data").mkdir()
-    run = run_of(kind, tmp_path / "data")
+    run = write_run(kind, tmp_path / "data")
     one_worker, two_workers = (train(run, tmp_path / str(n), n) for n in (1, 2))
-    for figure in ("exact", "weights_digest", "losses", "eval"):
-        assert two_workers[figure] == one_worker[figure], figure
+    for key in ("exact", "weights_digest", "losses", "eval"):
+        assert two_workers[key] == one_worker[key], key
     assert one_worker["exact"]
     assert one_worker["losses"][-1] != one_worker["losses"][0]

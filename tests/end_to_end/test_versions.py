@@ -13,7 +13,7 @@ from tests.cluster import PATIENCE_S, ROOT, Cluster
 
 OLDER, NEWER = PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1
 PLAINTEXT = ("--plaintext",)
-AS_OF_ANOTHER_RELEASE = """
+PROGRAM = """
 import sys, protocol
 protocol.PROTOCOL_VERSION = int(sys.argv.pop(1))
 from worker.cli import main
@@ -22,7 +22,7 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("version", "old", "options"),
+    ("version", "outdated_side", "options"),
     [
         pytest.param(NEWER, "the coordinator", (), id="newer worker, TLS"),
         pytest.param(OLDER, "this worker", PLAINTEXT, id="older worker, plaintext"),
@@ -36,10 +36,10 @@ main()
         pytest.param(OLDER, "this worker", (), id="older worker, TLS", marks=pytest.mark.slow),
     ],
 )
-def test_both_sides_name_the_side_to_upgrade(tmp_path, version, old, options):
+def test_both_sides_name_the_side_to_upgrade(tmp_path, version, outdated_side, options):
     with Cluster(tmp_path, "--expect-workers", "1", *options) as cluster:
         worker = subprocess.run(
-            [sys.executable, "-c", AS_OF_ANOTHER_RELEASE, str(version),
+            [sys.executable, "-c", PROGRAM, str(version),
              "--coordinator", cluster.address["data"], *options],
             cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
@@ -47,5 +47,5 @@ def test_both_sides_name_the_side_to_upgrade(tmp_path, version, old, options):
         message = (
             f"this worker speaks protocol version {version}, the coordinator {PROTOCOL_VERSION}"
         )
-        assert worker.stderr.splitlines() == [f"worker: {message}: upgrade {old}"]
+        assert worker.stderr.splitlines() == [f"worker: {message}: upgrade {outdated_side}"]
         assert not cluster.every("worker_connected")

@@ -52,19 +52,19 @@ def test_one_and_two_workers_give_the_same_bits(tmp_path):
 
 def test_run_of_different_workers_is_mixed_and_its_replicas_agree(tmp_path):
     """A different digest would halt the run."""
-    mixed = train(tmp_path / "mixed", "digits.yaml", ("cpu", "vulkan"), *SHORT)
-    assert mixed["outcome"] == "finished"
-    assert not mixed["exact"]
-    assert all(mixed["workers"].values())
+    mixed_result = train(tmp_path / "mixed", "digits.yaml", ("cpu", "vulkan"), *SHORT)
+    assert mixed_result["outcome"] == "finished"
+    assert not mixed_result["exact"]
+    assert all(mixed_result["workers"].values())
     reference = train(tmp_path / "cpu", "digits.yaml", ("cpu",), *SHORT)
-    assert mixed["losses"] == pytest.approx(reference["losses"], rel=1e-4)
+    assert mixed_result["losses"] == pytest.approx(reference["losses"], rel=1e-4)
 
 
-def test_missing_adapter_is_one_line_and_69(tmp_path):
-    job = ("--run", str(RUNS / "regress.yaml"), "--set", "steps=5")
+def test_missing_adapter_gives_one_line_and_exit_code_69(tmp_path):
+    run_options = ("--run", str(RUNS / "regress.yaml"), "--set", "steps=5")
     available = adapters()
     assert not isinstance(available, str)
-    with Cluster(tmp_path, "--expect-workers", "1", *job) as cluster:
+    with Cluster(tmp_path, "--expect-workers", "1", *run_options) as cluster:
         count = len(available)
         expected = {
             str(count): f"there is no device {count}; this machine has {count}, ",
@@ -84,7 +84,7 @@ def test_missing_adapter_is_one_line_and_69(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("run", ["digits.yaml", "sms-spam.yaml", "small-llama.yaml"])
-def test_main_jobs_on_one_two_and_three_workers(tmp_path, run):
+def test_sample_runs_agree_on_one_two_and_three_workers(tmp_path, run):
     short = ("--set", "steps=3", "--set", "evaluate_every=0")
     short_settings = {
         "sms-spam.yaml": ("--set", "data.holdout=0.02"),
@@ -99,8 +99,8 @@ def test_main_jobs_on_one_two_and_three_workers(tmp_path, run):
         assert result["eval"] == reference["eval"]
 
 
-def lengths(run: Path) -> set[int]:
-    """Lengths that batches of one sample have."""
+def batch_lengths(run: Path) -> set[int]:
+    """Return the lengths of all batches of one sample."""
     task = build(load_run_spec(run))
     count = task.manifest.train_samples
     return {task.batch([n]).arrays["input_ids"].shape[1] for n in range(count)}
@@ -117,17 +117,17 @@ def test_packed_documents_on_one_and_two_devices_and_a_cpu(tmp_path):
     assert result["weights_digest"] == reference["weights_digest"]
     assert result["losses"] == reference["losses"]
     assert result["eval"] == reference["eval"]
-    on_cpu = train(tmp_path / "cpu", run, ("cpu",))
-    assert reference["losses"] == pytest.approx(on_cpu["losses"], rel=1e-4)
+    cpu_result = train(tmp_path / "cpu", run, ("cpu",))
+    assert reference["losses"] == pytest.approx(cpu_result["losses"], rel=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["causal-lm", "classify", "regress"])
-def test_jobs_beyond_the_default_suite(tmp_path, job):
+@pytest.mark.parametrize("task", ["causal-lm", "classify", "regress"])
+def test_other_runs_agree_on_one_and_two_workers(tmp_path, task):
     """LoRA of a decoder on an int8 base, with dropout, checkpointing, texts of several lengths
     (classify) and microbatches of two and of one."""
     short_settings: tuple[str, ...] = ()
-    if job == "regress":
+    if task == "regress":
         run = RUNS / "regress.yaml"
         short_settings = (
             "--set",
@@ -138,8 +138,8 @@ def test_jobs_beyond_the_default_suite(tmp_path, job):
             "steps=9",
         )
     else:
-        run = decoder_run(job, tmp_path)
-        assert len(lengths(run)) == (3 if job == "classify" else 1)
+        run = decoder_run(task, tmp_path)
+        assert len(batch_lengths(run)) == (3 if task == "classify" else 1)
     reference = train(tmp_path / "one", run, ("vulkan",), *short_settings)
     result = train(tmp_path / "two", run, ("vulkan", "vulkan"), *short_settings)
     assert result["exact"]

@@ -33,8 +33,8 @@ def _require_device():
         pytest.param("causal-lm", marks=[pytest.mark.slow, pytest.mark.release]),
     ],
 )
-def job(request, tmp_path_factory) -> tuple[str, ...]:
-    """Digits, or a small Llama with LoRA."""
+def run_options(request, tmp_path_factory) -> tuple[str, ...]:
+    """Return the options of a digits run, or of a small Llama with LoRA."""
     if request.param == "digits":
         return DIGITS
     directory = tmp_path_factory.mktemp(request.param)
@@ -42,15 +42,17 @@ def job(request, tmp_path_factory) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def reference(job, tmp_path_factory) -> dict[str, Any]:
-    """The result of one undisturbed worker."""
-    with Cluster(tmp_path_factory.mktemp("alone"), "--expect-workers", "1", *job) as cluster:
+def reference(run_options, tmp_path_factory) -> dict[str, Any]:
+    """Return the result of one undisturbed worker."""
+    with Cluster(
+        tmp_path_factory.mktemp("alone"), "--expect-workers", "1", *run_options
+    ) as cluster:
         cluster.worker("w0", *VULKAN)
         return cluster.result()
 
 
-def is_undisturbed(cluster: Cluster, reference: dict[str, Any]) -> bool:
-    """Return whether a run ended with the reference result, and claims it."""
+def has_reference_result(cluster: Cluster, reference: dict[str, Any]) -> bool:
+    """Audit a run; return whether it has the reference result."""
     result = cluster.result()
     audit = run_command("coordinator", "audit", str(cluster.directory / "out"))
     assert audit.returncode == 0, audit.stdout
@@ -60,15 +62,15 @@ def is_undisturbed(cluster: Cluster, reference: dict[str, Any]) -> bool:
     return [result[key] for key in keys] == [reference[key] for key in keys]
 
 
-def part_of_the_name() -> str:
+def part_of_the_device_name() -> str:
     """Return a part of the name of the device that a worker uses by default."""
     adapter_list = adapters()
     assert not isinstance(adapter_list, str)
     return adapter_list[0].name.split()[0].upper()
 
 
-def last_words(cluster: Cluster, name: str) -> list[str]:
-    """Return the standard error of a failed worker."""
+def error_lines(cluster: Cluster, name: str) -> list[str]:
+    """Wait for a worker to fail; return the lines of its standard error."""
     worker = cluster.workers[name]
     assert cluster.wait_for_exit(worker) == 1
     assert worker.stderr is not None
@@ -78,50 +80,56 @@ def last_words(cluster: Cluster, name: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_one_worker_is_killed_within_a_step_and_another_joins_late(tmp_path, job, reference):
-    with Cluster(tmp_path, "--expect-workers", "2", *job) as cluster:
+def test_one_worker_is_killed_within_a_step_and_another_joins_late(
+    tmp_path, run_options, reference
+):
+    with Cluster(tmp_path, "--expect-workers", "2", *run_options) as cluster:
         first, second = (cluster.held_worker(f"w{n}", 6, *VULKAN) for n in range(2))
         first.reached()
         second.reached()
         cluster.workers["w1"].kill()
         cluster.wait_for("worker_lost", worker="w1")
         # The newcomer needs seconds to import; the run waits for it, or would finish first.
-        cluster.worker("late", *VULKAN, "--gpus", part_of_the_name())
+        cluster.worker("late", *VULKAN, "--gpus", part_of_the_device_name())
         join_event = cluster.wait_for("worker_joined", worker="late")
         first.release()
         assert join_event["step"] < len(reference["losses"])
-        assert is_undisturbed(cluster, reference)
+        assert has_reference_result(cluster, reference)
         assert cluster.handed_over(), cluster.events()
         assert cluster.result()["workers"]["late"] > 0
 
 
-def test_devices_are_lost_and_run_out_of_memory(tmp_path, tmp_path_factory, job, reference):
+def test_devices_are_lost_and_run_out_of_memory(tmp_path, tmp_path_factory, run_options, reference):
     layer = compiled_layer(tmp_path_factory.mktemp("layer"))
-    faulty = {name: FaultyVulkan(layer, tmp_path / name) for name in ("lost", "full", "never")}
-    faulty["never"].fill()
-    with Cluster(tmp_path / "run", "--expect-workers", "3", *job) as cluster:
+    faulty_devices = {
+        name: FaultyVulkan(layer, tmp_path / name) for name in ("lost", "full", "never")
+    }
+    faulty_devices["never"].fill()
+    with Cluster(tmp_path / "run", "--expect-workers", "3", *run_options) as cluster:
         steady = cluster.held_worker("steady", "4,8", *VULKAN)
-        victim = cluster.held_worker("lost", 8, *VULKAN, environment=faulty["lost"].environment)
+        victim = cluster.held_worker(
+            "lost", 8, *VULKAN, environment=faulty_devices["lost"].environment
+        )
         for name in ("full", "never"):
-            cluster.worker(name, *VULKAN, environment=faulty[name].environment)
+            cluster.worker(name, *VULKAN, environment=faulty_devices[name].environment)
         steady.reached()
-        faulty["full"].fill()
+        faulty_devices["full"].fill()
         steady.release()
         cluster.wait_for("worker_lost", worker="full")
-        steady.reached()  # or it would take over the work that the other one still owes
+        steady.reached()  # otherwise the steady worker would take over the other's pending work
         victim.reached()
-        faulty["lost"].lose()
+        faulty_devices["lost"].lose()
         victim.release()
         cluster.wait_for("worker_lost", worker="lost")
         steady.release()
-        assert is_undisturbed(cluster, reference)
+        assert has_reference_result(cluster, reference)
         assert cluster.handed_over(), cluster.events()
 
-        (line,) = last_words(cluster, "never")
+        (line,) = error_lines(cluster, "never")
         assert "cannot be opened" in line
-        (line,) = last_words(cluster, "full")
+        (line,) = error_lines(cluster, "full")
         assert "failed: out of memory" in line
         # wgpu can only end the process, and prints its own message first.
-        line = last_words(cluster, "lost")[-1]
+        line = error_lines(cluster, "lost")[-1]
         assert line.startswith("worker: device ")
         assert "loses the device" in line
