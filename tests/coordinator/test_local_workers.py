@@ -69,6 +69,9 @@ def only_child(pid: int) -> int:
     return int(child)
 
 
+@pytest.mark.skipif(
+    signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="nohup: a worker ignores SIGHUP too"
+)
 def test_drained_local_worker_is_not_restarted(tmp_path):
     """It also ignores a terminal's Ctrl-C, which the coordinator handles."""
     spec = tmp_path / "run.yaml"
