@@ -286,8 +286,8 @@ def _has_left_cleanly(worker: Worker, code: int) -> bool:
 
 
 def _wait_for_leave(worker: Worker) -> int:
-    """Wait for the worker's exit code. A worker that has just started has found no coordinator and
-    must be drained."""
+    """Wait for the worker's exit code. A worker that has just started may not have met the
+    coordinator and must be drained."""
     try:
         return worker.wait(_LEAVE_S)
     except Stuck:

@@ -246,7 +246,7 @@ def test_unusable_data_is_refused_before_workers_join(tmp_path, lines, expected)
     assert not (tmp_path / "out").exists(), "nothing was created"
 
 
-def test_workers_outlive_runs_and_leave_with_0(tmp_path, scripted_run):
+def test_workers_outlive_runs_and_exit_with_0(tmp_path, scripted_run):
     """A coordinator started without a run takes submitted runs in turn until it is drained."""
     with Cluster(tmp_path, "--expect-workers", "2") as cluster:
         workers = [cluster.worker(f"w{number}", "--backend", "scripted") for number in range(2)]

@@ -59,7 +59,7 @@ def test_divergence_halts_and_the_step_can_be_skipped(tmp_path):
         cluster.wait_for_exit(cluster.coordinator)
 
 
-def test_a_halted_run_ends_with_1_when_drained(tmp_path):
+def test_drained_halted_run_exits_with_1(tmp_path):
     with Cluster(
         tmp_path, "--expect-workers", "1", "--run", str(RUNS / "regress.yaml"),
         "--set", "optimizer.lr=1000",

@@ -177,7 +177,7 @@ TASKS = {
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("task", TASKS)
 @on_uvloop
-async def test_one_digest_over_1_2_3_and_8_workers_of_which_one_is_killed(
+async def test_2_3_and_8_workers_with_one_killed_have_the_digest_of_one(
     tmp_path, progress_queue, task, codec, inner_state
 ):
     """The worker is killed within an inner phase, after its first inner checkpoint."""

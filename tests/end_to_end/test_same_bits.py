@@ -245,7 +245,7 @@ def test_unlike_instruction_sets_keep_equal_replicas(tmp_path):
     assert result["exact"] is False
 
 
-def test_run_is_mixed_even_if_different_workers_came_in_sequence(tmp_path):
+def test_run_is_mixed_even_if_different_workers_joined_in_sequence(tmp_path):
     with Cluster(
         tmp_path, "--expect-workers", "1", "--run", str(RUNS / "digits.yaml"), *DIGITS
     ) as cluster:

@@ -107,7 +107,7 @@ def batch_lengths(run: Path) -> set[int]:
 
 
 @pytest.mark.slow
-def test_packed_documents_on_one_and_two_devices_and_a_cpu(tmp_path):
+def test_packed_documents_agree_on_one_and_two_devices_and_a_cpu(tmp_path):
     """From scratch, several documents per sample: no attention across them, positions restart."""
     run = packed_run(tmp_path)
     reference = train(tmp_path / "one", run, ("vulkan",))

@@ -80,9 +80,7 @@ def error_lines(cluster: Cluster, name: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_one_worker_is_killed_within_a_step_and_another_joins_late(
-    tmp_path, run_options, reference
-):
+def test_killed_and_late_workers_do_not_change_the_result(tmp_path, run_options, reference):
     with Cluster(tmp_path, "--expect-workers", "2", *run_options) as cluster:
         first, second = (cluster.held_worker(f"w{n}", 6, *VULKAN) for n in range(2))
         first.reached()
@@ -99,7 +97,9 @@ def test_one_worker_is_killed_within_a_step_and_another_joins_late(
         assert cluster.result()["workers"]["late"] > 0
 
 
-def test_devices_are_lost_and_run_out_of_memory(tmp_path, tmp_path_factory, run_options, reference):
+def test_lost_and_full_devices_do_not_change_the_result(
+    tmp_path, tmp_path_factory, run_options, reference
+):
     layer = compiled_layer(tmp_path_factory.mktemp("layer"))
     faulty_devices = {
         name: FaultyVulkan(layer, tmp_path / name) for name in ("lost", "full", "never")

@@ -61,7 +61,7 @@ def test_diagram_matches_the_hierarchy():
         ("OutOfOrder", 1),
     ],
 )
-def test_exit_codes(name, code):
+def test_each_error_has_its_exit_code(name, code):
     assert getattr(errors, name).exit_code == code
 
 

@@ -18,7 +18,7 @@ STREAMS = {"closed": "<&- >&- 2>&-", "full": ">/dev/full 2>/dev/full", "a dead p
 def shell_report(
     command: str, streams: str, home: Path, **overrides: str
 ) -> subprocess.CompletedProcess[str]:
-    """Return what a shell reports about `python -m COMMAND` with these streams."""
+    """Run `python -m COMMAND` with these streams in a shell; return the completed process."""
     line = f"{sys.executable} -m {command} {streams}; exit ${{PIPESTATUS[0]}}"
     environment = {"HOME": str(home), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""The coordinator's check of a run's data names what is missing, before any worker is asked."""
+"""The coordinator's check of a run's data reports too few samples before workers join."""
 
 import json
 

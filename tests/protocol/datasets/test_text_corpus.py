@@ -115,7 +115,7 @@ BODIES = ["First, a comma.\nAnd a line.", "Second."]
     ],
 )
 @pytest.mark.parametrize("is_single", [True, False])
-def test_only_the_text_column_is_learned(read, name, content, is_single):
+def test_only_the_text_column_is_read(read, name, content, is_single):
     content = content if isinstance(content, str) else content(BODIES)
     files = {f"d/{name}": content, "d/z.txt": "Third."}
     if is_single:
@@ -142,7 +142,7 @@ def test_only_the_text_column_is_learned(read, name, content, is_single):
         ({"a.parquet": "no"}, "a.parquet", {}, "expected Parquet"),
     ],
 )
-def test_unreadable_text_is_one_line(read, files, name, spec, message):
+def test_unreadable_text_gives_a_one_line_error(read, files, name, spec, message):
     with pytest.raises(DataError, match=message) as error_info:
         read(files, name, **spec)
     assert "\n" not in str(error_info.value)
@@ -150,11 +150,11 @@ def test_unreadable_text_is_one_line(read, files, name, spec, message):
 
 def test_file_is_one_document_and_each_row_is_one(read):
     text = "".join(f"line {n} of a longer text\n" for n in range(1000))
-    lone = read({"a.txt": text + "\n \n"}, "a.txt")
-    count = len(lone.documents)
+    corpus = read({"a.txt": text + "\n \n"}, "a.txt")
+    count = len(corpus.documents)
     assert count > 3
-    assert [*lone.begins] == [1] + [0] * (count - 1)
-    assert [*lone.ends] == [0] * (count - 1) + [1]
+    assert [*corpus.begins] == [1] + [0] * (count - 1)
+    assert [*corpus.ends] == [0] * (count - 1) + [1]
     rows = read({"a.csv": "text\nx\ny\n"}, "a.csv")
     assert [*rows.begins] == [*rows.ends] == [1, 1]
 

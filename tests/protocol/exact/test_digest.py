@@ -38,7 +38,7 @@ def test_weights_digest_hashes_the_documented_bytes(shapes):
     assert weights_digest(tensors) == naive_weights_digest(tensors)
 
 
-def test_frozen_digests():
+def test_digests_are_frozen():
     tensors = {"b": tensor(2, 3), "a.weight": np.arange(4, dtype=np.float32)}
     assert (
         weights_digest(tensors)
@@ -116,7 +116,7 @@ def test_zeros_and_nans_count_by_their_bits():
     assert len(digests) == 5
 
 
-def test_everything_in_the_state_counts():
+def test_every_part_of_the_state_changes_the_digest():
     w, other = tensor(3), tensor(3, fill=2.0)
     cases = [
         (1, 1, {"parameters": [w]}),

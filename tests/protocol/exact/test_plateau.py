@@ -35,7 +35,7 @@ KEYS = st.fixed_dictionaries({
 
 
 @given(VALUES, KEYS, st.sampled_from([0.0, 0.2]))
-def test_rates_are_those_of_torch(values, keys, floor):
+def test_rates_equal_torch(values, keys, floor):
     spec = spec_of(floor, factor=0.5, **keys)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
     mode: Any = "max" if keys.pop("better") == "higher" else "min"
@@ -53,7 +53,7 @@ def test_rates_are_those_of_torch(values, keys, floor):
         assert repeat.factor_at(step) == plateau.factor_at(step), "earlier steps keep their rates"
 
 
-def test_required_keys_of_plateau():
+def test_plateau_requires_its_keys_and_evaluations():
     document = {"task": "regress", "steps": 9, "evaluate_every": 3}
     plateau = ["optimizer.schedule=plateau", "optimizer.plateau={metric: loss}"]
     assert parse_run_spec(document, plateau).optimizer.plateau == PlateauSpec(metric="loss")

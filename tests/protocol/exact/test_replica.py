@@ -126,7 +126,7 @@ def test_every_array_is_flat_float32_and_aligned(spec):
 
 
 @pytest.mark.parametrize("elements", [0, 1, 15, 16, 17, 1001, 300_000])
-def test_aligned_zeros(elements):
+def test_aligned_zeros_start_at_multiples_of_64_bytes(elements):
     arrays = [aligned_zeros(elements) for _ in range(20)]
     assert all(array.shape == (elements,) and not array.any() for array in arrays)
     assert all(array.ctypes.data % 64 == 0 for array in arrays if elements)

@@ -102,12 +102,12 @@ def test_samples_are_uniform_over_positions():
         (3, ((7, 1, 2), (4,))),
     ],
 )
-def test_pinned_microbatches(step, expected):
+def test_microbatches_are_frozen(step, expected):
     order = SampleOrder(7, 10, BatchSpec(samples=4, microbatch=3))
     assert order.microbatches(step) == expected
 
 
-def test_pinned_seed_and_permutation():
+def test_seed_and_permutation_are_frozen():
     assert microbatch_seed(7, 0, 0) == 4034621176940806385
     order = permutation(2**63 - 1, 5, 10_000).astype("<i8").tobytes()
     assert (

@@ -93,7 +93,7 @@ def test_an_epoch_has_the_steps_of_its_draws():
     assert epochs[1] == draw(7, 1, 10, sampling).tolist()
 
 
-def test_frozen_draws():
+def test_draws_are_frozen():
     sampling = Sampling.by_weight([1, 0, 2, 4], 12)
     assert draw(7, 3, 4, sampling).tolist() == [2, 3, 3, 2, 2, 3, 2, 3, 2, 3, 3, 3]
 

@@ -14,7 +14,7 @@ def events_of(path):
     return [event for event in json.loads(path.read_text()) if event]
 
 
-def test_instants_and_spans(tmp_path):
+def test_instants_and_spans_are_written(tmp_path):
     path = tmp_path / "trace.json"
     before = now_us()
     with Tracer(path, "worker w0") as tracer:

@@ -72,7 +72,7 @@ def test_chunks_cover_a_block_exactly_and_none_is_too_large(elements):
         (4 * limits.CHUNK_ELEMENTS + 1, 5),
     ],
 )
-def test_chunk_counts(elements, chunks):
+def test_chunk_count_depends_on_the_size_of_the_block(elements, chunks):
     assert flat_block(elements).chunks == chunks
 
 
@@ -143,7 +143,7 @@ def test_reading_a_property_changes_neither_document_nor_equality():
         {"blocks": [flat_block(10).model_dump()]},
     ],
 )
-def test_everything_counts_in_the_digest(parts):
+def test_every_part_changes_the_digest(parts):
     assert Manifest.from_bytes(changed_manifest(**parts)).digest() != MANIFEST.digest()
 
 

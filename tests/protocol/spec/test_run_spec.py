@@ -1,4 +1,4 @@
-"""The run spec: what is accepted, what is refused, and with which message."""
+"""The run spec: accepted documents, refused documents, and their error messages."""
 
 import json
 import re

@@ -261,7 +261,7 @@ def test_nothing_is_read_after_goodbye_or_an_error():
     assert reader.receive_data(frame(EXAMPLES[Heartbeat]) + trailing) == []
 
 
-# Which side may send what, and when.
+# Messages that each side may send in each phase.
 
 
 @each_role

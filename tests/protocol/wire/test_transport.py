@@ -81,7 +81,7 @@ class Recorder:
 
 
 class Server:
-    """A listening coordinator side, whose connections are open for messages."""
+    """A listening coordinator side; its connections start in the open phase."""
 
     def __init__(self, port: int) -> None:
         self.port = port

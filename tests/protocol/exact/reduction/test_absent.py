@@ -1,4 +1,4 @@
-"""Absent gradients: joined by the tree, kept by codecs, skipped by the update as in torch."""
+"""Absent gradients: added by the tree, preserved by codecs, skipped by the update as in torch."""
 
 from __future__ import annotations
 

@@ -139,5 +139,5 @@ def test_any_cut_and_any_order_of_merging_gives_the_bits_of_the_recursion(microb
     ("outer", "inner", "is_covered"),
     [((0, 4), (2, 4), True), ((0, 4), (0, 4), True), ((0, 4), (3, 5), False)],
 )
-def test_covers(outer, inner, is_covered):
+def test_subtree_covers_its_descendants_and_itself(outer, inner, is_covered):
     assert Subtree(*outer).covers(Subtree(*inner)) is is_covered

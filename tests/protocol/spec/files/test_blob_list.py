@@ -1,4 +1,4 @@
-"""The list of a run's files: what it accepts from the network, and what it refuses."""
+"""The list of a run's files: valid and invalid lists from the network."""
 
 from __future__ import annotations
 
