@@ -167,7 +167,7 @@ class Coordinator:
         index = since
         with self._changed:
             while True:
-                exit_error = self._ended
+                exit_error = self._has_ended
                 while index < len(self.events):
                     event = self.events[index]
                     index += 1
@@ -209,7 +209,7 @@ class Coordinator:
         return "\n".join([*lines, *self._last_lines])
 
     @property
-    def _ended(self) -> bool:
+    def _has_ended(self) -> bool:
         assert self._process is not None
         assert self._reader is not None
         return self._process.poll() is not None and not self._reader.is_alive()

@@ -36,7 +36,7 @@ def reference(tmp_path_factory) -> dict[str, Any]:
         return cluster.result()
 
 
-class Split:
+class SplitNetwork:
     """A coordinator and workers on separate hosts."""
 
     def __init__(self, hosts: Network, cluster: Cluster, workers: int) -> None:
@@ -59,7 +59,7 @@ def split_run(tmp_path, workers, scenario):
             arguments = ("--expect-workers", str(workers), "--bind", address, "--control", address,
                          "--run", str(write_spec(tmp_path)))  # fmt: skip
             with Cluster(tmp_path, *arguments) as cluster:
-                scenario(Split(hosts, cluster, workers))
+                scenario(SplitNetwork(hosts, cluster, workers))
                 return cluster.result()
 
         return hosts.run_on("c", run_coordinator)

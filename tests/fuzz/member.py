@@ -72,9 +72,9 @@ class Member:
                 case StepPlan() | Assign():
                     yield from self._gradients(message)
                 case StateChunk() if message.last:
-                    yield from self._applied(message.step)
+                    yield from self._report_state(message.step)
                 case Commit():
-                    yield from self._applied(message.step + 1)
+                    yield from self._report_state(message.step + 1)
                 case EvalPlan():
                     yield from self._results(message)
                 case EndRun() | Goodbye():
@@ -109,7 +109,7 @@ class Member:
                 encode(SubtreeLoss(**subtree, loss_sum=1.0, sums=b"", elapsed_ms=1.0))
             )
 
-    def _applied(self, step: int) -> Iterator[bytes]:
+    def _report_state(self, step: int) -> Iterator[bytes]:
         while (digest := self._digest_after(step)) is None:
             if any(isinstance(message, Commit) for message in self._received):
                 return  # a step from the log: the digest of a later state is requested as well

@@ -28,7 +28,7 @@ class MemoryTransport(asyncio.Transport):
     """One end of a connection.
 
     Attributes:
-        written: Bytes that the channel wrote and the test has not taken.
+        output: Bytes that the channel wrote and the test has not taken.
         activity: Set when bytes were written or the transport was closed.
 
     Args:
@@ -38,7 +38,7 @@ class MemoryTransport(asyncio.Transport):
 
     def __init__(self, channel: Channel, certificate: bytes | None = None) -> None:
         super().__init__({"peername": ("127.0.0.1", 1)})
-        self.written = bytearray()
+        self.output = bytearray()
         self.activity = asyncio.Event()
         self._channel = channel
         self._closing = False
@@ -58,8 +58,8 @@ class MemoryTransport(asyncio.Transport):
 
     def take(self) -> bytes:
         """Return the bytes written since the last call."""
-        content = bytes(self.written)
-        self.written.clear()
+        content = bytes(self.output)
+        self.output.clear()
         return content
 
     def hang_up(self) -> None:
@@ -69,7 +69,7 @@ class MemoryTransport(asyncio.Transport):
             self.close()
 
     def write(self, data: Any) -> None:
-        self.written += data
+        self.output += data
         self.activity.set()
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:

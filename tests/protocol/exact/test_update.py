@@ -99,7 +99,7 @@ each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 finite_bits = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-def rounded(values):
+def round_to_float32(values):
     with np.errstate(all="ignore"):
         return np.asarray(values, np.float64).astype(np.float32)
 
@@ -145,13 +145,15 @@ def test_operations_on_random_bit_patterns_are_correctly_rounded(name):
     )
     b[np.isnan(b)] = np.float32(1.5)
     with np.errstate(all="ignore"):
-        expected = rounded(operation(a.astype(np.float64), b.astype(np.float64)))
+        expected = round_to_float32(operation(a.astype(np.float64), b.astype(np.float64)))
         out = np.empty_like(a)
         operation(a, b, out=out)
         assert same_bits(out, expected)
         for scalar in b[:32]:
             operation(a[:5000], scalar, out=out[:5000])
-            float64_result = rounded(operation(a[:5000].astype(np.float64), np.float64(scalar)))
+            float64_result = round_to_float32(
+                operation(a[:5000].astype(np.float64), np.float64(scalar))
+            )
             assert same_bits(out[:5000], float64_result)
 
 
@@ -179,12 +181,12 @@ def test_sqrt_is_correctly_rounded_for_every_mantissa():
     lo, hi = np.array([1.0, 4.0], np.float32).view(np.uint32)
     for start in range(lo, hi, 1 << 20):
         values = np.arange(start, start + (1 << 20), dtype=np.uint32).view(np.float32)
-        assert same_bits(np.sqrt(values), rounded(np.sqrt(values.astype(np.float64))))
+        assert same_bits(np.sqrt(values), round_to_float32(np.sqrt(values.astype(np.float64))))
 
 
 def test_sqrt_of_random_bit_patterns_is_correctly_rounded():
     values = np.abs(bit_patterns(np.random.default_rng(5), 1_000_000))
-    assert same_bits(np.sqrt(values), rounded(np.sqrt(values.astype(np.float64))))
+    assert same_bits(np.sqrt(values), round_to_float32(np.sqrt(values.astype(np.float64))))
 
 
 @given(st.floats(SMALLEST, width=32, allow_infinity=False))
@@ -199,10 +201,10 @@ class RoundedFloat:
     """Arrays whose every operation is computed in float64 and rounded to float32."""
 
     def __init__(self, values):
-        self.values = rounded(values)
+        self.values = round_to_float32(values)
 
     def _apply(self, operation, other):
-        operand = other.values if isinstance(other, RoundedFloat) else rounded(other)
+        operand = other.values if isinstance(other, RoundedFloat) else round_to_float32(other)
         with np.errstate(all="ignore"):
             float64_result = operation(self.values.astype(np.float64), operand.astype(np.float64))
         return RoundedFloat(float64_result)
@@ -471,7 +473,7 @@ class ReferenceScheduleFree:
         self.z.sub_(normalized, alpha=rate)
         self.k += 1
 
-    def averaged(self):
+    def average(self):
         return self.parameter.detach().lerp(end=self.z, weight=1 - 1 / self.spec.betas[0])
 
 
@@ -501,9 +503,7 @@ def test_weights_stay_within_a_millionth_of_the_reference_over_100_steps(spec, s
         optimizer.step()
     weights = averaged(spec, weights, moments)
     expected = (
-        (optimizer.averaged() if is_schedule_free else parameter.detach())
-        .numpy()
-        .astype(np.float64)
+        (optimizer.average() if is_schedule_free else parameter.detach()).numpy().astype(np.float64)
     )
     error = np.sqrt(((weights - expected) ** 2).sum() / (expected**2).sum())
     start_error = np.sqrt(((start - expected) ** 2).sum() / (expected**2).sum())

@@ -125,7 +125,7 @@ def train_with_torch(spec, start, steps):
                 skip_step(tensor_optimizer)
     if spec.name == "schedule-free":
         return {
-            name: tensor_optimizer.averaged().numpy()
+            name: tensor_optimizer.average().numpy()
             for name, tensor_optimizer in optimizers.items()
         }
     return {name: parameter.detach().numpy() for name, parameter in parameters.items()}
