@@ -23,7 +23,7 @@ from tests.cluster import PATIENCE_S, RUNS
 from tests.event_loop import on_uvloop
 from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
 from tests.small_decoder import document, save_small_decoder
-from tests.worker.tasks.test_own import documented
+from tests.worker.tasks.test_own import documented_example
 from worker.tasks.registry import build
 
 CODECS = ("float32", "bfloat16", "int8", "int4", "topk")
@@ -133,7 +133,7 @@ async def test_lora_replicas_agree_on_one_and_two_workers(tmp_path):
 
 @on_uvloop
 async def test_custom_task_replicas_agree_on_one_and_two_workers(tmp_path, monkeypatch):
-    state_file, source = documented()
+    state_file, source = documented_example()
     (tmp_path / "my_package.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     batch = {"samples": 8, "microbatch": 4}

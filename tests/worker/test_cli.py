@@ -1,4 +1,4 @@
-"""The `worker` command as users see it, in a process of its own."""
+"""The `worker` command in a separate process, as users see it."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from tests import processes
 from tests.cluster import PATIENCE_S, ROOT
 from tests.commands import run_command
 
-TELL_IMPORTS = """
+PRINT_IMPORTS = """
 import atexit, sys
 heavy = {"torch", "transformers"}
 atexit.register(lambda: print("IMPORTED", *heavy & set(sys.modules)))
@@ -21,7 +21,7 @@ main()
 """
 
 
-def worker(*arguments, **environment):
+def run_worker(*arguments, **environment):
     completed = processes.run_to_end("worker", *arguments, environment=environment)
     return completed.returncode, completed.stdout, completed.stderr
 
@@ -32,14 +32,14 @@ def worker(*arguments, **environment):
 )
 def test_informational_commands_import_neither_torch_nor_transformers(argument, code):
     completed = subprocess.run(
-        [sys.executable, "-c", TELL_IMPORTS, *argument.split()], cwd=ROOT, capture_output=True,
+        [sys.executable, "-c", PRINT_IMPORTS, *argument.split()], cwd=ROOT, capture_output=True,
         text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert completed.returncode == code
     assert completed.stdout.splitlines()[-1] == "IMPORTED"
 
 
-def test_the_version_is_the_package_s():
+def test_version_is_that_of_the_package():
     completed = run_command("worker", "--version")
     assert (completed.returncode, completed.stdout) == (0, f"samestep worker {__version__}\n")
 
@@ -51,7 +51,7 @@ def test_help_names_every_option():
 
 
 def test_devices_lists_each_device_with_its_reason():
-    code, out, _ = worker("devices", CUDA_VISIBLE_DEVICES="")
+    code, out, _ = run_worker("devices", CUDA_VISIBLE_DEVICES="")
     assert code == 0
     lines = out.splitlines()
     assert any(line.startswith("cuda 0: ") and ": not usable: " in line for line in lines)
@@ -89,8 +89,8 @@ def test_unusable_options_are_one_line_and_exit_2(arguments, message):
     assert "Traceback" not in completed.stderr
 
 
-def test_without_a_coordinator_it_gives_up_with_69():
-    code, out, err = worker("--coordinator", "127.0.0.1:9", "--retry-for", "0")
+def test_worker_without_a_coordinator_exits_with_69():
+    code, out, err = run_worker("--coordinator", "127.0.0.1:9", "--retry-for", "0")
     assert code == 69
     assert "127.0.0.1:9" in out + err
     assert len(err.strip().splitlines()) == 1
@@ -109,13 +109,13 @@ def test_worker_option_after_the_script_is_reported(tmp_path):
 
 def test_address_from_torchrun_variables():
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "SAMESTEP_COORDINATOR": ""}
-    code, _, err = worker("--retry-for", "0", **environment)
+    code, _, err = run_worker("--retry-for", "0", **environment)
     assert code == 69
     assert "127.0.0.1:9" in err
 
 
 def test_torchrun_without_sharding_suggests_several_devices():
-    code, _, err = worker("--retry-for", "0", TORCHELASTIC_RUN_ID="1", RANK="0", WORLD_SIZE="2")
+    code, _, err = run_worker("--retry-for", "0", TORCHELASTIC_RUN_ID="1", RANK="0", WORLD_SIZE="2")
     assert code == 2
     assert err.startswith("worker: expected --shard under torchrun, got none: ")
     assert "use several devices without torchrun: worker --gpus 0,1" in err

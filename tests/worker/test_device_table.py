@@ -1,4 +1,4 @@
-"""The rule of which models fit, against the shapes of popular models; and its texts."""
+"""Which models fit into a device's memory, checked against a real model, and the report lines."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def llama() -> torch.nn.Module:
 
 @pytest.mark.parametrize("base_dtype", BASE_DTYPES)
 def test_rule_matches_the_memory_of_a_model(llama, base_dtype):
-    base_parameters_total = frozen_base(llama)
+    base_names = frozen_base(llama)
     total_bytes = 0
-    for name, each in llama.named_parameters():
-        rows, columns = each.shape if name in base_parameters_total else (1, each.numel())
+    for name, parameter in llama.named_parameters():
+        rows, columns = parameter.shape if name in base_names else (1, parameter.numel())
         total_bytes += stored_bytes(
-            rows, columns, STORAGE[base_dtype if name in base_parameters_total else "float32"]
+            rows, columns, STORAGE[base_dtype if name in base_names else "float32"]
         )
     count = sum(parameter.numel() for parameter in llama.parameters())
     assert count == 8_030_261_248
@@ -65,7 +65,7 @@ def test_rule_leaves_a_quarter_free():
 
 
 def test_unknown_memory_is_omitted():
-    """Also omitted for an unusable device."""
+    """The number of parameters is also omitted for an unusable device."""
     card = DeviceInfo("cuda", "Card", True, "", 1, 141 * GIB)
     unknown = DeviceInfo("vulkan", "Other", True, "")
     absent = DeviceInfo("cuda", "CUDA", False, "no driver", memory_bytes=GIB)

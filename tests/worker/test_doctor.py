@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path, monkeypatch) -> Path:
+def samestep_home(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SAMESTEP_CACHE", str(tmp_path / "cache"))
     return tmp_path / "home"
@@ -47,8 +47,8 @@ def plan(**changes) -> WorkerPlan:
     return WorkerPlan(**(values | changes))
 
 
-def checks(of: WorkerPlan) -> dict[str, Finding]:
-    return {finding.check: finding for finding in examine(of)}
+def checks(worker_plan: WorkerPlan) -> dict[str, Finding]:
+    return {finding.check: finding for finding in examine(worker_plan)}
 
 
 def join_findings(host: str, port: int, token: str = "", **overrides: object) -> list[Finding]:
@@ -61,8 +61,8 @@ def join_findings(host: str, port: int, token: str = "", **overrides: object) ->
 
 
 @contextlib.contextmanager
-def answering(answer: bytes, context=None):
-    """A service that accepts connections, answers each with these bytes, and closes."""
+def fixed_answer_server(answer: bytes, context=None):
+    """Serve connections: send each one these bytes, then close it."""
 
     def serve() -> None:
         with contextlib.suppress(OSError):
@@ -94,7 +94,7 @@ def test_sound_machine_has_no_failure_and_no_leftovers(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_cache(tmp_path, monkeypatch):
+def test_full_cache_is_a_failure(tmp_path, monkeypatch):
     with small_disk(tmp_path / "disk", 64) as disk:
         monkeypatch.setenv("SAMESTEP_CACHE", str(disk))
         (disk / "filler").write_bytes(bytes(64 * 1024))
@@ -102,23 +102,23 @@ def test_a_full_cache(tmp_path, monkeypatch):
     assert (full.outcome, "SAMESTEP_CACHE=DIR" in full.advice) == ("failure", True)
 
 
-def test_a_key_that_others_may_read(own_home):
-    write_secret(own_home / "worker" / "a.key", "00" * 32)
+def test_key_readable_by_others_is_a_failure(samestep_home):
+    write_secret(samestep_home / "worker" / "a.key", "00" * 32)
     assert checks(plan())["keys"].outcome == "ok"
-    (own_home / "worker" / "a.key").chmod(0o644)
+    (samestep_home / "worker" / "a.key").chmod(0o644)
     finding = checks(plan())["keys"]
     assert (finding.outcome, "chmod 600" in finding.found) == ("failure", True)
 
 
 @pytest.mark.parametrize("text", ["", "00" * 31])
-def test_a_key_that_is_damaged(own_home, text):
-    write_secret(own_home / "worker" / "a.key", text)
+def test_damaged_key_is_a_failure(samestep_home, text):
+    write_secret(samestep_home / "worker" / "a.key", text)
     finding = checks(plan())["keys"]
     assert (finding.outcome, "a.key' is damaged" in finding.found) == ("failure", True)
     assert "coordinator token show" in finding.advice
 
 
-def test_a_token_file_that_cannot_be_used(tmp_path):
+def test_unusable_token_file_is_a_failure(tmp_path):
     path = tmp_path / "token"
     for message in ("does not exist", "expected a join token", "chmod 600"):
         finding = checks(plan(token_file=path))["token"]
@@ -131,7 +131,7 @@ def test_a_token_file_that_cannot_be_used(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "outcome"), [("", "warning"), ("den", "failure")])
-def test_no_coordinator_is_found(name, outcome):
+def test_undiscovered_coordinator_is_reported(name, outcome):
     with network("alone", subnet="10.8.3") as hosts:
         results = hosts.run_on(
             "alone", lambda: checks(plan(coordinator=None, coordinator_name=name))
@@ -141,13 +141,13 @@ def test_no_coordinator_is_found(name, outcome):
     assert "connection" not in results
 
 
-def test_unknown_host_name():
+def test_unknown_host_name_is_a_failure():
     (line,) = join_findings("no-such-host.invalid", 9000)
     assert (line.check, line.outcome) == ("address", "failure")
     assert "use the coordinator's IP address" in line.advice
 
 
-def test_name_of_this_machine(monkeypatch):
+def test_address_of_this_machine_is_a_warning(monkeypatch):
     addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 9))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
     first = join_findings("box", 9)[0]
@@ -157,7 +157,7 @@ def test_name_of_this_machine(monkeypatch):
     )
 
 
-def test_nothing_listens():
+def test_port_without_a_listener_is_a_failure():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
@@ -167,8 +167,8 @@ def test_nothing_listens():
     assert "--bind 0.0.0.0:PORT" in line.advice
 
 
-def test_no_answer(monkeypatch):
-    """A listener with a full queue stops answering, like a dropping filter."""
+def test_unanswered_connection_is_a_failure(monkeypatch):
+    """A listener with a full queue stops fixed_answer_server, like a dropping filter."""
     monkeypatch.setattr("worker.join.trial_join._PATIENCE_S", 0.3)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
@@ -184,7 +184,7 @@ def test_no_answer(monkeypatch):
     assert "firewall" in line.advice
 
 
-def test_a_large_message_that_does_not_arrive(monkeypatch):
+def test_undelivered_large_message_is_a_failure(monkeypatch):
     monkeypatch.setattr("worker.join.trial_join._LARGE_PATIENCE_S", 0.1)
     monkeypatch.setattr("worker.join.trial_join._POLL_INTERVAL_S", 0.02)
     near_end, far_end = socket.socketpair()
@@ -199,8 +199,8 @@ def test_a_large_message_that_does_not_arrive(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_path_that_drops_large_packets(tmp_path, monkeypatch, own_home):
-    """Small messages pass, so a worker would join, and then receive nothing of the state."""
+def test_path_that_drops_large_packets_is_a_failure(tmp_path, monkeypatch, samestep_home):
+    """Small messages pass: a worker would join, but never receive the state."""
     monkeypatch.setattr("worker.join.trial_join._LARGE_PATIENCE_S", 0.5)
     spec = tmp_path / "run.yaml"
     spec.write_text("task: scripted\nsteps: 3\nbatch: {samples: 4, microbatch: 1}\n")
@@ -214,10 +214,10 @@ def test_a_path_that_drops_large_packets(tmp_path, monkeypatch, own_home):
             str(spec),
         )
 
-        def there() -> None:
+        def check_from_another_host() -> None:
             with Cluster(tmp_path, "--expect-workers", "1", "--no-announce", *arguments) as cluster:
                 host, _, port = cluster.address["data"].rpartition(":")
-                token = CoordinatorCredentials.open(own_home).join_token().reveal()
+                token = CoordinatorCredentials.open(samestep_home).join_token().reveal()
                 join = partial(join_findings, host, int(port), token)
                 assert hosts.run_on("b", join)[-2].outcome == "ok"
                 hosts.drop_large("b", 1000)
@@ -230,32 +230,34 @@ def test_a_path_that_drops_large_packets(tmp_path, monkeypatch, own_home):
                 )
                 assert "mtu 1280" in results["large messages"].advice
 
-        hosts.run_on("a", there)
+        hosts.run_on("a", check_from_another_host)
 
 
-def test_another_service_without_tls():
-    with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+def test_other_service_without_tls_is_a_failure():
+    with fixed_answer_server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         line = join_findings("127.0.0.1", port)[-1]
     assert (line.check, line.outcome) == ("encryption", "failure")
     assert "got something else" in line.found
 
 
-def test_another_service_with_tls(tmp_path):
+def test_other_service_with_tls_is_a_failure(tmp_path):
     credentials = CoordinatorCredentials.open(tmp_path / "other")
     token = credentials.join_token().reveal()
-    with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9, credentials.server_context()) as port:
+    with fixed_answer_server(
+        b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9, credentials.server_context()
+    ) as port:
         line = join_findings("127.0.0.1", port, token)[-1]
     assert line.outcome == "failure"
     assert "the server is not a coordinator" in line.found
 
 
-def test_connection_closed_at_once():
+def test_connection_closed_at_once_is_a_failure():
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def shut() -> None:
+        def accept_and_close() -> None:
             listener.accept()[0].close()
 
-        thread = threading.Thread(target=shut)
+        thread = threading.Thread(target=accept_and_close)
         thread.start()
         line = join_findings("127.0.0.1", listener.getsockname()[1])[-1]
         thread.join()
@@ -263,21 +265,21 @@ def test_connection_closed_at_once():
     assert "try again in some seconds" in line.advice
 
 
-async def test_a_coordinator_and_its_token(tmp_path, own_home):
+async def test_token_is_checked_without_a_trace(tmp_path, samestep_home):
     async with live_service(tmp_path / "runs", 1) as live:
         address = ("127.0.0.1", live.port)
-        valid_token = CoordinatorCredentials.open(own_home).join_token()
+        valid_token = CoordinatorCredentials.open(samestep_home).join_token()
         outcomes = await asyncio.to_thread(join_findings, *address, valid_token.reveal())
         assert [finding.outcome for finding in outcomes] == ["ok"] * 5
         assert f"the join token fits, and both have protocol version {PROTOCOL_VERSION}" in (
             outcomes[-1].found
         )
-        finding = {
+        wrong_tokens = {
             "token": JoinToken(valid_token.fingerprint, new_key()).reveal(),
             "certificate": JoinToken(b"x" * 32, valid_token.secret).reveal(),
             "none": "",
         }
-        for kind, token in finding.items():
+        for kind, token in wrong_tokens.items():
             line = (await asyncio.to_thread(join_findings, *address, token))[-1]
             assert (line.check, line.outcome) == ("token", "failure"), kind
             assert "coordinator token show" in line.found
@@ -285,16 +287,16 @@ async def test_a_coordinator_and_its_token(tmp_path, own_home):
         # The check leaves no trace: no member, no key.
         assert not live.service.sessions
         assert not live.every("worker_connected")
-        assert CoordinatorCredentials.open(own_home).keys.names() == {}
+        assert CoordinatorCredentials.open(samestep_home).keys.names() == {}
 
 
-async def test_own_key_before_and_after_its_revocation(tmp_path, own_home):
+async def test_key_is_valid_until_its_revocation(tmp_path, samestep_home):
     async with live_service(tmp_path / "runs", 1) as live:
         address = ("127.0.0.1", live.port)
-        coordinator = CoordinatorCredentials.open(own_home)
+        coordinator = CoordinatorCredentials.open(samestep_home)
         token = coordinator.join_token().reveal()
         credentials = WorkerCredentials(
-            None, environment={"SAMESTEP_HOME": str(own_home / "there")}
+            None, environment={"SAMESTEP_HOME": str(samestep_home / "there")}
         )
         credentials.remember(coordinator.fingerprint, "w", coordinator.enrol("w"))
         line = (await asyncio.to_thread(join_findings, *address))[-1]
@@ -312,14 +314,14 @@ async def test_own_key_before_and_after_its_revocation(tmp_path, own_home):
         )
 
 
-async def test_another_protocol_version(tmp_path, own_home):
+async def test_other_protocol_version_is_a_failure(tmp_path, samestep_home):
     async with live_service(tmp_path / "runs", 1) as live:
-        token = CoordinatorCredentials.open(own_home).join_token().reveal()
-        older = (
+        token = CoordinatorCredentials.open(samestep_home).join_token().reveal()
+        older_worker = (
             "import sys, protocol; protocol.PROTOCOL_VERSION -= 1\n"
             "from worker.cli import main; main()"
         )
-        command = [sys.executable, "-c", older, "doctor", "--backend", "scripted", "--json"]
+        command = [sys.executable, "-c", older_worker, "doctor", "--backend", "scripted", "--json"]
         command += ["--coordinator", f"127.0.0.1:{live.port}"]
         environment = {"SAMESTEP_HOME": str(tmp_path / "there"), "SAMESTEP_TOKEN": token}
         completed = await asyncio.to_thread(
@@ -332,10 +334,10 @@ async def test_another_protocol_version(tmp_path, own_home):
     assert last_check["found"].endswith("upgrade this worker")
 
 
-def test_plaintext(tmp_path, own_home):
+def test_plaintext_must_match_the_coordinator(tmp_path, samestep_home):
     with Cluster(tmp_path, "--expect-workers", "1", "--plaintext") as cluster:
         host, _, port = cluster.address["data"].rpartition(":")
-        token = CoordinatorCredentials.open(own_home).join_token().reveal()
+        token = CoordinatorCredentials.open(samestep_home).join_token().reveal()
         line = join_findings(host, int(port), token)[-1]
         assert (line.check, "--plaintext" in line.advice) == ("encryption", True)
         assert join_findings(host, int(port), token, plaintext=True)[-1].outcome == "ok"

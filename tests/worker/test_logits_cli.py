@@ -37,7 +37,7 @@ def test_a_file_that_has_changed_is_not_shown(tmp_path):
     layout = CaptureLayout(tokens=6, vocabulary=50, top_k=4)
     logits = capture_of(tmp_path, layout, 1, steps_of_a_file=1)
     file = logits / "00000.parquet"
-    # A whole file of another capture in its place.
+    # Replace the file with one of another capture.
     other_capture = capture_of(tmp_path / "other", layout, 2, steps_of_a_file=2)
     file.write_bytes((other_capture / "00000.parquet").read_bytes())
     result = CliRunner().invoke(app, ["logits", "show", str(file)])

@@ -26,23 +26,25 @@ def tokenizer(tmp_path_factory) -> Any:
     return save_chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def with_turns(messages: Any) -> Conversation:
+def conversation_of(messages: Any) -> Conversation:
     return Conversation(tuple(messages), "'chat.jsonl' line 3")
 
 
 def dialogue(number: int) -> Conversation:
-    return with_turns(ChatMessage(turn["role"], turn["content"]) for turn in conversation(number))
+    return conversation_of(
+        ChatMessage(turn["role"], turn["content"]) for turn in conversation(number)
+    )
 
 
 def read(
     tokenizer: Any, messages: Any, template: str, **options: Any
 ) -> tuple[list[int], list[bool]]:
     chat_template = ChatTemplate(tokenizer, template, loss=options.get("loss", "assistant"))
-    [(tokens, count_mask)] = chat_template.encode([chat_template.render(with_turns(messages))])
+    [(tokens, count_mask)] = chat_template.encode([chat_template.render(conversation_of(messages))])
     return tokens.tolist(), count_mask.tolist()
 
 
-def by_hand(tokenizer: Any, *, end_of_line: bool) -> tuple[list[int], list[bool]]:
+def expected_tokens_and_mask(tokenizer: Any, *, end_of_line: bool) -> tuple[list[int], list[bool]]:
     """Encode ChatML's pieces one by one; its marks are separate tokens, so no pieces merge."""
     ids: list[int] = []
     count_mask: list[bool] = []
@@ -53,23 +55,25 @@ def by_hand(tokenizer: Any, *, end_of_line: bool) -> tuple[list[int], list[bool]
         count_mask.extend([counts] * len(new))
 
     for message in WEATHER:
-        answers = message.role == "assistant"
+        is_answer = message.role == "assistant"
         add("<|im_start|>", counts=False)
         add(message.role + "\n", counts=False)
-        add(message.content, counts=answers)
-        add("<|im_end|>", counts=answers)
-        add("\n", counts=answers and end_of_line)
+        add(message.content, counts=is_answer)
+        add("<|im_end|>", counts=is_answer)
+        add("\n", counts=is_answer and end_of_line)
     return ids, count_mask
 
 
-def test_mask_equals_the_pieces_one_by_one(tokenizer):
+def test_mask_equals_that_of_separate_pieces(tokenizer):
     text = "".join(f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in WEATHER)
     assert (
         tokenizer(text, add_special_tokens=False)["input_ids"]
         == read(tokenizer, WEATHER, CHATML)[0]
     )
     for template, end_of_line in ((CHATML, True), (CHATML_WITH_GENERATION, False)):
-        assert read(tokenizer, WEATHER, template) == by_hand(tokenizer, end_of_line=end_of_line)
+        assert read(tokenizer, WEATHER, template) == expected_tokens_and_mask(
+            tokenizer, end_of_line=end_of_line
+        )
 
 
 @pytest.mark.parametrize("number", range(6))
@@ -141,12 +145,12 @@ def test_context_dependent_tokenizer_counts_by_characters():
 def test_templates_have_no_clock(tokenizer):
     template = "{{ strftime_now('%d %b %Y, %Y-%m-%d') }}\n" + CHATML
     chat_template = ChatTemplate(tokenizer, template, loss="assistant")
-    assert chat_template.render(with_turns(WEATHER)).text.startswith(
+    assert chat_template.render(conversation_of(WEATHER)).text.startswith(
         "26 Jul 2024, 2024-07-26\n<|im_start|>"
     )
 
 
-REFUSED = {
+INVALID_TEMPLATES = {
     "another role for the prompt": (
         (
             "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
@@ -154,17 +158,17 @@ REFUSED = {
         ),
         "line 3 message 3: expected the text of the conversation up to here",
     ),
-    "its own refusal": (
+    "an error raised by the template": (
         "{{ raise_exception('no system here') }}",
         "template fails: TemplateError: no system here",
     ),
     "no Jinja": ("{% for m in messages %}", "template fails: "),
-    "an attempt to get out": ("{{ ''.__class__.__mro__ }}", "template fails: "),
-    "marks around nothing": (
+    "a sandbox escape": ("{{ ''.__class__.__mro__ }}", "template fails: "),
+    "marks around an empty text": (
         "{% for m in messages %}{{ m['content'] }}{% generation %}{% endgeneration %}{% endfor %}",
         "around each answer of the assistant, got other marks",
     ),
-    "marks around one of two": (
+    "marks around one of two answers": (
         (
             "{% for m in messages %}{% if loop.last %}{% generation %}{{ m['content'] }}"
             "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
@@ -174,7 +178,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("template", "message"), REFUSED.values(), ids=list(REFUSED))
+@pytest.mark.parametrize(
+    ("template", "message"), INVALID_TEMPLATES.values(), ids=list(INVALID_TEMPLATES)
+)
 def test_mask_is_not_guessed_without_evidence(tokenizer, template, message):
     with pytest.raises(DataError) as error:
         read(tokenizer, WEATHER, template)
@@ -184,11 +190,11 @@ def test_mask_is_not_guessed_without_evidence(tokenizer, template, message):
 
 
 BODY = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
-LEAVING_OUT = {
+DROPPING_TEMPLATES = {
     "the system": (
         "{% for m in messages if m['role'] != 'system' %}" + BODY, "message 1: .*system",
     ),
-    "what the user says": (
+    "the user's messages": (
         "{% for m in messages %}" + BODY.replace("m['content']", "(m['content'] if m['role'] != "
         "'user' else '?')"), "message 2: .*user",
     ),
@@ -196,7 +202,7 @@ LEAVING_OUT = {
         "{% for m in messages %}{% if loop.last %}" + BODY
         + "{% endif %}", "message 1: .*system",
     ),
-    "the end of a long one": (
+    "the end of a long message": (
         "{% for m in messages %}" + BODY.replace("m['content']", "m['content'][:12]"),
         "message 4: .*user",
     ),
@@ -204,7 +210,9 @@ LEAVING_OUT = {
 
 
 @pytest.mark.parametrize("loss", ["assistant", "all"])
-@pytest.mark.parametrize(("template", "message"), LEAVING_OUT.values(), ids=list(LEAVING_OUT))
+@pytest.mark.parametrize(
+    ("template", "message"), DROPPING_TEMPLATES.values(), ids=list(DROPPING_TEMPLATES)
+)
 def test_template_that_drops_words_is_refused(tokenizer, template, message, loss):
     template += (
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -241,7 +241,7 @@ def test_splitting_a_single_file_changes_no_token(tokenizer, saved_tokenizer, tm
 @pytest.mark.parametrize(
     "text",
     ["\n" * 9_000 + "the cat\n" + " \n" * 9_000, "the cat sat on a mat.\n" * 900],
-    ids=["spaces", "the same again"],
+    ids=["spaces", "repeated line"],
 )
 def test_no_text_of_a_single_file_is_dropped(tokenizer, saved_tokenizer, tmp_path, text):
     spec = spec_of(saved_tokenizer, write_text(tmp_path / "a.txt", text))

@@ -31,8 +31,8 @@ LLAMA = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
 }  # fmt: skip
 ROWS = [{"messages": conversation(number)} for number in range(12)]
-SAID = {"role": "assistant", "content": "Yes."}
-ASKED = {"role": "user", "content": "Is it?"}
+REPLY = {"role": "assistant", "content": "Yes."}
+USER = {"role": "user", "content": "Is it?"}
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_each_form_in_each_kind_of_file_is_the_same_data(tokenizers, tmp_path):
     assert all(data.notes["duplicates_removed"] == 1 for data in data_sets)
 
 
-def test_columns_of_other_names_and_alpaca_s_input(tokenizers, tmp_path):
+def test_alpaca_columns_may_have_other_names(tokenizers, tmp_path):
     rows = [{"task": a, "context": f"{n}!", "output": b} for n, (a, b) in enumerate(PAIRS)]
     data = {
         "train": str(write_jsonl(tmp_path / "a.jsonl", rows)),
@@ -165,13 +165,13 @@ def test_truncation_is_counted_and_rows_without_answer_are_dropped(tokenizers, t
 
 def test_digests_cover_the_mask(tokenizers, tmp_path):
     path = str(write_jsonl(tmp_path / "a.jsonl", ROWS))
-    one, bracketed, all_turns = (
+    one, marked, all_turns = (
         read(tokenizers, {"train": path, **keys}).digests
         for keys in ({}, {"chat_template": CHATML_WITH_GENERATION}, {"loss": "all"})
     )
-    assert one["data"] == bracketed["data"] == all_turns["data"]
-    assert one["tokenizer"] == bracketed["tokenizer"] == all_turns["tokenizer"]
-    assert len({digests["counted_tokens"] for digests in (one, bracketed, all_turns)}) == 3
+    assert one["data"] == marked["data"] == all_turns["data"]
+    assert one["tokenizer"] == marked["tokenizer"] == all_turns["tokenizer"]
+    assert len({digests["counted_tokens"] for digests in (one, marked, all_turns)}) == 3
 
 
 def test_evaluation_split_is_disjoint_and_repeatable(tokenizers, tmp_path):
@@ -185,7 +185,7 @@ def test_evaluation_split_is_disjoint_and_repeatable(tokenizers, tmp_path):
     assert not held_out_tokens & {tuple(tokens) for tokens, _ in turns(first)}
 
 
-def test_a_template_that_is_given_is_saved_with_the_model(tokenizers, tmp_path):
+def test_template_of_the_spec_is_saved_with_the_model(tokenizers, tmp_path):
     path = str(write_jsonl(tmp_path / "a.jsonl", ROWS))
     data = {"train": path, "chat_template": CHATML}
     task = build(parse_run_spec(document_of(tokenizers, data, "bare")))
@@ -219,7 +219,7 @@ def test_rows_of_a_teacher_have_its_mask(tokenizers, tmp_path):
 
 
 def test_student_uses_the_mask_of_its_teacher(tokenizers, tmp_path):
-    """From the coordinator's files: its labels are those of the conversations themselves."""
+    """Labels from the coordinator's files equal those of the conversations."""
     from backends.eager.eager import EagerBackend
     from coordinator.capture.captured_files import CapturedFiles
 
@@ -269,7 +269,7 @@ def line(*messages: Any, **others: Any) -> bytes:
     return json.dumps({"messages": [*messages], **others}, ensure_ascii=False).encode() + b"\n"
 
 
-GOOD = line(ASKED, SAID)
+GOOD = line(USER, REPLY)
 ALPACA = {"format": "alpaca"}
 PROMPTS = {"format": "prompt-completion"}
 MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
@@ -288,21 +288,21 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     "a bare text": ("a.jsonl", line("Hi"), {}, "line 1 message 1: expected role and content"),
     "an unanswered ShareGPT": ("a.jsonl", line({"from": "human", "value": "Hi"}), {}, "last mess"),
     "no role": ("a.jsonl", line({"content": "Hi"}), {}, "message 1: expected role and content"),
-    "no content": ("a.jsonl", line(ASKED, {"role": "assistant"}), {}, "found no content"),
-    "unknown role": ("a.jsonl", line(ASKED, SAID | {"role": "bot"}), {}, "roles system, user, as"),
-    "a role that is a list": ("a.jsonl", line(ASKED | {"role": ["user"]}), {}, "one of the roles"),
-    "tool": ("a.jsonl", line(ASKED, {"role": "tool", "content": "1"}), {}, "got no call before it"),
-    "tool calls": ("a.jsonl", line(ASKED, SAID | {"tool_calls": [1]}), {}, "expected a call with"),
-    "a weight": ("a.jsonl", line(ASKED, SAID | {"weight": 0.5}), {}, "expected weight 0 or 1"),
-    "an empty turn": ("a.jsonl", GOOD + line(ASKED, SAID | {"content": " "}), {}, "line 2 message"),
-    "parts": ("a.jsonl", line(ASKED | {"content": [{"type": "text"}]}), {}, "expected text as con"),
-    "a number": ("a.jsonl", line(ASKED, SAID | {"content": 4}), {}, "message 2: expected text as"),
+    "no content": ("a.jsonl", line(USER, {"role": "assistant"}), {}, "found no content"),
+    "unknown role": ("a.jsonl", line(USER, REPLY | {"role": "bot"}), {}, "roles system, user, as"),
+    "a role that is a list": ("a.jsonl", line(USER | {"role": ["user"]}), {}, "one of the roles"),
+    "tool": ("a.jsonl", line(USER, {"role": "tool", "content": "1"}), {}, "got no call before it"),
+    "tool calls": ("a.jsonl", line(USER, REPLY | {"tool_calls": [1]}), {}, "expected a call with"),
+    "a weight": ("a.jsonl", line(USER, REPLY | {"weight": 0.5}), {}, "expected weight 0 or 1"),
+    "an empty turn": ("a.jsonl", GOOD + line(USER, REPLY | {"content": " "}), {}, "line 2 message"),
+    "parts": ("a.jsonl", line(USER | {"content": [{"type": "text"}]}), {}, "expected text as con"),
+    "a number": ("a.jsonl", line(USER, REPLY | {"content": 4}), {}, "message 2: expected text as"),
     "late system": (
-        "a.jsonl", line(ASKED, {"role": "system", "content": "x"}, SAID), {}, "only at the start",
+        "a.jsonl", line(USER, {"role": "system", "content": "x"}, REPLY), {}, "only at the start",
     ),
-    "two users": ("a.jsonl", line(ASKED, ASKED, SAID), {}, "message 2: expected a message of the"),
-    "assistant first": ("a.jsonl", line(SAID, ASKED), {}, "message 1: expected a message of the"),
-    "no answer": ("a.jsonl", GOOD + line(ASKED), {}, "line 2: expected the last message"),
+    "two users": ("a.jsonl", line(USER, USER, REPLY), {}, "message 2: expected a message of the"),
+    "assistant first": ("a.jsonl", line(REPLY, USER), {}, "message 1: expected a message of the"),
+    "no answer": ("a.jsonl", GOOD + line(USER), {}, "line 2: expected the last message"),
     "half a character": (
         "a.jsonl", b'{"messages": [{"role": "user", "content": "\\ud800"}]}\n', {}, "surrogate",
     ),
@@ -322,7 +322,8 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     "a key of running text": ("a.jsonl", GOOD, {"text": "x"}, "format messages has no 'text'"),
     "too few": ("a.jsonl", GOOD, {}, "expected at least 2 training samples"),
     "too long": (
-        "a.jsonl", GOOD + line(ASKED | {"content": "b"}, SAID), {"max_tokens": 2}, "max_tokens=",
+        "a.jsonl", GOOD + line(USER | {"content": "b"}, REPLY), {"max_tokens": 2},
+        "max_tokens=",
     ),
 }  # fmt: skip
 
@@ -345,12 +346,18 @@ def test_mistake_is_one_line_with_its_location(tokenizers, tmp_path, mistake):
 
 
 def test_rows_that_only_the_template_refuses_are_bad_rows(tokenizers, tmp_path):
-    """As Gemma refuses system messages."""
-    choosy = "{% if messages[0].content == 'Be kind.' %}{{ raise_exception('No.') }}{% endif %}"
+    """Gemma's template refuses system messages, for example."""
+    refusing_prefix = (
+        "{% if messages[0].content == 'Be kind.' %}{{ raise_exception('No.') }}{% endif %}"
+    )
     kind = {"role": "system", "content": "Be kind."}
-    steered = [{"messages": [kind, ASKED | {"content": f"Is it {n}?"}, SAID]} for n in range(2)]
-    path = write_jsonl(tmp_path / "a.jsonl", [*ROWS[:3], steered[0], *ROWS[3:], steered[1]])
-    data = {"train": str(path), "chat_template": choosy + CHATML}
+    refused_rows = [
+        {"messages": [kind, USER | {"content": f"Is it {n}?"}, REPLY]} for n in range(2)
+    ]
+    path = write_jsonl(
+        tmp_path / "a.jsonl", [*ROWS[:3], refused_rows[0], *ROWS[3:], refused_rows[1]]
+    )
+    data = {"train": str(path), "chat_template": refusing_prefix + CHATML}
     with pytest.raises(DataError) as error:
         read(tokenizers, data)
     for message in (
@@ -364,11 +371,11 @@ def test_rows_that_only_the_template_refuses_are_bad_rows(tokenizers, tmp_path):
     assert skipped.notes["left_out_as_no_answer_fits"] == 0
     assert len(skipped.train) + len(skipped.held_out) == len(ROWS)
     with pytest.raises(DataError, match=r"line 1: the chat template fails: TemplateError: No\.$"):
-        read(tokenizers, {**data, "train": str(write_jsonl(tmp_path / "b.jsonl", steered))})
+        read(tokenizers, {**data, "train": str(write_jsonl(tmp_path / "b.jsonl", refused_rows))})
 
 
 def test_conversations_without_an_answer_to_learn_are_named(tokenizers, tmp_path):
-    rows = [{"messages": [ASKED, SAID | {"weight": 0}]}] * 2
+    rows = [{"messages": [USER, REPLY | {"weight": 0}]}] * 2
     with pytest.raises(
         DataError, match="with an answer that has loss, found none: every answer has"
     ):
@@ -385,15 +392,14 @@ def test_a_tokenizer_without_a_template_is_named(tokenizers, tmp_path):
 
 
 def test_the_coordinator_sees_mistakes_before_a_worker_does(tokenizers, tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(GOOD + line(ASKED))
+    (tmp_path / "a.jsonl").write_bytes(GOOD + line(USER))
     spec: RunSpec = parse_run_spec(document_of(tokenizers, {"train": str(tmp_path / "a.jsonl")}))
     with pytest.raises(Exception, match="line 2: expected the last message to be the assistant's"):
         check_data(spec)
 
 
 def test_padding_and_batch_neighbors_do_not_change_the_loss(tokenizers, tmp_path):
-    """Against torch, with each conversation separate and unpadded, and labels by transformers'
-    rule."""
+    """The loss equals torch's over separate, unpadded conversations, labeled as in transformers."""
     import torch
 
     from backends.eager.eager import EagerBackend
@@ -417,23 +423,23 @@ def test_padding_and_batch_neighbors_do_not_change_the_loss(tokenizers, tmp_path
     assert sums["loss_sum"] == pytest.approx(total, rel=1e-5)
 
 
-LONG = b"".join(line(ASKED | {"content": f"{n}?"}, SAID) for n in range(4))
+LONG = b"".join(line(USER | {"content": f"{n}?"}, REPLY) for n in range(4))
 OTHER_MISTAKES: dict[str, tuple[bytes, dict[str, Any], dict[str, Any], str]] = {
     "no validation file": (b"", {"validation": "nowhere.jsonl"}, {}, "expected a data file at"),
     "a validation file's line": (
-        GOOD + line(ASKED), {"validation": "v.jsonl"}, {},
+        GOOD + line(USER), {"validation": "v.jsonl"}, {},
         "v.jsonl' line 2: expected the last message to be the assistant's",
     ),
     "an empty validation file": (b"\n", {"validation": "v.jsonl"}, {}, "expected conversations in"),
-    "validation beside a share": (
+    "validation with a share": (
         GOOD, {"validation": "v.jsonl", "holdout": 0.1}, {}, "has no effect with validation",
     ),
-    "packing beside grouping": (
+    "packing with grouping": (
         GOOD, {"packing": True, "group_by_length": True}, {}, "remove data.group_by_length",
     ),
-    "epochs beside steps": (GOOD, {}, {"epochs": 2}, "steps or epochs"),
+    "epochs with steps": (GOOD, {}, {"epochs": 2}, "steps or epochs"),
     "tokens of conversations": (GOOD, {}, {"batch": {"tokens": 512}}, "data.packing=true"),
-    "tokens beside samples": (
+    "tokens with samples": (
         GOOD, {"packing": True}, {"batch": {"tokens": 512, "samples": 4}}, "got both",
     ),
     "tokens that are no multiple": (
@@ -464,7 +470,7 @@ def test_conflicting_options_are_one_line(tokenizers, tmp_path, mistake):
     assert message in completed.stderr
 
 
-def test_more_than_forty_mistakes_are_named():
+def test_at_least_forty_mistakes_are_covered():
     from tests.worker.tasks import test_dpo
 
     assert len(MISTAKES) + len(OTHER_MISTAKES) >= 40

@@ -1,4 +1,4 @@
-"""Data larger than its memory limit: for each task, in each kind of file that it reads."""
+"""Memory while reading data larger than the limit, for each task and kind of file."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from worker.data.preference_data import EncodedPairs
 from worker.models.tokens import Tokens
 
 SIZE: Final = 24 * MIB
-MOST: Final = 5 * SIZE // 6
+MAX_GROWTH: Final = 5 * SIZE // 6
 """Allowed growth of memory, including what earlier tests left in the allocator: loading all data
 would take more than its size."""
 ROWS: Final = SIZE // 4096
 WORDS: Final = "word " * 800
 
 
-class Bytes:
+class ByteTokenizer:
     """A tokenizer with one token per eight bytes."""
 
     eos_token_id = 0
@@ -44,7 +44,7 @@ class Bytes:
     def __call__(self, texts: str | list[str], **_: Any) -> Any:
         if isinstance(texts, str):
             return {"input_ids": list(texts.encode()[::8])}
-        return Encoded([Encoding(text.encode()) for text in texts])
+        return BatchEncoding([Encoding(text.encode()) for text in texts])
 
 
 class Encoding:
@@ -64,14 +64,14 @@ class Encoding:
         return range(len(self.ids))
 
 
-class Encoded(dict[str, Any]):
+class BatchEncoding(dict[str, Any]):
     def __init__(self, encodings: list[Encoding]) -> None:
         super().__init__(input_ids=[encoding.ids for encoding in encodings])
         self.encodings = encodings
 
 
-class Plain(ChatTemplate):
-    """A template that renders the plain text, and tokens of eight bytes; the last half counts."""
+class PlainTemplate(ChatTemplate):
+    """A template of plain text, with one token per eight bytes; the last half has loss."""
 
     def __init__(self) -> None:
         pass
@@ -88,10 +88,10 @@ class Plain(ChatTemplate):
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> Path:
-    """Write the rows in the form of the file's suffix, one after the other."""
+    """Write the rows in the format of the file's suffix."""
     if path.suffix == ".parquet":
         pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        # One group, as a writer of whole tables makes.
+        # One row group, as in files of writers of whole tables.
         pq.write_table(pa.Table.from_pylist([*rows]), path, row_group_size=ROWS, compression="none")
         return path
     with path.open("w", newline="") as file:
@@ -107,7 +107,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> Path:
 
 
 @pytest.mark.parametrize("form", ["t.txt", "t.jsonl"])
-def test_running_text(tmp_path, form):
+def test_memory_for_running_text_is_bounded(tmp_path, form):
     path, size = tmp_path / form, 48 * MIB
     with path.open("w") as file:
         for number in range(size // 4096):
@@ -115,7 +115,7 @@ def test_running_text(tmp_path, form):
             file.write(line if form == "t.txt" else json.dumps({"text": line}) + "\n")
     with measured_growth() as growth:
         corpus = read_text_corpus(DataSpec(train=str(path)))
-        (stream,) = TextStream.of(Bytes(), corpus, range(len(corpus.documents)))
+        (stream,) = TextStream.of(ByteTokenizer(), corpus, range(len(corpus.documents)))
         windows = Windows(stream, 512)
         assert windows.batch(np.array([5, len(windows) - 1])).weight > 512
     assert stream.tokens.elements > size // 9
@@ -133,7 +133,7 @@ def _libraries_are_loaded(tmp_path_factory):
     path = write_rows(tmp_path_factory.mktemp("small") / "t.parquet", rows)
     conversations = read_conversations(DataSpec(train=str(path), format="prompt-completion"))
     Turns.encode(
-        Plain(),
+        PlainTemplate(),
         (conversations[n] for n in range(len(conversations))),
         4096,
         16,
@@ -152,36 +152,38 @@ def _libraries_are_loaded(tmp_path_factory):
         pytest.param("parquet", marks=pytest.mark.slow),
     ],
 )
-def test_conversations(tmp_path, form):
+def test_memory_for_conversations_is_bounded(tmp_path, form):
     rows = ({"prompt": f"{n}?", "completion": f"{n} {WORDS}"} for n in range(ROWS))
     path = write_rows(tmp_path / f"t.{form}", rows)
     data = DataSpec.model_validate({"train": str(path), "format": "prompt-completion"})
     with measured_growth() as growth:
         conversations = read_conversations(data)
         rows_read = (conversations[n] for n in range(len(conversations)))
-        encoded_turns = Turns.encode(Plain(), rows_read, 4096, 16, bad_rows=BadRows(skip=False))
+        encoded_turns = Turns.encode(
+            PlainTemplate(), rows_read, 4096, 16, bad_rows=BadRows(skip=False)
+        )
     assert len(encoded_turns) == len(conversations) == ROWS
     assert conversations[7].messages[1].content == f"7 {WORDS}"
-    assert growth.peak_bytes < MOST
+    assert growth.peak_bytes < MAX_GROWTH
 
 
 # Tables with commas and with tabs have one reader.
 @pytest.mark.parametrize("form", ["jsonl", "csv", pytest.param("tsv", marks=pytest.mark.slow)])
-def test_labeled_text(tmp_path, form):
+def test_memory_for_labeled_text_is_bounded(tmp_path, form):
     rows = ({"text": f"{n} {WORDS}".strip(), "label": "ab"[n % 2]} for n in range(ROWS))
     path = write_rows(tmp_path / f"t.{form}", rows)
     with measured_growth() as growth:
         labeled_text = read_labeled_text(DataSpec(train=str(path)))
         train, _ = holdout.split(labeled_text.texts, 0, 0.2)
-        tokens, is_truncated = encode_texts(Bytes(), labeled_text.texts, 4096, str)
+        tokens, is_truncated = encode_texts(ByteTokenizer(), labeled_text.texts, 4096, str)
         data_digest(labeled_text)
     assert (len(tokens), is_truncated, len(train)) == (ROWS, 0, ROWS - round(ROWS * 0.2))
     assert labeled_text.texts[7] == f"7 {WORDS}".strip()
     assert labeled_text.labels[7] == 1
-    assert growth.peak_bytes < MOST
+    assert growth.peak_bytes < MAX_GROWTH
 
 
-# Read like conversations.
+# Pairs and conversations have one reader.
 @pytest.mark.parametrize(
     "form",
     [
@@ -190,7 +192,7 @@ def test_labeled_text(tmp_path, form):
         "parquet",
     ],
 )
-def test_pairs(tmp_path, form):
+def test_memory_for_pairs_is_bounded(tmp_path, form):
     half = WORDS[: len(WORDS) // 2]
     rows = (
         {"prompt": f"{n}?", "chosen": f"{n} {half}", "rejected": f"-{n} {half}"}
@@ -200,12 +202,12 @@ def test_pairs(tmp_path, form):
     pairs = EncodedPairs(data.max_tokens)
     with measured_growth() as growth:
         preferences = read_preferences(data)
-        documents = pairs.add(Plain(), preferences, data)
+        documents = pairs.add(PlainTemplate(), preferences, data)
         pairs.digests(0)
     assert len(documents) == len(pairs) == len(preferences) == ROWS
     assert preferences[7].rejected.messages[-1].content == f"-7 {half}"
     assert len(pairs.pair(7)[0][0]) > 250
-    assert growth.peak_bytes < MOST
+    assert growth.peak_bytes < MAX_GROWTH
 
 
 def test_a_digest_of_labeled_text_is_that_of_its_json(tmp_path):

@@ -120,7 +120,7 @@ def test_running_text_is_packed_by_document(chat, tmp_path):
     assert isinstance(data.held_out, PackedSamples)
     batch = data.train.batch(slice(None))
     starts = (batch.arrays["position_ids"] == 0) & (batch.arrays["labels"] != IGNORED_LABEL)
-    assert starts.sum() >= 16  # one document each, some split
+    assert starts.sum() >= 16  # one per document; some are split
     tokens = [data.tokenizer(row["text"], add_special_tokens=False)["input_ids"] for row in rows]
     held_out = data.held_out.batch(slice(None)).weight
     assert batch.weight + held_out == sum(map(len, tokens))  # the end token is predicted, too
@@ -129,27 +129,27 @@ def test_running_text_is_packed_by_document(chat, tmp_path):
 def test_a_model_that_sees_across_documents_is_refused():
     import torch
 
-    class Leaky(torch.nn.Module):
+    class LeakyModel(torch.nn.Module):
         def forward(self, input_ids: Any, position_ids: Any = None) -> Any:
             del position_ids
             return SimpleNamespace(logits=input_ids.float().cumsum(1)[..., None])
 
-    class Rigid(torch.nn.Module):
+    class RigidModel(torch.nn.Module):
         def forward(self, input_ids: Any) -> Any:
             return SimpleNamespace(logits=input_ids.float()[..., None])
 
     with pytest.raises(DataError, match=r"attend to each other: --set data"):
-        check_packing(Leaky(), 100, {})
+        check_packing(LeakyModel(), 100, {})
     with pytest.raises(DataError, match="takes position_ids for packing, got one that does not"):
-        check_packing(Rigid(), 100, {})
+        check_packing(RigidModel(), 100, {})
 
 
 def padding(spec: Any, samples: Any) -> int:
     order = SampleOrder(spec.seed, len(samples), spec.batch, grouped=spec.groups_by_length)
     parts = [p for step in range(order.steps_per_epoch) for p in order.microbatches(step)]
     assert sorted(n for part in parts for n in part) == list(range(len(samples)))
-    room = sum(samples.batch(np.array(part)).arrays["input_ids"].size for part in parts)
-    return room - int(samples.lengths.sum())
+    element_count = sum(samples.batch(np.array(part)).arrays["input_ids"].size for part in parts)
+    return element_count - int(samples.lengths.sum())
 
 
 def test_grouping_leaves_less_than_half_of_the_padding(chat, tmp_path):

@@ -92,7 +92,7 @@ def test_a_prompt_begins_as_a_document_does(tokenizers, tmp_path):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_lone_file_ends_where_it_ends(tokenizers, tmp_path, packing):
+def test_single_file_has_one_begin_and_one_end_mark(tokenizers, tmp_path, packing):
     path = tmp_path / "book.txt"
     path.write_text("".join(f"What is {n} plus {n}?\n" for n in range(900)))
     samples = inputs_and_labels(spec_of(tokenizers / "bracketed", path, packing=packing))

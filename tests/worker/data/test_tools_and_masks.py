@@ -65,9 +65,9 @@ def test_tool_calls_have_the_tokens_and_mask_of_transformers(tokenizer, tmp_path
 
 
 FUNCTION = WEATHER_TOOL["function"]
-ASK = {"role": "user", "content": "Rain?"}
-TOLD = {"role": "tool", "content": "no"}
-SAID = {"role": "assistant", "content": "No rain."}
+QUESTION = {"role": "user", "content": "Rain?"}
+TOOL_ANSWER = {"role": "tool", "content": "no"}
+ANSWER = {"role": "assistant", "content": "No rain."}
 CALLS: dict[str, dict[str, Any]] = {
     "arguments as an object": {"tool_calls": [{"name": "weather", "arguments": {"city": "Oslo"}}]},
     "arguments as text": {
@@ -82,15 +82,17 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
 @pytest.mark.parametrize("tools", [[WEATHER_TOOL], [FUNCTION], json.dumps([FUNCTION])])
-def test_each_shape_of_a_call_is_the_same(tokenizer, tmp_path, call, tools):
-    row = {"messages": [ASK, {"role": "assistant", "content": "", **call}, TOLD, SAID]}
+def test_each_form_of_a_call_has_the_same_tokens(tokenizer, tmp_path, call, tools):
+    row = {
+        "messages": [QUESTION, {"role": "assistant", "content": "", **call}, TOOL_ANSWER, ANSWER]
+    }
     one = read(tmp_path, {**row, "tools": tools})
     assert one.messages[1].tool_calls[0].arguments == {"city": "Oslo"}
     assert one.tools == (WEATHER_TOOL,)
     assert '"arguments": {"city": "Oslo"}' in learned_tokens(tokenizer, one, TOOL_TEMPLATE)[2][0]
 
 
-def test_sharegpt_with_tools_is_the_same(tmp_path):
+def test_sharegpt_tools_equal_those_of_messages(tmp_path):
     rows = {
         "conversations": [
             {"from": "human", "value": "Rain?"},
@@ -125,20 +127,20 @@ def test_a_template_that_wants_arguments_as_text_gets_them(tokenizer, tmp_path):
 
 
 def test_a_template_without_tools_is_refused(tokenizer, tmp_path):
-    row = {"messages": [ASK, SAID], "tools": [WEATHER_TOOL]}
+    row = {"messages": [QUESTION, ANSWER], "tools": [WEATHER_TOOL]}
     with pytest.raises(DataError, match="line 1: expected the tools in the chat template"):
         learned_tokens(tokenizer, read(tmp_path, row), CHATML)
     call = {"role": "assistant", "content": "Let me look.", **CALLS["one call"]}
-    row = {"messages": [ASK, call, TOLD, SAID]}
+    row = {"messages": [QUESTION, call, TOOL_ANSWER, ANSWER]}
     with pytest.raises(
         DataError, match=r"message 2: expected the assistant.s message in the chat template"
     ):
         learned_tokens(tokenizer, read(tmp_path, row), CHATML)
 
 
-def test_which_answers_are_learned(tokenizer, tmp_path):
+def test_learned_answers_follow_loss_and_weight(tokenizer, tmp_path):
     def spans(loss: str = "assistant", **first: Any) -> list[str]:
-        chat = [ASK, {**SAID, "content": "One.", **first}, ASK, SAID]
+        chat = [QUESTION, {**ANSWER, "content": "One.", **first}, QUESTION, ANSWER]
         return learned_tokens(tokenizer, read(tmp_path, {"messages": chat}), CHATML, loss)[2]
 
     both_answers, last = ["One.<|im_end|>\n", "No rain.<|im_end|>\n"], ["No rain.<|im_end|>\n"]
@@ -149,7 +151,7 @@ def test_which_answers_are_learned(tokenizer, tmp_path):
 
 
 def test_a_prompt_of_messages_is_not_learned(tokenizer, tmp_path):
-    row = {"prompt": [ASK, {**SAID, "content": "One."}, ASK], "completion": [SAID]}
+    row = {"prompt": [QUESTION, {**ANSWER, "content": "One."}, QUESTION], "completion": [ANSWER]}
     one = read(tmp_path, row, format="prompt-completion")
     assert learned_tokens(tokenizer, one, CHATML)[2] == ["No rain.<|im_end|>\n"]
 
@@ -157,23 +159,29 @@ def test_a_prompt_of_messages_is_not_learned(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([ASK, TOLD, SAID], "message 2: expected a tool to answer a call, got no call before it"),
         (
-            [ASK, {**SAID, **CALLS["one call"]}, ASK, SAID],
+            [QUESTION, TOOL_ANSWER, ANSWER],
+            "message 2: expected a tool to answer a call, got no call before it",
+        ),
+        (
+            [QUESTION, {**ANSWER, **CALLS["one call"]}, QUESTION, ANSWER],
             "message 3: expected a tool's answer",
         ),
-        ([ASK, {**SAID, "tool_calls": [{"arguments": {}}]}], "expected a call with the name"),
         (
-            [ASK, {**SAID, "tool_calls": [{"name": "f", "arguments": "[1]"}]}],
+            [QUESTION, {**ANSWER, "tool_calls": [{"arguments": {}}]}],
+            "expected a call with the name",
+        ),
+        (
+            [QUESTION, {**ANSWER, "tool_calls": [{"name": "f", "arguments": "[1]"}]}],
             "expected an object as arguments of 'f'",
         ),
-        ([{**ASK, "weight": 1}, SAID], "expected weight only in messages of the assistant"),
+        ([{**QUESTION, "weight": 1}, ANSWER], "expected weight only in messages of the assistant"),
         (
-            [{**ASK, "tool_calls": [1]}, SAID],
+            [{**QUESTION, "tool_calls": [1]}, ANSWER],
             "expected tool_calls only in messages of the assistant",
         ),
-        ([ASK, {**SAID, "reasoning_content": 3}], "expected text as reasoning, got 3"),
-        ([ASK, {**SAID, "train": "no"}], "expected true or false as train"),
+        ([QUESTION, {**ANSWER, "reasoning_content": 3}], "expected text as reasoning, got 3"),
+        ([QUESTION, {**ANSWER, "train": "no"}], "expected true or false as train"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, messages, message):
@@ -185,7 +193,7 @@ def test_a_mistake_is_one_line(tmp_path, messages, message):
 
 def test_a_call_of_a_function_that_is_not_listed_is_refused(tmp_path):
     call = {"function": {"name": "wether", "arguments": {"city": "Oslo"}}}
-    messages = [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
     with pytest.raises(
         DataError, match=r"message 2.*a function in tools \(weather\), got 'wether'"
     ):

@@ -45,7 +45,7 @@ def captured_records(teacher: torch.Tensor, layout: CaptureLayout) -> Records:
 
 def as_captured(teacher: torch.Tensor) -> torch.Tensor:
     """Return all of a teacher's logits, rounded as in a capture."""
-    # With numpy: torch rounds a double to a half by way of a float.
+    # numpy rounds float64 to float16 directly; torch rounds to float32 first.
     shifted_logits = (teacher - teacher.amax(-1, keepdim=True)).numpy()
     return torch.tensor(shifted_logits.astype(np.float16).astype(np.float64))
 
@@ -62,10 +62,10 @@ def reference_loss(
         reduction="sum",
         log_target=True,
     )
-    crossed = torch.nn.functional.cross_entropy(
+    cross_entropy_sum = torch.nn.functional.cross_entropy(
         student[label_mask], labels[label_mask], reduction="sum"
     )
-    loss = alpha * t**2 * divergence + (1 - alpha) * crossed
+    loss = alpha * t**2 * divergence + (1 - alpha) * cross_entropy_sum
     (gradient,) = torch.autograd.grad(loss, student)
     return loss.detach(), gradient
 
@@ -132,15 +132,15 @@ def test_error_with_64_of_600_logits_is_bounded(temperature, loss_error, gradien
     assert arrays["teacher_tail"] == pytest.approx(left_out, abs=1e-5)
 
 
-def test_the_loss_is_zero_where_both_agree():
+def test_loss_is_zero_where_teacher_and_student_agree():
     teacher, _, labels = random_logits()
     layout = layout_of(64, 2.0)
     loss, gradient = distillation_loss(
         captured_records(teacher, layout), layout, teacher, labels, 1.0
     )
-    label_mask = int((labels != IGNORED_LABEL).sum())
-    assert abs(float(loss)) / label_mask < 1e-3
-    assert float(gradient.norm()) / label_mask < 1e-2
+    label_count = int((labels != IGNORED_LABEL).sum())
+    assert abs(float(loss)) / label_count < 1e-3
+    assert float(gradient.norm()) / label_count < 1e-2
 
 
 def test_mean_over_draws_converges_to_the_full_gradient():

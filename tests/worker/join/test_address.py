@@ -1,4 +1,4 @@
-"""The address file: workers find what a coordinator writes, and error lines otherwise."""
+"""The address file: workers read a coordinator's address from it, or report one error line."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ from protocol.wire.authentication import new_key
 from protocol.wire.join_token import JoinToken
 from worker.join.credentials import WorkerCredentials
 
-HERE = b"h" * 32
-THERE = b"t" * 32
+COORDINATOR = b"h" * 32
+OTHER_COORDINATOR = b"t" * 32
 
 
-def token(fingerprint: bytes = HERE) -> JoinToken:
+def token(fingerprint: bytes = COORDINATOR) -> JoinToken:
     return JoinToken(fingerprint, new_key())
 
 
@@ -29,23 +29,33 @@ def environment(tmp_path) -> dict[str, str]:
 
 
 def test_precedence_of_token_sources(tmp_path, environment):
-    in_file, in_variable, by_systemd, by_coordinator = (token() for _ in range(4))
-    write_token(join_token_file(tmp_path / "home"), by_coordinator)
-    assert WorkerCredentials(environment=environment).secret(HERE, "w") == (
-        by_coordinator.secret,
+    file_token, variable_token, systemd_token, coordinator_token = (token() for _ in range(4))
+    write_token(join_token_file(tmp_path / "home"), coordinator_token)
+    assert WorkerCredentials(environment=environment).secret(COORDINATOR, "w") == (
+        coordinator_token.secret,
         False,
     )
     environment["CREDENTIALS_DIRECTORY"] = str(tmp_path / "systemd")
-    assert WorkerCredentials(environment=environment).secret(HERE, "w")[0] == by_coordinator.secret
-    credential = write_token(tmp_path / "systemd" / "join.token", by_systemd)
-    credential.chmod(0o440)  # like systemd's files, under access lists
-    assert WorkerCredentials(environment=environment).secret(HERE, "w")[0] == by_systemd.secret
-    environment["SAMESTEP_TOKEN"] = in_variable.reveal()
     assert (
-        WorkerCredentials(environment=dict(environment)).secret(HERE, "w")[0] == in_variable.secret
+        WorkerCredentials(environment=environment).secret(COORDINATOR, "w")[0]
+        == coordinator_token.secret
     )
-    path = write_token(tmp_path / "file", in_file)
-    assert WorkerCredentials(path, environment=environment).secret(HERE, "w")[0] == in_file.secret
+    credential = write_token(tmp_path / "systemd" / "join.token", systemd_token)
+    credential.chmod(0o440)  # like systemd's files, under access lists
+    assert (
+        WorkerCredentials(environment=environment).secret(COORDINATOR, "w")[0]
+        == systemd_token.secret
+    )
+    environment["SAMESTEP_TOKEN"] = variable_token.reveal()
+    assert (
+        WorkerCredentials(environment=dict(environment)).secret(COORDINATOR, "w")[0]
+        == variable_token.secret
+    )
+    path = write_token(tmp_path / "file", file_token)
+    assert (
+        WorkerCredentials(path, environment=environment).secret(COORDINATOR, "w")[0]
+        == file_token.secret
+    )
 
 
 def test_variable_is_removed_from_the_environment(environment):
@@ -59,7 +69,7 @@ def test_a_file_is_read_again_each_time(tmp_path, environment):
     credentials = WorkerCredentials(path, environment=environment)
     new_token = token()
     write_token(path, new_token)
-    assert credentials.secret(HERE, "w") == (new_token.secret, False)
+    assert credentials.secret(COORDINATOR, "w") == (new_token.secret, False)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o666, 0o644, 0o610])
@@ -87,32 +97,32 @@ def test_invalid_token_is_not_shown(tmp_path, environment, text):
             WorkerCredentials(environment={**environment, "SAMESTEP_TOKEN": text})
 
 
-def test_a_file_that_is_missing(tmp_path, environment):
+def test_missing_token_file_is_refused(tmp_path, environment):
     with pytest.raises(UsageError, match="does not exist"):
         WorkerCredentials(tmp_path / "none", environment=environment)
     with pytest.raises(UsageError, match="expected a file"):
         WorkerCredentials(tmp_path, environment=environment)
 
 
-def test_a_token_given_for_one_coordinator_is_not_shown_to_another(environment):
-    environment["SAMESTEP_TOKEN"] = token(HERE).reveal()
+def test_token_for_one_coordinator_is_not_sent_to_another(environment):
+    environment["SAMESTEP_TOKEN"] = token(COORDINATOR).reveal()
     credentials = WorkerCredentials(environment=environment)
-    credentials.remember(THERE, "w", new_key())
+    credentials.remember(OTHER_COORDINATOR, "w", new_key())
     with pytest.raises(NotAuthorized, match="expected the certificate 6868"):
-        credentials.secret(THERE, "w")
+        credentials.secret(OTHER_COORDINATOR, "w")
 
 
 def test_discovered_token_yields_to_a_key(tmp_path, environment):
     """This machine once ran a coordinator; its worker now serves another one."""
-    write_token(join_token_file(tmp_path / "home"), token(HERE))
+    write_token(join_token_file(tmp_path / "home"), token(COORDINATOR))
     credentials = WorkerCredentials(environment=environment)
     with pytest.raises(NotAuthorized, match="expected the certificate"):
-        credentials.secret(THERE, "w")
+        credentials.secret(OTHER_COORDINATOR, "w")
     key = new_key()
-    assert credentials.remember(THERE, "w", key) == ""
-    assert credentials.secret(THERE, "w") == (key, True)
+    assert credentials.remember(OTHER_COORDINATOR, "w", key) == ""
+    assert credentials.secret(OTHER_COORDINATOR, "w") == (key, True)
     with pytest.raises(NotAuthorized):
-        credentials.secret(THERE, "another")
+        credentials.secret(OTHER_COORDINATOR, "another")
 
 
 def test_a_refused_key_is_followed_by_the_token_once(environment):
@@ -120,13 +130,13 @@ def test_a_refused_key_is_followed_by_the_token_once(environment):
     environment["SAMESTEP_TOKEN"] = join_token.reveal()
     credentials = WorkerCredentials(environment=environment)
     assert not credentials.try_token_next()
-    credentials.remember(HERE, "w", key)
-    assert credentials.secret(HERE, "w") == (key, True)
+    credentials.remember(COORDINATOR, "w", key)
+    assert credentials.secret(COORDINATOR, "w") == (key, True)
     assert credentials.try_token_next()
-    assert credentials.secret(HERE, "w") == (join_token.secret, False)
+    assert credentials.secret(COORDINATOR, "w") == (join_token.secret, False)
     assert not credentials.try_token_next()
-    credentials.remember(HERE, "w", key)
-    assert credentials.secret(HERE, "w") == (key, True)
+    credentials.remember(COORDINATOR, "w", key)
+    assert credentials.secret(COORDINATOR, "w") == (key, True)
 
 
 def test_plaintext_requires_a_token(environment):
@@ -142,10 +152,10 @@ def test_plaintext_requires_a_token(environment):
 def test_unwritable_home_is_only_reported(tmp_path, environment):
     (tmp_path / "home").write_text("a file")
     credentials = WorkerCredentials(environment=environment)
-    assert "could not be stored" in credentials.remember(HERE, "w", new_key())
+    assert "could not be stored" in credentials.remember(COORDINATOR, "w", new_key())
 
 
-def test_no_secret_in_any_text_of_a_token():
+def test_texts_of_a_token_have_no_secret():
     join_token = token()
     assert join_token.reveal().partition(".")[2] not in repr(join_token)
     assert str(join_token.secret) not in repr(join_token)
@@ -156,25 +166,25 @@ def test_missing_or_damaged_files_keep_the_last_values(tmp_path, environment):
     join_token, key = token(), new_key()
     path = write_token(tmp_path / "file", join_token)
     credentials = WorkerCredentials(path, environment=environment)
-    assert credentials.remember(HERE, "w", key) == ""
+    assert credentials.remember(COORDINATOR, "w", key) == ""
     home = tmp_path / "home"
     home.rename(tmp_path / "away")
     path.unlink()
-    assert credentials.secret(HERE, "w") == (key, True)
+    assert credentials.secret(COORDINATOR, "w") == (key, True)
     assert credentials.try_token_next()
-    assert credentials.secret(HERE, "w") == (join_token.secret, False)
+    assert credentials.secret(COORDINATOR, "w") == (join_token.secret, False)
     path.write_text("")
-    assert credentials.secret(HERE, "w") == (join_token.secret, False)
+    assert credentials.secret(COORDINATOR, "w") == (join_token.secret, False)
 
 
 @pytest.mark.parametrize("text", ["", "0" * 62, "xyz\n", "\x00" * 65])
 def test_a_damaged_key_is_no_key(tmp_path, environment, text):
     credentials = WorkerCredentials(environment=environment)
-    credentials.remember(HERE, "w", new_key())
+    credentials.remember(COORDINATOR, "w", new_key())
     (path,) = (tmp_path / "home" / "worker").glob("*.key")
     path.write_text(text)
     with pytest.raises(NotAuthorized, match=f"{path.name}.*damaged.*join with a token"):
-        WorkerCredentials(environment=environment).secret(HERE, "w")
+        WorkerCredentials(environment=environment).secret(COORDINATOR, "w")
     token_path = write_token(tmp_path / "file", token())
-    repeat = WorkerCredentials(token_path, environment=environment)
-    assert repeat.secret(HERE, "w")[1] is False
+    credentials_with_token = WorkerCredentials(token_path, environment=environment)
+    assert credentials_with_token.secret(COORDINATOR, "w")[1] is False

@@ -1,4 +1,4 @@
-"""Which discovered coordinator is chosen, and how announcements from strangers are checked."""
+"""Which discovered coordinator is chosen, and how untrusted announcements are validated."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Decisions of a multi-device worker: which device computes what, when the replica changes, and
-losses."""
+"""A multi-device worker: division of work, changes of the replica, and lost devices."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ PARAMETERS = [np.full(3, n, np.float32) for n in (0, 1)]
 SKIP = act.Apply([], None)
 
 
-def unlike_manifest(**changes: Any) -> Manifest:
+def changed_manifest(**changes: Any) -> Manifest:
     return MANIFEST.model_copy(update=changes)
 
 
@@ -57,11 +56,11 @@ def group(*names: str) -> DeviceGroup:
     devices = DeviceGroup(names)
     devices.begin()
     devices.do(act.Build("r", SPEC, keep_state=False))
-    settle(devices, *names)
+    build_on_all(devices, *names)
     return devices
 
 
-def settle(devices: DeviceGroup, *names: str, reads_on: bool = False) -> list[Output]:
+def build_on_all(devices: DeviceGroup, *names: str, reads_on: bool = False) -> list[Output]:
     """Let all devices build the task and load the initial parameters."""
     outputs = [x for name in names for x in devices.report(name, BUILT)]
     outputs += devices.report(names[0], events.InitialParameters(PARAMETERS))
@@ -87,7 +86,7 @@ def orders(outputs: list[Output], device: str) -> list[act.GroupOrder]:
     return [x.order for x in outputs if isinstance(x, ToDevice) and x.device == device]
 
 
-def computes(outputs: list[Output]) -> list[tuple[str, Subtree]]:
+def compute_orders(outputs: list[Output]) -> list[tuple[str, Subtree]]:
     return [
         (output.device, output.order.subtree)
         for output in outputs
@@ -103,16 +102,18 @@ def coordinator_messages(outputs: list[Output]) -> str:
     return "\n".join(output.text for output in outputs if isinstance(output, LogLine))
 
 
-def lose(devices: DeviceGroup, name: str) -> list[Output]:
+def lose_device(devices: DeviceGroup, name: str) -> list[Output]:
     return devices.lost(name, "was ended by SIGKILL")
 
 
-def fails(devices: DeviceGroup, name: str) -> list[Output]:
+def fail_device(devices: DeviceGroup, name: str) -> list[Output]:
     return devices.report(name, events.DeviceFailed(DeviceError("card", "out of memory")))
 
 
-def do_part(devices: DeviceGroup, name: str, subtree: Subtree, ms: float = 10.0) -> list[Output]:
-    """Let a device compute a part, and report all of it."""
+def compute_part(
+    devices: DeviceGroup, name: str, subtree: Subtree, ms: float = 10.0
+) -> list[Output]:
+    """Report a device's part: the sum of each block, and the loss."""
     outputs: list[Output] = []
     for block in (1, 0):
         values = subtree_sum(subtree, block)
@@ -129,9 +130,9 @@ def test_bits_do_not_depend_on_how_many_devices_compute():
     expected = {block: subtree_sum(Subtree(0, M), block) for block in (0, 1)}
     for names in (("a",), ("a", "b"), ("a", "b", "c"), tuple("abcdefgh")):
         devices = group(*names)
-        parts = computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, M))))
+        parts = compute_orders(devices.do(act.Compute(STEP_ID, M, Subtree(0, M))))
         assert sorted(n for _, part in parts for n in range(*part)) == list(range(M))
-        outputs = [x for name, part in reversed(parts) for x in do_part(devices, name, part)]
+        outputs = [x for name, part in reversed(parts) for x in compute_part(devices, name, part)]
         sums = [event for event in session_events(outputs) if isinstance(event, events.BlockSum)]
         assert {event.block for event in sums} == {0, 1}
         for event in sums:
@@ -145,36 +146,36 @@ def test_bits_do_not_depend_on_how_many_devices_compute():
 
 def test_work_is_divided_by_measured_speed():
     devices = group("slow", "quick")
-    for name, subtree in computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4)))):
-        do_part(devices, name, subtree, ms=30.0 if name == "slow" else 10.0)
-    parts = computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
+    for name, subtree in compute_orders(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4)))):
+        compute_part(devices, name, subtree, ms=30.0 if name == "slow" else 10.0)
+    parts = compute_orders(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
     leaves = {name: sum(n.leaves for device, n in parts if device == name) for name, _ in parts}
     assert leaves == {"slow": 1, "quick": 3}
 
 
 def test_worker_speed_is_that_of_all_its_devices():
     devices = group("a", "b")
-    parts = computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
-    outputs = [x for name, part in parts for x in do_part(devices, name, part, ms=10.0)]
+    parts = compute_orders(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
+    outputs = [x for name, part in parts for x in compute_part(devices, name, part, ms=10.0)]
     (subtree_done,) = [
         event for event in session_events(outputs) if isinstance(event, events.SubtreeDone)
     ]
     assert subtree_done.elapsed_ms == pytest.approx(20.0)
 
 
-def test_siblings_compute_what_a_lost_device_owes():
+def test_siblings_compute_the_missing_sums_of_a_lost_device():
     devices = group("a", "b")
-    parts = dict(computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4)))))
-    do_part(devices, "a", parts["a"])
+    parts = dict(compute_orders(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4)))))
+    compute_part(devices, "a", parts["a"])
     devices.report("b", events.BlockSum(STEP_ID, parts["b"], 1, subtree_sum(parts["b"], 1), 2.0))
     outputs = devices.lost("b", "was ended by SIGKILL")
     assert Start("b") in outputs
     assert "'b' was ended by SIGKILL; restarted, 1 of at most 3 times" in coordinator_messages(
         outputs
     )
-    repeat = computes(outputs)
+    repeat = compute_orders(outputs)
     assert {name for name, _ in repeat} == {"a"}
-    reports = [x for name, part in repeat for x in do_part(devices, name, part)]
+    reports = [x for name, part in repeat for x in compute_part(devices, name, part)]
     sums = {e.block: e.values for e in session_events(reports) if isinstance(e, events.BlockSum)}
     # Block 1 had arrived completely before the loss.
     assert sums[0].tobytes() == subtree_sum(Subtree(0, 4), 0).tobytes()
@@ -187,7 +188,9 @@ def test_replica_starts_from_one_device_and_all_read_it():
     devices.report("a", BUILT)
     (read,) = devices.report("b", BUILT)
     assert read == ToDevice("a", act.ReadInitial())
-    assert not devices.report("b", events.InitialParameters(PARAMETERS)), "it was not asked"
+    assert not devices.report("b", events.InitialParameters(PARAMETERS)), (
+        "the parameters of 'b' were not requested"
+    )
     reset, *attached, built = devices.report("a", events.InitialParameters(PARAMETERS))
     assert isinstance(reset, ResetReplica)
     assert (reset.blocks, reset.parameters) == (BLOCKS, PARAMETERS)
@@ -195,16 +198,16 @@ def test_replica_starts_from_one_device_and_all_read_it():
     assert isinstance(built, Emit)
 
 
-@pytest.mark.parametrize("stops", [lose, fails])
-def test_device_lost_with_the_initial_parameters_is_replaced(stops):
+@pytest.mark.parametrize("end_device", [lose_device, fail_device])
+def test_device_lost_with_the_initial_parameters_is_replaced(end_device):
     devices = DeviceGroup(("a", "b"))
     devices.do(act.Build("r", SPEC, keep_state=False))
     devices.report("a", BUILT)
     devices.report("b", BUILT)
-    outputs = stops(devices, "a")
-    if stops is lose:
+    outputs = end_device(devices, "a")
+    if end_device is lose_device:
         outputs += devices.report("a", BUILT)
-    assert ToDevice("a" if stops is lose else "b", act.ReadInitial()) in outputs
+    assert ToDevice("a" if end_device is lose_device else "b", act.ReadInitial()) in outputs
 
 
 def test_step_is_applied_once_and_read_by_all():
@@ -228,28 +231,28 @@ def test_replica_is_unchanged_while_a_device_reads_it():
     assert devices.do(SKIP) + devices.do(compute) + devices.do(act.CopyState()) == []
     outputs = devices.report("b", events.WeightsTaken(1, reads_on=False))
     assert outputs[0] == ChangeReplica(SKIP)
-    assert ToDevice("a", compute) == outputs[-2], "with the parameters of its step"
+    assert ToDevice("a", compute) == outputs[-2], "computed with the parameters of its step"
     assert outputs[-1] == CopyReplica()
 
 
 def test_devices_that_read_on_release_the_replica_before_it_changes():
     devices = DeviceGroup(("a", "b"))
     devices.do(act.Build("r", SPEC, keep_state=False))
-    settle(devices, "a", "b", reads_on=True)
+    build_on_all(devices, "a", "b", reads_on=True)
     assert devices.do(SKIP) == [ToDevice(name, act.ReleaseReplica()) for name in "ab"]
     assert not devices.report("a", events.ReplicaReleased())
     assert devices.report("b", events.ReplicaReleased())[0] == ChangeReplica(SKIP)
 
 
-@pytest.mark.parametrize("stops", [lose, fails])
+@pytest.mark.parametrize("end_device", [lose_device, fail_device])
 @pytest.mark.parametrize("reads_on", [False, True])
-def test_device_lost_while_reading_blocks_nothing(stops, reads_on):
+def test_device_lost_while_reading_blocks_nothing(end_device, reads_on):
     devices = group("a", "b")
     devices.do(SKIP)
     devices.replica_digest(1, "1" * 64)
     devices.report("a", events.WeightsTaken(1, reads_on))
     devices.do(SKIP)
-    outputs = stops(devices, "b")
+    outputs = end_device(devices, "b")
     assert events.Applied(1, "1" * 64) in session_events(outputs)
     if reads_on:
         outputs = devices.report("a", events.ReplicaReleased())
@@ -266,26 +269,26 @@ def test_canceled_pending_work_reaches_no_device():
     outputs = [
         x for name in "ab" for x in devices.report(name, events.WeightsTaken(1, reads_on=False))
     ]
-    assert {subtree.lo for _, subtree in computes(outputs)} == {0, 2}
+    assert {subtree.lo for _, subtree in compute_orders(outputs)} == {0, 2}
     devices.do(SKIP)
     devices.do(act.Compute(StepId(3, 0), M, Subtree(0, 1)))
     devices.do(act.CancelWork())
     outputs = [
         x for name in "ab" for x in devices.report(name, events.WeightsTaken(2, reads_on=False))
     ]
-    assert not computes(outputs)
-    assert ChangeReplica(SKIP) in outputs, "a step that is committed is taken"
+    assert not compute_orders(outputs)
+    assert ChangeReplica(SKIP) in outputs, "a committed step is applied"
 
 
-def test_a_device_that_is_restarted_reads_the_replica():
+def test_restarted_device_reads_the_replica():
     devices = group("a", "b")
     devices.lost("b", "was ended by SIGKILL")
-    names = {name for name, _ in computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 1))))}
+    names = {name for name, _ in compute_orders(devices.do(act.Compute(STEP_ID, M, Subtree(0, 1))))}
     assert names == {"a"}
     outputs = devices.report("b", BUILT)
     assert Attach("b", was_reset=False) in outputs
     assert "'b' takes part from step 0 on" in coordinator_messages(outputs)
-    names = {name for name, _ in computes(devices.do(act.Compute(STEP_ID, M, Subtree(1, 2))))}
+    names = {name for name, _ in compute_orders(devices.do(act.Compute(STEP_ID, M, Subtree(1, 2))))}
     assert names == {"b"}
 
 
@@ -303,11 +306,11 @@ def test_device_restarted_during_loading_reads_the_complete_state():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("loading", [False, True])
-def test_reconnecting_keeps_the_replica_unless_half_loaded(loading):
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_reconnecting_keeps_the_replica_unless_half_loaded(is_loading):
     devices = group("a", "b")
     devices.do(SKIP)
-    if loading:
+    if is_loading:
         devices.do(act.LoadChunk("parameters", 0, 0, np.ones(3, np.float32)))
     devices.do(act.CancelWork())
     devices.do(act.Build("r", SPEC, keep_state=True))
@@ -315,25 +318,27 @@ def test_reconnecting_keeps_the_replica_unless_half_loaded(loading):
         devices.report(name, events.WeightsTaken(1, reads_on=False))
     devices.report("a", BUILT)
     outputs = devices.report("b", BUILT)
-    if loading:
+    if is_loading:
         assert outputs == [ToDevice("a", act.ReadInitial())]
     else:
         assert [Attach("a", was_reset=False), Attach("b", was_reset=False)] == outputs[:2]
-        assert not devices.replica_digest(1, "1" * 64), "of the connection before"
-        assert devices.do(SKIP) == [], "all are taking its parameters"
+        assert not devices.replica_digest(1, "1" * 64), "a digest of the previous connection"
+        assert devices.do(SKIP) == [], "all devices read its parameters"
 
 
 def test_device_of_another_numerics_profile_is_excluded():
     devices = DeviceGroup(("a", "b", "odd"))
     devices.do(act.Build("r", SPEC, keep_state=False))
     devices.report("odd", replace(BUILT, numerics_profile="6" * 64))
-    outputs = settle(devices, "a", "b")
+    outputs = build_on_all(devices, "a", "b")
     assert "device 'odd' is left out of the run" in coordinator_messages(outputs)
     assert "start a separate worker" in coordinator_messages(outputs)
     (built,) = session_events(outputs)
     assert isinstance(built, events.Built)
     assert (built.devices, built.device) == (2, "2 x CPU")
-    assert {name for name, _ in computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, M))))} == {
+    assert {
+        name for name, _ in compute_orders(devices.do(act.Compute(STEP_ID, M, Subtree(0, M))))
+    } == {
         "a",
         "b",
     }
@@ -354,11 +359,11 @@ def test_coordinator_learns_why_a_device_is_excluded():
     ("change", "difference"),
     [
         ({"initial_digest": "1" * 64}, "initial weights"),
-        ({"manifest": unlike_manifest(digests={"data": "1" * 64})}, "data"),
-        ({"manifest": unlike_manifest(train_samples=65)}, "model shape, sample counts"),
+        ({"manifest": changed_manifest(digests={"data": "1" * 64})}, "data"),
+        ({"manifest": changed_manifest(train_samples=65)}, "model shape, sample counts"),
     ],
 )
-def test_a_task_that_is_another_on_each_device_is_refused(change, difference):
+def test_task_that_differs_between_devices_is_refused(change, difference):
     devices = DeviceGroup(("a", "b"))
     devices.do(act.Build("r", SPEC, keep_state=False))
     devices.report("a", BUILT)
@@ -376,7 +381,7 @@ def non_finite(subtree, block, device):
 def test_values_that_are_not_finite_are_reported_with_their_device():
     values = np.array([1, np.inf, 2], np.float32)
     devices = group("a", "b")
-    parts = dict(computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 2)))))
+    parts = dict(compute_orders(devices.do(act.Compute(STEP_ID, M, Subtree(0, 2)))))
     block_sum = events.BlockSum(STEP_ID, parts["b"], 1, values, 1.0)
     report = checked_report(block_sum, lambda sums: sums if is_finite(sums) else None)
     assert session_events(devices.report("b", report)) == [non_finite(parts["b"], 1, "b")]
@@ -431,18 +436,20 @@ def test_unbuildable_task_is_reported_once():
 def test_part_that_waits_for_files_continues_with_its_subtree():
     devices = group("a", "b")
     compute = act.Compute(STEP_ID, M, Subtree(0, 2))
-    parts = dict(computes(devices.do(compute)))
+    parts = dict(compute_orders(devices.do(compute)))
     expected = events.FilesNeeded(("x",), (STEP_ID, M, parts["b"]))
     assert session_events(devices.report("b", expected)) == [
         replace(expected, for_subtree=(STEP_ID, M, Subtree(0, 2)))
     ]
-    assert computes(devices.do(compute)) == [("b", parts["b"])]
+    assert compute_orders(devices.do(compute)) == [("b", parts["b"])]
 
 
 def test_canceled_work_has_no_owner():
     devices = group("a", "b")
-    parts = computes(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
-    cancelled = devices.do(act.CancelSubtree(STEP_ID, Subtree(0, 4)))
+    parts = compute_orders(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4))))
+    canceled = devices.do(act.CancelSubtree(STEP_ID, Subtree(0, 4)))
     expected = [act.CancelSubtree(STEP_ID, part) for _, part in parts]
-    assert [*orders(cancelled, "a"), *orders(cancelled, "b")] == expected
-    assert not session_events([x for name, part in parts for x in do_part(devices, name, part)])
+    assert [*orders(canceled, "a"), *orders(canceled, "b")] == expected
+    assert not session_events(
+        [x for name, part in parts for x in compute_part(devices, name, part)]
+    )

@@ -62,27 +62,29 @@ def answer(digest: str, offset: int) -> msg.BlobChunk:
     return msg.BlobChunk(run_id="run", digest=digest, offset=offset)
 
 
-class World:
+class CoordinatorAndDisk:
     """A coordinator that answers in order, and a disk; either may be slow.
 
     Attributes:
-        stored: Bytes written of each file.
+        stored_bytes: Bytes written of each file.
         finished: Actions after the last file.
     """
 
     def __init__(self, files: list[BlobFile], rng: random.Random) -> None:
         self.size = {file.digest: file.size for file in files}
-        self.stored = {file.digest: 0 for file in files}
-        self.before = {
+        self.stored_bytes = {file.digest: 0 for file in files}
+        self.bytes_before = {
             each.digest: rng.randrange(each.size) if each.size > CHUNK and rng.random() < 0.5 else 0
             for each in files
         }
-        self.spoilt = {d for d, size in self.before.items() if size and rng.random() < 0.5}
+        self.damaged_digests = {
+            d for d, size in self.bytes_before.items() if size and rng.random() < 0.5
+        }
         self.network: deque[tuple[str, int]] = deque()
         self.disk: deque[fet.FileEvent] = deque()
         self.finished: list[act.Action] = []
-        self._opened = ""
-        self._unwritten: deque[int] = deque()
+        self._open_digest = ""
+        self._unwritten_sizes: deque[int] = deque()
         self._rng = rng
 
     def do(self, actions: list[act.Action]) -> None:
@@ -102,34 +104,34 @@ class World:
                 case _:
                     raise AssertionError(action)
         nbytes = [min(CHUNK, self.size[digest] - offset) for digest, offset in self.network]
-        nbytes += self._unwritten
+        nbytes += self._unwritten_sizes
         assert len(nbytes) <= limits.UNANSWERED_BLOB_CHUNKS
         assert sum(nbytes) <= limits.UNANSWERED_BLOB_BYTES
 
     def _open(self, blob: BlobFile) -> None:
         if self._rng.random() < 0.2:
-            self.stored[blob.digest] = blob.size
+            self.stored_bytes[blob.digest] = blob.size
             self.disk.append(fet.BlobPresent(blob.digest))
             return
-        self.stored[blob.digest] = self.before[blob.digest]
-        self._opened = blob.digest
-        self.disk.append(fet.PartOpened(blob.digest, self.stored[blob.digest]))
+        self.stored_bytes[blob.digest] = self.bytes_before[blob.digest]
+        self._open_digest = blob.digest
+        self.disk.append(fet.PartOpened(blob.digest, self.stored_bytes[blob.digest]))
 
     def _store(self, action: act.StoreChunk) -> None:
         digest = action.file.digest
-        assert action.file.size <= CHUNK or digest == self._opened
-        assert self.stored[digest] == action.offset
-        self.stored[digest] += len(action.values)
-        self._unwritten.append(len(action.values))
-        complete = self.stored[digest] == action.file.size
-        if complete and digest in self.spoilt:
-            self.spoilt.discard(digest)
-            self.before[digest] = 0
+        assert action.file.size <= CHUNK or digest == self._open_digest
+        assert self.stored_bytes[digest] == action.offset
+        self.stored_bytes[digest] += len(action.values)
+        self._unwritten_sizes.append(len(action.values))
+        complete = self.stored_bytes[digest] == action.file.size
+        if complete and digest in self.damaged_digests:
+            self.damaged_digests.discard(digest)
+            self.bytes_before[digest] = 0
             self.disk.append(fet.BlobDamaged(digest, was_resumed=True))
         else:
             self.disk.append(fet.ChunkStored(digest, complete))
 
-    def turn(self, fetch: FileFetch) -> None:
+    def advance(self, fetch: FileFetch) -> None:
         if self.network and (not self.disk or self._rng.random() < 0.5):
             digest, offset = self.network.popleft()
             values = body(min(CHUNK, self.size[digest] - offset))
@@ -137,7 +139,7 @@ class World:
         else:
             event = self.disk.popleft()
             if isinstance(event, fet.ChunkStored | fet.BlobDamaged):
-                self._unwritten.popleft()
+                self._unwritten_sizes.popleft()
             self.do(fetch.event(event))
 
 
@@ -152,16 +154,16 @@ def fetch_all(seed):
     sizes = [rng.choice([0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 7 * CHUNK + 5])
              for _ in range(rng.choice([1, 2, 8, 150]))]  # fmt: skip
     files = [file(f"{number}.txt", size) for number, size in enumerate(sizes)]
-    fetch, world = started_fetch(listing_of(*files)), World(files, rng)
-    world.do(fetch.event(fet.Located(tuple(files))))
-    while not world.finished:
-        world.turn(fetch)
-    assert world.stored == world.size
-    assert not world.network
-    assert not world.disk
+    fetch, simulation = started_fetch(listing_of(*files)), CoordinatorAndDisk(files, rng)
+    simulation.do(fetch.event(fet.Located(tuple(files))))
+    while not simulation.finished:
+        simulation.advance(fetch)
+    assert simulation.stored_bytes == simulation.size
+    assert not simulation.network
+    assert not simulation.disk
 
 
-def test_nothing_is_fetched_where_nothing_is_missing():
+def test_present_files_are_not_fetched():
     listing = listing_of(file("a", 1))
     fetch = started_fetch(listing)
     (action,) = fetch.event(fet.Located(()))
@@ -195,7 +197,7 @@ def test_progress_of_fetching_is_reported():
     ]  # fmt: skip
 
 
-def fetching_one(size: int = 10) -> tuple[FileFetch, BlobFile]:
+def single_file_fetch(size: int = 10) -> tuple[FileFetch, BlobFile]:
     one = file("a.txt", size)
     fetch = started_fetch(listing_of(one))
     assert requests(fetch.event(fet.Located((one,)))) == [(one.digest, 0)]
@@ -211,27 +213,27 @@ def unready(actions: list[act.Action]) -> msg.Unready:
 
 @pytest.mark.parametrize("count", [9, 11, 0])
 def test_chunk_of_another_length_means_a_changed_file(count):
-    fetch, one = fetching_one()
+    fetch, one = single_file_fetch()
     refusal = unready(fetch.chunk(answer(one.digest, 0), body(count)))
     assert refusal.exit_code == 2
     assert refusal.reason == (
         "the data file 'a.txt' of 'texts' has changed at the coordinator since the run was "
         "submitted; restore it, or submit a new run"
     )
-    # Data in transit belongs to nobody.
+    # Data that arrives after the refusal is ignored.
     assert fetch.chunk(answer(one.digest, 0), body(10)) == []
     assert fetch.event(fet.ChunkStored(one.digest, is_complete=True)) == []
 
 
 def test_other_digest_means_a_changed_file():
-    fetch, one = fetching_one()
+    fetch, one = single_file_fetch()
     fetch.chunk(answer(one.digest, 0), body(10))
     refusal = unready(fetch.event(fet.BlobDamaged(one.digest, was_resumed=False)))
     assert "has changed at the coordinator" in refusal.reason
 
 
-def test_a_disk_that_refuses_is_reported_in_one_line():
-    fetch, one = fetching_one()
+def test_disk_error_is_reported_in_one_line():
+    fetch, one = single_file_fetch()
     fetch.chunk(answer(one.digest, 0), body(10))
     full = StorageFailed("write", "/cache", "no space left")
     refusal = unready(fetch.event(fet.FilesFailed(full)))
@@ -239,16 +241,16 @@ def test_a_disk_that_refuses_is_reported_in_one_line():
 
 
 def test_unrequested_chunks_end_the_connection():
-    fetch, one = fetching_one()
+    fetch, one = single_file_fetch()
     for digest, offset in ((one.digest, 1), ("f" * 64, 0)):
         with pytest.raises(OutOfOrder, match="in the order"):
-            fetching_one()[0].chunk(answer(digest, offset), body(10))
+            single_file_fetch()[0].chunk(answer(digest, offset), body(10))
     fetch.chunk(answer(one.digest, 0), body(10))
     with pytest.raises(OutOfOrder, match="not requested"):
         fetch.chunk(answer(one.digest, 0), body(10))
 
 
-def list_answered(document: bytes, digest: str | None = None) -> None:
+def fetch_list(document: bytes, digest: str | None = None) -> None:
     list_digest = digest or blake3(document).hexdigest()
     fetch = FileFetch("run", SPEC, list_digest)
     fetch.chunk(answer(list_digest, 0), np.frombuffer(document, np.uint8))
@@ -256,16 +258,16 @@ def list_answered(document: bytes, digest: str | None = None) -> None:
 
 def test_list_with_another_digest_ends_the_connection():
     valid_list = listing_of(file("a", 1)).to_bytes()
-    list_answered(valid_list)
+    fetch_list(valid_list)
     with pytest.raises(MessageError, match="got another"):
-        list_answered(valid_list, "0" * 64)
+        fetch_list(valid_list, "0" * 64)
     with pytest.raises(MessageError, match="invalid file name"):
-        list_answered(valid_list.replace(b'"a"', b'"../../a"'))
+        fetch_list(valid_list.replace(b'"a"', b'"../../a"'))
     with pytest.raises(MessageError, match="got one with a tokenizer"):
-        list_answered(valid_list.replace(b'"data"', b'"tokenizer"'))
+        fetch_list(valid_list.replace(b'"data"', b'"tokenizer"'))
 
 
-STUDENT = parse_run_spec({
+STUDENT_SPEC = parse_run_spec({
     "task": "distil", "steps": 1, "model": {"config": {"model_type": "llama"}},
     "data": {"train": "logits"},
 })  # fmt: skip
@@ -276,14 +278,14 @@ def started_deferred_fetch(*files: BlobFile) -> tuple[FileFetch, BlobList, str]:
     listing = listing_of(*files)
     document = listing.to_bytes()
     digest = blake3(document).hexdigest()
-    fetch = FileFetch("run", STUDENT, digest)
+    fetch = FileFetch("run", STUDENT_SPEC, digest)
     fetch.start()
     deferred = frozenset(file.digest for file in files if file.name.endswith(".parquet"))
     assert fetch.chunk(answer(digest, 0), np.frombuffer(document, np.uint8)) == [
-        act.Locate(digest, STUDENT, listing, deferred)
+        act.Locate(digest, STUDENT_SPEC, listing, deferred)
     ]
-    assert fetch.event(fet.Located(())) == [act.Assemble(digest, STUDENT, listing, deferred)]
-    built = fetch.event(fet.Assembled(STUDENT, {}))
+    assert fetch.event(fet.Located(())) == [act.Assemble(digest, STUDENT_SPEC, listing, deferred)]
+    built = fetch.event(fet.Assembled(STUDENT_SPEC, {}))
     assert isinstance(built[-1], act.Build)
     return fetch, listing, digest
 
@@ -293,20 +295,20 @@ def test_deferred_file_is_fetched_when_needed():
     fetch, listing, digest = started_deferred_fetch(*files)
     pending_action = act.Evaluate(0, 1)
     remaining = frozenset(file.digest for file in files[1:] if file.name != "1.parquet")
-    located = act.Locate(digest, STUDENT, listing, remaining)
+    located = act.Locate(digest, STUDENT_SPEC, listing, remaining)
     assert fetch.request(("1.parquet",), pending_action) == [located]
-    assert fetch.request(("0.parquet",), None) == []  # one after the other
+    assert fetch.request(("0.parquet",), None) == []  # one request at a time
     actions = fetch.event(fet.Located((files[2],)))
     assert requests(actions) == [(files[2].digest, 0)]
     fetch.chunk(answer(files[2].digest, 0), body(20))
     assert fetch.event(fet.ChunkStored(files[2].digest, is_complete=True)) == [
-        act.Assemble(digest, STUDENT, listing, remaining)
+        act.Assemble(digest, STUDENT_SPEC, listing, remaining)
     ]
-    after = fetch.event(fet.Assembled(STUDENT, {}))
+    after = fetch.event(fet.Assembled(STUDENT_SPEC, {}))
     last = frozenset({files[3].digest})
-    assert after == [pending_action, act.Locate(digest, STUDENT, listing, last)]
+    assert after == [pending_action, act.Locate(digest, STUDENT_SPEC, listing, last)]
     fetch.event(fet.Located(()))  # it existed locally
-    assert fetch.event(fet.Assembled(STUDENT, {})) == []
+    assert fetch.event(fet.Assembled(STUDENT_SPEC, {})) == []
     assert fetch.request(("0.parquet", "1.parquet"), pending_action) == [pending_action]
 
 
@@ -318,8 +320,8 @@ def test_awaited_files_come_before_prefetched_ones():
     fetch.request(("2.parquet",), act.Evaluate(0, 0))
     fetch.event(fet.Located(()))
     remaining = frozenset({files[1].digest})
-    assert fetch.event(fet.Assembled(STUDENT, {})) == [
-        act.Locate(digest, STUDENT, listing, remaining)
+    assert fetch.event(fet.Assembled(STUDENT_SPEC, {})) == [
+        act.Locate(digest, STUDENT_SPEC, listing, remaining)
     ]
 
 
@@ -337,7 +339,7 @@ def test_file_changed_at_the_coordinator_ends_this_worker():
 
 def test_deferred_files_may_share_names_with_other_roles():
     """Every capture begins with 00000.parquet."""
-    document = STUDENT.model_dump(mode="json") | {
+    document = STUDENT_SPEC.model_dump(mode="json") | {
         "data": {"train": "logits", "validation": "others"}
     }
     student = parse_run_spec(document)
@@ -360,15 +362,15 @@ def test_deferred_files_may_share_names_with_other_roles():
 
 
 def test_fetched_file_requested_again_ends_this_worker():
-    """Otherwise it would be fetched forever."""
+    """Otherwise the worker would fetch the file forever."""
     fetch, _, _ = started_deferred_fetch(file("capture.json", 10), file("0.parquet", 20))
     pending_action = act.Evaluate(0, 0)
     fetch.request(("0.parquet",), pending_action)
     fetch.event(fet.Located(()))
-    assert fetch.event(fet.Assembled(STUDENT, {})) == [pending_action]
+    assert fetch.event(fet.Assembled(STUDENT_SPEC, {})) == [pending_action]
     assert fetch.request(("0.parquet",), pending_action) == [
         pending_action
-    ]  # it was requested meanwhile
+    ]  # requested before the fetch ended
     (leave,) = [
         each
         for each in fetch.request(("0.parquet",), pending_action)

@@ -1,4 +1,4 @@
-"""Repeated joining without a step: the time limit restarts twice, and then no more."""
+"""A worker that repeatedly joins without a step restarts its time limit only twice."""
 
 import pytest
 
@@ -16,11 +16,11 @@ def session_with_run(*, prepared: bool = False, step: int = 0):
 
 def test_the_third_loss_without_a_step_counts_and_is_reported():
     joins = JoinFailures()
-    lines, begun_anew = [], []
+    lines, limit_restarts = [], []
     for _ in range(6):
-        begun_anew.append(joins.connection_lost(session_with_run(), asked_to_return=False))
+        limit_restarts.append(joins.connection_lost(session_with_run(), asked_to_return=False))
         lines.append(joins.warning(session_with_run(), "silent for 8 s"))
-    assert begun_anew == [True, True, False, False, False, False]
+    assert limit_restarts == [True, True, False, False, False, False]
     assert [bool(line) for line in lines] == [False, False, True, False, False, True]
     assert "lost the connection 3 times in a row while the run's files were fetched" in lines[2]
     assert "silent for 8 s" in lines[2]
@@ -31,9 +31,9 @@ def test_the_third_loss_without_a_step_counts_and_is_reported():
     ("session", "is_asked"),
     [
         (welcomed_session(), False),  # no run: nothing was expected
-        (session_with_run(), True),  # the coordinator asked for it
-        (session_with_run(prepared=True), False),  # it waits for others
-        (session_with_run(prepared=True, step=5), False),  # it has applied steps
+        (session_with_run(), True),  # the coordinator asked the worker to return
+        (session_with_run(prepared=True), False),  # the worker waits for others
+        (session_with_run(prepared=True, step=5), False),  # the worker has applied steps
     ],
 )
 def test_events_that_restart_the_time_limit(session, is_asked):

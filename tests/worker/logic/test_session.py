@@ -48,7 +48,7 @@ MANIFEST = Manifest(
     evaluation_parts=4,
 )
 DIGEST = "0" * 64
-WHERE = {"term": TERM, "step": 0, "attempt": 0}
+STEP_FIELDS = {"term": TERM, "step": 0, "attempt": 0}
 SCALARS = step_scalars(SPEC.optimizer, 1, 0, 3, 1.0)
 
 
@@ -84,7 +84,7 @@ def welcomed_session(terms=None):
     return session
 
 
-def ready():
+def ready_session():
     session = welcomed_session()
     session.receive(*start_run())
     session.result(built())
@@ -92,27 +92,29 @@ def ready():
 
 
 def plan(*subtrees, **change):
-    fields = {**WHERE, "uploads": 100, "owners": 0, "loss_scale": 1.0, **change}
+    fields = {**STEP_FIELDS, "uploads": 100, "owners": 0, "loss_scale": 1.0, **change}
     return msg.StepPlan(**fields, view=1, microbatches=4, subtrees=subtrees)
 
 
 def working_session():
-    session = ready()
+    session = ready_session()
     session.receive(plan((0, 2)), None)
     return session
 
 
-def give_averages(session, **change):
+def deliver_averages(session, **change):
     for kind, block, values in (
         (msg.AveragedBlockGradient, 1, [1, 2, 3]), (msg.AveragedNonBlockGradient, 0, [4, 5]),
     ):  # fmt: skip
-        message = kind(**{**WHERE, **change}, block=block, chunk=0)
+        message = kind(**{**STEP_FIELDS, **change}, block=block, chunk=0)
         assert session.receive(message, body(values)) == []
 
 
 def commit(**change):
     scalars = change.pop("scalars", SCALARS)
-    return msg.Commit(**{**WHERE, **change}, scalars=scalars, loss=0.5, averages_digest=DIGEST)
+    return msg.Commit(
+        **{**STEP_FIELDS, **change}, scalars=scalars, loss=0.5, averages_digest=DIGEST
+    )
 
 
 def messages_sent(actions):
@@ -126,7 +128,7 @@ def kinds(actions):
 # A loss that couples all samples of a step.
 
 
-def coupled():
+def session_with_embeddings():
     session = welcomed_session()
     session.receive(*start_run())
     layout = EmbeddingLayout(fields=(EmbeddingField(name="e", dtype="float32"),))
@@ -134,46 +136,46 @@ def coupled():
     return session
 
 
-def rows(chunk=0, *, last=True, **change):
-    return msg.StepEmbeddings(**{**WHERE, **change}, chunk=chunk, last=last)
+def embeddings_chunk(chunk=0, *, last=True, **change):
+    return msg.StepEmbeddings(**{**STEP_FIELDS, **change}, chunk=chunk, last=last)
 
 
 def test_embeddings_go_to_the_engine_with_the_plan_for_gradients():
-    session = coupled()
+    session = session_with_embeddings()
     first = session.receive(plan((0, 2), phase="embeddings"), None)
     assert kinds(first) == ["CancelWork", "Compute"]
-    attempt = WHERE["attempt"] + 1
-    assert session.receive(rows(last=False, attempt=attempt), body([1, 2])) == []
-    assert session.receive(rows(1, attempt=attempt), body([3])) == []
+    attempt = STEP_FIELDS["attempt"] + 1
+    assert session.receive(embeddings_chunk(last=False, attempt=attempt), body([1, 2])) == []
+    assert session.receive(embeddings_chunk(1, attempt=attempt), body([3])) == []
     actions = session.receive(plan((0, 2), attempt=attempt), None)
     assert kinds(actions) == ["CancelWork", "LoadEmbeddings", "Compute"]
-    loaded = actions[1]
-    assert loaded.step_id == actions[2].step_id
-    assert loaded.rows.view(np.float32).tolist() == [1, 2, 3]
+    load = actions[1]
+    assert load.step_id == actions[2].step_id
+    assert load.rows.view(np.float32).tolist() == [1, 2, 3]
 
 
 def test_embeddings_of_another_attempt_or_step_are_dropped():
     def session_after(*messages):
-        session = coupled()
+        session = session_with_embeddings()
         for message in messages:
             session.receive(message, body([1]) if message.body == "bytes" else None)
 
-    attempt, step = WHERE["attempt"] + 1, WHERE["step"] + 1
+    attempt, step = STEP_FIELDS["attempt"] + 1, STEP_FIELDS["step"] + 1
     for messages in (
         (plan((0, 2)),),
-        (rows(), plan((0, 2), attempt=attempt)),
-        (rows(last=False), plan((0, 2))),
-        (rows(), plan((0, 2), phase="embeddings"), plan((0, 2))),
-        (rows(step=step),),
-        (rows(1),),
-        (rows(last=False), rows(1, attempt=attempt)),
+        (embeddings_chunk(), plan((0, 2), attempt=attempt)),
+        (embeddings_chunk(last=False), plan((0, 2))),
+        (embeddings_chunk(), plan((0, 2), phase="embeddings"), plan((0, 2))),
+        (embeddings_chunk(step=step),),
+        (embeddings_chunk(1),),
+        (embeddings_chunk(last=False), embeddings_chunk(1, attempt=attempt)),
     ):
         with pytest.raises(OutOfOrder, match=r"StepPlan|StepEmbeddings"):
             session_after(*messages)
     with pytest.raises(OutOfOrder, match="expected none"):
-        ready().receive(rows(), body([1]))
+        ready_session().receive(embeddings_chunk(), body([1]))
     with pytest.raises(OutOfOrder, match="a plan for gradients, got one for embeddings"):
-        ready().receive(plan((0, 2), phase="embeddings"), None)
+        ready_session().receive(plan((0, 2), phase="embeddings"), None)
 
 
 # Handshake and start.
@@ -261,7 +263,7 @@ def test_unbuildable_task_is_reported_with_its_exit_code():
 
 
 def test_task_with_changed_state_is_reported_with_its_exit_code():
-    session = ready()
+    session = ready_session()
     (message,) = messages_sent(
         session.result(events.TaskRefused("run", DataError("the teacher changed")))
     )
@@ -315,16 +317,16 @@ def test_results_of_another_run_or_connection_are_dropped():
 
 
 def test_task_requested_by_two_connections_is_answered_once():
-    session = ready()
+    session = ready_session()
     assert session.result(built()) == []
 
 
-def test_a_new_run_forgets_the_one_before():
+def test_new_run_discards_the_previous_one():
     session = working_session()
-    give_averages(session)
+    deliver_averages(session)
     session.receive(*start_run("next"))
     assert session.result(events.SubtreeDone(StepId(0, 0), Subtree(0, 2), Loss(1, 1), 1.0)) == []
-    assert session.receive(msg.Assign(**WHERE, view=1, subtrees=((2, 4),)), None) == []
+    assert session.receive(msg.Assign(**STEP_FIELDS, view=1, subtrees=((2, 4),)), None) == []
     session.result(built("next"))
     with pytest.raises(OutOfOrder, match="expected all of its averages first"):
         session.receive(commit(), None)
@@ -345,16 +347,19 @@ def test_every_message_and_result_has_an_answer_in_every_phase():
     assert (session.phase, session.run_id, session.step) == (SessionPhase.IDLE, "", 0)
 
 
-# Messages that do not fit.
+# Invalid messages.
 
 
 @pytest.mark.parametrize(
     ("message", "values"),
     [
         (plan((0, 2), term=6), None),
-        (msg.Assign(**{**WHERE, "term": 8}, view=1, subtrees=()), None),
+        (msg.Assign(**{**STEP_FIELDS, "term": 8}, view=1, subtrees=()), None),
         (commit(term=6), None),
-        (msg.AveragedBlockGradient(**{**WHERE, "term": 6}, block=1, chunk=0), body([1, 2, 3])),
+        (
+            msg.AveragedBlockGradient(**{**STEP_FIELDS, "term": 6}, block=1, chunk=0),
+            body([1, 2, 3]),
+        ),
         (msg.EvalPlan(term=6, step=0, lo=0, hi=1), None),
     ],
 )
@@ -376,7 +381,7 @@ def test_another_term_is_out_of_order(message, values):
             nonce=bytes(32),
             enrolled=False,
         ),
-        msg.SubtreeLoss(**WHERE, lo=0, hi=1, loss_sum=1, weight=1, sums=b"", elapsed_ms=1),
+        msg.SubtreeLoss(**STEP_FIELDS, lo=0, hi=1, loss_sum=1, weight=1, sums=b"", elapsed_ms=1),
         plan((0, 1), step=1),
         plan((0, 3)),
         plan((3, 2)),
@@ -389,7 +394,7 @@ def test_another_term_is_out_of_order(message, values):
 )
 def test_mismatched_message_ends_the_connection(message):
     with pytest.raises(OutOfOrder):
-        ready().receive(message, None)
+        ready_session().receive(message, None)
 
 
 @pytest.mark.parametrize(
@@ -406,8 +411,8 @@ def test_work_before_the_task_is_built_is_out_of_order(message):
 @pytest.mark.parametrize(
     "message",
     [
-        msg.Heartbeat(), msg.Continue(**WHERE), msg.Cancel(**WHERE, subtrees=((0, 1),)),
-        msg.Assign(**{**WHERE, "attempt": 1}, view=1, subtrees=((2, 4),)),
+        msg.Heartbeat(), msg.Continue(**STEP_FIELDS), msg.Cancel(**STEP_FIELDS, subtrees=((0, 1),)),
+        msg.Assign(**{**STEP_FIELDS, "attempt": 1}, view=1, subtrees=((2, 4),)),
     ],
 )  # fmt: skip
 def test_messages_without_a_request_do_nothing(message):
@@ -428,7 +433,7 @@ def test_a_plan_abandons_older_work_and_starts_its_subtrees():
 
 def test_additional_subtrees_are_accepted_once():
     session = working_session()
-    assign = msg.Assign(**WHERE, view=2, subtrees=((0, 2), (2, 3)))
+    assign = msg.Assign(**STEP_FIELDS, view=2, subtrees=((0, 2), (2, 3)))
     assert session.receive(assign, None) == [act.Compute(StepId(0, 0), 4, Subtree(2, 3))]
     assert session.receive(assign, None) == []
 
@@ -449,7 +454,7 @@ def test_gradients_are_encoded_as_in_the_spec(precision, averages):
         (msg.AveragedBlockGradient, 1, values), (msg.AveragedNonBlockGradient, 0, values[:2]),
     ):  # fmt: skip
         raw = packed(sums, averages).view(np.uint8)
-        session.receive(kind(**WHERE, block=block, chunk=0), raw)
+        session.receive(kind(**STEP_FIELDS, block=block, chunk=0), raw)
     (apply,) = [a for a in session.receive(commit(), None) if isinstance(a, act.Apply)]
     assert [a.tolist() for a in apply.averages] == [[1, -2.5], [1, -2.5, 3]]
 
@@ -477,7 +482,7 @@ def test_sums_and_losses_are_sent_only_for_current_subtrees():
 
 def test_a_commit_cancels_then_applies_the_averages():
     session = working_session()
-    give_averages(session)
+    deliver_averages(session)
     cancel, apply = session.receive(commit(), None)
     assert isinstance(cancel, act.CancelWork)
     assert isinstance(apply, act.Apply)
@@ -492,7 +497,7 @@ def test_a_commit_cancels_then_applies_the_averages():
 
 def test_a_commit_takes_the_averages_of_its_own_attempt():
     session = working_session()
-    give_averages(session)
+    deliver_averages(session)
     with pytest.raises(OutOfOrder, match="expected all of its averages first"):
         session.receive(commit(attempt=1), None)
 
@@ -504,12 +509,12 @@ def test_a_skipped_step_needs_no_averages():
     ]
 
 
-def test_averages_of_the_past_are_dropped_and_of_the_future_kept():
+def test_averages_of_past_steps_are_dropped_and_of_future_steps_stored():
     session = working_session()
     session.receive(commit(scalars=None), None)
-    give_averages(session)
+    deliver_averages(session)
     assert session._exchange._averages == {}
-    give_averages(session, step=1)
+    deliver_averages(session, step=1)
     assert [type(a) for a in session.receive(commit(step=1), None)] == [act.CancelWork, act.Apply]
 
 
@@ -522,7 +527,7 @@ def chunk(**change):
 
 
 def test_a_state_is_loaded_and_the_steps_continue_from_it():
-    session = ready()
+    session = ready_session()
     (load,) = session.receive(chunk(), body([1, 2]))
     assert isinstance(load, act.LoadChunk)
     assert load.values.tolist() == [1, 2]
@@ -533,22 +538,22 @@ def test_a_state_is_loaded_and_the_steps_continue_from_it():
 
 
 @pytest.mark.parametrize("bad_message", [chunk(run_id="other"), chunk(optimizer_step=3)])
-def test_a_state_that_does_not_fit_is_out_of_order(bad_message):
+def test_mismatched_state_is_out_of_order(bad_message):
     with pytest.raises(OutOfOrder):
-        ready().receive(bad_message, body([1, 2]))
+        ready_session().receive(bad_message, body([1, 2]))
 
 
 @pytest.mark.parametrize("counts", [[2], [-1], [0.5], [float("nan")]])
 def test_missed_updates_are_whole_numbers_up_to_all_updates(counts):
-    session = ready()
+    session = ready_session()
     (load,) = session.receive(chunk(kind="missed_updates"), body([1]))
     assert isinstance(load, act.LoadChunk)
     with pytest.raises(OutOfOrder, match="whole numbers up to 1, got others"):
         session.receive(chunk(kind="missed_updates"), body(counts))
 
 
-def test_state_0_is_sent_as_parameters_alone():
-    session = ready()
+def test_initial_state_is_sent_as_parameters_only():
+    session = ready_session()
     assert session.receive(msg.StateRequest(run_id="run"), None) == [act.CopyState()]
     parts = [
         StatePart("parameters", 0, np.zeros(2, "f4")), StatePart("parameters", 1, np.ones(3, "f4")),
@@ -565,7 +570,7 @@ def test_state_0_is_sent_as_parameters_alone():
 
 
 def test_evaluation_parts_are_computed_and_answered():
-    session = ready()
+    session = ready_session()
     actions = session.receive(msg.EvalPlan(term=TERM, step=0, lo=2, hi=4), None)
     assert actions == [act.Evaluate(0, 2), act.Evaluate(0, 3)]
     (result,) = messages_sent(session.result(events.PartEvaluated(0, 2, {"correct": 3.0})))
@@ -574,11 +579,11 @@ def test_evaluation_parts_are_computed_and_answered():
 
 def test_a_halt_abandons_everything():
     session = working_session()
-    assert kinds(session.receive(msg.Halt(**WHERE, reason="a NaN"), None)) == ["CancelWork"]
+    assert kinds(session.receive(msg.Halt(**STEP_FIELDS, reason="a NaN"), None)) == ["CancelWork"]
     assert session.result(events.SubtreeDone(StepId(0, 0), Subtree(0, 2), Loss(1, 1), 1.0)) == []
 
 
-def test_after_a_run_the_worker_waits_for_the_next():
+def test_worker_waits_for_the_next_run_after_a_run():
     session = working_session()
     actions = session.receive(end_run("done"), None)
     assert kinds(actions) == ["CancelWork"]
@@ -622,7 +627,7 @@ def payloads(actions):
 
 
 def test_gradients_are_sent_within_the_credit():
-    session = ready()
+    session = ready_session()
     session.receive(plan((0, 2), (2, 4), uploads=1), None)
     step_id, sums = StepId(0, 0), {1: np.ones(3, "f4"), 0: np.ones(2, "f4")}
     sent_chunks = [
@@ -631,20 +636,20 @@ def test_gradients_are_sent_within_the_credit():
         for block in (1, 0)
     ]
     assert sent_chunks == [[(0, 1)], [], [(2, 1)], []]
-    older = msg.Credit(**{**WHERE, "attempt": 1}, uploads=2)
-    assert session.receive(older, None) == []
-    session.receive(msg.Cancel(**WHERE, subtrees=((2, 4),)), None)
-    assert payloads(session.receive(msg.Credit(**WHERE, uploads=2), None)) == [(0, 0)]
-    assert session.receive(msg.Credit(**WHERE, uploads=2), None) == []
+    stale_credit = msg.Credit(**{**STEP_FIELDS, "attempt": 1}, uploads=2)
+    assert session.receive(stale_credit, None) == []
+    session.receive(msg.Cancel(**STEP_FIELDS, subtrees=((2, 4),)), None)
+    assert payloads(session.receive(msg.Credit(**STEP_FIELDS, uploads=2), None)) == [(0, 0)]
+    assert session.receive(msg.Credit(**STEP_FIELDS, uploads=2), None) == []
 
 
-def test_held_gradients_of_a_finished_step_are_never_sent():
-    session = ready()
+def test_queued_gradients_of_a_finished_step_are_never_sent():
+    session = ready_session()
     session.receive(plan((0, 2), uploads=0), None)
     step_id = StepId(0, 0)
     session.result(events.BlockSum(step_id, Subtree(0, 2), 1, np.ones(3, "f4"), 2.0))
     session.receive(plan((0, 2), attempt=1, uploads=2), None)
-    assert session.receive(msg.Credit(**{**WHERE, "attempt": 1}, uploads=2), None) == []
+    assert session.receive(msg.Credit(**{**STEP_FIELDS, "attempt": 1}, uploads=2), None) == []
 
 
 # Inner phases of replicas.
@@ -653,15 +658,15 @@ STEP_ID, LEAF = StepId(0, 0), Subtree(1, 2)
 
 
 def inner_state(*, inner=4, last=True, **change):
-    fields = {**WHERE, "replica": 1, "own": True, **change}
+    fields = {**STEP_FIELDS, "replica": 1, "own": True, **change}
     return msg.InnerStateChunk(**fields, inner=inner, last=last)
 
 
 def waiting_session():
-    session = ready()
+    session = ready_session()
     session.receive(plan((1, 2)), None)
     (request,) = session.result(events.InnerStateNeeded(STEP_ID, 4, LEAF, with_carried=True))
-    assert request.message == msg.InnerStateRequest(**WHERE, replica=1, own=True)
+    assert request.message == msg.InnerStateRequest(**STEP_FIELDS, replica=1, own=True)
     return session
 
 
@@ -680,11 +685,11 @@ def test_inner_phase_continues_once_its_state_is_complete():
 
 
 def test_state_is_requested_once():
-    """Reassigned away and back while the answer is in transit: its chunks stay together."""
+    """A subtree that is canceled and assigned again does not request the state again."""
     session = waiting_session()
     session.receive(inner_state(last=False), raw(1))
-    session.receive(msg.Cancel(**WHERE, subtrees=((1, 2),)), None)
-    session.receive(msg.Assign(**WHERE, view=2, subtrees=((1, 2),)), None)
+    session.receive(msg.Cancel(**STEP_FIELDS, subtrees=((1, 2),)), None)
+    session.receive(msg.Assign(**STEP_FIELDS, view=2, subtrees=((1, 2),)), None)
     assert session.result(events.InnerStateNeeded(STEP_ID, 4, LEAF, with_carried=True)) == []
     give, _ = session.receive(inner_state(), raw(2))
     assert give.content.tolist() == [1, 2]
@@ -692,7 +697,7 @@ def test_state_is_requested_once():
 
 def test_state_that_nobody_awaits_is_dropped():
     session = waiting_session()
-    session.receive(msg.Cancel(**WHERE, subtrees=((1, 2),)), None)
+    session.receive(msg.Cancel(**STEP_FIELDS, subtrees=((1, 2),)), None)
     assert session.receive(inner_state(), raw(1)) == []
     session = waiting_session()
     session.receive(plan((1, 2), attempt=1), None)
@@ -701,22 +706,22 @@ def test_state_that_nobody_awaits_is_dropped():
 
 def test_progress_and_checkpoints_of_an_inner_phase_are_reported(monkeypatch):
     monkeypatch.setattr(limits, "BODY_BYTES", 4)
-    session = ready()
+    session = ready_session()
     session.receive(plan((1, 2)), None)
     (report,) = session.result(events.InnerPhaseStep(STEP_ID, LEAF, 7))
-    assert report.message == msg.InnerPhaseProgress(**WHERE, replica=1, inner=7)
+    assert report.message == msg.InnerPhaseProgress(**STEP_FIELDS, replica=1, inner=7)
     actions = session.result(events.InnerCheckpoint(STEP_ID, LEAF, 7, np.arange(9, dtype=np.uint8)))
     chunk_ids = [(p.message.chunk, p.message.last) for p in actions]
     assert chunk_ids == [(0, False), (1, False), (2, True)]
     assert np.concatenate([p.body for p in actions]).tolist() == list(range(9))
-    session.receive(msg.Cancel(**WHERE, subtrees=((1, 2),)), None)
+    session.receive(msg.Cancel(**STEP_FIELDS, subtrees=((1, 2),)), None)
     assert session.result(events.InnerPhaseStep(STEP_ID, LEAF, 8)) == []
     assert session.result(events.InnerCheckpoint(STEP_ID, LEAF, 8, raw(1))) == []
 
 
 @pytest.mark.parametrize("bad_block", [0, 1, None])
 def test_finite_sums_sent_to_owners_are_compared(bad_block):
-    session = ready()
+    session = ready_session()
     table = OwnerTable(members=("ann", "bob"), owners=(0, 1), scribe=None)
     session.receive(
         msg.Owners(run_id="run", term=TERM, number=1), np.frombuffer(table.to_bytes(), np.uint8)

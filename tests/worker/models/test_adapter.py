@@ -102,7 +102,7 @@ def test_init_from_sets_base_adapter_and_lora(finished_run):
     assert (next_spec.model.source, next_spec.lora) == (str(directory / "model"), None)
     with pytest.raises(RunSpecError, match="found neither a model nor an adapter"):
         parse_run_spec({**shorter, "init_from": str(directory) + "/none"})
-    (directory / "out" / "result.json").rename(directory / "kept")
+    (directory / "out" / "result.json").rename(directory / "moved.json")
     with pytest.raises(RunSpecError, match="has not finished"):
         parse_run_spec({**shorter, "init_from": str(directory / "out")})
-    (directory / "kept").rename(directory / "out" / "result.json")
+    (directory / "moved.json").rename(directory / "out" / "result.json")

@@ -82,7 +82,7 @@ def spec_of(bases: Path, base: str, lora: Any, added_tokens: Any = MARKS, **over
     })  # fmt: skip
 
 
-def transformers_model(result_directory: Path, base: str, of: Path) -> Any:
+def transformers_model(result_directory: Path, base: str, base_directory: Path) -> Any:
     """Load a result as transformers and PEFT do: the vocabulary resized to the tokenizer's."""
     import peft
     import transformers
@@ -95,7 +95,7 @@ def transformers_model(result_directory: Path, base: str, of: Path) -> Any:
     kind: Any = kinds[BASES[base]]
     if not (result_directory / "adapter_config.json").is_file():
         return kind.from_pretrained(result_directory).eval()
-    model = kind.from_pretrained(of)
+    model = kind.from_pretrained(base_directory)
     tokenizer = transformers.AutoTokenizer.from_pretrained(result_directory)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
@@ -128,7 +128,7 @@ def test_results_compute_in_transformers_what_the_run_computed(bases, tmp_path, 
     result_directory = export(task, values, tmp_path)
     model = transformers_model(result_directory, base, bases / base)
     with torch.no_grad():
-        if BASES[base] == "causal-lm":  # whose labels are already shifted
+        if BASES[base] == "causal-lm":  # its labels are already shifted
             logits = model(input_ids=tensors["input_ids"]).logits
             expected = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1), tensors["labels"].flatten()
@@ -137,7 +137,7 @@ def test_results_compute_in_transformers_what_the_run_computed(bases, tmp_path, 
             expected = model(**tensors).loss
     assert run_loss == pytest.approx(float(expected), rel=1e-5)
     if lora is not None:
-        merge(find(result_directory), None, tmp_path / "merged")  # which compares logits
+        merge(find(result_directory), None, tmp_path / "merged")  # compares logits, too
         repeat = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
         assert repeat.convert_tokens_to_ids(MARKS) == ids
 
@@ -174,7 +174,7 @@ def test_new_rows_are_initialized_as_in_transformers(bases, base):
 
 
 @pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
-def test_rows_are_trained_beside_a_quantized_base(bases, base_dtype):
+def test_rows_are_trained_with_a_quantized_base(bases, base_dtype):
     assert (np.abs(row_gradients(bases, "cpu", base_dtype=base_dtype)).max(axis=1) > 0).all()
 
 
@@ -190,7 +190,7 @@ def row_gradients(bases: Path, backend: str, **model: Any) -> Any:
 
 
 def gradients(task: Any, backend: Any) -> dict[str, Any]:
-    """Of a microbatch, by tensor, and the loss."""
+    """Return a microbatch's gradients by tensor name, and its loss."""
     batch = task.batch([0, 1])
     program = backend.compile(task.trainable, batch)
     program.load(moved_values(task))
@@ -199,14 +199,14 @@ def gradients(task: Any, backend: Any) -> dict[str, Any]:
     flat = {item.block: item.values for item in items if isinstance(item, BlockGradient)}
     loss = {"loss": np.float32(items[-1].loss_sum)}
     return loss | {
-        tensor.name: flat[number][place].reshape(tensor.shape)
+        tensor.name: flat[number][elements].reshape(tensor.shape)
         for number, block in enumerate(task.manifest.blocks)
-        for tensor, place in block.slices()
+        for tensor, elements in block.slices()
     }
 
 
 @pytest.mark.parametrize("base", ["tied", pytest.param("untied", marks=pytest.mark.slow)])
-def test_on_vulkan_rows_have_the_gradients_of_torch(bases, base):
+def test_vulkan_gradients_of_rows_equal_torch(bases, base):
     if isinstance(why := adapters(), str):
         pytest.skip(why)
     expected, results = (
@@ -220,7 +220,7 @@ def test_on_vulkan_rows_have_the_gradients_of_torch(bases, base):
         assert close, name
 
 
-def test_a_result_is_used_by_every_command(bases, tmp_path):
+def test_every_command_reads_a_result_with_added_tokens(bases, tmp_path):
     pytest.importorskip("gguf")
     task = build(spec_of(bases, "tied", {"r": 2}))
     result_directory = export(task, moved_values(task), tmp_path)

@@ -1,4 +1,4 @@
-"""The tensors of a base by the heads of its files are those of its module, experts included."""
+"""Tensors read from the headers of a base's files equal those of its module, with experts."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -49,17 +49,17 @@ def model_of(family: str) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_are_those_of_the_module(family: str, tmp_path: Path):
+def test_tensors_equal_those_of_the_module(family: str, tmp_path: Path):
     model = model_of(family)
     model.save_pretrained(tmp_path)
     tensors = base_tensors(tmp_path)
-    in_module = model.state_dict()
-    assert {name: each.shape for name, each in tensors.items()} == {
-        name: tuple(each.shape) for name, each in in_module.items()
+    module_state = model.state_dict()
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        name: tuple(value.shape) for name, value in module_state.items()
     }
     model.requires_grad_(requires_grad=False)
-    narrow = {name for name, each in tensors.items() if each.is_narrow("int4")}
-    assert narrow == frozen_base(model).keys()
+    quantized_names = {name for name, tensor in tensors.items() if tensor.is_narrow("int4")}
+    assert quantized_names == frozen_base(model).keys()
     assert sum(tensor.bytes_in("float32") for tensor in tensors.values()) == 4 * sum(
-        parameter.numel() for parameter in in_module.values()
+        parameter.numel() for parameter in module_state.values()
     )

@@ -43,7 +43,7 @@ def test_an_encoder_has_embeddings_layers_in_order_and_a_head():
     ]
 
 
-def test_every_trainable_tensor_comes_once_with_its_shape():
+def test_every_trainable_tensor_is_listed_once_with_its_shape():
     module = Model(3)
     shape_by_name = {t.name: t.shape for block in cut_into_blocks(module) for t in block.tensors}
     assert shape_by_name == {name: tuple(p.shape) for name, p in module.named_parameters()}
@@ -53,7 +53,7 @@ def test_a_single_layer_is_a_block_too():
     assert [name for name, _, _ in shape(Model(1))] == ["embeddings", "layer.0", "head"]
 
 
-def test_frozen_tensors_and_empty_groups_are_left_out_and_layers_keep_their_numbers():
+def test_layers_keep_their_numbers_without_frozen_blocks():
     module = Model(3)
     module.requires_grad_(False)
     for name in ("encoder.layer.1.linear.bias", "classifier.2.weight"):
@@ -115,6 +115,6 @@ def test_model_without_layers_is_split_by_size_on_request():
     assert cut_by_size(Model(), 1) == cut_into_blocks(Model())
 
 
-def test_nothing_trainable_is_an_error():
+def test_model_without_trainable_tensors_is_refused():
     with pytest.raises(DataError, match="expected a model with trainable tensors"):
         cut_into_blocks(Model().requires_grad_(False))

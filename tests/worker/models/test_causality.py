@@ -1,4 +1,4 @@
-"""A model that attends to later tokens is no language model, whatever transformers calls it."""
+"""A model that attends to later tokens is refused, even if transformers calls it causal."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_probe_distinguishes_encoders_in_any_dtype(dtype):
         assert model.training
 
 
-def test_a_model_whose_sizes_do_not_fit_is_one_clear_line():
-    class Unfitting(torch.nn.Module):
+def test_model_with_mismatched_sizes_is_one_line():
+    class MismatchedModel(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = torch.nn.Parameter(torch.zeros(3, 4))
@@ -93,5 +93,5 @@ def test_a_model_whose_sizes_do_not_fit_is_one_clear_line():
             return input_ids @ self.weight
 
     with pytest.raises(DataError, match=r"logits of tokens, got: .*check its config") as error_info:
-        check_causality(Unfitting(), 300, {})
+        check_causality(MismatchedModel(), 300, {})
     assert "\n" not in str(error_info.value)

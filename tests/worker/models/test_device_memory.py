@@ -49,7 +49,7 @@ def test_weights_are_counted_as_they_are_stored(path):
     assert estimate_bytes(run).weights < estimate_bytes(float32_run).weights * 0.6
 
 
-def test_lora_of_experts_is_counted_and_what_does_not_fit_is_refused(tmp_path):
+def test_lora_of_experts_is_counted_and_oversized_run_is_refused(tmp_path):
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     path = decoder_run("causal-lm", tmp_path, model={"source": str(tmp_path / "model")},
                        lora={"r": 4, "target_parameters": parameters})  # fmt: skip
@@ -62,14 +62,16 @@ def test_lora_of_experts_is_counted_and_what_does_not_fit_is_refused(tmp_path):
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     run = run_of(path, "model.base_dtype=float32")
-    without = estimate_bytes(run_of(path, "model.base_dtype=float32", "lora.target_parameters=[]"))
-    of_one_expert = 4 * ((64 + 64) + (32 + 64))  # rank, gate_up_proj and down_proj
+    without_experts = estimate_bytes(
+        run_of(path, "model.base_dtype=float32", "lora.target_parameters=[]")
+    )
+    elements_per_expert = 4 * ((64 + 64) + (32 + 64))  # rank, gate_up_proj and down_proj
     memory = estimate_bytes(run)
-    assert memory.weights - without.weights == 4 * 2 * 8 * of_one_expert
-    stacks = 2 * 8 * (64 * 64 + 64 * 32)  # which peft adds up in full
-    assert memory.activations - without.activations > 4 * stacks
-    narrow = estimate_bytes(run_of(path, "model.base_dtype=int4"))
-    assert memory.activations - narrow.activations == 4 * stacks
+    assert memory.weights - without_experts.weights == 4 * 2 * 8 * elements_per_expert
+    stacks = 2 * 8 * (64 * 64 + 64 * 32)  # PEFT adds the full stacks
+    assert memory.activations - without_experts.activations > 4 * stacks
+    quantized = estimate_bytes(run_of(path, "model.base_dtype=int4"))
+    assert memory.activations - quantized.activations == 4 * stacks
     with pytest.raises(DeviceOutOfMemory, match=r"got one that takes .*; --set .* takes"):
         check_device_memory(run, "cuda 0", memory.minimum - 1)
 

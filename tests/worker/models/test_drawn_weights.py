@@ -1,4 +1,4 @@
-"""Weights that a checkpoint lacks: drawn, then trained and saved, and named at the start."""
+"""Weights missing from a checkpoint are drawn, reported, trained and saved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worker.results.saved_model import find
 from worker.tasks.base.task import Task
 from worker.tasks.registry import build
 
-BODY: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 2,
@@ -34,17 +34,17 @@ def save_masked_lm(directory: Path) -> Path:
     """Save a masked language model whose checkpoint has neither pooler nor classification head."""
     save_chat_tokenizer(directory)
     torch.manual_seed(0)
-    config = transformers.BertConfig(**BODY, num_attention_heads=2, max_position_embeddings=128)
+    config = transformers.BertConfig(**SIZES, num_attention_heads=2, max_position_embeddings=128)
     transformers.BertForMaskedLM(config).save_pretrained(directory)
     return directory
 
 
-def save_body(directory: Path) -> Path:
+def save_headless_llama(directory: Path) -> Path:
     """Save a Llama without its head."""
     save_chat_tokenizer(directory)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        **BODY, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
+        **SIZES, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
         pad_token_id=0, bos_token_id=2, eos_token_id=2,
     )  # fmt: skip
     transformers.LlamaModel(config).save_pretrained(directory)
@@ -99,7 +99,7 @@ def logits_of(module: Any) -> torch.Tensor:
     return logits
 
 
-def loaded_by_peft(kind: Any, source: Path, adapter: Path, **keywords: Any) -> torch.Tensor:
+def logits_in_peft(kind: Any, source: Path, adapter: Path, **keywords: Any) -> torch.Tensor:
     import peft
 
     torch.manual_seed(99)  # random values for missing weights must not matter
@@ -112,7 +112,7 @@ def test_a_drawn_pooler_is_saved_with_the_adapter(tmp_path):
     task = build(spec_of("classify", source, tmp_path))
     assert "drawn_as_the_checkpoint_lacks[bert.pooler.dense]" in task.manifest.notes
     adapter = export(task, moved_values(task), tmp_path / "adapter")
-    peft_logits = loaded_by_peft(
+    peft_logits = logits_in_peft(
         transformers.AutoModelForSequenceClassification, source, adapter, num_labels=2
     )
     assert torch.allclose(logits_of(task.trainable.module), peft_logits, atol=1e-5)
@@ -120,8 +120,8 @@ def test_a_drawn_pooler_is_saved_with_the_adapter(tmp_path):
 
 
 @pytest.mark.parametrize("base_dtype", ["float32", "bfloat16"])
-def test_a_drawn_head_is_saved_with_the_adapter_whatever_the_seed(tmp_path, base_dtype):
-    source = save_body(tmp_path / "model")
+def test_drawn_head_is_saved_with_the_adapter(tmp_path, base_dtype):
+    source = save_headless_llama(tmp_path / "model")
     model = {"source": str(source), "base_dtype": base_dtype}
     task = build(spec_of("causal-lm", source, tmp_path, model=model))
     assert "drawn_as_the_checkpoint_lacks[lm_head]" in task.manifest.notes
@@ -129,7 +129,7 @@ def test_a_drawn_head_is_saved_with_the_adapter_whatever_the_seed(tmp_path, base
     loaded_result = load(find(adapter), None)
     assert loaded_result.base == task.manifest.digests["base_weights"]
     if base_dtype == "float32":
-        peft_logits = loaded_by_peft(transformers.AutoModelForCausalLM, source, adapter)
+        peft_logits = logits_in_peft(transformers.AutoModelForCausalLM, source, adapter)
         assert torch.allclose(logits_of(task.trainable.module), peft_logits, atol=1e-5)
         merged = merge(find(adapter), None, tmp_path / "whole")
         assert merged.difference < 1e-5
@@ -138,8 +138,8 @@ def test_a_drawn_head_is_saved_with_the_adapter_whatever_the_seed(tmp_path, base
         )
 
 
-def test_nothing_is_drawn_without_a_head(tmp_path):
-    source = save_body(tmp_path / "model")
+def test_missing_head_is_refused_by_other_uses(tmp_path):
+    source = save_headless_llama(tmp_path / "model")
     with pytest.raises(DataError, match=r"lacks lm_head\.weight"):
         load(find(source), None)
     with pytest.raises(DataError, match=r"lacks lm_head\.weight"):
@@ -151,14 +151,14 @@ def test_nothing_is_drawn_without_a_head(tmp_path):
 
 
 def test_older_adapter_without_its_pooler_is_read(tmp_path):
-    """`worker classify` draws it as the run did."""
+    """`worker classify` draws the missing pooler as the run did."""
     from backends.registry import choose
     from worker.tasks.labels.prediction import classify
 
     source = save_masked_lm(tmp_path / "model")
     task = build(spec_of("classify", source, tmp_path))
     adapter = export(task, task.initial_parameters(), tmp_path / "adapter")
-    new = [
+    new_scores = [
         max(p.scores.values())
         for p in classify(adapter, ["number 3"], lambda: choose("cpu").backend)
     ]
@@ -172,8 +172,8 @@ def test_older_adapter_without_its_pooler_is_read(tmp_path):
     safetensors.numpy.save_file(
         older_weights, adapter / "adapter_model.safetensors", {"format": "pt"}
     )
-    old = [
+    old_scores = [
         max(p.scores.values())
         for p in classify(adapter, ["number 3"], lambda: choose("cpu").backend)
     ]
-    assert old == pytest.approx(new, abs=1e-6)
+    assert old_scores == pytest.approx(new_scores, abs=1e-6)

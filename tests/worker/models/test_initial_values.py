@@ -1,4 +1,4 @@
-"""Initial values stay what they were, in memory and on disk."""
+"""Readers do not change the initial values, in memory and on disk."""
 
 from __future__ import annotations
 

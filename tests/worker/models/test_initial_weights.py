@@ -23,7 +23,7 @@ LLAMA = {**SIZES, **ATTENTION, "num_key_value_heads": 1, "tie_word_embeddings": 
 MAMBA = {**SIZES, "state_size": 8, "expand": 2}
 
 
-def started_model(model_type: str, seed: int = 7, **config: Any) -> Any:
+def new_model(model_type: str, seed: int = 7, **config: Any) -> Any:
     spec = parse_run_spec({
         "task": "causal-lm", "steps": 1, "seed": seed, "data": {"train": "python-stdlib"},
         "model": {"config": {"model_type": model_type, **config}},
@@ -71,24 +71,24 @@ QUICK = ("llama", "gpt2", "mamba")
     "family",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
-def test_library_constants_are_kept_and_draws_have_its_distribution(family):
-    model_values = parameters(started_model(family, **FAMILIES[family]))
+def test_constants_and_distributions_equal_the_library(family):
+    model_values = parameters(new_model(family, **FAMILIES[family]))
     one, other = (parameters(library_model(family, n, **FAMILIES[family])) for n in (1, 2))
     for name, value in one.items():
-        value_drawn = model_values[name]
+        drawn_value = model_values[name]
         if (value == other[name]).all():
-            np.testing.assert_allclose(value_drawn, value, rtol=1e-6, err_msg=name)
+            np.testing.assert_allclose(drawn_value, value, rtol=1e-6, err_msg=name)
             continue
-        assert value_drawn.std() > 0, name
+        assert drawn_value.std() > 0, name
         if value.size >= 256:
-            assert value_drawn.mean() == pytest.approx(
+            assert drawn_value.mean() == pytest.approx(
                 float(value.mean()), abs=float(value.std()) / 4
             ), name
-            assert value_drawn.std() == pytest.approx(float(value.std()), rel=0.2), name
+            assert drawn_value.std() == pytest.approx(float(value.std()), rel=0.2), name
         else:  # step biases, within the range of the library
             value_range = max(value.max() - value.min(), 4.0)
-            assert value.min() - value_range < value_drawn.min(), name
-            assert value_drawn.max() < value.max() + value_range, name
+            assert value.min() - value_range < drawn_value.min(), name
+            assert drawn_value.max() < value.max() + value_range, name
 
 
 def parameters(model: Any) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def parameters(model: Any) -> dict[str, Any]:
 
 
 def test_llama_draws_are_frozen():
-    for name, value in started_model("llama", **LLAMA).named_parameters():
+    for name, value in new_model("llama", **LLAMA).named_parameters():
         if value.dim() == 1:
             assert (value == 1).all()
         else:
@@ -110,32 +110,32 @@ def test_draws_ignore_torch_generator_and_instruction_set():
     """torch's own logarithm has other bits on other instruction sets."""
     program = (
         "import hashlib, sys, torch\n"
-        "from tests.worker.models.test_initial_weights import FAMILIES, started\n"
+        "from tests.worker.models.test_initial_weights import FAMILIES, new_model\n"
         "torch.manual_seed(int(sys.argv[1]))\n"
         "for family in ('mamba', 'mamba2', 'gpt2'):\n"
-        "    state = started(family, **FAMILIES[family]).state_dict()\n"
+        "    state = new_model(family, **FAMILIES[family]).state_dict()\n"
         "    bits = b''.join(value.numpy().tobytes() for value in state.values())\n"
         "    print(family, hashlib.sha256(bits).hexdigest())\n"
     )
     outputs = {
         subprocess.run(
             [sys.executable, "-c", program, seed],
-            env={**os.environ, **level},
+            env={**os.environ, **environment},
             capture_output=True, text=True, check=True,
         ).stdout
-        for seed, level in (("1", {}), ("2", {"ATEN_CPU_CAPABILITY": "default"}))
+        for seed, environment in (("1", {}), ("2", {"ATEN_CPU_CAPABILITY": "default"}))
     }  # fmt: skip
     assert len(outputs) == 1
 
 
-def test_functions_equal_rounded_float64():
-    state = dict(started_model("mamba", **MAMBA).named_parameters())
+def test_initial_logarithms_equal_rounded_float64():
+    state = dict(new_model("mamba", **MAMBA).named_parameters())
     expected = np.log(np.arange(1, 9, dtype=np.float64)).astype(np.float32)
     assert (state["backbone.layers.0.mixer.A_log"].detach().numpy() == expected).all()
 
 
 def test_two_seeds_give_two_models():
-    one, other = started_model("mamba", 1, **MAMBA), started_model("mamba", 2, **MAMBA)
+    one, other = new_model("mamba", 1, **MAMBA), new_model("mamba", 2, **MAMBA)
     pairs = zip(one.named_parameters(), other.parameters(), strict=True)
     assert {name.rpartition("mixer.")[2] for (name, a), b in pairs if not torch.equal(a, b)} >= {
         "dt_proj.bias", "in_proj.weight",
@@ -150,4 +150,4 @@ def test_other_initializations_are_refused(monkeypatch):
     monkeypatch.setattr(transformers.MambaForCausalLM, "_init_weights", permuted)
     monkeypatch.setattr(transformers.MambaModel, "_init_weights", permuted)
     with pytest.raises(DataError, match="randperm"):
-        started_model("mamba", **MAMBA)
+        new_model("mamba", **MAMBA)

@@ -50,7 +50,7 @@ def spec_of(directory: Path, model: str = "model", base: str = "float32", **lora
     })  # fmt: skip
 
 
-def same_in_peft(task: Any, base: Path, result_directory: Path, batch: Any) -> None:
+def check_loss_in_peft(task: Any, base: Path, result_directory: Path, batch: Any) -> None:
     """Compare the loss of trained values in the run with that of the saved adapter in PEFT."""
     import peft
     import torch
@@ -81,8 +81,8 @@ def test_the_adapter_computes_in_peft_what_the_run_computed(directory, tmp_path,
     spec = spec_of(directory, **options)
     task = build(spec)
     result_directory = export(task, moved_values(task), tmp_path)
-    same_in_peft(task, directory / "model", result_directory, task.batch([0, 1]))
-    merge(find(result_directory), None, tmp_path / "merged")  # which compares logits
+    check_loss_in_peft(task, directory / "model", result_directory, task.batch([0, 1]))
+    merge(find(result_directory), None, tmp_path / "merged")  # merge compares logits
     check_lora(result_directory, adapter_config(result_directory), spec.lora)
     other = spec_of(directory, **{**options, "rslora": not options.get("rslora", False)})
     with pytest.raises(DataError, match=r"--set lora\.rslora="):
@@ -104,7 +104,7 @@ def test_target_that_peft_would_ignore_is_refused(directory, options, message):
     assert message in str(error.value)
 
 
-def trained_in_peft(
+def loss_and_gradients_in_peft(
     task: Any, model: Any, result_directory: Path, batch: Any
 ) -> tuple[float, dict[str, Any]]:
     """Return loss and gradients in PEFT, for a model whose base holds the dequantized values."""
@@ -125,20 +125,18 @@ def trained_in_peft(
 
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-NARROW: dict[str, tuple[str, BaseDtype, dict[str, Any]]] = {
+QUANTIZED_CASES: dict[str, tuple[str, BaseDtype, dict[str, Any]]] = {
     "DoRA, bfloat16": ("model", "bfloat16", {"dora": True, "targets": "all-linear"}),
     "DoRA, int4": ("model", "int4", {"dora": True, "targets": "all-linear"}),
     "DoRA, nf4": ("model", "nf4", {"dora": True, "targets": "all-linear"}),
     "experts, int4": ("experts", "int4", {"target_parameters": EXPERTS}),
     "experts in 16 bits, nf4": ("half", "nf4", {"target_parameters": EXPERTS}),
-    "attention beside experts, int8": ("experts", "int8", {}),
+    "attention of a model with experts, int8": ("experts", "int8", {}),
 }
 
 
-@pytest.mark.parametrize("case", NARROW)
-def test_training_beside_a_quantized_base_equals_peft_on_its_values(
-    directory, mixture, tmp_path, case
-):
+@pytest.mark.parametrize("case", QUANTIZED_CASES)
+def test_training_with_a_quantized_base_equals_peft(directory, mixture, tmp_path, case):
     import torch
     import transformers
 
@@ -147,13 +145,13 @@ def test_training_beside_a_quantized_base_equals_peft_on_its_values(
     from backends.quantization.frozen_base import round_frozen_base
     from worker.models.lora import adapter_name
 
-    name, base, options = NARROW[case]
-    of = directory if name == "model" else mixture
-    task = build(spec_of(of, name, base=base, **options))
+    name, base, options = QUANTIZED_CASES[case]
+    model_directory = directory if name == "model" else mixture
+    task = build(spec_of(model_directory, name, base=base, **options))
     values, batch = moved_values(task), task.batch([0, 1])
     result_directory = export(task, values, tmp_path)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        of / name, attn_implementation="eager", dtype=torch.float32
+        model_directory / name, attn_implementation="eager", dtype=torch.float32
     )
     model.requires_grad_(requires_grad=False)
     round_frozen_base(model, base)
@@ -174,7 +172,7 @@ def test_training_beside_a_quantized_base_equals_peft_on_its_values(
     module: Any = task.trainable.module
     assert not [n for n, p in module.named_parameters() if "mlp.experts." in n and p.dim() == 3]
     program.close()
-    expected_loss, expected = trained_in_peft(task, model, result_directory, batch)
+    expected_loss, expected = loss_and_gradients_in_peft(task, model, result_directory, batch)
     assert items[-1].loss_sum == pytest.approx(expected_loss, rel=1e-5)
     for item in items:
         if isinstance(item, BlockGradient):
@@ -182,10 +180,10 @@ def test_training_beside_a_quantized_base_equals_peft_on_its_values(
                 reference = expected[adapter_name(tensor.name)].numpy().reshape(-1)
                 distance = np.linalg.norm(item.values[elements] - reference)
                 assert distance <= 1e-5 * np.linalg.norm(reference), tensor.name
-    merge(find(result_directory), None, tmp_path / "merged")  # which compares logits
+    merge(find(result_directory), None, tmp_path / "merged")  # merge compares logits
 
 
-def test_dora_with_dropout_keeps_no_wide_weight_for_backward(directory, monkeypatch):
+def test_dora_with_dropout_saves_no_full_weight_for_backward(directory, monkeypatch):
     import torch
 
     from backends.eager.quantized_base import quantize_frozen_base
@@ -193,28 +191,28 @@ def test_dora_with_dropout_keeps_no_wide_weight_for_backward(directory, monkeypa
 
     def step() -> tuple[int, Any]:
         task: Any = build(spec_of(directory, base="int4", dora=True, dropout=0.5))
-        module, wide_counts = task.trainable.module, [0]
+        module, full_weight_counts = task.trainable.module, [0]
         quantize_frozen_base(module, "int4", torch.device("cpu"))
         for name, parameter in module.named_parameters():
             if "lora_B" in name:
                 parameter.data.fill_(0.01)
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            wide_counts[0] += tensor.shape == (32, 32)
+        def count_saved(tensor: torch.Tensor) -> torch.Tensor:
+            full_weight_counts[0] += tensor.shape == (32, 32)
             return tensor
 
         torch.manual_seed(0)
         arrays = {name: torch.tensor(array) for name, array in task.batch([0, 1]).arrays.items()}
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(count_saved, lambda tensor: tensor):
             loss = task.trainable.loss(module.train(), arrays)
         loss.backward()
         (first, *_) = (p.grad for n, p in module.named_parameters() if "lora_A" in n)
-        return wide_counts[0], first
+        return full_weight_counts[0], first
 
-    narrow_peak, gradient = step()
+    saved_count, gradient = step()
     monkeypatch.setattr(lora, "_keep_dora_narrow", lambda _: None)
-    wide_peak, expected = step()
-    assert wide_peak == narrow_peak + 1, "the first layer's input has no gradient"
+    unpatched_count, expected = step()
+    assert unpatched_count == saved_count + 1, "the first layer's input has no gradient"
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
@@ -238,9 +236,9 @@ def test_dora_starts_with_the_norms_of_the_rows(directory):
     task = build(spec_of(directory, dora=True))
     weights = safetensors.numpy.load_file(directory / "model" / "model.safetensors")
     block, values = task.manifest.blocks[0], task.initial_parameters()[0]
-    [(_, place)] = [s for s in block.slices() if "q_proj.lora_magnitude_vector" in s[0].name]
+    [(_, elements)] = [s for s in block.slices() if "q_proj.lora_magnitude_vector" in s[0].name]
     norms = np.linalg.norm(weights["model.layers.0.self_attn.q_proj.weight"], axis=1)
-    np.testing.assert_allclose(values[place], norms, rtol=1e-6)
+    np.testing.assert_allclose(values[elements], norms, rtol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +270,7 @@ def test_experts_are_adapted_as_parameters(mixture, tmp_path):
     task = build(spec_of(mixture, "experts", target_parameters=EXPERTS))
     assert any("experts" in t.name for block in task.manifest.blocks for t in block.tensors)
     result_directory = export(task, moved_values(task), tmp_path)
-    same_in_peft(task, mixture / "experts", result_directory, task.batch([0, 1]))
+    check_loss_in_peft(task, mixture / "experts", result_directory, task.batch([0, 1]))
     merge(find(result_directory), None, tmp_path / "merged")
 
 

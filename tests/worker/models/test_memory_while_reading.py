@@ -1,6 +1,6 @@
-"""A base in few bits is quantized while it is read: memory holds it, one weight and little more.
+"""A base is quantized while it is read: memory holds the quantized base and one full weight.
 
-`python -m benchmarks.narrow_base` measures it at the size of real models, on Vulkan too.
+`python -m benchmarks.narrow_base` measures the peak at the size of real models, on Vulkan too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.resident_memory import MIB
 from worker.models.base_tensors import base_tensors
 from worker.models.pretrained import load_causal_lm
 
-ROOM_BYTES = 12 * MIB
+OVERHEAD_BYTES = 12 * MIB
 """Memory of Python, torch and four parts of a weight."""
 
 
@@ -45,12 +45,12 @@ def source(request, tmp_path_factory) -> Path:
     return directory
 
 
-def test_peak_is_the_narrow_base_and_one_weight(source):
+def test_peak_is_the_quantized_base_and_one_weight(source):
     tensors = base_tensors(source).values()
     narrow_bytes = sum(tensor.bytes_in("int4") for tensor in tensors)
     largest = 4 * max(tensor.matrix_elements for tensor in tensors)
     peak_bytes = peak_in_a_fresh_process(source)
-    assert peak_bytes < narrow_bytes + largest + ROOM_BYTES
+    assert peak_bytes < narrow_bytes + largest + OVERHEAD_BYTES
     assert peak_bytes < (source / "model.safetensors").stat().st_size
 
 

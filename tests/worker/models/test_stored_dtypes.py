@@ -1,4 +1,4 @@
-"""A 16-bit base that will be quantized is not widened first, and gives the same base."""
+"""A 16-bit base is quantized without a float32 copy, with an equal result."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def test_body_matrices_keep_the_dtype_of_the_file(models):
 
 
 @pytest.mark.parametrize("base_dtype", ["float32", "int4"])
-def test_the_digest_is_that_of_the_values(models, base_dtype):
-    half, float32_digest = (
+def test_digest_depends_only_on_values(models, base_dtype):
+    half, wide = (
         load_causal_lm(ModelSpec(source=str(models / name), base_dtype=base_dtype), 0)
         for name in ("half", "wide")
     )
-    assert half.weights_digest == float32_digest.weights_digest
+    assert half.weights_digest == wide.weights_digest
 
 
-def test_only_files_of_one_type_of_16_bits_count(models, tmp_path):
+def test_other_files_are_read_as_float32(models, tmp_path):
     assert dtype_of(str(models / "half")) == torch.bfloat16
     assert dtype_of(str(models / "wide")) == torch.float32
     assert dtype_of(str(tmp_path)) == torch.float32

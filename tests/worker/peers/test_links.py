@@ -111,14 +111,14 @@ async def test_both_reach_each_other_and_a_body_arrives_unchanged(encrypted):
 
 @pytest.mark.parametrize("name", ["a", "z"])
 @on_uvloop
-async def test_one_that_only_dials_sends_and_receives(name):
-    with members("one") as (one,), members(name, listens=False) as (dials,):
-        one.set_peers(dials)
-        dials.set_peers(one)
-        await dials.next("linked")
+async def test_member_that_only_dials_sends_and_receives(name):
+    with members("one") as (one,), members(name, listens=False) as (dialing_member,):
+        one.set_peers(dialing_member)
+        dialing_member.set_peers(one)
+        await dialing_member.next("linked")
         await one.next("linked")
-        await send_gradient(one, dials)
-        await send_gradient(dials, one)
+        await send_gradient(one, dialing_member)
+        await send_gradient(dialing_member, one)
 
 
 @pytest.mark.parametrize("unreachable", ["one", "other"])
@@ -129,10 +129,10 @@ async def test_one_reachable_port_is_enough(unreachable, monkeypatch):
     with members("one", "other") as pair:
         one, other = pair
         closed = one if unreachable == "one" else other
-        open_ = other if closed is one else one
-        peer = closed.as_peer(open_.name).model_copy(update={"port": refusing_port()})
-        open_.links.set_peers(PeerList(me=open_.name, listens=True, peers=(peer,)))
-        closed.set_peers(open_)
+        reachable = other if closed is one else one
+        peer = closed.as_peer(reachable.name).model_copy(update={"port": refusing_port()})
+        reachable.links.set_peers(PeerList(me=reachable.name, listens=True, peers=(peer,)))
+        closed.set_peers(reachable)
         await one.next("linked")
         await other.next("linked")
         await send_gradient(one, other)
@@ -170,8 +170,8 @@ async def test_broken_link_is_reported_and_restored(broken_end):
         other.set_peers(one)
         await one.next("linked")
         await other.next("linked")
-        at, name = (one, "other") if broken_end == "one" else (other, "one")
-        at.links._links[name].connection.channel.abort("a test")
+        breaking_member, name = (one, "other") if broken_end == "one" else (other, "one")
+        breaking_member.links._links[name].connection.channel.abort("a test")
         for member in (one, other):
             await member.next("unlinked")
             await member.next("linked")
@@ -192,14 +192,14 @@ async def test_removed_peer_is_disconnected():
 @on_uvloop
 async def test_peer_removed_during_the_handshake_is_disconnected(monkeypatch):
     with members("one", "other") as (one, other):
-        linked = PeerLinks.use
+        original_use = PeerLinks.use
 
-        def linked_late(self, connection, mbit):
+        def use_after_removal(self, connection, mbit):
             if self is one.links:
                 one.set_peers()
-            linked(self, connection, mbit)
+            original_use(self, connection, mbit)
 
-        monkeypatch.setattr(PeerLinks, "use", linked_late)
+        monkeypatch.setattr(PeerLinks, "use", use_after_removal)
         one.set_peers(other)
         other.set_peers(one)
         await other.next("unlinked")
@@ -261,7 +261,7 @@ async def test_unlisted_process_gets_no_proof():
 
 @on_uvloop
 async def test_member_that_impersonates_another_is_refused():
-    """It knows its own key with each of them, but not the key of those two."""
+    """The impostor has a key with each member, but not the key of their link."""
     with members("owner", "true", "poser") as (owner, true, impostor):
         owner.set_peers(true, impostor)
         own_key = pair_key(SECRET, "poser", "owner")

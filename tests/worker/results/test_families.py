@@ -1,4 +1,4 @@
-"""Results of families other than Llama, and of adapters beside embeddings and heads."""
+"""Results of families other than Llama, and of adapters of embeddings and heads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = {
     "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 2,
     "eos_token_id": 2, "num_key_value_heads": 2,
 }  # fmt: skip
-STATES = {**SIZES, "state_size": 8}
+STATE_SPACE_SIZES = {**SIZES, "state_size": 8}
 BART = {
     **SIZES, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32,
     "decoder_ffn_dim": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
@@ -95,7 +95,7 @@ def spec_of(directory: Path, task: str, family: str, sizes: dict[str, Any], **ch
         pytest.param("mistral", None, marks=pytest.mark.slow),
     ],
 )
-def test_generation_with_carried_state_equals_the_whole_text(tmp_path, family, targets):
+def test_generation_with_carried_state_equals_that_from_the_whole_text(tmp_path, family, targets):
     """Includes Bamba and RecurrentGemma, whose state is wrong when passed on manually."""
     family_settings: dict[str, dict[str, Any]]
     family_settings = {"mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2}, "mistral": {
@@ -105,7 +105,7 @@ def test_generation_with_carried_state_equals_the_whole_text(tmp_path, family, t
     family_settings |= {
         name: {"n_embd": 32, "n_layer": 1, "n_head": 4} for name in ("openai-gpt", "gpt2")
     }
-    sizes = STATES | family_settings.get(family, {})
+    sizes = STATE_SPACE_SIZES | family_settings.get(family, {})
     spec = spec_of(tmp_path, "causal-lm", family, sizes, lora={"r": 4, "targets": targets})
     loaded = load(find(finished_run(spec, tmp_path / "run", "r")), None)
     ids = [5, 9, 30, 41]
@@ -153,8 +153,8 @@ def test_merged_classifier_equals_base_and_adapter(tmp_path, family, sizes, targ
         pytest.param("qwen2", True, ["lm_head"], marks=pytest.mark.slow),
     ],
 )
-def test_adapter_beside_embeddings_and_head_equals_peft(tmp_path, family, tied, targets):
-    """As trained, as loaded by PEFT and by `generate`, and merged: the same logits."""
+def test_adapter_of_embeddings_and_head_equals_peft(tmp_path, family, tied, targets):
+    """Logits are equal as trained, as loaded by PEFT and by `generate`, and after a merge."""
     import peft
     import transformers
     from safetensors.torch import load_file
@@ -176,8 +176,8 @@ def test_adapter_beside_embeddings_and_head_equals_peft(tmp_path, family, tied, 
     saved_tensors = load_file(run / "adapter" / "adapter_model.safetensors")
     parameters = dict(trained.named_parameters())
     with torch.no_grad():
-        for name, their_name in task.manifest.export.names.items():
-            parameters[name].copy_(saved_tensors[their_name])
+        for name, saved_name in task.manifest.export.names.items():
+            parameters[name].copy_(saved_tensors[saved_name])
     expected = probe(trained, 2000)
     assert (probe(base, 2000) - probe(actual.model, 2000)).abs().max() < 1e-6
     for model in (actual.model, peft_model, merged):
@@ -187,17 +187,17 @@ def test_adapter_beside_embeddings_and_head_equals_peft(tmp_path, family, tied, 
     )
 
 
-def test_earlier_adapter_beside_embeddings_is_read(tmp_path):
-    """There these names ended in `.default`."""
+def test_earlier_adapter_of_embeddings_is_read(tmp_path):
+    """Names in earlier adapters of embeddings ended in `.default`."""
     from safetensors.torch import load_file, save_file
 
     lora = {"r": 4, "targets": ["embed_tokens"]}
     spec = spec_of(tmp_path, "causal-lm", "llama", SIZES, lora=lora)
     run = finished_run(spec, tmp_path / "run", "r")
-    now = probe(load(find(run), None).model, 2000)
+    current_logits = probe(load(find(run), None).model, 2000)
     path = run / "adapter" / "adapter_model.safetensors"
     save_file({f"{name}.default": value for name, value in load_file(path).items()}, path)
-    assert torch.equal(probe(load(find(run), None).model, 2000), now)
+    assert torch.equal(probe(load(find(run), None).model, 2000), current_logits)
     repeat = json.loads(spec.read_text())
     repeat["model"]["adapter"] = str(run / "adapter")
     spec.write_text(json.dumps(repeat))
@@ -211,7 +211,7 @@ def test_earlier_adapter_beside_embeddings_is_read(tmp_path):
         ("classify", ("t5", T5), "shared", "name embed_tokens"),
     ],
 )
-def test_unsupported_tables_beside_an_adapter_are_refused(tmp_path, task, model, target, message):
+def test_adapters_of_unsupported_tables_are_refused(tmp_path, task, model, target, message):
     spec = spec_of(tmp_path, task, *model, lora={"r": 4, "targets": [target]})
     with pytest.raises(DataError, match=f"{target}.*{message}"):
         build(load_run_spec(spec))

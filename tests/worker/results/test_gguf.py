@@ -1,7 +1,7 @@
 """GGUF files: every setting that changes logits is in the file, or refused by its name.
 
 transformers reads the files back, except for settings that it ignores; families that it cannot read
-are read by the names and the arithmetic of llama.cpp's own source. llama.cpp itself was run
+are read by a reader that follows llama.cpp's source. llama.cpp itself was run
 manually (its logits for 100 tokens of a Llama are equal, up to the float16 of its cache).
 """
 
@@ -150,11 +150,11 @@ def test_models_that_llama_cpp_computes_differently_are_refused(
     ],
 )  # fmt: skip
 def test_context_ends_with_a_window_that_llama_cpp_ignores(tmp_path, tokenizer, family, settings):
-    """Within it every token attends to all earlier ones, as without a window."""
+    """Within the window, every token attends to all earlier ones, as without a window."""
     model = model_of(family, **settings)
-    skipped_tokens = write_gguf(model, tokenizer, tmp_path / "m.gguf", "f32", "m")
+    result = write_gguf(model, tokenizer, tmp_path / "m.gguf", "f32", "m")
     repeat: Any = load_causal_lm(ModelSpec(source=str(tmp_path / "m.gguf")), 0).model.eval()
-    assert skipped_tokens.window == repeat.config.max_position_embeddings == 16
+    assert result.window == repeat.config.max_position_embeddings == 16
     assert not getattr(repeat.config, "sliding_window", None)
     ids = torch.arange(5, 21)[None]
     with torch.no_grad():
@@ -172,7 +172,7 @@ NAMES = {
 """Names in src/llama-arch.cpp of transformers modules."""
 
 
-def read_by_hand(path: Path, config: Any) -> Any:
+def read_as_llama_cpp(path: Path, config: Any) -> Any:
     """Read a file into a model as llama.cpp reads it; every tensor is read once."""
     import transformers
 
@@ -199,7 +199,7 @@ def read_by_hand(path: Path, config: Any) -> Any:
             [file_tensors[each] for each in stored_names], 1 if len(stored_names) > 1 else 0
         )
         used_names |= {*stored_names}
-        if names_pairs(config) and stored_names[0].split(".")[-2] in ("attn_q", "attn_k"):
+        if rotates_pairs(config) and stored_names[0].split(".")[-2] in ("attn_q", "attn_k"):
             pairs = value.unflatten(0, (-1, config.hidden_size // config.num_attention_heads))
             value = torch.cat([pairs[:, ::2], pairs[:, 1::2]], 1).flatten(0, 1)
         if config.model_type == "gemma" and value.ndim == 1:
@@ -210,7 +210,7 @@ def read_by_hand(path: Path, config: Any) -> Any:
     return model
 
 
-def names_pairs(config: Any) -> bool:
+def rotates_pairs(config: Any) -> bool:
     """Return whether llama_model_rope_type of src/llama-model.cpp is NORM, which rotates adjacent
     pairs."""
     return config.model_type in ("mixtral", "granite", "smollm3")
@@ -240,7 +240,7 @@ def test_family_unknown_to_transformers_is_read_like_llama_cpp(
     assert name == {"mixtral": "llama"}.get(family, family)
     for key, value in keys.items():
         assert reader.get_field(f"{name}.{key}").contents() == pytest.approx(value)
-    repeat = read_by_hand(tmp_path / "m.gguf", model.config)
+    repeat = read_as_llama_cpp(tmp_path / "m.gguf", model.config)
     assert (logits(repeat) - logits(model)).abs().max() < 1e-5
 
 
@@ -303,9 +303,11 @@ def sentencepiece(directory: Path, *, space_before: bool) -> Any:
     return new_tokenizer
 
 
-def as_llama_cpp_does(reader: Any, text: str) -> list[int]:
-    """llm_tokenizer_spm of src/llama-vocab.cpp: merges the best-scored pair of neighbors, the
-    leftmost among equals."""
+def llama_cpp_tokens(reader: Any, text: str) -> list[int]:
+    """Tokenize as llm_tokenizer_spm of src/llama-vocab.cpp.
+
+    The best-scored pair of neighbors is merged, the leftmost among equals.
+    """
     fields = {name: f.contents() for name, f in reader.fields.items() if "ggml" in name}
     tokens, scores = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.scores"]
     number = {token: n for n, token in enumerate(tokens)}
@@ -337,7 +339,7 @@ def test_sentencepiece_makes_the_same_tokens_in_llama_cpp(tmp_path, space_before
     for _ in range(200):
         text = "".join(generator.choice(["the", "hat", " ", "  ", "an", "e", "ch", "é", "n"])
                        for _ in range(12))  # fmt: skip
-        assert as_llama_cpp_does(reader, text) == new_tokenizer(text)["input_ids"]
+        assert llama_cpp_tokens(reader, text) == new_tokenizer(text)["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -376,11 +378,11 @@ def test_a_file_that_transformers_would_read_as_another_model_is_refused(
 ):
     describe = gguf_file._describe
 
-    def more(writer: Any, *rest: Any) -> None:
+    def describe_more(writer: Any, *rest: Any) -> None:
         describe(writer, *rest)
         add(writer)
 
-    monkeypatch.setattr(gguf_file, "_describe", more)
+    monkeypatch.setattr(gguf_file, "_describe", describe_more)
     monkeypatch.setattr(gguf_file, "_compare", lambda *_: None)
     write_gguf(model_of("llama"), tokenizer, tmp_path / "m.gguf", "f32", "m")
     with pytest.raises(DataError, match=message):
@@ -410,17 +412,17 @@ def changed_tokenizer(directory: Path, change: Any) -> Any:
     ],
 )  # fmt: skip
 def test_tokenizer_with_additional_steps_is_refused(tmp_path, change, message):
-    changed_path = changed_tokenizer(tmp_path, change)
+    new_tokenizer = changed_tokenizer(tmp_path, change)
     with pytest.raises(DataError, match=message):
-        write_gguf(model_of("llama"), changed_path, tmp_path / "m.gguf", "f32", "m")
+        write_gguf(model_of("llama"), new_tokenizer, tmp_path / "m.gguf", "f32", "m")
 
 
 def test_tokens_beyond_the_table_are_dropped(tmp_path):
     """The tokenization is equal; a vocabulary beyond the table is refused."""
     larger = changed_tokenizer(tmp_path, lambda t: t.add_tokens(["<a>", "<b>"]))
     model = model_of("llama", vocab_size=len(larger) - 1)
-    skipped_tokens = write_gguf(model, larger, tmp_path / "m.gguf", "f32", "m")
-    assert skipped_tokens.left_out == 1
+    result = write_gguf(model, larger, tmp_path / "m.gguf", "f32", "m")
+    assert result.left_out == 1
     tokens = gguf.GGUFReader(tmp_path / "m.gguf").get_field("tokenizer.ggml.tokens").contents()
     assert tokens[-1] == "<a>"
     model = model_of("llama", vocab_size=280)

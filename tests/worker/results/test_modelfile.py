@@ -16,11 +16,11 @@ def tokenizer(tmp_path_factory) -> Any:
     return save_chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-DEFAULT = (
+DEFAULT_SYSTEM_MESSAGE = (
     "{% if messages[0]['role'] != 'system' %}"
     "{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}" + CHATML
 )
-MOVED = (
+INSERTED_TEXT = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if loop.last %}{{ 'Think. ' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -42,17 +42,17 @@ def test_a_template_of_text_around_messages_is_written(tokenizer):
 
 
 def test_default_system_message_is_written(tokenizer):
-    tokenizer.chat_template = DEFAULT
+    tokenizer.chat_template = DEFAULT_SYSTEM_MESSAGE
     assert 'SYSTEM """Be kind."""' in modelfile(tokenizer, "m.gguf", 128)
-    around = framing_of(tokenizer)
-    assert around is not None
+    framing = framing_of(tokenizer)
+    assert framing is not None
     messages = [{"role": "user", "content": "Hi"}]
-    assert around.render(messages) == tokenizer.apply_chat_template(
+    assert framing.render(messages) == tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
     )
 
 
-@pytest.mark.parametrize("template", [MOVED, "{{ raise_exception('no') }}", TOOL_TEMPLATE])
+@pytest.mark.parametrize("template", [INSERTED_TEXT, "{{ raise_exception('no') }}", TOOL_TEMPLATE])
 def test_complex_template_is_omitted(tokenizer, template):
     tokenizer.chat_template = template
     text = modelfile(tokenizer, "m.gguf", 128)
@@ -60,6 +60,6 @@ def test_complex_template_is_omitted(tokenizer, template):
     assert "# The chat template is more than text around each message" in text
 
 
-def test_without_a_template_there_is_none(tokenizer):
+def test_modelfile_without_a_template_has_none(tokenizer):
     tokenizer.chat_template = None
     assert modelfile(tokenizer, "m.gguf", 128).count("\n") == 3

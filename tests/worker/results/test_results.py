@@ -1,4 +1,4 @@
-"""Use of a run's result: merged, written as GGUF, queried; with the files of a real LoRA run."""
+"""Merge, GGUF export and generation from the result of a LoRA run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from worker.results.saved_model import find
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A run's directory as a coordinator leaves it, with LoRA values that are drawn."""
+    """The directory of a finished run, with random LoRA values."""
     directory = tmp_path_factory.mktemp("chat")
     changes = {"source": str(directory / "model"), "base_dtype": "int8"}
     return finished_run(chat_run(directory, model=changes), directory / "run", "chat-1")
@@ -105,14 +105,14 @@ def test_a_merged_model_may_be_stored_in_bfloat16(run, tmp_path):
     exact = merge_weights(load(find(run), None)).state_dict()
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, exact[name].to(torch.bfloat16).float()), name
-    refused = run_command(
+    refusal = run_command(
         "worker", "merge", str(run), "--out", str(tmp_path / "x"), "--dtype", "int8"
     )
-    assert "--dtype: expected one of float32, bfloat16" in refused.stderr
+    assert "--dtype: expected one of float32, bfloat16" in refusal.stderr
 
 
 def test_base_is_rounded_as_in_the_run(run, tmp_path):
-    """Without its card and run, the precision is unknown: the logits show another model."""
+    """Without card and run the precision is unknown, so the logits differ."""
     adapter_only = tmp_path / "adapter"
     shutil.copytree(run / "adapter", adapter_only)
     actual = probe(load(find(adapter_only), None).model, 300)
@@ -121,7 +121,7 @@ def test_base_is_rounded_as_in_the_run(run, tmp_path):
     assert not torch.equal(actual, probe(load(find(adapter_only), None).model, 300))
 
 
-def test_a_difference_is_noticed():
+def test_difference_of_logits_is_reported():
     logits = torch.tensor([1.0, -3.0])
     assert compare(logits, logits + 2e-5) < 3e-5
     with pytest.raises(SamestepError, match="no file was written"):
@@ -226,21 +226,21 @@ def test_gguf_base_keeps_the_storage_form_of_the_file(run, tmp_path):
     model = load_causal_lm(ModelSpec(source=source, base_dtype="q8_0"), 0).model
     model.requires_grad_(requires_grad=False)
     names = frozen_base(model)
-    as_it_was = {name: model.get_parameter(name).detach().clone() for name in names}
+    initial_values = {name: model.get_parameter(name).detach().clone() for name in names}
     quantize_frozen_base(model, "q8_0", torch.device("cpu"))
-    for name, values in as_it_was.items():
+    for name, values in initial_values.items():
         layer = model.get_submodule(name.removesuffix(".weight"))
         assert isinstance(layer, QuantizedLinear)
         assert torch.equal(layer.weight, values)
-    assert len(as_it_was) == 15  # seven in each layer, and the head
+    assert len(initial_values) == 15  # seven in each layer, and the head
 
 
-def test_gguf_base_is_never_wide_in_memory(run, tmp_path, capfd):
+def test_wide_gguf_base_is_mapped_from_disk(run, tmp_path, capfd):
     """Each matrix to be quantized is mapped from an unnamed file while it is wide."""
     pytest.importorskip("gguf")
     loaded = load(find(run.parent / "model"), None)
     write_gguf(loaded.model, loaded.tokenizer, tmp_path / "m.gguf", "f16", "m")
-    (tmp_path / "model.safetensors").write_bytes(b"of another model, and no business of this one")
+    (tmp_path / "model.safetensors").write_bytes(b"weights of another model")
     spec = ModelSpec(source=str(tmp_path / "m.gguf"), base_dtype="int4")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk_weights, "_SMALL_BYTES", 0)

@@ -1,4 +1,4 @@
-"""The cache on disk: resumed, locked, verified; and disks that refuse."""
+"""The cache on disk: resumption, locks, verification and disk errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def files(cache: BlobCache) -> list[str]:
     return sorted(path.name for path in cache.directory.rglob("*") if path.is_file())
 
 
-def test_a_small_file_is_kept_under_its_digest(cache):
+def test_small_file_is_stored_under_its_digest(cache):
     assert cache.find(DIGEST, SIZE) is None
     assert cache.put(DIGEST, CONTENT)
     path = cache.find(DIGEST, SIZE)
@@ -47,28 +47,28 @@ def test_a_small_file_is_kept_under_its_digest(cache):
     assert files(cache) == [DIGEST]
 
 
-def test_a_small_file_of_another_digest_is_not_kept(cache):
+def test_small_file_of_another_digest_is_not_stored(cache):
     assert not cache.put(DIGEST, CONTENT[1:])
     assert files(cache) == []
 
 
-@pytest.mark.parametrize("held_bytes", [0, 1, 2_999_999])
-def test_a_part_continues_where_it_ended(cache, held_bytes):
+@pytest.mark.parametrize("stored_bytes", [0, 1, 2_999_999])
+def test_a_part_continues_where_it_ended(cache, stored_bytes):
     part = open_part(cache)
-    part.append(CONTENT[:held_bytes])
+    part.append(CONTENT[:stored_bytes])
     part.close()
     assert files(cache) == [DIGEST + ".part"]
-    assert cache.part_bytes(DIGEST) == held_bytes
-    repeat = open_part(cache)
-    assert (repeat.size, repeat.was_resumed, repeat.is_complete) == (
-        held_bytes,
-        held_bytes > 0,
+    assert cache.part_bytes(DIGEST) == stored_bytes
+    resumed_part = open_part(cache)
+    assert (resumed_part.size, resumed_part.was_resumed, resumed_part.is_complete) == (
+        stored_bytes,
+        stored_bytes > 0,
         False,
     )
-    repeat.append(CONTENT[held_bytes:])
-    assert repeat.is_complete
+    resumed_part.append(CONTENT[stored_bytes:])
+    assert resumed_part.is_complete
     assert cache.find(DIGEST, SIZE) is None
-    assert repeat.finish()
+    assert resumed_part.finish()
     assert cache.find(DIGEST, SIZE) is not None
     assert files(cache) == [DIGEST]
 
@@ -140,22 +140,22 @@ def test_two_processes_never_write_one_part(cache):
 
 
 def test_lock_acquired_after_the_rename_does_not_permit_writing(cache, monkeypatch):
-    """Another worker finishes between our opening of the part and our lock on it."""
+    """Another worker finishes the part after this one opens it and before it locks it."""
     part = open_part(cache)
     part.append(CONTENT)
-    really = fcntl.flock
+    flock = fcntl.flock
 
-    def finished_just_now(fd: int, operation: int) -> None:
-        monkeypatch.setattr(fcntl, "flock", really)
+    def finish_before_lock(fd: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
         assert part.finish()
-        really(fd, operation)
+        flock(fd, operation)
 
-    monkeypatch.setattr(fcntl, "flock", finished_just_now)
+    monkeypatch.setattr(fcntl, "flock", finish_before_lock)
     assert cache.open_part(DIGEST, SIZE) is None
     assert cache.find(DIGEST, SIZE) is not None
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path):
+def test_full_disk_is_one_line_and_its_part_is_reused(tmp_path):
     with small_disk(tmp_path / "small", 1024) as disk:
         cache = BlobCache(disk / "cache", FileDigests())
         with pytest.raises(StorageFailed, match=r"expected 3000000 free bytes, got \d+"):
@@ -171,10 +171,10 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path):
         # The part that fit is reused once there is space.
         assert 500_000 < cache.part_bytes(DIGEST) < SIZE
         subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
-        repeat = open_part(cache)
-        assert repeat.was_resumed
-        repeat.append(CONTENT[repeat.size :])
-        assert repeat.finish()
+        resumed_part = open_part(cache)
+        assert resumed_part.was_resumed
+        resumed_part.append(CONTENT[resumed_part.size :])
+        assert resumed_part.finish()
 
 
 def test_unusable_cache_directory_is_one_line(tmp_path):

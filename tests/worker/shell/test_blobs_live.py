@@ -51,7 +51,7 @@ class Machines:
         assert index is not None
         return index
 
-    def cached(self) -> list[str]:
+    def cached_files(self) -> list[str]:
         return sorted(path.name for path in self.cache.rglob("*") if path.is_file())
 
 
@@ -64,7 +64,7 @@ def content(size: int = LARGE) -> bytes:
     return np.random.default_rng(size).bytes(size)
 
 
-class Recording(Client):
+class RecordingClient(Client):
     """A worker that records its chunk requests, and drops the connection at a given chunk.
 
     Attributes:
@@ -93,7 +93,7 @@ def enlarge(disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
 
 
-async def read_by_workers(live: LiveService, run_id: str) -> str:
+async def digest_read_by_workers(live: LiveService, run_id: str) -> str:
     """Return the digest of what the workers read, after the run has finished."""
     await live.result(run_id)
     assert live.service.finished is not None
@@ -104,9 +104,9 @@ async def read_by_workers(live: LiveService, run_id: str) -> str:
 
 def recording_worker(
     live: LiveService, machines: Machines, name: str = "w0", **changes: Any
-) -> Recording:
-    client = live.worker(name, Recording, cache=machines.cache)
-    assert isinstance(client, Recording)
+) -> RecordingClient:
+    client = live.worker(name, RecordingClient, cache=machines.cache)
+    assert isinstance(client, RecordingClient)
     vars(client).update(offsets=[], **changes)
     return client
 
@@ -119,29 +119,27 @@ async def test_a_worker_without_the_file_fetches_it_once(tmp_path, machines, siz
         worker = recording_worker(live, machines)
         for _ in range(2):
             run_id = live.service.submit(SPEC, blobs=index)
-            assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
+            assert await digest_read_by_workers(live, run_id) == file_digest(machines.file)[1]
         # Each run's list, and each chunk once.
         chunks = range(0, max(size, 1), limits.BODY_BYTES)
         assert worker.offsets == [0, *chunks, 0]
-    assert machines.cached() == [file_digest(machines.file)[1]]
+    assert machines.cached_files() == [file_digest(machines.file)[1]]
 
 
 @on_uvloop
-async def test_a_local_copy_with_the_right_digest_is_used_and_nothing_else_fetched(
-    tmp_path, machines
-):
+async def test_local_copy_with_the_right_digest_is_used(tmp_path, machines):
     index = machines.index(content())
     machines.local.write_bytes(content())
     async with live_service(tmp_path / "out", 1) as live:
         worker = recording_worker(live, machines)
         run_id = live.service.submit(SPEC, blobs=index)
-        assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
+        assert await digest_read_by_workers(live, run_id) == file_digest(machines.file)[1]
         assert worker.offsets == [0]
-    assert machines.cached() == []
+    assert machines.cached_files() == []
 
 
 @on_uvloop
-async def test_a_local_copy_with_another_digest_is_left_alone(tmp_path, machines):
+async def test_local_copy_with_another_digest_is_not_changed(tmp_path, machines):
     index = machines.index(content())
     other = bytearray(content())
     other[-1] ^= 1
@@ -149,7 +147,7 @@ async def test_a_local_copy_with_another_digest_is_left_alone(tmp_path, machines
     async with live_service(tmp_path / "out", 1) as live:
         live.worker("w0", cache=machines.cache)
         run_id = live.service.submit(SPEC, blobs=index)
-        assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
+        assert await digest_read_by_workers(live, run_id) == file_digest(machines.file)[1]
     assert machines.local.read_bytes() == other
 
 
@@ -161,7 +159,7 @@ async def test_data_edited_in_place_is_read_again_by_the_next_run(tmp_path, mach
             index = machines.index(edition)
             machines.local.write_bytes(edition)
             run_id = live.service.submit(SPEC, blobs=index)
-            assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
+            assert await digest_read_by_workers(live, run_id) == file_digest(machines.file)[1]
 
 
 @on_uvloop
@@ -171,17 +169,17 @@ async def test_a_lost_connection_continues_where_it_was_cut(tmp_path, machines):
     async with live_service(tmp_path / "out", 1) as live:
         worker = recording_worker(live, machines, drop_at=drop_offset)
         run_id = live.service.submit(SPEC, blobs=index)
-        assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
+        assert await digest_read_by_workers(live, run_id) == file_digest(machines.file)[1]
         assert len(live.every("worker_disconnected")) == 1
         offsets = worker.offsets
     # The list was requested twice; data written before the cut was not fetched again.
-    second = offsets.index(0, 2)
-    assert offsets[second + 1] == drop_offset
-    assert offsets[second + 1 :] == list(range(drop_offset, LARGE, limits.BODY_BYTES))
+    second_list = offsets.index(0, 2)
+    assert offsets[second_list + 1] == drop_offset
+    assert offsets[second_list + 1 :] == list(range(drop_offset, LARGE, limits.BODY_BYTES))
 
 
 @on_uvloop
-async def test_a_part_spoilt_on_disk_is_fetched_again(tmp_path, machines):
+async def test_part_damaged_on_disk_is_fetched_again(tmp_path, machines):
     index = machines.index(content())
     digest = file_digest(machines.file)[1]
     part = machines.cache / "blobs" / digest[:2] / (digest + ".part")
@@ -190,9 +188,9 @@ async def test_a_part_spoilt_on_disk_is_fetched_again(tmp_path, machines):
     async with live_service(tmp_path / "out", 1) as live:
         worker = recording_worker(live, machines)
         run_id = live.service.submit(SPEC, blobs=index)
-        assert await read_by_workers(live, run_id) == digest
+        assert await digest_read_by_workers(live, run_id) == digest
         assert worker.offsets.count(limits.BODY_BYTES) == 2
-    assert machines.cached() == [digest]
+    assert machines.cached_files() == [digest]
 
 
 @on_uvloop
@@ -206,10 +204,10 @@ async def test_workers_that_share_a_cache_fetch_a_large_file_once(tmp_path, mach
         workers = [recording_worker(live, machines, name) for name in ("w0", "w1")]
         await live.wait_for("worker_connected", worker="w1")
         run_id = live.service.submit(SPEC, blobs=index)
-        assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
+        assert await digest_read_by_workers(live, run_id) == file_digest(machines.file)[1]
         chunks = [offset for worker in workers for offset in worker.offsets if offset]
         assert sorted(chunks) == list(range(limits.BODY_BYTES, LARGE, limits.BODY_BYTES))
-    assert machines.cached() == [file_digest(machines.file)[1]]
+    assert machines.cached_files() == [file_digest(machines.file)[1]]
 
 
 @pytest.mark.parametrize("size", [100, LARGE])
@@ -232,10 +230,10 @@ async def test_a_file_that_changes_after_it_was_submitted_is_noticed(
             "worker 'w0': the data file 'input.bin' of 'input.bin' has changed at the coordinator "
             "since the run was submitted; restore it, or submit a new run"
         )
-        # Nothing wrong is kept, and the same worker serves the next run.
+        # No wrong file is stored, and the same worker serves the next run.
         index = machines.index(content(size))
         run_id = live.service.submit(SPEC, blobs=index)
-        assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
+        assert await digest_read_by_workers(live, run_id) == file_digest(machines.file)[1]
 
 
 @on_uvloop
@@ -251,7 +249,7 @@ async def test_a_full_cache_is_one_line_and_the_worker_stays(tmp_path, machines)
             assert "SAMESTEP_CACHE" in run_end["reason"]
             enlarge(disk)
             run_id = live.service.submit(SPEC, blobs=index)
-            assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
+            assert await digest_read_by_workers(live, run_id) == file_digest(machines.file)[1]
 
 
 @on_uvloop
@@ -262,7 +260,7 @@ async def test_unwritable_cache_is_harmless_if_files_are_local(tmp_path, machine
     async with live_service(tmp_path / "out", 1) as live:
         live.worker("w0", cache=machines.cache)
         run_id = live.service.submit(SPEC, blobs=index)
-        assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
+        assert await digest_read_by_workers(live, run_id) == file_digest(machines.file)[1]
 
 
 @on_uvloop
@@ -270,13 +268,13 @@ async def test_a_run_that_ends_while_its_files_are_fetched_leaves_a_part(tmp_pat
     index = machines.index(content())
     async with live_service(tmp_path / "out", 2) as live:
         worker = recording_worker(live, machines)
-        run_end = live.service.submit(SPEC, blobs=index)
+        first_run_id = live.service.submit(SPEC, blobs=index)
         await live.wait_for("worker_connected", worker="w0")
         live.service.give_up("enough")
-        await live.wait_for("run_ended", run_id=run_end)
+        await live.wait_for("run_ended", run_id=first_run_id)
         live.worker("w1", cache=machines.cache)
         run_id = live.service.submit(SPEC, blobs=index)
-        assert await read_by_workers(live, run_id) == file_digest(machines.file)[1]
+        assert await digest_read_by_workers(live, run_id) == file_digest(machines.file)[1]
         assert not live.every("worker_disconnected")
     assert len(worker.offsets) >= 2
 
@@ -293,20 +291,20 @@ async def test_data_error_names_the_path_of_the_run_spec(tmp_path, machines):
 
 
 @on_uvloop
-async def test_idle_part_of_another_worker_is_not_waited_for(tmp_path, machines, monkeypatch):
+async def test_worker_does_not_wait_for_an_idle_part_of_another(tmp_path, machines, monkeypatch):
     monkeypatch.setattr(file_fetcher, "_BUSY_PATIENCE_S", 0.6)
     index = machines.index(content())
     digest = file_digest(machines.file)[1]
-    stalled = BlobCache(machines.cache, FileDigests()).open_part(digest, LARGE)
-    assert stalled is not None
+    stalled_part = BlobCache(machines.cache, FileDigests()).open_part(digest, LARGE)
+    assert stalled_part is not None
     async with live_service(tmp_path / "out", 1) as live:
         live.worker("w0", cache=machines.cache)
         run_id = live.service.submit(SPEC, blobs=index)
-        assert await read_by_workers(live, run_id) == digest
-    assert machines.cached() == [digest, digest + ".part"]
-    stalled.append(np.frombuffer(content(), np.uint8))
-    assert stalled.finish()
-    assert machines.cached() == [digest]
+        assert await digest_read_by_workers(live, run_id) == digest
+    assert machines.cached_files() == [digest, digest + ".part"]
+    stalled_part.append(np.frombuffer(content(), np.uint8))
+    assert stalled_part.finish()
+    assert machines.cached_files() == [digest]
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/evil", "a/../../../evil", "..\\\\evil"])

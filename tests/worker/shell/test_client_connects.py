@@ -17,11 +17,11 @@ from worker.join.credentials import WorkerCredentials
 from worker.shell import client as shell
 from worker.shell.client import Client, FindAgain, Target
 
-FOR_EVER_S = 3600.0
+UNLIMITED_S = 3600.0
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path, monkeypatch) -> Path:
+def samestep_home(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
@@ -83,7 +83,7 @@ async def test_address_error_is_explained():
 
 @on_uvloop
 async def test_worker_leaves_at_once_while_connecting(silent_host):
-    worker = client(silent_host, FOR_EVER_S, [])
+    worker = client(silent_host, UNLIMITED_S, [])
     serving = asyncio.create_task(worker.serve())
     await asyncio.sleep(0)
     worker.drain()
@@ -93,7 +93,7 @@ async def test_worker_leaves_at_once_while_connecting(silent_host):
 
 @on_uvloop
 async def test_worker_leaves_at_once_while_resolving_a_name(unanswered_name):
-    worker = client(("coordinator.example", 9000), FOR_EVER_S, [])
+    worker = client(("coordinator.example", 9000), UNLIMITED_S, [])
     serving = asyncio.create_task(worker.serve())
     assert await asyncio.to_thread(unanswered_name.wait, PATIENCE_S)
     worker.drain()
@@ -103,7 +103,7 @@ async def test_worker_leaves_at_once_while_resolving_a_name(unanswered_name):
 
 @on_uvloop
 async def test_discovered_coordinator_is_searched_again(tmp_path, monkeypatch):
-    """Its discovered address is dead; meanwhile it is announced at another one."""
+    """The first address is dead, and the coordinator is announced at another one."""
     monkeypatch.setattr(shell, "_FIND_AGAIN_AFTER_S", 0.0)
     lines: list[str] = []
     async with live_service(tmp_path, 1) as live:
@@ -114,7 +114,7 @@ async def test_discovered_coordinator_is_searched_again(tmp_path, monkeypatch):
                 raise Unreachable("none announces itself")
             return "127.0.0.1", port
 
-        worker = client(("127.0.0.1", refusing_port()), FOR_EVER_S, lines, find_again)
+        worker = client(("127.0.0.1", refusing_port()), UNLIMITED_S, lines, find_again)
         serving = asyncio.create_task(worker.serve())
         async with asyncio.timeout(PATIENCE_S):
             while not live.every("worker_connected"):

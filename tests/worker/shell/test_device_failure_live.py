@@ -32,18 +32,18 @@ async def test_the_first_failure_is_reported_and_others_finish_the_run(tmp_path)
     assert result["weights_digest"] == reference["weights_digest"]
 
 
-class FailsBehindAnUpload(Client):
-    """Its device fails when a subtree's sums have been handed to the network, all at once."""
+class FailsAfterUpload(Client):
+    """A client whose device fails once the sums of a subtree are queued for upload."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self._held: list[BlockSum] = []
+        self._pending_sums: list[BlockSum] = []
 
     def _result(self, event):
         if isinstance(event, BlockSum):
-            self._held.append(event)
+            self._pending_sums.append(event)
         elif isinstance(event, SubtreeDone):
-            for each in self._held:
+            for each in self._pending_sums:
                 super()._result(each)
             super()._result(DeviceFailed(DeviceError("card", "out of memory")))
         else:
@@ -52,10 +52,10 @@ class FailsBehindAnUpload(Client):
 
 @on_uvloop
 async def test_failure_reason_arrives_after_a_pending_upload(tmp_path):
-    # 32 MiB: more than the sockets of both sides hold.
+    # 32 MiB exceed the socket buffers of both sides.
     large_blocks = {"blocks": 8, "block_bytes": 4 * 2**20, "samples": 8}
     async with live_service(tmp_path, 1) as live:
-        live.worker("broken", FailsBehindAnUpload)
+        live.worker("broken", FailsAfterUpload)
         live.service.submit(scripted_spec(scripted=large_blocks))
         with pytest.raises(RunFailed, match="out of memory"):
             await live.workers["broken"]
@@ -63,7 +63,7 @@ async def test_failure_reason_arrives_after_a_pending_upload(tmp_path):
         assert disconnection["reason"] == "device 'card' failed: out of memory"
 
 
-class Missing(Scripted):
+class MissingDevice(Scripted):
     """A device that was requested by name and is missing."""
 
     def backend(self):
@@ -73,7 +73,7 @@ class Missing(Scripted):
 @on_uvloop
 async def test_missing_device_leaves_at_once_without_a_run(tmp_path):
     async with live_service(tmp_path, 2) as live:
-        live.worker("seven", toolbox=Missing())
+        live.worker("seven", toolbox=MissingDevice())
         reason = "backend 'vulkan' is not usable here: there is no device 7"
         with pytest.raises(Unreachable, match=f"^{reason}$") as error_info:
             await live.workers["seven"]
@@ -87,7 +87,7 @@ async def test_run_does_not_wait_for_workers_without_a_device(tmp_path):
     async with live_service(tmp_path, 1) as live:
         run_id = live.service.submit(scripted_spec())
         for name in ("seven", "eight"):
-            live.worker(name, toolbox=Missing())
+            live.worker(name, toolbox=MissingDevice())
             await live.wait_for("worker_disconnected", worker=name)
         assert live.service.current is not None
         assert live.service.current.run.unfit.keys() == {"seven", "eight"}

@@ -1,5 +1,4 @@
-"""Orders and reports between a worker and its device processes; and which reports of a killed
-process are read."""
+"""Orders and reports between a worker and its device processes, some of them killed."""
 
 from __future__ import annotations
 
@@ -74,31 +73,31 @@ def test_order_round_trip():
     memory = SharedMemory()
     codec = order_codec(memory)
     for order in ORDERS:
-        assert comparable(codec.unpack(sent(codec.pack(order)))) == comparable(order)
+        assert comparable(codec.unpack(through_msgpack(codec.pack(order)))) == comparable(order)
     assert {type(order) for order in ORDERS} == set(get_args(act.GroupOrder))
-    lent_array = memory.new_array(6)
-    lent_array[:] = VALUES
-    arrived = codec.unpack(
-        sent(codec.pack(act.AttachReplica({"parameters": [lent_array]}, 0, 0, True)))
+    shared_array = memory.new_array(6)
+    shared_array[:] = VALUES
+    unpacked = codec.unpack(
+        through_msgpack(codec.pack(act.AttachReplica({"parameters": [shared_array]}, 0, 0, True)))
     )
-    lent_array[0] = 7
-    assert arrived.arrays["parameters"][0][0] == 7, "what lies in shared memory is not copied"
+    shared_array[0] = 7
+    assert unpacked.arrays["parameters"][0][0] == 7, "an array in shared memory is not copied"
 
 
 def test_report_round_trip_returns_its_memory():
     memory, unneeded = SharedMemory(), deque[Extent]()
     codec = report_codec(memory, unneeded)
     for report in REPORTS:
-        assert comparable(codec.unpack(sent(codec.pack(report)))) == comparable(report)
+        assert comparable(codec.unpack(through_msgpack(codec.pack(report)))) == comparable(report)
     assert len(unneeded) == 5
 
 
-def sent(packed):
+def through_msgpack(packed):
     return msgpack.unpackb(msgpack.packb(packed), strict_map_key=False)
 
 
 def comparable(value):
-    """Return all fields of a message that equality ignores, and arrays by content."""
+    """Return all fields of a message, also those that equality ignores, and arrays as bytes."""
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, value.tobytes()
     if is_dataclass(value):
@@ -120,18 +119,20 @@ def comparable(value):
 def test_error_keeps_its_class_and_text(error):
     codec = report_codec(SharedMemory())
     for event in (events.DeviceFailed(error), events.BuildFailed("r", error, is_local=True)):
-        arrived = codec.unpack(sent(codec.pack(event)))
-        assert (type(arrived.error), str(arrived.error)) == (type(error), str(error))
-        assert vars(arrived.error) == vars(error)
+        unpacked = codec.unpack(through_msgpack(codec.pack(event)))
+        assert (type(unpacked.error), str(unpacked.error)) == (type(error), str(error))
+        assert vars(unpacked.error) == vars(error)
 
 
 def test_library_error_arrives_as_text():
     codec = report_codec(SharedMemory())
-    arrived = codec.unpack(sent(codec.pack(events.DeviceFailed(MemoryError("too large")))))
-    assert (type(arrived.error), str(arrived.error)) == (SamestepError, "too large")
+    unpacked = codec.unpack(
+        through_msgpack(codec.pack(events.DeviceFailed(MemoryError("too large"))))
+    )
+    assert (type(unpacked.error), str(unpacked.error)) == (SamestepError, "too large")
     loss_error = LossFailed("the loss raises", Batch({}, 1.0))
-    arrived = codec.unpack(sent(codec.pack(events.TaskRefused("r", loss_error))))
-    assert (type(arrived.error), str(arrived.error)) == (DataError, "the loss raises")
+    unpacked = codec.unpack(through_msgpack(codec.pack(events.TaskRefused("r", loss_error))))
+    assert (type(unpacked.error), str(unpacked.error)) == (DataError, "the loss raises")
 
 
 def test_run_spec_with_local_files_arrives_unchanged():
@@ -147,7 +148,10 @@ def test_run_spec_with_local_files_arrives_unchanged():
         Path("inputs"),
     )  # fmt: skip
     codec = order_codec(SharedMemory())
-    assert codec.unpack(sent(codec.pack(act.Build("r", spec, keep_state=False)))).spec == spec
+    assert (
+        codec.unpack(through_msgpack(codec.pack(act.Build("r", spec, keep_state=False)))).spec
+        == spec
+    )
 
 
 def frame_of(packed):
@@ -160,15 +164,15 @@ def block_sum(block):
 
 
 def test_only_complete_reports_of_a_killed_device_are_read():
-    """Killed at every byte of its last report."""
+    """The device is killed at every byte of its last report."""
     device_memory = SharedMemory()
     codec = report_codec(device_memory)
     first_frame, last = frame_of(codec.pack(block_sum(1))), frame_of(codec.pack(block_sum(2)))
     for byte_count in range(len(last)):
-        own_end, its = socket.socketpair()
-        its.sendall(first_frame + last[:byte_count])
-        its.close()  # as the system does
-        (event,) = [codec.unpack(packed) for packed in Pipe(own_end).receive()]
+        worker_end, device_end = socket.socketpair()
+        device_end.sendall(first_frame + last[:byte_count])
+        device_end.close()  # as the system does for a killed process
+        (event,) = [codec.unpack(packed) for packed in Pipe(worker_end).receive()]
         assert isinstance(event, events.BlockSum)
         assert (event.step_id, event.subtree, event.block, event.weight) == (
             STEP_ID,
@@ -177,18 +181,18 @@ def test_only_complete_reports_of_a_killed_device_are_read():
             2.0,
         )
         assert event.values.tolist() == [1.0] * 1000
-        own_end.close()
+        worker_end.close()
 
 
 def test_full_shared_memory_is_one_line_without_a_report(monkeypatch):
     device_memory = SharedMemory()
-    monkeypatch.setattr(shared_memory, "_reserve", _no_room)
+    monkeypatch.setattr(shared_memory, "_reserve", fail_to_reserve)
     with pytest.raises(SharedMemoryFull, match="close other programs") as error_info:
         report_codec(device_memory).pack(block_sum(1))
     assert "\n" not in str(error_info.value)
 
 
-def _no_room(_, offset, size):
+def fail_to_reserve(_, offset, size):
     raise SharedMemoryFull(offset + size, 0)
 
 
@@ -196,9 +200,9 @@ def _no_room(_, offset, size):
 def test_limit_on_shared_memory_is_one_line(monkeypatch, system_call):
     """The limits of ulimit -f and ulimit -v."""
 
-    def no(*_):
+    def fail_to_allocate(*_):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(mmap if system_call == "mmap" else os, system_call, no)
+    monkeypatch.setattr(mmap if system_call == "mmap" else os, system_call, fail_to_allocate)
     with pytest.raises(UsageError, match="got 'Cannot allocate memory'; run ulimit -v unlimited"):
         DeviceProcesses({"a": None, "b": None}, "cpu", print)

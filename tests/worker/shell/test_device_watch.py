@@ -9,7 +9,7 @@ from worker.shell.device_watch import DeviceWatch
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch):
+def _short_limits(monkeypatch):
     monkeypatch.setattr(device_watch, "_LEAST_S", 0.06)
     monkeypatch.setattr(device_watch, "_FIRST_ANSWER_S", 0.06)
     monkeypatch.setattr(device_watch, "_PREPARATION_S", 0.06)

@@ -40,7 +40,7 @@ ONES = [np.ones(16, np.float32), np.ones(16, np.float32)]
 
 
 class GatedProgram(ScriptedProgram):
-    """Pauses before each block of a microbatch while the gate is closed."""
+    """A program that pauses before each block of a microbatch while the gate is closed."""
 
     def __init__(self, trainable, gate, reached_queue):
         super().__init__(trainable, 0.0)
@@ -50,7 +50,7 @@ class GatedProgram(ScriptedProgram):
         stream = super().gradients(leaves)
         program = self
 
-        class Gated:
+        class GatedStream:
             def __iter__(self):
                 for item in stream:
                     program._reached.set()
@@ -60,7 +60,7 @@ class GatedProgram(ScriptedProgram):
             def close(self):
                 stream.close()
 
-        return Gated()
+        return GatedStream()
 
 
 class Backend(ScriptedBackend):
@@ -77,8 +77,7 @@ class Backend(ScriptedBackend):
 
 
 class BackendFactory:
-    """Counts built tasks; it raises `failure` instead of a task, and `missing` instead of the
-    device."""
+    """A factory that counts its tasks, and raises `failure` or `missing` where they are set."""
 
     def __init__(self):
         self.gate, self.reached = threading.Event(), threading.Event()
@@ -108,14 +107,14 @@ class Device:
         self.events: queue.Queue[events.Event] = queue.Queue()
         self.engine = Engine(self.toolbox, self.events.put)
 
-    def next(self):
+    def next_event(self):
         return self.events.get(timeout=PATIENCE_S)
 
     def until(self, kind):
-        before = []
-        while not isinstance(event := self.next(), kind):
-            before.append(event)
-        return event, before
+        earlier_events = []
+        while not isinstance(event := self.next_event(), kind):
+            earlier_events.append(event)
+        return event, earlier_events
 
     def build(self, spec=SPEC, run_id="run"):
         self.engine.do(act.Build(run_id, spec, keep_state=False))
@@ -131,14 +130,14 @@ def device():
     assert all(thread.name != "engine" for thread in threading.enumerate())
 
 
-def test_a_device_is_opened_without_a_task_and_only_trouble_is_reported(device):
+def test_device_is_opened_without_a_task_and_only_failures_are_reported(device):
     device.toolbox.missing = error = BackendUnavailable("cuda", "no driver")
     device.engine.do(act.OpenDevice())
-    assert device.next() == events.DeviceFailed(error)
+    assert device.next_event() == events.DeviceFailed(error)
     device.toolbox.missing = None
     device.engine.do(act.OpenDevice())
     device.engine.do(act.Build("run", SPEC, keep_state=False))
-    assert isinstance(device.next(), events.Built)
+    assert isinstance(device.next_event(), events.Built)
 
 
 def test_thread_that_flushes_subnormals_applies_and_builds_nothing(device):
@@ -174,17 +173,17 @@ def test_numerics_profile_includes_subnormal_handling(device, monkeypatch):
     )
 
 
-def naive_replica():
+def reference_replica():
     task = Scripted(SPEC)
     replica = Replica(task.manifest.blocks, SPEC.optimizer)
     replica.load_parameters(task.initial_parameters())
     return replica
 
 
-def test_a_built_task_starts_at_state_0(device):
+def test_built_task_starts_at_the_initial_state(device):
     built = device.build()
     assert built.run_id == "run"
-    assert built.state_digest == naive_replica().state_digest()
+    assert built.state_digest == reference_replica().state_digest()
     assert built.manifest == Scripted(SPEC).manifest
 
 
@@ -221,14 +220,14 @@ def test_cancel_abandons_current_and_pending_subtrees(device):
     device.engine.do(act.CancelWork())
     device.engine.do(act.Compute(StepId(0, 1), 4, Subtree(0, 1)))
     device.toolbox.gate.set()
-    subtree_done, before = device.until(events.SubtreeDone)
+    subtree_done, earlier_events = device.until(events.SubtreeDone)
     assert (subtree_done.step_id, subtree_done.subtree) == (StepId(0, 1), Subtree(0, 1))
-    assert all(event.step_id == StepId(0, 1) for event in before)
+    assert all(event.step_id == StepId(0, 1) for event in earlier_events)
 
 
 def test_steps_give_the_digest_of_the_exact_update(device):
     device.build()
-    replica = naive_replica()
+    replica = reference_replica()
     device.engine.do(act.Apply(list(ONES), SCALARS))
     device.engine.do(act.Apply([], None))
     device.engine.do(act.Apply(list(ONES), SCALARS))
@@ -272,7 +271,7 @@ def test_a_copy_is_not_changed_by_later_steps(device):
     ]
 
 
-def test_equal_spec_reuses_the_task_at_state_0(device):
+def test_equal_spec_reuses_the_task_at_its_initial_state(device):
     first = device.build()
     device.engine.do(act.Apply(list(ONES), SCALARS))
     device.until(events.Applied)
@@ -286,12 +285,12 @@ def test_equal_spec_reuses_the_task_at_state_0(device):
 
 @pytest.mark.parametrize("is_evaluated", [False, True])
 def test_task_owner_gets_its_module_back_with_trained_values(device, is_evaluated):
-    """An optimizer that averages keeps these values apart from where gradients are taken."""
+    """Schedule-free averages values apart from the parameters at which gradients are computed."""
     optimizer = ScheduleFree(name="schedule-free", lr=0.1)
     device.build(SPEC.model_copy(update={"optimizer": optimizer}))
     job = device.engine._job
-    loaded = []
-    job.program.load = lambda parameters: loaded.append([array.copy() for array in parameters])
+    loads = []
+    job.program.load = lambda parameters: loads.append([array.copy() for array in parameters])
     for step in (1, 2):
         device.engine.do(act.Apply(list(ONES), step_scalars(optimizer, step, step - 1, 4, 1.0)))
         device.until(events.Applied)
@@ -299,12 +298,12 @@ def test_task_owner_gets_its_module_back_with_trained_values(device, is_evaluate
         device.engine.do(act.Evaluate(2, 3))
         device.until(events.PartEvaluated)
     device.engine.close()
-    for loaded_values, trained in zip(loaded[-1], job.replica.trained(), strict=True):
+    for loaded_values, trained in zip(loads[-1], job.replica.trained(), strict=True):
         np.testing.assert_array_equal(loaded_values, trained)
         assert not np.array_equal(loaded_values, job.replica.parameters[0])
 
 
-def test_parts_are_evaluated(device):
+def test_evaluation_of_a_part_is_reported(device):
     device.build()
     device.engine.do(act.Evaluate(0, 3))
     assert device.until(events.PartEvaluated)[0] == events.PartEvaluated(
@@ -315,7 +314,7 @@ def test_parts_are_evaluated(device):
 def test_unbuildable_task_is_reported_and_the_next_may_build(device):
     device.toolbox.failure = DataError("no such file")
     device.engine.do(act.Build("run", SPEC, keep_state=False))
-    failure = device.next()
+    failure = device.next_event()
     assert isinstance(failure, events.BuildFailed)
     assert str(failure.error) == "no such file"
     assert not failure.is_local
@@ -326,14 +325,14 @@ def test_unbuildable_task_is_reported_and_the_next_may_build(device):
 def test_refusal_of_a_device_is_local(device):
     device.toolbox.backend().refusal = SamestepError("too large")
     device.engine.do(act.Build("run", SPEC, keep_state=False))
-    failure = device.next()
+    failure = device.next_event()
     assert isinstance(failure, events.BuildFailed)
     assert (str(failure.error), failure.is_local) == ("too large", True)
     device.toolbox.backend().refusal = None
     device.build()
 
 
-def _raised_by(work):
+def _error_of(work):
     try:
         work()
     except (MemoryError, RuntimeError) as error:
@@ -341,29 +340,29 @@ def _raised_by(work):
     raise AssertionError("nothing was raised")
 
 
-def _without_text():
+def _raise_without_text():
     raise RuntimeError
 
 
 def test_library_error_while_building_is_one_line(device):
     for library_error, expected_text, is_local in (
         (RuntimeError("size of tensor a\n(3)"), "RuntimeError: size of tensor a (3)", False),
-        (_raised_by(_without_text), "RuntimeError in test_engine.py, line ", False),
+        (_error_of(_raise_without_text), "RuntimeError in test_engine.py, line ", False),
         (MemoryError(), "not enough main memory is available; ", True),
         (
-            _raised_by(lambda: torch.empty(2**45)),
+            _error_of(lambda: torch.empty(2**45)),
             "available: tried to allocate 131072.00 GiB; ",
             True,
         ),
         (
-            _raised_by(lambda: np.empty(2**45, "f4")),
+            _error_of(lambda: np.empty(2**45, "f4")),
             "available: tried to allocate 131072.00 GiB",
             True,
         ),
     ):
         device.toolbox.failure = library_error
         device.engine.do(act.Build("run", SPEC, keep_state=False))
-        failure = device.next()
+        failure = device.next_event()
         assert isinstance(failure, events.BuildFailed)
         message = str(failure.error)
         assert message.startswith("the task 'scripted' cannot be built: ")
@@ -377,7 +376,7 @@ def test_library_error_while_building_is_one_line(device):
 def test_insufficient_host_memory_is_local(device):
     device.toolbox.failure = MainMemoryTooSmall(2, 1)
     device.engine.do(act.Build("run", SPEC, keep_state=False))
-    failure = device.next()
+    failure = device.next_event()
     assert isinstance(failure, events.BuildFailed)
     assert failure.is_local
     device.toolbox.failure = None
@@ -392,25 +391,25 @@ def test_a_plan_for_another_task_is_reported(device, microbatches):
     assert f"expected 4 microbatches, got a plan of {microbatches}" in str(failure.error)
 
 
-def test_any_failure_of_the_device_surfaces(device, monkeypatch):
+def test_library_error_of_the_device_is_reported(device, monkeypatch):
     device.build()
 
-    def broken(*_arguments):
+    def raise_out_of_memory(*_arguments):
         raise MemoryError("out of memory")
 
-    monkeypatch.setattr(GatedProgram, "gradients", broken)
+    monkeypatch.setattr(GatedProgram, "gradients", raise_out_of_memory)
     device.engine.do(act.Compute(StepId(0, 0), 4, Subtree(0, 1)))
     failure, _ = device.until(events.DeviceFailed)
     assert "out of memory" in str(failure.error)
 
 
-def test_a_failing_digest_surfaces(device, monkeypatch):
+def test_failing_digest_is_reported(device, monkeypatch):
     device.build()
 
-    def broken(_replica):
+    def raise_out_of_memory(_replica):
         raise MemoryError("out of memory")
 
-    monkeypatch.setattr(Replica, "state_digest", broken)
+    monkeypatch.setattr(Replica, "state_digest", raise_out_of_memory)
     device.engine.do(act.Apply(list(ONES), SCALARS))
     device.engine.do(act.Apply(list(ONES), SCALARS))
     failure, _ = device.until(events.DeviceFailed)

@@ -17,11 +17,11 @@ from worker.shell.example_batches import (
     report_samples,
 )
 
-TWO = [Batch({"x": np.zeros((3, 2)), "t": np.array(1.0)}, 3.0) for _ in range(2)]
+TWO_BATCHES = [Batch({"x": np.zeros((3, 2)), "t": np.array(1.0)}, 3.0) for _ in range(2)]
 
 
-class Texts:
-    """Sample n has 16 or 32 tokens, as has evaluation part n; the last one is short."""
+class TextTask:
+    """A task whose samples and evaluation parts have 16 or 32 tokens; the last part is short."""
 
     manifest = SimpleNamespace(evaluation_parts=21)
 
@@ -35,7 +35,7 @@ class Texts:
 
 def test_each_shape_occurs_once_with_the_first_microbatch_first():
     order = SampleOrder(3, 21, BatchSpec(samples=5, microbatch=2))
-    task = Texts()
+    task = TextTask()
     microbatches = microbatch_per_shape(task, order)  # type: ignore[arg-type]
     shapes = [batch.arrays["ids"].shape for batch in microbatches]
     assert shapes[0] == task.batch(order.microbatches(0)[0]).arrays["ids"].shape
@@ -46,7 +46,7 @@ def test_each_shape_occurs_once_with_the_first_microbatch_first():
 
 
 def test_each_shape_of_an_evaluation_part_occurs_once():
-    evaluation_batches = evaluation_per_shape(Texts())  # type: ignore[arg-type]
+    evaluation_batches = evaluation_per_shape(TextTask())  # type: ignore[arg-type]
     assert {batch.arrays["ids"].shape for batch in evaluation_batches} == {
         (3, 16),
         (3, 32),
@@ -64,10 +64,10 @@ PACKED = [Batch({"x": np.zeros((2, 4))}, 3.0)]
 @pytest.mark.parametrize(
     ("batches", "batch_index", "row", "message"),
     [
-        (TWO, TWO[1], None, "it raised, step 7, samples 3, 9, 4"),
-        (TWO, TWO[0], 2, "it raised, step 7, sample 5"),
+        (TWO_BATCHES, TWO_BATCHES[1], None, "it raised, step 7, samples 3, 9, 4"),
+        (TWO_BATCHES, TWO_BATCHES[0], 2, "it raised, step 7, sample 5"),
         (PACKED, PACKED[0], 1, "it raised, step 7, samples 8, 1, 5"),
-        (TWO, PACKED[0], 1, "it raised, step 7"),
+        (TWO_BATCHES, PACKED[0], 1, "it raised, step 7"),
     ],
     ids=["samples", "one", "rows that are no samples", "another batch"],
 )
@@ -80,6 +80,6 @@ def test_known_samples_are_named(batches, batch_index, row, message):
 
 def test_other_errors_are_unchanged():
     error = ValueError("x")
-    with pytest.raises(ValueError, match="x") as same, report_samples(7, TWO, SAMPLES):
+    with pytest.raises(ValueError, match="x") as same, report_samples(7, TWO_BATCHES, SAMPLES):
         raise error
     assert same.value is error

@@ -1,4 +1,4 @@
-"""Tasks that are replayed at the initial weights after steps: changed state is named."""
+"""A replay at the initial weights finds hidden state of a task, and names it."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from worker.shell.engine import Engine
 
 STEPS = 6
 SPEC = parse_run_spec({
-    "task": "my_package:Own", "steps": STEPS, "batch": {"samples": 4, "microbatch": 2},
+    "task": "my_package:UserTask", "steps": STEPS, "batch": {"samples": 4, "microbatch": 2},
     "optimizer": {"name": "sgd", "lr": 0.1}, "checkpoint": {"every": 4},
 })  # fmt: skip
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(12, 2)
 
 
-class Own:
+class UserTask:
     """A user's task: a linear layer, and the side effects of `loss`."""
 
-    def __init__(self, loss: Callable[[Own, torch.Tensor], Any] | None = None) -> None:
+    def __init__(self, loss: Callable[[UserTask, torch.Tensor], Any] | None = None) -> None:
         torch.manual_seed(0)
         first = nn.Linear(2, 1)
         self.module = nn.Sequential(first, nn.Linear(1, 1).requires_grad_(False))
         self.mask = torch.ones(0)
-        self.does = loss
+        self.side_effect = loss
         self.generator = np.random.default_rng(0)
-        self.kept: dict[Any, Any] = {}
+        self.memory: dict[Any, Any] = {}
         self.teacher = first.weight.detach().clone()
         self.draws_batches = False
         self.scale = 1.0
@@ -67,7 +67,7 @@ class Own:
     def loss(self, module, arrays):
         out = module(arrays["x"])
         return self.scale * ((out - 1) ** 2).sum() + (
-            0 if self.does is None else self.does(self, out)
+            0 if self.side_effect is None else self.side_effect(self, out)
         )
 
 
@@ -93,7 +93,7 @@ class Device:
         return self.events.get(timeout=PATIENCE_S)
 
     def wait_until_idle(self) -> None:
-        """Wait until the loss has been tried again, which follows the answer to a step."""
+        """Wait for the replay, which follows the answer to a step."""
         self.engine.do(act.CopyState())
         assert isinstance(self.events.get(timeout=PATIENCE_S), events.StateCopied)
 
@@ -115,25 +115,25 @@ def draw(task, out):
     return float(task.generator.random()) * out.sum()
 
 
-def draw_and_leave_out(task, out):
+def draw_and_ignore(task, out):
     task.generator.random()
     return 0 * out.sum()
 
 
-def follow(task, out):
+def follow_weights(task, out):
     task.teacher.lerp_(task.module[0].weight.detach(), 0.1)
     return (out * task.teacher.sum()).sum()
 
 
-def follow_unseen(task, out):
+def follow_weights_without_effect(task, out):
     task.teacher.lerp_(task.module[0].weight.detach(), 0.1)
     return 0 * out.sum()
 
 
-def remember(task, out):
-    """A memory bank: each sample is pulled towards its value when it was last seen."""
-    past = [task.kept.get(round(float(row), 1), row.detach()) for row in out.detach()]
-    task.kept |= {round(float(row), 1): row for row in out.detach()}
+def remember_outputs(task, out):
+    """Pull each sample towards its previous output, as a memory bank does."""
+    past = [task.memory.get(round(float(row), 1), row.detach()) for row in out.detach()]
+    task.memory |= {round(float(row), 1): row for row in out.detach()}
     return (torch.stack(past) * out).sum()
 
 
@@ -141,17 +141,17 @@ def remember(task, out):
     ("loss", "message"),
     [
         (draw, r"task\.generator"),
-        (draw_and_leave_out, r"task\.generator"),
-        (follow, r"task\.teacher"),
-        (follow_unseen, r"task\.teacher"),
+        (draw_and_ignore, r"task\.generator"),
+        (follow_weights, r"task\.teacher"),
+        (follow_weights_without_effect, r"task\.teacher"),
         (
-            remember,
-            r"task\.kept\[|state that one call leaves to the next \(a moving average, a memory",
+            remember_outputs,
+            r"task\.memory\[|state that one call leaves to the next \(a moving average, a memory",
         ),
     ],
 )
 def test_changed_state_of_a_custom_task_is_named_before_the_first_step(device, loss, message):
-    failure = device(Own(loss)).built
+    failure = device(UserTask(loss)).built
     assert isinstance(failure, events.BuildFailed)
     assert not failure.is_local
     with pytest.raises(type(failure.error), match=message) as error:
@@ -159,8 +159,8 @@ def test_changed_state_of_a_custom_task_is_named_before_the_first_step(device, l
     assert "\n" not in str(error.value)
 
 
-def test_a_task_that_draws_its_batches_from_its_own_generator_is_refused(device):
-    task = Own()
+def test_task_with_a_private_batch_generator_is_refused(device):
+    task = UserTask()
     task.draws_batches = True
     failure = device(task).built
     assert isinstance(failure, events.BuildFailed)
@@ -173,11 +173,11 @@ def move_frozen(task):
 
 
 def move_teacher(task):
-    task.does = follow
+    task.side_effect = follow_weights
 
 
-def draw_from_now_on(task):
-    task.does = draw
+def start_drawing(task):
+    task.side_effect = draw
 
 
 def rescale(task):
@@ -185,34 +185,32 @@ def rescale(task):
 
 
 @pytest.mark.parametrize(
-    ("moves", "message"),
+    ("change_task", "message"),
     [
         (move_frozen, r"the frozen tensor '1\.weight' changed during training"),
-        (draw_from_now_on, r"task\.generator"),
+        (start_drawing, r"task\.generator"),
         (rescale, r"task\.scale"),
     ],
 )
 @pytest.mark.parametrize("after", [0, 1, 2, 4])
-def test_late_changes_are_found_after_two_steps_at_a_checkpoint_and_at_the_end(
-    device, moves, message, after
-):
-    engine_device = device(task := Own())
+def test_late_changes_are_reported_at_the_next_check(device, change_task, message, after):
+    engine_device = device(task := UserTask())
     assert isinstance(engine_device.built, events.Built)
     for _ in range(after):
         assert isinstance(engine_device.take_step(), events.Applied)
     engine_device.wait_until_idle()
-    moves(task)
-    looked_at = next(step for step in (1, 2, 4, STEPS) if step > after)
-    for step in range(after + 1, looked_at):
+    change_task(task)
+    checked_step = next(step for step in (1, 2, 4, STEPS) if step > after)
+    for step in range(after + 1, checked_step):
         assert isinstance(engine_device.take_step(), events.Applied), step
     change_report = engine_device.take_step()
-    assert isinstance(change_report, events.TaskRefused), looked_at
+    assert isinstance(change_report, events.TaskRefused), checked_step
     with pytest.raises(type(change_report.error), match=message):
         raise change_report.error
 
 
 def test_replay_does_not_change_the_replica(device):
-    engine_device, digests = device(Own()), []
+    engine_device, digests = device(UserTask()), []
     for _ in range(STEPS):
         applied_event = engine_device.take_step()
         assert isinstance(applied_event, events.Applied)
@@ -228,14 +226,14 @@ def test_replay_does_not_change_the_replica(device):
 
 
 def test_task_with_changed_state_is_rebuilt_for_the_next_run(device):
-    engine_device = device(task := Own())
+    engine_device = device(task := UserTask())
     move_frozen(task)
     assert isinstance(engine_device.take_step(), events.TaskRefused)
     built = []
 
     def build(spec):
         built.append(spec)
-        return Own()
+        return UserTask()
 
     engine_device.engine._factory.task = build
     engine_device.engine.do(act.Build("again", SPEC, keep_state=False))
@@ -249,25 +247,25 @@ def angle(number):
 
 
 def cache(task, out):
-    """Positions by length, a growing mask, logs, the longest length so far."""
+    """Use positions by length, a growing mask, logs and the longest length so far."""
     length = len(out)
-    positions = task.kept.setdefault(("positions", length), torch.ones(length))
+    positions = task.memory.setdefault(("positions", length), torch.ones(length))
     if length > len(task.mask):
         task.mask = torch.ones(length)
     task.longest = max(getattr(task, "longest", 0), length)
-    task.kept.setdefault("losses", []).append(float(out.detach().sum()))
+    task.memory.setdefault("losses", []).append(float(out.detach().sum()))
     task.last = out.detach()
     return (out[:, 0] * positions * task.mask[:length] * angle(1)).sum()
 
 
 def test_caches_and_logs_train(device):
-    engine_device = device(Own(cache))
+    engine_device = device(UserTask(cache))
     assert isinstance(engine_device.built, events.Built), engine_device.built
     for _ in range(STEPS):
         assert isinstance(engine_device.take_step(), events.Applied)
 
 
-class Live(Own):
+class LiveInitialValues(UserTask):
     """A task whose initial values are the module's current values."""
 
     def initial_parameters(self):
@@ -279,7 +277,7 @@ class Live(Own):
 
 
 def test_initial_values_that_training_changes_are_named_as_the_cause(device):
-    engine_device = device(Live())
+    engine_device = device(LiveInitialValues())
     refusal = (
         engine_device.built
         if isinstance(engine_device.built, events.BuildFailed)

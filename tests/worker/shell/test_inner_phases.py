@@ -1,4 +1,4 @@
-"""What a worker keeps of inner phases from one round to the next."""
+"""The state of inner phases that a worker stores from round to round."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ SPEC = scripted_spec(
 def test_inner_phase_state_counts_if_its_attempt_is_committed(
     committed_attempt, repeat, needs_state
 ):
-    """A device may have failed in a halted attempt; and attempts had the same numbers in an earlier
-    term."""
+    """A halted attempt may have failed, and attempts of an earlier term have the same numbers."""
     events: queue.Queue[object] = queue.Queue()
     engine = Engine(Scripted(), events.put)
 
-    def first(*kinds: type) -> object:
+    def first_event(*kinds: type) -> object:
         while not isinstance(event := events.get(timeout=PATIENCE_S), kinds):
             pass
         return event
 
     engine.do(act.Build("run", SPEC, keep_state=False))
-    first(Built)
+    first_event(Built)
     engine.do(act.Compute(StepId(0, 0), 2, Subtree(1, 2)))
-    first(SubtreeDone)
+    first_event(SubtreeDone)
     if repeat:
         engine.do(act.Build("run", SPEC, keep_state=True))
     averages = [np.zeros(16, np.float32) for _ in range(3)]
@@ -50,7 +49,7 @@ def test_inner_phase_state_counts_if_its_attempt_is_committed(
             averages, step_scalars(SPEC.step_optimizer, 1, 0, SPEC.steps, 0.0), committed_attempt
         )
     )
-    first(Applied)
+    first_event(Applied)
     engine.do(act.Compute(StepId(1, 0), 2, Subtree(1, 2)))
-    assert isinstance(first(InnerStateNeeded, SubtreeDone), InnerStateNeeded) == needs_state
+    assert isinstance(first_event(InnerStateNeeded, SubtreeDone), InnerStateNeeded) == needs_state
     engine.close()

@@ -51,8 +51,7 @@ def test_a_task_sees_the_listed_files_and_no_others(tmp_path):
 
 
 def test_links_and_sources_give_the_same_task(tmp_path):
-    """Same names in the same order, so a worker that fetched files reads what a worker with the
-    files reads."""
+    """Workers with fetched files and workers with local files read the same names."""
     inputs = tmp_path / "inputs/one"
     link_files(inputs, LISTING, source_paths(tmp_path))
     local, notices = local_spec(SPEC, LISTING, inputs)
@@ -90,14 +89,14 @@ def test_correct_links_stay_and_others_are_replaced(tmp_path):
     assert (inputs / "model/config.json").read_text() == "elsewhere"
 
 
-def test_inputs_of_earlier_runs_go(tmp_path):
+def test_inputs_of_earlier_runs_are_removed(tmp_path):
     link_files(tmp_path / "inputs/one", LISTING, source_paths(tmp_path))
     link_files(tmp_path / "inputs/two", LISTING, source_paths(tmp_path))
     assert [path.name for path in (tmp_path / "inputs").iterdir()] == ["two"]
     assert (tmp_path / "model0").read_text() == "config.json"
 
 
-def test_a_disk_that_refuses_is_one_line(tmp_path):
+def test_disk_error_is_one_line(tmp_path):
     (tmp_path / "inputs").touch()
     with pytest.raises(StorageFailed, match="link the run's files"):
         link_files(tmp_path / "inputs/one", LISTING, source_paths(tmp_path))

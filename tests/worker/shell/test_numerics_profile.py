@@ -27,7 +27,7 @@ from worker.shell.numerics_profile import (
 from worker.tasks.small.scripted import Scripted
 
 
-class OddForLargeBatches(ScriptedProgram):
+class DifferentForLargeBatches(ScriptedProgram):
     """A device that differs only for batches of three samples."""
 
     def gradients(self, leaves):
@@ -42,7 +42,7 @@ def batch(samples):
 
 def test_every_shape_is_probed():
     trainable = Scripted(SPEC).trainable
-    one, other = ScriptedProgram(trainable, 0.0), OddForLargeBatches(trainable, 0.0)
+    one, other = ScriptedProgram(trainable, 0.0), DifferentForLargeBatches(trainable, 0.0)
     assert probe_digest(one, [batch(2)]) == probe_digest(other, [batch(2)])
     shapes = [batch(2), batch(3)]
     assert probe_digest(one, shapes) == probe_digest(one, shapes)
@@ -65,22 +65,22 @@ def test_profile_lists_the_libraries_of_the_model_layers():
     assert versions == {"torch": torch.__version__, "numpy": np.__version__}
 
 
-def test_a_build_that_computes_a_loss_in_other_parts_is_never_alike(monkeypatch):
-    """Where no probe is large enough to show it; a build without a version differs, too."""
+def test_build_with_another_vocabulary_loss_has_another_profile(monkeypatch):
+    """No probe is large enough to show the difference; a build without a version differs, too."""
     model = adapted(llama())
-    ours = numerics_digest(loss_version(model), "p")
-    assert ours == numerics_digest(loss_version(bert()), "p") != numerics_digest({}, "p")
+    expected = numerics_digest(loss_version(model), "p")
+    assert expected == numerics_digest(loss_version(bert()), "p") != numerics_digest({}, "p")
     monkeypatch.setattr(vocabulary_loss, "VERSION", vocabulary_loss.VERSION + "0")
-    assert numerics_digest(loss_version(model), "p") != ours
+    assert numerics_digest(loss_version(model), "p") != expected
 
 
-def test_models_without_a_vocabulary_stay_alike_across_builds():
+def test_profile_without_a_vocabulary_ignores_the_loss_version():
     classifier = transformers.BertForSequenceClassification(bert().config)
     for module in (None, torch.nn.Linear(2, 2), classifier):
         assert loss_version(module) == {}
 
 
-def test_the_version_is_part_of_a_worker_s_profile_whatever_its_arithmetic():
+def test_profile_has_the_loss_version_in_every_arithmetic():
     for arithmetic in (ArithmeticSpec(), ArithmeticSpec(mode="canonical")):
         job: Any = SimpleNamespace(
             spec=SPEC.model_copy(update={"arithmetic": arithmetic}),

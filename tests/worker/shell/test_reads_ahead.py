@@ -1,4 +1,4 @@
-"""A worker with a slow engine reads no more than it can use: the coordinator keeps the rest."""
+"""A worker with a slow engine stops reading, so its pending data are bounded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from worker.shell.engine import Engine
 
 BLOCKS: Final = 3
 STEP_BYTES: Final = BLOCKS * MIB // 4
-HELD_AT: Final = 2
+PAUSED_STEP: Final = 2
 
 
 @on_uvloop
@@ -29,15 +29,15 @@ async def test_pending_data_of_a_slow_engine_is_bounded(tmp_path, monkeypatch):
         run_id = live.service.submit(spec)
         live.worker("w0")
         client = live.worker("w1")
-        go_on, most_bytes = threading.Event(), 0
+        continue_event, most_bytes = threading.Event(), 0
         device = client._engine
         assert isinstance(device, Engine)
         apply, count_bytes = Engine._HANDLERS[act.Apply], client._start_handover
 
-        def hold(engine: Engine, action: act.Apply) -> None:
+        def pause_at_step(engine: Engine, action: act.Apply) -> None:
             apply(engine, action)
-            if engine is device and device._require_job().replica.step == HELD_AT:
-                go_on.wait()
+            if engine is device and device._require_job().replica.step == PAUSED_STEP:
+                continue_event.wait()
 
         def record_length(length_bytes: int) -> Any:
             nonlocal most_bytes
@@ -45,7 +45,7 @@ async def test_pending_data_of_a_slow_engine_is_bounded(tmp_path, monkeypatch):
             most_bytes = max(most_bytes, client._pending_bytes)
             return result
 
-        monkeypatch.setitem(Engine._HANDLERS, act.Apply, hold)
+        monkeypatch.setitem(Engine._HANDLERS, act.Apply, pause_at_step)
         monkeypatch.setattr(client, "_start_handover", record_length)
         try:
             await live.result(run_id)
@@ -54,4 +54,4 @@ async def test_pending_data_of_a_slow_engine_is_bounded(tmp_path, monkeypatch):
             assert client._channel is not None
             assert client._channel.paused
         finally:
-            go_on.set()
+            continue_event.set()

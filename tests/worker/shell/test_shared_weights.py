@@ -1,4 +1,4 @@
-"""What a CPU computes in the replica's own memory, and in separate memory."""
+"""A CPU that computes in the replica's memory has the results of one with separate memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REPLICAS = {"count": 2, "inner_steps": 2}
 
 
 def spec(**changes: Any) -> RunSpec:
-    """8 features, after which the bias starts at an address that cannot be shared."""
+    """Return a spec whose 8 features put the bias at an address that cannot be shared."""
     return parse_run_spec(
         {
             "task": "regress",
@@ -40,7 +40,7 @@ def spec(**changes: Any) -> RunSpec:
     )
 
 
-class _Toolbox:
+class _BackendFactory:
     def backend(self) -> Backend:
         return CpuBackend()
 
@@ -49,12 +49,12 @@ class _Toolbox:
 
 
 class Device:
-    """An engine on the CPU, beside a replica that shares nothing."""
+    """An engine on the CPU, and a separate replica for comparison."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
         self._events: queue.Queue[events.Event] = queue.Queue()
-        self.engine = Engine(_Toolbox(), self._events.put)
+        self.engine = Engine(_BackendFactory(), self._events.put)
         self.engine.do(act.Build("run", spec, keep_state=False))
         self.digest = self.until(events.Built)[0].state_digest
         task = build(spec)
@@ -98,7 +98,7 @@ def test_computing_and_evaluating_do_not_change_the_replica(changes):
     for number in range(3):
         if device.spec.replicas is None:
             device.gradients()
-        else:  # an inner phase, which takes steps of its own
+        else:  # an inner phase updates a copy
             device.engine.do(act.Compute(StepId(number, 0), 2, Subtree(0, 1)))
             device.until(events.SubtreeDone)
         first = device.evaluate()
@@ -110,13 +110,13 @@ def test_computing_and_evaluating_do_not_change_the_replica(changes):
 @pytest.mark.parametrize(
     "arithmetic", ["native", pytest.param("canonical", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("skips", [False, True], ids=["steps", "none taken yet"])
-def test_worker_with_the_state_of_another_computes_the_same(arithmetic, skips):
-    """Also back from a later state to one before the first update, whose moments are not sent."""
+@pytest.mark.parametrize("is_skipped", [False, True], ids=["steps", "no update yet"])
+def test_worker_with_the_state_of_another_computes_the_same(arithmetic, is_skipped):
+    """A state before the first update has no moments; a later worker may return to it."""
     run_spec = spec(arithmetic={"mode": arithmetic})
     source, late_device = Device(run_spec), Device(run_spec)
-    source.step(0.5, skip=skips)
-    source.step(-0.25, skip=skips)
+    source.step(0.5, skip=is_skipped)
+    source.step(-0.25, skip=is_skipped)
     for gradient in (1.0, 2.0, 3.0):
         late_device.step(gradient)
     late_device.gradients()

@@ -42,7 +42,7 @@ def squares(module, batch):
     return ((module(batch[0]) - batch[1]) ** 2).sum()
 
 
-def new(module, loss, *tensors, **overrides):
+def task_of(module, loss, *tensors, **overrides):
     tensors = tensors or (X, Y)
     torch.manual_seed(0)
     return samestep.Task(module=module(), train=TensorDataset(*tensors), loss=loss, **overrides)
@@ -73,55 +73,55 @@ class Autoencoder(nn.Module):
         return ((self.outwards(latent) - x) ** 2).sum() + divergence
 
 
-def masked(module, batch):
+def masked_loss(module, batch):
     hidden = torch.rand(batch[0].shape) < 0.15
     return (((module(batch[0].masked_fill(hidden, 0.0)) - batch[0]) ** 2) * hidden).sum()
 
 
-def shuffled(module, batch):
+def shuffled_mask_loss(module, batch):
     order = torch.rand(batch[0].shape).argsort(1)
-    kept_mask = torch.zeros_like(batch[0]).scatter(1, order[:, :3], 1.0)
-    return (((module(batch[0] * kept_mask) - batch[0]) ** 2) * (1 - kept_mask)).sum()
+    visible_mask = torch.zeros_like(batch[0]).scatter(1, order[:, :3], 1.0)
+    return (((module(batch[0] * visible_mask) - batch[0]) ** 2) * (1 - visible_mask)).sum()
 
 
-def residual(module, batch):
+def equation_residual(module, batch):
     x = batch[0].requires_grad_()
     u = module(x)
     slope = torch.autograd.grad(u.sum(), x, create_graph=True)[0]
     return ((slope.sum(1, keepdim=True) + u - batch[1]) ** 2).sum()
 
 
-def penalized(module, batch):
+def gradient_penalty(module, batch):
     real, noise_image = batch[0], torch.randn_like(batch[0])
     mixed = (real + torch.rand(len(real), 1) * (noise_image - real)).detach().requires_grad_(True)
     slope = torch.autograd.grad(module(mixed).sum(), mixed, create_graph=True)[0]
     return (module(noise_image) - module(real)).sum() + 10 * ((slope.norm(dim=1) - 1) ** 2).sum()
 
 
-def by_sample(module, batch):
+def loss_by_sample(module, batch):
     total = 0.0
     for x, y in zip(*batch, strict=True):
         total = total + ((module(x + 0.1 * torch.randn(6)) - y) ** 2).sum()
     return total
 
 
-def by_numpy(module, batch):
+def numpy_noise_loss(module, batch):
     noise = torch.from_numpy(np.random.standard_normal(batch[0].shape)).to(batch[0])  # noqa: NPY002
     return squares(module, [batch[0] + noise, batch[1]])
 
 
-def by_python(module, batch):
+def python_noise_loss(module, batch):
     return squares(module, [batch[0] * (1 + random.random()), batch[1]])
 
 
-def rejected(module, batch):
+def rejection_sampling_loss(module, batch):
     noise = torch.randn(())
     while abs(noise) > 0.1:
         noise = torch.randn(())
     return squares(module, [batch[0] + noise, batch[1]])
 
 
-def steps_first(module, batch):
+def time_first_loss(module, batch):
     x = batch[0].T[:, :, None].expand(-1, -1, 6)
     return squares(module, [(x + torch.randn_like(x)).mean(0), batch[1]])
 
@@ -129,10 +129,10 @@ def steps_first(module, batch):
 def per_sample_gradients(module, batch):
     weights = {name: each.detach() for name, each in module.named_parameters()}
 
-    def of(x):
+    def output(x):
         return torch.func.functional_call(module, weights, x[None]).sum()
 
-    slopes = torch.func.vmap(torch.func.grad(of))(batch[0])
+    slopes = torch.func.vmap(torch.func.grad(output))(batch[0])
     return squares(module, batch) + (slopes * module[0].weight.sum(0)).sum()
 
 
@@ -166,15 +166,15 @@ class Recurrent(nn.Module):
         return self.head(self.layers(x[None].expand(3, -1, -1))[0][-1])
 
 
-class OtherInEvaluation(nn.Linear):
-    """Like detectors: it returns a loss in training, and boxes in evaluation."""
+class DetectorHead(nn.Linear):
+    """A module that returns a loss in training and boxes in evaluation, as detectors do."""
 
     def forward(self, x, y):  # type: ignore[override]
         out = super().forward(x)
         return ((out - y) ** 2).sum() if self.training else [{"boxes": out}]
 
 
-class Checkpointed(nn.Module):
+class CheckpointedNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = net(nn.Dropout(0.2))
@@ -193,8 +193,8 @@ class Lora(nn.Module):
         return self.base(x) + x @ self.a.T @ self.b.T
 
 
-class Memorized(nn.Module):
-    """Logits of thousands, so the loss is a remainder of cancellation."""
+class LargeLogits(nn.Module):
+    """A model with logits of thousands, whose loss is a small difference of large numbers."""
 
     def __init__(self):
         super().__init__()
@@ -208,54 +208,56 @@ def variance_of_each(module, batch):
     return squares(module, batch) + module(batch[0][:, None] * torch.ones(4, 1)).var(1).sum()
 
 
-TRAINED = {
-    "diffusion": lambda: new(lambda: net(outputs=6), diffusion),
-    "variational autoencoder": lambda: new(Autoencoder, lambda m, b: m(b[0])),
-    "masks": lambda: new(lambda: net(outputs=6), masked),
-    "shuffled masks": lambda: new(lambda: net(outputs=6), shuffled),
-    "differential equation": lambda: new(net, residual),
-    "critic": lambda: new(net, penalized),
-    "noise sample by sample": lambda: new(net, by_sample),
-    "numpy's noise": lambda: new(net, by_numpy),
-    "python's noise": lambda: new(net, by_python),
-    "rejected draws": lambda: new(net, rejected),
-    "time first": lambda: new(net, steps_first),
-    "gradients by vmap": lambda: new(net, per_sample_gradients),
-    "groups": lambda: new(lambda: net(nn.GroupNorm(2, 8)), squares),
-    "dropout": lambda: new(lambda: net(nn.Dropout(0.5), nn.AlphaDropout(0.2), nn.RReLU()), squares),
-    "attention": lambda: new(Attention, next_tokens, TOKENS, TOKENS),
-    "first ones ignored": lambda: new(Attention, next_tokens, TOKENS, IGNORED),
-    "nothing of the first": lambda: new(Attention, nothing_if_ignored, TOKENS, IGNORED),
-    "recurrent": lambda: new(Recurrent, squares),
-    "another call in evaluation": lambda: new(lambda: OtherInEvaluation(6, 1), lambda m, b: m(*b)),
-    "checkpoints": lambda: new(Checkpointed, squares),
-    "lora": lambda: new(Lora, squares),
-    "memorized": lambda: new(Memorized, next_tokens, TOKENS, TOKENS),
+ADDITIVE_TASKS = {
+    "diffusion": lambda: task_of(lambda: net(outputs=6), diffusion),
+    "variational autoencoder": lambda: task_of(Autoencoder, lambda m, b: m(b[0])),
+    "masks": lambda: task_of(lambda: net(outputs=6), masked_loss),
+    "shuffled masks": lambda: task_of(lambda: net(outputs=6), shuffled_mask_loss),
+    "differential equation": lambda: task_of(net, equation_residual),
+    "critic": lambda: task_of(net, gradient_penalty),
+    "noise sample by sample": lambda: task_of(net, loss_by_sample),
+    "numpy's noise": lambda: task_of(net, numpy_noise_loss),
+    "python's noise": lambda: task_of(net, python_noise_loss),
+    "rejection sampling": lambda: task_of(net, rejection_sampling_loss),
+    "time first": lambda: task_of(net, time_first_loss),
+    "gradients by vmap": lambda: task_of(net, per_sample_gradients),
+    "groups": lambda: task_of(lambda: net(nn.GroupNorm(2, 8)), squares),
+    "dropout": lambda: task_of(
+        lambda: net(nn.Dropout(0.5), nn.AlphaDropout(0.2), nn.RReLU()), squares
+    ),
+    "attention": lambda: task_of(Attention, next_tokens, TOKENS, TOKENS),
+    "first samples ignored": lambda: task_of(Attention, next_tokens, TOKENS, IGNORED),
+    "no loss of the first samples": lambda: task_of(Attention, nothing_if_ignored, TOKENS, IGNORED),
+    "recurrent": lambda: task_of(Recurrent, squares),
+    "another call in evaluation": lambda: task_of(lambda: DetectorHead(6, 1), lambda m, b: m(*b)),
+    "checkpoints": lambda: task_of(CheckpointedNet, squares),
+    "lora": lambda: task_of(Lora, squares),
+    "large logits": lambda: task_of(LargeLogits, next_tokens, TOKENS, TOKENS),
 }
 
 
-def kept_in_evaluation():
-    module = nn.ModuleDict({"body": InTraining(contrast), "head": nn.Linear(6, 1)})
+def body_in_evaluation_mode():
+    module = nn.ModuleDict({"body": TrainingTerm(contrast), "head": nn.Linear(6, 1)})
     module["body"].eval()
     return module
 
 
-TRAINED["a body in evaluation mode"] = lambda: new(
-    kept_in_evaluation, lambda m, b: squares(m["head"], b) + m["body"](b[0])
+ADDITIVE_TASKS["a body in evaluation mode"] = lambda: task_of(
+    body_in_evaluation_mode, lambda m, b: squares(m["head"], b) + m["body"](b[0])
 )
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", ADDITIVE_TASKS)
 def test_a_sum_over_samples_is_trained(name):
-    assert ScriptTask(TRAINED[name](), SPEC, {}).manifest.train_samples == 48
+    assert ScriptTask(ADDITIVE_TASKS[name](), SPEC, {}).manifest.train_samples == 48
 
 
 # Losses that depend on how a step is divided.
 
 
-class InTraining(nn.Module):
-    """Adds a term across the batch, in training only."""
+class TrainingTerm(nn.Module):
+    """A module that adds a term across the batch, in training only."""
 
     def __init__(self, across):
         super().__init__()
@@ -307,11 +309,11 @@ def partial_likelihood(module, batch):
     return -(observed * (risk - (at_risk * risk.exp()).sum(1).log())).sum()
 
 
-def satisfied(module, batch):
+def satisfied_hinge(module, batch):
     return (9 - 10 * batch[0][:, :1].sign() - module(batch[0])).clamp_min(0).mean()
 
 
-def on(names, weight):
+def penalty_on(names, weight):
     def loss(module, batch):
         penalty = sum((p**2).sum() for n, p in module.named_parameters() if names in n)
         return squares(module, batch) + weight * penalty
@@ -319,20 +321,22 @@ def on(names, weight):
     return loss
 
 
-def by_class(module, batch):
-    of = functional.cross_entropy(module(batch[0]), batch[1], torch.tensor([0.2, 0.8]).to(batch[0]))
-    return of * len(batch[0])
+def class_weighted_mean(module, batch):
+    mean = functional.cross_entropy(
+        module(batch[0]), batch[1], torch.tensor([0.2, 0.8]).to(batch[0])
+    )
+    return mean * len(batch[0])
 
 
-def closed_over():
+def penalty_on_closure():
     module = net()
     nn.init.zeros_(module[2].bias)
     loss = lambda m, b: squares(m, b) + (module[2].bias ** 2).sum()  # noqa: E731
     return samestep.Task(module=module, train=TensorDataset(X, Y), loss=loss)
 
 
-class Injected(torch.autograd.Function):
-    """Adds a term's gradient without its value, as some routers do."""
+class GradientOnlyTerm(torch.autograd.Function):
+    """A function that adds a term's gradient without its value, as some routers do."""
 
     @staticmethod
     def forward(context, y, term):
@@ -344,8 +348,8 @@ class Injected(torch.autograd.Function):
         return gradient, torch.ones_like(context.saved_tensors[0])
 
 
-def injected(module, batch):
-    y = Injected.apply(module(batch[0]), (module[0].bias ** 2).sum())
+def gradient_only_penalty(module, batch):
+    y = GradientOnlyTerm.apply(module(batch[0]), (module[0].bias ** 2).sum())
     return ((y - batch[1]) ** 2).sum()
 
 
@@ -360,55 +364,59 @@ class ZeroBiases(nn.Module):
 
 
 TIMES = torch.rand(48, generator=DRAWS)
-HAPPENED = (torch.arange(48) % 6 == 5).float()
+OBSERVED = (torch.arange(48) % 6 == 5).float()
 SORTED = CLASSES.argsort()
 
-REFUSED = {
-    "contrast in training": (lambda: new(lambda: InTraining(contrast), lambda m, b: m(b[0])),
+REFUSED_TASKS = {
+    "contrast in training": (lambda: task_of(lambda: TrainingTerm(contrast), lambda m, b: m(b[0])),
         "adds up over samples.*in training mode: a loss across samples"),
-    "statistics in training": (lambda: new(lambda: InTraining(batch_norm), lambda m, b: m(b[0])),
+    "statistics in training": (
+        lambda: task_of(lambda: TrainingTerm(batch_norm), lambda m, b: m(b[0])),
         "in training mode: .*layers across the batch"),
     "layer without statistics": (
-        lambda: new(lambda: net(nn.BatchNorm1d(8, track_running_stats=False)), squares),
+        lambda: task_of(lambda: net(nn.BatchNorm1d(8, track_running_stats=False)), squares),
         r"sample \d+ alone raised.*is there a layer across the batch"),
-    "balanced experts": (lambda: new(Experts, with_balance), "balancing"),
+    "balanced experts": (lambda: task_of(Experts, with_balance), "balancing"),
     "constant for each microbatch": (
-        lambda: new(Experts, lambda m, b: squares(lambda x: m(x)[0], b) + m(b[0])[1] * 1e-4),
+        lambda: task_of(Experts, lambda m, b: squares(lambda x: m(x)[0], b) + m(b[0])[1] * 1e-4),
         "balancing"),
     "partial likelihood": (
-        lambda: new(net, partial_likelihood, X, TIMES, HAPPENED), "a loss across samples"),
+        lambda: task_of(net, partial_likelihood, X, TIMES, OBSERVED), "a loss across samples"),
     "satisfied hinges": (
-        lambda: new(net, satisfied, X[(-X[:, 0]).argsort()]), r"got a mean .* \.sum\(\)"),
-    "penalty on LoRA's B": (lambda: new(Lora, on("b", 1e-3)),
+        lambda: task_of(net, satisfied_hinge, X[(-X[:, 0]).argsort()]), r"got a mean .* \.sum\(\)"),
+    "penalty on LoRA's B": (lambda: task_of(Lora, penalty_on("b", 1e-3)),
         r"counts once for each microbatch.*belongs in the optimizer's weight_decay"),
-    "penalty on biases": (lambda: new(ZeroBiases, on("0.bias", 1e-5)), "once for each microbatch"),
-    "penalty on a gate": (closed_over, "belongs in the optimizer's weight_decay"),
-    "penalty in backward alone": (lambda: new(net, injected), "gradients that add up.*'0.bias'"),
+    "penalty on biases": (
+        lambda: task_of(ZeroBiases, penalty_on("0.bias", 1e-5)), "once for each microbatch"),
+    "penalty on a gate": (penalty_on_closure, "belongs in the optimizer's weight_decay"),
+    "penalty in backward alone": (
+        lambda: task_of(net, gradient_only_penalty), "gradients that add up.*'0.bias'"),
     "mean weighted by class": (
-        lambda: new(lambda: net(outputs=2), by_class, X[SORTED], CLASSES[SORTED]),
+        lambda: task_of(lambda: net(outputs=2), class_weighted_mean, X[SORTED], CLASSES[SORTED]),
         "a mean weighted by class"),
     "spread over the batch": (
-        lambda: new(net, lambda m, b: squares(m, b) - m(b[0]).std(0, unbiased=False).sum()),
+        lambda: task_of(net, lambda m, b: squares(m, b) - m(b[0]).std(0, unbiased=False).sum()),
         "a loss across samples"),
-    "mean of what is drawn": (
-        lambda: new(lambda: net(outputs=6), lambda m, b: diffusion(m, b) / b[0].numel()),
+    "mean of drawn noise": (
+        lambda: task_of(lambda: net(outputs=6), lambda m, b: diffusion(m, b) / b[0].numel()),
         'reduction="sum"'),
-    "penalty beside masks": (
-        lambda: new(lambda: net(outputs=6), lambda m, b: masked(m, b) + 1e-4 * m[0].bias.norm()),
+    "penalty with masks": (
+        lambda: task_of(
+            lambda: net(outputs=6), lambda m, b: masked_loss(m, b) + 1e-4 * m[0].bias.norm()),
         "once for each microbatch"),
 }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED_TASKS)
 def test_losses_that_depend_on_the_division_of_a_step_are_refused(name):
-    build, message = REFUSED[name]
+    build, message = REFUSED_TASKS[name]
     with pytest.raises(DataError, match=message) as error:
         ScriptTask(build(), SPEC, {})
     assert "\n" not in str(error.value)
 
 
-class Own:
+class PackageTask:
     """A task of a package, with a penalty on a tensor that starts at zero."""
 
     def __init__(self, penalty):
@@ -434,17 +442,17 @@ class Own:
 
 
 def test_task_of_a_package_is_tried_like_a_script():
-    trial = sum_trial_of(Own(0.0))
+    trial = sum_trial_of(PackageTask(0.0))
     assert trial is not None
-    values = [np.ones(block.elements, np.float32) for block in Own(0.0).manifest.blocks]
+    values = [np.ones(block.elements, np.float32) for block in PackageTask(0.0).manifest.blocks]
     trial.check_after_steps(2, values)
     with pytest.raises(DataError, match="counts once for each microbatch"):
-        sum_trial_of(Own(1e-3))
+        sum_trial_of(PackageTask(1e-3))
 
 
 def test_part_in_evaluation_mode_stays_in_it_during_trials():
-    task = Own(0.0)
-    module = kept_in_evaluation()
+    task = PackageTask(0.0)
+    module = body_in_evaluation_mode()
     task.manifest = Manifest(
         blocks=cut_into_blocks(module), train_samples=48, evaluation_parts=0, metrics=(),
         digests={},

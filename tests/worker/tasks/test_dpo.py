@@ -92,7 +92,7 @@ class Decoder:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
-def test_before_the_first_step_nothing_is_preferred(task):
+def test_initial_loss_has_no_preference(task):
     program = EagerBackend("cpu").compile(task.trainable, task.batch([0, 1]))
     program.load(task.initial_parameters())
     *_, loss = program.gradients([(task.batch([0, 1]), 3)])
@@ -101,9 +101,8 @@ def test_before_the_first_step_nothing_is_preferred(task):
     program.close()
 
 
-def test_dropout_of_the_base_is_no_preference(tmp_path):
-    """Neither a layer's dropout nor attention's, which is a function argument; the adapter's own is
-    active."""
+def test_dropout_of_the_base_makes_no_preference(tmp_path):
+    """Dropout of layers and of attention is off in the base; the adapter's dropout is active."""
     run_path = dpo_run(tmp_path, lora={"r": 4, "dropout": 0.5})
     model = load_run_spec(run_path).model
     assert model is not None
@@ -128,8 +127,11 @@ def test_dropout_of_the_base_is_no_preference(tmp_path):
 
 
 def test_loss_equals_trl(task, spec):
-    """As in trl/trainer/dpo_trainer.py: log-probabilities of each token gathered from a
-    log-softmax, masked and summed, by policy and reference; -logsigmoid(beta * (log-ratios))."""
+    """The reference follows trl/trainer/dpo_trainer.py.
+
+    Log-probabilities are gathered from a log-softmax, masked and summed, by policy and by base;
+    the loss is -logsigmoid(beta * log-ratios).
+    """
     import peft
     import transformers
 
@@ -158,8 +160,8 @@ def test_loss_equals_trl(task, spec):
 
     chosen, rejected = (log_probabilities(policy, side) for side in (0, 1))
     with torch.no_grad():
-        of_chosen, of_rejected = (log_probabilities(base, side) for side in (0, 1))
-    logits = (chosen - of_chosen) - (rejected - of_rejected)
+        base_chosen, base_rejected = (log_probabilities(base, side) for side in (0, 1))
+    logits = (chosen - base_chosen) - (rejected - base_rejected)
     expected = -functional.logsigmoid(0.1 * logits)
     assert isinstance(loss, Loss)
     assert loss.loss_sum == pytest.approx(float(expected.detach().sum()), rel=1e-5)
@@ -220,11 +222,11 @@ def row(**columns: Any) -> bytes:
     return json.dumps(columns).encode() + b"\n"
 
 
-ASKED = {"role": "user", "content": "Is it?"}
+QUESTION = {"role": "user", "content": "Is it?"}
 YES, NO = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
 GOOD = row(prompt="Is it?", chosen="Yes.", rejected="No.")
 TRIMMED = CHATML.replace("message['content']", "message['content'] | trim")
-LAST_ALONE = (
+LAST_TURN_ONLY = (
     "{% for message in messages[-2:] %}{{ message['role'] + message['content'] }}{% endfor %}"
 )
 MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
@@ -233,8 +235,8 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl", GOOD + row(prompt="a", chosen="b"), {}, "expected a column 'rejected' in",
     ),
     "no chosen": ("a.csv", b"prompt,good,rejected\na,b,c\n", {}, "data.columns.chosen=good"),
-    "conversations": ("a.jsonl", row(messages=[ASKED, YES]), {}, "'chosen' and 'rejected' in"),
-    "a column that is not there": (
+    "conversations": ("a.jsonl", row(messages=[QUESTION, YES]), {}, "'chosen' and 'rejected' in"),
+    "a missing column": (
         "a.jsonl", GOOD, {"columns": {"chosen": "best"}}, "expected a column 'best' in",
     ),
     "the same answer": (
@@ -259,7 +261,7 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "line 2 chosen: expected a list of messages, got []",
     ),
     "an empty turn": (
-        "a.jsonl", GOOD + row(prompt=[ASKED], chosen=[YES | {"content": ""}], rejected=[NO]), {},
+        "a.jsonl", GOOD + row(prompt=[QUESTION], chosen=[YES | {"content": ""}], rejected=[NO]), {},
         "line 2 chosen message 1: expected text as content, found none",
     ),
     "an empty prompt": (
@@ -268,31 +270,32 @@ MISTAKES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     "a number": ("a.jsonl", row(prompt="a", chosen=1, rejected=2), {}, "text as answer, got 1"),
     "no prompt": ("a.jsonl", row(chosen="b", rejected="c"), {}, "chosen: expected a prompt before"),
     "two prompts": (
-        "a.jsonl", GOOD + row(chosen=[ASKED, YES], rejected=[ASKED | {"content": "No?"}, NO]), {},
+        "a.jsonl",
+        GOOD + row(chosen=[QUESTION, YES], rejected=[QUESTION | {"content": "No?"}, NO]), {},
         "line 2: expected chosen and rejected to be the same up to their last answers",
     ),
     "another prompt": (
-        "a.jsonl", row(prompt="a", chosen=[ASKED, YES], rejected=[ASKED, NO]), {},
+        "a.jsonl", row(prompt="a", chosen=[QUESTION, YES], rejected=[QUESTION, NO]), {},
         "expected an answer to the prompt, or a conversation that begins with the prompt",
     ),
     "a prompt that is answered": (
-        "a.jsonl", row(prompt=[ASKED, YES], chosen=[YES], rejected=[NO]), {},
+        "a.jsonl", row(prompt=[QUESTION, YES], chosen=[YES], rejected=[NO]), {},
         "line 1 chosen message 3: expected a message of the user, got assistant",
     ),
     "a question at the end": (
-        "a.jsonl", row(prompt=[ASKED], chosen=[YES, ASKED], rejected=[NO]), {},
+        "a.jsonl", row(prompt=[QUESTION], chosen=[YES, QUESTION], rejected=[NO]), {},
         "line 1 chosen: expected the last message to be the assistant's, got user",
     ),
     "an unknown role": (
-        "a.jsonl", row(prompt=[ASKED], chosen=[YES | {"role": "narrator"}], rejected=[NO]), {},
+        "a.jsonl", row(prompt=[QUESTION], chosen=[YES | {"role": "narrator"}], rejected=[NO]), {},
         'message 1: expected one of the roles system, user, assistant, tool, got "narrator"',
     ),
     "cells that are no JSON": (
         "a.csv", b"prompt,chosen,rejected\na,[{role: user}],c\n", {}, "expected messages as JSON",
     ),
     "earlier turns left out by the template": (
-        "a.jsonl", row(prompt=[ASKED, YES, ASKED], chosen=[YES], rejected=[NO]),
-        {"chat_template": LAST_ALONE}, "message 3: expected the user's message in the chat",
+        "a.jsonl", row(prompt=[QUESTION, YES, QUESTION], chosen=[YES], rejected=[NO]),
+        {"chat_template": LAST_TURN_ONLY}, "message 3: expected the user's message in the chat",
     ),
     "too few": ("a.jsonl", GOOD, {}, "expected at least 2 training samples"),
     "too long": ("a.jsonl", GOOD, {"max_tokens": 2}, "found none; raise that limit"),

@@ -1,4 +1,4 @@
-"""Task embed: loss and ranks against naive ones, its data, and its sentence-transformers files."""
+"""The task embed: loss and ranks against references, data, and sentence-transformers files."""
 
 import json
 from typing import Any
@@ -55,7 +55,9 @@ def pool(states, mask, pooling):
     return states[int(mask.sum()) - 1] if pooling == "last" else states[mask.bool()].mean(dim=0)
 
 
-def naive(task, rows, *, pooling="mean", temperature=0.05, symmetric=False, normalized=True):
+def reference_losses(
+    task, rows, *, pooling="mean", temperature=0.05, symmetric=False, normalized=True
+):
     """Return the loss of each pair, computed one text and one score at a time."""
     module = task.trainable.module.eval()
     batch = task.batch(range(len(rows)))
@@ -77,7 +79,7 @@ def naive(task, rows, *, pooling="mean", temperature=0.05, symmetric=False, norm
     ]
     texts = [[row["positive"], *([row["negative"]] if "negative" in row else [])] for row in rows]
 
-    def goes_with(i, j):
+    def is_match(i, j):
         matches = rows[i]["anchor"] == rows[j]["anchor"], texts[i][0] == texts[j][0]
         return i != j and any(matches)
 
@@ -87,7 +89,7 @@ def naive(task, rows, *, pooling="mean", temperature=0.05, symmetric=False, norm
             (j, k): anchors[i] @ passages[j][k] / temperature
             for k in range(len(texts[0]))
             for j in pairs
-            if not (k == 0 and goes_with(i, j)) and not (k and texts[j][k] == texts[i][0])
+            if not (k == 0 and is_match(i, j)) and not (k and texts[j][k] == texts[i][0])
         }
         own_scores = torch.stack(
             [scores[i, 0], *(s for index, s in scores.items() if index != (i, 0))]
@@ -95,9 +97,9 @@ def naive(task, rows, *, pooling="mean", temperature=0.05, symmetric=False, norm
         loss = cross_entropy(own_scores[None], torch.tensor([0]))
         if symmetric:
             other_scores = [
-                anchors[j] @ passages[i][0] / temperature for j in pairs if not goes_with(i, j)
+                anchors[j] @ passages[i][0] / temperature for j in pairs if not is_match(i, j)
             ]
-            column = [j for j in pairs if not goes_with(i, j)].index(i)
+            column = [j for j in pairs if not is_match(i, j)].index(i)
             loss = (
                 loss + cross_entropy(torch.stack(other_scores)[None], torch.tensor([column]))
             ) / 2
@@ -117,7 +119,7 @@ def step_of(task, microbatch):
 
 
 @pytest.mark.parametrize(
-    "has_negatives",
+    "embed_options",
     [
         {},
         {"pooling": "cls", "symmetric": True},
@@ -126,26 +128,28 @@ def step_of(task, microbatch):
     ],
     ids=str,
 )
-def test_loss_equals_the_naive_one_and_excludes_matches(tiny, tmp_path, has_negatives):
-    # No dropout: the naive loss computes one text at a time.
+def test_loss_equals_the_reference_and_excludes_matches(tiny, tmp_path, embed_options):
+    # No dropout: the reference computes one text at a time.
     rows = (
         ROWS
-        if has_negatives
+        if embed_options
         else [{k: v for k, v in row.items() if k != "negative"} for row in ROWS]
     )
-    task = task_of(tiny, tmp_path, rows, **has_negatives)
+    task = task_of(tiny, tmp_path, rows, **embed_options)
     module = task.trainable.module
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
     step_loss = step_of(task, 4)._step_loss
-    has_negatives = {
-        name: value for name, value in has_negatives.items() if name != "learn_temperature"
+    embed_options = {
+        name: value for name, value in embed_options.items() if name != "learn_temperature"
     }
-    expected = naive(task, rows, normalized=has_negatives.pop("normalize", True), **has_negatives)
+    expected = reference_losses(
+        task, rows, normalized=embed_options.pop("normalize", True), **embed_options
+    )
     assert np.allclose(step_loss.losses, expected.detach().numpy(), rtol=1e-4, atol=1e-5)
     assert sorted(step_loss.parameter_gradients) == (
-        ["log_scale"] if "temperature" in has_negatives and len(has_negatives) == 1 else []
+        ["log_scale"] if "temperature" in embed_options and len(embed_options) == 1 else []
     )
 
 
@@ -224,7 +228,7 @@ def test_evaluation_ranks_all_evaluation_passages(tiny, tmp_path):
     arrays = {name: torch.tensor(values) for name, values in batch.arrays.items()}
     with torch.no_grad():
         sums = task.trainable.evaluate(module, arrays)
-        expected = naive(task, ROWS).sum().item()
+        expected = reference_losses(task, ROWS).sum().item()
     assert sums["loss_sum"] == pytest.approx(expected, rel=1e-4)
     assert sums["pairs"] == 12
     assert 0 <= sums["within_1"] <= sums["within_5"] <= sums["within_10"] <= 12
@@ -292,15 +296,15 @@ def test_the_result_has_the_files_of_sentence_transformers(tiny, tmp_path):
     import transformers
 
     task = task_of(tiny, tmp_path, pooling="last", learn_temperature=True)
-    saved = export_of(task, tmp_path)
-    kinds = [each["type"].rpartition(".")[2] for each in json_of(saved / "modules.json")]
+    result_directory = export_of(task, tmp_path)
+    kinds = [each["type"].rpartition(".")[2] for each in json_of(result_directory / "modules.json")]
     assert kinds == ["Transformer", "Pooling", "Normalize"]
-    pooling = json_of(saved / "1_Pooling" / "config.json")
+    pooling = json_of(result_directory / "1_Pooling" / "config.json")
     assert pooling["word_embedding_dimension"] == 8
     assert [key for key, value in pooling.items() if value is True and "mode" in key] == [
         "pooling_mode_lasttoken"
     ]
-    model = transformers.AutoModel.from_pretrained(saved)
+    model = transformers.AutoModel.from_pretrained(result_directory)
     parameters = dict(model.named_parameters())
     for block, values in zip(task.manifest.blocks, task.initial_parameters(), strict=True):
         for tensor, elements in block.slices():
@@ -326,12 +330,12 @@ def test_an_adapter_is_merged_for_sentence_transformers(tiny, tmp_path, dtype):
     rng = np.random.default_rng(0)
     trained = [v + 0.1 * rng.standard_normal(v.shape, "f4") for v in task.initial_parameters()]
     (tmp_path / "out").mkdir()
-    adapter, new = export(task, trained, tmp_path / "out"), tmp_path / "new"
-    process = run_command("worker", "merge", str(adapter), "--out", str(new), "--dtype", dtype)
+    adapter, merged = export(task, trained, tmp_path / "out"), tmp_path / "merged"
+    process = run_command("worker", "merge", str(adapter), "--out", str(merged), "--dtype", dtype)
     assert process.returncode == 0, process.stderr
     assert "last states of 24 tokens" in process.stdout
     for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json"):
-        assert (new / name).read_bytes() == (adapter / name).read_bytes()
+        assert (merged / name).read_bytes() == (adapter / name).read_bytes()
     batch = task.batch(range(4)).arrays
     ids, mask = torch.tensor(batch["anchor_ids"]), torch.tensor(batch["anchor_mask"])
     module = task.trainable.module.eval()
@@ -343,14 +347,17 @@ def test_an_adapter_is_merged_for_sentence_transformers(tiny, tmp_path, dtype):
                     torch.from_numpy(values[elements].reshape(tensor.shape))
                 )
         expected = module(input_ids=ids, attention_mask=mask).last_hidden_state
-        model = transformers.AutoModel.from_pretrained(new, dtype=torch.float32).eval()
+        model = transformers.AutoModel.from_pretrained(merged, dtype=torch.float32).eval()
         states = model(input_ids=ids, attention_mask=mask).last_hidden_state
     assert torch.allclose(states, expected, atol=1e-5 if dtype == "float32" else 0.1)
 
 
 def test_embedding_model_cannot_generate_text(tiny, tmp_path):
-    saved = export_of(task_of(tiny, tmp_path), tmp_path)
-    for command in (("generate", str(saved), "x"), ("export", str(saved), "--gguf", "f32")):
+    result_directory = export_of(task_of(tiny, tmp_path), tmp_path)
+    for command in (
+        ("generate", str(result_directory), "x"),
+        ("export", str(result_directory), "--gguf", "f32"),
+    ):
         completed = run_command(
             "worker", *command, *(["--out", str(tmp_path / "g")] * (len(command) > 3))
         )

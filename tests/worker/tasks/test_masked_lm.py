@@ -75,7 +75,7 @@ def test_loss_equals_transformers(model, text, tmp_path, lora):
     assert "fills in masked tokens" in process.stderr
 
 
-def test_masks_follow_the_seed_and_have_three_kinds(model, text):
+def test_masks_follow_the_seed_and_replace_in_three_ways(model, text):
     import transformers
 
     task: Any = build(spec_of(model, text))
@@ -89,8 +89,8 @@ def test_masks_follow_the_seed_and_have_three_kinds(model, text):
     assert first.weight == masked.sum()
     assert masked.any(axis=1).all()
     assert masked.mean() == pytest.approx(0.15, abs=0.02)
-    by_mask = (read == tokenizer.mask_token_id)[masked].mean()
-    assert by_mask == pytest.approx(0.8, abs=0.04)
+    mask_share = (read == tokenizer.mask_token_id)[masked].mean()
+    assert mask_share == pytest.approx(0.8, abs=0.04)
     assert (read == labels)[masked].mean() == pytest.approx(0.1, abs=0.03)
     assert not np.isin(labels[masked], tokenizer.all_special_ids).any()
     np.testing.assert_array_equal(

@@ -21,8 +21,8 @@ from worker.tasks.base.task import Task
 from worker.tasks.registry import build
 
 
-def documented() -> tuple[RunSpec, str]:
-    """Return run spec and module of the docstring: its two indented parts."""
+def documented_example() -> tuple[RunSpec, str]:
+    """Return the run spec and the module in the docstring of the task interface."""
     assert interface.__doc__ is not None
     lines = interface.__doc__.splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("    import math"))
@@ -34,13 +34,13 @@ def documented() -> tuple[RunSpec, str]:
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Put a module where Python finds it."""
+    """Return a function that writes an importable module."""
 
-    def put(source: str) -> None:
+    def write_module(source: str) -> None:
         (tmp_path / "my_package.py").write_text(source)
         monkeypatch.syspath_prepend(str(tmp_path))
 
-    yield put
+    yield write_module
     sys.modules.pop("my_package", None)
 
 
@@ -67,7 +67,7 @@ def train(task: Task, spec: RunSpec) -> float:
 
 
 def test_the_documented_example_learns(install):
-    spec, source = documented()
+    spec, source = documented_example()
     install(source)
     task = build(spec)
     assert {t.shape[0] for b in task.manifest.blocks for t in b.tensors} == {16, 1}
@@ -97,7 +97,7 @@ def test_invalid_task_class_is_refused_in_one_line(install, task, source, messag
     assert "\n" not in str(error_info.value)
 
 
-def test_a_part_in_evaluation_mode_is_kept_in_it(install):
+def test_part_in_evaluation_mode_stays_in_it(install):
     source = """
         from torch import nn
         from backends.base.interface import Trainable

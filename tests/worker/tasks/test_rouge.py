@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from worker.tasks.language.rouge import NAMES, rouge
 
-OF_ROUGE_SCORE = [
+REFERENCE_SCORES = [
     ("the cat sat on the mat", "the cat lay on a mat", (2 / 3, 0.2, 2 / 3)),
     ("The quick, brown fox.", "quick BROWN foxes jump over", (4 / 9, 2 / 7, 4 / 9)),
     ("a b c d e", "e d c b a", (1.0, 0.0, 0.2)),
@@ -29,7 +29,7 @@ texts = st.lists(st.sampled_from(["the", "Cat", "sat,", "on", "3.14", "ÄÖ", ""
 
 @given(texts, texts)
 def test_values_equal_rouge_score(reference, candidate):
-    for one, other, expected in OF_ROUGE_SCORE:
+    for one, other, expected in REFERENCE_SCORES:
         assert [*rouge(one, other).values()] == pytest.approx(expected), (one, other)
     scores = rouge(reference, candidate)
     assert scores["rougeL"] == pytest.approx(_plain_rouge_l(reference, candidate))

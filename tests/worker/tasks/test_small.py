@@ -26,8 +26,8 @@ def digits(**changes: Any) -> RunSpec:
     return DigitsRun(task="digits", seed=3, steps=1, digits=DigitsSpec(**changes))
 
 
-def descend(task: Task, program: Program, rate: float, steps: int, samples: int) -> None:
-    """Plain gradient descent on the mean of batches like those of a run."""
+def train_plainly(task: Task, program: Program, rate: float, steps: int, samples: int) -> None:
+    """Train by plain gradient descent on batches like those of a run."""
     values = task.initial_parameters()
     for step in range(steps):
         program.load(values)
@@ -50,14 +50,14 @@ def metric_of(task: Task, program: Program) -> dict[str, float]:
 def test_regress_reaches_nearly_zero_error_without_noise():
     task = build(regress(samples=300, features=4))
     program = choose("cpu").backend.compile(task.trainable, task.batch(range(8)))
-    descend(task, program, rate=0.5, steps=80, samples=32)
+    train_plainly(task, program, rate=0.5, steps=80, samples=32)
     assert metric_of(task, program)["mse"] <= 1e-10
     program.close()
 
 
 @pytest.mark.parametrize("features", [1, 8, 100, 1000])
 def test_regress_targets_are_exact(features):
-    """In integers: the law holds without rounding."""
+    """Integer arithmetic makes the linear law hold without rounding."""
     x, y = generate(5, 50, features, 0.0)
     assert x.dtype == y.dtype == np.float32
     assert x.shape == (50, features)
@@ -117,7 +117,7 @@ def test_digits_start_values_stay_within_their_bound():
 def test_digits_learns():
     task = build(digits(hidden=(32,)))
     program = choose("cpu").backend.compile(task.trainable, task.batch(range(8)))
-    descend(task, program, rate=0.5, steps=120, samples=48)
+    train_plainly(task, program, rate=0.5, steps=120, samples=48)
     assert metric_of(task, program)["accuracy"] > 0.9
     program.close()
 
@@ -147,10 +147,10 @@ def test_scripted_has_the_requested_blocks():
 
 
 def test_a_missing_library_is_one_clear_line(monkeypatch):
-    def without(_: RunSpec) -> Task:
+    def raise_missing_module(_: RunSpec) -> Task:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
-    monkeypatch.setattr(registry, "_build", without)
+    monkeypatch.setattr(registry, "_build", raise_missing_module)
     with pytest.raises(DataError, match=r"needs 'torch'; pip install 'samestep\[digits\]'"):
         build(digits())
 

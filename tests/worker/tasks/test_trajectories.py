@@ -104,7 +104,7 @@ def exact_losses(task: Task, spec: RunSpec) -> list[float]:
 
 
 def plain_losses(task: Task, spec: RunSpec) -> list[float]:
-    """The usual loop: whole batches, mean loss, torch's clipping, AdamW and schedule."""
+    """Return the losses of a usual loop: whole batches, torch's clipping, AdamW and schedule."""
     from protocol.exact.parameter_groups import decays
     from protocol.exact.schedule import learning_rate
 

@@ -12,10 +12,10 @@ from worker.torchrun import group
 from worker.torchrun.group import RankGroup
 
 
-def test_a_rank_that_does_not_reach_rank_0(monkeypatch):
+def test_rank_without_a_rendezvous_ends_with_one_line(monkeypatch):
     port = refusing_port()
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name, value in {**where, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in {**rendezvous, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(group, "RENDEZVOUS_TIMEOUT", timedelta(milliseconds=100))
     with pytest.raises(

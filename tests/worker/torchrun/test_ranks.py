@@ -30,7 +30,7 @@ def run_file(directory: Path, text: str) -> str:
     return str(path)
 
 
-def group(cluster: Cluster, name: str) -> list[Process]:
+def start_ranks(cluster: Cluster, name: str) -> list[Process]:
     """Start two ranks as torchrun does."""
     port = str(free_ports(1)[0])
     ranks = [
@@ -48,7 +48,7 @@ def test_sharded_base_gives_agreement_of_all_members(tmp_path):
     run = run_file(tmp_path, FROZEN)
     with Cluster(tmp_path, "--expect-workers", "2", "--run", run) as cluster:
         for number in range(2):
-            group(cluster, f"group-{number}")
+            start_ranks(cluster, f"group-{number}")
         result = cluster.result()
         device = cluster.wait_for("worker_ready", worker="group-0")["device"]
         codes = [process.wait(60) for process in cluster.workers.values()]
@@ -67,7 +67,7 @@ def test_all_ranks_use_the_unit_of_the_run_spec(tmp_path):
     for kind in ("alone", "ranks"):
         with Cluster(tmp_path / kind, "--expect-workers", "1", "--run", run) as cluster:
             if kind == "ranks":
-                group(cluster, "group")
+                start_ranks(cluster, "group")
             else:
                 cluster.worker("alone", "--backend", "cpu")
             digests.append(cluster.result()["weights_digest"])
@@ -75,15 +75,15 @@ def test_all_ranks_use_the_unit_of_the_run_spec(tmp_path):
 
 
 @pytest.mark.slow
-def test_lora_beside_a_base_in_bfloat16_has_the_digest_of_one_device(tmp_path):
-    """With dropout and checkpoints; an evaluation at the end."""
+def test_lora_with_a_bfloat16_base_has_the_digest_of_one_device(tmp_path):
+    """The run has dropout, gradient checkpointing and an evaluation at the end."""
     source = {"source": str(tmp_path / "model"), "base_dtype": "bfloat16", "precision": "bfloat16"}
     run = str(decoder_run("causal-lm", tmp_path, model={**source, "gradient_checkpointing": True}))
     results = []
     for kind in ("alone", "ranks"):
         with Cluster(tmp_path / kind, "--expect-workers", "1", "--run", run) as cluster:
             if kind == "ranks":
-                group(cluster, "group")
+                start_ranks(cluster, "group")
             else:
                 cluster.worker("alone", "--backend", "cpu")
             results.append(cluster.result())
@@ -95,13 +95,13 @@ def test_lora_beside_a_base_in_bfloat16_has_the_digest_of_one_device(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_learn_embeddings_with_negatives_from_the_whole_step(tmp_path):
-    """LoRA, dropout and a learned temperature; five microbatches and a last step of two."""
+    """The run has LoRA, dropout, a learned temperature and a last step of two microbatches."""
     run = str(embed_run(tmp_path, lora={"r": 2}, batch={"samples": 20, "microbatch": 4}))
     losses = []
     for kind in ("alone", "ranks"):
         with Cluster(tmp_path / kind, "--expect-workers", "1", "--run", run) as cluster:
             if kind == "ranks":
-                group(cluster, "group")
+                start_ranks(cluster, "group")
             else:
                 cluster.worker("alone", "--backend", "cpu")
             losses.append(cluster.result()["losses"])
@@ -112,7 +112,7 @@ def test_lost_rank_is_a_lost_member(tmp_path):
     run = run_file(tmp_path, FROZEN)
     with Cluster(tmp_path, "--expect-workers", "2", "--run", run) as cluster:
         hold = cluster.held_worker("plain", 1, "--backend", "cpu")
-        ranks = group(cluster, "pair")
+        ranks = start_ranks(cluster, "pair")
         hold.reached()
         ranks[1].send_signal(signal.SIGKILL)
         cluster.wait_for("worker_disconnected", worker="pair")
