@@ -1,8 +1,8 @@
-"""A rank whose device never finishes a microbatch: `python -m tests.busy_rank HELD RANK SIZE PORT`.
+"""A rank whose device never finishes a microbatch.
 
-After some microbatches of its own, it connects to the port HELD on loopback and waits, in the
-middle of a step that the other ranks compute too. The other arguments are those of
-`tests.one_rank`.
+Run it as `python -m tests.busy_rank PAUSE_PORT RANK SIZE PORT`. After some microbatches, it
+connects to PAUSE_PORT on loopback and waits, in the middle of a step that the other ranks compute
+too. The other arguments are those of `tests.one_rank`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from backends.base.interface import GradientItem
 from tests.paused_worker import wait_for_release
 from worker.torchrun.leader import GroupGradients, RankShare
 
-_FIRST_HELD = 10
+_FIRST_PAUSED = 10
 """Number of the first microbatch that is not finished."""
 
 
@@ -25,7 +25,7 @@ def wait_in_a_microbatch(port: int) -> None:
 
     def compute_or_wait(self: GroupGradients, share: RankShare) -> Iterator[GradientItem]:
         number = next(numbers)
-        if number >= _FIRST_HELD:
+        if number >= _FIRST_PAUSED:
             wait_for_release(number, port)
         yield from compute(self, share)
 

@@ -23,7 +23,7 @@ RUNS = ROOT / "deploy" / "runs"
 
 
 class Hold:
-    """Where a worker waits in the middle of a run: see `Cluster.held_worker`."""
+    """A point in a run at which a worker waits; see `Cluster.held_worker`."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -35,8 +35,7 @@ class Hold:
         return int(self._listener.getsockname()[1])
 
     def reached(self) -> int:
-        """Wait until the worker reaches a step of the list; return the step, of which it has
-        computed nothing."""
+        """Wait until the worker pauses; return its step, of which it has computed nothing."""
         self._connection, _ = self._listener.accept()
         with self._connection.makefile("rb") as lines:
             return int(lines.readline())

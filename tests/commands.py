@@ -17,7 +17,7 @@ from unittest import mock
 def run_command(
     module: str, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m MODULE ARGUMENTS...`, as far as a caller can tell."""
+    """Run `python -m MODULE ARGUMENTS...` within this process."""
     main = importlib.import_module(f"{module}.cli").main
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (

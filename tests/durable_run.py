@@ -176,7 +176,7 @@ def small_disk(directory: Path, size_kib: int) -> Iterator[Path]:
 
 
 class WrittenRun:
-    """Writes a run's directory as a coordinator with two workers would, step by step.
+    """A run's directory, written step by step as by a coordinator with two workers.
 
     Args:
         path: Directory of the run.

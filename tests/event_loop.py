@@ -26,7 +26,7 @@ def on_uvloop(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 def on_uvloop_for(
     patience_s: float,
 ) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
-    """Like `on_uvloop`, with another time limit."""
+    """Return a decorator like `on_uvloop`, with this time limit."""
     return lambda scenario: _on_uvloop(scenario, patience_s)
 
 

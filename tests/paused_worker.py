@@ -20,10 +20,10 @@ from worker.shell.engine import Engine
 def wait_for_release(committed_steps: int, port: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(b"%d\n" % committed_steps)
-        connection.recv(1)  # nothing arrives: this waits until the test closes the connection
+        connection.recv(1)  # returns when the test closes the connection
 
 
-def hold_between_phases(step: int, port: int) -> None:
+def pause_between_phases(step: int, port: int) -> None:
     load = Engine._HANDLERS[act.LoadEmbeddings]
     waited_steps: list[int] = []
 
@@ -36,15 +36,15 @@ def hold_between_phases(step: int, port: int) -> None:
     Engine._HANDLERS[act.LoadEmbeddings] = load_and_wait
 
 
-def hold_after_steps(hold_steps: list[int], port: int) -> None:
-    # It pauses after an update, not after a subtree: a slow worker may have been assigned none.
+def pause_after_steps(pause_steps: list[int], port: int) -> None:
+    # Pause after an update, not after a subtree: a slow worker may have been assigned none.
     apply = Engine._HANDLERS[act.Apply]
 
     def apply_and_wait(self: Engine, action: act.Apply) -> None:
         apply(self, action)
         step = self._require_job().replica.step
-        if hold_steps and step >= hold_steps[0]:
-            del hold_steps[0]
+        if pause_steps and step >= pause_steps[0]:
+            del pause_steps[0]
             wait_for_release(step, port)
 
     Engine._HANDLERS[act.Apply] = apply_and_wait
@@ -53,7 +53,7 @@ def hold_after_steps(hold_steps: list[int], port: int) -> None:
 if __name__ == "__main__":
     steps, waiting_port = sys.argv.pop(1), int(sys.argv.pop(1))
     if steps.endswith("g"):
-        hold_between_phases(int(steps[:-1]), waiting_port)
+        pause_between_phases(int(steps[:-1]), waiting_port)
     else:
-        hold_after_steps([int(step) for step in steps.split(",")], waiting_port)
+        pause_after_steps([int(step) for step in steps.split(",")], waiting_port)
     main()

@@ -13,7 +13,7 @@ NAME = "tests.reading_task:ReadingTask"
 
 
 class ReadingTask(Scripted):
-    """Reads one file; a file whose content is `bad` is refused."""
+    """A task that reads one file, and refuses the content `bad`."""
 
     def __init__(self, spec: RunSpec) -> None:
         assert spec.data is not None

@@ -41,7 +41,7 @@ from worker.shell import file_fetcher
 _MAX_EVENTS: Final = 400_000
 _OPERATOR_INTERVAL_MS: Final = 500.0
 _QUIET_MS: Final = 120_000.0
-"""If nothing happens for this long, nothing will."""
+"""Time without progress after which the simulation is stuck."""
 _LEAVE_TIMEOUT_MS: Final = 60_000.0
 """A drained worker must leave within this time, plus the time for its owed work, if nothing is
 stalled or cut off."""
@@ -72,7 +72,7 @@ slow as in a busy process."""
 
 
 class Stuck(AssertionError):
-    """The run is not over, but nothing happens any more."""
+    """The run has not ended, but no event can happen."""
 
 
 @dataclass
@@ -133,13 +133,13 @@ class Cluster:
         self.disk = Disk(root / "coordinator", self.clock)
         self.events = 0
         self.transmitted = 0
-        self.disturbed: Counter[str] = Counter()
+        self.disturbance_counts: Counter[str] = Counter()
         self.workers: list[WorkerProcess] = []
         self.coordinators: list[CoordinatorProcess] = []
         self.disturbances = Disturbances(self, often)
         self._budget = 0 if calm else rng.choice((8, 16) if often else (0, 2, 4, 8, 16))
-        self._haste = rng.choice((0.01, 0.03) if often else (0.001, 0.004, 0.01))
-        self._unlike = not calm and rng.random() < 0.15
+        self._disturbance_probability = rng.choice((0.01, 0.03) if often else (0.001, 0.004, 0.01))
+        self._has_two_profiles = not calm and rng.random() < 0.15
         steps = steps or (MANY_STEPS if not calm and rng.random() < 0.005 else STEPS)
         count = runs or (1 if calm else rng.choice((1, 1, 1, 1, 1, 1, 1, 1, 2)))
         build_job, variants = (replica_job_of, REPLICA_VARIANTS) if replicas else (job_of, VARIANTS)
@@ -177,7 +177,7 @@ class Cluster:
         self._continuing: set[Execution] = set()
         self._quiet_since_ms = 0.0
         self._free_since_ms = 0.0
-        self._seen: Any = None
+        self._last_progress: Any = None
 
     def run(self) -> SimulationResult:
         """Simulate to the end of the last run.
@@ -185,7 +185,7 @@ class Cluster:
         Raises:
             AssertionError: A property is violated.
         """
-        with self._in_place():
+        with self._installed():
             self.start_coordinator()
             for _ in range(self.expect_workers):
                 self.start_worker()
@@ -205,26 +205,26 @@ class Cluster:
                 ledger.expected(len(ledger.skips)).replica.weights_digest()
                 for ledger in self.ledgers
             ],
-            self.disturbed,
+            self.disturbance_counts,
             sum((ledger.counts for ledger in self.ledgers), Counter()),
             events,
             self.clock.now_ms / 1000,
         )
 
     @contextmanager
-    def _in_place(self) -> Iterator[None]:
+    def _installed(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.dict(vars(limits), self._limits))
-            stack.enter_context(self.disk.interposed())
+            stack.enter_context(self.disk.intercept_calls())
             # No worker finds the coordinator's files under the names of the run spec.
             stack.enter_context(mock.patch.object(file_fetcher, "_local_files", return_value={}))
             stack.enter_context(mock.patch.object(tempfile, "tempdir", str(self.root)))
-            stack.enter_context(Probes(self).in_place())
+            stack.enter_context(Probes(self).installed())
             yield
 
     def _run_events(self) -> int:
         """Simulate until all runs are over; return the number of events."""
-        rng, clock, haste = self.rng, self.clock, self._haste
+        rng, clock, probability = self.rng, self.clock, self._disturbance_probability
         events = 0
         unfinished = list(self.ledgers)
         while unfinished:
@@ -235,7 +235,7 @@ class Cluster:
             if events > _MAX_EVENTS:
                 raise Stuck(f"no end after {_MAX_EVENTS} events: {self._describe()}")
             clock.step()
-            if self._budget and rng.random() < haste:
+            if self._budget and rng.random() < probability:
                 self._budget -= 1
                 self.disturbances.disturb()
         return events
@@ -295,8 +295,8 @@ class Cluster:
     def start_worker(self, **flaws: Any) -> None:
         pace_ms = self.rng.choice((2.0, 10.0, 10.0, 40.0, 100.0))
         chosen_flaws = Flaws(microbatch_ms=pace_ms, pace_ms=pace_ms, **flaws)
-        if self._unlike:
-            chosen_flaws.flavour = self.rng.randint(0, 1)
+        if self._has_two_profiles:
+            chosen_flaws.flavor = self.rng.randint(0, 1)
         self.workers.append(WorkerProcess(self, chosen_flaws))
 
     def cache(self, worker: WorkerProcess) -> Path:
@@ -308,7 +308,7 @@ class Cluster:
         )
         return worker.cache
 
-    def commits(self, coordinator: CoordinatorProcess) -> None:
+    def on_commit(self, coordinator: CoordinatorProcess) -> None:
         """Run the action that waits for the moment when a commit is being written."""
         action, coordinator.at_commit = coordinator.at_commit, None
         if action is not None:
@@ -318,10 +318,10 @@ class Cluster:
     def is_disk_failure(self, reason: str) -> bool:
         """Return whether the reason is that of a failing disk, so that a coordinator may not
         start."""
-        failing = self.disturbed["disk"] + self.disturbed["cut_and_refuse"]
+        failing = self.disturbance_counts["disk"] + self.disturbance_counts["cut_and_refuse"]
         return bool(failing) and ("space" in reason or "nput/output" in reason)
 
-    def halted(self, coordinator: CoordinatorProcess, execution: Execution) -> None:
+    def on_halt(self, coordinator: CoordinatorProcess, execution: Execution) -> None:
         """Continue a halted run after a random delay, as an operator does."""
         if execution not in self._continuing:
             self._continuing.add(execution)
@@ -361,7 +361,7 @@ class Cluster:
             self.start_worker(evaluates=True)
         progress = (
             self.events, self.transmitted, len(self.workers), len(self.coordinators),
-            self.disturbed.total(),
+            self.disturbance_counts.total(),
         )  # fmt: skip
         now_ms = self.clock.now_ms
         is_stalled = any(
@@ -374,8 +374,8 @@ class Cluster:
             owed_ms = _MAX_OWED_MICROBATCHES * worker.flaws.microbatch_ms
             is_leaving = not worker.alive or now_ms < since_ms + _LEAVE_TIMEOUT_MS + owed_ms
             assert is_leaving, "a worker that was asked to leave does not leave"
-        if progress != self._seen or is_stalled:
-            self._seen, self._quiet_since_ms = progress, now_ms
+        if progress != self._last_progress or is_stalled:
+            self._last_progress, self._quiet_since_ms = progress, now_ms
         elif now_ms > self._quiet_since_ms + _QUIET_MS:
             raise Stuck(self._describe())
 
@@ -387,14 +387,14 @@ class Cluster:
 
     # Disturbances.
 
-    def flipped(self, worker: WorkerProcess) -> None:
+    def on_flip(self, worker: WorkerProcess) -> None:
         for ledger in self.ledgers:
-            ledger.excused.add(f"worker-{worker.instance}")
+            ledger.flipped_workers.add(f"worker-{worker.instance}")
 
-    def spoils(self, worker: WorkerProcess) -> None:
+    def on_result_sent(self, worker: WorkerProcess) -> None:
         """Let a worker whose bit flipped crash soon after it sends a result, if its flaws say
         so."""
-        if worker.flipped and worker.flaws.dies_after_flip:
+        if worker.has_flipped_bit and worker.flaws.dies_after_flip:
             self.clock.after(3 * self.network.latency_ms * self.rng.random(), worker.kill)
 
     def _describe(self) -> str:

@@ -1,4 +1,4 @@
-"""Report at the end of a test run how much was simulated."""
+"""Fixtures that simulate clusters, and a summary of the schedules after a test run."""
 
 import gc
 import logging
@@ -23,7 +23,7 @@ def _home(tmp_path_factory):
 
 
 @pytest.fixture
-def play(_home, monkeypatch):
+def simulate(_home, monkeypatch):
     """Return a function that simulates a seed to its end, in a temporary directory: in memory where
     possible, unless the test names its location."""
     monkeypatch.setenv("SAMESTEP_HOME", str(_home))
@@ -31,7 +31,7 @@ def play(_home, monkeypatch):
     memory = Path("/dev/shm")
     parent = memory if memory.is_dir() else None
 
-    def play(seed, parent=parent, **options):
+    def simulate(seed, parent=parent, **options):
         # Collect garbage between two simulations only: a seed must behave the same each time.
         gc.disable()
         try:
@@ -42,7 +42,7 @@ def play(_home, monkeypatch):
             gc.collect()
             _freeze_imports()
 
-    yield play
+    yield simulate
     structlog.reset_defaults()
 
 
@@ -53,7 +53,7 @@ def _freeze_imports():
 
 
 @pytest.fixture
-def simulated(record_property):
+def record_counts(record_property):
     """Record the number of schedules, their events and their duration."""
     return lambda counts: record_property(_PROPERTY, dict(counts))
 

@@ -45,7 +45,7 @@ class Flaws:
     cannot_build: bool = False
     evaluates: bool = False
     """Whether the worker only evaluates; this is not a fault."""
-    flavour: int = 0
+    flavor: int = 0
     nonfinite_once: set[tuple[int, int]] = field(default_factory=set)
     """(step, block) of the next gradient that is not finite."""
     flips: set[int] = field(default_factory=set)
@@ -56,7 +56,7 @@ class Flaws:
 
 @dataclass(frozen=True)
 class DeviceEnvironment:
-    """What a simulated device needs from the simulation.
+    """The interface of the simulation to a device.
 
     Attributes:
         rng: The generator of the seed.
@@ -101,13 +101,13 @@ class SimulatedDevice:
         if self._flaws.cannot_build:
             raise DataError("scripted to fail")
         self._job = self._environment.job(spec)
-        return _Flavoured(self._job, self._flaws.flavour)
+        return _FlavoredTask(self._job, self._flaws.flavor)
 
     # backends.base.interface.Backend
 
     def numerics_profile(self, threads: int) -> Mapping[str, str]:
         del threads
-        return {"device": "simulated", "flavour": str(self._flaws.flavour)}
+        return {"device": "simulated", "flavour": str(self._flaws.flavor)}
 
     def compile(
         self,
@@ -212,15 +212,15 @@ class SimulatedDevice:
         """Do nothing: there is nothing to free."""
 
 
-class _Flavoured:
-    """The job's task; on machines of another flavour it starts from other weights."""
+class _FlavoredTask:
+    """The job's task; on machines of another flavor it starts from other weights."""
 
-    def __init__(self, job: Job, flavour: int) -> None:
+    def __init__(self, job: Job, flavor: int) -> None:
         self._job = job
-        self._flavour = flavour
+        self._flavor = flavor
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._job, name)
 
     def initial_parameters(self) -> list[Array]:
-        return self._job.initial(self._flavour)
+        return self._job.initial(self._flavor)

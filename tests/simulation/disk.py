@@ -33,7 +33,7 @@ _CORRUPTION_PROBABILITY: Final = 0.5
 Content = bytes | dict[str, "Content"]
 
 
-class Killed(BaseException):
+class ProcessKilled(BaseException):
     """The process is killed at this call; `act` kills it."""
 
     def __init__(self, act: Callable[[], None]) -> None:
@@ -66,20 +66,20 @@ class Disk:
         self._unwritten: dict[int, tuple[int, int]] = {}
 
     @contextmanager
-    def interposed(self) -> Iterator[None]:
+    def intercept_calls(self) -> Iterator[None]:
         """Route system calls that change a disk through this object, within a `with` block."""
         names = ("open", "close", "writev", "ftruncate", "fsync", "fdatasync", *_CHANGES)
         self._real_calls: dict[str, Callable[..., Any]] = {
             name: getattr(os, name) for name in names
         }
-        interposed_calls: dict[str, Callable[..., Any]] = {
+        intercepted_calls: dict[str, Callable[..., Any]] = {
             name: self._change(name) for name in _CHANGES
         }
-        interposed_calls |= {
+        intercepted_calls |= {
             "open": self._open, "close": self._close, "writev": self._writev,
             "ftruncate": self._ftruncate, "fsync": self._fsync, "fdatasync": self._fsync,
         }  # fmt: skip
-        with mock.patch.dict(vars(os), interposed_calls):
+        with mock.patch.dict(vars(os), intercepted_calls):
             yield
 
     @contextmanager
@@ -87,19 +87,19 @@ class Disk:
         """Kill the current process after this many changes of the disk.
 
         Raises:
-            Killed: The process would make a further change.
+            ProcessKilled: The process would make a further change.
         """
         self._changes_left = changes
         try:
             yield
         finally:
-            self.spare()
+            self.cancel_kill()
 
     def kill_after(self, changes: int, act: Callable[[], None]) -> None:
         """End the current process after this many changes, unless it finishes first."""
         self._changes_left, self._act = changes, act
 
-    def spare(self) -> None:
+    def cancel_kill(self) -> None:
         """Cancel a pending kill: the process has finished."""
         self._changes_left, self._act = None, _nothing
 
@@ -120,14 +120,14 @@ class Disk:
         """Kill the process or raise an error, if one is due before the next change.
 
         Raises:
-            Killed: The process is killed before the change.
+            ProcessKilled: The process is killed before the change.
             OSError: The disk is full.
         """
         if self._changes_left is not None:
             if not self._changes_left:
                 act = self._act
-                self.spare()
-                raise Killed(act)
+                self.cancel_kill()
+                raise ProcessKilled(act)
             self._changes_left -= 1
         if grow and self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -181,7 +181,7 @@ class Disk:
             return int(self._real_calls["writev"](fd, buffers))
         try:
             self._before_change(grow=True)
-        except (OSError, Killed):
+        except (OSError, ProcessKilled):
             # Sometimes a part of the data is written.
             if self._clock.rng.random() < 0.5:
                 data = b"".join(buffers)

@@ -46,7 +46,7 @@ class Disturbances:
             choices.append((1, "cannot_build", partial(cluster.start_worker, cannot_build=True)))
         if alive:
             choices += self._on_worker(rng.choice(alive))
-        links = [link for link in cluster.network.links if not link.over]
+        links = [link for link in cluster.network.links if not link.is_over]
         if links:
             choices += [
                 (5, "cut", rng.choice(links).cut),
@@ -60,7 +60,7 @@ class Disturbances:
             choices = [choice for choice in choices if not choice[1].startswith("flip")]
         weights = [10 * w if name in self._often else w for w, name, _ in choices]
         _, name, act = rng.choices(choices, weights)[0]
-        cluster.disturbed[name] += 1
+        cluster.disturbance_counts[name] += 1
         act()
 
     def _on_worker(self, worker: WorkerProcess) -> list[Choice]:
@@ -73,7 +73,7 @@ class Disturbances:
             (4, "stall", lambda: self._stall(worker)),
             (1, "nonfinite", lambda: flaws.nonfinite_once.add((step, rng.randint(-1, 2)))),
             (2, "flip", lambda: flaws.flips.add(step + 1)),
-            (2, "flip_and_die", lambda: self._spoil(worker, step + 1)),
+            (2, "flip_and_die", lambda: self._flip_then_crash(worker, step + 1)),
             *self._on_links(worker),
         ]
 
@@ -85,7 +85,7 @@ class Disturbances:
             return []
 
         def set_delay(ms: float) -> None:
-            worker.sends_slowly_ms = ms
+            worker.send_delay_ms = ms
 
         def delay_messages() -> None:
             set_delay(rng.choice((50.0, 1000.0)))
@@ -106,7 +106,7 @@ class Disturbances:
             (2, "kill_two", kill_both),
         ]
 
-    def _spoil(self, worker: WorkerProcess, step: int) -> None:
+    def _flip_then_crash(self, worker: WorkerProcess, step: int) -> None:
         worker.flaws.flips.add(step)
         worker.flaws.dies_after_flip = True
 
@@ -146,7 +146,7 @@ class Disturbances:
     def on_chunk_fetched(self, worker: WorkerProcess) -> None:
         """Sometimes disturb a worker that has just written a chunk of a fetched file."""
         if self._rng.random() < _FETCH_PROBABILITY:
-            self._cluster.disturbed["while_fetching"] += 1
+            self._cluster.disturbance_counts["while_fetching"] += 1
             links = [x for x in self._cluster.network.links if x.client.process is worker]
             act = self._rng.choice([worker.crash, worker.kill, *(link.cut for link in links)])
             self._clock.after(0.0, act)
@@ -167,7 +167,7 @@ class Disturbances:
             self._cluster.disk.sync_fails = "*/log/*"
 
         def cut() -> None:
-            if links := [link for link in self._cluster.network.links if not link.over]:
+            if links := [link for link in self._cluster.network.links if not link.is_over]:
                 self._rng.choice(links).cut()
             coordinator.at_commit = fail_sync
 
@@ -232,7 +232,7 @@ class Disturbances:
             if link.client.process.side != link.server.process.side
         ]
         for link in links:
-            link.hold(held=True)
+            link.set_blocked(is_blocked=True)
 
         def heal() -> None:
             for process in (*cut_off, coordinator):
@@ -240,7 +240,7 @@ class Disturbances:
                     process.side = 0
             for link in links:
                 if link.server.process.alive and link.client.process.alive:
-                    link.hold(held=False)
+                    link.set_blocked(is_blocked=False)
             if coordinator is not None and coordinator.alive:
                 delay_ms = self._rng.choice((100.0, 5000.0))
                 self._clock.after(delay_ms, coordinator.kill)

@@ -250,17 +250,17 @@ class Job:
         """See `worker.tasks.base.task.Task`."""
         return Batch({}, float(part))
 
-    def replica(self, flavour: int = 0) -> Replica:
+    def replica(self, flavor: int = 0) -> Replica:
         """Return a new replica in the initial state of the task."""
-        if flavour not in self._initial_replicas:
-            self._initial_replicas[flavour] = Replica(self.blocks, self.spec.step_optimizer)
-            self._initial_replicas[flavour].load_parameters(self.initial(flavour))
-        return self._initial_replicas[flavour].copy()
+        if flavor not in self._initial_replicas:
+            self._initial_replicas[flavor] = Replica(self.blocks, self.spec.step_optimizer)
+            self._initial_replicas[flavor].load_parameters(self.initial(flavor))
+        return self._initial_replicas[flavor].copy()
 
-    def initial(self, flavour: int = 0) -> list[Array]:
-        """Return the parameters at step 0, which depend on the flavour."""
+    def initial(self, flavor: int = 0) -> list[Array]:
+        """Return the parameters at step 0, which depend on the flavor."""
         return [
-            _noise(flavour, 0, 0, index, block.elements).copy()
+            _noise(flavor, 0, 0, index, block.elements).copy()
             for index, block in enumerate(self.blocks)
         ]
 
@@ -428,19 +428,19 @@ class Job:
                 if part.block == block and part.kind != "parameters":
                     assert not part.values.any(), "a buffer has a moment"
 
-    def undisturbed(self, skips: tuple[bool, ...], flavour: int = 0) -> ExpectedStep:
+    def undisturbed(self, skips: tuple[bool, ...], flavor: int = 0) -> ExpectedStep:
         """Return the undisturbed run after `len(skips)` steps; True in `skips` means a skipped
         step."""
-        key = (*skips, bool(flavour))
+        key = (*skips, bool(flavor))
         if key not in self._expected_steps:
-            self._expected_steps[key] = self._compute_steps(skips, flavour)
+            self._expected_steps[key] = self._compute_steps(skips, flavor)
         return self._expected_steps[key]
 
-    def _compute_steps(self, skips: tuple[bool, ...], flavour: int) -> ExpectedStep:
+    def _compute_steps(self, skips: tuple[bool, ...], flavor: int) -> ExpectedStep:
         if not skips:
-            replica = self.replica(flavour)
+            replica = self.replica(flavor)
             return ExpectedStep(replica, replica.state_digest(), 0.0, "", None)
-        return self.step_from(self.undisturbed(skips[:-1], flavour).replica, skip=skips[-1])
+        return self.step_from(self.undisturbed(skips[:-1], flavor).replica, skip=skips[-1])
 
     def step_from(self, before: Replica, *, skip: bool) -> ExpectedStep:
         """Compute one more step of the undisturbed run, from any state."""

@@ -53,14 +53,14 @@ class Ledger:
         run_id: Id of the run, once it is accepted.
         data: The file that workers fetch, if any.
         skips: For each committed step, whether it was skipped.
-        flavour: The flavour of the initial state.
+        flavor: The flavor of the initial state.
         outcome: The outcome, once the run has ended.
-        excused: Workers whose bits the simulation flipped; a halt may name them.
+        flipped_workers: Workers whose bits the simulation flipped; a halt may name them.
         counts: Number of events by kind.
         evaluated_step: Steps committed at the newest evaluation.
         restarts: Number of restarts of the step in progress.
         has_rolled_back: Whether a step with trusted sums had to be repeated.
-        redone_otherwise: A repeated step whose averages differ from the first time; -1 if none.
+        differing_step: A repeated step whose averages differ from the first time; -1 if none.
     """
 
     def __init__(self, job: Job, path: Path) -> None:
@@ -69,14 +69,14 @@ class Ledger:
         self.directory = RunDirectory(path)
         self.data: Path | None = None
         self.skips: tuple[bool, ...] = ()
-        self.flavour = 0
+        self.flavor = 0
         self.outcome: Finish | None = None
-        self.excused: set[str] = set()
+        self.flipped_workers: set[str] = set()
         self.counts: Counter[str] = Counter()
         self.evaluated_step = -1
         self.restarts = 0
         self.has_rolled_back = False
-        self.redone_otherwise = -1
+        self.differing_step = -1
         self._started = False
         self._durable: set[tuple[int, int, int]] = set()
         self._trust_candidates: dict[tuple[int, int, int], TrustedSums] = {}
@@ -93,7 +93,7 @@ class Ledger:
         """Return the undisturbed run after this many steps, continued from the newest trusted
         step."""
         if all(trusted_step >= step for trusted_step in self._trusted_sums):
-            return self.job.undisturbed(self.skips[:step], self.flavour)
+            return self.job.undisturbed(self.skips[:step], self.flavor)
         if step not in self._steps_after_trust:
             self._steps_after_trust[step] = self._compute_next(
                 self.expected(step - 1).replica, step - 1
@@ -126,7 +126,7 @@ class Ledger:
             worker for contributions in record.counted or () for worker in contributions
         }
         computing_workers |= set(() if record.embedded is None else record.embedded.of)
-        if computing_workers & self.excused:
+        if computing_workers & self.flipped_workers:
             step_id = (commit.term, commit.step, commit.attempt)
             self._trust_candidates[step_id] = TrustedSums(
                 commit, [values.copy() for values in averages]
@@ -170,7 +170,7 @@ class Ledger:
         self._record_step(commit.step, is_skipped=commit.scalars is None)
         self._settle_trust(commit)
         may_differ = self.has_rolled_back or commit.step in self._trusted_sums
-        assert may_differ or self.redone_otherwise != commit.step, (
+        assert may_differ or self.differing_step != commit.step, (
             "a step is repeated with another result"
         )
         expected_state = self.expected(commit.step + 1)
@@ -248,9 +248,9 @@ class Ledger:
         self.check_replica_state(step, digest)
 
     def _record_initial_state(self, digest: str) -> None:
-        initial = [self.job.undisturbed((), flavour).state_digest for flavour in (0, 1)]
+        initial = [self.job.undisturbed((), flavor).state_digest for flavor in (0, 1)]
         assert digest in initial, "no worker starts from this state 0"
-        self.flavour = initial.index(digest)
+        self.flavor = initial.index(digest)
         self._started = True
 
     def check_end(self, outcome: Finish, replica: Replica | None, losses: list[float]) -> None:
@@ -314,7 +314,7 @@ class Ledger:
             "non-finite loss", "non-finite embedding", "on device",
             "input/output", "no space left",
         )  # fmt: skip
-        named_workers = [name for name in self.excused if repr(name) in reason]
+        named_workers = [name for name in self.flipped_workers if repr(name) in reason]
         assert named_workers or any(cause in reason.lower() for cause in causes), (
             f"no cause for: {reason}"
         )

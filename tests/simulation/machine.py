@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future
 from typing import Any, Final
 
 from protocol.machine.machine import DeviceThread, Job, Machine
-from tests.simulation.disk import Disk, Killed
+from tests.simulation.disk import Disk, ProcessKilled
 from tests.simulation.virtual_time import Clock, Process
 
 _HOST_MS: Final = 1.0
@@ -34,7 +34,7 @@ class JobFuture(Future[Any]):
 
 
 class Thread(Executor):
-    """Runs jobs in order."""
+    """A thread that runs jobs in order."""
 
     def __init__(
         self, process: Process, max_ms: Callable[[], float], first_max_ms: float = 0.0
@@ -80,7 +80,7 @@ class Thread(Executor):
             return
         try:
             result = job()
-        except Killed as kill:
+        except ProcessKilled as kill:
             kill.act()
         except Exception as error:  # noqa: BLE001 -- the future carries the exception
             future.set_exception(error)
@@ -108,7 +108,7 @@ class Thread(Executor):
         if self._is_busy and self._jobs and rng.random() < 0.7:
             _, job, _ = self._jobs.popleft()
             changes = rng.choice((0, 1, 1, 1, 2, 3, 5, 8))
-            with contextlib.suppress(Exception, Killed), disk.killing_after(changes):
+            with contextlib.suppress(Exception, ProcessKilled), disk.killing_after(changes):
                 job()
         self._jobs.clear()
 

@@ -3,7 +3,7 @@
 Each direction of a connection keeps its order. Written data waits in the sender until the
 receiver's window has space, travels for a time from the seed, and is read in pieces of any size. A
 connection is closed, or breaks: then each side gets some of the sent data, and learns of the break
-later. While a connection is held, nothing gets through, and neither side notices.
+later. Nothing passes a blocked connection, and neither side notices.
 
 There is no TLS: it lies below the `Channel`, and has its own tests. The authentication handshake is
 simulated.
@@ -31,7 +31,7 @@ class Network:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.latency_ms = clock.rng.choice((0.1, 1.0, 10.0))
-        self.bursts = clock.rng.choice((0.3, 0.9))
+        self.burst_probability = clock.rng.choice((0.3, 0.9))
         """Probability that all available data is read at once."""
         self.window_bytes = clock.rng.choice((1000, 100_000))
         self.links: list[Link] = []
@@ -78,7 +78,7 @@ class Network:
             slowness_ms: Returns the additional delay of a sender's data.
         """
         clock = self.clock
-        self.links = [link for link in self.links if not link.over]
+        self.links = [link for link in self.links if not link.is_over]
         link = Link(self, client, server)
         link.client.slowness_ms = link.server.slowness_ms = slowness_ms
         self.links.append(link)
@@ -105,14 +105,14 @@ class Link:
         self.client.peer, self.server.peer = self.server, self.client
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Return whether nothing more can happen on the connection."""
         return all(end.lost or not end.process.alive for end in (self.client, self.server))
 
-    def hold(self, *, held: bool) -> None:
-        """Hold or release the connection: while held, nothing gets through."""
+    def set_blocked(self, *, is_blocked: bool) -> None:
+        """Block or unblock the connection: nothing passes a blocked one."""
         for end in (self.client, self.server):
-            end.held = held
+            end.is_blocked = is_blocked
             end.pump()
 
     def cut(self) -> None:
@@ -124,12 +124,12 @@ class Link:
         """Lose the sender's data for a while; only an operating system that waits for
         acknowledgments notices."""
         receiver = self.server if self.client.process is sender else self.client
-        receiver.held = True
+        receiver.is_blocked = True
         clock, both_ends = receiver.peer.clock, (receiver.peer, receiver)
         noticing_ends = both_ends if clock.rng.random() < 0.5 else both_ends[:1]
 
         def release() -> None:
-            receiver.held = False
+            receiver.is_blocked = False
             receiver.pump()
 
         def time_out_ends() -> None:
@@ -154,7 +154,7 @@ class Transport(asyncio.Transport):
     Attributes:
         process: The process of this end.
         peer: The other end.
-        held: Whether data in transit to this end waits.
+        is_blocked: Whether data in transit to this end waits.
         lost: Whether the protocol knows that the connection has ended.
     """
 
@@ -164,7 +164,7 @@ class Transport(asyncio.Transport):
     def __init__(self, network: Network, process: Process) -> None:
         super().__init__()
         self.process = process
-        self.held = False
+        self.is_blocked = False
         self._is_reading_paused = False
         self.lost = False
         self._network = network
@@ -190,7 +190,7 @@ class Transport(asyncio.Transport):
     # asyncio.Transport
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        if name == "sockname" and getattr(self.peer.process, "beside", False):
+        if name == "sockname" and getattr(self.peer.process, "is_on_coordinator_host", False):
             return (self.peer.process.host, 9000)
         return (self.peer.process.host, 9000) if name == "peername" else default
 
@@ -268,7 +268,7 @@ class Transport(asyncio.Transport):
         """Schedule the arrival of data in transit, or of the end."""
         if (
             self._is_arrival_scheduled
-            or self.held
+            or self.is_blocked
             or self._is_reading_paused
             or self._protocol is None
         ):
@@ -295,12 +295,12 @@ class Transport(asyncio.Transport):
 
     def _arrive(self) -> None:
         self._is_arrival_scheduled = False
-        if self.held or self._is_reading_paused:
+        if self.is_blocked or self._is_reading_paused:
             return
         rng = self._clock.rng
         if self._incoming and not self._is_closing:
             count = len(self._incoming)
-            if rng.random() >= self._network.bursts:
+            if rng.random() >= self._network.burst_probability:
                 count = rng.randint(1, count)
             data = bytes(self._incoming[:count])
             del self._incoming[:count]

@@ -36,7 +36,7 @@ class WorkerPorts:
 
     @property
     def links(self) -> list[Link]:
-        self._links = [link for link in self._links if not link.over]
+        self._links = [link for link in self._links if not link.is_over]
         return self._links
 
     def open(self, process: Process, greet: Greet) -> int:
@@ -63,7 +63,7 @@ class WorkerPorts:
         self._links.append(
             self.network.join(
                 client, server, channel, lambda: self.listening.get(port, (None, None))[1],
-                lambda process: float(getattr(process, "sends_slowly_ms", 0.0)),
+                lambda process: float(getattr(process, "send_delay_ms", 0.0)),
             )
         )  # fmt: skip
 

@@ -82,23 +82,23 @@ class Probes:
         self._is_awaited = False
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
         """Install the probes within a `with` block."""
         with ExitStack() as stack:
             for owner, name, before, after in (
-                (GradientLog, "commit", self._syncs, self._synced),
-                (RunStorage, "commit", self._commits, None),
-                (Subscribers, "broadcast", self._broadcast, None),
-                (CoordinatorReplica, "_current_state", None, self._present_state),
-                (run_storage, "write_checkpoint", None, self._saved),
-                (Execution, "_do", None, self._done),
-                (Run, "step", self._steps, self._stepped),
+                (GradientLog, "commit", self._before_sync, self._after_sync),
+                (RunStorage, "commit", self._before_commit, None),
+                (Subscribers, "broadcast", self._before_broadcast, None),
+                (CoordinatorReplica, "_current_state", None, self._after_current_state),
+                (run_storage, "write_checkpoint", None, self._after_checkpoint),
+                (Execution, "_do", None, self._after_actions),
+                (Run, "step", self._before_input, self._after_input),
                 (Round, "take_surplus", self._before_surplus, self._after_surplus),
-                (Client, "_transmit", self._transmitted, None),
-                (FileFetcher, "_store", None, self._stored),
-                (Client, "on_message", self._heard, None),
-                (Channel, "_refuse", self._refused, None),
-                (Channel, "send", None, self._sent),
+                (Client, "_transmit", self._before_transmit, None),
+                (FileFetcher, "_store", None, self._after_store),
+                (Client, "on_message", self._after_message, None),
+                (Channel, "_refuse", self._after_refusal, None),
+                (Channel, "send", None, self._after_send),
             ):
                 probe = self._wrap(getattr(owner, name), before, after)
                 stack.enter_context(mock.patch.object(owner, name, probe))
@@ -145,9 +145,9 @@ class Probes:
 
     # Coordinator.
 
-    def _commits(self, _storage: Any, record: Any, *_: Any) -> None:
+    def _before_commit(self, _storage: Any, record: Any, *_: Any) -> None:
         coordinator = self._coordinator
-        self._cluster.commits(coordinator)
+        self._cluster.on_commit(coordinator)
         execution = coordinator.execution
         progress = execution.run.progress if execution is not None else None
         if execution is None or progress is None or not progress.agreement.is_catching_up:
@@ -159,16 +159,16 @@ class Probes:
             record, progress.round.averages, since=coordinator.trust[1]
         )
 
-    def _syncs(self, _log: Any, _record: Any) -> None:
+    def _before_sync(self, _log: Any, _record: Any) -> None:
         coordinator = self._coordinator
         action, coordinator.at_sync = coordinator.at_sync, None
         if action is not None:
             self._cluster.disk.kill_after(self._cluster.rng.choice((0, 1, 1, 1)), action)
 
-    def _synced(self, _: None, _log: Any, record: Any) -> None:
+    def _after_sync(self, _: None, _log: Any, record: Any) -> None:
         coordinator = self._coordinator
         execution = coordinator.execution
-        self._cluster.disk.spare()
+        self._cluster.disk.cancel_kill()
         if execution is None or not coordinator.alive:
             return
         coordinator.ledger.record_sync(record.commit)
@@ -178,7 +178,7 @@ class Probes:
             set(progress.numerics_profiles), mixed=progress.mixed
         )
 
-    def _broadcast(self, _subscribers: Any, message: Any, values: Any, *_: Any) -> None:
+    def _before_broadcast(self, _subscribers: Any, message: Any, values: Any, *_: Any) -> None:
         coordinator = self._coordinator
         if isinstance(message, Commit):
             self._check_broadcast_commit(coordinator, message)
@@ -203,7 +203,7 @@ class Probes:
         assert replica_state is not None
         assert replica_state.step == commit.step, "the replica has not agreed on the previous step"
 
-    def _present_state(self, state: ReplicaState, _keeper: Any) -> None:
+    def _after_current_state(self, state: ReplicaState, _keeper: Any) -> None:
         coordinator = self._coordinator
         if coordinator.execution is None:
             return
@@ -211,17 +211,17 @@ class Probes:
             return  # disconnected before it had a state: no worker uses its initial state
         coordinator.ledger.check_replica_state(state.step, state.state_digest)
 
-    def _loaded(self, digest: str) -> None:
+    def _check_loaded_state(self, digest: str) -> None:
         job = self._coordinator.ledger.job
-        initial = [job.undisturbed((), flavour).state_digest for flavour in (0, 1)]
+        initial = [job.undisturbed((), flavor).state_digest for flavor in (0, 1)]
         assert digest in initial, "no worker starts from this state 0"
 
-    def _saved(self, checkpoint: Any, *_: Any, losses: Any, **__: Any) -> None:
+    def _after_checkpoint(self, checkpoint: Any, *_: Any, losses: Any, **__: Any) -> None:
         ledger = self._coordinator.ledger
         ledger.check_checkpoint(checkpoint.info.step, checkpoint.info.state_digest)
         ledger.check_losses(losses)
 
-    def _done(self, _: None, execution: Execution, actions: Any) -> None:
+    def _after_actions(self, _: None, execution: Execution, actions: Any) -> None:
         run = execution.run
         if any(isinstance(a, Report) and isinstance(a.event, Committed) for a in actions):
             dismissed = {action.worker for action in actions if isinstance(action, Dismiss)}
@@ -238,18 +238,18 @@ class Probes:
         if tail:
             assert tail[-1][0] - tail[0][0] <= _MAX_STEPS_IN_MEMORY, "old broadcasts stay in memory"
 
-    def _steps(self, run: Run, input_: Input) -> None:
+    def _before_input(self, run: Run, input_: Input) -> None:
         if isinstance(input_, ReplicaLoaded):
-            self._loaded(input_.digest)
+            self._check_loaded_state(input_.digest)
         elif isinstance(input_, WorkerMessage):
-            self._receives(run, input_.worker, input_.message)
+            self._before_message(run, input_.worker, input_.message)
 
-    def _stepped(self, _: Any, run: Run, input_: Input) -> None:
+    def _after_input(self, _: Any, run: Run, input_: Input) -> None:
         check_invariant(run)
         if isinstance(input_, WorkerMessage):
-            self._received(run, input_.worker, input_.message)
+            self._check_arrived_subtree(run, input_.worker, input_.message)
 
-    def _receives(self, run: Run, worker: str, message: Any) -> None:
+    def _before_message(self, run: Run, worker: str, message: Any) -> None:
         progress = run.progress
         round_ = progress.round if progress is not None else None
         share = round_.shares.get(worker) if round_ is not None else None
@@ -257,7 +257,7 @@ class Probes:
             isinstance(message, SubtreeLoss) and share is not None and message.subtree in share.owed
         )
 
-    def _received(self, run: Run, worker: str, message: Any) -> None:
+    def _check_arrived_subtree(self, run: Run, worker: str, message: Any) -> None:
         """Check that an arrived subtree counts, and that no other worker still has to compute
         it."""
         progress = run.progress
@@ -294,50 +294,50 @@ class Probes:
 
     # Worker.
 
-    def _heard(self, client: Client, _channel: Any, received: Any) -> None:
+    def _after_message(self, client: Client, _channel: Any, received: Any) -> None:
         message, worker = received.message, self._worker
         if isinstance(message, StartRun):
             newest = worker.newest.get(message.run_id, 0)
             worker.newest[message.run_id] = max(newest, message.term)
-            worker.cancelled.clear()
+            worker.canceled.clear()
         elif isinstance(message, Cancel) and client._session is not None:
             # Cancel may overtake a plan or an Assign, and then does not apply to their subtrees.
             task, step_id = client._session._task, (message.step, message.attempt)
             subtrees = task.subtrees if task.step_id == StepId(*step_id) else set()
-            cancelled = subtrees.intersection(Subtree(*subtree) for subtree in message.subtrees)
-            worker.cancelled.update((message.term, *step_id, subtree) for subtree in cancelled)
+            canceled = subtrees.intersection(Subtree(*subtree) for subtree in message.subtrees)
+            worker.canceled.update((message.term, *step_id, subtree) for subtree in canceled)
         elif isinstance(message, Owners):  # a worker that kept sums sends them to new owners
-            worker.cancelled.clear()
+            worker.canceled.clear()
         elif isinstance(message, Assign):  # repeated if an owner was lost that had its sums
             attempt = (message.term, message.step, message.attempt)
-            worker.cancelled.difference_update(
+            worker.canceled.difference_update(
                 (*attempt, Subtree(*subtree)) for subtree in message.subtrees
             )
 
-    def _transmitted(self, client: Client, action: Any) -> None:
+    def _before_transmit(self, client: Client, action: Any) -> None:
         message, worker = action.message, self._worker
         session = client._session
         self._cluster.transmitted += 1
         if isinstance(message, GradientPayload | SubtreeLoss):
             subtree_id = (message.term, message.step, message.attempt, message.subtree)
-            assert subtree_id not in worker.cancelled, "a cancelled subtree is sent"
-            self._cluster.spoils(worker)
+            assert subtree_id not in worker.canceled, "a canceled subtree is sent"
+            self._cluster.on_result_sent(worker)
         if isinstance(message, StepApplied) and session is not None:
             ledger = self._cluster.ledger(session.run_id)
-            if ledger is not None and not worker.flipped:
+            if ledger is not None and not worker.has_flipped_bit:
                 ledger.check_worker_state(message.step, message.state_digest)
         if session is not None and session.run_id:
             newest = worker.newest.get(session.run_id, 0)
             assert session.term >= newest, "an older coordinator is obeyed"
 
-    def _stored(self, _event: Any, _obtainer: FileFetcher, _action: Any, _cache: Any) -> None:
+    def _after_store(self, _event: Any, _fetcher: FileFetcher, _action: Any, _cache: Any) -> None:
         self._cluster.disturbances.on_chunk_fetched(self._worker)
 
     # Both sides.
 
-    def _refused(self, channel: Channel, error: Exception) -> None:
+    def _after_refusal(self, channel: Channel, error: Exception) -> None:
         if "an older coordinator must not continue it" not in str(error):
             raise AssertionError(f"{channel.connection.role} refuses: {error}")
 
-    def _sent(self, _: None, channel: Channel, _message: Any) -> None:
+    def _after_send(self, _: None, channel: Channel, _message: Any) -> None:
         assert channel.closed or channel.queued_bytes <= limits.SEND_QUEUE_BYTES

@@ -126,7 +126,7 @@ class CoordinatorProcess(Process):
         self._die()
         for link in self._cluster.network.links:
             if self in (link.client.process, link.server.process):
-                link.hold(held=True)
+                link.set_blocked(is_blocked=True)
 
     def _die(self) -> None:
         if not self.alive:
@@ -171,11 +171,11 @@ class CoordinatorProcess(Process):
         if event == "halted":
             if cluster.coordinator is self:  # a successor may have truncated its file
                 ledger.check_halt(str(fields["reason"]))
-            cluster.halted(self, service.current)
+            cluster.on_halt(self, service.current)
         elif event in ("restarted", "continued"):
             ledger.restarts += 1
         elif event == "redone_otherwise":
-            ledger.redone_otherwise = fields["step"]
+            ledger.differing_step = fields["step"]
         elif event == "evaluated":
             step = fields["step"]
             assert fields["ratio"] == ledger.job.metric(ledger.expected(step).replica)
@@ -203,12 +203,12 @@ class WorkerProcess(Process):
     """One worker: it reconnects until it is drained.
 
     Attributes:
-        flipped: Whether a bit of the worker's replica has flipped.
+        has_flipped_bit: Whether a bit of the worker's replica has flipped.
         cache: Directory for fetched files, once the worker has started.
         draining_since_ms: Time of the drain request.
         only_dials: Whether no other worker can reach this one.
-        beside: Whether the worker runs on the coordinator's machine.
-        sends_slowly_ms: Additional delay of messages to other workers.
+        is_on_coordinator_host: Whether the worker runs on the coordinator's machine.
+        send_delay_ms: Additional delay of messages to other workers.
     """
 
     def __init__(self, cluster: Cluster, flaws: Flaws) -> None:
@@ -216,15 +216,15 @@ class WorkerProcess(Process):
         super().__init__(cluster.clock, f"10.0.0.{self.instance}")
         self._cluster = cluster
         self.flaws = flaws
-        self.flipped = False
+        self.has_flipped_bit = False
         self.draining_since_ms = math.inf
         self.only_dials = cluster.wiring.random() < 0.15
-        self.beside = cluster.wiring.random() < 0.3
-        self.sends_slowly_ms = 0.0
+        self.is_on_coordinator_host = cluster.wiring.random() < 0.3
+        self.send_delay_ms = 0.0
         self.client: Client | None = None
         self.cache: Path | None = None
         self.devices: SimulatedDevices | None = None
-        self.cancelled: set[Any] = set()
+        self.canceled: set[Any] = set()
         self.newest: dict[str, int] = {}
         self.machine = SimulatedMachine(self, lambda: 2.0)
         self.loop.connect = partial(cluster.network.connect, self)
@@ -294,15 +294,15 @@ class WorkerProcess(Process):
         self.clock.after(0.0, self.kill, self)
 
     def _check_end(self, error: SamestepError) -> None:
-        if self.flaws.evaluates and self.flipped and "its state after" in str(error):
+        if self.flaws.evaluates and self.has_flipped_bit and "its state after" in str(error):
             return  # an evaluator with a wrong state is dismissed, and the run does not halt
         if self.devices is not None and self.devices.are_worn_out():
             return
         raise AssertionError(f"a worker ends without a cause: {error}")
 
     def _flip(self) -> int:
-        self.flipped = True
-        self._cluster.flipped(self)
+        self.has_flipped_bit = True
+        self._cluster.on_flip(self)
         return 1 << (16 + self.instance % 7)
 
     def drain(self) -> None:

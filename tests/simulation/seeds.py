@@ -30,7 +30,7 @@ class Seeds:
         return -(-len(self.all) // _MAX_TESTS)
 
     @property
-    def firsts(self) -> range:
+    def first_seeds(self) -> range:
         """Return the first seed of each test."""
         return self.all[:: self.per_test]
 

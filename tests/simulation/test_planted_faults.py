@@ -51,7 +51,7 @@ _ABSENT = np.uint32(0x80000000)
 
 
 def adds_duplicates(self, subtree, value):
-    """Adds a duplicate once more."""
+    """Add a duplicate once more."""
     for pending in self._pending:
         if pending.covers(subtree):
             self._pending[pending] = self._add(self._pending[pending], value)
@@ -62,7 +62,7 @@ def adds_duplicates(self, subtree, value):
 
 
 def keeps_ancestor_and_descendant(self, subtree, value):
-    """Adds a subtree to the sum although its descendants are already in it."""
+    """Add a subtree to the sum although its descendants are already in it."""
     if any(pending.covers(subtree) for pending in self._pending):
         return False
     for pending in [pending for pending in self._pending if subtree.covers(pending)]:
@@ -73,7 +73,7 @@ def keeps_ancestor_and_descendant(self, subtree, value):
 
 
 def drops_overlapping_subtrees(self, subtree, value):
-    """Drops a subtree that overlaps a held one."""
+    """Drop a subtree that overlaps a stored one."""
     if any(pending.lo < subtree.hi and subtree.lo < pending.hi for pending in self._pending):
         return False
     self._pending[subtree] = value
@@ -82,8 +82,8 @@ def drops_overlapping_subtrees(self, subtree, value):
 
 
 def sums_in_arrival_order(self, subtree, value):
-    """Keeps one running sum, in the order of arrival."""
-    arrived = self.__dict__.setdefault("come", set())
+    """Keep one running sum, in the order of arrival."""
+    arrived = self.__dict__.setdefault("arrivals", set())
     if arrived & set(range(subtree.lo, subtree.hi)):
         return False
     arrived |= set(range(subtree.lo, subtree.hi))
@@ -119,7 +119,7 @@ def always_false(*_arguments):
 
 
 def compares_no_answers(self, step):
-    """Accepts answers without comparing them."""
+    """Accept answers without comparing them."""
     if step not in self._replica_digests:
         return [], []
     answers = self._answers.pop(step, {})
@@ -129,19 +129,19 @@ def compares_no_answers(self, step):
 
 
 def any_round(self, message):
-    """Accepts every message for the current attempt."""
+    """Accept every message for the current attempt."""
     del message
     return None if self.is_persisting else self.round
 
 
 def any_share(self, worker, subtree):
-    """Accepts subtrees from any sender."""
+    """Accept subtrees from any sender."""
     del subtree
     return self.shares.setdefault(worker, Share())
 
 
 def commits_without_agreement(self, attempt):
-    """Commits without waiting for agreement."""
+    """Commit without waiting for agreement."""
     if not attempt.is_committed:
         return []
     self._attempt = None
@@ -153,48 +153,48 @@ def commits_without_agreement(self, attempt):
 
 
 def assumes_proven(self, worker, *, is_proven):
-    """Keeps the gradients of a lost worker, whatever its weights were."""
+    """Keep the gradients of a lost worker, whatever its weights were."""
     del is_proven
     self.shares.pop(worker, None)
 
 
 def keeps_lost_shares(self, worker, *, is_proven):
-    """Leaves a lost worker's parts assigned to it."""
+    """Leave a lost worker's parts assigned to it."""
     del self, worker, is_proven
 
 
 def reached_by_all_or_none(left, right):
-    """Marks a sum absent if one of its two subtrees did not reach the tensor."""
+    """Mark a sum absent if one of its two subtrees did not reach the tensor."""
     is_absent = (left.view(np.uint32) == _ABSENT) | (right.view(np.uint32) == _ABSENT)
     add_arrays(left, right)[is_absent] = -0.0
     return left
 
 
-def recomputes_reference(self, skips, flavour=0):
-    """Recomputes the undisturbed run with the fault: cached results were computed without it."""
-    return self._compute_steps(skips, flavour)
+def recomputes_reference(self, skips, flavor=0):
+    """Recompute the undisturbed run with the fault: cached results were computed without it."""
+    return self._compute_steps(skips, flavor)
 
 
 async def commits_before_sync(self, action):
-    """Broadcasts a commit before syncing it."""
+    """Broadcast a commit before syncing it."""
     self._step(CommitDurable(action.record.commit.step))
     await PERSIST(self, action)
 
 
 def forgets_newest_term(self, message, body):
-    """Forgets the newest term seen."""
+    """Forget the newest term seen."""
     if isinstance(message, StartRun):
         self._terms.clear()
     return RECEIVE(self, message, body)
 
 
 def ignores_cancel(self, message, body):
-    """Computes and sends canceled subtrees."""
+    """Compute and sends canceled subtrees."""
     return [] if isinstance(message, Cancel) else RECEIVE(self, message, body)
 
 
 def admits_by_step_count(self, member, step, agreement):
-    """Admits a worker that has applied as many steps, whatever its state."""
+    """Admit a worker that has applied as many steps, whatever its state."""
     if member.step == step:
         self._members.activate(member)
         return [Subscribe(member.name, step)]
@@ -202,7 +202,7 @@ def admits_by_step_count(self, member, step, agreement):
 
 
 def replays_on_any_state(self, member, step, agreement):
-    """Replays missed steps on any state."""
+    """Replay missed steps on any state."""
     member.state_digest = agreement.digest(member.step) or member.state_digest
     actions = ADMIT(self, member, step, agreement)
     member.is_replaying = False
@@ -210,36 +210,36 @@ def replays_on_any_state(self, member, step, agreement):
 
 
 def forgets_refused_writes(self):
-    """Forgets a checkpoint after its second failure."""
+    """Forget a checkpoint after its second failure."""
     self._must_retry, self._requested = self._requested is not None, None
 
 
 async def reads_unsynced_commits(self, step):
-    """Reads commits from the log's files, synced or not."""
+    """Read commits from the log's files, synced or not."""
     scan = lambda: log_reader.scan_log(self.directory.log, self._run_id, self._log_start.manifest)  # noqa: E731
     return list((await self._do("log", scan)).index.following(step))
 
 
 def forgets_older_segments(self):
-    """Replaces the content of all older segments by a new one."""
+    """Replace the content of all older segments by a new one."""
     self._redo = ()
     return NEW_SEGMENT(self)
 
 
 def skips_record_checks(fd, head):
-    """Accepts a record with any content."""
+    """Accept a record with any content."""
     raw = os.pread(fd, head.payload_bytes, head.offset + HEAD_BYTES)
     return raw if len(raw) == head.payload_bytes else None
 
 
 def skips_catch_up(self, session, step):
-    """Sends a joiner only later broadcasts."""
+    """Send a joiner only later broadcasts."""
     del step
     self._names.add(session.name)
 
 
 def loses_every_third_assign(self, action):
-    """Loses every third Assign on the way to the worker."""
+    """Lose every third Assign on the way to the worker."""
     if isinstance(action.message, Assign):
         self.assigned = self.__dict__.get("assigned", 0) + 1
         if self.assigned % 3 == 0:
@@ -248,7 +248,7 @@ def loses_every_third_assign(self, action):
 
 
 def removes_pending_subtrees(self):
-    """Removes pending subtrees from a worker's list together with arrived ones."""
+    """Remove pending subtrees from a worker's list together with arrived ones."""
     surplus = SURPLUS(self)
     for worker in surplus:
         self.shares[worker].owed.clear()
@@ -256,18 +256,18 @@ def removes_pending_subtrees(self):
 
 
 def forgets_terms_between_connections(self, terms=None):
-    """Does not keep the newest term from one connection to the next."""
+    """Forget the newest term between two connections."""
     del terms
     NEW_SESSION(self)
 
 
 def skips_device_reload(self, action):
-    """Lets a device of a group continue with its old weights."""
+    """Let a device of a group continue with its old weights."""
     self._emit(WeightsTaken(action.step, reads_on=False))
 
 
 def reuses_attempt_number(self, *step_and_digest):
-    """Gives the next step's first attempt the number of this step's last."""
+    """Give the next step's first attempt the number of this step's last."""
     attempt = self.attempt
     actions = DURABLE(self, *step_and_digest)
     self.attempt = attempt
@@ -275,7 +275,7 @@ def reuses_attempt_number(self, *step_and_digest):
 
 
 def skips_file_digest(self):
-    """Renames a fetched file whatever its content."""
+    """Rename a fetched file whatever its content."""
     self._path.replace(self._target)
     self._digests.remember(self._target, self._target.name)
     self.close()
@@ -283,7 +283,7 @@ def skips_file_digest(self):
 
 
 def keeps_first_embeddings(self, task, step_id):
-    """Computes gradients from the embeddings of the first step that arrived."""
+    """Compute gradients from the embeddings of the first step that arrived."""
     actions = LOAD_ROWS(self, task, step_id)
     if not actions:
         return actions
@@ -292,17 +292,17 @@ def keeps_first_embeddings(self, task, step_id):
 
 
 def skips_embedding_comparison(self, worker, profile, message):
-    """Accepts any recomputed embeddings."""
+    """Accept any recomputed embeddings."""
     del self, worker, profile, message
 
 
 def ignores_losses_between_phases(self):
-    """Continues after the loss of a worker between the phases."""
+    """Continue after the loss of a worker between the phases."""
     return dataclasses.replace(JOIN(self), delivered=frozenset())
 
 
 def reuses_rows_of_older_attempts(self):
-    """Counts embeddings of an abandoned attempt in the next one."""
+    """Count embeddings of an abandoned attempt in the next one."""
     previous_round = self.round
     actions = BEGIN(self)
     if (
@@ -315,7 +315,7 @@ def reuses_rows_of_older_attempts(self):
 
 
 def joins_reversed(parts, *origin_and_more):
-    """Puts the rows of the last microbatch first."""
+    """Put the rows of the last microbatch first."""
     return JOIN_PIECES(parts[::-1], *origin_and_more)
 
 
@@ -432,7 +432,7 @@ PLANTED = {
     ),
     "Cancel is not obeyed": PlantedFault(
         [(WorkerSession, "receive", ignores_cancel)],
-        "a cancelled subtree is sent",
+        "a canceled subtree is sent",
         often="stall",
         seed=133,
     ),
@@ -642,7 +642,7 @@ def test_planted_function_has_the_signature_that_it_replaces(fault):
 @pytest.mark.parametrize(
     "fault", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in PLANTED]
 )
-def test_planted_fault_is_caught(fault, play, monkeypatch, record_property):
+def test_planted_fault_is_caught(fault, simulate, monkeypatch, record_property):
     fault_plan = PLANTED[fault]
     for owner, name, replacement in fault_plan.replacements:
         monkeypatch.setattr(owner, name, replacement)
@@ -653,7 +653,7 @@ def test_planted_fault_is_caught(fault, play, monkeypatch, record_property):
                 "files": fault_plan.files,
                 "topology": fault_plan.topology,
             }
-            play(seed, often=fault_plan.often, embeds=fault_plan.embeds, **options)
+            simulate(seed, often=fault_plan.often, embeds=fault_plan.embeds, **options)
         except Exception as error:  # noqa: BLE001 -- `caught_by` decides whether it counts
             message = caught_by(error)
             if any(check in message for check in fault_plan.check.split(" | ")):

@@ -32,21 +32,21 @@ per-replica state too, and a worker detects impossible counts of missed updates.
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("first", _SEEDS.firsts)
-def test_disturbed_run_ends_with_the_undisturbed_bits(first, play, simulated):
+@pytest.mark.parametrize("first", _SEEDS.first_seeds)
+def test_disturbed_run_ends_with_the_undisturbed_bits(first, simulate, record_counts):
     counts: Counter[str] = Counter()
     start_s = time.process_time()
     for seed in _SEEDS.of(first):
         often = ("kill", "kill_coordinator+power_loss", "cut+stall", "")[seed % 4]
         try:
-            cluster = play(seed, replicas=True, often=often)
+            cluster = simulate(seed, replicas=True, often=often)
         except Exception as error:
             raise AssertionError(f"seed {seed}, often {often!r}: {error!r}") from error
         counts.update(schedules=1, events=cluster.events, **cluster.disturbances)
-    simulated(counts + Counter(ms=round((time.process_time() - start_s) * 1000)))
+    record_counts(counts + Counter(ms=round((time.process_time() - start_s) * 1000)))
 
 
-def test_worker_waits_if_inner_checkpoints_outpace_the_disk(play, monkeypatch):
+def test_worker_waits_if_inner_checkpoints_outpace_the_disk(simulate, monkeypatch):
     """The coordinator stops reading from the worker, and does not count it as lost."""
     monkeypatch.setattr(limits, "INNER_CHECKPOINTS_BYTES", 1)
     paused_channels = []
@@ -58,7 +58,7 @@ def test_worker_waits_if_inner_checkpoints_outpace_the_disk(play, monkeypatch):
 
     monkeypatch.setattr(Channel, "pause", record_pause)
     for seed in range(4):
-        cluster = play(seed, replicas=True, often="slow_disk", calm=not seed % 2)
+        cluster = simulate(seed, replicas=True, often="slow_disk", calm=not seed % 2)
         assert cluster.outcomes
     assert paused_channels
 
@@ -89,12 +89,12 @@ def off_by_one_after_recovery(self, position, replica, inner, content, *, with_c
 
 
 def counts_twice(self, subtree, value):
-    """Adds a replica's duplicate difference twice."""
-    if subtree in self.__dict__.setdefault("come", set()):
+    """Add a replica's duplicate difference twice."""
+    if subtree in self.__dict__.setdefault("arrivals", set()):
         for pending in [pending for pending in self._pending if pending.covers(subtree)]:
             self._pending[pending] = self._add(self._pending[pending], value)
         return True
-    self.come.add(subtree)
+    self.arrivals.add(subtree)
     return PUT(self, subtree, value)
 
 
@@ -104,7 +104,7 @@ def never_covered(self, subtree):
 
 
 def reuses_earlier_rounds(self, position, replica, start):
-    """Uses a replica's inner checkpoint from any round."""
+    """Use a replica's inner checkpoint from any round."""
     checkpoints = [
         checkpoint
         for (_, replica_key), checkpoint in self._checkpoints.items()
@@ -114,26 +114,26 @@ def reuses_earlier_rounds(self, position, replica, start):
 
 
 def keeps_inner_checkpoints(self, committed=None):
-    """Keeps the inner checkpoints of a round for the next round."""
+    """Keep the inner checkpoints of a round for the next round."""
     for replica, (step_id, own) in self._uncommitted_states.items():
         if step_id == committed:
             self._carried_states[replica] = (step_id.step + 1, own)
 
 
 def keeps_per_replica_states(self):
-    """Keeps the per-replica states of a round that is skipped."""
+    """Keep the per-replica states of a round that is skipped."""
     for step_id in [step_id for step_id, _ in self._uncommitted_states.values()]:
         self.end_round(step_id)
 
 
 def uses_state_of_the_previous_round(self, step, replica):
-    """Uses the newest per-replica state as this round's."""
+    """Use the newest per-replica state as this round's."""
     previous_state = self._path / f"own-{step - 1}"
     return OWN_OF(self, step - 1 if step > 1 and previous_state.exists() else step, replica)
 
 
 def global_step_of_the_replica(self, round_, inner):
-    """Restarts the schedule with every round."""
+    """Restart the schedule with every round."""
     del self, round_
     return inner
 
@@ -176,13 +176,13 @@ QUICK = ("a wrong sign", "a replica counted twice")
 @pytest.mark.parametrize(
     "fault", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in PLANTED]
 )
-def test_planted_fault_is_caught(fault, play, monkeypatch, record_property):
+def test_planted_fault_is_caught(fault, simulate, monkeypatch, record_property):
     replacements, often, first = PLANTED[fault]
     for owner, name, replacement in replacements:
         monkeypatch.setattr(owner, name, replacement)
     for seed in [first, *range(_MAX_SEEDS)]:
         try:
-            play(seed, replicas=True, often=often)
+            simulate(seed, replicas=True, often=often)
         except AssertionError as error:
             if not any(check in str(error) for check in _CHECKS):
                 raise

@@ -44,7 +44,7 @@ class Worst(Random):
 @pytest.fixture
 def disk(tmp_path):
     failing_disk = Disk(tmp_path, Clock(Random(0)))
-    with failing_disk.interposed():
+    with failing_disk.intercept_calls():
         yield failing_disk
 
 
