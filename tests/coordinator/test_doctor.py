@@ -1,4 +1,4 @@
-"""`coordinator doctor`: each fault is provoked, and the report names it with a remedy."""
+"""`coordinator doctor` names each fault with a remedy."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def plan(tmp_path):
     return make
 
 
-def findings(plan: ServicePlan, check: str) -> Finding:
+def finding_of(plan: ServicePlan, check: str) -> Finding:
     (finding,) = [each for each in examine(plan) if each.check == check]
     return finding
 
 
 @contextlib.contextmanager
-def taken_port():
-    """A port of some other service, which closes each connection at once."""
+def port_in_use():
+    """Yield the port of another service, which closes each connection at once."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -64,7 +64,7 @@ def taken_port():
         thread.join()
 
 
-def test_sound_machine_has_no_failure_and_no_leftovers(plan, tmp_path):
+def test_sound_machine_has_no_failure_and_no_leftover_files(plan, tmp_path):
     outcomes = {each.check: each.outcome for each in examine(plan())}
     assert "failure" not in outcomes.values()
     assert outcomes.keys() >= {
@@ -77,22 +77,22 @@ def test_sound_machine_has_no_failure_and_no_leftovers(plan, tmp_path):
 # Secrets.
 
 
-def test_matching_secrets(plan, tmp_path):
+def test_matching_secrets_are_ok(plan, tmp_path):
     CoordinatorCredentials.open(tmp_path / "home")
-    results = findings(plan(), "secrets")
-    assert results.outcome == "ok"
-    assert "no worker's key yet" in results.found
-    assert findings(plan(), "state mode").outcome == "ok"
+    finding = finding_of(plan(), "secrets")
+    assert finding.outcome == "ok"
+    assert "no worker's key yet" in finding.found
+    assert finding_of(plan(), "state mode").outcome == "ok"
 
 
 @pytest.mark.parametrize("name", ["certificate.pem", "key.pem", "join.token", "workers.json"])
-def test_a_secret_that_others_may_read(plan, tmp_path, name):
+def test_secret_that_others_may_read_is_a_failure(plan, tmp_path, name):
     CoordinatorCredentials.open(tmp_path / "home").enrol("w")
     (tmp_path / "home" / "coordinator" / name).chmod(0o640)
-    results = findings(plan(), "secrets")
-    assert results.outcome == "failure"
-    assert f"{name}' can be read by others (mode 0640)" in results.found
-    assert "chmod 600" in results.found
+    finding = finding_of(plan(), "secrets")
+    assert finding.outcome == "failure"
+    assert f"{name}' can be read by others (mode 0640)" in finding.found
+    assert "chmod 600" in finding.found
 
 
 @pytest.mark.parametrize(
@@ -103,22 +103,22 @@ def test_a_secret_that_others_may_read(plan, tmp_path, name):
         ("join.token", "the join token is missing"),
     ],
 )
-def test_missing_secret(plan, tmp_path, name, expected_text):
+def test_missing_secret_is_reported(plan, tmp_path, name, expected_text):
     CoordinatorCredentials.open(tmp_path / "home")
     (tmp_path / "home" / "coordinator" / name).unlink()
-    results = findings(plan(), "secrets")
+    finding = finding_of(plan(), "secrets")
     outcome = "warning" if name == "join.token" else "failure"
-    assert (results.outcome, expected_text in results.found) == (outcome, True)
+    assert (finding.outcome, expected_text in finding.found) == (outcome, True)
     assert not (tmp_path / "home" / "coordinator" / name).exists()
 
 
-def test_a_token_and_keys_without_a_certificate(plan, tmp_path):
+def test_token_and_worker_keys_without_a_certificate_are_reported(plan, tmp_path):
     CoordinatorCredentials.open(tmp_path / "home").enrol("w")
     for name in ("certificate.pem", "key.pem"):
         (tmp_path / "home" / "coordinator" / name).unlink()
-    results = findings(plan(), "secrets")
-    assert "certificate.pem and key.pem are missing" in results.found
-    assert (results.outcome, "every worker needs that token" in results.advice) == ("warning", True)
+    finding = finding_of(plan(), "secrets")
+    assert "certificate.pem and key.pem are missing" in finding.found
+    assert (finding.outcome, "every worker needs that token" in finding.advice) == ("warning", True)
 
 
 @pytest.mark.parametrize("text", ["", "nothing of the kind\n"])
@@ -131,34 +131,34 @@ def test_a_token_and_keys_without_a_certificate(plan, tmp_path):
         ("workers.json", "restore the file from a backup, or remove it"),
     ],
 )
-def test_invalid_secret(plan, tmp_path, name, expected, text):
+def test_invalid_secret_is_reported(plan, tmp_path, name, expected, text):
     CoordinatorCredentials.open(tmp_path / "home").enrol("w")
     write_secret(tmp_path / "home" / "coordinator" / name, text)
-    results = findings(plan(), "secrets")
-    assert results.outcome == ("warning" if name == "join.token" else "failure")
-    assert expected in results.line()
-    assert name in results.line()
-    assert ("empty" in results.line()) == (not text)
+    finding = finding_of(plan(), "secrets")
+    assert finding.outcome == ("warning" if name == "join.token" else "failure")
+    assert expected in finding.line()
+    assert name in finding.line()
+    assert ("empty" in finding.line()) == (not text)
 
 
-def test_a_token_of_another_certificate(plan, tmp_path):
+def test_token_of_another_certificate_is_reported(plan, tmp_path):
     CoordinatorCredentials.open(tmp_path / "home")
     other = CoordinatorCredentials.open(tmp_path / "other").join_token().reveal()
     write_secret(tmp_path / "home" / "coordinator" / "join.token", other)
-    assert "belongs to another certificate" in findings(plan(), "secrets").found
+    assert "belongs to another certificate" in finding_of(plan(), "secrets").found
 
 
-def test_a_state_directory_that_is_open_to_others(plan, tmp_path):
+def test_state_directory_that_others_may_read_is_a_warning(plan, tmp_path):
     CoordinatorCredentials.open(tmp_path / "home")
     (tmp_path / "home" / "coordinator").chmod(0o755)
-    results = findings(plan(), "state mode")
-    assert (results.outcome, "chmod 700" in results.advice) == ("warning", True)
+    finding = finding_of(plan(), "state mode")
+    assert (finding.outcome, "chmod 700" in finding.advice) == ("warning", True)
 
 
 # Disk and runs.
 
 
-def test_a_run_directory_that_is_full(plan, tmp_path):
+def test_full_disk_is_a_failure(plan, tmp_path):
     with small_disk(tmp_path / "disk", 64) as disk:
         with (disk / "filler").open("wb", buffering=0) as filler:
             filler.write(bytes(64 * 1024))
@@ -169,86 +169,88 @@ def test_a_run_directory_that_is_full(plan, tmp_path):
             assert "--out" in checks[check].advice
 
 
-def test_a_slow_disk(plan, monkeypatch):
+def test_slow_disk_is_a_warning(plan, monkeypatch):
     monkeypatch.setattr(doctor, "SLOW_SYNC_MS", 0.0)
-    results = findings(plan(), "sync")
-    assert (results.outcome, "each step waits" in results.advice) == ("warning", True)
+    finding = finding_of(plan(), "sync")
+    assert (finding.outcome, "each step waits" in finding.advice) == ("warning", True)
 
 
-def test_unfinished_runs(plan, tmp_path):
+def test_unfinished_run_is_a_warning_unless_a_coordinator_works_on_it(plan, tmp_path):
     RunDirectory(tmp_path / "runs" / "one").begin("one", scripted_spec())
-    results = findings(plan(), "runs")
-    assert results.outcome == "warning"
-    assert results.advice == f"coordinator --out {tmp_path}/runs --resume"
-    assert str(tmp_path / "runs" / "one") in results.found
-    single_results = findings(plan(directory=tmp_path / "runs" / "one"), "runs")
-    assert single_results.outcome == "warning"
+    finding = finding_of(plan(), "runs")
+    assert finding.outcome == "warning"
+    assert finding.advice == f"coordinator --out {tmp_path}/runs --resume"
+    assert str(tmp_path / "runs" / "one") in finding.found
+    run_finding = finding_of(plan(directory=tmp_path / "runs" / "one"), "runs")
+    assert run_finding.outcome == "warning"
     lock = DirectoryLock.acquire(tmp_path / "runs")
     try:
-        assert findings(plan(), "runs").outcome == "ok"
+        assert finding_of(plan(), "runs").outcome == "ok"
     finally:
         lock.release()
 
 
-def test_a_run_that_cannot_be_read(plan, tmp_path):
+def test_unreadable_run_is_a_failure(plan, tmp_path):
     RunDirectory(tmp_path / "runs").begin("one", scripted_spec())
     (tmp_path / "runs" / "result.json").write_text("{")
-    assert findings(plan(), "runs").outcome == "failure"
+    assert finding_of(plan(), "runs").outcome == "failure"
 
 
 # Ports.
 
 
-def test_a_port_in_use_by_someone_else(plan):
-    with taken_port() as port:
+def test_port_of_another_service_is_a_failure(plan):
+    with port_in_use() as port:
         for check, changes in (
             ("workers' port", {"bind": ("127.0.0.1", port)}),
             ("control port", {"control": ("127.0.0.1", port)}),
         ):
-            results = findings(plan(**changes), check)
-            assert results.outcome == "failure"
-            assert f"127.0.0.1:{port} is in use" in results.found
+            finding = finding_of(plan(**changes), check)
+            assert finding.outcome == "failure"
+            assert f"127.0.0.1:{port} is in use" in finding.found
 
 
-def test_an_address_that_is_not_this_machine_s(plan):
-    results = findings(plan(bind=("192.0.2.77", 0)), "workers' port")
-    assert (results.outcome, "cannot be bound" in results.found) == ("failure", True)
-    results = findings(plan(bind=("no-such-host.invalid", 0)), "workers' port")
-    assert (results.outcome, "cannot be bound" in results.found) == ("failure", True)
+def test_address_of_another_machine_is_a_failure(plan):
+    finding = finding_of(plan(bind=("192.0.2.77", 0)), "workers' port")
+    assert (finding.outcome, "cannot be bound" in finding.found) == ("failure", True)
+    finding = finding_of(plan(bind=("no-such-host.invalid", 0)), "workers' port")
+    assert (finding.outcome, "cannot be bound" in finding.found) == ("failure", True)
 
 
-def test_a_control_port_that_others_could_reach(plan):
-    results = findings(plan(control=("0.0.0.0", 0)), "control port")
-    assert (results.outcome, "ssh -N -L" in results.found) == ("failure", True)
+def test_control_port_that_others_could_reach_is_a_failure(plan):
+    finding = finding_of(plan(control=("0.0.0.0", 0)), "control port")
+    assert (finding.outcome, "ssh -N -L" in finding.found) == ("failure", True)
 
 
 def test_loopback_is_unreachable_for_others(plan):
-    results = findings(plan(), "reachable")
-    assert (results.outcome, "--bind 0.0.0.0:" in results.advice) == ("warning", True)
+    finding = finding_of(plan(), "reachable")
+    assert (finding.outcome, "--bind 0.0.0.0:" in finding.advice) == ("warning", True)
 
 
-def test_all_addresses(plan):
-    results = findings(plan(bind=("0.0.0.0", 0)), "reachable")
-    if results.outcome == "ok":
-        assert "worker doctor --coordinator" in results.found
+def test_all_addresses_are_reachable_on_a_network(plan):
+    finding = finding_of(plan(bind=("0.0.0.0", 0)), "reachable")
+    if finding.outcome == "ok":
+        assert "worker doctor --coordinator" in finding.found
     else:  # a machine without a network
-        assert "no address" in results.found
+        assert "no address" in finding.found
 
 
-def test_a_machine_without_a_network(plan):
+def test_machine_without_a_network_is_a_failure(plan):
     with network("alone", subnet="10.8.2") as machines:
         subprocess.run(
             ["ip", "-n", machines.namespace("alone").name, "addr", "flush", "dev", "eth0"],
             check=True,
         )
-        results = machines.run_on("alone", lambda: findings(plan(bind=("0.0.0.0", 0)), "reachable"))
-    assert (results.outcome, "no address that others can reach" in results.found) == (
+        finding = machines.run_on(
+            "alone", lambda: finding_of(plan(bind=("0.0.0.0", 0)), "reachable")
+        )
+    assert (finding.outcome, "no address that others can reach" in finding.found) == (
         "failure",
         True,
     )
 
 
-def test_doctor_beside_a_running_coordinator(tmp_path, monkeypatch):
+def test_doctor_recognizes_a_running_coordinator(tmp_path, monkeypatch):
     monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
         arguments = ["--bind", cluster.address["data"], "--control", cluster.address["control"]]
@@ -261,8 +263,8 @@ def test_doctor_beside_a_running_coordinator(tmp_path, monkeypatch):
         assert "a coordinator works in" in checks["runs"]["found"]
 
 
-def test_a_failure_is_exit_code_1_and_a_line_on_standard_output(tmp_path):
-    with taken_port() as port:
+def test_failure_is_exit_code_1_and_a_line_on_standard_output(tmp_path):
+    with port_in_use() as port:
         completed = run_to_end(
             "coordinator", "doctor", "--bind", f"127.0.0.1:{port}", "--control", "127.0.0.1:0",
             "--out", str(tmp_path),
@@ -276,7 +278,7 @@ def test_a_failure_is_exit_code_1_and_a_line_on_standard_output(tmp_path):
     ]
 
 
-def test_a_working_directory_that_was_removed_is_one_line(tmp_path, monkeypatch):
+def test_removed_working_directory_is_a_one_line_error(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()

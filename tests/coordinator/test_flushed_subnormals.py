@@ -12,10 +12,10 @@ from protocol.base.errors import SubnormalsFlushed
 
 
 def test_a_coordinator_whose_threads_flush_subnormals_does_not_start():
-    def begin() -> None:
+    def start_coordinator() -> None:
         assert torch.set_flush_denormal(True)
         with pytest.raises(SubnormalsFlushed, match=r"^the coordinator flushes subnormal numbers"):
             main(None)  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(begin).result()
+        thread.submit(start_coordinator).result()

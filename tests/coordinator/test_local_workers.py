@@ -29,13 +29,13 @@ scripted: {blocks: 2, block_bytes: 64, samples: 4}
 """
 
 
-def test_killed_local_worker_is_restarted_a_few_times(tmp_path):
+def test_killed_local_worker_is_restarted_up_to_the_limit(tmp_path):
     spec = tmp_path / "run.yaml"
     spec.write_text(RUN)
-    job = ("--run", str(spec), "--local-workers", "1", "--backend", "scripted")
-    with Cluster(tmp_path, *job) as cluster:
-        for time in range(1, RESTARTS + 2):
-            cluster.wait_for("worker_ready", nth=time, worker="local-0")
+    options = ("--run", str(spec), "--local-workers", "1", "--backend", "scripted")
+    with Cluster(tmp_path, *options) as cluster:
+        for start in range(1, RESTARTS + 2):
+            cluster.wait_for("worker_ready", nth=start, worker="local-0")
             os.kill(only_child(cluster.coordinator.pid), signal.SIGKILL)
         assert cluster.wait_for_exit(cluster.coordinator) == 1
         assert cluster.coordinator.stderr is not None
@@ -73,11 +73,11 @@ def only_child(pid: int) -> int:
     signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="nohup: a worker ignores SIGHUP too"
 )
 def test_drained_local_worker_is_not_restarted(tmp_path):
-    """It also ignores a terminal's Ctrl-C, which the coordinator handles."""
+    """The worker is in another process group, where a terminal's Ctrl-C does not reach it."""
     spec = tmp_path / "run.yaml"
     spec.write_text(RUN)
-    job = ("--run", str(spec), "--local-workers", "1", "--backend", "scripted")
-    with Cluster(tmp_path, *job) as cluster:
+    options = ("--run", str(spec), "--local-workers", "1", "--backend", "scripted")
+    with Cluster(tmp_path, *options) as cluster:
         cluster.wait_for("worker_ready", worker="local-0")
         child = only_child(cluster.coordinator.pid)
         assert os.getpgid(child) != os.getpgid(cluster.coordinator.pid)
@@ -87,39 +87,39 @@ def test_drained_local_worker_is_not_restarted(tmp_path):
         assert "restarted" not in cluster.coordinator.stderr.read()
 
 
-def test_a_killed_coordinator_leaves_no_local_worker_behind(tmp_path):
-    """Otherwise they would run beside the workers of the next coordinator of this run."""
+def test_local_worker_ends_with_a_killed_coordinator(tmp_path):
+    """A remaining worker would compete with those of the next coordinator of this run."""
     spec = tmp_path / "run.yaml"
     spec.write_text(RUN)
-    job = ("--run", str(spec), "--local-workers", "1", "--backend", "scripted")
-    with Cluster(tmp_path, *job) as cluster:
+    options = ("--run", str(spec), "--local-workers", "1", "--backend", "scripted")
+    with Cluster(tmp_path, *options) as cluster:
         cluster.wait_for("committed")
         child = os.pidfd_open(only_child(cluster.coordinator.pid))
         cluster.coordinator.kill()
-        ended, _, _ = select.select([child], [], [], PATIENCE_S)
+        ended_processes, _, _ = select.select([child], [], [], PATIENCE_S)
         os.close(child)
-    assert ended, "it goes on without its coordinator"
+    assert ended_processes, "the worker continues without its coordinator"
 
 
 @pytest.mark.parametrize("command", ["coordinator", "worker"])
-def test_early_ctrl_c_is_one_line(command):
-    """From the first import on: a module that interrupts itself replaces a quick user."""
-    begin = (
+def test_early_ctrl_c_prints_one_line(command):
+    """The interrupt arrives while the first modules are imported: an import hook sends it."""
+    script = (
         "import os, runpy, signal, sys\n"
-        "class Quick:\n"
+        "class Interrupter:\n"
         "    def find_spec(self, name, path, target=None):\n"
         f"        if name == '{command}.cli': os.kill(os.getpid(), signal.SIGINT)\n"
-        "sys.meta_path.insert(0, Quick())\n"
+        "sys.meta_path.insert(0, Interrupter())\n"
         f"runpy.run_module('{command}', run_name='__main__')\n"
     )
     completed = subprocess.run(
-        [sys.executable, "-P", "-c", begin], env=child_environment(),
+        [sys.executable, "-P", "-c", script], env=child_environment(),
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (completed.returncode, completed.stderr) == (130, f"{command}: interrupted\n")
 
 
-async def test_unstartable_worker_is_one_line(tmp_path, monkeypatch):
+async def test_unstartable_worker_is_a_one_line_error(tmp_path, monkeypatch):
     missing_python = str(tmp_path / "python")
     monkeypatch.setattr(local_workers, "command_of", lambda _: [missing_python])
     address = ("127.0.0.1", 1)

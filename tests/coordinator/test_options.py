@@ -26,11 +26,11 @@ from coordinator.options import CoordinatorOptions, resume_command
 def test_printed_line_parses_to_the_same_options(changes, monkeypatch):
     calls: list[CoordinatorOptions] = []
 
-    def started(options: CoordinatorOptions) -> int:
+    def record_options(options: CoordinatorOptions) -> int:
         calls.append(options)
         return 0
 
-    monkeypatch.setattr(coordinator_main, "main", started)
+    monkeypatch.setattr(coordinator_main, "main", record_options)
     assert CliRunner().invoke(app, shlex.split(f"{changes} -o 'a dir'")).exit_code == 0
     line = resume_command(calls[0], calls[0].bind, Path("a dir"), control=calls[0].control)
     arguments = shlex.split(line)

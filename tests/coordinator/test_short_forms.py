@@ -45,22 +45,22 @@ def test_without_run_and_task_there_is_no_run():
     assert run_spec_from(None, ShortForms(), []) is None
 
 
-def test_an_option_of_a_run_without_a_run_is_refused():
+def test_run_option_without_a_run_is_refused():
     with pytest.raises(UsageError, match="--run"):
         run_spec_from(None, ShortForms(data="x.csv"), [])
 
 
-def test_a_task_beside_a_run_spec_is_refused(tmp_path):
+def test_task_together_with_a_run_spec_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"expected --run .* or --task regress, got both"):
         run_spec_from(tmp_path / "run.yaml", ShortForms(task="regress"), [])
 
 
-def test_the_data_of_a_classify_run_is_missing():
+def test_classify_run_without_data_is_refused():
     with pytest.raises(RunSpecError, match="data"):
         run_spec_from(None, ShortForms(task="classify", model="m"), [])
 
 
-def test_epochs_replace_steps_of_a_file_and_vice_versa(tmp_path):
+def test_option_epochs_replaces_steps_of_the_file_and_vice_versa(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("task: regress\nsteps: 3\n")
     spec = run_spec_from(path, ShortForms(epochs=5), [])

@@ -38,13 +38,13 @@ def failed_checks(path):
     return [finding for finding in audit(path).findings if not finding.ok]
 
 
-def single_failed_check(path):
-    """Return the checks that found something."""
+def failed_check_names(path):
+    """Return the names of the checks that failed."""
     return {finding.check for finding in failed_checks(path)}
 
 
-def rewritten(path, change):
-    """Rewrite the journal with other records and matching hashes, as a patient forger would."""
+def rewrite_journal(path, change):
+    """Rewrite the journal with changed records and matching hashes, as a careful forger would."""
     entries = list(read_journal(path / "journal.jsonl"))
     (path / "journal.jsonl").unlink()
     journal = Journal(path / "journal.jsonl")
@@ -71,7 +71,7 @@ def run(sound_run, tmp_path):
     return shutil.copytree(sound_run, tmp_path / "run")
 
 
-def test_a_sound_run_is_sound(run):
+def test_sound_run_passes_the_audit(run):
     result = audit(run)
     assert result.ok, result.lines()
     text = "\n".join(result.lines())
@@ -82,7 +82,7 @@ def test_a_sound_run_is_sound(run):
     assert result.lines()[-1].endswith("sound")
 
 
-def test_progress_is_reported_and_shown_at_a_terminal_alone(run):
+def test_progress_is_reported_and_shown_only_at_a_terminal(run):
     reports = []
     audit(run, lambda progress, total: reports.append((progress, total)))
     assert reports == [(step, 9) for step in range(1, 10)]
@@ -91,7 +91,7 @@ def test_progress_is_reported_and_shown_at_a_terminal_alone(run):
     assert result.output.splitlines() == audit(run).lines()
 
 
-def test_an_audit_changes_nothing(run):
+def test_audit_changes_no_file(run):
     def snapshot():
         return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
@@ -125,18 +125,18 @@ def test_a_gap_in_the_log_is_bridged_by_a_checkpoint(run):
 
 @pytest.mark.parametrize("log", ["kept", "gone"])
 def test_a_run_without_a_checkpoint_is_not_sound(run, log):
-    """`--resume` refuses it: there is no state that the log's steps could follow."""
+    """`--resume` refuses such a run: the steps of the log have no initial state."""
     shutil.rmtree(run / "checkpoints")
     if log == "gone":
         shutil.rmtree(run / "log")
-    assert "checkpoints" in single_failed_check(run)
+    assert "checkpoints" in failed_check_names(run)
     findings = "\n".join(audit(run).lines())
     assert "expected an intact checkpoint in" in findings
     assert not findings.endswith("sound")
 
 
 def test_a_log_that_begins_at_a_missing_checkpoint_is_not_sound(run):
-    """Its steps could not be replayed: the run would return to the previous checkpoint."""
+    """Such steps cannot be replayed: the run would return to the previous checkpoint."""
     for segment in segment_files(run / "log")[:2]:
         segment.unlink()
     for step in (6, 9):
@@ -179,7 +179,7 @@ def test_commit_found_only_in_the_log_is_accepted_after_a_crash(tmp_path):
     run.step()
     run.step(journal=False)
     assert audit(tmp_path / "run").ok
-    # A crash leaves at most one.
+    # A crash leaves at most one such commit.
     run.step(journal=False)
     assert "log has 2 commits that the journal lacks" in str(failed_checks(tmp_path / "run")[0])
 
@@ -199,14 +199,14 @@ def test_flipped_byte_in_the_journal_is_detected_and_its_line_named(run):
         line += byte == 10
 
 
-def test_a_journal_with_its_end_cut_off_is_found(run):
+def test_truncated_journal_is_found(run):
     path = run / "journal.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-1]))
     assert "the end was cut off" in str([f for f in failed_checks(run) if f.check == "head"])
 
 
-def test_a_journal_that_continues_after_its_end_is_found(run):
+def test_journal_that_continues_after_its_end_is_found(run):
     journal = Journal(run / "journal.jsonl")
     journal.append(Resumed(term=9, step=9, optimizer_step=9))
     journal.sync()
@@ -215,7 +215,7 @@ def test_a_journal_that_continues_after_its_end_is_found(run):
 
 def test_a_missing_result_is_found(run):
     (run / "result.json").unlink()
-    assert single_failed_check(run) == {"head"}
+    assert failed_check_names(run) == {"head"}
 
 
 @pytest.mark.parametrize(
@@ -223,11 +223,11 @@ def test_a_missing_result_is_found(run):
 )
 def test_contradicting_result_is_found(run, field, value):
     change_result(run, **{field: value})
-    assert single_failed_check(run) == {"result"}
+    assert failed_check_names(run) == {"result"}
 
 
 @pytest.mark.parametrize("name", ["run.json", "manifest.json", "terms.json", "files.json"])
-def test_a_changed_small_file_is_found(tmp_path, name):
+def test_changed_small_file_is_found(tmp_path, name):
     run = WrittenRun(tmp_path / "run")
     run.directory.write_admission_record(
         AdmissionRecord(signature="a" * 64, initial_digest="b" * 64)
@@ -240,28 +240,28 @@ def test_a_changed_small_file_is_found(tmp_path, name):
     path = tmp_path / "run" / name
     content = path.read_bytes()
     path.write_bytes(content + b" ")
-    assert "files" in single_failed_check(tmp_path / "run")
+    assert "files" in failed_check_names(tmp_path / "run")
     path.unlink()
     if name != "run.json":  # without it there is no run to audit
-        assert "files" in single_failed_check(tmp_path / "run")
+        assert "files" in failed_check_names(tmp_path / "run")
     path.write_bytes(content)
     assert audit(tmp_path / "run").ok
 
 
 def test_term_below_the_known_term_is_found(run):
     (run / "term.json").unlink()
-    assert single_failed_check(run) == {"files"}
+    assert failed_check_names(run) == {"files"}
 
 
 def test_changed_metric_of_a_result_or_checkpoint_is_found(run):
     change_result(run, eval={"accuracy": 0.76})
-    assert single_failed_check(run) == {"result"}
+    assert failed_check_names(run) == {"result"}
     change_result(run, eval={"accuracy": 0.75})
     assert audit(run).ok
     write_metrics(run / "checkpoints", 9, state_of(run, 9), {"accuracy": 0.75})
     assert audit(run).ok
     write_metrics(run / "checkpoints", 9, state_of(run, 9), {"accuracy": 0.76})
-    assert single_failed_check(run) == {"checkpoints"}
+    assert failed_check_names(run) == {"checkpoints"}
 
 
 def state_of(run, step):
@@ -275,7 +275,7 @@ def test_foreign_files_are_named(run):
     assert "not checked: notes.txt" in "\n".join(result.lines())
 
 
-def test_a_kill_between_a_checkpoint_and_its_line_is_no_damage(tmp_path):
+def test_crash_between_a_checkpoint_and_its_journal_line_is_no_damage(tmp_path):
     run = WrittenRun(tmp_path / "run")
     for _ in range(3):
         run.step()
@@ -298,16 +298,16 @@ def test_replay_is_claimed_only_after_a_replay(tmp_path):
 
 def test_replaced_model_is_found(run):
     write_model(run, MANIFEST, state_zero())
-    assert single_failed_check(run) == {"result"}
+    assert failed_check_names(run) == {"result"}
     (run / "adapter" / "adapter_model.safetensors").write_bytes(b"odd")
-    assert single_failed_check(run) == {"result"}
+    assert failed_check_names(run) == {"result"}
 
 
 def test_another_run_spec_or_manifest_is_found(run):
     document = json.loads((run / "run.json").read_text())
     document["spec"]["seed"] = 4
     (run / "run.json").write_text(json.dumps(document))
-    assert "inputs" in single_failed_check(run)
+    assert "inputs" in failed_check_names(run)
     (run / "manifest.json").write_bytes(
         MANIFEST.model_copy(update={"digests": {"data": "c" * 64}}).to_bytes()
     )
@@ -320,7 +320,7 @@ def test_a_damaged_checkpoint_is_found(run, name):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert single_failed_check(run) == {"checkpoints"}
+    assert failed_check_names(run) == {"checkpoints"}
 
 
 def test_damaged_gradients_are_found_with_file_and_position(run):
@@ -341,7 +341,7 @@ def forge_commit(**changes):
     return forge
 
 
-def forge_figures(record):
+def forge_metrics(record):
     if isinstance(record, Evaluated):
         return [record.model_copy(update={"state_digest": "1" * 64})]
     return [record]
@@ -361,13 +361,13 @@ def forge_end(record):
         (forge_commit(rate=0.0), "digests"),
         (forge_commit(state_before="1" * 64), "digests"),
         (forge_end, "digests"),
-        (forge_figures, "digests"),
+        (forge_metrics, "digests"),
     ],
-    ids=["loss", "norm", "rate", "state", "end", "figures"],
+    ids=["loss", "norm", "rate", "state", "end", "metrics"],
 )
 def test_forged_record_with_matching_hashes_is_found(run, forge, check):
-    rewritten(run, forge)
-    assert check in single_failed_check(run)
+    rewrite_journal(run, forge)
+    assert check in failed_check_names(run)
 
 
 def without_plan(record):
@@ -380,7 +380,7 @@ def plan_with_hole(record):
     return [record]
 
 
-def plan_off_the_tree(record):
+def plan_of_no_subtree(record):
     if isinstance(record, Planned) and record.step == 4:
         return [record.model_copy(update={"nodes": {"a": ((0, 3),)}})]
     return [record]
@@ -393,13 +393,13 @@ def counted_twice(record):
     return [record]
 
 
-def counted_of_another(record):
+def counted_for_another_worker(record):
     if isinstance(record, Committed) and record.step == 4:
         return [record.model_copy(update={"counted": ({"stranger": ((0, 2),)},)})]
     return [record]
 
 
-def embedded_by_another(record):
+def embedded_by_unassigned_worker(record):
     """The run has no embeddings, so no worker was assigned any."""
     if not isinstance(record, Committed) or record.step != 4:
         return [record]
@@ -414,7 +414,7 @@ def embedded_in_part(record):
     return [record.model_copy(update={"embedded": rows})]
 
 
-def commit_left_out(record):
+def without_last_commit(record):
     return [] if isinstance(record, Committed) and record.step == 8 else [record]
 
 
@@ -427,23 +427,23 @@ def commit_twice(record):
     [
         (without_plan, "committed without a plan"),
         (plan_with_hole, "microbatches 1 were not assigned"),
-        (plan_off_the_tree, "is not a subtree over 2"),
+        (plan_of_no_subtree, "is not a subtree over 2"),
         (counted_twice, "do not contain every microbatch exactly once"),
         (
-            counted_of_another,
+            counted_for_another_worker,
             "subtree [0,2) of 'stranger' is counted, but was not assigned to it",
         ),
         (
-            embedded_by_another,
+            embedded_by_unassigned_worker,
             "embeddings: subtree [0,2) of 'ann' is counted, but was not assigned",
         ),
         (embedded_in_part, "do not contain every microbatch exactly once"),
-        (commit_left_out, "result.json says steps 9, the journal 8"),
+        (without_last_commit, "result.json says steps 9, the journal 8"),
         (commit_twice, "expected the commit of step 5, got that of 4"),
     ],
 )
 def test_history_must_cover_every_sample_once(run, forge, text):
-    rewritten(run, forge)
+    rewrite_journal(run, forge)
     assert text in str(failed_checks(run))
 
 

@@ -129,7 +129,7 @@ def test_confusion_matrix_is_shown_as_a_grid(tmp_path):
     assert "@media print" in text
 
 
-def test_the_page_loads_and_runs_nothing(tmp_path):
+def test_page_loads_and_runs_nothing(tmp_path):
     text = report(write_eventful_run(tmp_path / "run"))
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "object", "a"} & set(page.tags)
@@ -140,7 +140,7 @@ def test_the_page_loads_and_runs_nothing(tmp_path):
     assert "default-src 'none'" in html.unescape(text)
 
 
-def test_text_from_outside_stays_text(tmp_path):
+def test_external_text_is_escaped(tmp_path):
     page = Page(report(write_eventful_run(tmp_path / "run")))
     assert EVIL in "".join(page.words)
 
@@ -244,7 +244,7 @@ def test_unwritable_page_is_reported_before_the_audit(tmp_path, output):
     assert "--output: expected a file that can be written" in completed.stderr
 
 
-def test_a_page_goes_into_a_device_and_through_a_link(tmp_path):
+def test_page_is_written_to_a_device_and_through_a_link(tmp_path):
     run = written_run(tmp_path / "run")
     device, link = tmp_path / "null", tmp_path / "link"
     link.symlink_to(tmp_path / "page.html")

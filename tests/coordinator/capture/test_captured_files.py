@@ -1,5 +1,4 @@
-"""Files of a capture on disk are the same, however often and wherever the capture was
-interrupted."""
+"""Interruptions do not change the files of a capture."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def spec() -> RunSpec:
 
 
 def rows(step: int) -> list[np.ndarray]:
-    """Two microbatches; the last step has one sample in its second one."""
+    """Return the rows of two microbatches; the last step has only two samples."""
     records = np.zeros(4 if step < STEPS - 1 else 2, record_dtype(LAYOUT))
     records["sample_id"] = 4 * step + np.arange(len(records))
     records["rows"] = 3
@@ -60,20 +59,20 @@ def rows(step: int) -> list[np.ndarray]:
     return [content[: 2 * LAYOUT.sample_bytes], content[2 * LAYOUT.sample_bytes :]]
 
 
-def files(directory: Path, spec: RunSpec, committed: int = 0) -> CapturedFiles:
+def open_files(directory: Path, spec: RunSpec, committed: int = 0) -> CapturedFiles:
     directory.mkdir(exist_ok=True)
     return CapturedFiles(directory, MANIFEST, spec, committed, lambda: None)
 
 
 @pytest.fixture
 def reference_files(tmp_path, spec) -> dict[str, str]:
-    captured = files(tmp_path / "undisturbed", spec)
+    captured_files = open_files(tmp_path / "undisturbed", spec)
     for step in range(STEPS):
-        captured.keep(step, rows(step))
-    return captured.finish(is_complete=True)
+        captured_files.keep(step, rows(step))
+    return captured_files.finish(is_complete=True)
 
 
-def test_all_rows_are_there_in_order(tmp_path, spec, reference_files):
+def test_all_rows_are_stored_in_order(tmp_path, spec, reference_files):
     assert steps_of_a_file(spec, LAYOUT) == 3
     directory = tmp_path / "undisturbed" / "logits"
     index = read_index(directory)
@@ -92,76 +91,78 @@ def test_all_rows_are_there_in_order(tmp_path, spec, reference_files):
 
 
 @pytest.mark.parametrize("crash_at", range(STEPS))
-@pytest.mark.parametrize("torn", [0, 1, 100])
-def test_a_crash_anywhere_leaves_the_same_files(tmp_path, spec, reference_files, crash_at, torn):
-    captured = files(tmp_path, spec)
-    for step in range(crash_at + 1):  # the last step is on disk, but never committed
-        captured.keep(step, rows(step))
-    captured.close()
+@pytest.mark.parametrize("lost_bytes", [0, 1, 100])
+def test_crash_at_any_step_leaves_the_same_files(
+    tmp_path, spec, reference_files, crash_at, lost_bytes
+):
+    captured_files = open_files(tmp_path, spec)
+    for step in range(crash_at + 1):  # the last step is on disk, but not committed
+        captured_files.keep(step, rows(step))
+    captured_files.close()
     spool = tmp_path / "capture" / f"{crash_at // 3:05}.rows"
-    if torn:
-        spool.write_bytes(spool.read_bytes()[:-torn])
-    repeat = files(tmp_path, spec, committed=crash_at)
+    if lost_bytes:
+        spool.write_bytes(spool.read_bytes()[:-lost_bytes])
+    resumed_files = open_files(tmp_path, spec, committed=crash_at)
     for step in range(crash_at, STEPS):
-        repeat.keep(step, rows(step))
-    assert repeat.finish(is_complete=True) == reference_files
+        resumed_files.keep(step, rows(step))
+    assert resumed_files.finish(is_complete=True) == reference_files
 
 
-def test_a_crash_while_a_file_is_written_leaves_the_same_files(tmp_path, spec, reference_files):
-    captured = files(tmp_path, spec)
+def test_crash_during_the_write_of_a_file_leaves_the_same_files(tmp_path, spec, reference_files):
+    captured_files = open_files(tmp_path, spec)
     for step in range(4):
-        captured.keep(step, rows(step))
-    captured.close()
+        captured_files.keep(step, rows(step))
+    captured_files.close()
     file = tmp_path / "logits" / "00000.parquet"
     content = file.read_bytes()
     file.unlink()
     (tmp_path / "logits" / "00000.parquet.part").write_bytes(content[:100])
-    spool = files(tmp_path / "other", spec)
+    spool = open_files(tmp_path / "other", spec)
     for step in range(3):
         spool.keep(step, rows(step))
     spool.close()
     (tmp_path / "other/capture/00000.rows").rename(tmp_path / "capture/00000.rows")
-    repeat = files(tmp_path, spec, committed=4)
+    resumed_files = open_files(tmp_path, spec, committed=4)
     for step in range(4, STEPS):
-        repeat.keep(step, rows(step))
-    assert repeat.finish(is_complete=True) == reference_files
+        resumed_files.keep(step, rows(step))
+    assert resumed_files.finish(is_complete=True) == reference_files
 
 
 def test_repeated_step_is_stored_once(tmp_path, spec, reference_files):
-    captured = files(tmp_path, spec)
+    captured_files = open_files(tmp_path, spec)
     for step in range(STEPS):
-        captured.keep(step, rows((step + 1) % STEPS))
-        captured.keep(step, rows(step))
-    assert captured.finish(is_complete=True) == reference_files
+        captured_files.keep(step, rows((step + 1) % STEPS))
+        captured_files.keep(step, rows(step))
+    assert captured_files.finish(is_complete=True) == reference_files
 
 
-def test_a_capture_that_ends_early_continues(tmp_path, spec, reference_files):
-    captured = files(tmp_path, spec)
+def test_capture_that_ended_early_continues(tmp_path, spec, reference_files):
+    captured_files = open_files(tmp_path, spec)
     for step in range(5):
-        captured.keep(step, rows(step))
-    assert list(captured.finish(is_complete=False)) == ["logits/00000.parquet"]
-    captured.close()
-    repeat = files(tmp_path, spec, committed=5)
+        captured_files.keep(step, rows(step))
+    assert list(captured_files.finish(is_complete=False)) == ["logits/00000.parquet"]
+    captured_files.close()
+    resumed_files = open_files(tmp_path, spec, committed=5)
     for step in range(5, STEPS):
-        repeat.keep(step, rows(step))
-    assert repeat.finish(is_complete=True) == reference_files
+        resumed_files.keep(step, rows(step))
+    assert resumed_files.finish(is_complete=True) == reference_files
 
 
-def test_a_file_whose_steps_were_all_skipped_is_not_in_the_index(tmp_path, spec):
+def test_file_without_committed_rows_is_not_in_the_index(tmp_path, spec):
     steps_per_file = steps_of_a_file(spec, LAYOUT)
-    captured = files(tmp_path / "run", spec)
+    captured_files = open_files(tmp_path / "run", spec)
     for step in range(3 * steps_per_file):
-        captured.keep(step, [] if steps_per_file <= step < 2 * steps_per_file else rows(step))
-    captured.finish(is_complete=True)
+        captured_files.keep(step, [] if steps_per_file <= step < 2 * steps_per_file else rows(step))
+    captured_files.finish(is_complete=True)
     names = [file.name for file in read_index(tmp_path / "run" / "logits").files]
     assert names == ["00000.parquet", "00002.parquet"]
 
 
-def test_a_skipped_step_leaves_its_rows_out(tmp_path, spec):
-    captured = files(tmp_path, spec)
+def test_rows_of_a_skipped_step_are_not_stored(tmp_path, spec):
+    captured_files = open_files(tmp_path, spec)
     for step in range(STEPS):
-        captured.keep(step, rows(step) if step != 4 else [])
-    captured.finish(is_complete=True)
+        captured_files.keep(step, rows(step) if step != 4 else [])
+    captured_files.finish(is_complete=True)
     assert read_index(tmp_path / "logits").samples == 38
 
 
@@ -179,34 +180,34 @@ def test_a_skipped_step_leaves_its_rows_out(tmp_path, spec):
     ],
 )
 def test_rollback_is_refused_if_a_finished_file_would_grow(tmp_path, spec, reference_files, case):
-    committed, step, moved_aside = case
-    captured = files(tmp_path, spec)
-    for kept_step in range(committed):
-        captured.keep(kept_step, rows(kept_step))
+    committed, step, removed_names = case
+    captured_files = open_files(tmp_path, spec)
+    for stored_step in range(committed):
+        captured_files.keep(stored_step, rows(stored_step))
     is_complete = committed == STEPS
-    captured.finish(is_complete=is_complete)
-    captured.close()
+    captured_files.finish(is_complete=is_complete)
+    captured_files.close()
     assert first_lost_step(tmp_path, MANIFEST, spec, committed) == committed
-    if moved_aside is None:
+    if removed_names is None:
         with pytest.raises(UsageError, match="nothing was changed"):
             files_from(tmp_path, MANIFEST, spec, step)
         return
     others = ["capture.json", "tokenizer.json"] if is_complete else []
     paths = files_from(tmp_path, MANIFEST, spec, step)
-    assert [path.name for path in paths] == [*moved_aside, *others]
+    assert [path.name for path in paths] == [*removed_names, *others]
     for path in paths:
         path.unlink()
-    repeat = files(tmp_path, spec, committed=step)
-    for kept_step in range(step, STEPS):
-        repeat.keep(kept_step, rows(kept_step))
-    assert repeat.finish(is_complete=True) == reference_files
+    resumed_files = open_files(tmp_path, spec, committed=step)
+    for stored_step in range(step, STEPS):
+        resumed_files.keep(stored_step, rows(stored_step))
+    assert resumed_files.finish(is_complete=True) == reference_files
 
 
 def test_missing_rows_are_detected(tmp_path, spec):
-    captured = files(tmp_path, spec)
+    captured_files = open_files(tmp_path, spec)
     for step in range(8):
-        captured.keep(step, rows(step))
-    captured.close()
+        captured_files.keep(step, rows(step))
+    captured_files.close()
     spool = tmp_path / "capture" / "00002.rows"
     spool.write_bytes(spool.read_bytes()[:-1])
     assert first_lost_step(tmp_path, MANIFEST, spec, 8) == 7
@@ -217,23 +218,23 @@ def test_missing_rows_are_detected(tmp_path, spec):
 
 
 def test_lost_committed_rows_are_named(tmp_path, spec):
-    captured = files(tmp_path, spec)
+    captured_files = open_files(tmp_path, spec)
     for step in range(5):
-        captured.keep(step, rows(step))
-    captured.close()
+        captured_files.keep(step, rows(step))
+    captured_files.close()
     (tmp_path / "capture" / "00001.rows").unlink()
     with pytest.raises(StorageDamaged, match="steps 3 to 4, which are committed; those of 2"):
-        files(tmp_path, spec, committed=5).keep(5, rows(5))
+        open_files(tmp_path, spec, committed=5).keep(5, rows(5))
 
 
 def test_rows_changed_on_disk_are_not_written(tmp_path, spec):
-    captured = files(tmp_path, spec)
+    captured_files = open_files(tmp_path, spec)
     for step in range(2):
-        captured.keep(step, rows(step))
+        captured_files.keep(step, rows(step))
     spool = tmp_path / "capture" / "00000.rows"
     content = bytearray(spool.read_bytes())
     content[100] ^= 1
     spool.write_bytes(content)
-    captured.keep(2, rows(2))
+    captured_files.keep(2, rows(2))
     with pytest.raises(StorageDamaged, match="step 0 do not match their digest"):
-        captured.keep(3, rows(3))
+        captured_files.keep(3, rows(3))

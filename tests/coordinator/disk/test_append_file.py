@@ -21,11 +21,11 @@ def advice_ranges(monkeypatch) -> list[tuple[int, int]]:
     advised_ranges: list[tuple[int, int]] = []
     advise = os.posix_fadvise
 
-    def note(fd: int, start: int, size: int, advice: int) -> None:
+    def record_advice(fd: int, start: int, size: int, advice: int) -> None:
         advised_ranges.append((start, size))
         advise(fd, start, size, advice)
 
-    monkeypatch.setattr(os, "posix_fadvise", note)
+    monkeypatch.setattr(os, "posix_fadvise", record_advice)
     monkeypatch.setattr(limits, "WRITEBACK_BYTES", 100)
     return advised_ranges
 
@@ -62,7 +62,8 @@ def test_only_the_end_stays_in_memory_after_a_sync(tmp_path, monkeypatch, advice
     for number in range(3):
         with file.use("append to"):
             file.write([memoryview(bytes([number]) * 600)])
-    # Flushed at once; freed as soon as more than the end is written, and the rest at the sync.
+    # Each write is flushed at once. Pages before the last 1000 bytes leave the cache with the
+    # next write or at the sync.
     assert advice_ranges == [(0, 600), (600, 600), (0, 200), (1200, 600), (200, 600)]
     with file.use("sync"):
         file.sync()

@@ -25,9 +25,9 @@ from tests.durable_run import MANIFEST, RUN_ID, state_zero
 
 
 @pytest.fixture
-def order(monkeypatch):
-    """Check that nothing is renamed before it and everything below it is synced; list the renames
-    whose directory was not synced afterwards."""
+def unsynced_renames(monkeypatch):
+    """Check that a path is synced, with all files below it, before it is renamed. Return the
+    renames whose directory was not synced afterwards."""
     synced_paths: set[str] = set()
     pending_renames: list[str] = []
     real_sync, real_rename, real_replace = os.fsync, os.rename, os.replace
@@ -40,8 +40,8 @@ def order(monkeypatch):
 
     def rename(source, target, real):
         files_inside = [path for path in Path(source).rglob("*") if path.is_file()]
-        renamed = [str(path) for path in files_inside] or [str(source)]
-        assert set(renamed) <= synced_paths, set(renamed) - synced_paths
+        source_paths = [str(path) for path in files_inside] or [str(source)]
+        assert set(source_paths) <= synced_paths, set(source_paths) - synced_paths
         real(source, target)
         pending_renames.append(str(target))
         for path in files_inside:
@@ -54,21 +54,21 @@ def order(monkeypatch):
     return pending_renames
 
 
-def test_file_is_synced_before_its_rename_and_its_directory_after(tmp_path, order):
+def test_file_is_synced_before_its_rename_and_its_directory_after(tmp_path, unsynced_renames):
     replace_file(tmp_path / "a", b"1")
     replace_file(tmp_path / "a", b"22")
     assert (tmp_path / "a").read_bytes() == b"22"
-    assert order == []
+    assert unsynced_renames == []
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_checkpoint_is_synced_before_its_rename(tmp_path, order):
+def test_checkpoint_is_synced_before_its_rename(tmp_path, unsynced_renames):
     write_checkpoint(tmp_path / "c", MANIFEST, state_zero(), run_id=RUN_ID, term=1, losses=[])
-    assert [name for name in order if ".part" not in name] == []
+    assert [name for name in unsynced_renames if ".part" not in name] == []
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_failure_leaves_the_old_content_alone(tmp_path, monkeypatch, call):
+def test_failed_write_keeps_the_old_content(tmp_path, monkeypatch, call):
     path = tmp_path / "a"
     replace_file(path, b"old")
 
@@ -108,7 +108,7 @@ def test_system_error_comes_with_a_remedy(tmp_path, number, remedy):
         raise OSError(number, os.strerror(number))
 
 
-def test_temporaries_are_cleared_and_nothing_else(tmp_path):
+def test_only_temporary_files_are_removed(tmp_path):
     (tmp_path / "a.part").write_text("half")
     (tmp_path / "b.part").mkdir()
     (tmp_path / "b.part" / "c").write_text("half")
@@ -139,19 +139,21 @@ def test_output_path_is_written_in_place(tmp_path):
     os.mkfifo(pipe)
     with pytest.raises(StorageFailed, match="start the process that reads from the pipe"):
         write_output(pipe, b"alone")
-    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    os.set_blocking(reading, True)
-    writer = os.open(pipe, os.O_WRONLY)  # or the reader would see the end before there is a writer
+    read_fd = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(read_fd, True)
+    write_fd = os.open(
+        pipe, os.O_WRONLY
+    )  # without a writer, the reader would see the end of the file at once
 
     def read() -> None:
-        with os.fdopen(reading, "rb") as file:
+        with os.fdopen(read_fd, "rb") as file:
             contents.append(file.read())
 
     reader = threading.Thread(target=read)
     reader.start()
     content = b"more than a pipe holds" * 10_000
     assert not write_output(pipe, content)
-    os.close(writer)
+    os.close(write_fd)
     reader.join()
     assert contents == [content]
     assert pipe.is_fifo()

@@ -1,4 +1,4 @@
-"""A file written piece by piece is, byte for byte, what the format's own library writes."""
+"""A file written in pieces equals, byte for byte, a file of the safetensors library."""
 
 import numpy as np
 import pytest
@@ -18,13 +18,13 @@ SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 @given(st.dictionaries(NAMES, SHAPES, max_size=6), st.text('abc\u00e9\n"\\', max_size=5))
-def test_bytes_equal_the_safetensors_library(shapes, metadata_written):
+def test_bytes_equal_the_safetensors_library(shapes, format_name):
     random = np.random.default_rng(1)
     tensors = {
         name: np.asarray(random.standard_normal(shape), np.float32)
         for name, shape in shapes.items()
     }
-    metadata = {"format": metadata_written}
+    metadata = {"format": format_name}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(safetensors_file, "_PIECE_BYTES", 12)
         actual = b"".join(safetensors_pieces(tensors, metadata))

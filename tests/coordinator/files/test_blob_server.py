@@ -30,12 +30,12 @@ def index_of(path) -> BlobIndex:
     return index
 
 
-def file_of(index: BlobIndex) -> str:
+def file_digest(index: BlobIndex) -> str:
     return index.listing.sources[0].files[0].digest
 
 
-async def invited(live: LiveService, worker: HostileWorker, index: BlobIndex | None) -> str:
-    path = "" if index is None else str(index.blobs[file_of(index)].content)
+async def invite(live: LiveService, worker: HostileWorker, index: BlobIndex | None) -> str:
+    path = "" if index is None else str(index.blobs[file_digest(index)].content)
     spec = scripted_spec(task=reading_task.NAME, data={"train": path})
     run_id = live.service.submit(spec, blobs=index)
     await worker.join()
@@ -49,7 +49,7 @@ def ask(worker: HostileWorker, digest: str, offset: int, run_id: str = "") -> No
     worker.send(BlobRequest(run_id=run_id or worker.run_id, digest=digest, offset=offset))
 
 
-async def chunk(worker: HostileWorker) -> tuple[int, bytes]:
+async def receive_chunk(worker: HostileWorker) -> tuple[int, bytes]:
     while (received := await worker.receive()) is not None:
         if isinstance(received.message, BlobChunk):
             assert received.body is not None
@@ -59,15 +59,15 @@ async def chunk(worker: HostileWorker) -> tuple[int, bytes]:
 
 
 @on_uvloop
-async def test_chunks_come_in_order_and_from_any_offset(tmp_path, index):
+async def test_chunks_are_sent_in_order_and_from_any_offset(tmp_path, index):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
-        await invited(live, worker, index)
+        await invite(live, worker, index)
         for offset in (0, limits.BODY_BYTES, SIZE - 1, 7):
-            ask(worker, file_of(index), offset)
+            ask(worker, file_digest(index), offset)
         for offset in (0, limits.BODY_BYTES, SIZE - 1, 7):
-            assert await chunk(worker) == (offset, CONTENT[offset:][: limits.BODY_BYTES])
+            assert await receive_chunk(worker) == (offset, CONTENT[offset:][: limits.BODY_BYTES])
         ask(worker, index.digest, 0)
-        assert await chunk(worker) == (0, index.listing.to_bytes())
+        assert await receive_chunk(worker) == (0, index.listing.to_bytes())
         assert live.first("worker_lost") is None
 
 
@@ -77,19 +77,19 @@ async def test_link_in_place_of_a_file_is_not_followed(tmp_path, index):
     path, secret = tmp_path / "input.bin", tmp_path / "key.pem"
     secret.write_bytes(b"s" * SIZE)
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
-        await invited(live, worker, index)
+        await invite(live, worker, index)
         path.unlink()
         path.symlink_to(secret)
-        ask(worker, file_of(index), 0)
-        assert (await chunk(worker))[1] == b""
+        ask(worker, file_digest(index), 0)
+        assert (await receive_chunk(worker))[1] == b""
         path.unlink()
         path.hardlink_to(secret)
-        ask(worker, file_of(index), 0)
-        assert (await chunk(worker))[1] == b""
+        ask(worker, file_digest(index), 0)
+        assert (await receive_chunk(worker))[1] == b""
         path.unlink()
         path.write_bytes(CONTENT)
-        ask(worker, file_of(index), 0)
-        assert (await chunk(worker))[1] == CONTENT[: limits.BODY_BYTES]
+        ask(worker, file_digest(index), 0)
+        assert (await receive_chunk(worker))[1] == CONTENT[: limits.BODY_BYTES]
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ async def test_request_for_an_unlisted_file_ends_the_connection(
     tmp_path, index, digest, offset, reason
 ):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
-        await invited(live, worker, index)
-        ask(worker, digest or file_of(index), offset)
+        await invite(live, worker, index)
+        ask(worker, digest or file_digest(index), offset)
         goodbye = await worker.farewell()
         assert goodbye is not None
         assert reason in goodbye.reason
@@ -117,7 +117,7 @@ async def test_request_for_an_unlisted_file_ends_the_connection(
 @on_uvloop
 async def test_a_run_without_blobs_serves_none(tmp_path):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
-        await invited(live, worker, None)
+        await invite(live, worker, None)
         ask(worker, "0" * 64, 0)
         goodbye = await worker.farewell()
         assert goodbye is not None
@@ -125,41 +125,41 @@ async def test_a_run_without_blobs_serves_none(tmp_path):
 
 
 @on_uvloop
-async def test_a_request_of_an_earlier_run_is_dropped(tmp_path, index):
+async def test_request_of_an_earlier_run_is_dropped(tmp_path, index):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
-        await invited(live, worker, index)
-        ask(worker, file_of(index), 0, run_id="earlier")
-        ask(worker, file_of(index), 3)
-        assert (await chunk(worker))[0] == 3
+        await invite(live, worker, index)
+        ask(worker, file_digest(index), 0, run_id="earlier")
+        ask(worker, file_digest(index), 3)
+        assert (await receive_chunk(worker))[0] == 3
 
 
 @on_uvloop
 async def test_worker_that_requests_without_reading_is_refused(tmp_path, index):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
-        await invited(live, worker, index)
+        await invite(live, worker, index)
         for _ in range(200):
-            ask(worker, file_of(index), 0)
+            ask(worker, file_digest(index), 0)
         loss_event = await live.wait_for("worker_lost", worker=worker.name)
         assert "too many chunks requested at once" in loss_event["reason"]
 
 
 @on_uvloop
-async def test_an_empty_file_is_an_empty_chunk(tmp_path):
+async def test_empty_file_is_sent_as_an_empty_chunk(tmp_path):
     (tmp_path / "empty").touch()
     index = index_of(tmp_path / "empty")
     async with live_service(tmp_path / "out", 1) as live, HostileWorker(live.port) as worker:
-        await invited(live, worker, index)
-        ask(worker, file_of(index), 0)
-        assert await chunk(worker) == (0, b"")
+        await invite(live, worker, index)
+        ask(worker, file_digest(index), 0)
+        assert await receive_chunk(worker) == (0, b"")
 
 
 @on_uvloop
-async def test_a_worker_that_leaves_while_it_is_served_harms_nobody(tmp_path, index):
+async def test_worker_that_leaves_during_a_download_does_not_stop_the_run(tmp_path, index):
     async with live_service(tmp_path, 2) as live:
         async with HostileWorker(live.port) as worker:
-            await invited(live, worker, index)
+            await invite(live, worker, index)
             for _ in range(limits.UNANSWERED_BLOB_CHUNKS):
-                ask(worker, file_of(index), 0)
+                ask(worker, file_digest(index), 0)
             await worker.receive()
         await live.wait_for("worker_lost", worker=worker.name)
         for name in ("w0", "w1"):
@@ -171,10 +171,10 @@ async def test_a_worker_that_leaves_while_it_is_served_harms_nobody(tmp_path, in
 
 @on_uvloop
 async def test_steps_continue_while_a_joiner_is_served(tmp_path, index):
-    """The joiner requests one chunk after the other, with commits in between."""
+    """The joiner requests chunks one at a time, with commits in between."""
     spec = scripted_spec(
         task=reading_task.NAME, steps=100,
-        data={"train": str(index.blobs[file_of(index)].content)},
+        data={"train": str(index.blobs[file_digest(index)].content)},
     )  # fmt: skip
     async with live_service(tmp_path, 1) as live:
         live.worker("w0", cache=tmp_path / "cache")
@@ -185,8 +185,8 @@ async def test_steps_continue_while_a_joiner_is_served(tmp_path, index):
             await joiner.join()
             before, chunks_served = len(live.every("committed")), 0
             while live.first("run_ended") is None and chunks_served < 30:
-                ask(joiner, file_of(index), 0)
-                await chunk(joiner)
+                ask(joiner, file_digest(index), 0)
+                await receive_chunk(joiner)
                 chunks_served += 1
             assert chunks_served
             assert len(live.every("committed")) > before

@@ -48,18 +48,18 @@ def test_complete_capture_is_listed(logits):
     assert names == ["00000.parquet", "00001.parquet", "capture.json"]
 
 
-def test_a_missing_file(logits):
+def test_missing_file_is_refused(logits):
     (logits / "00001.parquet").unlink()
     assert "lacks '00001.parquet', one of its 2 files" in refusal(spec_of(logits))
 
 
-def test_a_truncated_file(logits):
+def test_truncated_file_is_refused(logits):
     file = logits / "00001.parquet"
     file.write_bytes(file.read_bytes()[:-7])
     assert "bytes, the capture lists it with" in refusal(spec_of(logits))
 
 
-def test_a_changed_file(logits):
+def test_changed_file_is_refused(logits):
     file = logits / "00001.parquet"
     content = bytearray(file.read_bytes())
     content[99] ^= 1
@@ -67,26 +67,26 @@ def test_a_changed_file(logits):
     assert "has changed since the capture" in refusal(spec_of(logits))
 
 
-def test_no_capture(tmp_path):
+def test_directory_without_a_capture_is_refused(tmp_path):
     assert "found no capture.json" in refusal(spec_of(tmp_path))
 
 
-def test_an_index_of_something_else(logits):
+def test_index_that_is_not_of_a_capture_is_refused(logits):
     (logits / "capture.json").write_text(json.dumps({"files": []}))
     assert "is not the index of a capture" in refusal(spec_of(logits))
 
 
-def test_file_name_outside_the_capture(logits):
+def test_file_name_outside_the_capture_is_refused(logits):
     index = (logits / "capture.json").read_text()
     (logits / "capture.json").write_text(index.replace("00001.parquet", "../x.parquet"))
     assert "is not a file of logits" in refusal(spec_of(logits))
 
 
-def test_a_temperature_that_was_not_captured(logits):
+def test_temperature_that_was_not_captured_is_refused(logits):
     assert "distil.temperature 1 or 2" in refusal(spec_of(logits, distil={"temperature": 4}))
 
 
-def test_a_student_with_another_tokenizer(logits, tmp_path):
+def test_student_with_another_tokenizer_is_refused(logits, tmp_path):
     student = tmp_path / "student"
     student.mkdir()
     (student / "config.json").write_text("{}")

@@ -47,13 +47,14 @@ def data(tmp_path) -> Path:
 def test_secret_is_refused_by_every_path(tmp_path, home, data):
     permitted = PermittedFiles((), secret_paths())
     key = home / "coordinator" / "key.pem"
-    link, around = data / "link.txt", tmp_path / "around"
+    link, home_link = data / "link.txt", tmp_path / "home_link"
     link.symlink_to(key)
-    around.symlink_to(home)
+    home_link.symlink_to(home)
     (home / "worker").mkdir()
     (home / "worker" / "a.key").write_text("00")
     for path in (
-        key, link, around / "coordinator" / "key.pem", home / "worker" / "a.key", home / "worker",
+        key, link, home_link / "coordinator" / "key.pem",
+        home / "worker" / "a.key", home / "worker",
         data / ".." / "home" / "coordinator" / "join.token", "/proc/self/environ",
     ):  # fmt: skip
         with pytest.raises(DataError, match=SECRET):
@@ -63,7 +64,7 @@ def test_secret_is_refused_by_every_path(tmp_path, home, data):
     assert index_blobs(spec_reading(key)) is not None
 
 
-def test_only_files_below_permitted_directories(tmp_path, data):
+def test_only_files_below_permitted_directories_are_read(tmp_path, data):
     permitted = PermittedFiles((data, tmp_path / "more"), ())
     other = tmp_path / "other.txt"
     other.write_text("other")
@@ -79,7 +80,7 @@ def test_only_files_below_permitted_directories(tmp_path, data):
     permitted.check_source("org/a-hub-name")
 
 
-def test_file_replaced_by_a_secret_after_the_check(tmp_path, home, data, monkeypatch):
+def test_file_replaced_by_a_secret_after_the_check_is_refused(tmp_path, home, data, monkeypatch):
     permitted = PermittedFiles((data,), secret_paths())
     permitted_file = data / "inner" / "key.pem"
     permitted_file.parent.mkdir()
@@ -111,7 +112,7 @@ def test_error_about_a_swapped_file_quotes_no_content(home, data, monkeypatch):
 
 
 @on_uvloop
-async def test_submissions_are_checked(tmp_path, home, data):
+async def test_files_of_submitted_runs_are_checked(tmp_path, home, data):
     settings = Settings(("127.0.0.1", 0), 1, tmp_path / "runs", once=False, data_roots=(data,))
     service = Service(settings)
     await service.start()
@@ -133,12 +134,12 @@ async def test_submissions_are_checked(tmp_path, home, data):
         await service.stop()
 
 
-def test_option_is_checked_before_anything_is_written(tmp_path, monkeypatch):
+def test_data_root_option_is_checked_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     serve = ("--expect-workers", "1", "--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
-    none = run_command("coordinator", *serve, "--data-root", "nowhere")
-    assert none.returncode == 2
-    assert "--data-root: expected a directory, got 'nowhere'" in none.stderr
+    completed = run_command("coordinator", *serve, "--data-root", "nowhere")
+    assert completed.returncode == 2
+    assert "--data-root: expected a directory, got 'nowhere'" in completed.stderr
     (tmp_path / "run.yaml").write_text("task: scripted\nsteps: 1\n")
     result = run_command("coordinator", *serve, "--run", "run.yaml", "--data-root", ".")
     assert result.returncode == 2

@@ -22,8 +22,8 @@ from tests.live_service import PATIENCE_S, LiveService, live_service, scripted_s
 HELLO_OF_TLS = bytes.fromhex("1603010200010001fc0303") + bytes(32)
 
 
-class Stranger:
-    """A plain connection that sends only what a test tells it to."""
+class PlainConnection:
+    """A TCP connection that sends only the data of the test."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self.endpoint = socket.socket()
@@ -36,8 +36,8 @@ class Stranger:
         await loop.sock_connect(self.endpoint, ("127.0.0.1", self._port))
         await loop.sock_sendall(self.endpoint, data)
 
-    async def closed(self) -> bool:
-        """Wait for the end of the connection, and discard what it receives."""
+    async def is_closed(self) -> bool:
+        """Discard received data until the end of the connection."""
         loop = asyncio.get_running_loop()
         try:
             while await loop.sock_recv(self.endpoint, 4096):
@@ -47,58 +47,60 @@ class Stranger:
         return True
 
 
-async def crowd(live: LiveService, count: int, host: str, data: bytes = b"") -> list[Stranger]:
-    connections = [Stranger(live.port, host) for _ in range(count)]
+async def connect_many(
+    live: LiveService, count: int, host: str, data: bytes = b""
+) -> list[PlainConnection]:
+    connections = [PlainConnection(live.port, host) for _ in range(count)]
     for connection in connections:
         await connection.connect(data)
     return connections
 
 
 async def wait_for_pending(live: LiveService, count: int) -> None:
-    """Wait until this many connections are in the handshake."""
+    """Wait until `count` connections are in the handshake."""
     async with asyncio.timeout(PATIENCE_S):
-        while len(live.service._pending) != count:  # noqa: ASYNC110 -- nobody is told of strangers
+        while len(live.service._pending) != count:  # noqa: ASYNC110 -- raises no event
             await asyncio.sleep(0)
 
 
-def close_all(connections: list[Stranger]) -> None:
+def close_all(connections: list[PlainConnection]) -> None:
     for connection in connections:
         connection.endpoint.close()
 
 
 @pytest.mark.parametrize("data", [b"", HELLO_OF_TLS[:20]], ids=["silent", "half a TLS handshake"])
 @on_uvloop
-async def test_limit_of_eight_connections_per_address(tmp_path, data, monkeypatch):
+async def test_connections_per_address_are_limited(tmp_path, data, monkeypatch):
     monkeypatch.setattr(limits, "UNAUTHENTICATED_SLOT_MS", 0)
     async with live_service(tmp_path, 1) as live:
         limit = limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS
-        here = await crowd(live, limit, "127.0.0.1", data)
+        connections = await connect_many(live, limit, "127.0.0.1", data)
         await wait_for_pending(live, limit)
         async with asyncio.timeout(limits.HANDSHAKE_TIMEOUT_MS / 1000 - 1):
-            (refused_connection,) = await crowd(live, 1, "127.0.0.1")
-            assert await refused_connection.closed()
+            (refused_connection,) = await connect_many(live, 1, "127.0.0.1")
+            assert await refused_connection.is_closed()
             async with HostileWorker(live.port, host="127.0.0.2") as other_host:
                 await other_host.join()
-        close_all([*here, refused_connection])
+        close_all([*connections, refused_connection])
         await wait_for_pending(live, 0)
         async with HostileWorker(live.port, "later") as late_worker:
             await late_worker.join()
 
 
 @on_uvloop
-async def test_limit_of_64_connections_in_total(tmp_path):
+async def test_connections_are_limited_in_total(tmp_path):
     async with live_service(tmp_path, 1) as live:
         limit, limit_per_address = (
             limits.UNAUTHENTICATED_CONNECTIONS,
             limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS,
         )
-        connections: list[Stranger] = []
+        connections: list[PlainConnection] = []
         for number in range(limit // limit_per_address):
-            connections += await crowd(live, limit_per_address, f"127.0.0.{10 + number}")
+            connections += await connect_many(live, limit_per_address, f"127.0.0.{10 + number}")
         await wait_for_pending(live, limit)
         async with asyncio.timeout(limits.HANDSHAKE_TIMEOUT_MS / 1000 - 1):
-            (refused_connection,) = await crowd(live, 1, "127.0.0.99")
-            assert await refused_connection.closed()
+            (refused_connection,) = await connect_many(live, 1, "127.0.0.99")
+            assert await refused_connection.is_closed()
         assert len(live.service._pending) == limit
         close_all([*connections, refused_connection])
         await wait_for_pending(live, 0)
@@ -111,9 +113,9 @@ async def test_limit_of_64_connections_in_total(tmp_path):
 async def test_unfinished_tls_handshake_is_closed_in_time(tmp_path, data, monkeypatch):
     monkeypatch.setattr(limits, "HANDSHAKE_TIMEOUT_MS", 200)
     async with live_service(tmp_path, 1) as live:
-        (connection,) = await crowd(live, 1, "127.0.0.1", data)
+        (connection,) = await connect_many(live, 1, "127.0.0.1", data)
         async with asyncio.timeout(3):
-            assert await connection.closed()
+            assert await connection.is_closed()
         await wait_for_pending(live, 0)
         connection.endpoint.close()
 
@@ -126,12 +128,12 @@ async def test_unauthenticated_connection_counts_for_a_while(tmp_path, monkeypat
         async with HostileWorker(live.port) as member:
             await member.join()
         for _ in range(limit):
-            (connection,) = await crowd(live, 1, "127.0.0.1")
+            (connection,) = await connect_many(live, 1, "127.0.0.1")
             await wait_for_pending(live, 1)
             close_all([connection])
             await wait_for_pending(live, 0)
-        (refused_connection,) = await crowd(live, 1, "127.0.0.1")
-        assert await refused_connection.closed()
+        (refused_connection,) = await connect_many(live, 1, "127.0.0.1")
+        assert await refused_connection.is_closed()
         async with HostileWorker(live.port, host="127.0.0.2") as other_host:
             await other_host.join()
         close_all([refused_connection])
@@ -162,7 +164,7 @@ async def test_acceptor_waits_without_file_descriptors_and_continues(monkeypatch
         return accept(self)
 
     monkeypatch.setattr(socket.socket, "accept", accept_later)
-    connection = Stranger(acceptor.address[1])
+    connection = PlainConnection(acceptor.address[1])
     await connection.connect()
     async with asyncio.timeout(PATIENCE_S):
         await arrival.wait()
@@ -176,7 +178,7 @@ async def test_acceptor_waits_without_file_descriptors_and_continues(monkeypatch
     [("127.0.0.1", True), ("127.8.0.3", True), ("::1", True), ("localhost", True),
      ("0.0.0.0", False), ("::", False), ("192.168.1.2", False), ("example", False)],
 )  # fmt: skip
-def test_local_only_addresses(host, loopback):
+def test_loopback_addresses_are_recognized(host, loopback):
     assert is_loopback(host) is loopback
 
 
@@ -192,14 +194,14 @@ async def test_worker_of_this_user_joins_by_the_unix_socket(tmp_path):
 @on_uvloop
 async def test_proof_cannot_be_relayed_between_unix_socket_and_port(tmp_path):
     async with live_service(tmp_path, 1) as live:
-        async with HostileWorker(live.port, is_local=True) as joins:
-            assert (await joins.join()).key
-        for here in (True, False):
-            async with HostileWorker(live.port, is_local=here) as relay:
+        async with HostileWorker(live.port, is_local=True) as worker:
+            assert (await worker.join()).key
+        for is_local in (True, False):
+            async with HostileWorker(live.port, is_local=is_local) as relay:
                 relay.greet()
                 token = CoordinatorCredentials.open().join_token()
                 challenge = await relay.until(Challenge)
-                fingerprint = token.fingerprint if here else on_this_machine(token.fingerprint)
+                fingerprint = token.fingerprint if is_local else on_this_machine(token.fingerprint)
                 with pytest.raises(NotAuthorized):
                     answer(relay.hello, challenge, fingerprint, token.secret)
                 proof = Exchange(relay.hello, challenge.nonce, fingerprint).prove(

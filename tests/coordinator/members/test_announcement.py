@@ -1,4 +1,4 @@
-"""A coordinator is announced at its current addresses, also after they change."""
+"""A coordinator announces its current addresses, and announces them again when they change."""
 
 from __future__ import annotations
 
@@ -13,74 +13,74 @@ from coordinator.members.announcement import Announcement
 PATIENCE_S = 20.0
 
 
-class Network:
-    """Replaces zeroconf: records which addresses are announced, one list after the other."""
+class FakeZeroconf:
+    """Replaces zeroconf: records each announced list of addresses."""
 
     def __init__(self) -> None:
-        self.heard: asyncio.Queue[list[str]] = asyncio.Queue()
-        self.withdrawn = 0
+        self.announcements: asyncio.Queue[list[str]] = asyncio.Queue()
+        self.withdrawal_count = 0
         self.failure: OSError | None = None
-        self.tried = asyncio.Event()
+        self.attempted = asyncio.Event()
 
-    def __call__(self, *_arguments, **_options) -> Network:
+    def __call__(self, *_arguments, **_options) -> FakeZeroconf:
         if self.failure is not None:
-            self.tried.set()
+            self.attempted.set()
             raise self.failure
         return self
 
     async def async_register_service(self, info, **_options):
-        async def registered() -> None:
-            await self.heard.put(info.parsed_addresses())
+        async def announce() -> None:
+            await self.announcements.put(info.parsed_addresses())
 
-        return registered()
+        return announce()
 
     async def async_unregister_all_services(self) -> None:
-        self.withdrawn += 1
+        self.withdrawal_count += 1
 
     async def async_close(self) -> None:
         pass
 
 
 @pytest.fixture
-def network(monkeypatch) -> Network:
-    fake_network = Network()
+def network(monkeypatch) -> FakeZeroconf:
+    fake_network = FakeZeroconf()
     monkeypatch.setattr(announcement, "AsyncZeroconf", fake_network)
     monkeypatch.setattr(announcement, "LOOK_EVERY_S", 0.0)
     return fake_network
 
 
-def addresses(monkeypatch, *now: str) -> None:
-    monkeypatch.setattr(announcement, "reachable_addresses", lambda _: list(now))
+def set_addresses(monkeypatch, *addresses: str) -> None:
+    monkeypatch.setattr(announcement, "reachable_addresses", lambda _: list(addresses))
 
 
 async def test_changed_addresses_are_announced_again(network, monkeypatch):
-    addresses(monkeypatch, "192.0.2.1")
-    advert = Announcement("den", ("0.0.0.0", 9000), "")
-    advert.start()
+    set_addresses(monkeypatch, "192.0.2.1")
+    announcer = Announcement("den", ("0.0.0.0", 9000), "")
+    announcer.start()
     async with asyncio.timeout(PATIENCE_S):
-        assert await network.heard.get() == ["192.0.2.1"]
-        addresses(monkeypatch, "198.51.100.7", "192.0.2.9")
-        assert await network.heard.get() == ["198.51.100.7", "192.0.2.9"]
-        assert network.withdrawn == 1
-        await advert.stop()
-    assert network.withdrawn == 2
-    assert network.heard.empty()
+        assert await network.announcements.get() == ["192.0.2.1"]
+        set_addresses(monkeypatch, "198.51.100.7", "192.0.2.9")
+        assert await network.announcements.get() == ["198.51.100.7", "192.0.2.9"]
+        assert network.withdrawal_count == 1
+        await announcer.stop()
+    assert network.withdrawal_count == 2
+    assert network.announcements.empty()
 
 
 async def test_announcement_starts_when_the_network_is_up(network, monkeypatch):
-    """Started before the network, as services are at boot; each reason is logged once."""
-    addresses(monkeypatch)
+    """Services may start before the network at boot; each reason is logged once."""
+    set_addresses(monkeypatch)
     network.failure = OSError(101, "Network is unreachable")
-    advert = Announcement("den", ("0.0.0.0", 9000), "")
+    announcer = Announcement("den", ("0.0.0.0", 9000), "")
     with capture_logs() as logs:
-        advert.start()
+        announcer.start()
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.sleep(0)  # after its first attempt
-            addresses(monkeypatch, "192.0.2.1")
-            await network.tried.wait()
+            set_addresses(monkeypatch, "192.0.2.1")
+            await network.attempted.wait()
             network.failure = None
-            assert await network.heard.get() == ["192.0.2.1"]
-            await advert.stop()
+            assert await network.announcements.get() == ["192.0.2.1"]
+            await announcer.stop()
     reasons = [entry["reason"] for entry in logs if entry["event"] == "not_announced"]
     assert "no address that other machines reach" in reasons[0]
     assert "Network is unreachable" in reasons[1]

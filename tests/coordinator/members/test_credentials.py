@@ -31,10 +31,10 @@ def test_credentials_are_created_once(tmp_path):
     for path in files(tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
     assert stat.S_IMODE((tmp_path / "home" / "coordinator").stat().st_mode) == 0o700
-    repeat = CoordinatorCredentials.open(tmp_path / "home")
-    assert repeat.fingerprint == first.fingerprint == repeat.join_token().fingerprint
-    assert repeat.join_token() == first.join_token()
-    assert repeat.keys.get("w") == first.keys.get("w") is not None
+    reopened = CoordinatorCredentials.open(tmp_path / "home")
+    assert reopened.fingerprint == first.fingerprint == reopened.join_token().fingerprint
+    assert reopened.join_token() == first.join_token()
+    assert reopened.keys.get("w") == first.keys.get("w") is not None
     assert CoordinatorCredentials.open(tmp_path / "other").fingerprint != first.fingerprint
 
 
@@ -82,9 +82,9 @@ def test_killed_first_start_leaves_no_identity(tmp_path):
     for path in files(tmp_path):
         if path.name != "key.pem":
             path.unlink()
-    repeat = CoordinatorCredentials.open(tmp_path)
-    assert repeat.fingerprint != first.fingerprint
-    assert repeat.replacement_note == ""
+    reopened = CoordinatorCredentials.open(tmp_path)
+    assert reopened.fingerprint != first.fingerprint
+    assert reopened.replacement_note == ""
 
 
 def test_replaced_damaged_token_is_reported(tmp_path):
@@ -166,7 +166,7 @@ def _assert_nothing_revoked(credentials, check) -> None:
 
 
 def test_unreadable_keys_are_not_revoked(members, tmp_path):
-    """A temporary disk fault must not turn every member away for good."""
+    """A temporary disk fault must not revoke every member."""
     credentials, directory, check = members
     path = directory / "workers.json"
     moved_path = path.rename(tmp_path / "kept")
@@ -189,7 +189,7 @@ def test_temporarily_missing_directory_revokes_nobody(members, tmp_path):
         _assert_nothing_revoked(credentials, check)
         assert credentials.join_token() == token
         assert credentials.enrol("bob") == b""
-    assert not directory.exists(), "it comes back under its own name"
+    assert not directory.exists(), "a new directory would prevent restoring the old one"
     moved_directory.rename(directory)
     assert credentials.check() == []
     assert credentials.enrol("bob")
@@ -208,9 +208,9 @@ def test_invalid_key_file_revokes_nobody(members, text):
     (problem,) = credentials.check()
     assert "workers.json" in problem
     if text is not None:
-        assert path.read_text() == text, "what is damaged is for a person to look at"
+        assert path.read_text() == text, "a damaged file is left for inspection"
         assert credentials.enrol("bob") == b""
-        path.unlink()  # as the line advises
+        path.unlink()  # as the message advises
         credentials.check()
     assert json.loads(path.read_text()) == json.loads(valid)
     assert credentials.check() == []
@@ -233,7 +233,7 @@ def test_files_deleted_at_runtime_are_written_again(members, name):
 
 
 @pytest.mark.parametrize("name", ["certificate.pem", "key.pem"])
-def test_an_empty_certificate_or_key_is_named(tmp_path, name):
+def test_empty_certificate_or_key_is_named(tmp_path, name):
     CoordinatorCredentials.open(tmp_path)
     (tmp_path / "coordinator" / name).write_text("")
     with pytest.raises(UsageError, match=r"certificate.*remove both: the next start makes new"):
@@ -279,19 +279,18 @@ def test_files_changed_by_root_stay_owned_by_the_service(tmp_path):
         ({"XDG_STATE_HOME": "/c"}, "/c/samestep"),
     ],
 )
-def test_location_of_credentials(environment, home):
+def test_credentials_are_in_the_first_configured_directory(environment, home):
     assert str(state_home(environment)) == home
 
 
-def test_unusable_home(tmp_path):
+def test_unusable_home_is_refused(tmp_path):
     (tmp_path / "home").write_text("a file")
     with pytest.raises(UsageError, match="SAMESTEP_HOME"):
         CoordinatorCredentials.open(tmp_path / "home")
 
 
-def test_stale_directory_ends_nothing(members, monkeypatch):
-    """As on a network file system that has lost its server: every call fails, each with its own
-    error."""
+def test_stale_directory_revokes_nobody(members, monkeypatch):
+    """Every system call fails, as on a network file system that has lost its server."""
     credentials, directory, check = members
 
     def stale_error(path, *_, **__):

@@ -1,5 +1,4 @@
-"""Who is admitted: the token, a worker's own key, and everything that resembles them but is
-invalid."""
+"""Admission of workers: with the token, with a worker's own key, and with invalid credentials."""
 
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ from worker.shell.client import Client, Target
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path, monkeypatch) -> Path:
-    """Tests here change tokens."""
+def separate_home(tmp_path, monkeypatch) -> Path:
+    """Use a separate home, because these tests change tokens."""
     home = tmp_path / "home"
     monkeypatch.setenv("SAMESTEP_HOME", str(home))
     return home
@@ -60,7 +59,7 @@ def client(port: int, credentials: WorkerCredentials, name: str = "w") -> Client
 
 
 async def refusal(port: int, credentials: WorkerCredentials) -> str:
-    """Return the one line of a worker that is not admitted."""
+    """Return the one-line error of a worker that is not admitted."""
     with pytest.raises(NotAuthorized) as error_info:
         async with asyncio.timeout(PATIENCE_S):
             await client(port, credentials).serve()
@@ -71,10 +70,10 @@ async def refusal(port: int, credentials: WorkerCredentials) -> str:
 
 
 @asynccontextmanager
-async def serving(
+async def joined_worker(
     live: LiveService, worker: Client, name: str = "w", nth: int = 1
 ) -> AsyncIterator[None]:
-    """Run a worker from its join on; it drains at the end of the context."""
+    """Wait until the worker has joined; it drains at the end of the context."""
     task = asyncio.create_task(worker.serve())
     async with asyncio.timeout(PATIENCE_S):
         while len(live.every("worker_connected")) < nth:
@@ -94,13 +93,15 @@ async def test_worker_uses_the_token_once_and_then_its_key(tmp_path):
     async with live_service(tmp_path, 1) as live:
         credentials = CoordinatorCredentials.open()
         token = credentials.join_token().reveal()
-        async with serving(live, client(live.port, remote_credentials(tmp_path, token))):
+        async with joined_worker(live, client(live.port, remote_credentials(tmp_path, token))):
             assert list(credentials.keys.names()) == ["w"]
-        # The token changes; the worker does not know the new one, nor does it need one.
+        # The worker does not need the new token, because it has a key.
         credentials.rotate(everyone=False)
-        async with serving(live, client(live.port, remote_credentials(tmp_path)), nth=2):
+        async with joined_worker(live, client(live.port, remote_credentials(tmp_path)), nth=2):
             pass
-        async with serving(live, client(live.port, remote_credentials(tmp_path, token)), nth=3):
+        async with joined_worker(
+            live, client(live.port, remote_credentials(tmp_path, token)), nth=3
+        ):
             pass
         assert "certificate" not in await refusal(
             live.port, remote_credentials(tmp_path / "other", token)
@@ -115,16 +116,16 @@ async def test_invalid_key_falls_back_to_the_token(tmp_path):
     async with live_service(tmp_path, 1) as live:
         credentials = CoordinatorCredentials.open()
         first = remote_credentials(tmp_path, credentials.join_token().reveal())
-        async with serving(live, client(live.port, first)):
-            old = credentials.keys.get("w")
+        async with joined_worker(live, client(live.port, first)):
+            first_key = credentials.keys.get("w")
         credentials.revoke("w")
-        repeat = remote_credentials(tmp_path, credentials.join_token().reveal())
-        async with serving(live, client(live.port, repeat), nth=2):
-            assert credentials.keys.get("w") not in (None, old)
+        second = remote_credentials(tmp_path, credentials.join_token().reveal())
+        async with joined_worker(live, client(live.port, second), nth=2):
+            assert credentials.keys.get("w") not in (None, first_key)
 
 
 @on_uvloop
-async def test_unreadable_keys_turn_nobody_away_for_good(tmp_path):
+async def test_worker_retries_while_keys_are_unreadable(tmp_path):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as member:
         keys = CoordinatorCredentials.open()
         assert keys.enrol("ann")
@@ -144,7 +145,7 @@ async def test_revoked_worker_is_dismissed_and_stays_away(tmp_path, monkeypatch)
     async with live_service(tmp_path, 1) as live:
         credentials = CoordinatorCredentials.open()
         token = credentials.join_token().reveal()
-        async with serving(
+        async with joined_worker(
             live, client(live.port, remote_credentials(tmp_path / "b", token), "b"), "b"
         ):
             refusal_task = asyncio.create_task(
@@ -180,7 +181,7 @@ async def test_journal_names_the_credential_of_each_worker(tmp_path):
         credentials = CoordinatorCredentials.open()
         token = credentials.join_token().reveal()
         for nth in (1, 2):
-            async with serving(
+            async with joined_worker(
                 live, client(live.port, remote_credentials(tmp_path, token)), nth=nth
             ):
                 run_id = live.service.submit(scripted_spec())
@@ -205,7 +206,7 @@ async def test_worker_without_a_token_explains_how_to_get_one(tmp_path):
 
 
 @on_uvloop
-async def test_the_right_certificate_and_a_wrong_secret(tmp_path):
+async def test_token_with_a_wrong_secret_is_refused(tmp_path):
     async with live_service(tmp_path, 1) as live:
         wrong_token = JoinToken(CoordinatorCredentials.open().fingerprint, new_key()).reveal()
         text = await refusal(live.port, remote_credentials(tmp_path, wrong_token))
@@ -215,19 +216,25 @@ async def test_the_right_certificate_and_a_wrong_secret(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    ["another nonce of mine", "another nonce of theirs", "another certificate", "no TLS", "mirror"],
+    [
+        "another worker nonce",
+        "another coordinator nonce",
+        "another certificate",
+        "no TLS",
+        "mirror",
+    ],
 )
 @on_uvloop
-async def test_proofs_of_other_connections(tmp_path, change):
-    """Each by someone who recorded a valid handshake, or who sits between two ends of TLS."""
+async def test_proof_of_another_connection_is_refused(tmp_path, change):
+    """The attacker has recorded a valid handshake, or relays between two TLS connections."""
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as attacker:
         token = CoordinatorCredentials.open().join_token()
         attacker.greet()
         challenge = await attacker.until(Challenge)
         hello, nonce, certificate = attacker.hello, challenge.nonce, token.fingerprint
-        if change == "another nonce of mine":
+        if change == "another worker nonce":
             hello = hello.model_copy(update={"nonce": new_nonce()})
-        elif change == "another nonce of theirs":
+        elif change == "another coordinator nonce":
             nonce = new_nonce()
         elif change == "another certificate":
             certificate = b"x" * 32
@@ -243,7 +250,7 @@ async def test_proofs_of_other_connections(tmp_path, change):
 
 
 @on_uvloop
-async def test_recorded_handshake_is_useless(tmp_path):
+async def test_replayed_handshake_is_refused(tmp_path):
     async with live_service(tmp_path, 1) as live:
         token = CoordinatorCredentials.open().join_token()
         async with HostileWorker(live.port) as member:
@@ -253,26 +260,26 @@ async def test_recorded_handshake_is_useless(tmp_path):
             )
             member.send(proof)
             await member.until(Welcome)
-            recorded = member.hello
-        async with HostileWorker(live.port) as replaying:
-            replaying.send(recorded)
-            await replaying.until(Challenge)
-            replaying.send(proof)
-            goodbye = await replaying.farewell()
+            recorded_hello = member.hello
+        async with HostileWorker(live.port) as replayer:
+            replayer.send(recorded_hello)
+            await replayer.until(Challenge)
+            replayer.send(proof)
+            goodbye = await replayer.farewell()
             assert goodbye is not None
             assert goodbye.exit_code == ExitCode.NOT_AUTHORIZED
 
 
 @pytest.mark.parametrize("after_hello", [False, True])
 @on_uvloop
-async def test_every_other_message_before_the_welcome_ends_the_connection(tmp_path, after_hello):
+async def test_other_messages_before_the_welcome_end_the_connection(tmp_path, after_hello):
     for kind in EXAMPLES:
         if kind not in (Hello, messages.Goodbye):
             directory = tmp_path / kind.__name__
-            await refused_before_the_welcome(directory, kind, after_hello=after_hello)
+            await check_refusal_before_the_welcome(directory, kind, after_hello=after_hello)
 
 
-async def refused_before_the_welcome(
+async def check_refusal_before_the_welcome(
     directory: Path, kind: type[messages.Message], *, after_hello: bool
 ) -> None:
     async with live_service(directory, 1) as live, HostileWorker(live.port) as newcomer:
@@ -287,19 +294,19 @@ async def refused_before_the_welcome(
         assert not live.service.sessions, kind
 
 
-# Impostors: what a worker sends them.
+# Messages that a worker sends to impostors.
 
 
 class Impostor:
     """Listens like a coordinator; records what it receives.
 
     Args:
-        context: Its end of TLS; None for plaintext.
-        reply: Its answer to a Hello: a message, or bytes.
+        context: The TLS context; None for plaintext.
+        reply: A function from a Hello to the answer, a message or bytes.
     """
 
     def __init__(self, context: ssl.SSLContext | None, reply: object = None) -> None:
-        self.heard: list[messages.Message] = []
+        self.received: list[messages.Message] = []
         self._context = context
         self._reply = reply
 
@@ -315,7 +322,7 @@ class Impostor:
         connection = Connection("coordinator")
         while data := await reader.read(65_536):
             for message, _ in connection.receive_data(data):
-                self.heard.append(message)
+                self.received.append(message)
                 if isinstance(message, Hello) and callable(self._reply):
                     reply = self._reply(message)
                     if isinstance(reply, bytes):
@@ -340,34 +347,34 @@ async def test_relay_with_its_own_certificate_receives_nothing(tmp_path):
         text = await refusal(relay.port, remote_credentials(tmp_path, token))
         assert "expected the certificate" in text
         assert token.partition(".")[2] not in text
-        assert relay.heard == []
+        assert relay.received == []
 
 
 @on_uvloop
-async def test_a_relay_receives_nothing_from_a_worker_with_a_key(tmp_path):
+async def test_relay_receives_nothing_from_a_worker_with_a_key(tmp_path):
     async with live_service(tmp_path, 1) as live:
         token = CoordinatorCredentials.open().join_token().reveal()
-        async with serving(live, client(live.port, remote_credentials(tmp_path, token))):
+        async with joined_worker(live, client(live.port, remote_credentials(tmp_path, token))):
             pass
     async with Impostor(another_context(tmp_path)) as relay:
         message = await refusal(relay.port, remote_credentials(tmp_path))
         assert "no key for the name" in message
         assert "keys are stored by name" in message
-        assert relay.heard == []
+        assert relay.received == []
 
 
 @pytest.mark.parametrize("forgery", ["guess", "mirror", "replay", "other method"])
 @on_uvloop
-async def test_an_impostor_that_cannot_prove_itself_gets_no_proof(tmp_path, forgery):
-    """It has even the coordinator's certificate and key, but not the secret."""
+async def test_impostor_without_the_secret_gets_no_proof(tmp_path, forgery):
+    """The impostor has the coordinator's certificate and key, but not the secret."""
     credentials = CoordinatorCredentials.open()
-    recorded = Exchange(EXAMPLES[Hello], bytes(32), credentials.fingerprint)  # type: ignore[arg-type]
+    recorded_exchange = Exchange(EXAMPLES[Hello], bytes(32), credentials.fingerprint)  # type: ignore[arg-type]
 
     def reply(hello: Hello) -> Challenge:
         proof = {
             "guess": bytes(32),
             "mirror": hello.nonce,
-            "replay": recorded.prove("coordinator", credentials.join_token().secret),
+            "replay": recorded_exchange.prove("coordinator", credentials.join_token().secret),
             "other method": bytes(32),
         }[forgery]
         return Challenge(
@@ -378,13 +385,16 @@ async def test_an_impostor_that_cannot_prove_itself_gets_no_proof(tmp_path, forg
         await refusal(
             impostor.port, remote_credentials(tmp_path, credentials.join_token().reveal())
         )
-        assert [type(message) for message in impostor.heard] in ([Hello], [Hello, messages.Goodbye])
+        assert [type(message) for message in impostor.received] in (
+            [Hello],
+            [Hello, messages.Goodbye],
+        )
 
 
 @pytest.mark.parametrize("first", ["nothing", "challenge"])
 @on_uvloop
 async def test_impostor_that_skips_the_proof_is_rejected(tmp_path, first):
-    """It welcomes the worker and starts a run in the same bytes as its invalid challenge."""
+    """The impostor sends a welcome and a run together with its invalid challenge."""
     credentials = CoordinatorCredentials.open()
 
     def reply(hello: Hello) -> bytes:
@@ -401,7 +411,7 @@ async def test_impostor_that_skips_the_proof_is_rejected(tmp_path, first):
         with pytest.raises(Unreachable, match="Welcome is not expected"):
             async with asyncio.timeout(PATIENCE_S):
                 await Client(target, Scripted(), secrets, received.append).serve()
-    assert Proof not in [type(message) for message in impostor.heard]
+    assert Proof not in [type(message) for message in impostor.received]
     assert not any("joined" in line or "building" in line for line in received)
     assert not list((tmp_path / "elsewhere").rglob("*.key"))
 

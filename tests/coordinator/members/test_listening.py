@@ -1,4 +1,4 @@
-"""A coordinator passes on the addresses on which it listens and others can reach it."""
+"""The addresses of a coordinator that other machines can reach."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def lines(home, host: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("machine")
-def test_addresses_without_a_default_route():
+def test_all_reachable_addresses_are_listed_without_a_default_route():
     assert reachable_addresses("0.0.0.0") == ["192.168.1.20", "10.8.0.2"]
 
 
@@ -68,7 +68,7 @@ def test_bound_address_is_listed():
         assert reachable_addresses(host) == [host]
 
 
-def test_direct_cable_has_addresses(machine):
+def test_link_local_ipv4_address_of_a_direct_cable_is_listed(machine):
     machine[0][:] = [adapter("eth0", "169.254.7.1", "fe80::20")]
     assert reachable_addresses("0.0.0.0") == ["169.254.7.1"]
     assert reachable_addresses("::") == []
@@ -97,7 +97,7 @@ def test_machine_without_a_network_reports_it(machine, tmp_path):
 
 
 @pytest.mark.usefixtures("machine")
-def test_every_address_that_is_printed_can_be_pasted(tmp_path):
+def test_every_printed_address_can_be_parsed(tmp_path):
     for host in ("::", "fe80::20%eth0", "::1"):
         for line in lines(tmp_path, host):
             if " --coordinator " in line:

@@ -1,4 +1,4 @@
-"""The coordinator's side of one connection: handshake, timeout, names, and its end."""
+"""The coordinator's side of a connection: handshake, timeout, names, and disconnection."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.message_samples import EXAMPLES
 WELCOME = EXAMPLES[Welcome]
 
 
-class Wire:
-    """Replaces the channel: records what the session does with it."""
+class FakeChannel:
+    """Replaces the channel: records the calls of the session."""
 
     peer = "127.0.0.1:1"
 
@@ -69,11 +69,11 @@ class FakeService:
         self.calls.append(("remove_session", reason))
 
 
-def started_session() -> tuple[MemberSession, FakeService, Any]:
-    service, wire = FakeService(), Wire()
+def start_session() -> tuple[MemberSession, FakeService, Any]:
+    service, channel = FakeService(), FakeChannel()
     session = MemberSession(service, JoinCheck(CoordinatorCredentials.open(), encrypted=True))
-    session.start(wire)  # type: ignore[arg-type]
-    return session, service, wire
+    session.start(channel)  # type: ignore[arg-type]
+    return session, service, channel
 
 
 def receive_message(session: MemberSession, kind: type[Message], **changes: Any) -> None:
@@ -81,26 +81,26 @@ def receive_message(session: MemberSession, kind: type[Message], **changes: Any)
     session.on_message(session.channel, Received(message, None))
 
 
-def prove(session: MemberSession, wire: Wire) -> None:
-    """Send the right answer to the challenge."""
+def prove(session: MemberSession, channel: FakeChannel) -> None:
+    """Send the correct answer to the challenge."""
     token = CoordinatorCredentials.open().join_token()
-    (challenge,) = wire.sent
+    (challenge,) = channel.sent
     assert isinstance(challenge, Challenge)
     proof = answer(session.hello, challenge, token.fingerprint, token.secret)
     session.on_message(session.channel, Received(proof, None))
 
 
 @on_uvloop
-async def test_hello_challenge_proof_welcome_and_then_a_member():
-    session, service, wire = started_session()
+async def test_handshake_makes_a_member():
+    session, service, channel = start_session()
     receive_message(session, messages.Hello)
-    assert [type(message) for message in wire.sent] == [Challenge]
+    assert [type(message) for message in channel.sent] == [Challenge]
     assert service.calls == []
-    prove(session, wire)
-    assert wire.sent[1:] == [WELCOME]
+    prove(session, channel)
+    assert channel.sent[1:] == [WELCOME]
     # The service may send as soon as it learns of the member: the welcome was sent before.
     assert service.calls == [("name_worker", "w"), ("add_member", "w")]
-    receive_message(session, messages.SubtreeLoss)  # of an ended run: nobody receives it
+    receive_message(session, messages.SubtreeLoss)  # without a run, the message is dropped
     session.run = service
     receive_message(session, messages.Heartbeat)
     receive_message(session, messages.SubtreeLoss)
@@ -110,12 +110,12 @@ async def test_hello_challenge_proof_welcome_and_then_a_member():
 
 
 @on_uvloop
-async def test_a_wrong_proof_is_not_admitted():
-    session, service, wire = started_session()
+async def test_wrong_proof_is_not_admitted():
+    session, service, channel = start_session()
     receive_message(session, messages.Hello)
     receive_message(session, messages.Proof, proof=b"guess")
     assert service.calls == []
-    ((reason, code),) = wire.goodbyes
+    ((reason, code),) = channel.goodbyes
     assert "the proof is wrong" in reason
     assert code == ExitCode.NOT_AUTHORIZED
     assert session.name == ""
@@ -123,19 +123,19 @@ async def test_a_wrong_proof_is_not_admitted():
 
 
 @on_uvloop
-async def test_a_member_without_a_run_may_leave():
-    session, service, wire = started_session()
+async def test_member_without_a_run_may_leave():
+    session, service, channel = start_session()
     receive_message(session, messages.Hello)
-    prove(session, wire)
+    prove(session, channel)
     receive_message(session, messages.Drain)
-    assert wire.goodbyes == [("drained", ExitCode.OK)]
+    assert channel.goodbyes == [("drained", ExitCode.OK)]
     assert len(service.calls) == 2
     session.on_lost(session.channel, "closed", None)
 
 
 @on_uvloop
 async def test_work_before_the_welcome_is_out_of_order():
-    session, service, _ = started_session()
+    session, service, _ = start_session()
     with pytest.raises(OutOfOrder, match="SubtreeLoss before the handshake"):
         receive_message(session, messages.SubtreeLoss)
     assert service.calls == []
@@ -143,29 +143,29 @@ async def test_work_before_the_welcome_is_out_of_order():
 
 
 @on_uvloop
-async def test_handshake_timeout(monkeypatch):
+async def test_slow_handshake_is_aborted(monkeypatch):
     monkeypatch.setattr(limits, "HANDSHAKE_TIMEOUT_MS", 30)
-    slow_session, _, wire = started_session()
+    slow_session, _, channel = start_session()
     receive_message(slow_session, messages.Hello)
     async with asyncio.timeout(PATIENCE_S):
-        await wire.aborted.wait()
-    assert wire.reason == "the handshake took longer than 0.03 s"
-    slow_session.on_lost(slow_session.channel, wire.reason, None)
+        await channel.aborted.wait()
+    assert channel.reason == "the handshake took longer than 0.03 s"
+    slow_session.on_lost(slow_session.channel, channel.reason, None)
 
 
 @on_uvloop
 async def test_timeout_stops_for_members_and_lost_connections(monkeypatch):
     monkeypatch.setattr(limits, "HANDSHAKE_TIMEOUT_MS", 30)
-    member, _, member_wire = started_session()
+    member, _, member_channel = start_session()
     receive_message(member, messages.Hello)
-    prove(member, member_wire)
-    lost, _, lost_wire = started_session()
-    lost.on_lost(lost.channel, "closed", None)
-    _, _, late_wire = started_session()
+    prove(member, member_channel)
+    lost_session, _, lost_channel = start_session()
+    lost_session.on_lost(lost_session.channel, "closed", None)
+    _, _, late_channel = start_session()
     async with asyncio.timeout(PATIENCE_S):
-        await late_wire.aborted.wait()
-    assert not member_wire.aborted.is_set()
-    assert not lost_wire.aborted.is_set()
+        await late_channel.aborted.wait()
+    assert not member_channel.aborted.is_set()
+    assert not lost_channel.aborted.is_set()
     member.on_lost(member.channel, "closed", None)
 
 
@@ -174,14 +174,14 @@ async def test_timeout_stops_for_members_and_lost_connections(monkeypatch):
 )
 @on_uvloop
 async def test_last_message_of_a_worker_is_the_reason(last_message, expected_reason):
-    session, service, wire = started_session()
+    session, service, channel = start_session()
     receive_message(session, messages.Goodbye, reason=last_message)
-    assert wire.aborted.is_set()
+    assert channel.aborted.is_set()
     session.on_lost(session.channel, "the peer closed the connection", None)
     assert service.calls == [("remove_session", expected_reason or last_message)]
 
 
-# Through the service: which names workers have.
+# Names of workers, through the service.
 
 
 @on_uvloop
@@ -220,7 +220,7 @@ async def test_returning_worker_replaces_its_old_connection(tmp_path):
 
 @on_uvloop
 async def test_dismissed_worker_leaves_with_that_reason(tmp_path):
-    """Although the worker closes the connection."""
+    """The reason is 'drained' although the worker closes the connection."""
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port, "w") as worker:
         await worker.join()
         worker.send(messages.Drain())
@@ -242,7 +242,7 @@ async def test_welcome_has_term_and_heartbeat_interval(tmp_path):
 
 @on_uvloop
 async def test_silent_member_is_lost_and_live_member_stays(tmp_path, monkeypatch):
-    """Although its kernel answers: it may take time to build its task, but not forever."""
+    """A silent member is lost after the stall timeout although its kernel keeps the connection."""
     monkeypatch.setattr(limits, "HEARTBEAT_INTERVAL_MS", 20)
     monkeypatch.setattr(limits, "LIVENESS_TIMEOUT_MS", 100_000)
     monkeypatch.setattr(limits, "STALL_TIMEOUT_MS", 1500)
@@ -250,13 +250,13 @@ async def test_silent_member_is_lost_and_live_member_stays(tmp_path, monkeypatch
         live.worker("living")
         async with HostileWorker(live.port, "silent") as silent_worker:
             await silent_worker.join()
-            lost = await live.wait_for("worker_disconnected", worker="silent")
-            assert lost["reason"].startswith("silent for")
+            event = await live.wait_for("worker_disconnected", worker="silent")
+            assert event["reason"].startswith("silent for")
         assert list(live.service.sessions) == ["living"]
 
 
 @on_uvloop
-async def test_members_hear_goodbye_when_the_service_ends(tmp_path):
+async def test_members_receive_a_goodbye_when_the_service_ends(tmp_path):
     async with live_service(tmp_path, 1) as live:
         worker = HostileWorker(live.port)
         async with worker:

@@ -1,6 +1,6 @@
-"""Many hostile connections from one address beside a run: newcomers join, and memory stays bounded.
+"""Workers can join under many hostile connections from one address, and memory stays bounded.
 
-`benchmarks/hostile.py` measures how long all of it takes.
+`benchmarks/hostile.py` measures the delays.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tests.live_service import live_service, scripted_spec, undisturbed
 from tests.resident_memory import MIB, measured_growth
 
 CONNECTIONS: Final = 1_000
-BEGUN: Final = 1_500
+ATTEMPTS: Final = 1_500
 """Minimum number of attack connections, so that some have been refused and have returned."""
 MEMORY_BYTES: Final = 24 * MIB
 SPEC: Final = scripted_spec(steps=6)
 
 
 @on_uvloop
-async def test_run_and_newcomers_under_a_thousand_hostile_connections(tmp_path):
+async def test_run_and_joiners_succeed_under_a_thousand_hostile_connections(tmp_path):
     reference = await undisturbed(tmp_path / "calm", SPEC)
     loop = asyncio.get_running_loop()
     async with live_service(tmp_path / "attacked", 2) as live:
@@ -35,7 +35,7 @@ async def test_run_and_newcomers_under_a_thousand_hostile_connections(tmp_path):
         try:
             with measured_growth() as growth:
                 await loop.run_in_executor(None, attacker.send_command, "attack")
-                limit = await newcomers(live, attacker)
+                limit = await join_under_attack(live, attacker)
                 live.worker("w1")
                 result = await live.result(run_id)
         finally:
@@ -47,11 +47,11 @@ async def test_run_and_newcomers_under_a_thousand_hostile_connections(tmp_path):
     assert result["weights_digest"] == reference["weights_digest"]
 
 
-async def newcomers(live, attacker):
+async def join_under_attack(live, attacker):
     """Let workers join until the attack has opened enough connections; return the largest number of
     pending attackers."""
     loop, limit = asyncio.get_running_loop(), 0
-    while attacker.attempts.total() < BEGUN:
+    while attacker.attempts.total() < ATTEMPTS:
         async with HostileWorker(live.port, "newcomer") as newcomer:
             await newcomer.join()
             pending_hosts = [connection.host for connection in live.service._pending]

@@ -22,14 +22,14 @@ from protocol.wire.messages import Commit
 from tests.coordinator.operator.test_status import run_after
 
 
-class Entries(SystemJournal):
-    """A journal that records its entries."""
+class RecordingJournal(SystemJournal):
+    """A journal that records its journal."""
 
     def __init__(self):
-        self.kept = []
+        self.entries = []
 
     def write(self, message, fields=None, priority=Priority.INFO):
-        self.kept.append((message, dict(fields or {}), priority))
+        self.entries.append((message, dict(fields or {}), priority))
 
 
 def service(*, once=False):
@@ -61,11 +61,11 @@ def committed(step):
 
 
 def test_entry_has_the_fields_and_priority_of_its_event():
-    entries = Entries()
-    console, screen = progress(entries)
+    journal = RecordingJournal()
+    console, screen = progress(journal)
     console.emit(HALTED)
     console.emit(WorkerConnected("bob", "cpu", "a key", 1))
-    halted_entry, connected_entry = entries.kept
+    halted_entry, connected_entry = journal.entries
     assert halted_entry == (
         "HALTED at step 3: a NaN",
         {"event": "halted", "run_id": "r-1", **HALTED.fields()},
@@ -83,7 +83,7 @@ def test_without_a_journal_the_same_lines_are_printed(reason):
     assert screen.getvalue() == "HALTED at step 3: a NaN\n"
 
 
-def test_a_worker_that_is_dismissed_is_reported():
+def test_refused_worker_is_reported():
     console, screen = progress()
     console.emit(WorkerRefused("bob", "the run requires exactness"))
     assert screen.getvalue() == "worker bob is dismissed: the run requires exactness\n"
@@ -105,7 +105,7 @@ def test_service_reports_the_start_and_end_of_each_run(once):
     assert screen.getvalue().splitlines() == ([] if once else lines)
 
 
-def test_the_first_step_of_every_run_is_reported_at_once():
+def test_first_step_of_every_run_is_reported_at_once():
     console, screen = progress()
     console._service.current.started_s = None
     console._service.current.run.phase = RunPhase.TRAINING
@@ -194,7 +194,7 @@ def test_refused_worker_is_named_once_while_the_run_waits():
     )
 
 
-def test_lines_about_waiting_come_once_a_minute_at_most(monkeypatch):
+def test_waiting_is_reported_at_growing_intervals_up_to_a_minute(monkeypatch):
     reporter, screen = progress()
     reporter._service.current.run = run_after("invite ann", workers="2")
     now_s = reporter._waiting_since_s
@@ -227,11 +227,11 @@ def logger():
 
 
 def test_journal_has_warnings_without_duplicates(logger, capsys):
-    entries = Entries()
-    set_up_logging(entries, as_json=False)
+    journal = RecordingJournal()
+    set_up_logging(journal, as_json=False)
     logger.info("worker_connected", worker="ann")
     logger.warning("blob_changed", path="data.csv", digest="d")
-    ((message, fields, priority),) = entries.kept
+    ((message, fields, priority),) = journal.entries
     assert message == "blob_changed: path data.csv, digest d"
     assert (fields["event"], fields["path"], priority) == (
         "blob_changed",

@@ -91,7 +91,7 @@ async def operating(directory: Path, expect_workers: int = 1) -> AsyncIterator[O
 
 
 @on_uvloop
-async def test_health_readiness_and_the_page(tmp_path):
+async def test_health_readiness_and_page_are_served(tmp_path):
     async with operating(tmp_path) as operator:
         assert await operator.ask("GET", "/healthz") == (200, {"ok": True})
         assert await operator.ask("GET", "/readyz") == (503, {"ready": False})
@@ -105,8 +105,8 @@ async def test_health_readiness_and_the_page(tmp_path):
 
 
 @on_uvloop
-async def test_invalid_submission_is_explained(tmp_path, monkeypatch):
-    """Nested aliases at once, while others are served; one run too many with 429."""
+async def test_alias_bomb_and_full_queue_are_refused(tmp_path, monkeypatch):
+    """Nested aliases are refused without delaying other requests; a full queue answers 429."""
     lines = ["a0: &a0 [x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     async with operating(tmp_path) as operator:
@@ -167,7 +167,7 @@ async def test_commands_without_a_run_are_a_conflict(tmp_path):
     ],
 )
 @on_uvloop
-async def test_refused_submissions(tmp_path, body, text):
+async def test_invalid_submission_is_refused(tmp_path, body, text):
     async with operating(tmp_path) as operator:
         code, document = await operator.ask("POST", "/submit", data=body)
         assert code == 400
@@ -178,7 +178,7 @@ async def test_refused_submissions(tmp_path, body, text):
 
 
 @on_uvloop
-async def test_a_body_that_is_too_large_or_in_an_unknown_charset(tmp_path):
+async def test_body_that_is_too_large_or_in_an_unknown_charset_is_refused(tmp_path):
     async with operating(tmp_path) as operator:
         assert (await operator.ask("POST", "/submit", data=bytes(300_000)))[0] == 413
         unknown_charset = {"Content-Type": "application/json; charset=klingon"}
@@ -189,7 +189,7 @@ async def test_a_body_that_is_too_large_or_in_an_unknown_charset(tmp_path):
 
 @pytest.mark.parametrize("body", [b"{", b'{"skip_step": 3}', b'{"skip": true}', b"[]"])
 @on_uvloop
-async def test_refused_continuations(tmp_path, body):
+async def test_invalid_continue_request_is_refused(tmp_path, body):
     async with operating(tmp_path) as operator:
         code, document = await operator.ask("POST", "/continue", data=body)
         assert code == 400
@@ -197,7 +197,7 @@ async def test_refused_continuations(tmp_path, body):
 
 
 @on_uvloop
-async def test_the_command_line_gets_the_same_errors(tmp_path):
+async def test_command_line_gets_the_same_errors(tmp_path):
     async with operating(tmp_path) as operator:
         invalid_request = {"run": {"task": "scripted", "steps": 3, "sead": 1}}
         with pytest.raises(UsageError, match="did you mean 'seed'"):
@@ -212,7 +212,7 @@ async def test_the_command_line_gets_the_same_errors(tmp_path):
 
 
 @on_uvloop
-async def test_submit_halt_continue_skip_and_finish(tmp_path):
+async def test_run_is_submitted_halted_continued_and_drained(tmp_path):
     async with operating(tmp_path) as operator:
         live = operator.live
         code, document = await operator.post("/submit", {"run": LONG, "overrides": ["seed=4"]})
@@ -237,7 +237,7 @@ async def test_submit_halt_continue_skip_and_finish(tmp_path):
         step = halt["step"]
         await live.wait_for("committed", step=step, skipped=False)
         assert (await operator.post("/halt"))[0] == 200
-        # A step whose commit was already being written completes: the next one waits, and is
+        # If a commit was being written at the halt, its step completes, and the next step is
         # skipped.
         step = live.every("halted")[-1]["step"]
         assert (await operator.post("/continue", {"skip_step": True}))[0] == 200
@@ -290,7 +290,7 @@ async def test_abandoned_run_continues_by_its_name(tmp_path):
 
 
 @on_uvloop
-async def test_a_run_that_waits_for_workers_is_abandoned_too(tmp_path):
+async def test_run_that_waits_for_workers_can_be_abandoned(tmp_path):
     async with operating(tmp_path, 9) as operator:
         _, first = await operator.post("/submit", {"run": SPEC})
         assert (await operator.post("/give-up"))[0] == 200
@@ -300,7 +300,7 @@ async def test_a_run_that_waits_for_workers_is_abandoned_too(tmp_path):
 
 
 @on_uvloop
-async def test_a_halt_does_not_change_a_bit(tmp_path):
+async def test_halt_does_not_change_a_bit(tmp_path):
     reference = await undisturbed(tmp_path / "undisturbed", scripted_spec(steps=40))
     async with operating(tmp_path) as operator:
         live = operator.live
@@ -336,7 +336,7 @@ async def test_runs_start_in_sequence_and_status_names_waiting_ones(tmp_path):
 
 
 @on_uvloop
-async def test_status_document(tmp_path):
+async def test_status_document_describes_a_training_run(tmp_path):
     async with operating(tmp_path) as operator:
         await operator.post("/submit", {"run": LONG})
         operator.live.worker("w0")
@@ -379,7 +379,7 @@ async def test_metrics_are_in_prometheus_format(tmp_path):
         await operator.live.wait_for("committed", step=2)
         await operator.post("/halt")
         halt = await operator.live.wait_for("halted")
-        # if it was being written
+        # The commit may have been in progress at the halt.
         await operator.live.wait_for("committed", step=halt["step"] - 1)
         metrics, status = await figures(), await operator.status()
         assert metrics["samestep_workers"] == 1
@@ -391,7 +391,7 @@ async def test_metrics_are_in_prometheus_format(tmp_path):
 
 
 @on_uvloop
-async def test_the_event_stream_reports_everything_in_order(tmp_path):
+async def test_event_stream_reports_all_events_in_order(tmp_path):
     async with operating(tmp_path) as operator:
         events: list[dict[str, Any]] = []
         async with operator.http.get(f"http://{operator.address}/events") as stream:
@@ -415,7 +415,7 @@ async def test_the_event_stream_reports_everything_in_order(tmp_path):
 
 
 @on_uvloop
-async def test_an_event_stream_ends_with_the_port(tmp_path):
+async def test_event_stream_ends_with_the_port(tmp_path):
     async with (
         operating(tmp_path) as operator,
         operator.http.get(f"http://{operator.address}/events") as stream,
@@ -440,7 +440,7 @@ async def test_returning_reader_gets_missed_events(tmp_path):
 
 
 @on_uvloop
-async def test_the_last_event_must_be_a_number(tmp_path):
+async def test_last_event_id_must_be_a_number(tmp_path):
     async with operating(tmp_path) as operator:
         headers = {"Last-Event-ID": "yesterday"}
         url = f"http://{operator.address}/events"
@@ -450,7 +450,7 @@ async def test_the_last_event_must_be_a_number(tmp_path):
 
 
 async def read_events(operator, last_id, count):
-    """Read this many (number, event) pairs of the stream."""
+    """Read `count` (number, event) pairs of the stream."""
     events: list[tuple[str, dict[str, Any]]] = []
     url = f"http://{operator.address}/events"
     async with (
@@ -486,7 +486,7 @@ async def test_plain_http_is_refused_for_other_machines(tmp_path, host):
 
 
 @on_uvloop
-async def test_port_in_use_is_one_line(tmp_path):
+async def test_port_in_use_is_a_one_line_error(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         service = Service(Settings(("127.0.0.1", port), 1, tmp_path, once=False))
@@ -499,16 +499,16 @@ async def test_port_in_use_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--bind", "--control"])
-def test_the_command_reports_it_too(tmp_path, option):
+def test_command_reports_a_port_in_use(tmp_path, option):
     other = {"--bind": "--control", "--control": "--bind"}[option]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        ending = run_to_end(
+        completed = run_to_end(
             "coordinator", "--expect-workers", "1", "--out", str(tmp_path),
             option, f"127.0.0.1:{port}", other, "127.0.0.1:0",
         )  # fmt: skip
-    assert ending.returncode == ExitCode.USAGE
-    (line,) = ending.stderr.strip().splitlines()
+    assert completed.returncode == ExitCode.USAGE
+    (line,) = completed.stderr.strip().splitlines()
     assert line.startswith(f"coordinator: {option} 127.0.0.1:{port} is in use")
 
 
@@ -537,7 +537,7 @@ async def test_connection_error_is_explained():
 
 
 def test_dead_name_server_does_not_block_a_command(monkeypatch):
-    """Neither the answer nor the end of the process waits for it."""
+    """Neither the error nor the exit of the process waits for the name server."""
     monkeypatch.setattr("coordinator.operator.control_client._NAME_PATIENCE_S", 0.05)
     with dead_name_server("coordinator.example") as query_event:
         with pytest.raises(Unreachable, match="no name server answered for"):

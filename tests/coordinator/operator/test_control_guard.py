@@ -35,7 +35,7 @@ ROUTES = {
     "/history": "GET", "/report": "GET", "/join": "GET", "/check": "POST", "/revoke": "POST",
     **dict.fromkeys(PAGE_PATHS, "GET"),
 }  # fmt: skip
-OPEN = {"/healthz", *PAGE_PATHS}
+PUBLIC_ROUTES = {"/healthz", *PAGE_PATHS}
 ANSWERS = {
     "/readyz": 503, "/submit": 400, "/halt": 409, "/continue": 409, "/checkpoint": 409,
     "/history": 400, "/report": 400, "/check": 400, "/revoke": 400,
@@ -56,7 +56,7 @@ async def port(directory: Path) -> AsyncIterator[ControlPort]:
 
 
 async def ask(control: ControlPort, method: str, path: str, **headers: str) -> int:
-    """Return the status; for an endless answer, without reading the body."""
+    """Return the status without reading the body, which may be endless."""
     request_headers = {name.replace("_", "-"): value for name, value in headers.items()}
     url = f"http://127.0.0.1:{control.address[1]}{path}"
     async with (
@@ -79,19 +79,19 @@ async def routes_of(control: ControlPort) -> dict[str, str]:
 
 
 @on_uvloop
-async def test_the_table_has_every_route(tmp_path):
+async def test_route_table_is_complete(tmp_path):
     async with port(tmp_path) as control:
         assert await routes_of(control) == ROUTES
 
 
 @pytest.mark.parametrize("path", [*ROUTES, "/nothing"])
 @on_uvloop
-async def test_every_method_without_a_token(tmp_path, path):
+async def test_request_without_a_token_is_refused(tmp_path, path):
     async with port(tmp_path) as control:
         for method in METHODS:
             if method not in ("GET", "POST"):
                 expected = 405
-            elif path in OPEN:
+            elif path in PUBLIC_ROUTES:
                 expected = 200 if method == "GET" else 405
             else:
                 expected = 401
@@ -101,7 +101,7 @@ async def test_every_method_without_a_token(tmp_path, path):
 
 @pytest.mark.parametrize("path", [*ROUTES, "/nothing"])
 @on_uvloop
-async def test_every_method_with_the_token(tmp_path, path):
+async def test_control_token_opens_every_route(tmp_path, path):
     async with port(tmp_path) as control:
         for method in METHODS:
             if method not in ("GET", "POST"):
@@ -114,7 +114,7 @@ async def test_every_method_with_the_token(tmp_path, path):
             assert (method, outcome) == (method, expected)
 
 
-READS = {"/readyz", "/status", "/metrics", "/events", "/runs", "/history", "/report"}
+READ_ONLY_ROUTES = {"/readyz", "/status", "/metrics", "/events", "/runs", "/history", "/report"}
 
 
 @pytest.mark.parametrize("path", [*ROUTES, "/nothing"])
@@ -125,9 +125,9 @@ async def test_reader_token_opens_read_only_routes(tmp_path, path):
         for method in METHODS:
             if method not in ("GET", "POST"):
                 expected = 405
-            elif path in OPEN:
+            elif path in PUBLIC_ROUTES:
                 expected = 200 if method == "GET" else 405
-            elif path in READS and method == "GET":
+            elif path in READ_ONLY_ROUTES and method == "GET":
                 expected = ANSWERS.get(path, 200)
             else:
                 expected = 403
@@ -177,7 +177,7 @@ async def test_unknown_method_is_an_invalid_request(tmp_path, method):
         assert await ask(control, method, "/status", **token_header(control)) in (400, 405)
 
 
-@pytest.mark.parametrize("path", [path for path in ROUTES if path not in OPEN])
+@pytest.mark.parametrize("path", [path for path in ROUTES if path not in PUBLIC_ROUTES])
 @on_uvloop
 async def test_wrong_token_opens_nothing(tmp_path, path):
     async with port(tmp_path) as control:
@@ -207,7 +207,7 @@ async def test_binary_token_opens_nothing(tmp_path):
     [
         ("Host", "127.0.0.1:{port}"),
         ("Host", "localhost:{port}"),
-        ("Host", "localhost:9999"),  # the near end of a tunnel
+        ("Host", "localhost:9999"),  # the local end of a tunnel
         ("Host", "[::1]:{port}"),
         ("Origin", "http://127.0.0.1:{port}"),
         ("Sec-Fetch-Site", "same-origin"),
@@ -277,8 +277,10 @@ async def test_command_without_a_token_names_the_remedy(tmp_path, monkeypatch):
 
 
 @asynccontextmanager
-async def half_sent(control: ControlPort, count: int) -> AsyncIterator[list[asyncio.StreamReader]]:
-    """Open requests that never end, without the token."""
+async def unfinished_requests(
+    control: ControlPort, count: int
+) -> AsyncIterator[list[asyncio.StreamReader]]:
+    """Open requests that never end and carry no token."""
     streams = [await asyncio.open_connection(*control.address) for _ in range(count)]
     for _, writer in streams:
         writer.write(b"POST /halt HTTP/1.1\r\nHost: 127.0.0.1\r\n")
@@ -299,7 +301,7 @@ async def test_unfinished_requests_are_limited_and_block_nobody(tmp_path):
         bearer = {"Authorization": f"Bearer {control.guard.token}"}
         async with aiohttp.ClientSession(headers=bearer) as operator:
             url = f"http://127.0.0.1:{control.address[1]}"
-            flood = half_sent(control, 3 * limits.CONTROL_CONNECTIONS)
+            flood = unfinished_requests(control, 3 * limits.CONTROL_CONNECTIONS)
             async with operator.get(f"{url}/events") as events, flood as readers:
                 assert await is_closed_by_server(readers[0])
                 assert len(control.visitors) <= limits.CONTROL_CONNECTIONS
@@ -309,10 +311,10 @@ async def test_unfinished_requests_are_limited_and_block_nobody(tmp_path):
 
 
 @on_uvloop
-async def test_client_without_a_token_is_dismissed_in_time(tmp_path, monkeypatch):
+async def test_client_without_a_token_is_disconnected_after_the_timeout(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "HANDSHAKE_TIMEOUT_MS", 20)
     async with port(tmp_path) as control:
-        async with half_sent(control, 1) as (reader,):
+        async with unfinished_requests(control, 1) as (reader,):
             assert await is_closed_by_server(reader)
         assert not len(control.visitors)
 
@@ -320,17 +322,17 @@ async def test_client_without_a_token_is_dismissed_in_time(tmp_path, monkeypatch
 @on_uvloop
 async def test_connections_leave_descriptors_for_the_log(tmp_path):
     """Past the limit minus the reserve, a connection is closed, and a file can still be opened."""
-    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    original_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with port(tmp_path) as control:
-        next_one = os.dup(0)
-        os.close(next_one)
-        low = next_one + limits.RESERVED_FILES
-        resource.setrlimit(resource.RLIMIT_NOFILE, (low, usual[1]))
+        next_descriptor = os.dup(0)
+        os.close(next_descriptor)
+        lowered_limit = next_descriptor + limits.RESERVED_FILES
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowered_limit, original_limit[1]))
         try:
-            async with half_sent(control, 1) as (reader,):
+            async with unfinished_requests(control, 1) as (reader,):
                 assert await is_closed_by_server(reader)
         finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+            resource.setrlimit(resource.RLIMIT_NOFILE, original_limit)
         assert await ask(control, "GET", "/healthz") == 200
 
 

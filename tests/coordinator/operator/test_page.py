@@ -81,7 +81,7 @@ class Page:
         self.driver.set_script_timeout(PATIENCE_S)
         return await asyncio.to_thread(self.driver.execute_async_script, poll_script)
 
-    async def says(self, element: str, text: str) -> None:
+    async def wait_for_text(self, element: str, text: str) -> None:
         content = f"document.getElementById({element!r}).textContent"
         await self.until(f"{content}.includes({json.dumps(text)})")
 
@@ -95,14 +95,14 @@ class Page:
         await self.until("document.getElementById('confirm').open")
         await self.click("#yes")
 
-    async def picture(self, name: str) -> None:
-        """Take pictures, light and dark, wide and as on a phone; for review only."""
+    async def save_pictures(self, name: str) -> None:
+        """Save pictures for review: light and dark, at the widths of a desktop and a phone."""
         if not PICTURES:
             return
         for theme, width in itertools.product(("light", "dark"), (1280, 390)):
             feature = [{"name": "prefers-color-scheme", "value": theme}]
             await self.command("Emulation.setEmulatedMedia", features=feature)
-            await self.wide(width)
+            await self.set_width(width)
             await self.until(
                 "Object.entries(shown.charts).every(([id, each]) =>"
                 " each.shape.includes(css('--ink')) &&"
@@ -118,7 +118,7 @@ class Page:
         """Send a command of the browser's DevTools protocol."""
         return await asyncio.to_thread(self.driver.execute_cdp_cmd, name, parameters)
 
-    async def wide(self, width: int) -> None:
+    async def set_width(self, width: int) -> None:
         """Set the width of the window; a narrow one emulates a phone."""
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         await self.command("Emulation.setDeviceMetricsOverride", **metrics)
@@ -128,15 +128,13 @@ class Page:
         metrics = (await self.command("Performance.getMetrics"))["metrics"]
         return float({metric["name"]: metric["value"] for metric in metrics}["ThreadTime"])
 
-    async def findings(self) -> list[str]:
-        """Return axe-core findings that are serious or worse."""
+    async def accessibility_violations(self) -> list[str]:
+        """Return axe-core accessibility_violations that are serious or worse."""
         report = await asyncio.to_thread(axe.Axe().run, self.driver)
-        grave_violations = [
-            v for v in report["violations"] if v["impact"] in {"serious", "critical"}
-        ]
-        return [f"{v['id']}: {v['nodes'][0]['html']}" for v in grave_violations]
+        violations = [v for v in report["violations"] if v["impact"] in {"serious", "critical"}]
+        return [f"{v['id']}: {v['nodes'][0]['html']}" for v in violations]
 
-    def complaints(self) -> list[str]:
+    def log_errors(self) -> list[str]:
         """Return errors in the browser's log since the last call, except for refused requests."""
         entries = self.driver.get_log("browser")
         texts = [entry["message"] for entry in entries]
@@ -153,7 +151,7 @@ def open_pages(browser: Any, tmp_path: Path) -> Callable[..., Any]:
             await page.open()
             try:
                 yield page
-                assert page.complaints() == []
+                assert page.log_errors() == []
             finally:
                 # Ignore requests to an ended service, and tabs that a failed test left open.
                 first, *others = browser.window_handles
@@ -162,13 +160,13 @@ def open_pages(browser: Any, tmp_path: Path) -> Callable[..., Any]:
                     await asyncio.to_thread(browser.close)
                 await asyncio.to_thread(browser.switch_to.window, first)
                 await asyncio.to_thread(browser.get, "about:blank")
-                page.complaints()
+                page.log_errors()
 
     return open_page
 
 
 @on_uvloop
-async def test_page_without_a_token_only_asks_for_one(open_pages):
+async def test_page_without_a_token_only_requests_one(open_pages):
     async with open_pages() as page:
         await page.run("sessionStorage.clear()")
         await page.open(token="")
@@ -181,7 +179,7 @@ async def test_page_without_a_token_only_asks_for_one(open_pages):
         token = page.operator.control.guard.token
         await page.run("document.getElementById('token').value = arguments[0]", token)
         await page.click("#ask button")
-        await page.says("phase", "idle")
+        await page.wait_for_text("phase", "idle")
         assert token not in await page.run("return location.href")
         mixed = {
             "exact": False,
@@ -196,53 +194,53 @@ async def test_page_without_a_token_only_asks_for_one(open_pages):
 
 @pytest.mark.slow
 @on_uvloop
-async def test_waiting_training_worker_lost_halted_and_finished(open_pages):
+async def test_page_shows_each_phase_of_a_run(open_pages):
     async with open_pages(2) as page:
         operator = page.operator
         operator.live.worker("mars")
         _, submission = await operator.post("/submit", {"run": LONG})
-        await page.says("lines", "1 more worker")
-        await page.picture("waiting")
+        await page.wait_for_text("lines", "1 more worker")
+        await page.save_pictures("waiting")
         operator.live.worker("venus")
-        await page.says("phase", "training")
+        await page.wait_for_text("phase", "training")
         await page.until("shown.charts['chart-loss'].data[0].length > 3")
-        await page.picture("training")
-        assert await page.findings() == []
+        await page.save_pictures("training")
+        assert await page.accessibility_violations() == []
 
         operator.live.clients[0].drain()
         await page.until("document.querySelector('#workers .gone')?.textContent.includes('gone')")
-        await page.says("events", "mars")
-        await page.picture("worker-lost")
+        await page.wait_for_text("events", "mars")
+        await page.save_pictures("worker-lost")
 
         await page.act("halt")
-        await page.says("phase", "halted")
-        await page.says("reason", "operator")
-        await page.says("acted", "done")
-        await page.picture("halted")
-        assert await page.findings() == []
+        await page.wait_for_text("phase", "halted")
+        await page.wait_for_text("reason", "operator")
+        await page.wait_for_text("acted", "done")
+        await page.save_pictures("halted")
+        assert await page.accessibility_violations() == []
         await page.act("continue")
-        await page.says("phase", "training")
+        await page.wait_for_text("phase", "training")
         await page.act("halt")
-        await page.says("phase", "halted")
+        await page.wait_for_text("phase", "halted")
         await page.act("skip")
-        await page.says("events", "skipped")
+        await page.wait_for_text("events", "skipped")
         await page.act("checkpoint")
-        await page.says("events", "checkpoint")
+        await page.wait_for_text("events", "checkpoint")
 
         steps = await page.run("return shown.charts['chart-loss'].data[0][0]")
         await asyncio.to_thread(page.driver.refresh)
         await page.until("shown.charts['chart-loss'].data[0].length > 3")
         assert await page.run("return shown.charts['chart-loss'].data[0][0]") == steps
-        await page.says("events", "skipped")
+        await page.wait_for_text("events", "skipped")
         await page.act("drain")
         run_end = await operator.live.wait_for("run_ended", run_id=submission["run_id"])
         assert run_end["outcome"] == "drained"
-        await page.says("phase", "drained")
+        await page.wait_for_text("phase", "drained")
 
 
 @pytest.mark.slow
 @on_uvloop
-async def test_run_is_submitted_finished_and_compared(open_pages):
+async def test_run_is_submitted_and_compared_on_the_page(open_pages):
     async with open_pages() as page:
         page.operator.live.worker("mars")
         text = json.dumps(SPEC)  # YAML, too
@@ -250,21 +248,21 @@ async def test_run_is_submitted_finished_and_compared(open_pages):
             "const spec = document.getElementById('spec'); spec.closest('details').open = true;"
             "spec.value = arguments[0]; spec.dispatchEvent(new Event('input'))", "stebs: 3",
         )  # fmt: skip
-        await page.says("verdict", "stebs")
+        await page.wait_for_text("verdict", "stebs")
         assert await page.run("return document.getElementById('submit').disabled")
         await page.run(
             "const spec = document.getElementById('spec'); spec.value = arguments[0];"
             "spec.dispatchEvent(new Event('input'))", text,
         )  # fmt: skip
-        await page.says("verdict", "can be submitted")
+        await page.wait_for_text("verdict", "can be submitted")
         for _ in range(2):
             await page.click("#submit")
             await page.until("document.getElementById('confirm').open")
             await page.click("#yes")
             await page.until("!document.getElementById('confirm').open")
-            await page.says("acted", "Submit: done")
-            await page.says("phase", "finished")
-        await page.picture("finished")
+            await page.wait_for_text("acted", "Submit: done")
+            await page.wait_for_text("phase", "finished")
+        await page.save_pictures("finished")
         await page.until("document.querySelectorAll('#beside option').length === 2")
         await page.run(
             "const beside = document.getElementById('beside'); beside.selectedIndex = 1;"
@@ -272,30 +270,32 @@ async def test_run_is_submitted_finished_and_compared(open_pages):
         )
         await page.until("shown.charts['chart-loss'].data.length === 6")
         await page.click("#report")
-        await page.says("acted", "tab of its own")
+        await page.wait_for_text("acted", "tab of its own")
         first, second = page.driver.window_handles
         await asyncio.to_thread(page.driver.switch_to.window, second)
         await page.until("document.title.startsWith('Run scripted-')")
-        styled = "getComputedStyle(document.querySelector('table')).borderCollapse === 'collapse'"
-        assert await page.run(f"return {styled}")
+        is_styled = (
+            "getComputedStyle(document.querySelector('table')).borderCollapse === 'collapse'"
+        )
+        assert await page.run(f"return {is_styled}")
         await asyncio.to_thread(page.driver.close)
         await asyncio.to_thread(page.driver.switch_to.window, first)
 
 
 @pytest.mark.slow
 @on_uvloop
-async def test_a_run_that_is_abandoned_continues(open_pages):
+async def test_abandoned_run_is_resumed_on_the_page(open_pages):
     async with open_pages() as page:
         page.operator.live.worker("mars")
         await page.operator.post("/submit", {"run": LONG})
-        await page.says("phase", "training")
+        await page.wait_for_text("phase", "training")
         await page.act("give-up")
-        await page.says("phase", "failed")
+        await page.wait_for_text("phase", "failed")
         await page.until("document.querySelector('#runs button[aria-label^=Resume]')")
         await page.click("#runs button[aria-label^=Resume]")
         await page.until("document.getElementById('confirm').open")
         await page.click("#yes")
-        await page.says("phase", "training")
+        await page.wait_for_text("phase", "training")
 
 
 @pytest.mark.slow
@@ -309,25 +309,25 @@ async def test_revoked_worker_disappears(open_pages):
         await page.click("#yes")
         await page.operator.live.wait_for("worker_disconnected", worker="mars")
         await page.click("#join")
-        await page.says("joined", "worker --coordinator")
+        await page.wait_for_text("joined", "worker --coordinator")
 
 
 @pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.slow)])
 @on_uvloop
 async def test_hostile_name_is_harmless_and_nothing_overflows(open_pages, width):
     async with open_pages() as page:
-        await page.wide(width)
+        await page.set_width(width)
         page.operator.live.worker("mars")
         _, submission = await page.operator.post("/submit", {"run": SPEC})
         await page.operator.live.result(submission["run_id"])
         journal = Journal(page.operator.live.service.finished.directory / "journal.jsonl")
         journal.write(view(4, "lost", HOSTILE, worker=HOSTILE, reason=HOSTILE))
         await page.open()
-        await page.says("events", "onerror")
+        await page.wait_for_text("events", "onerror")
         assert await page.run("return document.querySelectorAll('#shown img').length") == 0
         # A phone's innerWidth grows with overflowing content.
         assert await page.run("return document.documentElement.scrollWidth") <= width
-        assert await page.findings() == []
+        assert await page.accessibility_violations() == []
         await page.command("Emulation.clearDeviceMetricsOverride")
 
 
@@ -364,7 +364,7 @@ async def test_ten_thousand_steps_are_drawn_in_under_a_second(open_pages):
         await page.run("shown.last = 0; zoom([200, 300])")
         script = "return document.getElementById('window').selectedOptions[0].textContent"
         assert await page.run(script) == "steps 200 to 300"
-        # The cost of a full redraw in the page's thread, whatever else the machine does.
+        # Processor time of the page's thread, which does not depend on the load of the machine.
         await page.command("Performance.enable", timeDomain="threadTicks")
         before = await page.thread_s()
         await page.run("for (const each of Object.values(shown.charts)) each.destroy();"

@@ -1,5 +1,4 @@
-"""What the page requests over real HTTP: its files, histories, the report, and the check of a
-spec."""
+"""The page's requests over real HTTP: its files, histories, the report, and the check of a spec."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def test_page_escapes_external_values():
     )
 
 
-def test_the_chart_library_comes_with_its_licence():
+def test_chart_library_comes_with_its_license():
     assert "MIT" in (FOLDER / "uPlot.LICENSE").read_text()
     assert "uPlot (v" in (FOLDER / "uPlot.min.js").read_text()[:200].replace("leeoniya/", "")
 
@@ -73,7 +72,7 @@ async def test_history_is_available_during_and_after_a_run(tmp_path):
 
 
 @on_uvloop
-async def test_unreadable_run_is_omitted_alone(tmp_path):
+async def test_only_the_unreadable_run_is_omitted(tmp_path):
     async with operating(tmp_path) as operator:
         operator.live.worker("w0")
         _, submission = await operator.post("/submit", {"run": SPEC})
@@ -93,7 +92,7 @@ async def test_unreadable_run_is_omitted_alone(tmp_path):
      ("after=-1", "expected the number"), ("after=x", "expected the number")],
 )  # fmt: skip
 @on_uvloop
-async def test_missing_resource_is_one_line(tmp_path, query, expected_text):
+async def test_invalid_history_query_is_a_one_line_error(tmp_path, query, expected_text):
     async with operating(tmp_path) as operator:
         operator.live.worker("w0")
         _, submission = await operator.post("/submit", {"run": SPEC})
@@ -104,7 +103,7 @@ async def test_missing_resource_is_one_line(tmp_path, query, expected_text):
 
 
 @on_uvloop
-async def test_report_equals_the_command(tmp_path):
+async def test_report_of_a_run_is_served(tmp_path):
     async with operating(tmp_path) as operator:
         operator.live.worker("w0")
         _, submission = await operator.post("/submit", {"run": SPEC})
@@ -129,10 +128,10 @@ async def test_a_spec_is_checked_before_it_is_submitted(tmp_path):
 
 
 @on_uvloop
-async def test_join_line_and_revoked_worker(tmp_path):
+async def test_page_shows_the_join_line_and_revokes_a_worker(tmp_path):
     async with operating(tmp_path) as operator:
-        _, joining = await operator.ask("GET", "/join")
-        assert joining["lines"][0].startswith("listening for workers: worker --coordinator")
+        _, join_document = await operator.ask("GET", "/join")
+        assert join_document["lines"][0].startswith("listening for workers: worker --coordinator")
         operator.live.worker("w0")
         await operator.live.wait_for("worker_connected", worker="w0")
         code, document = await operator.post("/revoke", {"name": "nobody"})
@@ -143,7 +142,7 @@ async def test_join_line_and_revoked_worker(tmp_path):
 
 
 @on_uvloop
-async def test_check_of_binary_data_is_one_line(tmp_path):
+async def test_check_of_binary_data_is_a_one_line_error(tmp_path):
     async with operating(tmp_path) as operator:
         status, answer = await operator.ask("POST", "/check", data=b"task: caf\xe9")
     assert status == 400

@@ -1,4 +1,4 @@
-"""The page's history of a run: from journals, in bounded memory, however they grow."""
+"""The page's history of a run, read from a growing journal in bounded memory."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_new_lines_extend_the_history(journal):
     assert history.document()["step_s"]["step"] == [2, 3]
 
 
-def test_the_last_error_of_each_worker_is_kept(journal):
+def test_last_error_of_each_worker_is_reported(journal):
     fault = {"kind": "fault", "step": 3, "what": "straggler", "reason": "late", "response": ""}
     journal.write({**fault, "worker": "mars"}, {**fault, "worker": None})
     journal.write({"kind": "halt", "step": 5, "reason": "NaN", "worker": "mars"})
@@ -77,9 +77,9 @@ def test_the_last_error_of_each_worker_is_kept(journal):
 
 
 def test_norm_and_rate_are_optional(journal):
-    of_older = commit(0)
-    del of_older["norm"]
-    journal.write(of_older, commit(1, norm=2.0, rate=1e-3), commit(2, None, rate=None))
+    older_commit = commit(0)
+    del older_commit["norm"]
+    journal.write(older_commit, commit(1, norm=2.0, rate=1e-3), commit(2, None, rate=None))
     history = RunHistory(journal.path)
     history.read()
     document = history.document()
@@ -120,7 +120,7 @@ def test_a_step_without_a_loss_leaves_a_gap_not_a_zero(journal):
     assert [event["what"] for event in history.document()["events"]] == ["skipped"]
 
 
-def test_departed_workers_stay_with_the_reason(journal):
+def test_departed_worker_is_listed_with_its_reason(journal):
     journal.write(view(0, "started", "mars", "venus"))
     journal.write(view(4, "lost", "mars", worker="venus", reason="connection reset"))
     history = RunHistory(journal.path)
@@ -178,13 +178,13 @@ def test_complete_points_are_final_until_the_stride_changes():
     for step in range(5_001, 5_051):
         curve.add(step, float(step % 97))
         full_curve.add(step, float(step % 97))
-    news = curve.document(before["full"])
-    assert news["stride"] == before["stride"]
+    update = curve.document(before["full"])
+    assert update["stride"] == before["stride"]
     final_steps = [step for step in before["step"] if step <= before["full"]]
-    assert [*final_steps, *news["step"]] == full_curve.document(0)["step"]
+    assert [*final_steps, *update["step"]] == full_curve.document(0)["step"]
 
 
-def test_epochs_follow_once_samples_are_known(journal):
+def test_step_count_follows_from_the_epochs_and_samples(journal):
     history = RunHistory(journal.path)
     spec = {"steps": 10**12, "epochs": 3, "batch": {"samples": 16}}
     journal.write({"kind": "run", "run_id": "r", "spec": spec})

@@ -1,4 +1,4 @@
-"""The status document of real objects: in each phase it states what the run waits for, and why."""
+"""The status document in each phase of a run: what the run waits for, and why."""
 
 import json
 import math
@@ -34,7 +34,7 @@ class ExecutionSink:
 
 
 def run_after(*commands, **options):
-    """Return the run after these commands, each `word argument ... key=value`."""
+    """Return a run after these commands, each `command argument ... key=value`."""
     stage = ScriptedCoordinator(**options)
     for line in commands:
         command, *rest = line.split()
@@ -104,7 +104,7 @@ def test_status_names_what_the_run_waits_for(commands, options, worker_names, ex
     ]
 
 
-def test_a_run_that_failed_waits_for_no_disk():
+def test_failed_run_does_not_wait_for_the_disk():
     run = run_after("invite ann", "fails ann", workers="1")
     run._finish("failed", "no such file", 2)
     assert waiting_for(run, []).words == ""
@@ -118,7 +118,7 @@ def test_late_coordinator_replica_is_named():
 
 
 def storage(run):
-    """Never used: the test asks nothing of its disk."""
+    """Return a storage that the test never uses."""
     return RunStorage(
         RunDirectory(Path()), run.run_id, run.spec, term=1, guard=lambda: None, failed=print
     )
@@ -160,17 +160,17 @@ async def test_task_preparation_progress_is_shown_with_the_workers():
     )
 
 
-async def test_an_idle_service_reports_it():
+async def test_idle_service_is_reported():
     document = status_document(await service_with(None), NOW_S)
     assert (document["phase"], document["reason"]) == ("idle", "no run was submitted")
     assert "phase    idle (no run was submitted)" in list(status_lines(document))
     assert summary(document) == "idle, 0 of 1 workers"
-    open_ = document | {"encryption": "none (--plaintext)"}
-    assert summary(open_) == "idle, 0 of 1 workers; NOT ENCRYPTED"
+    unencrypted = document | {"encryption": "none (--plaintext)"}
+    assert summary(unencrypted) == "idle, 0 of 1 workers; NOT ENCRYPTED"
     json.dumps(document, allow_nan=False)
 
 
-async def test_a_run_in_training_on_one_screen():
+async def test_status_of_a_training_run_fits_on_one_screen():
     run = run_after(*COMMITTED, "applied ann 1", "applied bob 1", "replica 1", workers="2")
     service = await service_with(run, "ann", "bob", "idle")
     assert service.current is not None
@@ -203,7 +203,7 @@ async def test_a_run_in_training_on_one_screen():
     )
 
 
-async def test_a_halt_is_reported_with_its_reason():
+async def test_halt_is_reported_with_its_reason():
     run = run_after(*TWO_TRAIN, "payload bob 2-4 value=nan", workers="2")
     document = status_document(await service_with(run, "ann", "bob"), NOW_S)
     assert document["phase"] == "halted"
@@ -211,7 +211,7 @@ async def test_a_halt_is_reported_with_its_reason():
     assert document["waiting_for"].startswith("an operator")
 
 
-async def test_a_skipped_step_has_no_loss_in_json():
+async def test_skipped_step_has_no_loss_in_json():
     run = run_after(*TWO_TRAIN, "halt", "continue skip=yes", workers="2")
     assert math.isnan(run.losses[-1])
     document = status_document(await service_with(run), NOW_S)

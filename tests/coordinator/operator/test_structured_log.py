@@ -8,7 +8,7 @@ import structlog
 from coordinator.operator.structured_log import set_up_logging
 
 
-def test_closed_standard_error_loses_only_lines(monkeypatch):
+def test_logging_survives_a_closed_standard_error(monkeypatch):
     closed_stream, open_stream = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", closed_stream)
     try:

@@ -1,4 +1,4 @@
-"""Any history of losses gives the same metrics, and no part is forgotten."""
+"""Evaluation: any history of worker losses gives the same metrics of all parts."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,35 +24,35 @@ def expected(parts):
 
 
 @given(st.integers(1, 12), st.data())
-def test_any_history_of_losses_gives_the_same_metrics(parts, data):
+def test_any_history_of_worker_losses_gives_the_same_metrics(parts, data):
     evaluation = Evaluation(3, parts)
     workers: set[str] = {"w0"}
-    owed_parts: dict[str, set[int]] = {"w0": set()}
-    for life in range(1, 60):
+    assigned_parts: dict[str, set[int]] = {"w0": set()}
+    for round_number in range(1, 60):
         for worker, (lo, hi) in evaluation.assign(sorted(workers)).items():
-            owed_parts[worker] |= set(range(lo, hi))
+            assigned_parts[worker] |= set(range(lo, hi))
         if evaluation.is_complete:
             break
         worker = data.draw(st.sampled_from(sorted(workers)))
-        if life < 30 and data.draw(st.integers(0, 3)) == 0:
+        if round_number < 30 and data.draw(st.integers(0, 3)) == 0:
             evaluation.lose(worker, is_proven=data.draw(st.booleans()))
             workers.discard(worker)
-            workers.add(f"w{life}")
-            owed_parts[f"w{life}"] = set()
-        elif owed_parts[worker]:
-            evaluation.take_result(worker, answer(owed_parts[worker].pop()))
+            workers.add(f"w{round_number}")
+            assigned_parts[f"w{round_number}"] = set()
+        elif assigned_parts[worker]:
+            evaluation.take_result(worker, answer(assigned_parts[worker].pop()))
         else:
-            workers.add("helping")
-            owed_parts.setdefault("helping", set())
+            workers.add("helper")
+            assigned_parts.setdefault("helper", set())
     for worker in sorted(workers):
-        for part in sorted(owed_parts[worker]):
+        for part in sorted(assigned_parts[worker]):
             evaluation.take_result(worker, answer(part))
     assert evaluation.is_complete
     assert evaluation.metrics([MEAN]) == expected(parts)
     assert evaluation.awaited_workers() == []
 
 
-def test_parts_are_divided_once_among_all():
+def test_parts_are_divided_once_among_all_workers():
     evaluation = Evaluation(3, 7)
     ranges = evaluation.assign(["a", "b", "c"])
     assert sorted(part for lo, hi in ranges.values() for part in range(lo, hi)) == list(range(7))
@@ -60,7 +60,7 @@ def test_parts_are_divided_once_among_all():
     assert evaluation.awaited_workers() == ["a", "b", "c"]
 
 
-def test_plans_carry_step_and_range():
+def test_plan_has_step_and_range():
     (action,) = Evaluation(3, 2).plan(9, ["a"])
     assert action.message == EvalPlan(term=9, step=3, lo=0, hi=2)  # type: ignore[union-attr]
 
@@ -69,7 +69,7 @@ def test_without_workers_nothing_is_planned():
     assert Evaluation(3, 2).plan(9, []) == []
 
 
-def test_the_first_answer_counts_and_foreign_ones_do_not():
+def test_first_answer_counts_and_foreign_answers_are_ignored():
     evaluation = Evaluation(3, 1)
     evaluation.assign(["a"])
     evaluation.take_result("a", answer(0, step=2))

@@ -15,7 +15,7 @@ speeds = st.dictionaries(
 
 
 def divisions(microbatches, names):
-    """Yield every way to divide this many microbatches among these workers."""
+    """Yield every division of the microbatches among the workers."""
     if len(names) == 1:
         yield {names[0]: microbatches}
         return
@@ -25,12 +25,14 @@ def divisions(microbatches, names):
 
 
 @given(st.integers(1, 8), speeds)
-def test_no_division_finishes_earlier(microbatches, ms):
-    division = shares(microbatches, ms)
-    assert division.keys() == ms.keys()
+def test_no_division_finishes_earlier(microbatches, ms_by_worker):
+    division = shares(microbatches, ms_by_worker)
+    assert division.keys() == ms_by_worker.keys()
     assert sum(division.values()) == microbatches
-    best = min(makespan_ms(other, ms) for other in divisions(microbatches, sorted(ms)))
-    assert makespan_ms(division, ms) == best
+    best = min(
+        makespan_ms(other, ms_by_worker) for other in divisions(microbatches, sorted(ms_by_worker))
+    )
+    assert makespan_ms(division, ms_by_worker) == best
 
 
 def test_unknown_speeds_count_as_the_median():
@@ -38,7 +40,7 @@ def test_unknown_speeds_count_as_the_median():
     assert division["b"] == division["a"] == division["c"] > division["d"]
 
 
-def test_without_any_speed_all_get_the_same():
+def test_workers_of_unknown_speed_get_equal_shares():
     assert divide(9, {"a": None, "b": None, "c": None}) == {"a": 3, "b": 3, "c": 3}
 
 
@@ -47,13 +49,15 @@ def test_zero_speed_does_not_divide_by_zero():
 
 
 @given(st.integers(1, 30), speeds, st.data())
-def test_a_division_is_kept_while_it_is_good_enough(microbatches, ms, data):
+def test_division_is_kept_while_it_is_within_ten_percent_of_the_best(
+    microbatches, ms_by_worker, data
+):
     previous = data.draw(
-        st.sampled_from(list(itertools.islice(divisions(microbatches, sorted(ms)), 200)))
+        st.sampled_from(list(itertools.islice(divisions(microbatches, sorted(ms_by_worker)), 200)))
     )
-    division = divide(microbatches, ms, previous)
-    best = shares(microbatches, ms)
-    if makespan_ms(best, ms) < 0.9 * makespan_ms(previous, ms):
+    division = divide(microbatches, ms_by_worker, previous)
+    best = shares(microbatches, ms_by_worker)
+    if makespan_ms(best, ms_by_worker) < 0.9 * makespan_ms(previous, ms_by_worker):
         assert division == best
     else:
         assert division == previous
@@ -92,10 +96,10 @@ def test_equal_shares_of_a_power_of_two_are_one_subtree_each():
 
 
 @given(st.integers(1, 64), speeds, st.data())
-def test_spread_covers_the_lost_microbatches(microbatches, ms, data):
+def test_spread_covers_the_lost_microbatches(microbatches, ms_by_worker, data):
     lost_microbatches = sorted(data.draw(st.sets(st.integers(0, microbatches - 1), min_size=1)))
-    planned = spread(cover(lost_microbatches, microbatches), microbatches, ms)
-    assert planned.keys() <= ms.keys()
+    planned = spread(cover(lost_microbatches, microbatches), microbatches, ms_by_worker)
+    assert planned.keys() <= ms_by_worker.keys()
     leaves = [
         leaf for subtrees in planned.values() for subtree in subtrees for leaf in range(*subtree)
     ]
@@ -103,7 +107,7 @@ def test_spread_covers_the_lost_microbatches(microbatches, ms, data):
     assert all(subtrees for subtrees in planned.values())
 
 
-def test_balance_is_one_when_all_are_done_together():
+def test_balance_is_one_when_all_workers_finish_together():
     assert balance({"a": 4, "b": 2}, {"a": 1.0, "b": 2.0}) == 1.0
     assert balance({"a": 4, "b": 0}, {"a": 1.0, "b": None}) == 0.5
     assert balance({"a": 0}, {"a": 1.0}) == 1.0

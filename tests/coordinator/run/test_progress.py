@@ -1,4 +1,4 @@
-"""The steps of a run without its life cycle: plans, contributions, commits."""
+"""The steps of a run, without its life cycle: plans, contributions and commits."""
 
 import math
 
@@ -54,8 +54,8 @@ def loss(lo, hi, **changes):
     )
 
 
-def pay(progress, worker, message):
-    """Deliver a payload of ones to the round it belongs to."""
+def deliver_payload(progress, worker, message):
+    """Deliver a payload of eights to its round."""
     round_ = progress.round_of(message)
     assert round_ is not None
     return round_.take_payload(worker, message, np.full(2, 8, np.float32))
@@ -87,7 +87,7 @@ def test_every_active_worker_has_a_plan():
     assert {m.view for m in plan_by_worker.values()} == {2}
 
 
-def test_a_worker_without_a_share_still_learns_of_the_step():
+def test_worker_without_a_share_still_gets_a_plan():
     progress, members = started_progress("ann", "bob")
     ann, bob = members.get("ann"), members.get("bob")
     assert ann is not None
@@ -107,8 +107,8 @@ def test_without_workers_the_round_waits():
     assert progress.reassign() == []
 
 
-def test_many_scattered_subtrees_go_in_several_messages():
-    """What a lost worker leaves may be single microbatches: a message holds 64 subtrees."""
+def test_many_scattered_subtrees_are_sent_in_several_messages():
+    """The rest of a lost worker may be many single microbatches; a message holds 64 subtrees."""
     progress, members = started_progress("ann", samples=300)
     progress.begin()
     assert progress.round is not None
@@ -143,10 +143,10 @@ def test_older_attempts_are_late_and_newer_ones_out_of_order():
     assert not progress.round_of(payload(0, 4, attempt=1))
 
 
-def test_a_step_from_plan_to_commit():
+def test_step_is_planned_averaged_and_committed():
     progress, members = started_progress("ann")
     progress.begin()
-    actions = pay(progress, "ann", payload(0, 4))
+    actions = deliver_payload(progress, "ann", payload(0, 4))
     assert isinstance(actions, Broadcast)
     assert isinstance(actions.message, AveragedNonBlockGradient)
     assert actions.body is not None
@@ -173,7 +173,7 @@ def test_a_step_from_plan_to_commit():
     assert progress.agreement.awaited_workers == ["ann"]
 
 
-def test_a_skipped_step_updates_nothing():
+def test_skipped_step_updates_nothing():
     progress, _ = started_progress("ann")
     progress.begin()
     commit, apply, _ = skip(progress)
@@ -197,7 +197,7 @@ def test_draining_worker_leaves_after_delivering_its_subtrees():
     assert ann is not None
     ann.state = MemberState.DRAINING
     assert progress.release() == []
-    pay(progress, "ann", payload(0, 2))
+    deliver_payload(progress, "ann", payload(0, 2))
     progress.take_loss(progress.round, ann, loss(0, 2))
     (leaving_worker,) = progress.release()
     assert isinstance(leaving_worker, Dismiss)
@@ -209,7 +209,7 @@ def test_lost_unproven_worker_restarts_the_step():
     progress.begin()
     skip(progress)
     progress.begin()
-    pay(progress, "bob", payload(2, 4, step=1))
+    deliver_payload(progress, "bob", payload(2, 4, step=1))
     members.remove("bob")
     assert not progress.lose("bob")
     report, plan = visible_actions(progress.reassign())

@@ -1,6 +1,6 @@
-"""Properties of `Run` beyond the transcripts: settings, and robustness against any later input.
+"""`Run`: settings, and input that arrives before the start or after the end.
 
-The scenarios themselves are in `tests/transcripts`, the disturbances in `tests/simulation`.
+Scenarios are in `tests/transcripts`, disturbances in `tests/simulation`.
 """
 
 from typing import get_args
@@ -35,12 +35,12 @@ from tests.transcripts.transcript import ScriptedCoordinator
 
 SPEC = ScriptedRun(task="scripted", steps=2)
 
-OUTSIDE_OF_RUNS = {
+SHELL_MESSAGES = {
     Heartbeat, Goodbye, MemoryReturned, BlobRequest, Preparing,
 }  # fmt: skip
-"""Messages that the shell answers by itself."""
+"""Messages that the shell handles without a run."""
 
-AFTER = [
+LATE_COMMANDS = [
     ("applied", ["ann", "1"], {}),
     ("subtree", ["ann", "0-4"], {"step": "1"}),
     ("replica", ["2"], {}),
@@ -54,7 +54,7 @@ AFTER = [
 ]
 
 
-def training():
+def training_stage():
     stage = ScriptedCoordinator(workers="1")
     for command in ("invite", "ready"):
         stage.command(command, ["ann"], {})
@@ -62,9 +62,9 @@ def training():
     return stage
 
 
-def test_the_table_has_every_input_and_every_phase():
+def test_input_table_has_every_input_and_every_phase():
     assert set(Run._INPUTS) == {*get_args(inputs.Input)} - {inputs.WorkerMessage}
-    assert set(Run._MESSAGES) == FROM_WORKER[Phase.OPEN] - OUTSIDE_OF_RUNS
+    assert set(Run._MESSAGES) == FROM_WORKER[Phase.OPEN] - SHELL_MESSAGES
     for row in (*Run._INPUTS.values(), *Run._MESSAGES.values()):
         assert set(row) == set(RunPhase)
 
@@ -106,7 +106,7 @@ def test_unmatched_parameter_group_ends_the_run_before_it_starts():
     assert stage.run.phase is RunPhase.OVER
 
 
-def test_an_invitation_carries_the_run_spec():
+def test_invitation_carries_the_run_spec():
     (action,) = Run("run", SPEC, 4, 1).step(WorkerAvailable("ann"))
     message = StartRun(run_id="run", term=4, step=0, blobs=None)
     assert action == Send("ann", message, SPEC.to_bytes())
@@ -118,43 +118,43 @@ def test_status_is_empty_before_the_first_worker():
     assert run.step(HaltRun("x")) == run.step(ContinueRun()) == []
 
 
-@pytest.mark.parametrize(("command", "arguments", "options"), AFTER)
+@pytest.mark.parametrize(("command", "arguments", "options"), LATE_COMMANDS)
 def test_ended_run_ignores_input(command, arguments, options):
-    stage = training()
+    stage = training_stage()
     assert any("finish failed" in line for line in stage.command("give-up", [], {}))
     assert stage.command(command, arguments, options) == []
     assert stage.run.phase is RunPhase.OVER
 
 
 def test_workers_may_leave_an_ended_run():
-    stage = training()
+    stage = training_stage()
     stage.command("give-up", [], {})
     assert stage.command("drains", ["ann"], {}) == ["dismiss ann, 0: drained"]
 
 
 @pytest.mark.parametrize("command", ["halt", "drain"])
 def test_operator_command_is_applied_once(command):
-    stage = training()
+    stage = training_stage()
     stage.command(command, [], {})
     assert not any("report" in line for line in stage.command(command, [], {}))
 
 
 def test_message_of_another_kind_is_out_of_order():
-    stage = training()
+    stage = training_stage()
     with pytest.raises(OutOfOrder, match="Heartbeat"):
         stage.run.step(WorkerMessage("ann", Heartbeat()))
     assert stage.run.step(WorkerMessage("nobody", Heartbeat())) == []
 
 
-def test_a_drain_before_the_start_ends_at_once():
+def test_drain_before_the_start_ends_the_run_at_once():
     run = Run("run", SPEC, 4, 2)
     run.step(WorkerAvailable("ann"))
     (finish,) = run.step(DrainRun())
     assert finish == Finish("drained", "drained before the start", 0)
 
 
-def test_a_drain_of_a_halted_run_fails_with_the_reason():
-    stage = training()
+def test_drain_of_a_halted_run_fails_with_the_reason():
+    stage = training_stage()
     stage.command("halt", [], {})
     assert stage.command("drain", [], {})[0] == "finish failed, 1: halted: halted by the operator"
 

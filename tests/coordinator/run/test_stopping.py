@@ -1,4 +1,4 @@
-"""Early stopping: decided from metrics alone, and the same after a restart."""
+"""Early stopping depends only on metrics, and is the same after a restart."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from protocol.spec.sections.checkpoint import StopSpec
 LOSSES = [3.0, 2.0, 2.5, 1.9, 1.95, math.nan, 1.9, 1.0]
 
 
-def stops_at(spec: StopSpec, values: list[float], restart: int = 0) -> tuple[int, str]:
-    """Return the step after which it stops (each has an evaluation), and why."""
+def stop_of(spec: StopSpec, values: list[float], restart: int = 0) -> tuple[int, str]:
+    """Return the step after which the run stops, and the reason; each step has an evaluation."""
     metrics = {step: {"loss": value} for step, value in enumerate(values[:restart], start=1)}
     stopping = Stopping(spec, metrics)
     for step, value in enumerate(values, start=1):
@@ -23,9 +23,9 @@ def stops_at(spec: StopSpec, values: list[float], restart: int = 0) -> tuple[int
 
 
 @pytest.mark.parametrize("restart", range(7))
-def test_it_stops_after_this_many_evaluations_without_a_better_metric(restart):
+def test_run_stops_after_evaluations_without_a_better_metric(restart):
     spec = StopSpec(figure="loss", patience=3)
-    step, reason = stops_at(spec, LOSSES, restart)
+    step, reason = stop_of(spec, LOSSES, restart)
     assert step == 7
     assert reason == (
         "stopped early: loss was best after 4 steps (1.9), with no improvement in 3 evaluations "
@@ -34,16 +34,16 @@ def test_it_stops_after_this_many_evaluations_without_a_better_metric(restart):
 
 
 def test_improvement_must_exceed_the_threshold():
-    assert stops_at(StopSpec(figure="loss", patience=2, min_delta=0.5), LOSSES)[0] == 4
-    assert stops_at(StopSpec(figure="loss", patience=1), LOSSES)[0] == 3
-    assert stops_at(StopSpec(figure="loss", patience=9), LOSSES) == (0, "")
+    assert stop_of(StopSpec(figure="loss", patience=2, min_delta=0.5), LOSSES)[0] == 4
+    assert stop_of(StopSpec(figure="loss", patience=1), LOSSES)[0] == 3
+    assert stop_of(StopSpec(figure="loss", patience=9), LOSSES) == (0, "")
 
 
-def test_the_best_value_may_be_the_baseline_as_in_transformers():
+def test_best_value_may_be_the_baseline_as_in_transformers():
     values = [3.0, 2.8, 2.6, 2.4, 1.0, 0.9, 0.8]
     spec = StopSpec(figure="loss", patience=3, min_delta=0.5)
-    assert stops_at(spec, values) == (0, "")  # 2.4 is 0.6 better than 3.0
-    step, reason = stops_at(spec.model_copy(update={"baseline": "best"}), values)
+    assert stop_of(spec, values) == (0, "")  # 2.4 is 0.6 better than 3.0
+    step, reason = stop_of(spec.model_copy(update={"baseline": "best"}), values)
     assert step == 4
     assert reason.endswith("best after 4 steps (2.4); no improvement above 0.5 in 3 evaluations")
 
@@ -57,6 +57,6 @@ def test_higher_is_better_option():
     assert stopping.add_metrics(15, {"f1": 0.5})
 
 
-def test_without_a_metric_it_never_stops():
+def test_run_without_a_stop_metric_never_stops():
     assert Stopping(None, {}).add_metrics(5, {"loss": 1.0}) == ""
     assert not Stopping(None, {}).is_best(5)

@@ -21,11 +21,11 @@ SCALARS = step_scalars(SPEC.optimizer, 1, 0, 9, 1.0)
 
 
 @pytest.fixture
-def keeper(monkeypatch):
+def coordinator_replica(monkeypatch):
     monkeypatch.setattr(limits, "CHUNK_ELEMENTS", 4)
-    replica_keeper = CoordinatorReplica(MANIFEST, SPEC)
-    yield replica_keeper
-    replica_keeper.close()
+    replica = CoordinatorReplica(MANIFEST, SPEC)
+    yield replica
+    replica.close()
 
 
 def chunk(number, **change):
@@ -33,7 +33,7 @@ def chunk(number, **change):
     return StateChunk(run_id="r", block=0, chunk=number, last=number == 1, **step_id)
 
 
-def naive(steps):
+def expected_replica(steps):
     replica = Replica(MANIFEST.blocks, SPEC.optimizer)
     replica.load_parameters([np.arange(6, dtype=np.float32)])
     for is_applied in steps:
@@ -41,44 +41,45 @@ def naive(steps):
     return replica
 
 
-def fill(keeper):
-    keeper.fill(chunk(0), np.arange(4, dtype=np.float32))
-    keeper.fill(chunk(1), np.arange(4, 6, dtype=np.float32))
+def fill(coordinator_replica):
+    coordinator_replica.fill(chunk(0), np.arange(4, dtype=np.float32))
+    coordinator_replica.fill(chunk(1), np.arange(4, 6, dtype=np.float32))
 
 
-async def test_chunks_fill_state_0(keeper):
-    fill(keeper)
-    initial_digest, is_applied = await keeper.state_0()
-    assert initial_digest == naive([]).initial_digest()
-    assert (is_applied.step, is_applied.state_digest) == (0, naive([]).state_digest())
+async def test_chunks_fill_state_0(coordinator_replica):
+    fill(coordinator_replica)
+    initial_digest, state = await coordinator_replica.state_0()
+    assert initial_digest == expected_replica([]).initial_digest()
+    assert (state.step, state.state_digest) == (0, expected_replica([]).state_digest())
 
 
-async def test_steps_and_holds_keep_the_order_of_the_calls(keeper):
-    async def held_digest() -> str:
-        with await keeper.lock() as held_replica:
-            return held_replica.replica.state_digest()
+async def test_steps_and_locks_keep_the_order_of_the_calls(coordinator_replica):
+    async def locked_digest() -> str:
+        with await coordinator_replica.lock() as locked:
+            return locked.replica.state_digest()
 
-    fill(keeper)
+    fill(coordinator_replica)
     ones = [np.ones(6, np.float32)]
-    first, held_replica, skipped, last = await asyncio.gather(
-        keeper.apply(ones, SCALARS), held_digest(), keeper.apply(ones, None),
-        keeper.apply(ones, SCALARS),
+    first, digest_between, skipped, last = await asyncio.gather(
+        coordinator_replica.apply(ones, SCALARS), locked_digest(),
+        coordinator_replica.apply(ones, None),
+        coordinator_replica.apply(ones, SCALARS),
     )  # fmt: skip
-    assert first.state_digest == held_replica == naive([True]).state_digest()
+    assert first.state_digest == digest_between == expected_replica([True]).state_digest()
     assert (skipped.step, last.step) == (2, 3)
-    assert last.state_digest == naive([True, False, True]).state_digest()
+    assert last.state_digest == expected_replica([True, False, True]).state_digest()
     assert ones[0].tolist() == [1.0] * 6
 
 
-async def test_a_step_waits_until_the_replica_is_released(keeper):
-    fill(keeper)
-    with await keeper.lock() as locked:
-        step = asyncio.create_task(keeper.apply([np.ones(6, np.float32)], SCALARS))
+async def test_step_waits_until_the_replica_is_released(coordinator_replica):
+    fill(coordinator_replica)
+    with await coordinator_replica.lock() as locked:
+        step = asyncio.create_task(coordinator_replica.apply([np.ones(6, np.float32)], SCALARS))
         waiter = asyncio.create_task(asyncio.wait_for(asyncio.shield(step), 0.01))
         with pytest.raises(TimeoutError):
             await waiter
-        assert locked.replica.state_digest() == naive([]).state_digest()
+        assert locked.replica.state_digest() == expected_replica([]).state_digest()
         locked.release()
-        assert (await step).state_digest == naive([True]).state_digest()
-    # The end of the first context must not release what another caller holds now.
-    assert (await keeper.state_0())[1].step == 1
+        assert (await step).state_digest == expected_replica([True]).state_digest()
+    # The end of the first context must not release a lock that another caller has taken.
+    assert (await coordinator_replica.state_0())[1].step == 1

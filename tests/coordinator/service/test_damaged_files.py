@@ -1,5 +1,5 @@
-"""Every file of a run's directory, damaged in every way: audit and restart each name it with a
-remedy, or it does not matter; and no restart has another state."""
+"""Audit and restart name every damaged file of a run's directory, with a remedy, unless the damage
+is harmless. No restart reaches another state."""
 
 import os
 import shutil
@@ -23,15 +23,15 @@ from tests import durable_run
 from tests.durable_run import SPEC, WrittenRun
 
 STEPS = 5
-SAVED = 3
+CHECKPOINT_STEP = 3
 
 
-def flipped(content: bytes) -> bytes:
+def flip_middle_bit(content: bytes) -> bytes:
     offset = len(content) // 2
     return content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :]
 
 
-def directory_there(path: Path, _: Path) -> None:
+def replace_by_directory(path: Path, _: Path) -> None:
     path.unlink()
     path.mkdir()
 
@@ -40,33 +40,33 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
     "missing": lambda path, _: path.unlink(),
     "empty": lambda path, _: path.write_bytes(b""),
     "truncated": lambda path, _: os.truncate(path, path.stat().st_size * 5 // 7),
-    "flipped": lambda path, _: path.write_bytes(flipped(path.read_bytes())),
+    "flipped": lambda path, _: path.write_bytes(flip_middle_bit(path.read_bytes())),
     "of another run": lambda path, other: shutil.copyfile(other, path),
-    "a directory": directory_there,
+    "a directory": replace_by_directory,
     "unreadable": lambda path, _: path.chmod(0),
 }
-OF_THE_END = (
+FINAL_FILES = (
     "result.json", "adapter/adapter_config.json", "adapter/adapter_model.safetensors",
 )  # fmt: skip
-OF_ANY_RUN = ("journal.jsonl", f"log/term-000001-step-{SAVED:010}.log")
+FILES_OF_ANY_RUN = ("journal.jsonl", f"log/term-000001-step-{CHECKPOINT_STEP:010}.log")
 FILES = (
     "lock", "term.json", "run.json", "manifest.json", "terms.json", "files.json",
-    *OF_ANY_RUN,
-    *(f"checkpoints/step-{SAVED:010}/{name}" for name in (
+    *FILES_OF_ANY_RUN,
+    *(f"checkpoints/step-{CHECKPOINT_STEP:010}/{name}" for name in (
         "checkpoint.json", "metrics.json", "optimizer.safetensors",
         "adapter/adapter_config.json", "adapter/adapter_model.safetensors",
     )),
 )  # fmt: skip
-WHERE = (
+CASES = (
     *(("interrupted", name) for name in FILES),
-    *(("ended", name) for name in (*OF_ANY_RUN, *OF_THE_END)),
+    *(("ended", name) for name in (*FILES_OF_ANY_RUN, *FINAL_FILES)),
 )
-OF_NO_MATTER = {
+HARMLESS_DAMAGES = {
     *(("lock", damage) for damage in DAMAGES),
     # Metrics may follow a checkpoint.
-    (f"checkpoints/step-{SAVED:010}/metrics.json", "missing"),
+    (f"checkpoints/step-{CHECKPOINT_STEP:010}/metrics.json", "missing"),
     # A crash may leave parts of the newest step.
-    (f"log/term-000001-step-{SAVED:010}.log", "truncated"),
+    (f"log/term-000001-step-{CHECKPOINT_STEP:010}.log", "truncated"),
     ("journal.jsonl", "truncated"),
 }
 NOBODY = 65534
@@ -80,8 +80,7 @@ REMEDIES = (
 
 
 def make_run(path: Path, seed: int, *, is_ended: bool) -> Path:
-    """Make a run after five steps, with its newest checkpoint after three, and every file that can
-    exist."""
+    """Make a run of five steps with a checkpoint after the third and every optional file."""
     spec = SPEC.model_copy(update={"seed": seed})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(durable_run, "RUN_ID", f"made-up-{seed}")
@@ -96,12 +95,14 @@ def make_run(path: Path, seed: int, *, is_ended: bool) -> Path:
         run.record_files()
         while run.replica.step < STEPS:
             run.step()
-            if run.replica.step == SAVED:
+            if run.replica.step == CHECKPOINT_STEP:
                 run.checkpoint()
                 state, figures = run.replica.state_digest(), {"accuracy": 0.5}
-                evaluation = Evaluated(term=1, step=SAVED, metrics=figures, state_digest=state)
+                evaluation = Evaluated(
+                    term=1, step=CHECKPOINT_STEP, metrics=figures, state_digest=state
+                )
                 run.journal.append(evaluation)
-                write_metrics(run.directory.checkpoints, SAVED, state, figures)
+                write_metrics(run.directory.checkpoints, CHECKPOINT_STEP, state, figures)
         if is_ended:
             return run.finish()
         run.log.close()
@@ -115,7 +116,7 @@ def runs(tmp_path_factory):
     """Return, by final state, a run, another run, and the digest of the first run's last state."""
 
     @cache
-    def of(final_state: str) -> tuple[Path, Path, str]:
+    def runs_in_state(final_state: str) -> tuple[Path, Path, str]:
         top = tmp_path_factory.mktemp("runs")
         is_ended = final_state == "ended"
         this, other = (
@@ -124,14 +125,13 @@ def runs(tmp_path_factory):
         )
         repeat = shutil.copytree(this, top / "again")
         (repeat / "result.json").unlink(missing_ok=True)
-        return this, other, resumed(repeat)[0]
+        return this, other, restart(repeat)[0]
 
-    return of
+    return runs_in_state
 
 
-def resumed(path: Path) -> tuple[str, str]:
-    """Return what a restart starts from: the digest of its state, and its warnings; either may be
-    missing."""
+def restart(path: Path) -> tuple[str, str]:
+    """Return the digest of the state from which a restart continues, and its warnings."""
     lock = lock_directory(path)
     try:
         instance = load_run(lock)
@@ -143,10 +143,10 @@ def resumed(path: Path) -> tuple[str, str]:
     return recovery.load_replica().state_digest(), "; ".join(recovery.notes)
 
 
-def refused(path: Path) -> tuple[str, str, str]:
-    """Return why a restart is refused, or else what it starts from."""
+def try_restart(path: Path) -> tuple[str, str, str]:
+    """Return the refusal of a restart, or else the digest and the warnings of `restart`."""
     try:
-        return ("", *resumed(path))
+        return ("", *restart(path))
     except SamestepError as error:
         return str(error), "", ""
 
@@ -182,20 +182,22 @@ def without_privileges(run: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize(("final_state", "name"), WHERE)
-def test_damaged_file_is_named_with_a_remedy_or_is_irrelevant(
+@pytest.mark.parametrize(("final_state", "name"), CASES)
+def test_damaged_file_is_named_with_a_remedy_or_harmless(
     runs, directory, final_state, name, damage
 ):
     intact_run, other, state = runs(final_state)
     run = shutil.copytree(intact_run, directory / "run")
     is_unchanged = (intact_run / name).read_bytes() == (other / name).read_bytes()
     DAMAGES[damage](run / name, other / name)
-    is_harmless = (name, damage) in OF_NO_MATTER or (is_unchanged and damage == "of another run")
+    is_harmless = (name, damage) in HARMLESS_DAMAGES or (
+        is_unchanged and damage == "of another run"
+    )
 
     with without_privileges(run) if damage == "unreadable" else nullcontext():
         finding = audit_lines(run)
         is_ended = (run / "result.json").is_file()
-        refusal, digest, notes = ("", "", "") if is_ended else refused(run)
+        refusal, digest, notes = ("", "", "") if is_ended else try_restart(run)
     if finding or not is_harmless:
         assert Path(name).name in finding or f"{Path(name).parent.name}'" in finding, finding
         assert any(remedy in finding for remedy in REMEDIES), finding
@@ -222,18 +224,18 @@ def test_restart_without_a_valid_checkpoint_names_the_orphaned_log(runs, tmp_pat
     for step in checkpoint_steps(root):
         (checkpoint_path(root, step) / "optimizer.safetensors").unlink()
     with pytest.raises(StorageDamaged) as error:
-        resumed(run)
+        restart(run)
     text = str(error.value)
     assert "expected an intact checkpoint, which the log's steps up to 4 follow, found none" in text
     assert "done again" not in text
     assert "restore it from a copy" in text
 
 
-def test_run_without_its_log_does_not_repeat_steps_by_itself(tmp_path):
+def test_run_without_its_log_repeats_steps_only_on_request(tmp_path):
     run = make_run(tmp_path / "run", 3, is_ended=False)
     shutil.rmtree(run / "log")
     with pytest.raises(StorageDamaged, match=r"log' .*the 5 steps .*got 3;.*--from-step 3"):
-        resumed(run)
+        restart(run)
     lock = lock_directory(run)
     instance = load_run(lock, from_step=3)
     lock.release()
@@ -242,7 +244,7 @@ def test_run_without_its_log_does_not_repeat_steps_by_itself(tmp_path):
     assert instance.restart.recovery.step == 3
 
 
-def test_queued_run_is_bound_before_its_journal_begins(tmp_path):
+def test_changed_spec_of_a_queued_run_is_refused(tmp_path):
     """A queued run may wait for days; only this file records its spec."""
     run = WrittenRun(tmp_path / "run").directory
     shutil.rmtree(run.checkpoints)
@@ -252,6 +254,6 @@ def test_queued_run_is_bound_before_its_journal_begins(tmp_path):
     content = run.run_file.read_text()
     run.run_file.write_text(content.replace("0.01", "0.03"))
     with pytest.raises(StorageDamaged, match=r"does not match its digest.*submit the run again"):
-        resumed(run.path)
+        restart(run.path)
     run.run_file.write_text(content)
-    assert resumed(run.path) == ("", "")
+    assert restart(run.path) == ("", "")

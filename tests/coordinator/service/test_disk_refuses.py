@@ -1,5 +1,4 @@
-"""A disk that is full, read-only or missing: the run halts with the reason and continues when it is
-fixed."""
+"""A disk that is full, read-only or missing halts the run; after a repair, the run continues."""
 
 import asyncio
 import contextlib
@@ -51,7 +50,7 @@ def continue_run(live):
 
 
 def fill(disk, free_bytes):
-    """Leave this much space, or slightly less."""
+    """Fill the disk up to `free_bytes` of free space, or slightly less."""
     with (disk / "filler").open("wb", buffering=0) as filler:
         with contextlib.suppress(OSError):
             while True:
@@ -63,8 +62,10 @@ def fill(disk, free_bytes):
 
 
 @pytest.mark.parametrize("free_kib", [8, 24, 40, 56, 72, 88, 104, 120, 136, 152, 168])
-async def test_a_full_disk(tmp_path, reference, free_kib, monkeypatch):
-    """With more and more space: each time another write fails."""
+async def test_full_disk_halts_the_run_until_there_is_space(
+    tmp_path, reference, free_kib, monkeypatch
+):
+    """The more space is free, the later is the first write that fails."""
     monkeypatch.setattr(
         run_storage, "check_disk_space", lambda *_: None
     )  # as if the disk filled up later
@@ -97,7 +98,7 @@ async def test_a_full_disk(tmp_path, reference, free_kib, monkeypatch):
         assert audit(directory_of(live, run_id)).ok
 
 
-async def test_a_full_disk_at_submission(tmp_path):
+async def test_submission_to_a_full_disk_is_refused(tmp_path):
     with small_disk(tmp_path / "disk", 4096) as disk:
         async with live_service(disk / "runs", 1) as live:
             fill(disk, 0)
@@ -108,30 +109,30 @@ async def test_a_full_disk_at_submission(tmp_path):
             assert (await live.result(live.service.submit(SPEC)))["steps"] == 6
 
 
-async def test_a_result_that_cannot_be_written_waits_for_the_operator(tmp_path, reference):
+async def test_unwritable_result_waits_for_the_operator(tmp_path, reference):
     async with live_service(tmp_path / "runs", 1) as live:
         run_id = live.service.submit(SPEC)
         directory = directory_of(live, run_id)
-        hindrance = directory / ("result.json" + TEMPORARY_SUFFIX)
-        hindrance.mkdir()
+        obstacle = directory / ("result.json" + TEMPORARY_SUFFIX)
+        obstacle.mkdir()
         live.worker("w0")
         for halts in range(2):  # still unwritable: it halts again
             assert await halt_or_end(live, halts)
             reason = live.every("halted")[-1]["reason"]
             assert "all steps are committed, but the result could not be written" in reason
             if halts:
-                hindrance.rmdir()
+                obstacle.rmdir()
             continue_run(live)
         result = await live.result(run_id)
     assert result["weights_digest"] == reference["weights_digest"]
     assert audit(directory).ok
 
 
-async def interrupted(live, run_id, hinder, mend, expected):
-    """Obstruct the run after its second step, fix the disk, and let the run finish."""
+async def run_through_failure(live, run_id, break_disk, repair_disk, expected):
+    """Break the disk after the second step, repair it after two halts, and let the run finish."""
     live.worker("w0")
     await live.wait_for("committed", step=1)
-    hinder()
+    break_disk()
     assert await halt_or_end(live, 0)
     reason = live.every("halted")[-1]["reason"]
     assert expected in reason, reason
@@ -139,12 +140,12 @@ async def interrupted(live, run_id, hinder, mend, expected):
     # Not fixed yet: it halts again at each attempt.
     continue_run(live)
     assert await halt_or_end(live, 1)
-    mend()
+    repair_disk()
     return await finish_run(live, run_id)
 
 
 async def finish_run(live, run_id):
-    """Let the run finish; the earlier failure is reported once."""
+    """Let the run finish; an earlier failure may halt it again."""
     halts = len(live.every("halted"))
     continue_run(live)
     while await halt_or_end(live, halts):
@@ -165,29 +166,30 @@ def long_reference(tmp_path_factory):
     return asyncio.run(undisturbed(tmp_path_factory.mktemp("reference"), LONG))
 
 
-async def test_a_disk_that_turns_read_only(tmp_path, long_reference, monkeypatch):
-    """A kernel remounts a disk read-only after an error, but not on request while files are open,
-    so the writes themselves fail here as they would."""
+async def test_read_only_disk_halts_the_run(tmp_path, long_reference, monkeypatch):
+    """The writes are made to fail: a disk with open files cannot be remounted on request."""
 
     def refuse(*_arguments):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    def hinder():
+    def break_disk():
         for name in ("writev", "fdatasync", "fsync"):
             monkeypatch.setattr(os, name, refuse)
 
     async with live_service(tmp_path / "runs", 1) as live:
         run_id = live.service.submit(LONG)
-        result = await interrupted(live, run_id, hinder, monkeypatch.undo, "mount it writable")
+        result = await run_through_failure(
+            live, run_id, break_disk, monkeypatch.undo, "mount it writable"
+        )
     assert result["weights_digest"] == long_reference["weights_digest"]
     assert audit(directory_of(live, run_id)).ok
 
 
-async def test_a_directory_that_vanishes_and_comes_back(tmp_path, long_reference):
+async def test_missing_directory_halts_the_run_until_it_is_restored(tmp_path, long_reference):
     runs, moved = tmp_path / "runs", tmp_path / "away"
     async with live_service(runs, 1) as live:
         run_id = live.service.submit(LONG)
-        result = await interrupted(
+        result = await run_through_failure(
             live, run_id, lambda: runs.rename(moved), lambda: moved.rename(runs),
             "restore what is missing",
         )  # fmt: skip
@@ -196,17 +198,17 @@ async def test_a_directory_that_vanishes_and_comes_back(tmp_path, long_reference
 
 
 async def test_vanished_directory_is_not_recreated(tmp_path, long_reference, monkeypatch):
-    """Also not by a checkpoint about to be written: the directory could not be moved back then."""
+    """A new directory, even one for the next checkpoint, would prevent moving the old one back."""
     runs, moved = tmp_path / "runs", tmp_path / "away"
     away_event = threading.Event()
 
-    def away_at_first(root, manifest, replica, **options):
+    def move_directory_first(root, manifest, replica, **options):
         if replica.step and not away_event.is_set():
             runs.rename(moved)
             away_event.set()
         return write_checkpoint(root, manifest, replica, **options)
 
-    monkeypatch.setattr(run_storage, "write_checkpoint", away_at_first)
+    monkeypatch.setattr(run_storage, "write_checkpoint", move_directory_first)
     async with live_service(runs, 1) as live:
         run_id = live.service.submit(LONG)
         live.worker("w0")
@@ -221,7 +223,7 @@ async def test_vanished_directory_is_not_recreated(tmp_path, long_reference, mon
 
 
 async def test_vanished_checkpoints_are_not_recreated(tmp_path, long_reference):
-    """Only the checkpoints vanish: the rest of the run does not need them."""
+    """Only the checkpoints vanish; the other files of the run stay writable."""
     async with live_service(tmp_path / "runs", 1) as live:
         run_id = live.service.submit(LONG)
         checkpoints, moved = directory_of(live, run_id) / "checkpoints", tmp_path / "away"
@@ -238,7 +240,7 @@ async def test_vanished_checkpoints_are_not_recreated(tmp_path, long_reference):
     assert audit(directory_of(live, run_id)).ok
 
 
-async def test_an_export_that_is_not_permitted_waits_for_the_operator(tmp_path, monkeypatch):
+async def test_export_without_permission_waits_for_the_operator(tmp_path, monkeypatch):
     mkdir = Path.mkdir
     refused_paths: list[Path] = []
 
@@ -264,7 +266,7 @@ async def test_an_export_that_is_not_permitted_waits_for_the_operator(tmp_path, 
 
 
 async def test_coordinator_that_lost_its_directory_stops_committing(tmp_path):
-    """Another coordinator has raised the term: commits of the old one count for nobody."""
+    """Another coordinator has raised the term, which voids later commits of the old coordinator."""
     async with live_service(tmp_path / "runs", 1) as live:
         run_id = live.service.submit(LONG)
         live.worker("w0")
@@ -280,8 +282,7 @@ async def test_coordinator_that_lost_its_directory_stops_committing(tmp_path):
 
 
 async def test_joiner_is_admitted_after_a_disk_failure(tmp_path, monkeypatch):
-    """A log without averages must begin to store them while a worker joins; here the disk refuses
-    that."""
+    """While a worker joins, a log without averages must store them; here the disk fails at that."""
     spec = LONG.model_copy(update={"log": "checkpoint"})
     roll = GradientLog.roll
 

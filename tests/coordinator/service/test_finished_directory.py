@@ -7,15 +7,15 @@ from protocol.base.errors import SamestepError
 from tests.event_loop import on_uvloop
 from tests.live_service import live_service, scripted_spec
 
-MAY_GO = {"metrics.json", ".log"}
-"""The journal also holds the metrics; the audit cannot tell what a truncated log lacked."""
+REMOVABLE = {"metrics.json", ".log"}
+"""The journal has the metrics, too; a run may remove old segments of the log."""
 
 
-def is_seen(path):
+def is_detected(path):
     try:
         return not audit(path).ok
     except SamestepError:
-        return True  # refused by name
+        return True
 
 
 @on_uvloop
@@ -33,16 +33,16 @@ async def test_changed_or_missing_files_of_a_finished_run_are_detected(tmp_path)
         if file.is_file() and file.name not in {"lock", "README.md"}
     ]
     assert {"terms.json", "result.json", "journal.jsonl"} <= {file.name for file in files}
-    unseen = []
+    undetected = []
     for file in files:
         content = file.read_bytes()
         middle = len(content) // 2
         file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-        if not is_seen(path):
-            unseen.append(("changed", file.relative_to(path).as_posix()))
+        if not is_detected(path):
+            undetected.append(("changed", file.relative_to(path).as_posix()))
         file.unlink()
-        if not {file.name, file.suffix} & MAY_GO and not is_seen(path):
-            unseen.append(("gone", file.relative_to(path).as_posix()))
+        if not {file.name, file.suffix} & REMOVABLE and not is_detected(path):
+            undetected.append(("missing", file.relative_to(path).as_posix()))
         file.write_bytes(content)
-    assert unseen == []
+    assert undetected == []
     assert audit(path).ok

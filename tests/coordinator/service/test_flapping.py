@@ -21,7 +21,7 @@ from worker.join.credentials import WorkerCredentials
 from worker.shell.client import Client, Target
 
 
-def test_reports_after_three_equal_ends_and_then_twice_as_many():
+def test_reports_follow_three_equal_ends_and_then_twice_as_many():
     detector = FlapDetector()
     events = [detector.count_end("w", "loading", "reset", is_explained=False) for _ in range(13)]
     assert [number for number, event in enumerate(events, 1) if event is not None] == [3, 6, 12]
@@ -43,7 +43,7 @@ def test_reports_after_three_equal_ends_and_then_twice_as_many():
         ("loading", "the connection was reset", "killed for memory"),
     ],
 )
-def test_the_likely_cause(phase, reason, cause):
+def test_report_names_the_likely_cause(phase, reason, cause):
     detector = FlapDetector()
     for _ in range(3):
         event = detector.count_end("w", phase, reason, is_explained=False)
@@ -51,21 +51,21 @@ def test_the_likely_cause(phase, reason, cause):
     assert cause in event.cause
 
 
-def test_memory_is_bounded():
+def test_detector_memory_is_bounded():
     detector = FlapDetector()
     for number in range(5000):
         detector.count_end(f"host-{number}", "joining", "garbage", is_explained=False)
     assert len(detector._ends) <= 1024
 
 
-async def test_worker_repeatedly_lost_in_its_first_step(tmp_path):
+async def test_worker_repeatedly_lost_in_its_first_step_is_reported(tmp_path):
     async with live_service(tmp_path, 1) as live:
         service = live.service
         run_id = service.submit(scripted_spec())
         target = Target("127.0.0.1", live.port, "w0", "scripted", retry_for_s=1.0)
         lines: list[str] = []
         client = Client(target, Scripted(100.0), WorkerCredentials(), lines.append)
-        serving = asyncio.create_task(client.serve())
+        client_task = asyncio.create_task(client.serve())
 
         async def disturb() -> None:
             while service.current is not None:
@@ -74,7 +74,7 @@ async def test_worker_repeatedly_lost_in_its_first_step(tmp_path):
                     service.sessions["w0"].channel.abort("silent for 8 s")
                 await asyncio.sleep(0.01)
 
-        disturbing = asyncio.create_task(disturb())
+        disturbance = asyncio.create_task(disturb())
         try:
             event = await live.wait_for("worker_flapping")
             assert (event["worker"], event["phase"], event["count"]) == ("w0", "training", 3)
@@ -85,9 +85,9 @@ async def test_worker_repeatedly_lost_in_its_first_step(tmp_path):
             )
             async with asyncio.timeout(30):
                 with pytest.raises(Unreachable, match=r"joined the coordinator .* without a step"):
-                    await serving
+                    await client_task
         finally:
-            disturbing.cancel()
+            disturbance.cancel()
             client.drain()
         assert any("joined and lost the connection 3 times in a row" in line for line in lines)
         live.worker("w0")
@@ -116,9 +116,9 @@ def test_stray_connections_are_reported_occasionally():
         b"SSH-2.0-OpenSSH_9.9\r\n",
         b"",
     ],
-    ids=["HTTP", "broken TLS", "SSH", "a check of the port"],
+    ids=["HTTP", "broken TLS", "SSH", "port check"],
 )
-async def test_a_peer_that_is_not_a_worker_is_not_reported_as_flapping(tmp_path, data):
+async def test_peer_that_is_not_a_worker_is_not_reported_as_flapping(tmp_path, data):
     async with live_service(tmp_path, 1) as live:
         for _ in range(4):
             reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
@@ -128,7 +128,7 @@ async def test_a_peer_that_is_not_a_worker_is_not_reported_as_flapping(tmp_path,
             with contextlib.suppress(ConnectionResetError):
                 answer = await reader.read()
             writer.close()
-        while live.service._pending:  # noqa: ASYNC110 -- nobody is told of strangers
+        while live.service._pending:  # noqa: ASYNC110 -- strangers cause no event
             await asyncio.sleep(0)
         assert live.service.flap_detector.reported == {}
         assert live.service.flap_detector._ends == {}

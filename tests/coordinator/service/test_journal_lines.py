@@ -1,4 +1,4 @@
-"""Events of the journal: each has its line, and others have none."""
+"""Events that are journaled have a line each; others have none."""
 
 import pytest
 
@@ -19,7 +19,7 @@ from coordinator.storage.directory.journal_records import Fault
 from protocol.exact.reduction.tree import Subtree
 from tests.transcripts.transcript import ScriptedCoordinator
 
-TRAINS = (
+START_TRAINING = (
     ("invite", "ann"), ("invite", "bob"), ("ready", "ann"), ("ready", "bob"), ("loaded",),
 )  # fmt: skip
 
@@ -39,8 +39,8 @@ def kinds(records):
     return [type(record) for record in records]
 
 
-def test_from_the_first_manifest_to_a_halt():
-    run, records = run_and_records(*TRAINS, ("payload", "bob", "2-4", "value=nan"))
+def test_manifest_view_plan_and_halt_are_recorded():
+    run, records = run_and_records(*START_TRAINING, ("payload", "bob", "2-4", "value=nan"))
     assert kinds(records) == [ManifestSettled, ViewChanged, Planned, Halted]
     _, view, planned, halt = records
     assert (view.change, view.view, [member.name for member in view.members]) == (
@@ -53,7 +53,7 @@ def test_from_the_first_manifest_to_a_halt():
 
 
 def test_subtrees_of_a_lost_worker_are_replanned_with_the_cause():
-    _, records = run_and_records(*TRAINS, ("lost", "bob"))
+    _, records = run_and_records(*START_TRAINING, ("lost", "bob"))
     fault, view, planned = records[3:]
     assert (fault.what, fault.worker, fault.reason) == (
         "worker_lost", "bob", "the connection is over",
@@ -66,31 +66,33 @@ def test_subtrees_of_a_lost_worker_are_replanned_with_the_cause():
 
 def test_dismissed_worker_is_no_fault():
     _, records = run_and_records(
-        *TRAINS, ("drains", "bob"), ("subtree", "bob", "2-4"), ("lost", "bob")
+        *START_TRAINING, ("drains", "bob"), ("subtree", "bob", "2-4"), ("lost", "bob")
     )
     assert Fault not in kinds(records)
     view = records[-1]
     assert (view.change, view.worker, [member.name for member in view.members]) == (
         "drained", "bob", ["ann"],
     )  # fmt: skip
-    _, records = run_and_records(*TRAINS, ("drains", "bob"), ("lost", "bob"))  # it had not finished
+    _, records = run_and_records(
+        *START_TRAINING, ("drains", "bob"), ("lost", "bob")
+    )  # lost before it had finished
     assert records[3].what == "worker_lost"
 
 
 def test_late_worker_is_recorded_with_the_reaction():
     _, records = run_and_records(
-        *TRAINS, ("tick", "100"), ("subtree", "bob", "2-4"), ("tick", "5100")
+        *START_TRAINING, ("tick", "100"), ("subtree", "bob", "2-4"), ("tick", "5100")
     )
-    lateness, planned, speculated = records[3:]
-    assert (lateness.what, lateness.worker, lateness.reason) == (
+    straggler_fault, planned, speculated = records[3:]
+    assert (straggler_fault.what, straggler_fault.worker, straggler_fault.reason) == (
         "straggler", "ann", "step 0: gradients overdue",
     )  # fmt: skip
     assert (planned.cause, planned.nodes) == ("speculative", {"bob": ((0, 2),)})
     assert speculated.what == "speculated"
 
 
-def test_a_worker_that_is_refused_is_a_fault():
-    _, records = run_and_records(*TRAINS, ("invite", "cem"), ("ready", "cem", "data=other"))
+def test_refused_worker_is_a_fault():
+    _, records = run_and_records(*START_TRAINING, ("invite", "cem"), ("ready", "cem", "data=other"))
     assert (records[-1].what, records[-1].worker) == ("refused", "cem")
     assert "same data" in records[-1].reason
 
@@ -113,13 +115,15 @@ def test_a_worker_that_is_refused_is_a_fault():
         (service_events.Draining(), type(None)),
     ],
 )
-def test_other_events_in_and_out_of_the_journal(event, kind):
+def test_event_becomes_its_record_or_none(event, kind):
     run, _ = run_and_records()
     assert isinstance(record_of(event, run), kind)
 
 
 def test_commit_names_the_workers_of_its_subtrees():
-    _, records = run_and_records(*TRAINS, ("subtree", "ann", "0-2"), ("subtree", "bob", "2-4"))
+    _, records = run_and_records(
+        *START_TRAINING, ("subtree", "ann", "0-2"), ("subtree", "bob", "2-4")
+    )
     (commit,) = [record for record in records if isinstance(record, Committed)]
     assert commit.counted == ({"ann": ((0, 2),), "bob": ((2, 4),)},)
     assert (commit.step, commit.loss, commit.skipped) == (0, 0.5, False)

@@ -21,7 +21,7 @@ main()
 
 
 @on_uvloop
-async def test_build_that_blocks_the_interpreter_beyond_the_silence_limit(tmp_path, monkeypatch):
+async def test_worker_that_blocks_while_it_builds_is_not_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "HEARTBEAT_INTERVAL_MS", 100)
     monkeypatch.setattr(limits, "LIVENESS_TIMEOUT_MS", STALL_S * 1000 // 2)
     async with live_service(tmp_path, 1) as live:

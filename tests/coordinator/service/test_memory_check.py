@@ -1,4 +1,4 @@
-"""Memory of a coordinator: never more than predicted; a run is refused if the machine has less."""
+"""A coordinator's memory stays within its prediction; a run that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ BLOCK_BYTES: Final = 1 * MIB
 WORKERS: Final = 3
 JOINERS: Final = 1
 BASE_BYTES: Final = 48 * MIB
-"""Memory of the process itself: its imports, and what its allocator keeps between arrays. That is
-much beside few parameters, and within the sixth part beside many."""
+"""Memory of the process itself: its imports, and the free memory of its allocator. With few
+parameters, it dominates; with many, it is within the factor of six."""
 
 
 def document(**changes: Any) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def test_adamw_needs_at_most_six_times_the_memory_of_parameters():
 @pytest.mark.parametrize(
     ("blocks", "steps"), [(FEW_BLOCKS, 1), pytest.param(MANY_BLOCKS, 2, marks=pytest.mark.slow)]
 )
-def test_coordinator_memory_stays_within_the_announcement(tmp_path, monkeypatch, blocks, steps):
-    """Unequal workers so that many sums wait, with checkpoints, joiners, and long steps."""
+def test_coordinator_memory_stays_within_the_prediction(tmp_path, monkeypatch, blocks, steps):
+    """Workers of unequal speed make many sums wait; the run has checkpoints and joiners."""
     large_run = document(scripted={"blocks": blocks, "block_bytes": BLOCK_BYTES, "samples": 64})
     growth = memory_growth(tmp_path, large_run, steps, microbatch_ms=10 * blocks)
     for name, value in SMALL_LIMITS.items():
@@ -91,7 +91,7 @@ def test_coordinator_memory_stays_within_the_announcement(tmp_path, monkeypatch,
 def memory_growth(
     tmp_path: Path, large_run: dict[str, Any], steps: int, microbatch_ms: int = 100
 ) -> Growth:
-    """Return the memory growth of a coordinator over this many steps of such a run, twice.
+    """Return the memory growth of a coordinator over `steps` steps before and after joins.
 
     Args:
         microbatch_ms: Computing time of the first worker; the others are slower. A joiner catches
@@ -100,29 +100,29 @@ def memory_growth(
     spec = tmp_path / "run.yaml"
     spec.write_text(json.dumps(large_run))
     arguments = ["--run", str(spec), "--expect-workers", str(WORKERS)]
-    hired: list[Worker] = []
+    started_workers: list[Worker] = []
 
-    def hire(number: int) -> None:
+    def start_worker(number: int) -> None:
         name = f"scripted:{microbatch_ms + microbatch_ms * number // 4}"
         worker = Worker(
             coordinator.address, f"w{number}", name, tmp_path,
             fresh=False, module="tests.small_bodies",
         )  # fmt: skip
-        hired.append(worker)
+        started_workers.append(worker)
 
     with Coordinator(tmp_path / "c", arguments, "tests.small_buffers") as coordinator:
         coordinator.wait_for("the run", lambda event: event.name == "run_accepted")
         try:
             with coordinator.memory() as growth:
                 for number in range(WORKERS):
-                    hire(number)
+                    start_worker(number)
                 wait_for_commit(coordinator, steps)
                 for number in range(WORKERS, WORKERS + JOINERS):
-                    hire(number)
+                    start_worker(number)
                     wait_for_join(coordinator, f"w{number}")
                 wait_for_commit(coordinator, coordinator.step + steps)
         finally:
-            for worker in hired:
+            for worker in started_workers:
                 worker.kill()
     return growth
 
@@ -130,7 +130,7 @@ def memory_growth(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("inner_state", "blocks"), [("reset", 40), ("carry", 100)])
-def test_replicas_take_no_more_than_announced(tmp_path, monkeypatch, inner_state, blocks):
+def test_run_with_replicas_stays_within_the_prediction(tmp_path, monkeypatch, inner_state, blocks):
     replicas = {"count": 3, "inner_steps": 2, "inner_state": inner_state, "boundary_every": 1}
     large_run = document(
         scripted={"blocks": blocks, "block_bytes": BLOCK_BYTES, "samples": 64}, replicas=replicas
@@ -183,23 +183,23 @@ def test_run_that_does_not_fit_is_refused_with_size_and_remedy(monkeypatch):
     assert "optimizer.name=sgd" in text
     assert "with 2.0 MiB more" in text
     with pytest.raises(RunFailed) as error:
-        check_memory(spec, manifest, 2, is_resumed=True)  # not with another run spec
+        check_memory(spec, manifest, 2, is_resumed=True)  # a resumed run keeps its spec
     expected_text = "210.0 MiB are free; run the coordinator on a machine with 2.0 MiB more"
     assert str(error.value).endswith(expected_text)
 
 
 def test_memory_freed_by_an_earlier_run_counts_as_free(monkeypatch):
-    given_back: list[int] = []
+    release_calls: list[int] = []
     spec = parse_run_spec(document())
     manifest = Scripted(spec).manifest
     total = MemoryBudget.of(spec, manifest, 2).total
     free_bytes = (total - MIB, total)
     monkeypatch.setattr(
-        memory_check, "read_memory", lambda: small_machine(free_bytes[len(given_back)])
+        memory_check, "read_memory", lambda: small_machine(free_bytes[len(release_calls)])
     )
-    monkeypatch.setattr(memory_check, "give_back_freed_memory", lambda: given_back.append(1))
+    monkeypatch.setattr(memory_check, "give_back_freed_memory", lambda: release_calls.append(1))
     check_memory(spec, manifest, 2)
-    assert given_back == [1]
+    assert release_calls == [1]
 
 
 @on_uvloop
@@ -214,7 +214,7 @@ async def test_oversized_run_is_refused_before_its_first_step(tmp_path: Path, mo
 
 
 @on_uvloop
-async def test_ended_run_leaves_its_memory_to_the_next(tmp_path: Path):
+async def test_ended_run_frees_its_memory(tmp_path: Path):
     async with live_service(tmp_path, 1) as live:
         live.service.submit(scripted_spec())
         live.worker("w0")

@@ -14,19 +14,19 @@ from tests.live_service import live_service
 
 
 @pytest.fixture
-def own_home(tmp_path, monkeypatch):
-    """The directory in which this test's coordinator keeps its secrets."""
+def secrets_home(tmp_path, monkeypatch):
+    """Return the directory with the secrets of this test's coordinator."""
     monkeypatch.setenv("SAMESTEP_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
 
 @pytest.mark.parametrize("missing", ["directory", "emptied"])
-async def test_members_stay_and_return_while_the_keys_are_missing(tmp_path, own_home, missing):
+async def test_members_stay_and_return_while_the_keys_are_missing(tmp_path, secrets_home, missing):
     async with live_service(tmp_path / "runs", 1) as live:
         service = live.service
         live.worker("w0")
         await live.wait_for("worker_connected", worker="w0")
-        directory = own_home / "coordinator"
+        directory = secrets_home / "coordinator"
         keys = directory / "workers.json"
         content = keys.read_text()
         if missing == "directory":

@@ -18,7 +18,7 @@ from tests.live_service import live_service, scripted_spec
         (False, ExitCode.MISMATCH, "expected the data that the run started with"),
     ],
 )
-async def test_data_changed_before_a_resume_end_the_run(
+async def test_data_changed_before_a_resume_ends_the_run(
     tmp_path, monkeypatch, is_served, exit_code, expected_text
 ):
     monkeypatch.setattr(eligibility, "OTHERS_COME_WITHIN_MS", 200)
@@ -38,10 +38,10 @@ async def test_data_changed_before_a_resume_end_the_run(
         run_end = await live.wait_for("run_ended", run_id=run_id)
         assert (run_end["outcome"], expected_text in run_end["reason"]) == ("failed", True), run_end
         assert "worker 'w0': " in run_end["reason"]
-        finished_runs = live.service.finished
-        assert finished_runs is not None
-        assert finished_runs.outcome is not None
-        assert finished_runs.outcome.exit_code == exit_code
+        finished_run = live.service.finished
+        assert finished_run is not None
+        assert finished_run.outcome is not None
+        assert finished_run.outcome.exit_code == exit_code
         if exit_code == ExitCode.MISMATCH:
             with pytest.raises(SamestepError) as error_info:
                 await live.workers["w0"]

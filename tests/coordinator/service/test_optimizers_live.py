@@ -34,7 +34,7 @@ def spec_of(name, **changes):
     return scripted_spec(steps=12, optimizer=optimizer, checkpoint=checkpoint, **changes)
 
 
-async def with_workers(directory, spec, count):
+async def train_with_workers(directory, spec, count):
     async with live_service(directory, count) as live:
         for number in range(count):
             live.worker(f"w{number}")
@@ -44,7 +44,7 @@ async def with_workers(directory, spec, count):
 async def test_optimizers_have_one_digest_for_any_number_of_workers(tmp_path):
     name = "adamw-amsgrad-ema-groups"
     single_worker = await undisturbed(tmp_path / "alone", spec_of(name))
-    two_workers = await with_workers(tmp_path / "two", spec_of(name), 2)
+    two_workers = await train_with_workers(tmp_path / "two", spec_of(name), 2)
     assert two_workers["weights_digest"] == single_worker["weights_digest"]
     [run] = (tmp_path / "two").glob("scripted-*")
     report = audit(run)
@@ -54,24 +54,26 @@ async def test_optimizers_have_one_digest_for_any_number_of_workers(tmp_path):
     assert kinds == {"first_moment", "second_moment", "third_moment", "average"}
 
 
-OFTEN = {
+FREQUENT_COMBINATIONS = {
     ("adamw-amsgrad-ema-groups", "sharded"), ("rmsprop-swa-clip-value", "star"),
     ("nesterov-plateau", "sharded"), ("adafactor-ema", "star"),
 }  # fmt: skip
-"""Each optimizer in one topology: no rule knows how its gradients have traveled."""
+"""Each optimizer in one topology: an update does not depend on the topology."""
 COMBINATIONS = [
-    pytest.param(*combination, marks=() if combination in OFTEN else pytest.mark.release)
+    pytest.param(
+        *combination, marks=() if combination in FREQUENT_COMBINATIONS else pytest.mark.release
+    )
     for combination in product(OPTIMIZERS, ("star", "sharded"))
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "topology"), COMBINATIONS)
-async def test_joins_losses_and_restarts_leave_the_digest(tmp_path, name, topology):
+async def test_joins_losses_and_restarts_do_not_change_the_digest(tmp_path, name, topology):
     spec = spec_of(name, exchange={"topology": topology})
     single_worker = await undisturbed(tmp_path / "alone", spec_of(name))
     for count in (2, 4):
-        result = await with_workers(tmp_path / f"{count}", spec, count)
+        result = await train_with_workers(tmp_path / f"{count}", spec, count)
         assert result["weights_digest"] == single_worker["weights_digest"]
     runs = tmp_path / "disturbed"
     async with live_service(runs, 2) as live:

@@ -1,4 +1,4 @@
-"""An update whose weights are not finite, although every gradient was."""
+"""An update that overflows: all gradients are finite, but not the weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.live_service import live_service, scripted_spec
 
 
 @on_uvloop
-async def test_an_infinite_weight_halts_the_run_and_is_named(tmp_path):
+async def test_infinite_weight_halts_the_run_and_is_named(tmp_path):
     # Each step multiplies the weights by a million; the scripted gradients do not change.
     spec = scripted_spec(steps=12, optimizer={"name": "sgd", "lr": 1e3, "weight_decay": 1e3})
     async with live_service(tmp_path, 1) as live:

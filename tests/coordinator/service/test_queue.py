@@ -19,7 +19,7 @@ def open_files() -> int:
 
 
 @on_uvloop
-async def test_runs_that_wait_hold_no_open_files(tmp_path):
+async def test_queued_runs_hold_no_open_files(tmp_path):
     async with live_service(tmp_path, 1) as live:
         live.service.submit(scripted_spec())
         before = open_files()

@@ -1,5 +1,5 @@
-"""Rollback to a kept checkpoint: the same bits from there on, nothing destroyed, all of it
-recorded."""
+"""Rollback to a checkpoint: the run continues with the same bits, later files are set aside, and
+the journal records it."""
 
 import json
 from pathlib import Path
@@ -119,7 +119,7 @@ async def test_missing_checkpoint_is_refused_with_a_list(tmp_path):
 
 
 class KilledError(BaseException):
-    """Unexpected by all code."""
+    """An error that no code handles."""
 
 
 @pytest.mark.parametrize("moves", [0, 1, 2, 4])
@@ -128,7 +128,7 @@ async def test_crash_during_a_rollback_leaves_a_resumable_run(tmp_path, monkeypa
     directory = RunDirectory(tmp_path / run_id)
     move_count, move = 0, rollback._move
 
-    def killed(*arguments):
+    def crash_after_moves(*arguments):
         nonlocal move_count
         move_count += 1
         if move_count > moves:
@@ -137,15 +137,15 @@ async def test_crash_during_a_rollback_leaves_a_resumable_run(tmp_path, monkeypa
 
     lock = lock_directory(directory.path)
     with monkeypatch.context() as patch:
-        patch.setattr(rollback, "_move", killed)
+        patch.setattr(rollback, "_move", crash_after_moves)
         with pytest.raises(KilledError):
             roll_back(directory, 10, lock.term)
     lock.release()
     if moves:
         result = await resume_and_finish(directory.path)
         assert result["weights_digest"] == reference["weights_digest"]
-    repeat = await resume_and_finish(directory.path, from_step=10)
-    assert repeat["weights_digest"] == reference["weights_digest"]
+    result = await resume_and_finish(directory.path, from_step=10)
+    assert result["weights_digest"] == reference["weights_digest"]
 
 
 def test_segment_beyond_the_checkpoint_is_truncated_and_set_aside(tmp_path):
@@ -167,7 +167,7 @@ def test_segment_beyond_the_checkpoint_is_truncated_and_set_aside(tmp_path):
     assert recovery is not None
     assert (recovery.step, recovery.index.last, recovery.notes) == (3, 2, ())
     assert recovery.load_replica().state_digest() == state_digest
-    # Its remainder would count again if only the newer segment were set aside.
+    # The rest of the segment would count again if only the newer segment were set aside.
     run.term, run.replica = 2, recovery.load_replica()
     run.log = run.open_log()
     run.step()
@@ -182,9 +182,9 @@ def test_segment_beyond_the_checkpoint_is_truncated_and_set_aside(tmp_path):
     ("resume", "has_out", "text"),
     [(False, "here", "needs --resume"), (True, None, "--out"), (True, "here", "found no run.json")],
 )
-def test_the_command_needs_the_directory_of_a_run(tmp_path, resume, has_out, text):
+def test_rollback_command_requires_the_directory_of_a_run(tmp_path, resume, has_out, text):
     arguments = ["--from-step", "3", "--expect-workers", "1", *(["--resume"] if resume else [])]
     arguments += ["--out", str(tmp_path)] if has_out else []
-    refused = CliRunner().invoke(app, arguments).exception
-    assert isinstance(refused, UsageError)
-    assert text in str(refused)
+    error = CliRunner().invoke(app, arguments).exception
+    assert isinstance(error, UsageError)
+    assert text in str(error)

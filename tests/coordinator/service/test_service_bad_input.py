@@ -40,7 +40,7 @@ def equal_results(result: dict[str, Any], reference: dict[str, Any]) -> bool:
     return all(result[key] == reference[key] for key in ("weights_digest", "losses", "eval"))
 
 
-async def with_one_good_worker(live: LiveService) -> str:
+async def start_with_honest_worker(live: LiveService) -> str:
     """Start a run that waits for its second worker; the honest worker has uploaded state 0."""
     run_id = live.service.submit(SPEC)
     live.worker("w0")
@@ -48,7 +48,7 @@ async def with_one_good_worker(live: LiveService) -> str:
     return run_id
 
 
-# Unauthenticated peers: nothing they do affects the run.
+# Unauthenticated peers, which cannot affect the run.
 
 
 async def farewell_after(live: LiveService, data: bytes) -> messages.Goodbye | None:
@@ -121,16 +121,19 @@ async def test_unauthenticated_peers_do_not_disturb_a_run(tmp_path, reference, m
     """Silent, truncated, garbage and too many connections during a run."""
     monkeypatch.setattr(limits, "HANDSHAKE_TIMEOUT_MS", 2_000)
     async with live_service(tmp_path, 2) as live:
-        run_id = await with_one_good_worker(live)
-        async with HostileWorker(live.port) as silent_peer, HostileWorker(live.port) as half:
-            half.send_bytes(frame(EXAMPLES[messages.Hello])[:30])
+        run_id = await start_with_honest_worker(live)
+        async with (
+            HostileWorker(live.port) as silent_peer,
+            HostileWorker(live.port) as truncated_peer,
+        ):
+            truncated_peer.send_bytes(frame(EXAMPLES[messages.Hello])[:30])
             async with HostileWorker(live.port) as truncating_peer:
                 truncating_peer.send_bytes(frame(EXAMPLES[messages.Hello])[:50])
             assert await farewell_after(live, bytes(100)) is not None
             live.worker("w1")
             # Both are closed for silence, without a message: they may not be samestep at all.
             assert await silent_peer.farewell() is None
-            assert await half.farewell() is None
+            assert await truncated_peer.farewell() is None
         result = await live.result(run_id)
         assert equal_results(result, reference)
         assert not live.every("worker_lost")
@@ -220,7 +223,7 @@ BREACHES: dict[str, tuple[Any, str]] = {
         "term",
     ),
     "a second Hello": (lambda _: (EXAMPLES[messages.Hello], None), "Hello is not expected"),
-    "a coordinator's word": (lambda p: (p, None), "StepPlan is not expected"),
+    "a message of the coordinator": (lambda p: (p, None), "StepPlan is not expected"),
     "garbage": (lambda _: b"\x00" * 64, "expected a samestep frame"),
 }
 
@@ -228,12 +231,12 @@ BREACHES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("breach", BREACHES)
 @on_uvloop
 async def test_protocol_violation_ends_only_the_connection(tmp_path, reference, breach):
-    commit, reason = BREACHES[breach]
+    make_message, reason = BREACHES[breach]
     async with live_service(tmp_path, 2) as live:
-        run_id = await with_one_good_worker(live)
+        run_id = await start_with_honest_worker(live)
         async with HostileWorker(live.port) as attacker:
             plan = await attacker.plan()
-            message = commit(plan)
+            message = make_message(plan)
             if isinstance(message, bytes):
                 attacker.send_bytes(message)
             else:
@@ -251,12 +254,12 @@ async def test_protocol_violation_ends_only_the_connection(tmp_path, reference, 
 
 
 @on_uvloop
-async def test_a_ready_without_a_manifest(tmp_path, reference):
+async def test_ready_without_a_manifest_is_refused(tmp_path, reference):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as attacker:
         run_id = live.service.submit(SPEC)
         await attacker.join()
-        built = await attacker.prepare()
-        attacker.send(attacker.ready(built), b"{}")
+        built_task = await attacker.prepare()
+        attacker.send(attacker.ready(built_task), b"{}")
         goodbye = await attacker.farewell()
         assert goodbye is not None
         assert "manifest" in goodbye.reason
@@ -267,11 +270,13 @@ async def test_a_ready_without_a_manifest(tmp_path, reference):
 @on_uvloop
 async def test_different_manifest_is_a_mismatch(tmp_path, reference):
     async with live_service(tmp_path, 2) as live:
-        run_id = await with_one_good_worker(live)
+        run_id = await start_with_honest_worker(live)
         async with HostileWorker(live.port) as attacker:
             await attacker.join()
-            built = await attacker.prepare()
-            attacker.send(attacker.ready(built), built.manifest.to_bytes().replace(b":64", b":65"))
+            built_task = await attacker.prepare()
+            attacker.send(
+                attacker.ready(built_task), built_task.manifest.to_bytes().replace(b":64", b":65")
+            )
             goodbye = await attacker.farewell()
             assert goodbye is not None
             assert goodbye.exit_code == ExitCode.MISMATCH
@@ -282,11 +287,11 @@ async def test_different_manifest_is_a_mismatch(tmp_path, reference):
 @pytest.mark.parametrize("bad_value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("source", ["gradient", "loss"])
 @on_uvloop
-async def test_a_non_finite_value_halts_and_names_its_worker(
+async def test_non_finite_value_halts_the_run_and_names_its_worker(
     tmp_path, reference, bad_value, source
 ):
     async with live_service(tmp_path, 2) as live:
-        run_id = await with_one_good_worker(live)
+        run_id = await start_with_honest_worker(live)
         async with HostileWorker(live.port) as attacker:
             plan = await attacker.plan()
             if source == "gradient":
@@ -311,7 +316,7 @@ async def test_a_non_finite_value_halts_and_names_its_worker(
 # Late or duplicate messages are dropped silently.
 
 
-class Repeating(Client):
+class RepeatingClient(Client):
     """Sends every gradient and loss twice, and those of the last step once more."""
 
     repeated = 0
@@ -330,32 +335,31 @@ class Repeating(Client):
 @pytest.mark.parametrize("workers", [1, 2])
 @on_uvloop
 async def test_duplicate_and_late_messages_count_once(tmp_path, reference, workers):
-    """Each payload of one worker is a whole root: its duplicate arrives after the chunk is
-    averaged."""
+    """A single worker's payload covers the whole tree: its duplicate follows the average."""
     async with live_service(tmp_path, workers) as live:
         run_id = live.service.submit(SPEC)
         if workers == 2:
             live.worker("w0")
-        repeating = live.worker("w1", Repeating)
+        repeating = live.worker("w1", RepeatingClient)
         result = await live.result(run_id)
-        assert isinstance(repeating, Repeating)
-        assert repeating.repeated >= 4, "what it sends in the first step"
+        assert isinstance(repeating, RepeatingClient)
+        assert repeating.repeated >= 4, "the messages of the first step"
         assert equal_results(result, reference)
         assert "w1" in live.service.sessions
         assert not live.every("worker_lost")
 
 
 @on_uvloop
-async def test_a_repeated_subtree_is_not_credited_twice(tmp_path, reference):
+async def test_repeated_subtree_is_not_credited_twice(tmp_path, reference):
     async with live_service(tmp_path, 2) as live:
         run_id = live.service.submit(SPEC)
         live.worker("w0")
-        live.worker("w1", Repeating)
+        live.worker("w1", RepeatingClient)
         result = await live.result(run_id)
         assert sum(result["workers"].values()) == sum(reference["workers"].values())
 
 
-class Vanishing(Client):
+class VanishingClient(Client):
     """Delivers one block of a subtree and disappears: others compute the subtree again."""
 
     delivered = 0
@@ -370,15 +374,15 @@ class Vanishing(Client):
 
 
 @on_uvloop
-async def test_frame_that_overlaps_held_sums_is_dropped(tmp_path, reference):
+async def test_frame_that_overlaps_pending_sums_is_dropped(tmp_path, reference):
     async with live_service(tmp_path, 2) as live:
         run_id = live.service.submit(SPEC)
         live.worker("w0")
-        vanishing = live.worker("w1", Vanishing)
+        vanishing = live.worker("w1", VanishingClient)
         loss_event = await live.wait_for("worker_lost", worker="w1")
         assert loss_event["reason"] == "I am off"
         result = await live.result(run_id)
-        assert isinstance(vanishing, Vanishing)
+        assert isinstance(vanishing, VanishingClient)
         assert vanishing.delivered >= 1
         assert live.every("reassigned")
         assert equal_results(result, reference)
@@ -392,9 +396,9 @@ async def farewell_of(attacker: HostileWorker) -> messages.Goodbye:
 
 
 @on_uvloop
-async def test_state_from_a_worker_without_request(tmp_path, reference):
+async def test_unrequested_state_is_refused(tmp_path, reference):
     async with live_service(tmp_path, 2) as live:
-        run_id = await with_one_good_worker(live)
+        run_id = await start_with_honest_worker(live)
         async with HostileWorker(live.port) as attacker:
             await attacker.plan()
             attacker.send(attacker.state_chunk(0), zeros())
@@ -403,12 +407,12 @@ async def test_state_from_a_worker_without_request(tmp_path, reference):
 
 
 @on_uvloop
-async def test_state_that_differs_from_its_announcement(tmp_path, reference):
+async def test_state_that_differs_from_its_digest_is_refused(tmp_path, reference):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as attacker:
         run_id = live.service.submit(SPEC)
         await attacker.join()
-        built = await attacker.prepare()
-        attacker.send(attacker.ready(built), built.manifest.to_bytes())
+        built_task = await attacker.prepare()
+        attacker.send(attacker.ready(built_task), built_task.manifest.to_bytes())
         await attacker.until(messages.StateRequest)
         attacker.send(attacker.state_chunk(1, last=True), zeros())
         await farewell_of(attacker)
@@ -417,9 +421,9 @@ async def test_state_that_differs_from_its_announcement(tmp_path, reference):
 
 
 @on_uvloop
-async def test_unexpected_answer(tmp_path, reference):
+async def test_unexpected_answer_is_ignored(tmp_path, reference):
     async with live_service(tmp_path, 2) as live:
-        run_id = await with_one_good_worker(live)
+        run_id = await start_with_honest_worker(live)
         async with HostileWorker(live.port) as attacker:
             await attacker.join()
             attacker.send(StepApplied(term=attacker.term, step=0, state_digest=DIGEST))
@@ -447,7 +451,7 @@ OF_ANOTHER_RUN = {
 @on_uvloop
 async def test_messages_of_another_run_change_nothing(tmp_path, reference, kind):
     async with live_service(tmp_path, 2) as live:
-        run_id = await with_one_good_worker(live)
+        run_id = await start_with_honest_worker(live)
         async with HostileWorker(live.port) as attacker:
             await attacker.join()
             live.worker("w1")
@@ -457,21 +461,21 @@ async def test_messages_of_another_run_change_nothing(tmp_path, reference, kind)
 
 
 @on_uvloop
-async def test_a_manifest_of_petabytes(tmp_path, reference):
+async def test_manifest_of_petabytes_is_refused(tmp_path, reference):
     async with live_service(tmp_path, 1) as live:
         run_id = live.service.submit(SPEC)
         async with HostileWorker(live.port) as attacker:
             await attacker.join()
-            built = await attacker.prepare()
-            huge = built.manifest.to_bytes().replace(b"[16]", b"[2147483648,1048576]")
-            attacker.send(attacker.ready(built), huge)
+            built_task = await attacker.prepare()
+            huge = built_task.manifest.to_bytes().replace(b"[16]", b"[2147483648,1048576]")
+            attacker.send(attacker.ready(built_task), huge)
             await farewell_of(attacker)
         live.worker("w0")
         assert equal_results(await live.result(run_id), reference)
 
 
 @on_uvloop
-async def test_weights_with_infinite_sum(tmp_path):
+async def test_infinite_sum_of_weights_halts_the_run(tmp_path):
     """Three of six microbatches are two subtrees; each weight alone is finite."""
     async with live_service(tmp_path, 2) as live:
         live.service.submit(scripted_spec(batch={"samples": 6, "microbatch": 1}))
@@ -487,11 +491,11 @@ async def test_weights_with_infinite_sum(tmp_path):
             assert "non-finite" in halt["reason"]
 
 
-# The daemons themselves.
+# Real processes.
 
 
-def test_real_daemons_continue(tmp_path, reference):
-    """A coordinator and a worker as processes: all of the above in brief, one after the other."""
+def test_processes_continue_after_bad_input(tmp_path, reference):
+    """Some of the cases above, with the coordinator and the honest worker as processes."""
     spec = tmp_path / "scripted.yaml"
     spec.write_text(SPEC.model_dump_json())
     with Cluster(tmp_path, "--expect-workers", "2", "--run", str(spec)) as cluster:

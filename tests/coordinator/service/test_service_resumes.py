@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 SPEC = scripted_spec(steps=30, checkpoint={"every": 10})
 
 
-async def interrupted(directory, *specs):
+async def interrupt_run(directory, *specs):
     """Start a service and stop it during its first run; return the ids of its runs."""
     async with live_service(directory, 1) as live:
         ids = [live.service.submit(spec) for spec in specs]
@@ -40,7 +40,7 @@ async def interrupted(directory, *specs):
 async def test_unfinished_runs_continue_in_their_order(tmp_path):
     second = scripted_spec(steps=5, seed=8)
     reference = await undisturbed(tmp_path / "alone", SPEC)
-    ids = await interrupted(tmp_path / "runs", SPEC, second)
+    ids = await interrupt_run(tmp_path / "runs", SPEC, second)
     async with live_service(tmp_path / "runs", 1) as live:
         paths = unfinished_runs(tmp_path / "runs")
         assert [path.name for path in paths] == ids
@@ -55,12 +55,12 @@ async def test_unfinished_runs_continue_in_their_order(tmp_path):
 
 
 @pytest.mark.parametrize("drained", [False, True])
-async def test_a_run_with_state_digests_of_format_1_continues(tmp_path, monkeypatch, drained):
+async def test_run_with_state_digests_of_format_1_continues(tmp_path, monkeypatch, drained):
     reference = await undisturbed(tmp_path / "alone", SPEC)
     runs = tmp_path / "runs"
-    with monkeypatch.context() as older:
-        older.setattr(Replica, "state_digest", Replica.initial_digest)
-        older.setattr(checkpoint, "FORMAT", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Replica, "state_digest", Replica.initial_digest)
+        patch.setattr(checkpoint, "FORMAT", 1)
         if drained:  # the newest state is that of a checkpoint
             async with live_service(runs, 1) as live:
                 run_id = live.service.submit(SPEC)
@@ -69,7 +69,7 @@ async def test_a_run_with_state_digests_of_format_1_continues(tmp_path, monkeypa
                 live.service.drain()
                 await live.wait_for("run_ended")
         else:
-            [run_id] = await interrupted(runs, SPEC)
+            [run_id] = await interrupt_run(runs, SPEC)
     async with live_service(runs, 1) as live:
         live.service.resume(runs / run_id)
         live.worker("w0")
@@ -79,7 +79,7 @@ async def test_a_run_with_state_digests_of_format_1_continues(tmp_path, monkeypa
     assert report.ok, report.lines()
 
 
-async def test_workers_of_a_drained_run_stay_for_the_next_service(tmp_path):
+async def test_workers_of_a_drained_run_join_the_next_service(tmp_path):
     runs = tmp_path / "runs"
     async with live_service(runs, 1) as first:
         run_id = first.service.submit(SPEC)
@@ -104,7 +104,7 @@ async def test_workers_of_a_drained_run_stay_for_the_next_service(tmp_path):
 
 
 async def test_pace_excludes_the_wait_for_workers_after_a_restart(tmp_path):
-    (run_id,) = await interrupted(tmp_path, SPEC)
+    (run_id,) = await interrupt_run(tmp_path, SPEC)
     async with live_service(tmp_path, 1) as live:
         live.service.resume(tmp_path / run_id)
         execution = live.service.current
@@ -117,8 +117,8 @@ async def test_pace_excludes_the_wait_for_workers_after_a_restart(tmp_path):
         await live.result(run_id)
 
 
-def test_the_oldest_is_first_where_files_have_one_time(tmp_path):
-    """File systems may have millisecond timestamps: both runs are accepted within one."""
+def test_oldest_run_is_first_if_file_times_are_equal(tmp_path):
+    """File systems may have millisecond timestamps; runs may be accepted within one millisecond."""
     names = [f"run-{number}" for number in range(9)]
     for name in names:
         directory = RunDirectory(tmp_path / name)
@@ -153,7 +153,7 @@ async def test_finished_run_is_not_resumed(tmp_path):
 
 
 async def test_other_run_spec_is_refused_and_the_lock_released(tmp_path):
-    (run_id,) = await interrupted(tmp_path, SPEC)
+    (run_id,) = await interrupt_run(tmp_path, SPEC)
     async with live_service(tmp_path, 1) as live:
         with pytest.raises(Mismatch, match="of another run spec"):
             live.service.resume(tmp_path / run_id, scripted_spec(steps=31))
@@ -167,7 +167,7 @@ async def test_other_run_spec_is_refused_and_the_lock_released(tmp_path):
         assert live.service.resume(tmp_path / run_id, SPEC) == run_id
 
 
-async def test_a_directory_in_use_is_refused(tmp_path):
+async def test_directory_in_use_is_refused(tmp_path):
     async with live_service(tmp_path, 1) as first:
         first.service.submit(SPEC)
         second = live_service(tmp_path, 1)
@@ -175,8 +175,8 @@ async def test_a_directory_in_use_is_refused(tmp_path):
             await second.__aenter__()
 
 
-async def test_a_missing_manifest_is_no_new_run(tmp_path):
-    (run_id,) = await interrupted(tmp_path, SPEC)
+async def test_run_with_a_missing_manifest_is_not_started_again(tmp_path):
+    (run_id,) = await interrupt_run(tmp_path, SPEC)
     (tmp_path / run_id / "manifest.json").unlink()
     async with live_service(tmp_path, 1) as live:
         with pytest.raises(StorageDamaged, match="is damaged: it is missing"):
@@ -185,8 +185,8 @@ async def test_a_missing_manifest_is_no_new_run(tmp_path):
 
 @pytest.mark.parametrize("name", ["run.json", "manifest.json", "terms.json"])
 async def test_flipped_bit_in_a_read_file_is_refused_by_name(tmp_path, name):
-    """For example, a spec with another learning rate would finish, with another digest."""
-    (run_id,) = await interrupted(tmp_path, SPEC)
+    """A spec with another learning rate, for example, would lead to another digest."""
+    (run_id,) = await interrupt_run(tmp_path, SPEC)
     path = tmp_path / run_id / name
     content = path.read_bytes()
     offset = content.index(b"1")
@@ -199,8 +199,8 @@ async def test_flipped_bit_in_a_read_file_is_refused_by_name(tmp_path, name):
         assert live.service.resume(tmp_path / run_id) == run_id
 
 
-async def test_run_without_its_spec_file_is_named_and_untouched(tmp_path):
-    (run_id,) = await interrupted(tmp_path, SPEC)
+async def test_run_without_its_spec_file_is_reported(tmp_path):
+    (run_id,) = await interrupt_run(tmp_path, SPEC)
     (tmp_path / "no-run" / "log").mkdir(parents=True)
     (tmp_path / run_id / "run.json").unlink()
     assert [path.name for path in unfinished_runs(tmp_path)] == [run_id]
@@ -209,26 +209,26 @@ async def test_run_without_its_spec_file_is_named_and_untouched(tmp_path):
             live.service.resume(tmp_path / run_id)
 
 
-def test_run_without_its_spec_file_is_not_waited_for(tmp_path):
-    """Read as a directory of runs, it would contain none."""
+def test_command_does_not_wait_for_a_run_without_its_spec_file(tmp_path):
+    """As a directory of runs, the directory of this run would be empty."""
     WrittenRun(tmp_path / "run").directory.run_file.unlink()
     arguments = ["--resume", "--out", str(tmp_path / "run"), "--bind", "127.0.0.1:0"]
-    refused = CliRunner().invoke(app, arguments).exception
-    assert isinstance(refused, StorageDamaged)
-    assert "it is missing" in str(refused)
+    error = CliRunner().invoke(app, arguments).exception
+    assert isinstance(error, StorageDamaged)
+    assert "it is missing" in str(error)
 
 
 async def test_invalid_result_does_not_finish_a_run(tmp_path):
-    (run_id,) = await interrupted(tmp_path, SPEC)
+    (run_id,) = await interrupt_run(tmp_path, SPEC)
     (tmp_path / run_id / "result.json").write_text('{"outcome": "drainee"}')
     async with live_service(tmp_path, 1) as live:
         with pytest.raises(StorageDamaged, match="outcome"):
             live.service.resume(tmp_path / run_id)
 
 
-async def test_without_its_term_a_run_loses_no_step(tmp_path):
+async def test_run_without_its_term_file_loses_no_step(tmp_path):
     reference = await undisturbed(tmp_path / "alone", SPEC)
-    (run_id,) = await interrupted(tmp_path / "runs", SPEC)
+    (run_id,) = await interrupt_run(tmp_path / "runs", SPEC)
     for path in (tmp_path / "runs").rglob("term.json"):
         path.unlink()
     async with live_service(tmp_path / "runs", 1) as live:
@@ -240,8 +240,8 @@ async def test_without_its_term_a_run_loses_no_step(tmp_path):
     assert report.ok, report.lines()
 
 
-async def test_a_run_of_an_older_release_continues_with_the_same_bits(tmp_path):
-    """Interrupted after step 14, when terms were called epochs and files had no digests."""
+async def test_run_of_an_older_release_continues_with_the_same_bits(tmp_path):
+    """The run stopped after step 14; that release called terms epochs and had no file digests."""
     reference = await undisturbed(tmp_path / "alone", SPEC)
     [older_run] = (ROOT / "tests" / "older_release").iterdir()
     run = shutil.copytree(older_run, tmp_path / "runs" / older_run.name)
@@ -264,8 +264,8 @@ async def test_a_run_of_an_older_release_continues_with_the_same_bits(tmp_path):
 
 
 async def test_unusable_later_checkpoint_is_set_aside(tmp_path):
-    """Otherwise it would count as this run's checkpoint once it can be read again."""
-    (run_id,) = await interrupted(tmp_path, SPEC)
+    """Otherwise such a checkpoint would be used once it can be read again."""
+    (run_id,) = await interrupt_run(tmp_path, SPEC)
     root = tmp_path / run_id / "checkpoints"
     unreadable = checkpoint_path(root, 900)
     shutil.copytree(checkpoint_path(root, checkpoint_steps(root)[-1]), unreadable)
@@ -277,11 +277,11 @@ async def test_unusable_later_checkpoint_is_set_aside(tmp_path):
     assert audit(tmp_path / run_id).ok
 
 
-@pytest.mark.parametrize("lines_left", [0.0, 0.3])
-async def test_truncated_journal_is_not_continued(tmp_path, lines_left):
-    (run_id,) = await interrupted(tmp_path, SPEC)
+@pytest.mark.parametrize("share_left", [0.0, 0.3])
+async def test_truncated_journal_is_not_continued(tmp_path, share_left):
+    (run_id,) = await interrupt_run(tmp_path, SPEC)
     journal = tmp_path / run_id / "journal.jsonl"
-    os.truncate(journal, round(journal.stat().st_size * lines_left))
+    os.truncate(journal, round(journal.stat().st_size * share_left))
     async with live_service(tmp_path, 1) as live:
         with pytest.raises(StorageDamaged, match=r"journal\.jsonl.*restore it from a copy"):
             live.service.resume(tmp_path / run_id)

@@ -1,4 +1,4 @@
-"""Workers that average slices among themselves, over real sockets: the bits of the star."""
+"""Workers that exchange slices over real sockets reach the same bits as in a star."""
 
 import pytest
 
@@ -13,14 +13,14 @@ def spec(topology, **exchange):
     return scripted_spec(steps=_STEPS, exchange={"topology": topology, **exchange})
 
 
-async def train(directory, topology, workers=3, during=None, **exchange):
-    """Return the result, and the service of the run."""
+async def train(directory, topology, workers=3, on_start=None, **exchange):
+    """Return the result and the live service of the run."""
     async with live_service(directory, workers) as live:
         for number in range(workers):
             live.worker(f"w{number}", toolbox=Scripted(1.0))
         run_id = live.service.submit(spec(topology, **exchange))
-        if during is not None:
-            await during(live)
+        if on_start is not None:
+            await on_start(live)
         result = await live.result(run_id)
         assert live.every("halted") == []
         return result, live
@@ -36,9 +36,7 @@ async def test_sharded_has_the_bits_of_the_star(precision, tmp_path):
 
 
 @pytest.mark.parametrize("topology", ["star", "sharded"])
-async def test_shared_memory_changes_no_bit_and_is_used_where_it_can_be(
-    topology, tmp_path, monkeypatch
-):
+async def test_shared_memory_is_used_and_changes_no_bit(topology, tmp_path, monkeypatch):
     digests = {}
     for shared in (True, False):
         if not shared:
@@ -59,15 +57,17 @@ async def test_shared_memory_changes_no_bit_and_is_used_where_it_can_be(
     assert digests[True] == digests[False]
 
 
-async def test_lost_owner_is_replaced_and_the_bits_stay(tmp_path):
-    async def lose_one(live):
+async def test_lost_owner_is_replaced_without_changing_a_bit(tmp_path):
+    async def disconnect_owner(live):
         owners = (await live.wait_for("owners"))["owners"]
-        number = next(n for n in range(3) if f"w{n}" in owners)  # not all may have links by then
+        number = next(
+            n for n in range(3) if f"w{n}" in owners
+        )  # some workers may have no links yet
         live.clients[number]._channel.abort("pulled out")  # its links end with it; it returns
         await live.wait_for("worker_lost", worker=f"w{number}")
 
     star, _ = await train(tmp_path / "star", "star")
-    sharded, live = await train(tmp_path / "sharded", "sharded", during=lose_one)
+    sharded, live = await train(tmp_path / "sharded", "sharded", on_start=disconnect_owner)
     assert sharded["weights_digest"] == star["weights_digest"]
     assert len(live.every("owners")) > 1
 
@@ -78,7 +78,7 @@ async def test_lost_owner_is_replaced_and_the_bits_stay(tmp_path):
     ids=["few", "many"],
 )
 async def test_bytes_of_the_coordinator_do_not_grow_with_the_workers(tmp_path, counts):
-    """One set of averages and control data per step; in a star it is two for each worker."""
+    """Sharded, a step costs one set of averages and control data; a star needs two per worker."""
     blocks, block_bytes, steps = 16, 50_000, 6  # one slice for each worker
     traffic_bytes = {}
     for workers in counts:
@@ -86,7 +86,7 @@ async def test_bytes_of_the_coordinator_do_not_grow_with_the_workers(tmp_path, c
             for number in range(workers):
                 live.worker(f"w{number}", toolbox=Scripted(10.0))
             run = scripted_spec(
-                # it is removed once its speed is measured
+                # more steps than the test waits for
                 steps=100_000, exchange={"topology": "sharded"},
                 scripted={"blocks": blocks, "block_bytes": block_bytes, "samples": 64},
             )  # fmt: skip
@@ -95,7 +95,7 @@ async def test_bytes_of_the_coordinator_do_not_grow_with_the_workers(tmp_path, c
             while len((await live.wait_for("owners", number=number))["owners"]) < workers:
                 number += 1
             is_undisturbed = False
-            # a busy machine may take a worker for a straggler, which returns
+            # on a busy machine, a worker may count as a straggler for a while
             while not is_undisturbed:
                 assert live.service.current is not None
                 first_step, owners = (
@@ -119,7 +119,7 @@ def _bytes(live):
 async def test_journal_names_the_owner_of_each_average(tmp_path):
     _, live = await train(tmp_path, "sharded", workers=2)
     run = live.service.finished.run
-    owned_chunks = run.progress._ownership_report()
-    assert record_of(owned_chunks, run) is owned_chunks
+    ownership = run.progress._ownership_report()
+    assert record_of(ownership, run) is ownership
     lines = (live.service.finished.directory / "journal.jsonl").read_text()
     assert '"kind":"owners"' in lines

@@ -1,5 +1,4 @@
-"""Members that read slowly or late: they block nobody, and the coordinator keeps nothing for
-them."""
+"""Members that read slowly or late block nobody, and the coordinator buffers no steps for them."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from tests.resident_memory import MIB
 BLOCK_BYTES: Final = MIB // 4
 BLOCKS: Final = 3
 STEP_BYTES: Final = BLOCKS * BLOCK_BYTES
-JOB: Final = {
+LARGE_STEPS: Final = {
     "scripted": {"blocks": BLOCKS, "block_bytes": BLOCK_BYTES, "samples": 64},
     "batch": {"samples": 2, "microbatch": 1},
 }
@@ -47,7 +46,7 @@ def _small_limits(monkeypatch):
 
 
 def deliver(attacker: HostileWorker, plan: StepPlan) -> None:
-    """Send the results of its assignment."""
+    """Send the results of the plan."""
     tensor = TensorSpec(name="w", shape=(BLOCK_BYTES // 4,))
     block = Block(name="b", kind="block", tensors=(tensor,))
     values = np.zeros(block.elements, np.float32)
@@ -60,25 +59,25 @@ def deliver(attacker: HostileWorker, plan: StepPlan) -> None:
         attacker.send(SubtreeLoss(**subtree, loss_sum=1.0, sums=b"", elapsed_ms=1.0))
 
 
-async def answer_rightly(live: LiveService, attacker: HostileWorker) -> None:
-    """Report the first step as applied, with the right digest."""
+async def report_step_applied(live: LiveService, attacker: HostileWorker) -> None:
+    """Report the first step as applied, with the correct digest."""
     current = live.service.current
     assert current is not None
     async with asyncio.timeout(PATIENCE_S):
-        while current.applied is None or current.applied.step < 1:  # noqa: ASYNC110 -- untold
+        while current.applied is None or current.applied.step < 1:  # noqa: ASYNC110 -- raises no event
             await asyncio.sleep(0.001)
     digest = current.applied.state_digest
     attacker.send(StepApplied(term=attacker.term, step=1, state_digest=digest))
 
 
-async def beat(attacker: HostileWorker) -> None:
-    """Keep its side of the connection alive."""
+async def send_heartbeats(attacker: HostileWorker) -> None:
+    """Keep the attacker's side of the connection alive."""
     while True:
         attacker.send(Heartbeat())
         await asyncio.sleep(limits.HEARTBEAT_INTERVAL_MS / 1000)
 
 
-class Queue:
+class QueueMeter:
     """Measures the send queue of one worker at every commit."""
 
     def __init__(self, live: LiveService, worker: str) -> None:
@@ -95,28 +94,28 @@ class Queue:
 
 @on_uvloop
 async def test_member_that_stops_reading_blocks_nobody(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "LIVENESS_TIMEOUT_MS", 60_000)  # however slow this machine is
+    monkeypatch.setattr(limits, "LIVENESS_TIMEOUT_MS", 60_000)  # allows for a slow machine
     async with live_service(tmp_path, 2) as live:
-        run_id = live.service.submit(scripted_spec(steps=40, **JOB))
+        run_id = live.service.submit(scripted_spec(steps=40, **LARGE_STEPS))
         live.worker("w0")
         await live.wait_for("worker_ready", worker="w0")
         async with HostileWorker(live.port) as attacker:
             deliver(attacker, await attacker.plan())
             await attacker.until(Commit)
-            await answer_rightly(live, attacker)
-            beating = asyncio.create_task(beat(attacker))
-            queue = Queue(live, "hostile")
+            await report_step_applied(live, attacker)
+            heartbeats = asyncio.create_task(send_heartbeats(attacker))
+            queue = QueueMeter(live, "hostile")
             await live.result(run_id)
-            beating.cancel()
+            heartbeats.cancel()
             assert live.first("straggler", worker="hostile") is not None
-            # One step is in progress, the previous one in transit: a worker further behind reads
-            # from the log.
+            # One step is in progress and the previous step in transit: a worker that is further
+            # behind reads from the log.
             assert 0 < queue.most_bytes < 3 * STEP_BYTES
             assert live.first("worker_disconnected") is None
 
 
-class Slow(ScriptedBackend):
-    """Computes slowly, until it is told to hurry."""
+class SlowBackend(ScriptedBackend):
+    """A backend that computes slowly until `hurry` is called."""
 
     def compile(self, *arguments: Any) -> ScriptedProgram:
         self.program = cast("ScriptedProgram", super().compile(*arguments))
@@ -126,29 +125,31 @@ class Slow(ScriptedBackend):
         self.program._microbatch_s = 0.0
 
 
-async def joined_late(directory: Path, **changes: Any) -> tuple[dict[str, Any], LiveService]:
+async def train_with_late_joiner(
+    directory: Path, **changes: Any
+) -> tuple[dict[str, Any], LiveService]:
     """Return the result of a run that a second worker joins in progress."""
-    slow_worker, first = Slow(microbatch_ms=40), Scripted()
-    first._backend = slow_worker
+    slow_backend, toolbox = SlowBackend(microbatch_ms=40), Scripted()
+    toolbox._backend = slow_backend
     async with live_service(directory, 1) as live:
-        run_id = live.service.submit(scripted_spec(**JOB, **changes))
-        live.worker("w0", toolbox=first)
+        run_id = live.service.submit(scripted_spec(**LARGE_STEPS, **changes))
+        live.worker("w0", toolbox=toolbox)
         await live.wait_for("committed", step=6)
         live.worker("w1")
         await live.wait_for("worker_joined", worker="w1")
-        slow_worker.hurry()
+        slow_backend.hurry()
         return await live.result(run_id), live
 
 
 @pytest.mark.parametrize("log", ["full", pytest.param("checkpoint", marks=pytest.mark.slow)])
 @on_uvloop
-async def test_late_joiner_with_steps_beyond_all_limits(tmp_path, log):
-    """It receives the state of a checkpoint, then the log, then broadcasts."""
-    job = {"steps": 60, "log": log, "optimizer": {"name": "adamw"}, "checkpoint": {"every": 0}}
-    result, live = await joined_late(tmp_path / "joined", **job)
-    reference = await undisturbed(tmp_path / "calm", scripted_spec(**JOB, **job))
+async def test_late_joiner_catches_up_with_steps_larger_than_all_limits(tmp_path, log):
+    """The joiner receives the state of a checkpoint, then the log, then broadcasts."""
+    options = {"steps": 60, "log": log, "optimizer": {"name": "adamw"}, "checkpoint": {"every": 0}}
+    result, live = await train_with_late_joiner(tmp_path / "joined", **options)
+    reference = await undisturbed(tmp_path / "calm", scripted_spec(**LARGE_STEPS, **options))
     assert result["weights_digest"] == reference["weights_digest"]
     assert result["workers"]["w1"] > 0
     assert live.every("worker_disconnected") == []
-    # Only the first and the last checkpoint were due: the other one was made for the joiner.
+    # Only the first and the last checkpoint were due; another was written for the joiner.
     assert len(live.every("checkpoint")) > 2

@@ -11,7 +11,7 @@ from tests.live_service import live_service, scripted_spec
 
 
 @on_uvloop
-async def test_a_payload_in_the_earlier_run_s_precision_is_skipped(tmp_path):
+async def test_payload_in_the_precision_of_an_earlier_run_is_skipped(tmp_path):
     async with live_service(tmp_path, 2) as live:
         run_id = live.service.submit(scripted_spec())
         live.worker("w0")
@@ -22,7 +22,10 @@ async def test_a_payload_in_the_earlier_run_s_precision_is_skipped(tmp_path):
         earlier_payload = BlockGradientPayload(
             term=run.run.term, step=0, attempt=0, block=0, chunk=0, lo=0, hi=1, weight=1.0
         )
-        blocks, connection.blocks = connection.blocks, None  # as before it was ready for this run
+        blocks, connection.blocks = (
+            connection.blocks,
+            None,
+        )  # as before the worker was ready for this run
         run.receive(session, Received(earlier_payload, np.zeros(10, np.uint8)))  # no float32 values
         connection.blocks = blocks
         live.worker("w1")

@@ -24,12 +24,12 @@ def directory(tmp_path) -> RunDirectory:
     return RunDirectory(written_run(tmp_path / "run"))
 
 
-def newest(directory: RunDirectory) -> int:
+def newest_step(directory: RunDirectory) -> int:
     return max(int(path.name.removeprefix("step-")) for path in directory.checkpoints.iterdir())
 
 
-def test_a_copy_is_restored(directory, tmp_path):
-    step = newest(directory)
+def test_copy_is_restored(directory, tmp_path):
+    step = newest_step(directory)
     copy_checkpoint(directory, step, str(tmp_path / "copies"), keep=1)
     assert restore_copy(tmp_path / "copies", tmp_path / "again").step == step
     recovery = recover(RunDirectory(tmp_path / "again"))
@@ -48,18 +48,18 @@ def test_oldest_copy_is_removed_first(directory, tmp_path):
 
 
 def test_half_finished_copy_is_ignored(directory, tmp_path):
-    copy_checkpoint(directory, newest(directory), str(tmp_path / "copies"), keep=1)
+    copy_checkpoint(directory, newest_step(directory), str(tmp_path / "copies"), keep=1)
     (copy,) = (tmp_path / "copies").glob("*/*")
     copy.rename(copy.with_name(copy.name + ".part"))
     with pytest.raises(UsageError, match="found none"):
         restore_copy(tmp_path / "copies", tmp_path / "again")
-    copy_checkpoint(directory, newest(directory), str(tmp_path / "copies"), keep=1)
-    assert restore_copy(tmp_path / "copies", tmp_path / "again").step == newest(directory)
+    copy_checkpoint(directory, newest_step(directory), str(tmp_path / "copies"), keep=1)
+    assert restore_copy(tmp_path / "copies", tmp_path / "again").step == newest_step(directory)
 
 
 @pytest.mark.parametrize("name", ["run.json", "manifest.json", "checkpoint.json", "journal.jsonl"])
-def test_a_copy_that_was_changed_is_refused(directory, tmp_path, name):
-    copy_checkpoint(directory, newest(directory), str(tmp_path / "copies"), keep=1)
+def test_changed_copy_is_refused(directory, tmp_path, name):
+    copy_checkpoint(directory, newest_step(directory), str(tmp_path / "copies"), keep=1)
     (file,) = (tmp_path / "copies").rglob(name)
     content = bytearray(file.read_bytes())
     content[len(content) // 3] ^= 1
@@ -69,8 +69,8 @@ def test_a_copy_that_was_changed_is_refused(directory, tmp_path, name):
     assert not (tmp_path / "again").exists()
 
 
-def steps_of(run: WrittenRun, count: int, copies: Path | None = None) -> None:
-    """Commit this many steps, with a checkpoint that is copied on request."""
+def commit_steps(run: WrittenRun, count: int, copies: Path | None = None) -> None:
+    """Commit `count` steps, write a checkpoint, and copy it to `copies` if given."""
     for _ in range(count):
         run.step()
     run.checkpoint()
@@ -78,18 +78,18 @@ def steps_of(run: WrittenRun, count: int, copies: Path | None = None) -> None:
         copy_checkpoint(run.directory, run.replica.step, str(copies), keep=3)
 
 
-def from_step(run: WrittenRun, step: int) -> None:
+def roll_back_to(run: WrittenRun, step: int) -> None:
     roll_back(run.directory, step, run.term + 1)
     run.crash_and_resume()
     run.journal.sync()
 
 
-def names(copies: Path) -> list[str]:
+def copy_names(copies: Path) -> list[str]:
     return sorted(path.name for path in copies.glob("*/*"))
 
 
 def restore(run: WrittenRun, copies: Path, target: Path) -> str:
-    """Return the state that the copies restore, and the report."""
+    """Restore the copies, check that they give the state of the run, and return the summary."""
     checkpoint = restore_copy(copies, target)
     recovery = recover(RunDirectory(target))
     assert recovery is not None
@@ -101,43 +101,43 @@ def test_copies_of_rolled_back_steps_are_skipped(tmp_path):
     copies = tmp_path / "copies"
     run = WrittenRun(tmp_path / "run")
     for _ in range(3):
-        steps_of(run, 3, copies)
-    from_step(run, 3)
+        commit_steps(run, 3, copies)
+    roll_back_to(run, 3)
     run.skip = (4,)
-    steps_of(run, 3, copies)
-    assert names(copies) == ["after-0000000003", "after-0000000006"]
+    commit_steps(run, 3, copies)
+    assert copy_names(copies) == ["after-0000000003", "after-0000000006"]
     restore(run, copies, tmp_path / "again")
 
 
-def test_rollback_sets_copies_aside(tmp_path):
+def test_rollback_sets_later_copies_aside(tmp_path):
     copies = tmp_path / "copies"
     run = WrittenRun(tmp_path / "run")
     for _ in range(2):
-        steps_of(run, 3, copies)
-    from_step(run, 3)
+        commit_steps(run, 3, copies)
+    roll_back_to(run, 3)
     assert not copy_checkpoint(run.directory, 3, str(copies), keep=3)
-    assert names(copies) == ["after-0000000003"]
+    assert copy_names(copies) == ["after-0000000003"]
     restore(run, copies, tmp_path / "again")
 
 
 def test_newer_term_wins_over_copies_with_more_steps(tmp_path):
     before, copies = tmp_path / "before", tmp_path / "copies"
     run = WrittenRun(tmp_path / "run")
-    steps_of(run, 3)
-    steps_of(run, 3, before)
-    from_step(run, 3)
+    commit_steps(run, 3)
+    commit_steps(run, 3, before)
+    roll_back_to(run, 3)
     copy_checkpoint(run.directory, 3, str(copies), keep=3)
-    (void,) = before.glob("*/*")
-    void.rename(next(copies.iterdir()) / void.name)
+    (voided_copy,) = before.glob("*/*")
+    voided_copy.rename(next(copies.iterdir()) / voided_copy.name)
     restore(run, copies, tmp_path / "again")
     summary = restore_copy(next(copies.glob("*/*6")), tmp_path / "void").summary
     assert "there is a newer copy" in summary
     assert "after-0000000003" in summary
 
 
-def test_copy_of_a_live_run_is_enough(tmp_path):
+def test_copy_of_a_live_run_restores_its_checkpoint(tmp_path):
     run = WrittenRun(tmp_path / "run", skip=(4,))
-    steps_of(run, 3)
+    commit_steps(run, 3)
     state = run.replica.state_digest()
     for _ in range(3):
         run.step()
@@ -157,48 +157,48 @@ def test_copy_of_a_live_run_is_enough(tmp_path):
 def test_incomplete_copies_are_removed(tmp_path):
     copies = tmp_path / "copies"
     run = WrittenRun(tmp_path / "run")
-    steps_of(run, 3, copies)
+    commit_steps(run, 3, copies)
     partial_file = next(copies.iterdir()) / "after-0000000001.part"
     partial_file.mkdir()
     remove_checkpoint(checkpoint_path(run.directory.checkpoints, 0))
     with pytest.raises(SamestepError):
         copy_checkpoint(run.directory, 0, str(copies), keep=3)
-    assert names(copies) == ["after-0000000003"]
+    assert copy_names(copies) == ["after-0000000003"]
 
 
 def test_parent_directory_names_the_copy_directories(directory, tmp_path):
-    copy_checkpoint(directory, newest(directory), str(tmp_path / "above" / "copies"), keep=1)
+    copy_checkpoint(directory, newest_step(directory), str(tmp_path / "above" / "copies"), keep=1)
     with pytest.raises(UsageError, match=f"--from {tmp_path / 'above' / 'copies'}/"):
         restore_copy(tmp_path / "above", tmp_path / "again")
 
 
 def test_ambiguous_copies_require_a_run_name(directory, tmp_path):
-    copy_checkpoint(directory, newest(directory), str(tmp_path / "copies"), keep=1)
+    copy_checkpoint(directory, newest_step(directory), str(tmp_path / "copies"), keep=1)
     (run,) = (tmp_path / "copies").iterdir()
     other = run.with_name("other")
     other.mkdir()
     (other / next(run.iterdir()).name).mkdir()
     copies = tmp_path / "copies"
     os.utime(other / next(run.iterdir()).name, (1, 1))
-    step = newest(directory)
+    step = newest_step(directory)
     choices = f"newest first: --from {run} (after step {step}), --from {other} (after step {step})"
     with pytest.raises(UsageError, match=re.escape(f"of 2 runs; name one, {choices}")):
         restore_copy(copies, tmp_path / "again")
     for source in (copies / "nosuch", tmp_path):
         with pytest.raises(UsageError, match=re.escape(choices)):
             restore_copy(source, tmp_path / "again")
-    assert restore_copy(run, tmp_path / "again").step == newest(directory)
+    assert restore_copy(run, tmp_path / "again").step == newest_step(directory)
 
 
 def test_restored_run_takes_over_the_copies_of_a_live_run(tmp_path):
     copies, restored_run = tmp_path / "copies", RunDirectory(tmp_path / "elsewhere")
     run = WrittenRun(tmp_path / "run")
-    steps_of(run, 3, copies)
+    commit_steps(run, 3, copies)
     restore_copy(copies, restored_run.path)
-    steps_of(run, 3, copies)  # nobody knows better yet
+    commit_steps(run, 3, copies)  # the restored run has not copied anything yet
     assert copy_checkpoint(restored_run, 3, str(copies), keep=3)
     expected_text = "has after-0000000003 of the same run, restored elsewhere: end one of the two"
-    for repeat in (False, True):  # its restart is as new: no reason to set them aside
+    for repeat in (False, True):  # a restart of the first run has no newer term
         if repeat:
             run.crash_and_resume()
             run.journal.sync()
@@ -207,5 +207,5 @@ def test_restored_run_takes_over_the_copies_of_a_live_run(tmp_path):
         with pytest.raises(UsageError, match=expected_text):
             copy_checkpoint(run.directory, run.replica.step, str(copies), keep=3)
     assert not copy_checkpoint(restored_run, 3, str(copies), keep=3)
-    assert names(copies) == ["after-0000000003", "after-0000000006"]
+    assert copy_names(copies) == ["after-0000000003", "after-0000000006"]
     assert restore_copy(copies, tmp_path / "again").step == 3

@@ -21,16 +21,18 @@ from tests.live_service import live_service, scripted_spec
 PARAMETER_BYTES = MANIFEST.elements * 4
 
 
-def spec_of(*, steps=100, log="full", **saving):
-    checkpoint_spec = CheckpointSpec.model_validate({"every": 10, "keep_last": 2, **saving})
+def spec_of(*, steps=100, log="full", **checkpoint_options):
+    checkpoint_spec = CheckpointSpec.model_validate(
+        {"every": 10, "keep_last": 2, **checkpoint_options}
+    )
     return SPEC.model_copy(update={"steps": steps, "log": log, "checkpoint": checkpoint_spec})
 
 
 def test_required_space_follows_from_the_spec():
-    memory = DiskBudget.of(spec_of(), MANIFEST)
-    assert (memory.step_bytes, memory.steps) == (PARAMETER_BYTES, 10)
-    assert (memory.state_bytes, memory.states) == (3 * PARAMETER_BYTES, 3)
-    assert memory.total_bytes == (10 + 9 + 1) * PARAMETER_BYTES
+    budget = DiskBudget.of(spec_of(), MANIFEST)
+    assert (budget.step_bytes, budget.steps) == (PARAMETER_BYTES, 10)
+    assert (budget.state_bytes, budget.states) == (3 * PARAMETER_BYTES, 3)
+    assert budget.total_bytes == (10 + 9 + 1) * PARAMETER_BYTES
     assert DiskBudget.of(spec_of(every=0), MANIFEST).steps == 100
     assert DiskBudget.of(spec_of(every=0), MANIFEST).states == 2
     assert DiskBudget.of(spec_of(keep_log=True), MANIFEST).steps == 100
@@ -69,16 +71,16 @@ def test_fitting_option_is_named(tmp_path, monkeypatch, free_share, spec, remedy
     check_disk_space(tmp_path, spec, MANIFEST)
 
 
-async def test_a_run_that_does_not_fit_never_begins(tmp_path, monkeypatch):
-    state_there, digests = threading.Event(), CoordinatorReplica.state_0
+async def test_run_that_does_not_fit_never_begins(tmp_path, monkeypatch):
+    is_state_computed, compute_state_0 = threading.Event(), CoordinatorReplica.state_0
 
     async def digest_then_signal(self):
-        is_applied = await digests(self)
-        asyncio.get_running_loop().call_later(0.1, state_there.set)
-        return is_applied
+        digest = await compute_state_0(self)
+        asyncio.get_running_loop().call_later(0.1, is_state_computed.set)
+        return digest
 
     def check_late(*arguments):
-        assert state_there.wait(60)
+        assert is_state_computed.wait(60)
         check_disk_space(*arguments)
 
     monkeypatch.setattr(CoordinatorReplica, "state_0", digest_then_signal)
@@ -97,7 +99,7 @@ async def test_a_run_that_does_not_fit_never_begins(tmp_path, monkeypatch):
             assert live.every("committed") == []
 
 
-def test_a_capture_that_does_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
+def test_capture_that_does_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
     layout = CaptureLayout(tokens=512, vocabulary=50_000, top_k=64)
     manifest = MANIFEST.model_copy(update={"train_samples": 10**6, "capture": layout})
     spec = parse_run_spec({
@@ -112,7 +114,9 @@ def test_a_capture_that_does_not_fit_is_refused_before_it_begins(tmp_path, monke
         check_disk_space(tmp_path, spec, manifest)
     part = spec.model_copy(update={"steps": 10})
     check_disk_space(tmp_path, part, manifest)
-    # Steps that do not exist take no space, whatever is kept of each.
+    # Steps beyond the end of the data take no space, whatever the checkpoint options are.
     short_manifest = manifest.model_copy(update={"train_samples": 100})
-    for saving in (CheckpointSpec(every=0), CheckpointSpec(keep_log=True)):
-        check_disk_space(tmp_path, spec.model_copy(update={"checkpoint": saving}), short_manifest)
+    for checkpoint_spec in (CheckpointSpec(every=0), CheckpointSpec(keep_log=True)):
+        check_disk_space(
+            tmp_path, spec.model_copy(update={"checkpoint": checkpoint_spec}), short_manifest
+        )

@@ -1,6 +1,6 @@
-"""A sync fails, the coordinator is killed, the next one continues, and the power fails: everything
-it continued from still exists. The simulated disk keeps only synced data; after a failed sync, the
-data can be read but is lost."""
+"""Data that a restarted coordinator found after a failed sync survives a power_fails failure.
+
+The simulated disk keeps only synced data; after a failed sync, the data can be read but is lost."""
 
 from random import Random
 
@@ -27,8 +27,8 @@ from tests.simulation.disk import Disk
 from tests.simulation.virtual_time import Clock
 
 
-class Worst(Random):
-    """Loses all unsynced data."""
+class LosesUnsyncedData(Random):
+    """Random choices with which the disk loses all unsynced data."""
 
     def random(self):
         return 0.0
@@ -52,14 +52,14 @@ def open_log(directory, *, term=1, next_step=0, **options):
     return GradientLog(directory, RUN_ID, MANIFEST, term=term, next_step=next_step, **options)
 
 
-def fail_work(disk, where, work):
-    disk.sync_fails = where
+def fail_sync(disk, pattern, operation):
+    disk.sync_fails = pattern
     with pytest.raises(StorageFailed):
-        work()
+        operation()
     assert disk.sync_fails is None
 
 
-def kept_steps(directory):
+def logged_steps(directory):
     return [
         logged_step.step
         for logged_step in scan_log(directory, RUN_ID, MANIFEST).index.steps_from(0)
@@ -73,13 +73,13 @@ def test_commit_found_by_a_restart_survives_a_power_failure(disk, tmp_path, earl
     for step in range(earlier_steps):
         log_step(log, step)
     append_step(log, earlier_steps)
-    fail_work(disk, "*/log/*", lambda: log.commit(record_of(earlier_steps, earlier_steps + 1)))
+    fail_sync(disk, "*/log/*", lambda: log.commit(record_of(earlier_steps, earlier_steps + 1)))
     log.close()
     scan_result = scan_log(directory, RUN_ID, MANIFEST, repair=True)
     assert scan_result.index.last == earlier_steps
     open_log(directory, term=2, next_step=earlier_steps + 1, index=scan_result.index).close()
-    disk.lose_power(Worst())
-    assert kept_steps(directory) == list(range(earlier_steps + 1))
+    disk.lose_power(LosesUnsyncedData())
+    assert logged_steps(directory) == list(range(earlier_steps + 1))
 
 
 def test_line_found_by_a_restart_survives_a_power_failure(disk, tmp_path):
@@ -89,41 +89,41 @@ def test_line_found_by_a_restart_survives_a_power_failure(disk, tmp_path):
     journal.sync()
     for record in EXAMPLES[1:3]:
         journal.append(record)
-    fail_work(disk, "*/journal.jsonl", journal.sync)
+    fail_sync(disk, "*/journal.jsonl", journal.sync)
     journal.close()
     successor = Journal(path)
     successor.append(EXAMPLES[3])
     successor.sync()
     successor.close()
-    disk.lose_power(Worst())
+    disk.lose_power(LosesUnsyncedData())
     assert [entry.record for entry in read_journal(path)] == EXAMPLES[:4]
 
 
 def test_checkpoint_found_by_a_restart_survives_a_power_failure(disk, tmp_path):
-    root = tmp_path / "checkpoints"
+    directory = tmp_path / "checkpoints"
     replica = state_zero()
     scalars = record_of(0, 1).commit.scalars
     assert scalars is not None
     apply_logged_step(replica, record_of(0, 1), averages(0))
 
     def write():
-        return write_checkpoint(root, MANIFEST, replica, run_id=RUN_ID, term=1, losses=[1.0])
+        return write_checkpoint(directory, MANIFEST, replica, run_id=RUN_ID, term=1, losses=[1.0])
 
-    fail_work(disk, "*/checkpoints", write)
+    fail_sync(disk, "*/checkpoints", write)
     checkpoint = write()
-    disk.lose_power(Worst())
-    assert find_checkpoint(root, 1, RUN_ID, MANIFEST) == checkpoint
+    disk.lose_power(LosesUnsyncedData())
+    assert find_checkpoint(directory, 1, RUN_ID, MANIFEST) == checkpoint
 
 
-@pytest.mark.parametrize("power", [False, True])
-def test_commit_after_a_segment_with_unsynced_name_is_kept(disk, tmp_path, power):
+@pytest.mark.parametrize("power_fails", [False, True])
+def test_commit_after_a_segment_with_unsynced_name_is_kept(disk, tmp_path, power_fails):
     directory = tmp_path / "log"
     log = open_log(directory)
     log_step(log, 0)
     append_step(log, 1)
-    fail_work(disk, "*/log", log.roll)
+    fail_sync(disk, "*/log", log.roll)
     log.commit(record_of(1, 2))
     log.close()
-    if power:
-        disk.lose_power(Worst())
-    assert kept_steps(directory) == [0, 1]
+    if power_fails:
+        disk.lose_power(LosesUnsyncedData())
+    assert logged_steps(directory) == [0, 1]

@@ -14,7 +14,7 @@ from coordinator.storage.run_storage import RunStorage
 from protocol.base.errors import StorageDamaged
 from tests.durable_run import MANIFEST, RUN_ID, SPEC, WrittenRun, read_journal, record_of
 
-TERMS = AdmissionRecord(signature="a" * 64, initial_digest="b" * 64)
+ADMISSION_RECORD = AdmissionRecord(signature="a" * 64, initial_digest="b" * 64)
 NAMES = ("run.json", "manifest.json", "terms.json", "files.json")
 
 
@@ -22,7 +22,7 @@ NAMES = ("run.json", "manifest.json", "terms.json", "files.json")
 def run(tmp_path):
     """A run that was interrupted after two steps, with every small file that can exist."""
     run = WrittenRun(tmp_path / "run")
-    run.directory.write_admission_record(TERMS)
+    run.directory.write_admission_record(ADMISSION_RECORD)
     run.directory.files_file.write_text('{"list": "", "files": {}}')
     run.record_files()
     run.step()
@@ -32,8 +32,8 @@ def run(tmp_path):
     return run.directory
 
 
-def without_digests(directory):
-    """Rewrite the journal as a release without digest lines wrote it."""
+def remove_digest_lines(directory):
+    """Rewrite the journal without digest lines, as older releases wrote it."""
     records = [entry.record for entry in read_journal(directory.journal)]
     directory.journal.unlink()
     journal = Journal(directory.journal)
@@ -46,7 +46,7 @@ def without_digests(directory):
 
 def test_unchanged_files_pass(run):
     check_files(run)
-    without_digests(run)
+    remove_digest_lines(run)
     check_files(run)
 
 
@@ -72,8 +72,8 @@ def test_missing_file_is_refused_unless_it_can_be_rebuilt(run, name):
         check_files(run)
 
 
-def test_directory_of_an_older_release_is_bound_by_its_journal(run):
-    without_digests(run)
+def test_changed_run_file_of_an_older_release_is_refused(run):
+    remove_digest_lines(run)
     document = json.loads(run.run_file.read_text())
     document["spec"]["optimizer"]["lr"] = 0.1
     run.run_file.write_text(json.dumps(document))
@@ -81,15 +81,15 @@ def test_directory_of_an_older_release_is_bound_by_its_journal(run):
         check_files(run)
 
 
-def test_the_manifest_of_an_older_release_is_bound_too(run):
-    without_digests(run)
+def test_changed_manifest_of_an_older_release_is_refused(run):
+    remove_digest_lines(run)
     other = MANIFEST.model_copy(update={"train_samples": 11})
     run.manifest_file.write_bytes(other.to_bytes())
     with pytest.raises(StorageDamaged, match=r"manifest\.json"):
         check_files(run)
 
 
-def test_a_run_without_its_first_file_is_no_new_run(run):
+def test_run_without_its_run_file_is_not_replaced_by_a_new_run(run):
     run.run_file.unlink()
     with pytest.raises(StorageDamaged, match="it is missing"):
         run.begin("another", SPEC)
@@ -100,7 +100,7 @@ async def test_restart_accepts_the_old_or_the_new_admission_record(run):
     storage.begin_journal(list)
     storage.begin_log(MANIFEST, 2)
     before = run.admission_file.read_bytes()
-    storage.save_admission_record(TERMS.model_copy(update={"mixed": True}))
+    storage.save_admission_record(ADMISSION_RECORD.model_copy(update={"mixed": True}))
     await storage.commit(record_of(2, 2, skip=True, term=2))
     await storage.close()
     check_files(run)
@@ -139,7 +139,7 @@ def test_term_exceeds_journal_and_log(run, content):
     lock.release()
 
 
-def test_the_term_of_an_older_release_counts_and_ends_its_coordinator(tmp_path):
+def test_term_file_of_an_older_release_is_replaced(tmp_path):
     (tmp_path / OLDER_TERM_FILE).write_text('{"epoch": 6}')
     assert stored_term(tmp_path) == 6
     lock = lock_directory(tmp_path)

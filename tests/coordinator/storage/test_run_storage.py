@@ -1,4 +1,4 @@
-"""The order in which a run's files become durable, also when the disk refuses."""
+"""The order in which a run's files become durable, with and without disk failures."""
 
 import asyncio
 import errno
@@ -38,17 +38,17 @@ def begin(directory, spec=SPEC):
 
 
 async def test_journal_is_durable_before_a_checkpoint_replaces_the_log(directory, monkeypatch):
-    """Otherwise a restart from the checkpoint would not know what the journal lacks."""
+    """Otherwise a restart from the checkpoint could not find the lines that the journal lacks."""
     storage, failures = begin(directory)
-    monkeypatch.setattr(storage, "_unsynced", True)  # its turn has not come yet
+    monkeypatch.setattr(storage, "_unsynced", True)  # the periodic sync has not run yet
     storage.record([CommandReceived(term=1, step=0, command="halt")])
     journal_records: list[Record] = []
 
-    def spied(*arguments, **options):
+    def record_journal(*arguments, **options):
         journal_records.extend(entry.record for entry in read_journal(directory.journal))
         return write_checkpoint(*arguments, **options)
 
-    monkeypatch.setattr(run_storage, "write_checkpoint", spied)
+    monkeypatch.setattr(run_storage, "write_checkpoint", record_journal)
     await storage.save(state_zero(), ())
     await storage.close()
     assert journal_records == [CommandReceived(term=1, step=0, command="halt")]
@@ -63,7 +63,7 @@ async def test_commit_with_failed_sync_is_not_read(directory, monkeypatch):
             storage.append(ChunkId(1, step, 0, block, 0), values)
         if step == 0:
             await storage.commit(record_of(0, 1))
-    monkeypatch.setattr(os, "fdatasync", _refuses)
+    monkeypatch.setattr(os, "fdatasync", _raise_io_error)
     with pytest.raises(StorageFailed):
         await storage.commit(record_of(1, 2))
     assert [logged_step.step for logged_step in await storage.logged(0)] == [0]
@@ -73,7 +73,7 @@ async def test_commit_with_failed_sync_is_not_read(directory, monkeypatch):
     await storage.close()
 
 
-async def test_a_checkpoint_stays_while_it_is_copied(directory):
+async def test_checkpoint_is_not_removed_while_it_is_copied(directory):
     storage, failures = begin(directory)
     replica, losses = state_zero(), [float("nan")] * 4
     await storage.save(replica, ())
@@ -87,31 +87,29 @@ async def test_a_checkpoint_stays_while_it_is_copied(directory):
     assert failures == []
 
 
-def _refuses(fd, *_arguments):
+def _raise_io_error(fd, *_arguments):
     raise OSError(errno.EIO, f"no file {fd}")
 
 
-async def test_terms_that_the_disk_refused_are_written_before_the_next_commit(
-    tmp_path, monkeypatch
-):
+async def test_unwritten_admission_record_is_written_before_the_next_commit(tmp_path, monkeypatch):
     directory = RunDirectory(tmp_path)
     directory.begin(RUN_ID, SPEC)
     storage = RunStorage(directory, RUN_ID, SPEC, term=1, guard=lambda: None, failed=print)
     storage.begin_log(MANIFEST, 0)
-    terms = AdmissionRecord(signature="a" * 64, initial_digest="b" * 64)
-    storage.save_admission_record(terms)
+    admission_record = AdmissionRecord(signature="a" * 64, initial_digest="b" * 64)
+    storage.save_admission_record(admission_record)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", _refuses)
+        patch.setattr(os, "fsync", _raise_io_error)
         with pytest.raises(StorageFailed):
             await storage.commit(record_of(0, 0, skip=True))
     assert directory.read_admission_record() is None
     await storage.commit(record_of(0, 0, skip=True))
-    assert directory.read_admission_record() == terms
+    assert directory.read_admission_record() == admission_record
     await storage.close()
 
 
-async def test_replaced_coordinator_writes_no_terms(tmp_path):
-    def lost():
+async def test_replaced_coordinator_writes_no_admission_record(tmp_path):
+    def raise_lost_lock():
         raise RunFailed("another coordinator has it")
 
     directory = RunDirectory(tmp_path)
@@ -119,7 +117,7 @@ async def test_replaced_coordinator_writes_no_terms(tmp_path):
     storage = RunStorage(directory, RUN_ID, SPEC, term=1, guard=lambda: None, failed=print)
     storage.begin_log(MANIFEST, 0)
     await storage.commit(record_of(0, 0, skip=True))
-    storage._guard = lost
+    storage._guard = raise_lost_lock
     storage.save_admission_record(AdmissionRecord(signature="a" * 64, initial_digest="b" * 64))
     with pytest.raises(RunFailed):
         await storage.commit(record_of(1, 0, skip=True))
@@ -133,7 +131,7 @@ async def test_lines_wait_for_a_journal_that_cannot_be_opened(directory, monkeyp
         CommandReceived(term=1, step=0, command=command) for command in ("halt", "drain")
     )
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", _refuses)
+        patch.setattr(os, "open", _raise_io_error)
         storage.begin_journal(lambda: [first])
         storage.record([later_command])
         await storage._do("journal", lambda: None)
@@ -151,7 +149,7 @@ async def test_lines_wait_for_a_journal_that_cannot_be_opened(directory, monkeyp
     ]
 
 
-async def test_metrics_are_kept_with_a_later_checkpoint(directory):
+async def test_metrics_are_written_with_a_later_checkpoint(directory):
     storage, _ = begin(directory)
     storage.keep_metrics(0, state_zero().state_digest(), {"accuracy": 0.5})
     storage.record([CommandReceived(term=1, step=0, command="checkpoint")])
@@ -163,18 +161,18 @@ async def test_metrics_are_kept_with_a_later_checkpoint(directory):
 
 
 async def test_averages_are_kept_for_the_next_joiner_after_a_disk_failure(directory, monkeypatch):
-    """Otherwise no data would lead it from a checkpoint to the current state."""
+    """Otherwise a joiner could not get from a checkpoint to the current state."""
     storage, _ = begin(directory, SPEC.model_copy(update={"log": "checkpoint"}))
     await storage.roll()
-    refusals = iter([True])
+    is_failing = iter([True])
     fsync = os.fsync
 
-    def refuses_once(fd):
-        return _refuses(fd) if next(refusals, False) else fsync(fd)
+    def fail_once(fd):
+        return _raise_io_error(fd) if next(is_failing, False) else fsync(fd)
 
-    monkeypatch.setattr(os, "fsync", refuses_once)
+    monkeypatch.setattr(os, "fsync", fail_once)
     first = asyncio.ensure_future(storage.joining().__aenter__())
-    await asyncio.sleep(0)  # its request was made
+    await asyncio.sleep(0)  # lets it make its request
     async with storage.joining():
         with pytest.raises(StorageFailed):
             await first
@@ -183,7 +181,7 @@ async def test_averages_are_kept_for_the_next_joiner_after_a_disk_failure(direct
 
 
 async def test_log_is_kept_for_a_joiner_for_a_limited_time(directory, monkeypatch):
-    """A joiner that restarts whenever two checkpoints pass would never join a busy run."""
+    """A joiner that had to restart after every two checkpoints would never join a busy run."""
     monkeypatch.setattr(limits, "REPLAY_BYTES", 0)  # size of a state: the averages of three steps
     storage, failures = begin(directory)
     replica, losses = state_zero(), [float("nan")] * 9

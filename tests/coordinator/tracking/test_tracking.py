@@ -1,5 +1,4 @@
-"""Trackers in processes of their own: real ones where installed, and broken ones that block
-nothing."""
+"""Trackers in separate processes: installed trackers, and broken ones that do not block the run."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ scripted: {blocks: 2, block_bytes: 64, samples: 64}
 STEPS = [*range(1, 41)]
 
 
-def run_in(directory: Path, steps: int, *, is_ended: bool = False) -> Path:
-    """Write a run's directory with this many steps in its journal."""
+def write_run(directory: Path, steps: int, *, is_ended: bool = False) -> Path:
+    """Write a run's directory with `steps` steps in its journal."""
     run_directory = RunDirectory(directory)
     if not directory.exists():
         run_directory.begin("scripted-1", parse_run_spec({"task": "scripted", "steps": steps}))
@@ -69,14 +68,14 @@ def feed_tracker(name: str, run: Path) -> str:
 
 
 def logged_by_tensorboard(directory: Path) -> list[tuple[int, float]]:
-    loading = importlib.import_module(
+    loader = importlib.import_module(
         "tensorboard.backend.event_processing.event_file_loader"
     ).EventFileLoader
     files = sorted((directory / "trackers" / "tensorboard").glob("events.*"))
     return [
         (event.step, value.tensor.float_val[0])
         for file in files
-        for event in loading(str(file)).Load()
+        for event in loader(str(file)).Load()
         for value in event.summary.value
         if value.tag == "loss"
     ]
@@ -104,7 +103,7 @@ def logged_by_wandb(directory: Path) -> list[tuple[int, float]]:
 
 
 def leveldb_records(content: bytes, position: int) -> Iterator[bytes]:
-    """A record is complete (1), or split into the first (2), middle (3) and last (4) part."""
+    """Yield records: each is complete (1), or split into first (2), middle (3) and last (4) parts."""
     parts = b""
     while len(content) - position > 7:
         if 32_768 - position % 32_768 < 7:
@@ -119,15 +118,15 @@ def leveldb_records(content: bytes, position: int) -> Iterator[bytes]:
             parts = b""
 
 
-LOGGED = {
+LOG_READERS = {
     "tensorboard": logged_by_tensorboard, "wandb": logged_by_wandb, "mlflow": logged_by_mlflow,
 }  # fmt: skip
-HERE = [name for name in TRACKERS if importlib.util.find_spec(TRACKERS[name]) is not None]
+INSTALLED = [name for name in TRACKERS if importlib.util.find_spec(TRACKERS[name]) is not None]
 
 
 @pytest.fixture
 def no_server(monkeypatch):
-    """Their data lies in the run's directory."""
+    """Let trackers write to the run's directory instead of a server."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -136,22 +135,22 @@ def no_server(monkeypatch):
 @pytest.mark.usefixtures("no_server")
 @pytest.mark.parametrize("name", TRACKERS)
 def test_every_step_is_reported_once_across_two_processes(tmp_path, name):
-    if name not in HERE:
+    if name not in INSTALLED:
         pytest.skip(f"needs the extra {name}")
-    run = run_in(tmp_path / "run", 3)
+    run = write_run(tmp_path / "run", 3)
     assert "sent 2 steps; it has the run up to step 2" in feed_tracker(name, run)
-    run_in(run, 6, is_ended=True)
+    write_run(run, 6, is_ended=True)
     assert "sent 4 steps; it has the run up to step 6" in feed_tracker(name, run)
     assert "sent 0 steps; it has the run up to step 6" in feed_tracker(name, run)
-    assert LOGGED[name](run) == [(n, pytest.approx(1 / n)) for n in range(1, 7)]
+    assert LOG_READERS[name](run) == [(n, pytest.approx(1 / n)) for n in range(1, 7)]
 
 
 @pytest.mark.usefixtures("no_server")
-@pytest.mark.skipif(not HERE, reason="needs the extra tensorboard, wandb or mlflow")
+@pytest.mark.skipif(not INSTALLED, reason="needs the extra tensorboard, wandb or mlflow")
 def test_restarted_coordinator_continues_all_trackers(tmp_path):
     run = tmp_path / "run.yaml"
     run.write_text(RUN)
-    options = ["--expect-workers", "1", *(f"--track={name}" for name in HERE)]
+    options = ["--expect-workers", "1", *(f"--track={name}" for name in INSTALLED)]
     with Cluster(tmp_path, *options, "--run", str(run)) as cluster:
         cluster.worker("w0", "--backend", "scripted:5")
         cluster.wait_for("committed", step=9)
@@ -161,8 +160,8 @@ def test_restarted_coordinator_continues_all_trackers(tmp_path):
         cluster.worker("w0", "--backend", "scripted:1")
         result = cluster.result()
         assert cluster.wait_for_exit(cluster.coordinator) == 0
-    for name in HERE:
-        losses = LOGGED[name](tmp_path / "out")
+    for name in INSTALLED:
+        losses = LOG_READERS[name](tmp_path / "out")
         assert [step for step, _ in losses] == STEPS, name
         assert [value for _, value in losses] == pytest.approx(result["losses"]), name
 
@@ -178,10 +177,10 @@ BROKEN = {
     ("fault", "expected_text"),
     [("fails", "AttributeError"), ("hangs", "in time"), ("dies", "it was ended")],
 )
-def test_a_tracker_that_breaks_is_reported_in_one_line(tmp_path, monkeypatch, fault, expected_text):
+def test_broken_tracker_is_reported_in_one_line(tmp_path, monkeypatch, fault, expected_text):
     (tmp_path / "wandb.py").write_text(BROKEN[fault])
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    run = run_in(tmp_path / "run", 3, is_ended=True)
+    run = write_run(tmp_path / "run", 3, is_ended=True)
     lines: list[str] = []
     tracking = Tracking(("wandb",), lambda: run, lines.append, grace_s=5)
     before = time.monotonic()
@@ -197,7 +196,7 @@ def test_a_tracker_that_breaks_is_reported_in_one_line(tmp_path, monkeypatch, fa
     assert f"coordinator track {run} --to wandb" in lines[0]
 
 
-def test_invalid_tracking_is_refused_at_once(tmp_path):
+def test_unknown_tracker_is_refused_at_once(tmp_path):
     for arguments, expected_text in (
         (("--track", "tensorbord"), "expected one of tensorboard"),
         (("track", str(tmp_path), "--to", "trackio"), "expected one of tensorboard"),
@@ -209,7 +208,7 @@ def test_invalid_tracking_is_refused_at_once(tmp_path):
         assert expected_text in completed.stderr
 
 
-def test_a_library_that_is_missing_is_named(monkeypatch):
+def test_missing_library_is_named(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name)
@@ -218,7 +217,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
     assert "pip install 'samestep[wandb]'" in completed.stderr
 
 
-def test_a_journal_that_is_not_a_run_s_is_refused(tmp_path):
+def test_directory_without_a_run_is_refused(tmp_path):
     pytest.importorskip("tensorboard")
     completed = run_command("coordinator", "track", str(tmp_path), "--to", "tensorboard")
     assert completed.returncode == 2

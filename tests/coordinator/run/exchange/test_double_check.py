@@ -1,4 +1,4 @@
-"""Subtrees computed by two workers: equal to the last bit, or the run halts."""
+"""A subtree computed by two workers is equal to the last bit, or the run halts."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from tests.event_loop import on_uvloop
 from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
 
 BLOCKS = (Block(name="layer", kind="block", tensors=(TensorSpec(name="w", shape=(3,)),)),)
-PLACE = {"term": 1, "step": 0, "attempt": 0}
+STEP_ID = {"term": 1, "step": 0, "attempt": 0}
 SUBTREES = {
     "ann": [Subtree(0, 4), Subtree(4, 6)],
     "bob": [Subtree(6, 7), Subtree(7, 8)],
     "eve": [Subtree(8, 10)],
 }
-SIGNED = {"ann": "s", "bob": "s", "eve": "other"}
+PROFILES = {"ann": "s", "bob": "s", "eve": "other"}
 
 
-def test_one_step_in_this_many_is_computed_twice_within_a_profile():
+def test_double_checks_are_drawn_within_a_numerics_profile():
     steps = 5_000
-    choices = [choose_double(7, step, 50, SUBTREES, SIGNED) for step in range(steps)]
+    choices = [choose_double(7, step, 50, SUBTREES, PROFILES) for step in range(steps)]
     doubles = Counter(double for double in choices if double is not None)
     assert 0.5 * steps / 50 < doubles.total() < 1.5 * steps / 50
     assert doubles.keys() == {("ann", "bob", Subtree(4, 6)), ("bob", "ann", Subtree(6, 7))}
-    assert all(choose_double(7, step, 0, SUBTREES, SIGNED) is None for step in range(300))
-    assert all(choose_double(7, step, 50, SUBTREES, SIGNED, always=True) for step in range(9))
-    assert choose_double(7, 1, 0, SUBTREES, SIGNED, always=True) is None
+    assert all(choose_double(7, step, 0, SUBTREES, PROFILES) is None for step in range(300))
+    assert all(choose_double(7, step, 50, SUBTREES, PROFILES, always=True) for step in range(9))
+    assert choose_double(7, 1, 0, SUBTREES, PROFILES, always=True) is None
     profiles = {"ann": "s", "eve": "other"}
     assert all(choose_double(7, step, 1, SUBTREES, profiles) is None for step in range(9))
 
@@ -53,41 +53,43 @@ def round_with_double_check(signatures=("s", "s"), *, awaited=True):
     return round_
 
 
-def give(round_, worker, lo, values=(1, 2, 3)):
-    message = BlockGradientPayload(**PLACE, block=0, chunk=0, lo=lo, hi=lo + 1, weight=1.0)
+def deliver(round_, worker, lo, values=(1, 2, 3)):
+    message = BlockGradientPayload(**STEP_ID, block=0, chunk=0, lo=lo, hi=lo + 1, weight=1.0)
     outcome = round_.take_payload(worker, message, np.array(values, np.float32))
     round_.take_loss(
         worker,
-        SubtreeLoss(**PLACE, lo=lo, hi=lo + 1, loss_sum=1.0, weight=1.0, sums=b"", elapsed_ms=1.0),
+        SubtreeLoss(
+            **STEP_ID, lo=lo, hi=lo + 1, loss_sum=1.0, weight=1.0, sums=b"", elapsed_ms=1.0
+        ),
     )
     return outcome
 
 
 def test_step_waits_for_both_answers_and_accepts_equal_ones():
     round_ = round_with_double_check()
-    give(round_, "ann", 0)
-    assert round_.take_surplus() == {}, "its second answer is wanted too"
-    give(round_, "bob", 1)
+    deliver(round_, "ann", 0)
+    assert round_.take_surplus() == {}, "the second answer is needed, too"
+    deliver(round_, "bob", 1)
     assert not round_.is_complete
-    assert give(round_, "bob", 0) is None
+    assert deliver(round_, "bob", 0) is None
     assert round_.is_complete
     assert round_.averages[0].tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("awaited", [True, False])
-def test_unlike_answers_name_both_workers_block_and_subtree(awaited):
+def test_different_answers_name_both_workers_block_and_subtree(awaited):
     round_ = round_with_double_check(awaited=awaited)
-    give(round_, "ann", 0)
-    outcome = give(round_, "bob", 0, (1, 2, 3.0000002))
+    deliver(round_, "ann", 0)
+    outcome = deliver(round_, "bob", 0, (1, 2, 3.0000002))
     assert outcome == Differing(("bob", "ann"), "gradients in block 'layer'", Subtree(0, 1))
     assert "workers 'ann' and 'bob' have the same numerics profile" in str(outcome)
     assert "block 'layer' for microbatches [0,1)" in str(outcome)
 
 
-def test_workers_of_unlike_numerics_profiles_may_differ():
+def test_workers_of_different_numerics_profiles_may_differ():
     round_ = round_with_double_check(("s", "t"), awaited=False)
-    give(round_, "ann", 0)
-    assert give(round_, "bob", 0, (9, 9, 9)) is None
+    deliver(round_, "ann", 0)
+    assert deliver(round_, "bob", 0, (9, 9, 9)) is None
 
 
 @pytest.mark.parametrize(
@@ -101,15 +103,15 @@ def test_workers_of_unlike_numerics_profiles_may_differ():
 )
 def test_round_does_not_wait_for_an_impossible_second_answer(leave):
     round_ = round_with_double_check()
-    give(round_, "bob", 1)
-    give(round_, "ann", 0)
+    deliver(round_, "bob", 1)
+    deliver(round_, "ann", 0)
     assert not round_.is_complete
     leave(round_)
     assert round_.is_complete
 
 
 class DamagedProgram(ScriptedProgram):
-    """Computes the probe correctly, and one wrong bit in every later microbatch."""
+    """Computes the probe correctly, and a wrong bit in every later microbatch."""
 
     def _run(self, batch, seed, closed):
         for item in super()._run(batch, seed, closed):
@@ -124,17 +126,17 @@ class DamagedBackend(ScriptedBackend):
         return DamagedProgram(trainable, 0.0)
 
 
-class Damaged(Scripted):
+class DamagedFactory(Scripted):
     def __init__(self):
         super().__init__()
         self._backend = DamagedBackend()
 
 
 @on_uvloop
-async def test_wrong_worker_halts_the_run_before_its_step_counts(tmp_path):
+async def test_damaged_worker_halts_the_run_before_the_commit(tmp_path):
     async with live_service(tmp_path, 2) as live:
         live.worker("good")
-        live.worker("damaged", toolbox=Damaged())
+        live.worker("damaged", toolbox=DamagedFactory())
         live.service.submit(scripted_spec(double_check_every=1))
         halt = await live.wait_for("halted")
         assert "workers 'damaged' and 'good' have the same numerics profile" in halt["reason"]

@@ -1,4 +1,4 @@
-"""Which workers exchange chunks, how many each owns, and when a star is better."""
+"""The choice of chunk owners, and of a star where it is faster."""
 
 import random
 
@@ -30,10 +30,10 @@ def open_mesh(peer_mesh, *names, hosts=None, dials=()):
     return actions
 
 
-def link_all(peer_mesh, *names, mbit=1000.0, but=()):
+def link_all(peer_mesh, *names, mbit=1000.0, except_pairs=()):
     for one in names:
         for other in names:
-            if one != other and {one, other} not in but:
+            if one != other and {one, other} not in except_pairs:
                 peer_mesh.add_link(one, other, mbit)
 
 
@@ -47,11 +47,11 @@ def test_each_worker_gets_all_peers_with_pairwise_keys():
     assert listing.peers[0].key == pair_key(SECRET, "b", "a").hex() != listing.peers[1].key
 
 
-def test_only_sharded_asks_workers_to_listen():
+def test_workers_listen_for_peers_only_if_links_may_be_used():
     assert mesh("star").add_worker("a", "h") == []
     assert mesh(secret=b"").add_worker("a", "h") == []
-    (action_to_listen,) = mesh().add_worker("a", "h")
-    assert isinstance(action_to_listen.message, ListenForPeers)
+    (listen_action,) = mesh().add_worker("a", "h")
+    assert isinstance(listen_action.message, ListenForPeers)
     peer_mesh = mesh("auto")
     assert (
         peer_mesh.add_worker("a", "h1")
@@ -79,7 +79,7 @@ def test_equal_links_own_equal_parts_and_owners_are_reported_once():
 def test_worker_without_links_uses_the_coordinator():
     peer_mesh = mesh()
     open_mesh(peer_mesh, *"abcd")
-    link_all(peer_mesh, *"abcd", but=[{"a", "d"}, {"b", "d"}])
+    link_all(peer_mesh, *"abcd", except_pairs=[{"a", "d"}, {"b", "d"}])
     assert peer_mesh.choose_table("abcd", 0).members == ("a", "b", "c")
 
 
@@ -106,7 +106,7 @@ def test_chunks_of_a_lost_owner_move_and_others_stay():
         assert before.owner(number) in ("b", after.owner(number))
     assert peer_mesh.number == 2
     assert peer_mesh.reassign_lost("abc") == peer_mesh.star
-    assert peer_mesh.number == 3, "within a step all have to be told"
+    assert peer_mesh.number == 3, "within a step, all workers get the new table"
 
 
 def test_slow_owner_temporarily_owns_nothing():
@@ -124,18 +124,18 @@ def test_slow_owner_temporarily_owns_nothing():
 
 
 def test_slow_owner_stays_if_others_lack_bandwidth():
-    members = mesh("sharded")
-    open_mesh(members, *"abc")
-    link_all(members, *"abc", mbit=1000.0)
+    peer_mesh = mesh("sharded")
+    open_mesh(peer_mesh, *"abc")
+    link_all(peer_mesh, *"abc", mbit=1000.0)
     for other in "ac":
-        members.add_link("b", other, 10.0)
-    members.choose_table("abc", 0)
+        peer_mesh.add_link("b", other, 10.0)
+    peer_mesh.choose_table("abc", 0)
     for name in "abc":
-        if members.owned_shares()[name]:
-            members.demote(name, 5)
-    table = members.choose_table("abc", 1)
-    assert table != members.star
-    assert sum(members.owned_shares().values()) == pytest.approx(1.0, abs=0.01)
+        if peer_mesh.owned_shares()[name]:
+            peer_mesh.demote(name, 5)
+    table = peer_mesh.choose_table("abc", 1)
+    assert table != peer_mesh.star
+    assert sum(peer_mesh.owned_shares().values()) == pytest.approx(1.0, abs=0.01)
 
 
 def test_scribe_runs_on_the_coordinator_s_machine():
@@ -194,8 +194,8 @@ def test_coordinator_only_payloads_need_no_links():
     assert peer_mesh.reason == "a star: this run has no links between workers"
 
 
-def test_workers_own_all_chunks_or_the_coordinator_does():
-    """However workers come and go, also within a step."""
+def test_either_workers_or_the_coordinator_own_all_chunks():
+    """Random joins, losses and demotions, also within a step."""
     for seed in range(100):
         rng, peer_mesh = random.Random(seed), mesh(random.Random(seed).choice(["sharded", "auto"]))
         for step in range(20):

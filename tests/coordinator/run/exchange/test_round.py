@@ -1,4 +1,4 @@
-"""One attempt at a step: any interleaving gives the bits of the plain recursive sum."""
+"""An attempt at a step: any interleaving gives the bits of the recursive sum."""
 
 import numpy as np
 import pytest
@@ -57,20 +57,18 @@ EXCHANGES = st.builds(
 )
 
 
-def along_tree(lo, hi, leaf, rounding=identity_rounding):
+def tree_sum(lo, hi, leaf, rounding=identity_rounding):
     if hi - lo == 1:
         return rounding(leaf(lo))
     split = 1
     while split * 2 < hi - lo:
         split *= 2
-    left, right = (
-        along_tree(*part, leaf, rounding) for part in ((lo, lo + split), (lo + split, hi))
-    )
+    left, right = (tree_sum(*part, leaf, rounding) for part in ((lo, lo + split), (lo + split, hi)))
     return rounding(left + right)
 
 
 def payload(subtree, block, chunk, *, weight_=None):
-    total = along_tree(subtree.lo, subtree.hi, weight) if weight_ is None else weight_
+    total = tree_sum(subtree.lo, subtree.hi, weight) if weight_ is None else weight_
     return BlockGradientPayload(
         term=1,
         step=0,
@@ -85,9 +83,9 @@ def payload(subtree, block, chunk, *, weight_=None):
 
 def subtree_loss(subtree, loss_sum=None):
     total = (
-        along_tree(subtree.lo, subtree.hi, lambda leaf: leaf / 9) if loss_sum is None else loss_sum
+        tree_sum(subtree.lo, subtree.hi, lambda leaf: leaf / 9) if loss_sum is None else loss_sum
     )
-    weight_ = along_tree(subtree.lo, subtree.hi, weight)
+    weight_ = tree_sum(subtree.lo, subtree.hi, weight)
     return SubtreeLoss(
         term=1, step=0, attempt=0, lo=subtree.lo, hi=subtree.hi, loss_sum=total, weight=weight_,
         sums=b"", elapsed_ms=1.0,
@@ -99,7 +97,7 @@ def chunks():
 
 
 def values(subtree, block, chunk, exchange=FLOAT32):
-    return along_tree(
+    return tree_sum(
         subtree.lo, subtree.hi, lambda leaf: gradient(leaf, block), ROUNDING[exchange.precision]
     )[BLOCKS[block].chunk_slice(chunk)].copy()
 
@@ -114,11 +112,11 @@ def deliver(round_, worker, subtree, *, upto=None, exchange=FLOAT32):
         round_.take_loss(worker, subtree_loss(subtree))
 
 
-def assert_is_the_plain_sum(round_, microbatches, exchange):
-    total = along_tree(0, microbatches, weight)
+def assert_equals_the_tree_sum(round_, microbatches, exchange):
+    total = tree_sum(0, microbatches, weight)
     digests, squares = [], []
     for number, block in enumerate(BLOCKS):
-        summed = along_tree(
+        summed = tree_sum(
             0, microbatches, lambda leaf, b=number: gradient(leaf, b), ROUNDING[exchange.precision]
         )
         expected = np.empty_like(summed)
@@ -131,39 +129,38 @@ def assert_is_the_plain_sum(round_, microbatches, exchange):
     assert round_.is_complete
     assert round_.averages_digest() == blake3("".join(digests).encode()).hexdigest()
     assert round_.gradient_norms.whole == global_norm(squares)
-    loss = along_tree(0, microbatches, lambda leaf: leaf / 9)
+    loss = tree_sum(0, microbatches, lambda leaf: leaf / 9)
     assert round_.loss == (loss / total if total else 0.0)
 
 
-def place_of(broadcast):
+def block_and_chunk(broadcast):
     """Return block and chunk of an average."""
     return broadcast.message.block, broadcast.message.chunk
 
 
-def cut(draw, subtree):
+def split_randomly(draw, subtree):
     if subtree.leaves == 1 or draw(st.booleans()):
         return [subtree]
     left, right = children(subtree)
-    return cut(draw, left) + cut(draw, right)
+    return split_randomly(draw, left) + split_randomly(draw, right)
 
 
-def held_bytes(round_):
-    """Return the bytes of incomplete sums."""
-    partial = (
+def partial_sum_bytes(round_):
+    """Return the bytes of partial sums."""
+    chunk_sums = (
         partial_sum.sums
         for partial_sum in round_._reducer._partials.values()
         if partial_sum.sums is not None
     )
-    return sum(values.nbytes for sums in partial for values in sums._pending.values())
+    return sum(values.nbytes for sums in chunk_sums for values in sums._pending.values())
 
 
 @given(st.data())
 @settings(max_examples=60)
 def test_partial_sums_stay_within_the_limit_in_any_interleaving(data):
-    """Workers compute subtree by subtree, and send what each of them may send: no wait is
-    endless."""
+    """Workers send within their limits; the round always completes."""
     microbatches = data.draw(st.integers(1, 9))
-    subtrees = cut(data.draw, root(microbatches))
+    subtrees = split_randomly(data.draw, root(microbatches))
     limit_bytes, ahead_bytes = (data.draw(st.sampled_from([1, 100, 10_000])) for _ in "12")
     ahead_chunks = data.draw(st.integers(1, 3))
     sent_chunks: dict[Subtree, int] = {}
@@ -183,14 +180,14 @@ def test_partial_sums_stay_within_the_limit_in_any_interleaving(data):
         all_bytes = sum(block.elements * 4 for block in BLOCKS)
         most_bytes = max(limit_bytes, all_bytes // 2, len(subtrees) * 16)
         while not round_.is_complete:
-            may = [
+            permitted = [
                 (worker, subtree)
                 for worker, own_subtrees in sorted(ready.items())
                 for subtree in own_subtrees
                 if sent_chunks[subtree] < round_.uploads(worker)
                 and sent_chunks[subtree] < len(chunks())
             ]
-            worker, subtree = data.draw(st.sampled_from(may))
+            worker, subtree = data.draw(st.sampled_from(permitted))
             assert round_.pending(worker)
             block, chunk = chunks()[sent_chunks[subtree]]
             sent_chunks[subtree] += 1
@@ -198,14 +195,14 @@ def test_partial_sums_stay_within_the_limit_in_any_interleaving(data):
                 worker, payload(subtree, block, chunk), values(subtree, block, chunk)
             )
             round_.raise_uploads()
-            assert held_bytes(round_) <= most_bytes
+            assert partial_sum_bytes(round_) <= most_bytes
         assert not any(round_.pending(worker) for worker in ready)
-    assert_is_the_plain_sum(round_, microbatches, FLOAT32)
+    assert_equals_the_tree_sum(round_, microbatches, FLOAT32)
 
 
-def test_worker_at_its_send_limit_owes_nothing_due(monkeypatch):
+def test_worker_at_its_send_limit_has_no_pending_subtree(monkeypatch):
     monkeypatch.setattr(limits, "PARTIAL_SUMS_BYTES", 1)
-    subtrees = cut_leaves(4)
+    subtrees = leaf_subtrees(4)
     round_ = Round(BLOCKS, 4, 1, 0, 0)
     round_.expect_subtrees(len(subtrees))
     for worker, subtree in zip("abcd", subtrees, strict=True):
@@ -224,7 +221,7 @@ def test_worker_at_its_send_limit_owes_nothing_due(monkeypatch):
     assert round_.pending("a") == (subtrees[0],)
 
 
-def cut_leaves(microbatches):
+def leaf_subtrees(microbatches):
     return [Subtree(leaf, leaf + 1) for leaf in range(microbatches)]
 
 
@@ -232,7 +229,7 @@ def cut_leaves(microbatches):
 @settings(max_examples=60)
 def test_any_assignment_and_interleaving_gives_the_same_bits(data):
     microbatches = data.draw(st.integers(1, 9))
-    subtrees = cut(data.draw, root(microbatches))
+    subtrees = split_randomly(data.draw, root(microbatches))
     exchange = data.draw(EXCHANGES)
     round_ = Round(BLOCKS, microbatches, 1, 0, 0, exchange=exchange.codecs)
     queues: dict[str, list[tuple[Subtree, int, int]]] = {}
@@ -252,40 +249,43 @@ def test_any_assignment_and_interleaving_gives_the_same_bits(data):
             gradient = values(subtree, block, chunk, exchange)
             chunk_average = round_.take_payload(worker, payload(subtree, block, chunk), gradient)
             assert not isinstance(chunk_average, NonFinite)
-            averaged += [place_of(chunk_average)] if chunk_average is not None else []
+            averaged += [block_and_chunk(chunk_average)] if chunk_average is not None else []
         if not queues[worker]:
             del queues[worker]
             assert not round_.unfinished(worker)
     assert sorted(averaged) == sorted(chunks())
-    assert_is_the_plain_sum(round_, microbatches, exchange)
+    assert_equals_the_tree_sum(round_, microbatches, exchange)
 
 
 @given(st.data())
 @settings(max_examples=100)
-def test_worker_losses_within_the_step_keep_the_bits(data):
-    """Workers deliver parts of subtrees and are lost; others get what is missing, as other
-    subtrees."""
+def test_worker_losses_within_the_step_change_no_bit(data):
+    """Workers deliver parts of subtrees and are lost; the missing subtrees are split and reassigned."""
     microbatches = data.draw(st.integers(1, 9))
     exchange = data.draw(EXCHANGES)
     round_ = Round(BLOCKS, microbatches, 1, 0, 0, exchange=exchange.codecs)
-    for life in range(20):
+    for assignment in range(20):
         orphans = round_.unassigned()
         if not orphans:
             break
-        worker = f"w{life}"
-        subtrees = [n for orphan in orphans for n in cut(data.draw, orphan)]
+        worker = f"w{assignment}"
+        subtrees = [n for orphan in orphans for n in split_randomly(data.draw, orphan)]
         own_subtrees = (
-            subtrees if life > 8 else data.draw(st.lists(st.sampled_from(subtrees), unique=True))
+            subtrees
+            if assignment > 8
+            else data.draw(st.lists(st.sampled_from(subtrees), unique=True))
         )
         round_.assign(worker, tuple(own_subtrees))
-        last = data.draw(st.integers(0, len(own_subtrees))) if life <= 8 else len(own_subtrees)
+        last = (
+            data.draw(st.integers(0, len(own_subtrees))) if assignment <= 8 else len(own_subtrees)
+        )
         for subtree in own_subtrees[:last]:
             deliver(round_, worker, subtree, exchange=exchange)
         if last < len(own_subtrees):
             upto = data.draw(st.integers(0, len(chunks())))
             deliver(round_, worker, own_subtrees[last], upto=upto, exchange=exchange)
             round_.lose(worker, is_proven=True)
-    assert_is_the_plain_sum(round_, microbatches, exchange)
+    assert_equals_the_tree_sum(round_, microbatches, exchange)
     assert not round_.is_tainted
 
 
@@ -319,7 +319,7 @@ def text_of(fault):
 
 
 @pytest.mark.parametrize("bad_value", [np.nan, np.inf, -np.inf])
-def test_a_bad_payload_is_named(bad_value):
+def test_non_finite_payload_is_named(bad_value):
     fault = two_workers().take_payload(
         "bob", payload(Subtree(2, 4), LAST, 0), np.full(4, bad_value, "f4")
     )
@@ -328,7 +328,7 @@ def test_a_bad_payload_is_named(bad_value):
     assert text_of(fault) == expected
 
 
-def test_a_bad_loss_is_named():
+def test_non_finite_loss_is_named():
     fault = two_workers().take_loss("ann", subtree_loss(Subtree(0, 2), float("nan")))
     assert text_of(fault) == "non-finite loss, microbatches [0,2), from worker 'ann'"
 
@@ -343,24 +343,26 @@ def test_sums_that_overflow_are_named():
     assert round_.take_loss("bob", subtree_loss(Subtree(2, 4), 1.7e308)) == NonFinite(Subtree(0, 4))
 
 
-@pytest.mark.parametrize("small", [1e-300, 1e308])
-def test_weights_without_finite_average_are_named(small):
+@pytest.mark.parametrize("payload_weight", [1e-300, 1e308])
+def test_weights_without_finite_average_are_named(payload_weight):
     round_ = two_workers()
     ones = np.ones(4, np.float32)
-    round_.take_payload("ann", payload(Subtree(0, 2), 0, 0, weight_=small), ones.copy())
-    fault = round_.take_payload("bob", payload(Subtree(2, 4), 0, 0, weight_=small), ones.copy())
+    round_.take_payload("ann", payload(Subtree(0, 2), 0, 0, weight_=payload_weight), ones.copy())
+    fault = round_.take_payload(
+        "bob", payload(Subtree(2, 4), 0, 0, weight_=payload_weight), ones.copy()
+    )
     assert fault == NonFinite(Subtree(0, 4), None, 0)
 
 
 @pytest.mark.parametrize(
-    ("value", "small", "worker"),
+    ("value", "payload_weight", "worker"),
     [(np.nan, 1, "ann"), (-np.inf, 1, "ann"), (np.nan, 0, "ann"), (3e38, 1e-3, None)],
 )
-def test_non_finite_sum_is_blamed_on_its_worker_but_not_an_average(value, small, worker):
+def test_non_finite_sum_is_blamed_on_its_worker_but_not_an_average(value, payload_weight, worker):
     round_ = Round(BLOCKS, 4, 1, 0, 0)
     round_.assign("ann", (Subtree(0, 4),))
     fault = round_.take_payload(
-        "ann", payload(Subtree(0, 4), 0, 0, weight_=small), np.full(4, value, "f4")
+        "ann", payload(Subtree(0, 4), 0, 0, weight_=payload_weight), np.full(4, value, "f4")
     )
     assert fault == NonFinite(Subtree(0, 4), worker, 0)
 
@@ -373,16 +375,16 @@ def test_late_duplicates_change_nothing_and_do_not_halt():
     assert round_.take_loss("ann", subtree_loss(Subtree(0, 2), float("nan"))) is False
     deliver(round_, "bob", Subtree(2, 4))
     assert round_.take_payload("bob", payload(Subtree(2, 4), LAST, 0), nan_payload) is None
-    assert_is_the_plain_sum(round_, 4, FLOAT32)
+    assert_equals_the_tree_sum(round_, 4, FLOAT32)
 
 
-def test_blocks_are_averaged_when_complete():
+def test_block_is_averaged_when_complete():
     round_ = two_workers()
     deliver(round_, "ann", Subtree(0, 2))
     broadcast = round_.take_payload(
         "bob", payload(Subtree(2, 4), LAST, 0), values(Subtree(2, 4), LAST, 0)
     )
-    assert place_of(broadcast) == (LAST, 0)
+    assert block_and_chunk(broadcast) == (LAST, 0)
     assert not round_.is_complete
     assert round_.unfinished("bob") == (Subtree(2, 4),)
     assert round_.unfinished("ann") == ()
@@ -400,7 +402,7 @@ def test_unproven_worker_taints_the_round():
     assert round_.is_tainted
 
 
-def test_a_step_without_weight_has_no_gradient():
+def test_step_without_weight_has_a_zero_gradient():
     round_ = Round(BLOCKS, 1, 1, 0, 0)
     round_.assign("ann", (Subtree(0, 1),))
     for block, chunk in chunks():
@@ -418,7 +420,7 @@ def test_commit_names_the_workers_of_its_subtrees():
     assert round_.counted == ({"ann": (Subtree(0, 2),), "bob": (Subtree(2, 4),)},)
 
 
-def test_double_assignments_report_each_way_of_counting():
+def test_double_assignments_report_every_set_of_counted_subtrees():
     round_ = two_workers()
     deliver(round_, "bob", Subtree(2, 4))
     round_.assign("bob", (Subtree(0, 2),))
@@ -442,34 +444,36 @@ def test_round_waits_for_summaries_from_another_thread(monkeypatch):
         )
         requests += round_.summarize()
     round_.take_loss("a", subtree_loss(Subtree(0, 1)))
-    assert [len(request.averages) for request in requests] == [2]  # and the rest at the end, here
+    assert [len(request.averages) for request in requests] == [
+        2
+    ]  # the rest is summarized here, at the end
     assert round_.is_summarizing
     assert not round_.is_complete
     for request in requests:
         round_.take_summaries(
             {n: summary_of(*averages) for n, averages in request.averages.items()}
         )
-    assert_is_the_plain_sum(round_, 1, FLOAT32)
+    assert_equals_the_tree_sum(round_, 1, FLOAT32)
 
 
 @pytest.fixture
-def one_ahead(monkeypatch):
+def lead_of_one_chunk(monkeypatch):
     """Limit the lead to one chunk of any size."""
     monkeypatch.setattr(limits, "UPLOAD_AHEAD_BYTES", 1)
     monkeypatch.setattr(limits, "UPLOAD_AHEAD_CHUNKS", 1)
 
 
-def send(round_, worker, subtree, count=1):
-    """Send the next chunks of its subtree; return who may send more then."""
+def send_chunks(round_, worker, subtree, count=1):
+    """Send the next chunks of a subtree; return the workers that may send more afterwards."""
     sent_count = len(chunks()) - round_.shares[worker].owed[subtree].bit_count()
     for block, chunk in chunks()[sent_count:][:count]:
         round_.take_payload(worker, payload(subtree, block, chunk), values(subtree, block, chunk))
     return round_.raise_uploads()
 
 
-def of_three(local=""):
+def round_of_three(local=""):
     """Make a round of three workers with one subtree each."""
-    subtrees = cut_leaves(3)
+    subtrees = leaf_subtrees(3)
     round_ = Round(BLOCKS, 3, 1, 0, 0)
     assert round_.expect_subtrees(len(subtrees)) == []
     for worker, subtree in zip("abc", subtrees, strict=True):
@@ -478,34 +482,34 @@ def of_three(local=""):
     return round_, subtrees
 
 
-@pytest.mark.usefixtures("one_ahead")
+@pytest.mark.usefixtures("lead_of_one_chunk")
 def test_senders_progress_equally():
-    round_, (first, second, _) = of_three()
+    round_, (first, second, _) = round_of_three()
     assert [round_.uploads(worker) for worker in "abc"] == [1, 1, 1]
-    assert send(round_, "a", first) == ["a"], "nobody waits for those who compute"
-    assert send(round_, "a", first) == ["a"]
-    assert send(round_, "b", second) == ["b"], "but for those who send"
-    assert send(round_, "a", first) == []
-    assert round_.pending("a") == (), "it has sent what it may: nobody takes it for late"
-    assert send(round_, "b", second) == ["b"]
-    assert send(round_, "b", second) == ["a", "b"]
+    assert send_chunks(round_, "a", first) == ["a"], "workers that still compute delay nobody"
+    assert send_chunks(round_, "a", first) == ["a"]
+    assert send_chunks(round_, "b", second) == ["b"], "workers that send delay others"
+    assert send_chunks(round_, "a", first) == []
+    assert round_.pending("a") == (), "a worker at its limit is not late"
+    assert send_chunks(round_, "b", second) == ["b"]
+    assert send_chunks(round_, "b", second) == ["a", "b"]
     assert [round_.uploads(worker) for worker in "abc"] == [4, 4, 1]
 
 
-@pytest.mark.usefixtures("one_ahead")
-def test_worker_without_a_shared_link_is_independent():
-    round_, (first, _, third) = of_three(local="c")
+@pytest.mark.usefixtures("lead_of_one_chunk")
+def test_local_worker_is_not_limited():
+    round_, (first, _, third) = round_of_three(local="c")
     assert round_.uploads("c") == len(chunks())
-    assert send(round_, "c", third) == []
-    assert send(round_, "a", first) == ["a"]
-    assert send(round_, "a", first) == ["a"]
+    assert send_chunks(round_, "c", third) == []
+    assert send_chunks(round_, "a", first) == ["a"]
+    assert send_chunks(round_, "a", first) == ["a"]
 
 
-@pytest.mark.usefixtures("one_ahead")
+@pytest.mark.usefixtures("lead_of_one_chunk")
 def test_reassigned_subtree_blocks_nobody():
-    """Its first worker may have stopped for good, silently."""
-    round_, (first, second, _) = of_three()
-    send(round_, "a", first)
-    send(round_, "b", second)
+    """The first worker of the subtree may have stopped without notice."""
+    round_, (first, second, _) = round_of_three()
+    send_chunks(round_, "a", first)
+    send_chunks(round_, "b", second)
     assert round_.expect_subtrees(1) == ["a", "b", "c"]
     assert round_.uploads("b") == len(chunks())

@@ -1,4 +1,4 @@
-"""Expected time of a step's exchange: from links, from processors, and from measurements."""
+"""Predicted time of a step's exchange, from links, processors and measurements."""
 
 import pytest
 
@@ -18,19 +18,19 @@ def members(speeds, local_index=0):
     ]
 
 
-def test_star_uses_one_link_and_owners_use_their_part():
-    """3 payloads against 1.5, 7 against 1.75; more where flows share a link."""
+def test_sharded_exchange_is_faster_than_a_star():
+    """With 4 hosts, a link carries 3 payloads in a star and 1.5 sharded; with 8 hosts, 7 and 1.75."""
     for hosts in (4, 8):
-        hosts_of_run = members([100.0] * hosts)
-        ratio = star_s(SMALL, hosts_of_run) / sharded_s(SMALL, hosts_of_run)
+        mesh_members = members([100.0] * hosts)
+        ratio = star_s(SMALL, mesh_members) / sharded_s(SMALL, mesh_members)
         assert ratio >= (hosts - 1) / (2 * (hosts - 1) / hosts)
 
 
 def test_slow_link_bounds_both_topologies():
-    hosts = members([60.0, 1000.0, 1000.0, 1000.0], local_index=1)
+    mesh_members = members([60.0, 1000.0, 1000.0, 1000.0], local_index=1)
     slow_s = 5.3e6 * 8 / 60e6
-    assert slow_s < sharded_s(SMALL, hosts) < 1.3 * slow_s
-    assert slow_s < star_s(SMALL, hosts) < 1.6 * slow_s
+    assert slow_s < sharded_s(SMALL, mesh_members) < 1.3 * slow_s
+    assert slow_s < star_s(SMALL, mesh_members) < 1.6 * slow_s
 
 
 def test_processor_limits_fast_links():
@@ -40,10 +40,12 @@ def test_processor_limits_fast_links():
 
 
 def test_half_the_bytes_take_half_the_time():
-    hosts = members([100.0] * 4)
+    mesh_members = members([100.0] * 4)
     half = Volume(SMALL.up_bytes // 2, SMALL.down_bytes // 2, SMALL.pieces)
     for predicted_s in (star_s, sharded_s):
-        assert predicted_s(half, hosts) == pytest.approx(predicted_s(SMALL, hosts) / 2, rel=0.02)
+        assert predicted_s(half, mesh_members) == pytest.approx(
+            predicted_s(SMALL, mesh_members) / 2, rel=0.02
+        )
 
 
 def test_averages_are_sent_once_more_without_a_local_member():
@@ -57,7 +59,7 @@ def feed_step_times(times, count, step_ms, *, sharded):
         times.add(step_ms, sharded=sharded)
 
 
-def test_sharded_stays_while_its_steps_are_no_slower():
+def test_sharded_topology_stays_while_its_steps_are_not_slower():
     times = StepTimes()
     feed_step_times(times, 9, 1000, sharded=False)
     feed_step_times(times, 16, 1049, sharded=True)
@@ -66,7 +68,7 @@ def test_sharded_stays_while_its_steps_are_no_slower():
     assert times.reason_for_star() == ""
 
 
-def test_star_returns_after_two_slower_sharded_windows():
+def test_star_follows_two_slower_sharded_windows():
     times = StepTimes()
     feed_step_times(times, 9, 1000, sharded=False)
     feed_step_times(times, 9, 1200, sharded=True)

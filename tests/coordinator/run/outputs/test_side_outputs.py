@@ -1,4 +1,4 @@
-"""Side outputs of a step: in the order of microbatches, whichever worker sent them."""
+"""Side outputs of a step are in the order of microbatches for any assignment to workers."""
 
 from __future__ import annotations
 
@@ -18,47 +18,53 @@ from protocol.spec.manifest import Block, EmbeddingField, EmbeddingLayout, Tenso
 from protocol.wire.messages import BlockGradientPayload, CapturedRows, SubtreeLoss
 
 BLOCKS = (Block(name="nothing", kind="block", tensors=(TensorSpec(name="n", shape=(1,)),)),)
-PLACE = {"term": 1, "step": 0, "attempt": 0}
+STEP_ID = {"term": 1, "step": 0, "attempt": 0}
 SIZES = (10, 10, 10, 3)
-PIECE = 4
+CHUNK_BYTES = 4
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(limits, "BODY_BYTES", PIECE)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(limits, "BODY_BYTES", CHUNK_BYTES)
 
 
 def rows(leaf: int) -> np.ndarray:
     return np.arange(SIZES[leaf], dtype=np.uint8) + 20 * np.uint8(leaf)
 
 
-def pieces(subtree: Subtree) -> list[tuple[CapturedRows, np.ndarray]]:
+def chunks_of(subtree: Subtree) -> list[tuple[CapturedRows, np.ndarray]]:
     return [
         (
-            CapturedRows(**PLACE, lo=subtree.lo, hi=subtree.hi, microbatch=leaf, chunk=chunk),
-            rows(leaf)[chunk * PIECE :][:PIECE],
+            CapturedRows(**STEP_ID, lo=subtree.lo, hi=subtree.hi, microbatch=leaf, chunk=chunk),
+            rows(leaf)[chunk * CHUNK_BYTES :][:CHUNK_BYTES],
         )
         for leaf in range(*subtree)
-        for chunk in range(-(-SIZES[leaf] // PIECE))
+        for chunk in range(-(-SIZES[leaf] // CHUNK_BYTES))
     ]
 
 
-def end(round_: Round, worker: str, subtree: Subtree) -> None:
+def finish_subtree(round_: Round, worker: str, subtree: Subtree) -> None:
     zeros = BlockGradientPayload(
-        **PLACE, block=0, chunk=0, lo=subtree.lo, hi=subtree.hi, weight=float(subtree.leaves)
+        **STEP_ID, block=0, chunk=0, lo=subtree.lo, hi=subtree.hi, weight=float(subtree.leaves)
     )
     round_.take_payload(worker, zeros, np.zeros(1, np.float32))
     weight = float(subtree.leaves)
     loss = SubtreeLoss(
-        **PLACE, lo=subtree.lo, hi=subtree.hi, loss_sum=1.0, weight=weight, sums=b"", elapsed_ms=1.0
+        **STEP_ID,
+        lo=subtree.lo,
+        hi=subtree.hi,
+        loss_sum=1.0,
+        weight=weight,
+        sums=b"",
+        elapsed_ms=1.0,
     )
     round_.take_loss(worker, loss)
 
 
-def give(round_: Round, worker: str, subtree: Subtree) -> None:
-    for message, content in pieces(subtree):
+def deliver(round_: Round, worker: str, subtree: Subtree) -> None:
+    for message, content in chunks_of(subtree):
         assert round_.take_side_output(worker, message, content) is None
-    end(round_, worker, subtree)
+    finish_subtree(round_, worker, subtree)
 
 
 def started_round(**subtrees: tuple[Subtree, ...]) -> Round:
@@ -69,7 +75,7 @@ def started_round(**subtrees: tuple[Subtree, ...]) -> Round:
     return round_
 
 
-EVERYTHING = np.concatenate([rows(leaf) for leaf in range(len(SIZES))])
+ALL_ROWS = np.concatenate([rows(leaf) for leaf in range(len(SIZES))])
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(("ann", "bob", "cid"))])
@@ -78,76 +84,76 @@ def test_result_does_not_depend_on_order_or_workers(order):
     round_ = started_round(**subtrees)
     for worker in order:
         assert not round_.is_complete
-        give(round_, worker, *subtrees[worker])
+        deliver(round_, worker, *subtrees[worker])
     assert round_.is_complete
     assert round_.side_outputs is not None
-    assert np.concatenate(round_.side_outputs.content).tolist() == EVERYTHING.tolist()
+    assert np.concatenate(round_.side_outputs.content).tolist() == ALL_ROWS.tolist()
 
 
-def test_half_subtree_of_a_lost_worker_counts_once():
+def test_incomplete_subtree_of_a_lost_worker_counts_once():
     round_ = started_round(ann=(Subtree(0, 2),), bob=(Subtree(2, 4),))
-    for message, content in pieces(Subtree(0, 2))[:4]:
+    for message, content in chunks_of(Subtree(0, 2))[:4]:
         round_.take_side_output("ann", message, content)
     round_.lose("ann", is_proven=True)
     assert round_.unassigned() == (Subtree(0, 2),)
     round_.assign("bob", (Subtree(0, 2),))
-    give(round_, "bob", Subtree(0, 2))
-    give(round_, "bob", Subtree(2, 4))
+    deliver(round_, "bob", Subtree(0, 2))
+    deliver(round_, "bob", Subtree(2, 4))
     assert round_.side_outputs is not None
-    assert np.concatenate(round_.side_outputs.content).tolist() == EVERYTHING.tolist()
+    assert np.concatenate(round_.side_outputs.content).tolist() == ALL_ROWS.tolist()
 
 
-def test_unlike_logits_of_one_numerics_profile_name_both_workers():
+def test_different_logits_of_one_numerics_profile_name_both_workers():
     round_ = started_round(ann=(Subtree(0, 1),), bob=(Subtree(0, 1),))
-    give(round_, "ann", Subtree(0, 1))
-    message, content = pieces(Subtree(0, 1))[1]
-    differing = round_.take_side_output("bob", message, content + np.uint8(1))
-    assert differing == Differing(("bob", "ann"), "logits", Subtree(0, 1))
-    assert "different logits" in str(differing)
+    deliver(round_, "ann", Subtree(0, 1))
+    message, content = chunks_of(Subtree(0, 1))[1]
+    difference = round_.take_side_output("bob", message, content + np.uint8(1))
+    assert difference == Differing(("bob", "ann"), "logits", Subtree(0, 1))
+    assert "different logits" in str(difference)
 
 
 def test_non_finite_embedding_names_its_worker():
     (field,) = fields = (EmbeddingField(name="e", dtype="float32", shape=(2,)),)
-    layout, one = EmbeddingLayout(fields=fields), Subtree(0, 1)
+    layout, subtree = EmbeddingLayout(fields=fields), Subtree(0, 1)
     round_ = Round(
-        BLOCKS, 1, 1, 0, 0, side_outputs=SideOutputs([2 * PIECE]), embedding_layout=layout
+        BLOCKS, 1, 1, 0, 0, side_outputs=SideOutputs([2 * CHUNK_BYTES]), embedding_layout=layout
     )
     values = np.ones(field.shape, np.float32)
     for worker in ("ann", "bob"):
-        round_.assign(worker, (one,))
-        round_.double_check.assign(worker, "one profile", (one,))
+        round_.assign(worker, (subtree,))
+        round_.double_check.assign(worker, "one profile", (subtree,))
     for worker, last, expected in (
-        ("ann", 1.0, None), ("bob", np.nan, NonFinite(one, "bob", is_embedding=True))
+        ("ann", 1.0, None), ("bob", np.nan, NonFinite(subtree, "bob", is_embedding=True))
     ):  # fmt: skip
         values[1] = last
-        for chunk, content in enumerate(values.view(np.uint8).reshape(2, PIECE)):
-            message = CapturedRows(**PLACE, lo=0, hi=1, microbatch=0, chunk=chunk)
+        for chunk, content in enumerate(values.view(np.uint8).reshape(2, CHUNK_BYTES)):
+            message = CapturedRows(**STEP_ID, lo=0, hi=1, microbatch=0, chunk=chunk)
             outcome = round_.take_side_output(worker, message, content.copy())
         assert outcome == expected
 
 
-def test_a_loss_before_all_of_a_subtree_s_logits_is_refused():
+def test_loss_before_all_logits_of_its_subtree_is_refused():
     round_ = started_round(ann=(Subtree(0, 2),))
-    for message, content in pieces(Subtree(0, 2))[:-1]:
+    for message, content in chunks_of(Subtree(0, 2))[:-1]:
         round_.take_side_output("ann", message, content)
     with pytest.raises(OutOfOrder, match="before all of its side outputs"):
-        end(round_, "ann", Subtree(0, 2))
+        finish_subtree(round_, "ann", Subtree(0, 2))
 
 
 @pytest.mark.parametrize(
     ("change", "count", "expected_text"),
     [
-        ({"chunk": 3}, PIECE, "no chunk 3 of microbatch 0"),
-        ({"microbatch": 2}, PIECE, "of microbatch 2 in this subtree"),
-        ({"chunk": 2}, PIECE, "expected 2 bytes, got 4"),
+        ({"chunk": 3}, CHUNK_BYTES, "no chunk 3 of microbatch 0"),
+        ({"microbatch": 2}, CHUNK_BYTES, "of microbatch 2 in this subtree"),
+        ({"chunk": 2}, CHUNK_BYTES, "expected 2 bytes, got 4"),
         ({}, 0, "expected 4 bytes, got 0"),
-        ({"lo": 1, "hi": 2}, PIECE, "was not assigned to worker 'ann'"),
-        ({"lo": 1, "hi": 3}, PIECE, "is not a subtree"),
+        ({"lo": 1, "hi": 2}, CHUNK_BYTES, "was not assigned to worker 'ann'"),
+        ({"lo": 1, "hi": 3}, CHUNK_BYTES, "is not a subtree"),
     ],
 )
 def test_rows_of_wrong_shape_are_refused(change, count, expected_text):
     round_ = started_round(ann=(Subtree(0, 2),))
-    message = pieces(Subtree(0, 2))[0][0].model_copy(update=change)
+    message = chunks_of(Subtree(0, 2))[0][0].model_copy(update=change)
     with pytest.raises(OutOfOrder, match=expected_text):
         round_.take_side_output("ann", message, np.zeros(count, np.uint8))
 
@@ -156,4 +162,4 @@ def test_run_without_capture_refuses_logits():
     round_ = Round(BLOCKS, len(SIZES), 1, 0, 0)
     round_.assign("ann", (Subtree(0, 2),))
     with pytest.raises(OutOfOrder, match="captures nothing"):
-        round_.take_side_output("ann", *pieces(Subtree(0, 2))[0])
+        round_.take_side_output("ann", *chunks_of(Subtree(0, 2))[0])

@@ -1,4 +1,4 @@
-"""Which workers a run admits and refuses, and which one sends state 0."""
+"""Admission and refusal of workers, and the choice of the worker that sends state 0."""
 
 import numpy as np
 import pytest
@@ -67,43 +67,43 @@ def requested_worker(actions):
 
 
 def test_state_is_requested_from_the_next_worker_after_a_loss():
-    admitting, members = admission("prefer", ann="2", bob="0", cem="0")
-    assert requested_worker(admitting.request_state()) == ["bob"]
-    assert admitting.request_state() == []
+    admission, members = admission("prefer", ann="2", bob="0", cem="0")
+    assert requested_worker(admission.request_state()) == ["bob"]
+    assert admission.request_state() == []
     members.remove("ann")
-    assert admitting.replace_uploader("ann") == []
+    assert admission.replace_uploader("ann") == []
     members.remove("bob")
-    assert requested_worker(admitting.replace_uploader("bob")) == ["cem"]
+    assert requested_worker(admission.replace_uploader("bob")) == ["cem"]
     members.remove("cem")
-    assert admitting.replace_uploader("cem") == []
+    assert admission.replace_uploader("cem") == []
     members.add("dan").become_ready(ready("2"))
-    assert requested_worker(admitting.request_state()) == ["dan"]
-    admitting.accept_upload(admitting.upload, "2" * 64)
+    assert requested_worker(admission.request_state()) == ["dan"]
+    admission.accept_upload(admission.upload, "2" * 64)
     members.remove("dan")
-    assert admitting.replace_uploader("dan") == []
+    assert admission.replace_uploader("dan") == []
 
 
-def test_workers_with_the_loaded_state_follow_at_once():
-    admitting, members = admission("prefer", ann="2", bob="0")
+def test_workers_with_the_loaded_state_become_active_at_once():
+    admission, members = admission("prefer", ann="2", bob="0")
     members.add("preparing")
-    admitting.request_state()
-    admitting.accept_upload(admitting.upload, "0" * 64)
-    assert admitting.admit_ready() == [Seed("ann"), Subscribe("bob", 0)]
+    admission.request_state()
+    admission.accept_upload(admission.upload, "0" * 64)
+    assert admission.admit_ready() == [Seed("ann"), Subscribe("bob", 0)]
     assert members.names(MemberState.ACTIVE) == ["bob"]
     assert members.names(MemberState.LOADING) == ["ann"]
 
 
 def test_messages_before_ready_belong_to_an_earlier_run():
     _, members = admission(ann="0")
-    new_member, old = members.add("fresh"), members.get("ann")
-    assert old is not None
+    new_member, ready_member = members.add("fresh"), members.get("ann")
+    assert ready_member is not None
     step_applied = StepApplied(term=1, step=3, state_digest="0" * 64)
     assert is_stale(new_member, step_applied, "run")
-    assert not is_stale(old, step_applied, "run")
+    assert not is_stale(ready_member, step_applied, "run")
     assert not is_stale(new_member, Drain(), "run")
     assert is_stale(new_member, Heartbeat(), "run")
     assert not is_stale(new_member, ready(), "run")
-    assert is_stale(old, ready(run_id="other"), "run")
+    assert is_stale(ready_member, ready(run_id="other"), "run")
     assert is_stale(new_member, Unready(run_id="other", reason="", own=False, exit_code=1), "run")
 
 
@@ -115,38 +115,38 @@ def chunk(*, last=False, **changes):
 
 
 def test_only_the_requested_upload_fills_the_replica():
-    admitting, members = admission("prefer", ann="0", bob="0")
+    admission, members = admission("prefer", ann="0", bob="0")
     with pytest.raises(OutOfOrder, match="not requested"):
-        admitting.take_state_chunk("ann", *chunk())
-    admitting.request_state()
+        admission.take_state_chunk("ann", *chunk())
+    admission.request_state()
     message, values = chunk()
-    assert admitting.take_state_chunk("ann", message, values) == [FillReplica(message, values)]
+    assert admission.take_state_chunk("ann", message, values) == [FillReplica(message, values)]
     members.remove("ann")
-    admitting.replace_uploader("ann")
-    # Chunks still in transit from ann, and the digest of her upload, no longer count.
-    assert admitting.take_state_chunk("ann", *chunk()) == []
-    assert admitting.accept_upload(1, "0" * 64) == []
-    assert not admitting.has_state
-    _, actions = admitting.take_state_chunk("bob", *chunk(last=True))
+    admission.replace_uploader("ann")
+    # Chunks still in transit from ann, and the digest of her upload, are ignored.
+    assert admission.take_state_chunk("ann", *chunk()) == []
+    assert admission.accept_upload(1, "0" * 64) == []
+    assert not admission.has_state
+    _, actions = admission.take_state_chunk("bob", *chunk(last=True))
     assert actions == DigestReplica(2)
-    assert admitting.take_state_chunk("bob", *chunk(last=True)) == []
-    assert admitting.accept_upload(2, "0" * 64) == []
-    assert admitting.has_state
+    assert admission.take_state_chunk("bob", *chunk(last=True)) == []
+    assert admission.accept_upload(2, "0" * 64) == []
+    assert admission.has_state
 
 
 @pytest.mark.parametrize("change", [{"kind": "first_moment"}, {"step": 1}, {"optimizer_step": 1}])
-def test_state_0_has_parameters_alone(change):
-    admitting, _ = admission("prefer", ann="0")
-    admitting.request_state()
+def test_state_0_has_only_parameters(change):
+    admission, _ = admission("prefer", ann="0")
+    admission.request_state()
     with pytest.raises(OutOfOrder, match="expected the parameters of step 0"):
-        admitting.take_state_chunk("ann", *chunk(**change))
+        admission.take_state_chunk("ann", *chunk(**change))
 
 
 def test_state_that_differs_from_its_digest_is_refused():
-    admitting, members = admission("prefer", ann="0", bob="0")
-    admitting.request_state()
-    report, dismiss = admitting.accept_upload(1, "2" * 64)
+    admission, members = admission("prefer", ann="0", bob="0")
+    admission.request_state()
+    report, dismiss = admission.accept_upload(1, "2" * 64)
     assert report.event.worker == dismiss.worker == "ann"
-    assert not admitting.has_state
+    assert not admission.has_state
     members.remove("ann")
-    assert requested_worker(admitting.replace_uploader("ann")) == ["bob"]
+    assert requested_worker(admission.replace_uploader("ann")) == ["bob"]

@@ -12,7 +12,7 @@ READY = Ready(
 )  # fmt: skip
 
 
-def test_a_view_is_a_change_of_who_computes():
+def test_view_changes_with_the_set_of_computing_workers():
     members = Membership()
     ann, bob = members.add("ann"), members.add("bob")
     ann.become_ready(READY)
@@ -29,7 +29,7 @@ def test_a_view_is_a_change_of_who_computes():
 
 
 @pytest.mark.parametrize("state", [MemberState.ACTIVE, MemberState.DRAINING])
-def test_losing_one_that_computes_is_a_new_view(state):
+def test_loss_of_a_computing_worker_makes_a_new_view(state):
     members = Membership()
     member = members.add("ann")
     members.activate(member)
@@ -40,7 +40,7 @@ def test_losing_one_that_computes_is_a_new_view(state):
     assert members.view == 2
 
 
-def test_names_are_sorted_and_by_state():
+def test_names_are_sorted_and_filtered_by_state():
     members = Membership()
     for name in ("cem", "ann", "bob"):
         members.add(name)
@@ -52,7 +52,7 @@ def test_names_are_sorted_and_by_state():
     assert len(members) == 4
 
 
-def test_speed_is_a_median_of_the_newest_times():
+def test_speed_is_the_median_of_the_newest_times():
     members = Membership()
     member = members.add("ann")
     members.activate(member)

@@ -1,4 +1,4 @@
-"""Which workers agree with the replica, checked against a record of all answers."""
+"""Agreement of workers with the replica, compared with a record of all answers."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +36,7 @@ def test_answers_are_judged_once_the_replica_has_answered():
     assert agreement.awaited_workers == ["b"]
 
 
-def test_agreement_waits_for_the_replica_alone():
+def test_agreement_without_workers_waits_for_the_replica():
     agreement = committed_step()
     assert not agreement.is_reached
     agreement.take_replica_answer(0, "x")
@@ -54,7 +54,7 @@ def test_lost_worker_is_ignored():
     assert agreement.awaited_workers == ["b"]
 
 
-def test_old_steps_are_forgotten():
+def test_old_steps_are_discarded():
     agreement = Agreement()
     for step in range(1, 50):
         agreement.expect_answers(step, ["a"])
@@ -69,16 +69,16 @@ def test_old_steps_are_forgotten():
 @given(st.permutations(["a", "b", "c", "replica"]), st.sets(st.sampled_from("abc")))
 def test_exactly_the_deviating_workers_are_named_in_any_order(order, deviating):
     agreement = committed_step("a", "b", "c")
-    agreed, odd_workers = [], []
+    agreed, deviated = [], []
     for participant in order:
         if participant == "replica":
             agreement.take_replica_answer(1, "x")
         else:
             agreement.take_answer(participant, 1, "odd" if participant in deviating else "x")
-        now, deviating_workers = agreement.judge(1)
-        agreed += now
-        odd_workers += deviating_workers
-    assert set(odd_workers) == deviating
+        agreed_workers, deviating_workers = agreement.judge(1)
+        agreed += agreed_workers
+        deviated += deviating_workers
+    assert set(deviated) == deviating
     assert set(agreed) == set("abc") - deviating
     assert agreement.awaited_workers == sorted(deviating)
     assert agreement.is_reached is (not deviating)

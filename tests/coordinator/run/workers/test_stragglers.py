@@ -1,4 +1,4 @@
-"""Which workers are late, by measurements of themselves and of other workers."""
+"""Late workers are determined from their own speed and the speed of others."""
 
 from typing import Any, Final
 
@@ -15,11 +15,11 @@ from protocol.wire.messages import AveragedBlockGradient, ChunkReduced, SubtreeL
 from protocol.wire.peers import OwnerTable
 
 TICK_MS = 100.0
-MOST: Final = limits.SMALL_CHUNK_ELEMENTS
-"""Values of a chunk."""
+CHUNK_ELEMENTS: Final = limits.SMALL_CHUNK_ELEMENTS
+"""Elements of a chunk."""
 
 
-def test_silence_counts_only_while_something_is_due():
+def test_silence_counts_only_while_work_is_due():
     leases = Leases()
     assert leases.silent_ms("ann") is None
     leases.sign("ann")
@@ -27,7 +27,7 @@ def test_silence_counts_only_while_something_is_due():
     assert not leases.is_over("bob", 0.0)
 
 
-class Race:
+class TwoWorkerStep:
     """Two workers with one subtree each; time advances in ticks."""
 
     def __init__(self) -> None:
@@ -54,39 +54,39 @@ class Race:
         self.round.take_loss(name, loss)
 
     @property
-    def late(self) -> list[str]:
+    def late_workers(self) -> list[str]:
         return [member.name for member in self.stragglers.find_late_workers(self.round)]
 
 
 def test_long_gaps_of_a_worker_do_not_extend_its_lease_beyond_others():
-    race = Race()
-    ann = race.members.get("ann")
+    step = TwoWorkerStep()
+    ann = step.members.get("ann")
     assert ann is not None
-    for _ in range(9):  # it has been silent for a minute in each step
+    for _ in range(9):  # ann was silent for a minute in each step
         ann.note_silence(60_000.0)
         ann.note_share(2)
-    race.wait(300)
-    race.finish("bob", Subtree(2, 4))
-    race.wait(600)
-    assert race.late == []
-    race.wait(100)
-    assert race.late == ["ann"]
+    step.wait(300)
+    step.finish("bob", Subtree(2, 4))
+    step.wait(600)
+    assert step.late_workers == []
+    step.wait(100)
+    assert step.late_workers == ["ann"]
 
 
 def test_unmeasured_worker_has_its_first_lease():
-    race = Race()
-    ann = race.members.get("ann")
+    step = TwoWorkerStep()
+    ann = step.members.get("ann")
     assert ann is not None
     ann._measured_ms.clear()
-    race.finish("bob", Subtree(2, 4))
-    race.wait(5000)
-    assert race.late == []
-    race.wait(100)
-    assert race.late == ["ann"]
+    step.finish("bob", Subtree(2, 4))
+    step.wait(5000)
+    assert step.late_workers == []
+    step.wait(100)
+    assert step.late_workers == ["ann"]
 
 
-class Owners:
-    """A step whose chunks two members own; one of them has sent its averages."""
+class OwnedStep:
+    """A step with two chunk owners, of which one has sent its averages."""
 
     def __init__(self) -> None:
         self.lease = OwnerLease()
@@ -95,14 +95,16 @@ class Owners:
 
     def begin(self, step: int) -> None:
         blocks = (
-            Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(4 * MOST,)),)),
+            Block(
+                name="b", kind="block", tensors=(TensorSpec(name="w", shape=(4 * CHUNK_ELEMENTS,)),)
+            ),
         )
         table = OwnerTable(members=("ann", "bob"), owners=(0, 1, 1, 1), scribe=None)
         self.round = Round(blocks, 1, 1, step, 0, numbered_table=(1, table))
-        self.average("ann", 0)
+        self.send_average("ann", 0)
 
-    def average(self, owner: str, number: int) -> None:
-        values = np.zeros(MOST, np.float32)
+    def send_average(self, owner: str, number: int) -> None:
+        values = np.zeros(CHUNK_ELEMENTS, np.float32)
         step_id = {**self.round.step_id, "owners": 1, "block": 0, "chunk": number}
         self.round.take_peer_average(owner, AveragedBlockGradient(**step_id), values)
         message = ChunkReduced(**step_id, digest=chunk_digest(values))
@@ -110,30 +112,30 @@ class Owners:
 
     def late_after_ms(self) -> float:
         """Return the time after which a silent owner is late."""
-        begun_ms = self._now_ms
+        start_ms = self._now_ms
         while self.wait(TICK_MS) is None:
-            assert self._now_ms < begun_ms + 10 * 60_000
-        return self._now_ms - begun_ms
+            assert self._now_ms < start_ms + 10 * 60_000
+        return self._now_ms - start_ms
 
     def wait(self, ms: float) -> str | None:
-        late_at_ms = None
+        late_owner = None
         for _ in range(int(ms / TICK_MS)):
             self._now_ms += TICK_MS
             self.lease.tick(self._now_ms)
-            late_at_ms = late_at_ms or self.lease.find_late_owner(self.round)
-        return late_at_ms
+            late_owner = late_owner or self.lease.find_late_owner(self.round)
+        return late_owner
 
 
 def test_owner_lease_grows_with_observed_silence():
-    owners = Owners()
+    owners = OwnedStep()
     for number in (1, 2):
         assert owners.wait(1_900) is None
-        owners.average("bob", number)
+        owners.send_average("bob", number)
     assert owners.late_after_ms() > 3 * 1_700
 
 
 def test_owner_lease_doubles_within_a_step():
-    owners = Owners()
+    owners = OwnedStep()
     first, second, third = (owners.late_after_ms() for _ in range(3))
     assert first < 2_500
     assert 1.8 * first < second < 2.2 * first

@@ -1,4 +1,4 @@
-"""The journal: a hash chain in which any change shows, and lines that survive disk failures."""
+"""The journal: a hash chain that reveals any change, and lines that survive disk failures."""
 
 import errno
 import json
@@ -70,11 +70,11 @@ EXAMPLES = [
 
 
 def clock(start=1_700_000_000.0):
-    moment = [start]
+    time_s = [start]
 
     def tick():
-        moment[0] += 0.25
-        return moment[0]
+        time_s[0] += 0.25
+        return time_s[0]
 
     return tick
 
@@ -115,23 +115,23 @@ def test_record_round_trip(record):
 def test_non_finite_values_are_null():
     [commit] = [each for each in EXAMPLES if isinstance(each, Committed)]
     assert commit.model_dump()["loss"] is None
-    [figures] = [each for each in EXAMPLES if isinstance(each, Evaluated)]
-    assert figures.model_dump()["metrics"] == {"accuracy": 0.5, "odd": None}
+    [evaluation] = [each for each in EXAMPLES if isinstance(each, Evaluated)]
+    assert evaluation.model_dump()["metrics"] == {"accuracy": 0.5, "odd": None}
 
 
 def test_records_of_an_older_release_are_read():
     [commit] = [each for each in EXAMPLES if isinstance(each, Committed)]
-    older = commit.model_dump(mode="json") | {"norm": None, "weights_before": None}
-    del older["rate"]
-    older["epoch"] = older.pop("term")
-    assert read_record(older) == commit.model_copy(update={"norm": None, "rate": None})
+    older_commit = commit.model_dump(mode="json") | {"norm": None, "weights_before": None}
+    del older_commit["rate"]
+    older_commit["epoch"] = older_commit.pop("term")
+    assert read_record(older_commit) == commit.model_copy(update={"norm": None, "rate": None})
     with pytest.raises(ValidationError):
-        read_record(older | {"weights_before": D})
+        read_record(older_commit | {"weights_before": D})
     with pytest.raises(ValidationError):
-        read_record(older | {"term": 1})
+        read_record(older_commit | {"term": 1})
     fault = next(each for each in EXAMPLES if isinstance(each, Fault))
-    older_name = fault.model_dump(mode="json") | {"what": "worker_comes_and_goes"}
-    assert read_record(older_name) == fault.model_copy(update={"what": "worker_comes_and_goes"})
+    older_fault = fault.model_dump(mode="json") | {"what": "worker_comes_and_goes"}
+    assert read_record(older_fault) == fault.model_copy(update={"what": "worker_comes_and_goes"})
 
 
 def test_records_are_read_as_they_were_written(tmp_path):
@@ -141,8 +141,8 @@ def test_records_are_read_as_they_were_written(tmp_path):
     assert content.count(b"\n") == len(EXAMPLES)
 
 
-def test_each_line_is_bound_to_the_one_before_as_documented(tmp_path):
-    """The reference implements the text of the module and nothing else."""
+def test_hash_chain_is_that_of_the_documentation(tmp_path):
+    """The reference here implements only the docstring of the module."""
     content = write(tmp_path / "j", in_batches())
     previous = NO_HASH
     for number, line in enumerate(content.decode().splitlines(), 1):
@@ -158,7 +158,7 @@ def test_each_line_is_bound_to_the_one_before_as_documented(tmp_path):
     assert verified.entries[0].time == "2023-11-14T22:13:20.250+00:00"
 
 
-def test_a_journal_is_continued_after_a_restart(tmp_path):
+def test_journal_is_continued_after_a_restart(tmp_path):
     path = tmp_path / "j"
     for record in EXAMPLES:
         journal = Journal(path)
@@ -171,7 +171,7 @@ def test_a_journal_is_continued_after_a_restart(tmp_path):
     assert Journal(path).head == head
 
 
-def test_the_end_of_a_long_journal_is_found_without_reading_it_all(tmp_path, monkeypatch):
+def test_end_of_a_long_journal_is_found_without_a_full_read(tmp_path, monkeypatch):
     path = tmp_path / "j"
     write(path, [EXAMPLES] * 30)
     monkeypatch.setattr("coordinator.storage.directory.journal._TAIL_BYTES", 64)
@@ -211,7 +211,7 @@ def test_equivalent_line_in_other_bytes_is_found(tmp_path, old, new):
 
 
 @pytest.mark.parametrize("line", range(1, len(EXAMPLES)))
-def test_a_line_that_was_changed_with_its_hash_shows_in_the_next(tmp_path, line):
+def test_line_changed_with_its_hash_makes_the_next_line_bad(tmp_path, line):
     path = tmp_path / "j"
     lines = write(path, in_batches()).splitlines(keepends=True)
     document = json.loads(lines[line - 1])
@@ -250,7 +250,7 @@ def test_unknown_record_kind_is_named(tmp_path):
 # Crashes.
 
 
-def test_a_tail_torn_at_any_byte_of_the_last_batch_is_cut(tmp_path):
+def test_tail_torn_at_any_byte_of_the_last_batch_is_cut(tmp_path):
     path = tmp_path / "j"
     content = write(path, in_batches(2))
     intact_bytes = len(b"".join(content.splitlines(keepends=True)[:-2]))
@@ -261,12 +261,12 @@ def test_a_tail_torn_at_any_byte_of_the_last_batch_is_cut(tmp_path):
         journal.append(EXAMPLES[3])
         journal.sync()
         journal.close()
-        original = content[:length].count(b"\n")
-        assert records(path) == [*EXAMPLES[:original], EXAMPLES[3]]
+        intact_lines = content[:length].count(b"\n")
+        assert records(path) == [*EXAMPLES[:intact_lines], EXAMPLES[3]]
 
 
 def test_damage_within_the_last_batch_is_cut_and_before_it_is_refused(tmp_path):
-    """Pages of one write may reach the disk in any order; those of a synced write have."""
+    """Pages of one write may reach the disk in any order; a sync returns after all of them."""
     path = tmp_path / "j"
     content = write(path, in_batches())
     lines = content.splitlines(keepends=True)
@@ -284,7 +284,7 @@ def test_damage_within_the_last_batch_is_cut_and_before_it_is_refused(tmp_path):
         start += len(line)
 
 
-def test_an_empty_or_wholly_torn_journal_starts_over(tmp_path):
+def test_journal_without_a_complete_line_starts_over(tmp_path):
     path = tmp_path / "j"
     path.write_bytes(b'{"batch":1,')
     journal = Journal(path)
@@ -332,7 +332,7 @@ def test_any_history_reads_back_like_a_list(tmp_path_factory, history):
             case "reopen":
                 journal.close()
                 journal = Journal(path)
-                # The half that was written may contain whole lines.
+                # A write that failed halfway may have written complete lines.
                 entries = records(path)
                 assert entries[: len(durable)] == durable
                 assert entries[len(durable) :] == pending[: len(entries) - len(durable)]
@@ -341,7 +341,7 @@ def test_any_history_reads_back_like_a_list(tmp_path_factory, history):
     assert records(path) == durable + pending
 
 
-def test_a_full_disk_loses_no_line(tmp_path):
+def test_full_disk_loses_no_line(tmp_path):
     with small_disk(tmp_path / "disk", 64) as disk:
         journal = Journal(disk / "j")
         accepted = []
@@ -355,16 +355,16 @@ def test_a_full_disk_loses_no_line(tmp_path):
         journal.append(EXAMPLES[6])
         with pytest.raises(StorageFailed, match="make room"):
             journal.sync()
-        subprocess_remount(disk)
+        enlarge_disk(disk)
         journal.sync()
         assert records(disk / "j") == [*accepted, EXAMPLES[6]]
 
 
-def subprocess_remount(disk):
+def enlarge_disk(disk):
     assert os.system(f"mount -o remount,size=256k {disk}") == 0
 
 
-def test_a_coordinator_that_was_replaced_writes_nothing(tmp_path):
+def test_replaced_coordinator_writes_nothing(tmp_path):
     def guard():
         raise RunFailed("replaced")
 

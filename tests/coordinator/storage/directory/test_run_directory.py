@@ -33,7 +33,7 @@ from tests.durable_run import (
 )
 
 ROOT = Path(__file__).parents[4]
-HOLDER = """
+LOCK_HOLDER = """
 import sys
 from pathlib import Path
 from coordinator.disk.directory_lock import DirectoryLock
@@ -43,10 +43,10 @@ sys.stdin.read()
 """
 
 
-def holder(directory):
+def start_lock_holder(directory):
     """Start another process that holds the directory until it is killed."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(directory)],
+        [sys.executable, "-c", LOCK_HOLDER, str(directory)],
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
@@ -54,7 +54,7 @@ def holder(directory):
 
 
 def test_directory_lock_is_exclusive_and_released_by_a_kill(tmp_path):
-    process, term = holder(tmp_path)
+    process, term = start_lock_holder(tmp_path)
     assert term == 1
     try:
         with pytest.raises(UsageError, match=f"another coordinator \\(process {process.pid}\\)"):
@@ -89,7 +89,7 @@ def test_term_exceeds_all_known_terms_at_each_start(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"term": "1"}', '{"term": 0}'])
-def test_a_term_that_cannot_be_read_is_not_guessed(tmp_path, content):
+def test_unreadable_term_is_refused(tmp_path, content):
     (tmp_path / "term.json").write_text(content)
     with pytest.raises(StorageDamaged, match="remove it"):
         DirectoryLock.acquire(tmp_path)
@@ -97,7 +97,7 @@ def test_a_term_that_cannot_be_read_is_not_guessed(tmp_path, content):
     DirectoryLock.acquire(tmp_path)
 
 
-def test_a_directory_that_is_a_file_is_refused(tmp_path):
+def test_file_in_place_of_the_run_directory_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be used"):
         DirectoryLock.acquire(tmp_path / "file")
@@ -118,14 +118,14 @@ def test_lost_lock_is_detected(tmp_path):
 def test_vanishing_directory_is_reported_as_missing(tmp_path, monkeypatch, function_name):
     runs, moved = tmp_path / "runs", tmp_path / "away"
     lock = DirectoryLock.acquire(runs)
-    usual = getattr(directory_lock, function_name)
+    original = getattr(directory_lock, function_name)
 
-    def vanished_first(*arguments):
+    def move_directory_first(*arguments):
         if runs.exists():
             runs.rename(moved)
-        return usual(*arguments)
+        return original(*arguments)
 
-    monkeypatch.setattr(directory_lock, function_name, vanished_first)
+    monkeypatch.setattr(directory_lock, function_name, move_directory_first)
     with pytest.raises(StorageFailed, match="restore what is missing"):
         lock.check()
     monkeypatch.undo()
@@ -143,7 +143,7 @@ def test_lock_survives_a_temporarily_missing_directory(tmp_path):
     lock.check()
 
 
-# What is stored of a run.
+# Stored files of a run.
 
 
 def begin_run(path, *, checkpoint=True):
@@ -151,11 +151,11 @@ def begin_run(path, *, checkpoint=True):
     directory.begin(RUN_ID, SPEC)
     directory.keep_manifest(MANIFEST)
     if checkpoint:
-        keep(directory, state_zero())
+        write_state(directory, state_zero())
     return directory
 
 
-def keep(directory, replica):
+def write_state(directory, replica):
     losses = [1.0 / (1 + step) for step in range(replica.step)]
     return write_checkpoint(
         directory.checkpoints, MANIFEST, replica, run_id=RUN_ID, term=1, losses=losses
@@ -189,7 +189,7 @@ def test_run_and_manifest_round_trip(tmp_path):
         directory.keep_manifest(MANIFEST.model_copy(update={"train_samples": 11}))
 
 
-def test_a_run_that_never_began_leaves_its_directory_free(tmp_path):
+def test_directory_of_a_run_that_never_began_is_reused(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.begin(RUN_ID, SPEC)
     directory.journal.write_text("of the first\n")
@@ -201,7 +201,7 @@ def test_a_run_that_never_began_leaves_its_directory_free(tmp_path):
 
 
 def test_files_of_a_run_cannot_be_export_names(tmp_path):
-    """Nor can temporary files beside it."""
+    """The names of the lock, the term file and the report are reserved, too."""
     directory = RunDirectory(tmp_path)
     paths = [
         value for name in dir(directory) if isinstance(value := getattr(directory, name), Path)
@@ -213,7 +213,7 @@ def test_files_of_a_run_cannot_be_export_names(tmp_path):
             Export(directory=name)
 
 
-def test_an_empty_directory_holds_no_run(tmp_path):
+def test_missing_directory_holds_no_run(tmp_path):
     assert recover(RunDirectory(tmp_path / "none")) is None
 
 
@@ -224,30 +224,30 @@ def test_run_without_a_ready_worker_starts_from_zero(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run_id": "x", "spec": {"steps": 0}}'])
-def test_a_run_file_that_cannot_be_read_is_reported(tmp_path, content):
+def test_unreadable_run_file_is_reported(tmp_path, content):
     directory = begin_run(tmp_path)
     directory.run_file.write_bytes(content)
     with pytest.raises(StorageDamaged, match=r"run\.json"):
         recover(directory)
 
 
-@pytest.mark.parametrize("log_mode", [0, 1, 3, 5])
-def test_state_after_the_last_commit_is_recovered(tmp_path, log_mode):
+@pytest.mark.parametrize("checkpoint_step", [0, 1, 3, 5])
+def test_state_after_the_last_commit_is_recovered(tmp_path, checkpoint_step):
     directory = begin_run(tmp_path)
     log = open_log(directory)
     for step in range(5):
         append_step(log, step)
         digest = trained_replica(step).state_digest()
         log.commit(record_of(step, step + 1, state_before=digest))
-        if step + 1 == log_mode:
+        if step + 1 == checkpoint_step:
             log.roll()
-            keep(directory, trained_replica(log_mode))
-            log.remove_segments(log_mode)
+            write_state(directory, trained_replica(checkpoint_step))
+            log.remove_segments(checkpoint_step)
     append_step(log, 5)
     log.close()
     recovery = recover(directory)
     assert recovery is not None
-    assert recovery.checkpoint.info.step == log_mode
+    assert recovery.checkpoint.info.step == checkpoint_step
     assert (recovery.step, recovery.optimizer_step, recovery.redo) == (5, 5, ())
     assert recovery.losses == tuple(1.0 / (1 + step) for step in range(5))
     assert recovery.load_replica().state_digest() == trained_replica(5).state_digest()
@@ -267,9 +267,9 @@ def test_torn_tail_is_truncated_and_recorded(tmp_path):
     assert len(recovery.notes) == 1
     assert "cut" in recovery.notes[0]
     assert not list(tmp_path.rglob("*.part"))
-    repeat = recover(directory)
-    assert repeat is not None
-    assert repeat.notes == ()
+    second_recovery = recover(directory)
+    assert second_recovery is not None
+    assert second_recovery.notes == ()
 
 
 def test_without_averages_steps_are_repeated_from_the_checkpoint(tmp_path):
@@ -278,7 +278,7 @@ def test_without_averages_steps_are_repeated_from_the_checkpoint(tmp_path):
     for step in range(2):
         log.commit(record_of(step, step + 1))
     log.roll()
-    keep(directory, trained_replica(2))
+    write_state(directory, trained_replica(2))
     log.commit(record_of(2, 3))
     log.commit(record_of(3, 3, skip=True))
     log.close()
@@ -296,7 +296,7 @@ def test_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path):
     for step in range(4):
         log_step(log, step)
     log.roll()
-    keep(directory, trained_replica(4))
+    write_state(directory, trained_replica(4))
     log_step(log, 4)
     log.close()
     (checkpoint_path(directory.checkpoints, 4) / "optimizer.safetensors").unlink()
@@ -305,7 +305,7 @@ def test_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path):
     assert recovery.step == 5
     assert "checkpoint skipped" in recovery.notes[0]
     assert recovery.load_replica().state_digest() == trained_replica(5).state_digest()
-    # With the log truncated, its remainder follows no state.
+    # Without its first segments, the log does not continue any checkpoint.
     open_log(directory, term=2, next_step=5).remove_segments(4)
     recovery = recover(directory)
     assert recovery is not None

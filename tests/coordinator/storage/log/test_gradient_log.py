@@ -1,4 +1,4 @@
-"""The gradient log: committed steps are read back bit for bit, whatever happened to the rest."""
+"""The gradient log: committed steps are read back bit for bit after any failure."""
 
 import errno
 import os
@@ -42,12 +42,12 @@ def scan(directory, **options):
 
 
 def steps(directory, step=0, **options):
-    """Return the committed steps from this one on, and the other findings of the scan."""
+    """Return the committed steps from `step` on, and the truncations of the scan."""
     scan_result = scan(directory, **options)
     return list(scan_result.index.steps_from(step)), scan_result.cuts
 
 
-def numbers(directory, step=0, **options):
+def step_numbers(directory, step=0, **options):
     return [logged_step.step for logged_step in steps(directory, step, **options)[0]]
 
 
@@ -68,7 +68,7 @@ def expected(*step_ids):
     ]
 
 
-def written(directory, steps, **options):
+def write_log(directory, steps, **options):
     log = open_log(directory, **options)
     for step in range(steps):
         log_step(log, step)
@@ -142,14 +142,16 @@ def test_log_with_other_chunk_sizes_is_read_in_current_chunks(tmp_path, monkeypa
             log.append_chunk(ChunkId(1, 0, 0, n, chunk), part)
         log.commit(record_of(0, 1))
     [logged_step] = scan_log(tmp_path, RUN_ID, manifest).index.steps_from(0)
-    read = list(read_chunks(logged_step, blocks))
-    now = sorted((n, chunk) for n, block in enumerate(blocks) for chunk in range(block.chunks))
-    assert sorted((n, chunk) for n, chunk, _ in read) == now != sorted(chunks)
-    for n, chunk, part in read:
+    chunks_read = list(read_chunks(logged_step, blocks))
+    current_chunks = sorted(
+        (n, chunk) for n, block in enumerate(blocks) for chunk in range(block.chunks)
+    )
+    assert sorted((n, chunk) for n, chunk, _ in chunks_read) == current_chunks != sorted(chunks)
+    for n, chunk, part in chunks_read:
         assert part.tobytes() == values[n][blocks[n].chunk_slice(chunk)].tobytes()
 
 
-def test_uncommitted_chunks_do_not_count(tmp_path):
+def test_uncommitted_chunks_are_ignored(tmp_path):
     log = open_log(tmp_path)
     append_step(log, 0, attempt=0)
     log_step(log, 0, attempt=1)
@@ -158,7 +160,7 @@ def test_uncommitted_chunks_do_not_count(tmp_path):
     assert contents(tmp_path) == expected((1, 0, 1))
 
 
-def test_a_skipped_step_has_no_averages(tmp_path):
+def test_skipped_step_has_no_averages(tmp_path):
     log = open_log(tmp_path)
     log_step(log, 0)
     log.commit(record_of(1, 1, skip=True))
@@ -167,7 +169,7 @@ def test_a_skipped_step_has_no_averages(tmp_path):
     assert [arrays for _, arrays in contents(tmp_path)][1:] == [None, None]
 
 
-def test_a_step_is_not_committed_without_all_of_its_gradients(tmp_path):
+def test_step_is_not_committed_without_all_of_its_gradients(tmp_path):
     log = open_log(tmp_path)
     log.append_chunk(ChunkId(1, 0, 0, 0, 0), averages(0)[0])
     with pytest.raises(AssertionError):
@@ -175,15 +177,15 @@ def test_a_step_is_not_committed_without_all_of_its_gradients(tmp_path):
 
 
 def test_checkpoint_mode_keeps_only_commits(tmp_path):
-    path = written(tmp_path, 3, mode="checkpoint")
+    path = write_log(tmp_path, 3, mode="checkpoint")
     assert [(step_id, arrays) for step_id, arrays in contents(tmp_path)] == [
         ((1, step, 0), None) for step in range(3)
     ]
     assert path.stat().st_size < 3_000
 
 
-def test_repeated_commits_stay_known_after_restarts_and_checkpoints(tmp_path):
-    written(tmp_path, 4, mode="checkpoint")
+def test_repeated_commits_remain_after_restarts_and_checkpoints(tmp_path):
+    write_log(tmp_path, 4, mode="checkpoint")
     for term in (2, 3):
         redo = [step.record for step in steps(tmp_path, repair=True)[0]]
         assert [record.commit.step for record in redo] == [0, 1, 2, 3]
@@ -197,15 +199,15 @@ def test_repeated_commits_stay_known_after_restarts_and_checkpoints(tmp_path):
 
 
 def test_writes_of_a_killed_coordinator_are_synced_before_they_count(tmp_path, monkeypatch):
-    path = written(tmp_path, 2)
+    path = write_log(tmp_path, 2)
     synced_paths = []
     sync = os.fsync
 
-    def noting(fd):
+    def record_sync(fd):
         synced_paths.append(os.fstat(fd).st_ino)
         sync(fd)
 
-    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(os, "fsync", record_sync)
     scan(tmp_path)
     assert synced_paths == []
     scan(tmp_path, repair=True)
@@ -217,23 +219,23 @@ def test_replaced_coordinator_does_not_repair_its_segment(tmp_path, monkeypatch)
     log = open_log(tmp_path / "log", term=lock.term, guard=lock.check)
     append_step(log, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", _refuses)
+        patch.setattr(os, "fdatasync", _raise_io_error)
         with pytest.raises(StorageFailed):
             log.commit(record_of(0, 1))
     # The commit can be read, so a new coordinator continues from it.
     (tmp_path / "lock").unlink()
     DirectoryLock.acquire(tmp_path)
-    assert numbers(tmp_path / "log", repair=True) == [0]
+    assert step_numbers(tmp_path / "log", repair=True) == [0]
     with pytest.raises(RunFailed):
         append_step(log, 0, attempt=1)
-    assert numbers(tmp_path / "log") == [0]
+    assert step_numbers(tmp_path / "log") == [0]
 
 
-def _refuses(fd):
+def _raise_io_error(fd):
     raise OSError(errno.EIO, f"no file {fd}")
 
 
-class Naive:
+class NaiveLog:
     """The expected content of a log, as a dictionary."""
 
     def __init__(self):
@@ -256,7 +258,7 @@ class Naive:
 )
 def test_any_history_reads_back_like_a_dictionary(tmp_path_factory, history, data):
     directory = tmp_path_factory.mktemp("log")
-    log, naive, base = open_log(directory), Naive(), 0
+    log, naive, base = open_log(directory), NaiveLog(), 0
     for event in history:
         step = naive.next_step
         term, attempt = naive.term, naive.attempt
@@ -282,7 +284,7 @@ def test_any_history_reads_back_like_a_dictionary(tmp_path_factory, history, dat
                 if event == "torn":
                     with log.segment.open("ab") as file:
                         file.write(data.draw(st.binary(max_size=60)))
-                assert numbers(directory, base, repair=True) == list(range(base, step))
+                assert step_numbers(directory, base, repair=True) == list(range(base, step))
                 naive.term, naive.attempt = naive.term + 1, 0
                 log = open_log(directory, term=naive.term, next_step=step)
     log.close()
@@ -296,8 +298,8 @@ def test_any_history_reads_back_like_a_dictionary(tmp_path_factory, history, dat
 # Damage.
 
 
-def test_a_tail_torn_at_any_byte_of_the_last_step_is_cut(tmp_path):
-    path = written(tmp_path / "log", 3)
+def test_tail_torn_at_any_byte_of_the_last_step_is_cut(tmp_path):
+    path = write_log(tmp_path / "log", 3)
     content = path.read_bytes()
     step_ends = [logged_step.end for logged_step in steps(tmp_path / "log")[0]]
     assert step_ends[-1] == len(content)
@@ -306,7 +308,7 @@ def test_a_tail_torn_at_any_byte_of_the_last_step_is_cut(tmp_path):
         logged_steps, cuts = steps(tmp_path / "log", repair=True)
         assert [s.step for s in logged_steps] == [0, 1], length
         assert bool(cuts) == (path.stat().st_size < length)
-        # Truncated once, it is whole: the next start changes nothing, and the log continues.
+        # After one truncation the log is intact: the next start changes nothing.
         assert scan(tmp_path / "log").cuts == ()
     log = open_log(tmp_path / "log", term=2, next_step=2)
     log_step(log, 2, term=2)
@@ -314,8 +316,8 @@ def test_a_tail_torn_at_any_byte_of_the_last_step_is_cut(tmp_path):
 
 
 @pytest.mark.parametrize("filler", [b"\0", b"\xff", b"S"])
-def test_a_tail_of_blocks_that_were_never_written_is_cut(tmp_path, filler):
-    path = written(tmp_path, 2)
+def test_tail_of_unwritten_disk_blocks_is_cut(tmp_path, filler):
+    path = write_log(tmp_path, 2)
     with path.open("ab") as file:
         file.write(filler * 5000)
     assert [str(truncation) for truncation in scan(tmp_path, repair=True).cuts] == [
@@ -325,7 +327,7 @@ def test_a_tail_of_blocks_that_were_never_written_is_cut(tmp_path, filler):
 
 
 def test_flipped_bit_before_the_newest_step_is_refused_with_its_offset(tmp_path):
-    path = written(tmp_path, 3)
+    path = write_log(tmp_path, 3)
     content = path.read_bytes()
     newest = steps(tmp_path)[0][1].end
     for offset in range(0, newest, 2):
@@ -339,7 +341,7 @@ def test_flipped_bit_before_the_newest_step_is_refused_with_its_offset(tmp_path)
 
 def test_flipped_bit_in_the_newest_step_drops_that_step(tmp_path):
     """An unfinished sync may leave the commit without the data that it commits."""
-    path = written(tmp_path, 3)
+    path = write_log(tmp_path, 3)
     content = path.read_bytes()
     for offset in range(steps(tmp_path)[0][1].end, len(content)):
         path.write_bytes(content[:offset] + bytes([content[offset] ^ 4]) + content[offset + 1 :])
@@ -348,7 +350,7 @@ def test_flipped_bit_in_the_newest_step_drops_that_step(tmp_path):
         assert len(cuts) == 1
 
 
-def test_damage_is_refused_in_a_segment_that_others_follow(tmp_path):
+def test_damage_before_the_last_segment_is_refused(tmp_path):
     log = open_log(tmp_path)
     log_step(log, 0)
     log_step(log, 1)
@@ -361,8 +363,8 @@ def test_damage_is_refused_in_a_segment_that_others_follow(tmp_path):
         scan(tmp_path)
 
 
-def test_a_log_of_another_run_or_manifest_is_refused(tmp_path):
-    written(tmp_path, 1)
+def test_log_of_another_run_or_manifest_is_refused(tmp_path):
+    write_log(tmp_path, 1)
     with pytest.raises(Mismatch, match="made-up-1"):
         scan_log(tmp_path, "other", MANIFEST)
     with pytest.raises(Mismatch, match="manifest"):
@@ -370,10 +372,10 @@ def test_a_log_of_another_run_or_manifest_is_refused(tmp_path):
 
 
 def test_incomplete_segment_is_removed(tmp_path):
-    path = written(tmp_path, 1)
+    path = write_log(tmp_path, 1)
     leftover = path.with_name("term-000002-step-0000000001.log.part")
     leftover.write_bytes(b"half")
-    assert numbers(tmp_path, repair=True) == [0]
+    assert step_numbers(tmp_path, repair=True) == [0]
     assert not leftover.exists()
 
 
@@ -391,7 +393,7 @@ def test_writes_of_a_replaced_coordinator_do_not_count(tmp_path):
     assert contents(tmp_path) == expected((1, 0, 0), (2, 1, 0))
 
 
-def test_replaced_coordinator_learns_it_before_it_announces_a_commit(tmp_path):
+def test_replaced_coordinator_announces_no_commit(tmp_path):
     lock = DirectoryLock.acquire(tmp_path)
     log = open_log(tmp_path / "log", term=lock.term, guard=lock.check)
     log_step(log, 0)
@@ -474,7 +476,7 @@ def test_maintained_index_equals_the_scanned_index(tmp_path):
         if step == 1:
             log.roll()
         if step == 2:
-            append_step(log, 3, attempt=3)  # it counts for nothing, but takes space
+            append_step(log, 3, attempt=3)  # uncommitted chunks, which take space
     indexed = [(s.step, s.record, s.chunks, s.end) for s in log.index.steps_from(0)]
     assert indexed == index_of(tmp_path)
     log.close()
@@ -487,8 +489,8 @@ def test_maintained_index_equals_the_scanned_index(tmp_path):
     assert list(new_log.index.steps_from(0)) == []
 
 
-class Reads:
-    """Counts the reads of all files, and their bytes."""
+class ReadCounter:
+    """Counts the reads of all files and the bytes that they return."""
 
     def __init__(self, monkeypatch):
         self.calls = self.bytes = 0
@@ -510,7 +512,7 @@ def test_missed_steps_are_read_independently_of_log_length(tmp_path, monkeypatch
             if step % 50 == 49:
                 log.roll()
         with monkeypatch.context() as patch:
-            read_counter = Reads(patch)
+            read_counter = ReadCounter(patch)
             missed_steps = list(log.index.steps_from(length - 3))
         assert len(missed_steps) == 3
         costs.append((read_counter.calls, read_counter.bytes // 16))  # step numbers grow in digits
@@ -522,17 +524,17 @@ def test_missed_steps_are_read_independently_of_log_length(tmp_path, monkeypatch
 # Disks that refuse.
 
 
-class Faults:
-    """Makes the n-th call of one system call fail once, half done if possible."""
+class FailingCall:
+    """Makes the n-th call of one system call fail once; `half` writes half of the data first."""
 
     def __init__(self, monkeypatch, call, number, *, half):
-        self.left, self.half = number, half
+        self.calls_left, self.half = number, half
         self.real = getattr(os, call)
         monkeypatch.setattr(os, call, self)
 
     def __call__(self, fd, *arguments):
-        self.left -= 1
-        if self.left:
+        self.calls_left -= 1
+        if self.calls_left:
             return self.real(fd, *arguments)
         if self.half:
             os.write(fd, bytes(arguments[0][-1])[: arguments[0][-1].nbytes // 2])
@@ -543,24 +545,24 @@ class Faults:
     ("call", "number"),
     [(call, n) for call, calls in (("writev", 12), ("fdatasync", 3)) for n in range(1, calls + 1)],
 )
-def test_any_system_call_may_fail_and_be_retried(tmp_path, monkeypatch, call, number):
+def test_failed_system_call_is_retried(tmp_path, monkeypatch, call, number):
     log = open_log(tmp_path)
-    Faults(monkeypatch, call, number, half=call == "writev")
+    FailingCall(monkeypatch, call, number, half=call == "writev")
     failures = []
 
-    def insist(work):
+    def retry(operation):
         try:
-            return work()
+            return operation()
         except StorageFailed as error:
             failures.append(str(error))
-            return work()
+            return operation()
 
     for step in range(3):
         for block, values in enumerate(averages(step)):
             step_id = ChunkId(1, step, 0, block, 0)
-            insist(lambda step_id=step_id, values=values: log.append_chunk(step_id, values))
-        insist(lambda step=step: log.commit(record_of(step, step + 1)))
-        insist(log.roll)
+            retry(lambda step_id=step_id, values=values: log.append_chunk(step_id, values))
+        retry(lambda step=step: log.commit(record_of(step, step + 1)))
+        retry(log.roll)
     log.close()
     monkeypatch.undo()
     assert len(failures) == 1
@@ -573,10 +575,10 @@ def test_commit_with_failed_sync_disappears_with_the_next_attempt(tmp_path, monk
     log = open_log(tmp_path)
     append_step(log, 0)
     with monkeypatch.context() as patch:
-        Faults(patch, "fdatasync", 1, half=False)
+        FailingCall(patch, "fdatasync", 1, half=False)
         with pytest.raises(StorageFailed):
             log.commit(record_of(0, 1))
-    # If the process died here, the step would count: it is complete, but unannounced.
+    # If the process ended here, a restart would find the step committed.
     assert contents(tmp_path) == expected((1, 0, 0))
     log.append_chunk(ChunkId(1, 0, 1, 0, 0), averages(0, 1)[0])
     assert contents(tmp_path) == []
@@ -609,7 +611,7 @@ def test_full_disk_damages_nothing_and_the_log_continues_with_space(tmp_path):
         assert contents(disk / "log") == expected(*((1, s, 0) for s in range(60)))
 
 
-def test_a_directory_that_vanishes_halts_and_continues_when_it_is_back(tmp_path):
+def test_log_continues_after_its_directory_was_missing(tmp_path):
     log = open_log(tmp_path / "log")
     log_step(log, 0)
     (tmp_path / "log").rename(tmp_path / "away")
@@ -636,7 +638,7 @@ def test_log_that_returns_shorter_than_synced_is_not_written(tmp_path):
         log.commit(record_of(1, 2))
 
 
-def test_a_read_only_disk_is_reported_with_its_remedy(tmp_path, monkeypatch):
+def test_read_only_disk_is_reported_with_its_remedy(tmp_path, monkeypatch):
     log = open_log(tmp_path)
 
     def refuse(*_):
@@ -647,7 +649,7 @@ def test_a_read_only_disk_is_reported_with_its_remedy(tmp_path, monkeypatch):
         log_step(log, 0)
 
 
-def test_older_records_call_the_term_epoch():
+def test_records_with_the_older_key_epoch_are_read():
     commit = record_of(0, 1, term=3)
     older_commit = {**commit.model_dump(), "commit": with_epoch(commit.commit.model_dump())}
     header = SegmentHeader(

@@ -90,11 +90,11 @@ def test_missed_updates_are_restored_and_sent_to_workers(tmp_path):
     assert {"missed_updates/layer.0.bias", "missed_updates/head"} <= names
     loaded = load_replica(checkpoint, MANIFEST, SPEC.optimizer)
     assert loaded.state_digest() == replica.state_digest()
-    joining = trained_replica(3)
+    joiner = trained_replica(3)
     with CheckpointState(checkpoint, MANIFEST, SPEC.optimizer) as state:
         for kind, block, chunk in state.pieces():
-            joining.load_piece(kind, block, chunk, state.read(StatePiece(kind, block, chunk)))
-    assert joining.state_digest() == replica.state_digest()
+            joiner.load_piece(kind, block, chunk, state.read(StatePiece(kind, block, chunk)))
+    assert joiner.state_digest() == replica.state_digest()
 
 
 def test_parameters_have_the_layout_and_the_names_of_the_result(tmp_path):
@@ -146,14 +146,14 @@ def json_equal(file, original):
         return False
 
 
-def test_a_missing_file_is_found(tmp_path):
+def test_missing_file_is_found(tmp_path):
     path = write(tmp_path, 2).path
     (path / "optimizer.safetensors").unlink()
     with pytest.raises(StorageDamaged, match="missing"):
         find_checkpoint(tmp_path, 2, RUN_ID, MANIFEST)
 
 
-def test_a_state_with_another_digest_is_refused(tmp_path):
+def test_state_with_another_digest_is_refused(tmp_path):
     checkpoint = write(tmp_path, 2)
     other = checkpoint.info.model_copy(update={"state_digest": "0" * 64})
     with pytest.raises(StorageDamaged, match="digest"):
@@ -173,8 +173,8 @@ CALLS = ("fsync", "replace", "rename", "mkdir")
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_crash_at_any_call_leaves_the_old_checkpoint_or_the_new(tmp_path, monkeypatch, call):
-    """Each call in turn is the last one of the process."""
+def test_crash_at_any_call_leaves_the_old_checkpoint_or_the_new(tmp_path, monkeypatch, call):
+    """The process ends at the first call, then at the second, and so on."""
 
     class Crash(BaseException):
         pass
@@ -186,7 +186,7 @@ def test_a_crash_at_any_call_leaves_the_old_checkpoint_or_the_new(tmp_path, monk
         write(root, 1)
         calls_left = [number]
 
-        def counted(real, calls_left=calls_left):
+        def crash_at_last(real, calls_left=calls_left):
             def work(*arguments, **keywords):
                 calls_left[0] -= 1
                 if calls_left[0] == 0:
@@ -196,7 +196,7 @@ def test_a_crash_at_any_call_leaves_the_old_checkpoint_or_the_new(tmp_path, monk
             return work
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, call, counted(getattr(os, call)))
+            patch.setattr(os, call, crash_at_last(getattr(os, call)))
             try:
                 write(root, 2)
             except Crash:
@@ -225,7 +225,7 @@ def test_full_disk_leaves_everything_unchanged(tmp_path):
                     break
         free_bytes = 0
         refusals = []
-        # From no space to enough.
+        # Add space until the checkpoint fits.
         while True:
             try:
                 write(root, 2)
@@ -251,7 +251,7 @@ def steps_after_pruning(root, **retention):
     return pruned
 
 
-def test_last_few_checkpoints_are_kept(tmp_path):
+def test_last_checkpoints_are_kept(tmp_path):
     for step in range(1, 6):
         write(tmp_path, step)
     pruned = steps_after_pruning(tmp_path, keep_last=2)
@@ -324,7 +324,7 @@ def test_metrics_of_another_state_are_not_kept_with_a_checkpoint(tmp_path):
         read_metrics(tmp_path, 3)
 
 
-def test_a_metric_with_a_flipped_bit_is_reported_and_its_checkpoint_kept(tmp_path):
+def test_metric_with_a_flipped_bit_is_reported_and_its_checkpoint_kept(tmp_path):
     for step, figure in ((1, 0.5), (2, 0.9), (3, 0.1)):
         digest = write(tmp_path, step).info.state_digest
         write_metrics(tmp_path, step, digest, {"accuracy": figure})

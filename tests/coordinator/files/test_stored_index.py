@@ -26,11 +26,11 @@ def file_index(tmp_path, monkeypatch):
 def test_stored_index_is_read_from_any_directory(tmp_path, file_index, monkeypatch):
     write_index(tmp_path / "files.json", file_index)
     monkeypatch.chdir(tmp_path)
-    repeat = read_or_build_index(tmp_path / "files.json", SPEC)
-    assert repeat == file_index
+    stored = read_or_build_index(tmp_path / "files.json", SPEC)
+    assert stored == file_index
 
 
-def test_files_are_not_read_again(tmp_path, file_index):
+def test_files_of_a_stored_index_are_not_read_again(tmp_path, file_index):
     write_index(tmp_path / "files.json", file_index)
     (tmp_path / "start/texts/größe.txt").unlink()
     assert read_or_build_index(tmp_path / "files.json", SPEC) == file_index
