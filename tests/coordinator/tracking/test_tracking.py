@@ -103,7 +103,7 @@ def logged_by_wandb(directory: Path) -> list[tuple[int, float]]:
 
 
 def leveldb_records(content: bytes, position: int) -> Iterator[bytes]:
-    """Yield records: each is complete (1), or split into first (2), middle (3) and last (4) parts."""
+    """Yield records; kind 1 is a complete record, 2, 3 and 4 its first, middle and last part."""
     parts = b""
     while len(content) - position > 7:
         if 32_768 - position % 32_768 < 7:

@@ -260,7 +260,7 @@ def test_any_assignment_and_interleaving_gives_the_same_bits(data):
 @given(st.data())
 @settings(max_examples=100)
 def test_worker_losses_within_the_step_change_no_bit(data):
-    """Workers deliver parts of subtrees and are lost; the missing subtrees are split and reassigned."""
+    """Workers are lost within subtrees; the missing subtrees are split and reassigned."""
     microbatches = data.draw(st.integers(1, 9))
     exchange = data.draw(EXCHANGES)
     round_ = Round(BLOCKS, microbatches, 1, 0, 0, exchange=exchange.codecs)

@@ -25,7 +25,7 @@ def ready(state="0", signature="1", run_id="run"):
     )  # fmt: skip
 
 
-def admission(exactness="require", **members):
+def make_admission(exactness="require", **members):
     membership = Membership()
     for name, state in members.items():
         membership.add(name).become_ready(ready(state))
@@ -36,7 +36,7 @@ def admission(exactness="require", **members):
 
 @pytest.mark.parametrize("exactness", ["require", "prefer"])
 def test_worker_like_the_first_is_admitted(exactness):
-    assert admission(exactness)[0].find_refusal(MANIFEST, ready()) == ""
+    assert make_admission(exactness)[0].find_refusal(MANIFEST, ready()) == ""
 
 
 @pytest.mark.parametrize("exactness", ["require", "prefer"])
@@ -51,12 +51,12 @@ def test_worker_like_the_first_is_admitted(exactness):
 )
 def test_refusal_names_the_difference_of_manifests(exactness, change, difference):
     other = MANIFEST.model_copy(update=change)
-    refusal = admission(exactness)[0].find_refusal(other, ready())
+    refusal = make_admission(exactness)[0].find_refusal(other, ready())
     assert f"expected the same {difference}" in refusal or difference in refusal
 
 
 def test_other_numerics_are_refused_only_if_exactness_is_required():
-    exact, mixed = admission("require")[0], admission("prefer")[0]
+    exact, mixed = make_admission("require")[0], make_admission("prefer")[0]
     assert "two threads" in exact.find_refusal(MANIFEST, ready(signature="2"))
     assert "initial weights" in exact.find_refusal(MANIFEST, ready(state="2"))
     assert mixed.find_refusal(MANIFEST, ready("2", "2")) == ""
@@ -67,7 +67,7 @@ def requested_worker(actions):
 
 
 def test_state_is_requested_from_the_next_worker_after_a_loss():
-    admission, members = admission("prefer", ann="2", bob="0", cem="0")
+    admission, members = make_admission("prefer", ann="2", bob="0", cem="0")
     assert requested_worker(admission.request_state()) == ["bob"]
     assert admission.request_state() == []
     members.remove("ann")
@@ -84,7 +84,7 @@ def test_state_is_requested_from_the_next_worker_after_a_loss():
 
 
 def test_workers_with_the_loaded_state_become_active_at_once():
-    admission, members = admission("prefer", ann="2", bob="0")
+    admission, members = make_admission("prefer", ann="2", bob="0")
     members.add("preparing")
     admission.request_state()
     admission.accept_upload(admission.upload, "0" * 64)
@@ -94,7 +94,7 @@ def test_workers_with_the_loaded_state_become_active_at_once():
 
 
 def test_messages_before_ready_belong_to_an_earlier_run():
-    _, members = admission(ann="0")
+    _, members = make_admission(ann="0")
     new_member, ready_member = members.add("fresh"), members.get("ann")
     assert ready_member is not None
     step_applied = StepApplied(term=1, step=3, state_digest="0" * 64)
@@ -115,7 +115,7 @@ def chunk(*, last=False, **changes):
 
 
 def test_only_the_requested_upload_fills_the_replica():
-    admission, members = admission("prefer", ann="0", bob="0")
+    admission, members = make_admission("prefer", ann="0", bob="0")
     with pytest.raises(OutOfOrder, match="not requested"):
         admission.take_state_chunk("ann", *chunk())
     admission.request_state()
@@ -136,14 +136,14 @@ def test_only_the_requested_upload_fills_the_replica():
 
 @pytest.mark.parametrize("change", [{"kind": "first_moment"}, {"step": 1}, {"optimizer_step": 1}])
 def test_state_0_has_only_parameters(change):
-    admission, _ = admission("prefer", ann="0")
+    admission, _ = make_admission("prefer", ann="0")
     admission.request_state()
     with pytest.raises(OutOfOrder, match="expected the parameters of step 0"):
         admission.take_state_chunk("ann", *chunk(**change))
 
 
 def test_state_that_differs_from_its_digest_is_refused():
-    admission, members = admission("prefer", ann="0", bob="0")
+    admission, members = make_admission("prefer", ann="0", bob="0")
     admission.request_state()
     report, dismiss = admission.accept_upload(1, "2" * 64)
     assert report.event.worker == dismiss.worker == "ann"
