@@ -1,4 +1,4 @@
-"""Which checkpoints are due, being written, and durable. Pure."""
+"""Track the checkpoints that are due, being written, and durable. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from protocol.spec.sections.checkpoint import CheckpointSpec
 
 
 class CheckpointSchedule:
-    """The checkpoints of one run, as far as the run's decisions depend on them.
+    """The checkpoints of one run on which its decisions depend.
 
     Attributes:
         saved_step: Step of the newest durable checkpoint; None before the first.

@@ -79,7 +79,7 @@ class Evaluations:
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether the newest state is evaluated, as far as it can be."""
+        """Whether the newest state is evaluated, or the run has nothing to evaluate."""
         return self._evaluated_step == self._progress.step or not self._manifest.evaluation_parts
 
     # Evaluation by the workers that train.
@@ -109,11 +109,11 @@ class Evaluations:
         state."""
         earlier_names = set(self._members.names(MemberState.ACTIVE))
         actions = self._progress.tick(now_ms)
-        passed_names = earlier_names.difference(self._members.names(MemberState.ACTIVE))
-        for worker in passed_names:
+        late_names = earlier_names.difference(self._members.names(MemberState.ACTIVE))
+        for worker in late_names:
             self._current_evaluation.lose(worker, is_proven=False)
         self._current_evaluation.tick(now_ms)
-        if self._current_evaluation.disown_late() or passed_names:
+        if self._current_evaluation.disown_late() or late_names:
             actions += self.plan()
         return actions
 
@@ -508,12 +508,12 @@ class Stopping:
         if since < self._spec.patience:
             return ""
         value = self._values.get(best, math.nan)
-        was_best = f"stopped early: {self._spec.figure} was best after {best} steps ({value:.6g})"
+        summary = f"stopped early: {self._spec.figure} was best after {best} steps ({value:.6g})"
         if self._spec.baseline == "best":
             return (
-                f"{was_best}; no improvement above {self._spec.min_delta:g} in {since} evaluations"
+                f"{summary}; no improvement above {self._spec.min_delta:g} in {since} evaluations"
             )
-        return f"{was_best}, with no improvement in {since} evaluations since"
+        return f"{summary}, with no improvement in {since} evaluations since"
 
     def is_best(self, step: int) -> bool:
         """Whether the state after `step` steps is the best so far."""

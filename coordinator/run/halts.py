@@ -1,4 +1,4 @@
-"""Halts: how they are announced, and what remains to be done when the run continues. Pure."""
+"""Halts: their announcement, and the work that remains when the run continues. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Failures:
         return ""
 
     def clear(self) -> None:
-        """Forget all failures: the step is over, or restarts."""
+        """Forget all failures: the step is committed, or the run halts because of them."""
         self._microbatches.clear()
 
 
@@ -53,7 +53,8 @@ class Halts:
     Attributes:
         mismatched: Workers whose state differs from the run's; reseeded when the run continues.
         skip_requested: Whether the operator wants the halted step skipped.
-        commit_pending: Whether a commit became durable during the halt, and its consequences wait.
+        commit_pending: Whether a commit became durable during the halt; the run then plans the next
+            step when it continues.
         failures: Workers that failed in this step.
     """
 

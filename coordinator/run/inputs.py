@@ -1,7 +1,7 @@
-"""What goes into a run: one frozen record for each kind of input. Pure.
+"""The inputs of a run: one frozen record for each kind. Pure.
 
-`Run.step` takes one and returns actions. Time and the results of actions are inputs too, so a run
-reads no clock and waits for no disk.
+`Run.step` takes an input and returns actions. Time and the results of actions are inputs
+too, so a run reads no clock and waits for no disk.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WorkerMessage:
     Attributes:
         worker: The worker's name.
         message: The message.
-        body: float32 values of a gradient or of state, the uint8 bytes of a stored piece, or a
+        body: float32 values of a gradient or of state, the uint8 bytes of a stored chunk, or a
             JSON document.
     """
 
@@ -107,7 +107,7 @@ class ReplicaApplied:
     Attributes:
         step: Number of applied steps.
         digest: Digest of the state after them.
-        not_finite: Where that state has a non-finite value; empty if all values are finite.
+        not_finite: Location of a non-finite value in that state; empty if all values are finite.
     """
 
     step: int
@@ -181,7 +181,7 @@ class ResultNotWritten:
     reason: str
 
 
-# From an operator, or from the service in an operator's place.
+# From an operator, or from the service on an operator's behalf.
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,11 +72,11 @@ def subtrees_for(division: Shares) -> dict[str, tuple[Subtree, ...]]:
     The largest share starts at 0, where the tree's largest subtrees lie: few subtrees, few uploads.
     """
     microbatches = sum(division.values())
-    at = 0
+    start = 0
     shares: dict[str, tuple[Subtree, ...]] = {}
     for name, count in sorted(division.items(), key=lambda item: (-item[1], item[0])):
-        shares[name] = cover(range(at, at + count), microbatches)
-        at += count
+        shares[name] = cover(range(start, start + count), microbatches)
+        start += count
     return shares
 
 
@@ -86,11 +86,11 @@ def spread(
     """Divide the unfinished subtrees of a lost or late worker among others, by speed."""
     leaves = [leaf for subtree in subtrees for leaf in range(subtree.lo, subtree.hi)]
     shares: dict[str, tuple[Subtree, ...]] = {}
-    at = 0
+    start = 0
     for name, count in divide(len(leaves), speeds).items():
         if count:
-            shares[name] = cover(leaves[at : at + count], microbatches)
-            at += count
+            shares[name] = cover(leaves[start : start + count], microbatches)
+            start += count
     return shares
 
 

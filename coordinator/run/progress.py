@@ -86,7 +86,7 @@ from protocol.wire.peers import Traffic, parse
 
 _NO_AVERAGES: Final = "0" * 64
 _DEMOTED_STEPS: Final = 16
-"""For this many steps an owner that was too slow owns nothing."""
+"""Number of steps for which an owner that was too slow owns no chunks."""
 PeerMessage = AveragedGradient | ChunkReduced | SumsArrived
 _MAX_SUBTREES: Final = 64
 """Most subtrees in one message."""
@@ -266,7 +266,7 @@ class Progress:
         return min(steps, self._order.steps_per_epoch)
 
     def microbatches(self, step: int) -> int:
-        """How many microbatches a step has."""
+        """Return the number of microbatches of a step."""
         return self._order.microbatch_count(step)
 
     @property
@@ -326,17 +326,19 @@ class Progress:
             clipped=self._clipped,
         )
         has_changed = number != self.mesh.number or earlier_table != table
-        owned = [Report(self._ownership_report())] if has_changed else []
-        return self._begin_round(self.round, owned, "step")
+        owner_reports = [Report(self._ownership_report())] if has_changed else []
+        return self._begin_round(self.round, owner_reports, "step")
 
-    def _begin_round(self, round_: Round, owned: list[Report], cause: Cause) -> list[Action]:
+    def _begin_round(
+        self, round_: Round, owner_reports: list[Report], cause: Cause
+    ) -> list[Action]:
         speeds = self._members.speeds()
-        leaving = self.release()
+        dismissals = self.release()
         if not speeds or self.was_skipped:
-            return leaving
+            return dismissals
         self.division = self._divide(round_.microbatches, speeds)
         actions = self._assign(round_, subtrees_for(self.division), cause)
-        return [*leaving, *owned, *actions, *self._assign_double(round_, list(speeds))]
+        return [*dismissals, *owner_reports, *actions, *self._assign_double(round_, list(speeds))]
 
     @property
     def _may_be_sharded(self) -> bool:
@@ -411,11 +413,11 @@ class Progress:
         if round_.is_tainted:  # a term that was added to a sum cannot be subtracted again
             self.attempt += 1
             return [Report(StepRestarted(**self.step_id())), *self.begin()]
-        owned = self._reassign_chunks(round_)
+        owner_actions = self._reassign_chunks(round_)
         speeds = self._members.speeds()
         orphans = round_.unassigned()
         if not speeds or not orphans:
-            return owned
+            return owner_actions
         if not round_.has_begun:  # no worker was active when the step began
             cause: Cause = "embeddings" if round_.embedding_layout else "step"
             actions = self._spread(round_, orphans, speeds, cause)
@@ -424,7 +426,7 @@ class Progress:
         if round_.has_inner_phases:  # an inner phase is a whole share: assign it to an idle worker
             idle_speeds = {name: ms for name, ms in speeds.items() if not round_.pending(name)}
             speeds = idle_speeds or speeds
-        return [*owned, *self._spread(round_, orphans, speeds, "reassigned"), Report(event)]
+        return [*owner_actions, *self._spread(round_, orphans, speeds, "reassigned"), Report(event)]
 
     def _reassign_chunks(self, round_: Round) -> list[Action]:
         """Give the chunks of lost owners to the remaining ones, or to the coordinator."""
@@ -477,7 +479,8 @@ class Progress:
         """Send subtrees to workers: in a first plan of this step, or in addition to it."""
         self._note_numerics_profiles()
         if self._spec.replicas is not None:
-            # Each replica's difference is encoded separately: a sum of two needs another codec.
+            # Each replica's difference is encoded separately; a sum of two would need another
+            # codec.
             subtrees = {
                 name: tuple(leaves_of(worker_subtrees))
                 for name, worker_subtrees in subtrees.items()
@@ -564,12 +567,12 @@ class Progress:
             return []
         self._owner_lease.tick(now_ms)
         round_ = self.round
-        speculated = [] if round_ is None else self._speculate(round_)
+        speculative_actions = [] if round_ is None else self._speculate(round_)
         late_actions = self._pass_over_late_workers()
         owner_actions = (
             self._demote_late_owner(round_) if round_ is not None and round_ is self.round else []
         )
-        return [*late_actions, *speculated, *owner_actions]
+        return [*late_actions, *speculative_actions, *owner_actions]
 
     def _pass_over_late_workers(self) -> list[Action]:
         """Continue without workers that do not answer; they take part again once they answer."""
@@ -603,12 +606,12 @@ class Progress:
         """
         late_members = self._stragglers.find_late_workers(round_)
         names = [member.name for member in late_members]
-        cancelled = self.cancel_surplus(round_) if round_.forgo_double(names) else []
+        cancellations = self.cancel_surplus(round_) if round_.forgo_double(names) else []
         others = {name: ms for name, ms in self._members.speeds().items() if name not in names}
         if not late_members or not others:
-            return [*cancelled]
+            return [*cancellations]
         reports = [
-            *cancelled,
+            *cancellations,
             *self._stragglers.report_late_workers(late_members, self.step, "gradients"),
         ]
         speeds = {name: speed for name, speed in others.items() if not round_.pending(name)}
@@ -816,7 +819,8 @@ class Progress:
             return MessageEffect(fault=outcome)
         if isinstance(outcome, Send):
             return MessageEffect([outcome], may_complete=False)
-        credit = self.grant_credit(round_)  # before an average: it is short, and waited for
+        # Before the average: the message is short, and workers wait for it.
+        credit = self.grant_credit(round_)
         actions: list[Action] = [] if outcome is None else [outcome, *round_.summarize()]
         return MessageEffect(credit + actions + self.release())
 
@@ -825,8 +829,8 @@ class Progress:
         round_ = self._round_of(incoming)
         if round_ is None:
             return _NO_PROGRESS
-        differing = round_.take_side_output(incoming.member.name, incoming.message, incoming.values)
-        return MessageEffect(fault=differing, may_complete=False)
+        fault = round_.take_side_output(incoming.member.name, incoming.message, incoming.values)
+        return MessageEffect(fault=fault, may_complete=False)
 
     def on_inner_phase(
         self, incoming: FromMember[InnerPhaseProgress | InnerCheckpointChunk | InnerStateRequest]

@@ -4,8 +4,8 @@
 It is pure: time and the results of actions come back as inputs.
 
 The state is a phase and four parts: `Progress` has the steps and the exchange of the step in
-progress, `Admission` the conditions for workers, `Evaluations` the evaluations, `Halts` what
-remains to be done after a halt. Only this file changes the phase. Between two inputs:
+progress, `Admission` the conditions for workers, `Evaluations` the evaluations, `Halts` the
+work that remains after a halt. Only this file changes the phase. Between two inputs:
 
 - WAITING: no worker computes; each member is IDLE, PREPARING or READY. Manifest and parts exist
   once the first worker is ready, or from the beginning after a restart. There is no round.
@@ -15,8 +15,8 @@ remains to be done after a halt. Only this file changes the phase. Between two i
   written.
 - HALTED: `reason` says why. No step is planned, and no commit begins; one that was being written
   still becomes durable. An interrupted round or evaluation stays, and starts over afterwards.
-- OVER: `outcome` is set, and no message changes anything. Only a failed write of the result leads
-  out: then the run was not over, and halts.
+- OVER: `outcome` is set, and no message changes anything. Only a failed write of the result ends
+  this phase: the run then halts.
 
 The table at the end of `Run` has a row for each class of `Input` and for each message that a member
 may send, with a handler for each phase. The handler acts, ignores the input, or raises OutOfOrder
@@ -141,7 +141,7 @@ I = TypeVar("I")  # noqa: E741 -- an input
 
 
 class RunPhase(Enum):
-    """The phases of a run; the module's docstring says what holds in each."""
+    """The phases of a run; the docstring of the module describes them."""
 
     WAITING = "waiting"
     TRAINING = "training"
@@ -201,7 +201,7 @@ class Run:
         reason: The reason for the phase; empty while the run trains.
         members: The workers that take part.
         settled: Manifest and parts, once they exist.
-        checkpoints: Which checkpoints are due, being written, and durable.
+        checkpoints: The checkpoints that are due, being written, and durable.
         blobs: Digest of the list of files that workers may request, if there are any.
         outcome: Outcome of a run that is over.
 
@@ -210,7 +210,7 @@ class Run:
         spec: The run spec.
         term: Term of the coordinator.
         expect_workers: How many workers must be ready before the start.
-        resumption: Where a restart continues; None for a new run.
+        resumption: The point from which a restart continues; None for a new run.
         secret: Secret from which the keys of members that exchange chunks are derived; empty:
             members exchange none.
         allocate: Returns an array for averages with the given number of elements.
@@ -315,7 +315,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """The number of steps, as far as it is known."""
+        """The number of steps; before the manifest is settled, that of the run spec."""
         return self.settled.progress.steps if self.settled is not None else self.spec.steps
 
     @property
@@ -354,8 +354,8 @@ class Run:
     def _receive(self, incoming: WorkerMessage) -> list[Action]:
         message, member = incoming.message, self.members.get(incoming.worker)
         if member is None:  # not part of the run: it may leave at once
-            leaves = isinstance(message, Drain)
-            return [Dismiss(incoming.worker, "drained", ExitCode.OK)] if leaves else []
+            is_leaving = isinstance(message, Drain)
+            return [Dismiss(incoming.worker, "drained", ExitCode.OK)] if is_leaving else []
         is_over = self.phase is RunPhase.OVER and not isinstance(message, Drain)
         if is_over or is_stale(member, message, self.run_id):
             return []
@@ -472,7 +472,7 @@ class Run:
         return ""
 
     def _report_capture_size(self) -> list[Action]:
-        """Report how large a capture is going to be."""
+        """Report the expected size of a capture."""
         layout, progress = self._parts.manifest.capture, self._parts.progress
         if layout is None:
             return []
@@ -780,22 +780,22 @@ class Run:
         evaluations = self._parts.evaluations
         self._parts.progress.agreement.take_replica_answer(replica.step, replica.digest)
         evaluations.evaluators.take_replica_answer(replica.step, replica.digest)
-        halted: list[Action] = []
+        halt_actions: list[Action] = []
         if replica.not_finite:
-            halted = self._halt(
+            halt_actions = self._halt(
                 f"the update of step {replica.step - 1} produced a non-finite value: "
                 f"{replica.not_finite}; resume from an earlier checkpoint (--from-step N) with a "
                 "lower learning rate"
             )
-        return halted + self._judge(replica.step) + evaluations.end_in_parallel()
+        return halt_actions + self._judge(replica.step) + evaluations.end_in_parallel()
 
     def _judge(self, step: int) -> list[Action]:
         """Compare the digests of a step with the replica's, once the replica's is known."""
         agreement = self._parts.progress.agreement
-        agreeing, differing = agreement.judge(step)
+        agreeing_workers, differing_workers = agreement.judge(step)
         actions: list[Action] = []
         mismatched = []
-        for name in differing:
+        for name in differing_workers:
             member = self.members.get(name)
             if member is not None and member.evaluates:
                 actions += self._parts.evaluations.refuse_evaluator(name, step)
@@ -807,7 +807,7 @@ class Run:
             actions += self._halt(
                 f"the state of worker {names} after {step} steps differs from the coordinator's"
             )
-        for name in agreeing:
+        for name in agreeing_workers:
             actions += self._confirm_state(self.members.get(name), step)
         return actions + self._advance()
 

@@ -1,5 +1,5 @@
-"""Which machine averages which chunk: the coordinator all chunks (a star), or workers that reach
-each other.
+"""Choose the machine that averages each chunk: the coordinator for all chunks (a star), or workers
+that reach each other.
 
 Pure. Workers report where they listen, then which peers they reach; the table of owners depends on
 these reports and on the computing workers. All members of a table reach each other in both
@@ -35,7 +35,7 @@ fast."""
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Where a member listens; port 0: it does not listen."""
+    """The port at which a member listens (0 if it does not), and its fingerprint."""
 
     port: int
     fingerprint: str
@@ -180,7 +180,7 @@ class Mesh:
             0.0 if self._demoted_until.get(name, 0) > step else share
             for name, share in zip(members, shares, strict=True)
         ]
-        # The other members may have slow links and so no share: somebody must own the chunks.
+        # If the other members have no share because of slow links, keep the late owners.
         if any(shares_without_late):
             shares = shares_without_late
         self.reason = self._reason_for_star(members, speeds, shares, active)

@@ -1,6 +1,6 @@
 """One attempt at one step: payloads in, averaged blocks out.
 
-Pure: no clock, socket, file or randomness. Arrival order cannot change a bit of what comes out:
+Pure: no clock, socket, file or randomness. Arrival order cannot change a bit of the averages:
 each chunk of each block has its own sum along the tree, float addition is commutative, and the
 tree fixes both operands of each addition. So a subtree may arrive twice, from several workers, or
 as part of a larger subtree that arrives later; a sum that already covers it does not change.
@@ -86,7 +86,7 @@ def summary_of(block: Block, average: Array, clipped: ClippedGroups = _NO_GROUPS
 
 @dataclass(slots=True)
 class Share:
-    """The work of one worker in this round, and which results are still outstanding.
+    """The work of one worker in this round, and its outstanding results.
 
     Attributes:
         subtrees: All subtrees assigned to the worker.
@@ -184,7 +184,7 @@ class Round:
         self._average_of = _averages_by_chunk(blocks, self.averages, self._grid)
         numbered_table = numbered_table or (0, OwnerTable.star(self._grid.count))
         self._own_chunks = numbered_table[1].owned_by(COORDINATOR)
-        # Block 0 first: its sums arrive last, so they usually show what is missing overall.
+        # Block 0 first: its sums arrive last, so they usually show the missing subtrees.
         first = sorted(self._own_chunks, reverse=True)
         self._reducer = Reducer(microbatches, exchange, first, self._average_of)
         self.peers = PeerSums(self._grid, microbatches, numbered_table, self._average_of)
@@ -223,7 +223,7 @@ class Round:
 
     def _extend_windows(self, parts: int) -> list[str]:
         """Raise limits that can grow by at least 1 / `parts` of the window; return the workers."""
-        raised: list[str] = []
+        raised_workers: list[str] = []
         self._count_summed_chunks()
         upload_limit = self._memory_limit()
         # With many workers most may already send everything: skip them cheaply.
@@ -231,7 +231,7 @@ class Round:
             (worker, s) for worker, s in self.shares.items() if s.uploads < upload_limit
         ]
         if not waiting_shares:
-            return raised
+            return raised_workers
         last = self._slowest(share for share in self.shares.values() if not share.is_local)
         for worker, share in waiting_shares:
             own_uploads = self._slowest([share])
@@ -239,8 +239,8 @@ class Round:
             added_uploads = new_limit - share.uploads
             if added_uploads > 0 and added_uploads * parts >= new_limit - own_uploads:
                 share.uploads = new_limit
-                raised.append(worker)
-        return sorted(raised)
+                raised_workers.append(worker)
+        return sorted(raised_workers)
 
     def _count_summed_chunks(self) -> None:
         while self._summed_chunks < self._grid.count and self._is_summed(self._summed_chunks):
@@ -527,7 +527,7 @@ class Round:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all blocks are averaged and summarized, all losses known, doubles compared."""
+        """Whether all blocks are averaged and summarized, all losses known, double checks done."""
         has_all = not any(self._outstanding_counts) and self._losses.total is not None
         return has_all and not self._summarizing and not self._awaits_double()
 
@@ -581,13 +581,13 @@ class Round:
         return cover(sorted(missing), self.microbatches)
 
     def computing_workers(self) -> list[str]:
-        """Return the workers that owe a loss, so are still computing."""
+        """Return the workers that still compute, because their loss is outstanding."""
         loss = 1 << self._loss_bit
         return [n for n, share in self.shares.items() if any(b & loss for b in share.owed.values())]
 
     def unassigned(self, ignoring: Collection[str] = ()) -> tuple[Subtree, ...]:
-        """Return the missing microbatches that no worker owes, except the ignored ones, as
-        subtrees."""
+        """Return the missing microbatches that no worker owes, as subtrees; workers in `ignoring`
+        do not count."""
         assigned_leaves = {
             leaf
             for worker, share in self.shares.items()

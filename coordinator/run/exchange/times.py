@@ -1,8 +1,8 @@
-"""Expected duration of a step's exchange, as a star and sharded, and measured step times.
+"""Predicted duration of a step's exchange, in a star and sharded, and measured step times.
 
-Pure. `exchange.topology: auto` decides by both; `python -m benchmarks.planned` computes it for many
-hosts and compares it with measurements. The constants were measured (benchmarks/README.md): the
-overhead of protocols, and the processor time per byte with TLS.
+Pure. `exchange.topology: auto` decides by both; `python -m benchmarks.planned` predicts the duration
+for many hosts and compares it with measurements. The constants were measured
+(benchmarks/README.md): the overhead of protocols, and the processor time per byte with TLS.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LINK_S: Final = 0.6e-9
 _MEMBER_CORES: Final = 4
 """Cores of a member that do not compute gradients."""
 _FIXED_S: Final = 0.003
-"""Time of messages without gradients, and of wake-ups."""
+"""Time of messages without gradients, and of waking processes."""
 _WINDOW_STEPS: Final = 8
 _WINDOW_MS: Final = 5_000.0
 """Ticks, ten per second, time the steps: an error of two percent over a window."""
@@ -110,7 +110,7 @@ def sharded_s(volume: Volume, members: Sequence[MeshMember], cores: float = _MEM
 class StepTimes:
     """Measured times of steps, star and sharded, for one set of workers.
 
-    A step's time includes forward and backward, which take equally long either way.
+    A step's time includes forward and backward, which take equally long in both topologies.
     """
 
     def __init__(self) -> None:

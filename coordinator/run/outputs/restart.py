@@ -1,4 +1,4 @@
-"""Records and values with which a restarted coordinator continues a run."""
+"""Records from which a restarted coordinator continues a run."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class AdmissionRecord(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """Where a restarted coordinator continues.
+    """The point from which a restarted coordinator continues.
 
     Attributes:
         manifest: The run's manifest.

@@ -24,7 +24,7 @@ Bytes = NDArray[np.uint8]
 
 
 class SideOutputs:
-    """Collects the pieces of each microbatch; of each piece, the first copy counts.
+    """Collects the pieces of each microbatch; the first copy of a piece counts.
 
     Args:
         sizes: Size of each microbatch's side output, in bytes.

@@ -1,4 +1,4 @@
-"""How workers are admitted to a run: the conditions, refusals, and the initial state.
+"""Admission of workers to a run: conditions, refusals, and the initial state.
 
 Pure. The first ready worker settles manifest, numerics profile and initial state. One worker
 uploads state 0, chunk by chunk, to the coordinator's replica, which seeds every worker that starts
@@ -158,8 +158,10 @@ class Admission:
 
     def _request_from(self, ready_names: list[str]) -> list[Action]:
         # Prefer a worker with the first worker's initial state: most workers then have it too.
-        same_start = {member.name for member in self._members if self.has_initial_state(member)}
-        worker = next((name for name in ready_names if name in same_start), ready_names[0])
+        same_state_names = {
+            member.name for member in self._members if self.has_initial_state(member)
+        }
+        worker = next((name for name in ready_names if name in same_state_names), ready_names[0])
         self.uploader, self._is_upload_complete = worker, False
         # The replica may still be receiving an earlier upload, whose digest is not this one's.
         self.upload += 1
@@ -214,7 +216,8 @@ class Admission:
             reason = "the state that the worker sent does not match the digest that it announced"
             return refuse(sender.name, reason)
         self.has_state = True
-        # The uploader's start may differ from the first worker's, if all that shared it have left.
+        # The uploader's initial state may differ from the first worker's: the workers with the
+        # first worker's state may have left.
         self._initial_digest = digest
         return []
 
@@ -239,7 +242,7 @@ class Admission:
             if member.state is not MemberState.READY:
                 continue
             if self.has_initial_state(member):
-                # The worker already has the same bits: nothing to send, however large the model.
+                # The worker already has the same bits, so no state is sent.
                 self._members.activate(member)
                 actions.append(Subscribe(member.name, 0))
             else:
@@ -248,7 +251,7 @@ class Admission:
         return actions
 
     def admit(self, member: Member, step: int, agreement: Agreement) -> list[Action]:
-        """Admit a ready worker to a run in progress, and send what its state lacks.
+        """Admit a ready worker to a run in progress, and send the missing steps or the whole state.
 
         Args:
             member: The worker; active afterwards if it has the state after `step` steps.

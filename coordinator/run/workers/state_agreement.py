@@ -23,7 +23,7 @@ class Agreement:
     Args:
         step: Number of steps committed so far.
         catching_up: Whether the replica has not yet applied all of these steps.
-        known_digest: Digest of the state after these steps, if it is known all the same.
+        known_digest: Digest of the state after these steps, if it is known without the replica.
         most_steps_ahead: How many steps workers may be ahead of a replica that catches up.
     """
 
@@ -77,9 +77,11 @@ class Agreement:
         self._newest = step
         self._awaited = set(workers)
         self._is_replica_awaited = True
-        for old in [s for s in (*self._replica_digests, *self._answers) if s <= step - _STEPS_KEPT]:
-            self._replica_digests.pop(old, None)
-            self._answers.pop(old, None)
+        for old_step in [
+            s for s in (*self._replica_digests, *self._answers) if s <= step - _STEPS_KEPT
+        ]:
+            self._replica_digests.pop(old_step, None)
+            self._answers.pop(old_step, None)
 
     def wait_for(self, worker: str) -> None:
         """Make the next commit wait for this worker too."""
@@ -112,7 +114,7 @@ class Agreement:
             return [], []
         answers = self._answers.pop(step, {})
         agreed = sorted(name for name, digest in answers.items() if digest == replica_digest)
-        unequal = sorted(answers.keys() - set(agreed))
+        disagreeing = sorted(answers.keys() - set(agreed))
         if step == self._newest:
             self._awaited.difference_update(agreed)
-        return agreed, unequal
+        return agreed, disagreeing

@@ -1,4 +1,4 @@
-"""Leases: how long a worker may be silent while work or an answer is due, and which are late.
+"""Leases: how long a worker may be silent while work or an answer is due, and the late workers.
 
 Pure: the time comes with `tick`. A lease depends on measurements of the worker itself; the
 constants only keep noise and slow first steps from counting as lateness.
@@ -26,7 +26,7 @@ _FIRST_LEASE_MS: Final = 5_000.0
 
 
 class Leases:
-    """The last sign of life of each worker with something due.
+    """The last sign of life of each worker that owes work or an answer.
 
     Attributes:
         now_ms: The time of the newest tick.
@@ -76,7 +76,7 @@ class Leases:
 
 
 class OwnerLease:
-    """Detects a chunk owner for which alone a step waits too long.
+    """Detects a late chunk owner: the only owner that a step still waits for.
 
     Chunks of a silent owner go to other owners, and all sums are sent again. On a slow machine or
     link this would cost even more time. So the lease depends on how long owners were silent before
@@ -135,7 +135,7 @@ class Stragglers:
         self._members = members
         self._work = Leases()
         self._shares = Leases()
-        """Leases that run from the assignment of subtrees, whatever the worker has sent since."""
+        """Leases that run from the assignment of subtrees; deliveries do not renew them."""
         self._answers = Leases()
         self._reported: set[str] = set()
 
@@ -241,10 +241,10 @@ class Stragglers:
         """
         silent_names = set(agreement.silent_workers)
         computing = [member for member in self._members if member.state in COMPUTING]
-        prompt = [member for member in computing if member.name not in silent_names]
-        if not prompt:
+        answered = [member for member in computing if member.name not in silent_names]
+        if not answered:
             return []
-        times_ms = [ms for member in prompt if (ms := member.expected_answer_ms) is not None]
+        times_ms = [ms for member in answered if (ms := member.expected_answer_ms) is not None]
         late_members = []
         for member in computing:
             expected_ms = member.expected_answer_ms
@@ -260,6 +260,6 @@ class Stragglers:
 
     def report_late_workers(self, late: list[Member], step: int, due_item: str) -> list[Report]:
         """Report each late worker once in a step."""
-        new = [member.name for member in late if member.name not in self._reported]
-        self._reported.update(new)
-        return [Report(WorkerLate(w, step, due_item)) for w in new]
+        new_names = [member.name for member in late if member.name not in self._reported]
+        self._reported.update(new_names)
+        return [Report(WorkerLate(w, step, due_item)) for w in new_names]

@@ -129,7 +129,7 @@ class Page:
         return float({metric["name"]: metric["value"] for metric in metrics}["ThreadTime"])
 
     async def accessibility_violations(self) -> list[str]:
-        """Return axe-core accessibility_violations that are serious or worse."""
+        """Return axe-core findings that are serious or worse."""
         report = await asyncio.to_thread(axe.Axe().run, self.driver)
         violations = [v for v in report["violations"] if v["impact"] in {"serious", "critical"}]
         return [f"{v['id']}: {v['nodes'][0]['html']}" for v in violations]

@@ -1,4 +1,4 @@
-"""Data that a restarted coordinator found after a failed sync survives a power_fails failure.
+"""Data that a restarted coordinator found after a failed sync survives a power failure.
 
 The simulated disk keeps only synced data; after a failed sync, the data can be read but is lost."""
 
