@@ -20,7 +20,7 @@ from coordinator.capture.captured_files import first_lost_step
 from coordinator.disk.canonical_json import json_digest
 from coordinator.disk.directory_lock import stored_term, term_file
 from coordinator.run.outputs.side_outputs import replica_state_sizes
-from coordinator.storage.directory.journal import Verified, verify_journal
+from coordinator.storage.directory.journal import VerifiedJournal, verify_journal
 from coordinator.storage.directory.run_directory import RESULT_REMEDY, RunDirectory, StoredRun
 from coordinator.storage.file_digests import changed_files, check_journal, file_digest, known_term
 from coordinator.storage.states.checkpoint import (
@@ -79,7 +79,7 @@ class _Evidence:
     """What the checks read, and their findings."""
 
     directory: RunDirectory
-    verified: Verified
+    verified: VerifiedJournal
     history: History
     run: StoredRun
     manifest: Manifest | None

@@ -18,7 +18,7 @@ from coordinator.audit.audit import AuditResult
 from coordinator.audit.history import History, read_history
 from coordinator.audit.svg_chart import Point, line_chart
 from coordinator.run.outputs.events import Halted, ViewChanged
-from coordinator.storage.directory.journal import Entry, Verified, verify_journal
+from coordinator.storage.directory.journal import Entry, VerifiedJournal, verify_journal
 from coordinator.storage.directory.journal_records import (
     RECORDS,
     CommandReceived,
@@ -148,7 +148,7 @@ def _unit(history: History) -> list[tuple[str, object]]:
     return [("unit", unit_text(batch, None))]
 
 
-def _summary(verified: Verified, history: History) -> str:
+def _summary(verified: VerifiedJournal, history: History) -> str:
     entries = verified.entries
     end = history.end[1] if history.end is not None else None
     losses = [commit.loss for _, commit in history.commits if commit.loss is not None]

@@ -36,12 +36,11 @@ class ReplicaState(NamedTuple):
 
 
 class LockedReplica:
-    """The locked replica, which nothing changes until `release`: it needs no second copy in
-    memory."""
+    """The locked replica; nothing changes it until `release`, so readers need no copy."""
 
-    def __init__(self, replica: Replica, turn: asyncio.Lock) -> None:
+    def __init__(self, replica: Replica, lock: asyncio.Lock) -> None:
         self.replica = replica
-        self._lock: asyncio.Lock | None = turn
+        self._lock: asyncio.Lock | None = lock
 
     def __enter__(self) -> Self:
         return self

@@ -71,7 +71,7 @@ class SecretsRestored(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunAccepted(Event):
-    """A new run begins; `steps` is None if the samples decide their number."""
+    """A new run begins; `steps` is None if it follows from the number of samples."""
 
     name = "run_accepted"
     task: str

@@ -1,4 +1,4 @@
-"""The shell around one run's decisions: it executes their actions and returns the results."""
+"""The shell of one run: it executes the actions of the state machine and returns their results."""
 
 from __future__ import annotations
 
@@ -428,9 +428,9 @@ class Execution:
         request = action.message
         pieces: list[bytes] = []
         try:
-            inner, reading = await self._storage.open_replica_progress(request)
+            inner, pieces_on_disk = await self._storage.open_replica_progress(request)
             fields = request.model_dump()
-            async for piece in reading:
+            async for piece in pieces_on_disk:
                 for earlier_piece in pieces:
                     await self._send_inner_state(
                         action.worker, fields, inner, earlier_piece, last=False
@@ -478,13 +478,13 @@ class Execution:
 
     async def _apply(self, action: ApplyStep) -> None:
         start = now_us()
-        applied = await self._replica.apply(action.averages, action.scalars)
+        state = await self._replica.apply(action.averages, action.scalars)
         if self._tracer is not None:
             self._tracer.span("apply step", "replica", start, step=action.step)
-        self.applied = applied
-        self._subscribers.forget_before(applied.step)
+        self.applied = state
+        self._subscribers.forget_before(state.step)
         self._wake_joiners()
-        self._step(inputs.ReplicaApplied(applied.step, applied.state_digest, applied.not_finite))
+        self._step(inputs.ReplicaApplied(state.step, state.state_digest, state.not_finite))
 
     async def _save(self, step: int) -> None:
         """Write a checkpoint; the log begins a new segment there."""
@@ -546,11 +546,11 @@ class Execution:
 
     # Workers that lack the run's state.
 
-    def _send_missing(self, worker: str, missed: Replay | None) -> None:
+    def _send_missing(self, worker: str, replay: Replay | None) -> None:
         """Send a worker missed steps or the whole state; this replaces a running transfer."""
         self._stop_transfer(worker)
         if (session := self._sessions.get(worker)) is not None:
-            self._transfers[worker] = self._spawn(self._transfer(session, missed))
+            self._transfers[worker] = self._spawn(self._transfer(session, replay))
 
     def _stop_transfer(self, worker: str) -> None:
         if (task := self._transfers.pop(worker, None)) is not None:
@@ -560,28 +560,28 @@ class Execution:
         """Send a slow reader its data from the log instead of from memory."""
         member = self.run.members.get(worker)
         if member is not None and member.state in (MemberState.LOADING, MemberState.FOLLOWING):
-            detached = self._subscribers.detach(worker, step)
-            self._step(inputs.WorkerFellBehind(worker, detached))
+            next_step = self._subscribers.detach(worker, step)
+            self._step(inputs.WorkerFellBehind(worker, next_step))
 
-    async def _transfer(self, session: MemberSession, missed: Replay | None) -> None:
+    async def _transfer(self, session: MemberSession, replay: Replay | None) -> None:
         """Send a worker the missing state; a failed read halts the run and is retried later."""
         while not self._is_gone(session):
             try:
-                await self._transfer_once(session, missed)
+                await self._transfer_once(session, replay)
             except StorageFailed as error:
                 self._step(inputs.WriteFailed(str(error)))
                 await self._progressed.wait()
             else:
                 return
 
-    async def _transfer_once(self, session: MemberSession, missed: Replay | None) -> None:
+    async def _transfer_once(self, session: MemberSession, replay: Replay | None) -> None:
         """Send a worker the missing state, then subscribe it."""
         checkpoint: Checkpoint | None = None
         async with self._storage.joining() as hold:
             reached_step = None
-            if missed is not None and not self._is_far(missed.step):
-                hold.move_to(missed.step)
-                reached_step = await self._replay_missed(session, missed, hold)
+            if replay is not None and not self._is_far(replay.step):
+                hold.move_to(replay.step)
+                reached_step = await self._replay_missed(session, replay, hold)
             while reached_step is None and not self._is_gone(session):
                 checkpoint = await self._find_near_checkpoint(checkpoint)
                 hold.move_to(checkpoint.info.step)
@@ -609,11 +609,11 @@ class Execution:
         except SamestepError as error:
             self._emit(LogUnreadable(str(error)))
             return None
-        missed = Replay(session.name, checkpoint.info.step, None)
-        return await self._replay_missed(session, missed, hold)
+        replay = Replay(session.name, checkpoint.info.step, None)
+        return await self._replay_missed(session, replay, hold)
 
     async def _replay_missed(
-        self, session: MemberSession, missed: Replay, hold: LogHold
+        self, session: MemberSession, replay: Replay, hold: LogHold
     ) -> int | None:
         """Send a worker the steps that it missed; None if the log does not have them."""
         reached_step, problem = None, ""
@@ -622,7 +622,7 @@ class Execution:
                 session.channel,
                 self._storage,
                 self._replica.manifest,
-                missed,
+                replay,
                 self.run.term,
                 hold=hold,
             )
@@ -666,14 +666,14 @@ class Execution:
 
         Without a log the run cannot start. The sender may have left meanwhile.
         """
-        initial_digest, applied = await self._replica.state_0()
+        initial_digest, state = await self._replica.state_0()
         try:
             await self._storage.log_begun()
         except SamestepError:
             return  # `begin_log` reported it
-        actions = self.run.step(inputs.ReplicaLoaded(upload, initial_digest, applied.state_digest))
+        actions = self.run.step(inputs.ReplicaLoaded(upload, initial_digest, state.state_digest))
         if self.run.has_state and self.applied is None:
-            self.applied = applied
+            self.applied = state
         self._do(actions)
 
     async def _finish(self, action: Finish) -> None:

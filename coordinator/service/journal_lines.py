@@ -1,5 +1,5 @@
-"""The journal's record of each event: a `Record` itself, or a `Fault` for some other events.
-Pure."""
+"""Convert events to records of the journal: a `Record` is written unchanged, some other events as a
+`Fault`. Pure."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def record_of(event: Event, run: Run) -> Record | None:
             return event
         case EvaluationMissed(step, reason):
             return _fault(event, run, f"step {step}: {reason}")
-        case WorkerLate(_, step, owing):
-            return _fault(event, run, f"step {step}: {owing} overdue")
+        case WorkerLate(_, step, due_item):
+            return _fault(event, run, f"step {step}: {due_item} overdue")
         case WorkerFlapping(_, phase, count, reason, cause):
             return _fault(event, run, f"{count} times in a row while {phase}: {reason}; {cause}")
         case _:

@@ -88,7 +88,7 @@ def check_memory(
         spec: The run spec.
         manifest: The run's manifest.
         workers: Number of workers.
-        is_resumed: Whether the run is resumed, so that its run spec cannot change.
+        is_resumed: Whether the run is resumed; its run spec then cannot change.
 
     Raises:
         RunFailed: The run does not fit. The message says how much is missing, and what to set
@@ -98,7 +98,7 @@ def check_memory(
     try:
         if budget.total <= _free_bytes():
             return
-        give_back_freed_memory()  # that of an earlier run
+        give_back_freed_memory()  # the memory of an earlier run
         free = _free_bytes()
     except (OSError, ValueError):
         return  # not Linux

@@ -38,7 +38,7 @@ from protocol.spec.run_spec import RunSpec
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The point at which a run continues: its state on disk, and where its decisions start."""
+    """The point at which a run continues: its state on disk, and that of its state machine."""
 
     recovery: Recovery
     resumption: Resumption
@@ -196,7 +196,7 @@ def _check_complete(directory: RunDirectory, recovery: Recovery) -> None:
 
 
 def _resumption(recovery: Recovery, record: AdmissionRecord | None) -> Resumption:
-    """Return the point at which the run's decisions continue."""
+    """Return the point at which the run's state machine continues."""
     info = recovery.checkpoint.info
     has_digest = info.step == recovery.step and info.format == FORMAT
     needs_initial_digest = recovery.step == 0 and record is None
@@ -239,7 +239,7 @@ def _loss_scale(directory: RunDirectory, recovery: Recovery) -> float:
 
 
 def _lines_after_restart(recovery: Recovery, journal: JournalEnd, term: int) -> Iterator[Record]:
-    """Return the lines that the journal must have before the run continues.
+    """Yield the lines that the journal must have before the run continues.
 
     Args:
         recovery: The run as recovered from disk.

@@ -85,6 +85,7 @@ class Settings:
         directory: The directory in which each run has a directory; with `once`, that of the only
             run.
         once: Whether to end after the first run.
+        trace: The file for a trace; None: no trace.
         plaintext: Whether to use no TLS: members still authenticate, but anyone can read and change
             data.
         data_roots: Directories whose files submitted runs may read; empty: all files but secrets.
@@ -156,7 +157,7 @@ class Service:
         self.event_sinks: list[EventSink] = []
         self._pending = PendingConnections[MemberSession]()
         self._acceptor: ConnectionSource | None = None
-        self._lender: SegmentOwner | None = None
+        self._segment_owner: SegmentOwner | None = None
         self._timer_tasks: list[asyncio.Task[None]] = []
         self._lock: DirectoryLock | None = None
         self._running: RunInstance | None = None
@@ -189,8 +190,8 @@ class Service:
         await self._acceptor.open(option("--bind"), *self.settings.bind)
         self.address = self._acceptor.address
         if context is not None and isinstance(self._acceptor, CoordinatorAcceptor):
-            self._lender = new_segment_owner()
-            self._acceptor.open_local(self.credentials.fingerprint, self._lender)
+            self._segment_owner = new_segment_owner()
+            self._acceptor.open_local(self.credentials.fingerprint, self._segment_owner)
         self._timer_tasks = [loop.create_task(self._beat()), loop.create_task(self._tick())]
 
     async def stop(self) -> None:
@@ -219,9 +220,9 @@ class Service:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-        if self._lender is not None:
-            self._lender.close()
-            self._lender = None
+        if self._segment_owner is not None:
+            self._segment_owner.close()
+            self._segment_owner = None
         if self._tracer is not None:
             self._tracer.close()
 
@@ -472,11 +473,11 @@ class Service:
     def _allocate(self, elements: int) -> Array:
         """Return an array for averages: in shared memory, if local workers can read it and there is
         enough of it."""
-        if self._lender is not None and any(
+        if self._segment_owner is not None and any(
             session.channel.connection.memory for session in self.sessions.values()
         ):
             with suppress(SharedMemoryFull):
-                if (shared := self._lender.allocate(elements)) is not None:
+                if (shared := self._segment_owner.allocate(elements)) is not None:
                     return shared
         return new_array(elements)
 
@@ -515,8 +516,8 @@ class Service:
             return
         stored_run, term, restart = instance.stored, instance.lock.term, instance.restart
         self._running = instance
-        if self._lender is not None:
-            self._lender.trim()
+        if self._segment_owner is not None:
+            self._segment_owner.trim()
         run = Run(
             stored_run.run_id,
             stored_run.spec,

@@ -1,4 +1,4 @@
-"""Continue a run with a changed run spec: checked, written to `run.json` and the journal.
+"""Check a change of a run's spec, and write it to `run.json` and the journal.
 
 The journal announces the digest of the new `run.json` before the file is written, so a crash may
 leave the old or the new content. The journal's `SpecChanged` follows when the run continues.
@@ -116,8 +116,7 @@ class SpecChange:
 def missing_spec_change(
     directory: RunDirectory, stored_run: StoredRun, term: int, step: int
 ) -> tuple[SpecChanged, ...]:
-    """Return the line that the journal lacks if its newest spec differs from that of
-    `run.json`."""
+    """Return the line to add to the journal if its newest spec differs from that of `run.json`."""
     earlier_spec = spec_in_journal(directory.journal)
     if earlier_spec is None or earlier_spec == stored_run.document:
         return ()

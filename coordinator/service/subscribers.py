@@ -1,4 +1,4 @@
-"""Workers that have the run's state: how they get it, and the broadcasts that they receive.
+"""Broadcasts to the workers that have the run's state, and transfers to workers that join.
 
 A joining worker gets a checkpoint's state and the later steps from the log, or only the steps that
 it missed; then the broadcasts since the replica's state. No running worker is disturbed. Only the
@@ -165,7 +165,7 @@ class Subscribers:
             storage: The files of the run, with the log.
             manifest: The run's manifest, with the kind of each block.
             replay: The first step, and the digest of the state before it.
-            term: Term of the coordinator, for the messages, whichever term committed the step.
+            term: Term of the coordinator for the messages; the log may have steps of earlier terms.
             hold: The hold of the log for this worker; moved to each next step.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Copies of a run's checkpoints in other directories, and a run restored from one.
+"""Copy a run's checkpoints to other directories, and restore a run from a copy.
 
     DIRECTORY/RUN-ID/after-0000000050/   run.json, manifest.json, terms.json, journal.jsonl,
                                          checkpoints/step-0000000050/
@@ -65,7 +65,7 @@ _NAME: Final = re.compile(_PREFIX + r"(\d{10,})")
 _RESTORED_NOTE: Final = "restored from a copy: "
 """Begins the note in the journal of a restored run; on disk, so it stays as it is."""
 _ATTEMPTS: Final = 5
-"""How many times the small files are read if they change meanwhile."""
+"""Most attempts to read the small files, which may change meanwhile."""
 
 
 class RestoredCopy(NamedTuple):
@@ -122,11 +122,13 @@ class _Copy:
         return 0 < self.lines <= len(entries) and entries[self.lines - 1].hash == self.head
 
     def is_obsolete(self, entries: Sequence[Entry]) -> bool:
-        """Return whether the run was rolled back since then, to a step before the copy's."""
+        """Return whether, after the copy, the run was rolled back to an earlier step."""
         if not self.is_prefix(entries):
             return False
-        since = (entry.record for entry in entries[self.lines :])
-        return any(record.step < self.step for record in since if isinstance(record, Resumed))
+        later_records = (entry.record for entry in entries[self.lines :])
+        return any(
+            record.step < self.step for record in later_records if isinstance(record, Resumed)
+        )
 
 
 def check_directory(to: str) -> None:
@@ -266,7 +268,7 @@ def _branch(entries: Sequence[Entry]) -> str:
 
 
 def _check_rivals(copies: Iterable[_Copy], entries: Sequence[Entry], directory: Path) -> None:
-    """Check that no other coordinator continues the run from a copy: only that one may copy.
+    """Check that no other coordinator continues the run from a copy and writes copies here.
 
     Args:
         copies: The existing copies.
@@ -325,8 +327,8 @@ def restore_copy(source: Path, to: Path) -> RestoredCopy:
     """
     check_no_run(to)
     copy = RunDirectory(_newest_copy(source))
-    verified = _verify(copy)
-    summary = _summary(copy.path, verified)
+    verified_copy = _verify(copy)
+    summary = _summary(copy.path, verified_copy)
     with storage_errors("restore a run to", to):
         make_directory(to)
     _copy_tree(copy.checkpoints, RunDirectory(to).checkpoints)
@@ -334,10 +336,10 @@ def restore_copy(source: Path, to: Path) -> RestoredCopy:
     names.remove(copy.run_file.name)
     for name in names:
         replace_file(to / name, _pieces(copy.path / name))
-    _record_restoration(RunDirectory(to).journal, verified.info, summary)
+    _record_restoration(RunDirectory(to).journal, verified_copy.info, summary)
     # run.json comes last: without it there is no run yet.
     replace_file(to / copy.run_file.name, _pieces(copy.run_file))
-    return RestoredCopy(verified.info.step, summary)
+    return RestoredCopy(verified_copy.info.step, summary)
 
 
 def check_no_run(to: Path) -> None:
@@ -352,10 +354,10 @@ def check_no_run(to: Path) -> None:
         )
 
 
-def _summary(copy: Path, verified: _VerifiedCopy) -> str:
+def _summary(copy: Path, verified_copy: _VerifiedCopy) -> str:
     """Summarize for users the copy from which a run continues."""
-    notes = [f"the run continues after step {verified.info.step}"]
-    if later := verified.later:
+    notes = [f"the run continues after step {verified_copy.info.step}"]
+    if later := verified_copy.later:
         notes.append(
             f"steps {later[0].step} to {later[-1].step} were committed: they are done again"
         )
@@ -364,7 +366,7 @@ def _summary(copy: Path, verified: _VerifiedCopy) -> str:
             f"of these, {', '.join(skipped)} were skipped: whether to skip them is decided again"
         )
     notes.append(
-        f"the copy knows the run up to {verified.entries[-1].time}: no later command, such as "
+        f"the copy knows the run up to {verified_copy.entries[-1].time}: no later command, such as "
         "--from-step"
     )
     newest = _copies(copy.parent)[-1:]
@@ -429,17 +431,17 @@ def _copies(run: Path) -> list[Path]:
 def _verify(copy: RunDirectory) -> _VerifiedCopy:
     """Check that a copy is complete."""
     check_files(copy)
-    verified = verify_journal(copy.journal)
-    if verified.bad_line is not None:
-        reason = f"line {verified.bad_line} is bad: {verified.reason}; take another copy"
+    journal = verify_journal(copy.journal)
+    if journal.bad_line is not None:
+        reason = f"line {journal.bad_line} is bad: {journal.reason}; take another copy"
         raise StorageDamaged(str(copy.journal), "", reason)
     run, manifest = copy.read_run(), copy.read_manifest()
     steps = checkpoint_steps(copy.checkpoints)
-    commits = _valid_commits(verified.entries)
+    commits = _valid_commits(journal.entries)
     if run is None or manifest is None or not steps or len(commits) < steps[-1]:
         raise StorageDamaged(str(copy.path), "", "it is incomplete; take another copy")
     info = find_checkpoint(copy.checkpoints, steps[-1], run.run_id, manifest).info
-    return _VerifiedCopy(info, verified.entries, commits[info.step :])
+    return _VerifiedCopy(info, journal.entries, commits[info.step :])
 
 
 def _valid_commits(entries: Sequence[Entry]) -> list[Committed]:
@@ -454,8 +456,7 @@ def _valid_commits(entries: Sequence[Entry]) -> list[Committed]:
 
 
 def _copy_small_files(directory: RunDirectory, to: Path) -> None:
-    """Copy the small files as of one moment: restart if one is replaced while the journal is
-    read."""
+    """Copy a consistent set of the small files: start over if a file is replaced meanwhile."""
     names = [path.name for path in directory.small_files if path != directory.files_file]
     names.append(directory.journal.name)
     for attempt in range(_ATTEMPTS):

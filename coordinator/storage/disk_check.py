@@ -29,9 +29,9 @@ class DiskBudget:
 
     Attributes:
         step_bytes: Size of the log for each step.
-        steps: How many steps the log has at once, at most.
+        steps: The most steps that the log has at once.
         state_bytes: Size of a checkpoint.
-        states: How many checkpoints there are at once, at most.
+        states: The most checkpoints that exist at once.
         result_bytes: Size of the trained or captured result.
     """
 
@@ -54,14 +54,19 @@ class DiskBudget:
     @classmethod
     def of(cls, spec: RunSpec, manifest: Manifest) -> DiskBudget:
         """Compute the budget from run spec and parameter count."""
-        saving, parameter_bytes = spec.checkpoint, manifest.elements * 4
+        checkpoint_spec, parameter_bytes = spec.checkpoint, manifest.elements * 4
         steps = spec.steps_with(manifest.epoch_samples)
-        every = min(saving.every or steps, steps)
+        every = min(checkpoint_spec.every or steps, steps)
         # A checkpoint is written before another is removed; the best and the first may stay too.
-        states = 1 + saving.keep_last + (saving.metric is not None) + saving.keep_log
+        states = (
+            1
+            + checkpoint_spec.keep_last
+            + (checkpoint_spec.metric is not None)
+            + checkpoint_spec.keep_log
+        )
         return cls(
             step_bytes=parameter_bytes if spec.log == "full" else 0,
-            steps=steps if saving.keep_log else every,
+            steps=steps if checkpoint_spec.keep_log else every,
             state_bytes=parameter_bytes * state_arrays(spec.step_optimizer),
             states=min(states, 2 + (steps - 1) // every),
             result_bytes=_capture_bytes(spec, manifest)
@@ -95,7 +100,7 @@ def check_disk_space(directory: Path, spec: RunSpec, manifest: Manifest) -> None
         StorageFailed: The files do not fit. The message says what to set instead, or how much space
             to free.
     """
-    with storage_errors("look at", directory):
+    with storage_errors("read the free space of", directory):
         free_bytes = shutil.disk_usage(directory).free
     budget = DiskBudget.of(spec, manifest)
     if budget.total_bytes > free_bytes:

@@ -91,7 +91,7 @@ def check_files(directory: RunDirectory) -> None:
 
 
 def changed_files(directory: RunDirectory, recorded: FileDigests | None) -> list[tuple[Path, str]]:
-    """Return the small files that differ from the journal, each with the reason and what to do.
+    """Return the small files that differ from the journal, each with the reason and the remedy.
 
     Args:
         directory: Directory of the run.
@@ -143,12 +143,17 @@ def check_journal(directory: RunDirectory) -> None:
 
 def _changes_in_older_journal(directory: RunDirectory) -> list[tuple[Path, str]]:
     first, stored_run = first_record(directory.journal), directory.read_run()
-    settled, manifest = newest_record(directory.journal, ManifestSettled), directory.read_manifest()
+    manifest_record, manifest = (
+        newest_record(directory.journal, ManifestSettled),
+        directory.read_manifest(),
+    )
     comparisons: list[tuple[Path, object, object]] = []
     if isinstance(first, RunStarted) and stored_run is not None:
         actual = stored_run.run_id, stored_run.document
         comparisons.append((directory.run_file, actual, (first.run_id, first.spec)))
-    if settled is not None and manifest is not None:
-        comparisons.append((directory.manifest_file, manifest.digest(), settled.manifest_digest))
+    if manifest_record is not None and manifest is not None:
+        comparisons.append(
+            (directory.manifest_file, manifest.digest(), manifest_record.manifest_digest)
+        )
     reason = f"its content differs from the journal's record; {_REMEDY}"
     return [(path, reason) for path, actual, expected in comparisons if actual != expected]

@@ -46,7 +46,7 @@ class Recovery:
         losses: Mean loss of each of these steps; NaN for a skipped step.
         own_digest: Digest of the per-replica state after these steps, as in the last commit.
         index: Index of the log, including the steps before the checkpoint.
-        notes: What was cut off or skipped, for the user and the journal.
+        notes: Descriptions of data that was cut off or skipped, for the user and the journal.
     """
 
     run: StoredRun
@@ -83,12 +83,12 @@ class Recovery:
 
 
 def recover(directory: RunDirectory) -> Recovery | None:
-    """Find a run's newest state, after removing what a crash left half done.
+    """Find a run's newest state, after removing incomplete files that a crash has left.
 
     Only the holder of the directory's lock may call this: it cuts torn tails.
 
     Returns:
-        None if there is no run, or none of its states was saved yet: it starts from the beginning.
+        None if there is no run, or the run has no saved state and starts from the beginning.
 
     Raises:
         StorageDamaged: A file is damaged in a way that no crash explains; or the state before
@@ -170,7 +170,7 @@ def _note_lost_states(index: LogIndex, step: int) -> list[str]:
 def remove_later_checkpoints(directory: RunDirectory, recovery: Recovery) -> None:
     """Remove checkpoints of steps after `recovery.step`, which could not be used.
 
-    Otherwise they might later be taken for the run's.
+    Otherwise a later restart might use them.
 
     Raises:
         StorageFailed: A write failed.

@@ -1,4 +1,4 @@
-"""The files of one running run, written outside the event loop.
+"""The files of a run in progress, written outside the event loop.
 
 Each kind of file has its own thread, since their syncs are independent: the gradient log, for which
 commits wait; the journal, for which only the end waits; checkpoints, which take long; captures and
@@ -75,7 +75,7 @@ def _batch_of(items: Iterator[T], length: Callable[[T], int]) -> Iterator[T]:
 
 
 def replay_bytes(manifest: Manifest) -> int:
-    """Return how many bytes of averages are sent to a worker at most, instead of the state."""
+    """Return the most bytes of averages that are sent to a worker instead of the state."""
     return max(limits.REPLAY_BYTES, _MOST_STATE_PARTS * manifest.elements * 4)
 
 
@@ -104,7 +104,7 @@ class RunStorage:
         replica_states: The per-replica states of a run with replicas, once its manifest is known.
 
     Args:
-        directory: Directory of the run, begun, and locked by this process.
+        directory: Directory of the run, which has begun and is locked by this process.
         run_id: The run's ID.
         spec: The run spec, which sets the log's mode and which checkpoints are kept.
         term: Term of the coordinator.
@@ -136,7 +136,7 @@ class RunStorage:
         self._threads = {name: thread(name) for name in _THREADS}
         self._start: _LogStart | None = None
         self._log: GradientLog | None = None
-        self._captured: CapturedFiles | None = None
+        self._captured_files: CapturedFiles | None = None
         self.replica_states: ReplicaStates | None = None
         self._failed_attempts: dict[tuple[int, int], SamestepError] = {}
         self._unwritten: list[tuple[ChunkId, Array]] = []
@@ -151,7 +151,7 @@ class RunStorage:
         self._has_ended = False
         self._metrics: dict[int, tuple[str, dict[str, float]]] = {}
         self._holds: set[LogHold] = set()
-        self._copying: int | None = None
+        self._copied_step: int | None = None
         self._inner_checkpoint_bytes = 0
         self._inner_checkpoint_room = asyncio.Event()
         self._inner_checkpoint_room.set()
@@ -187,7 +187,7 @@ class RunStorage:
                 step=next_step, own_digest=own_digest or NOTHING_YET,
             )  # fmt: skip
         if manifest.capture is not None:
-            self._captured = CapturedFiles(
+            self._captured_files = CapturedFiles(
                 self.directory.path, manifest, self._spec, next_step, self._guard
             )
         self._spawn("log", self._open_log)
@@ -260,10 +260,10 @@ class RunStorage:
         """See `ReplicaStates.answer`; reading may raise the same errors."""
         states = self.replica_states
         assert states is not None, "a run without replicas refuses it"
-        inner, reading = await self._do("capture", lambda: states.answer(message))
+        inner, iterator = await self._do("capture", lambda: states.answer(message))
 
         async def pieces() -> AsyncIterator[bytes]:
-            while piece := await self._do("capture", lambda: next(reading, b"")):
+            while piece := await self._do("capture", lambda: next(iterator, b"")):
                 yield piece
 
         return inner, pieces()
@@ -279,10 +279,14 @@ class RunStorage:
             RunFailed: Another coordinator owns the directory now.
         """
         self._write_chunks()
-        admission, captured, states = self._admission_record, self._captured, self.replica_states
-        if captured is not None:
+        admission, captured_files, states = (
+            self._admission_record,
+            self._captured_files,
+            self.replica_states,
+        )
+        if captured_files is not None:
             step = record.commit.step
-            await self._do("capture", lambda: captured.keep(step, side_outputs))
+            await self._do("capture", lambda: captured_files.keep(step, side_outputs))
         if states is not None:
             next_step = record.commit.step + 1
             own_digest = await self._do("capture", lambda: states.keep_own(next_step, side_outputs))
@@ -295,7 +299,7 @@ class RunStorage:
             if error is not None:
                 raise error
             if admission is not None:
-                self._guard()  # do not overwrite another coordinator's
+                self._guard()  # do not overwrite another coordinator's record
                 self.directory.write_admission_record(admission)
                 if self._admission_record is admission:
                     self._admission_record = None
@@ -329,13 +333,13 @@ class RunStorage:
         Raises:
             SamestepError: The log cannot be read, or was truncated meanwhile.
         """
-        reading = read_chunks(logged_step, self._log_start.manifest.blocks)
+        iterator = read_chunks(logged_step, self._log_start.manifest.blocks)
 
-        def some() -> list[tuple[int, int, Array]]:
-            return list(_batch_of(reading, lambda chunk: chunk[2].nbytes))
+        def read_batch() -> list[tuple[int, int, Array]]:
+            return list(_batch_of(iterator, lambda chunk: chunk[2].nbytes))
 
-        while read := await self._loop.run_in_executor(None, some):
-            for chunk in read:
+        while batch := await self._loop.run_in_executor(None, read_batch):
+            for chunk in batch:
                 yield chunk
 
     async def averages_from(self) -> int:
@@ -376,7 +380,7 @@ class RunStorage:
 
     @property
     def _log_start(self) -> _LogStart:
-        assert self._start is not None, "begin_log comes before all that needs a manifest"
+        assert self._start is not None, "begin_log comes before any use of the manifest"
         return self._start
 
     def _open_log(self) -> GradientLog:
@@ -397,13 +401,13 @@ class RunStorage:
     @property
     def captures(self) -> bool:
         """Whether the result is captured logits instead of a model."""
-        return self._captured is not None
+        return self._captured_files is not None
 
     async def end_capture(self, *, is_complete: bool) -> dict[str, str]:
         """Write the files of logits; see `CapturedFiles.finish`."""
-        captured = self._captured
-        assert captured is not None
-        return await self._do("capture", lambda: captured.finish(is_complete=is_complete))
+        captured_files = self._captured_files
+        assert captured_files is not None
+        return await self._do("capture", lambda: captured_files.finish(is_complete=is_complete))
 
     # Checkpoints.
 
@@ -451,8 +455,8 @@ class RunStorage:
             step = checkpoint.info.step  # the replica may be further by now
             if (metrics := self._metrics.get(step)) is not None:
                 write_metrics(root, step, *metrics)
-            retention, copying = self._spec.checkpoint, self._copying
-            return checkpoint, prune(root, self._run_id, manifest, retention, copying).intact
+            retention, copied_step = self._spec.checkpoint, self._copied_step
+            return checkpoint, prune(root, self._run_id, manifest, retention, copied_step).intact
 
         # Before the log loses these commits, and a restart stops reading them.
         await self._do("journal", self._note_files)
@@ -492,14 +496,14 @@ class RunStorage:
         """
 
         def hold() -> int:
-            self._copying = max(checkpoint_steps(self.directory.checkpoints), default=0)
-            return self._copying
+            self._copied_step = max(checkpoint_steps(self.directory.checkpoints), default=0)
+            return self._copied_step
 
         await self._do("journal", self._sync_journal)
         try:
             yield await self._do("checkpoint", hold)
         finally:
-            self._copying = None
+            self._copied_step = None
 
     async def open_state(self, checkpoint: Checkpoint) -> CheckpointState:
         """Open a checkpoint's state.
@@ -518,13 +522,13 @@ class RunStorage:
     ) -> AsyncIterator[tuple[StatePiece, Array]]:
         """Yield the pieces of an open state, a few in memory at once; raises as
         `CheckpointState.read`."""
-        reading = ((piece, checkpoint_state.read(piece)) for piece in checkpoint_state.pieces())
+        iterator = ((piece, checkpoint_state.read(piece)) for piece in checkpoint_state.pieces())
 
-        def some() -> list[tuple[StatePiece, Array]]:
-            return list(_batch_of(reading, lambda piece: piece[1].nbytes))
+        def read_batch() -> list[tuple[StatePiece, Array]]:
+            return list(_batch_of(iterator, lambda piece: piece[1].nbytes))
 
-        while read := await self._loop.run_in_executor(None, some):
-            for piece in read:
+        while batch := await self._loop.run_in_executor(None, read_batch):
+            for piece in batch:
                 yield piece
 
     def _remove_segments(self, intact: int) -> None:
@@ -550,10 +554,9 @@ class RunStorage:
     # The journal.
 
     def record(self, records: Sequence[Record]) -> None:
-        """Add lines to the journal; they are synced soon, many at once."""
+        """Add lines to the journal; they are synced soon, in batches."""
         if not records or self._has_ended:
             return
-
         self._lines.extend(records)
         self._spawn("journal", self._open_journal)
         if not self._unsynced:
@@ -635,9 +638,9 @@ class RunStorage:
         them."""
         journal = self._open_journal()
         if self._digests:
-            settled = file_digest(self.directory.manifest_file)
-            if settled is not None:
-                self._digests[self.directory.manifest_file.name] = (settled,)
+            manifest_digest = file_digest(self.directory.manifest_file)
+            if manifest_digest is not None:
+                self._digests[self.directory.manifest_file.name] = (manifest_digest,)
             journal.append(FileDigests(term=self._term, digests=self._digests))
         self._sync_journal()
 
@@ -663,7 +666,7 @@ class RunStorage:
         def work() -> None:
             for thread in self._threads.values():
                 thread.shutdown()
-            for file in (self._log, self._journal, self._captured):
+            for file in (self._log, self._journal, self._captured_files):
                 if file is not None:
                     file.close()
 

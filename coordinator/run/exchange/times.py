@@ -1,7 +1,7 @@
 """Predicted duration of a step's exchange, in a star and sharded, and measured step times.
 
-Pure. `exchange.topology: auto` decides by both; `python -m benchmarks.planned` predicts the duration
-for many hosts and compares it with measurements. The constants were measured
+Pure. `exchange.topology: auto` decides by both; `python -m benchmarks.planned` predicts the
+duration for many hosts and compares it with measurements. The constants were measured
 (benchmarks/README.md): the overhead of protocols, and the processor time per byte with TLS.
 """
 

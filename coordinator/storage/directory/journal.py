@@ -1,4 +1,4 @@
-"""The journal: what happened in a run, as JSON lines, each chained to the line before.
+"""The journal: the events of a run as JSON lines, each chained to the line before.
 
 A line is the canonical JSON (`canonical_json`) of
 
@@ -62,7 +62,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifiedJournal:
     """The intact part of a journal.
 
     Attributes:
@@ -138,13 +138,13 @@ class Journal:
             The line's hash, the journal's new head.
         """
         self._number += 1
-        moment = datetime.fromtimestamp(self._clock(), UTC)
+        now = datetime.fromtimestamp(self._clock(), UTC)
         document: dict[str, Any] = {
             "batch": self._batch,
             "number": self._number,
             "previous": self.head,
             "record": record.model_dump(mode="json"),
-            "time": moment.isoformat(timespec="milliseconds"),
+            "time": now.isoformat(timespec="milliseconds"),
         }
         self.head = document["hash"] = _hash(document)
         self._waiting.append(canonical_json(document) + b"\n")
@@ -173,7 +173,7 @@ class Journal:
         self._file.close()
 
 
-def verify_journal(path: Path) -> Verified:
+def verify_journal(path: Path) -> VerifiedJournal:
     """Verify the chain from the first line to the first bad line.
 
     Raises:
@@ -186,19 +186,19 @@ def verify_journal(path: Path) -> Verified:
     for number, line in enumerate(io.BytesIO(content), 1):
         document, reason = _parse_line(line)
         if document is None:
-            return Verified(tuple(entries), head, number, reason)
+            return VerifiedJournal(tuple(entries), head, number, reason)
         if document["number"] != number or document["previous"] != head:
             reason = "it does not follow the previous line: lines were changed, removed or added"
-            return Verified(tuple(entries), head, number, reason)
+            return VerifiedJournal(tuple(entries), head, number, reason)
         try:
             record = read_record(document["record"])
         except ValidationError as error:
             location = ".".join(str(part) for part in error.errors()[0]["loc"])
             reason = f"this release does not know its record, at {location!r}"
-            return Verified(tuple(entries), head, number, reason)
+            return VerifiedJournal(tuple(entries), head, number, reason)
         head = document["hash"]
         entries.append(Entry(number, document["time"], record, head))
-    return Verified(tuple(entries), head, None, "")
+    return VerifiedJournal(tuple(entries), head, None, "")
 
 
 @dataclass(frozen=True, slots=True)

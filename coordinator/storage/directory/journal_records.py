@@ -1,4 +1,4 @@
-"""The records of a journal, and which articles of the EU AI Act each one serves.
+"""The records of a journal, and the articles of the EU AI Act that each record serves.
 
 Regulation (EU) 2024/1689: article 10 (data and data governance), 12 (record-keeping), 13
 (transparency), 15 (accuracy, robustness and cybersecurity). That a record serves an article states

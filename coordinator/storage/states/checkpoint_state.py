@@ -1,4 +1,4 @@
-"""The state in a checkpoint, read piece by piece: for a replica, or for a worker.
+"""The state in a checkpoint, read in pieces for a replica or a worker.
 
 The files are opened once, so the state stays readable if the checkpoint is removed meanwhile.
 """

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the last few, the best, and always an intact one."""
+"""Choose the checkpoints to keep: the last ones, the best, and always an intact one."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def prune(
     run_id: str,
     manifest: Manifest,
     retention: CheckpointSpec,
-    held: int | None = None,
+    except_step: int | None = None,
 ) -> Pruned:
-    """Remove the checkpoints that the retention does not keep, except `held`.
+    """Remove the checkpoints that the retention does not keep, except that of `except_step`.
 
     The newest intact checkpoint (every file matches its hash) is always kept. Without an intact
     checkpoint, nothing is removed.
@@ -79,7 +79,7 @@ def prune(
     keep = {intact, *steps[-retention.keep_last :]} | best_steps(root, retention, steps)
     if retention.keep_log:
         keep.add(steps[0])  # the log starts there
-    removed_steps = [step for step in steps if step not in {*keep, held}]
+    removed_steps = [step for step in steps if step not in {*keep, except_step}]
     for step in removed_steps:
         remove_checkpoint(checkpoint_path(root, step))
     remove_temporaries(root)

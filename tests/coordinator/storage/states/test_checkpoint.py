@@ -266,7 +266,7 @@ def test_checkpoint_in_copy_is_kept(tmp_path):
     for step in range(1, 6):
         write(tmp_path, step)
     retention = CheckpointSpec(keep_last=2)
-    assert prune(tmp_path, RUN_ID, MANIFEST, retention, held=2).removed == (1, 3)
+    assert prune(tmp_path, RUN_ID, MANIFEST, retention, except_step=2).removed == (1, 3)
     assert checkpoint_steps(tmp_path) == [2, 4, 5]
     assert prune(tmp_path, RUN_ID, MANIFEST, retention).kept == (4, 5)
 
