@@ -68,28 +68,22 @@ def roll_back(directory: RunDirectory, step: int, term: int) -> str:
         segments = segment_files(directory.log)
     remaining = [path for path in segments if segment_base(path) < step]
     cut_offsets = dict(find_cuts(remaining, step, run.run_id, manifest))
-    captured_files = (
-        files_from(directory.path, manifest, run.spec, step) if manifest.capture else []
-    )
+    logits = files_from(directory.path, manifest, run.spec, step) if manifest.capture else []
     aside = directory.set_aside / f"term-{term:06d}"
     with storage_errors("set aside later files in", directory.path):
         _move(directory.result_file, aside)
         if manifest.capture is None:
             _move(directory.path / manifest.export.directory, aside)
-        for later_step in [
-            s for s in reversed(checkpoint_steps(directory.checkpoints)) if s > step
-        ]:
-            _move(checkpoint_path(directory.checkpoints, later_step), aside / "checkpoints")
+        for later in [s for s in reversed(checkpoint_steps(directory.checkpoints)) if s > step]:
+            _move(checkpoint_path(directory.checkpoints, later), aside / "checkpoints")
         for segment in reversed(segments):
             if segment not in remaining:
                 _move(segment, aside / "log")
             elif segment in cut_offsets:
                 _cut_segment(segment, cut_offsets[segment], aside / "log")
-        for later_step in [
-            s for s in reversed(replica_state_steps(directory.replicas)) if s > step
-        ]:
-            _move(directory.own_file(later_step), aside / "replicas")
-        for path in reversed(captured_files):
+        for later in [s for s in reversed(replica_state_steps(directory.replicas)) if s > step]:
+            _move(directory.own_file(later), aside / "replicas")
+        for path in reversed(logits):
             _move(path, aside / manifest.export.directory)
     return (
         f"rolled back to the checkpoint of step {step} (--from-step); later files are in "
