@@ -14,7 +14,7 @@ def build_wheel(directory: Path) -> Path:
     """Build a wheel from a copy, which leaves the checkout clean; return its path."""
     source = directory / "source"
     source.mkdir()
-    for name in ("backends", "coordinator", "protocol", "worker"):
+    for name in ("backends", "coordinator", "protocol", "samestep", "worker"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)

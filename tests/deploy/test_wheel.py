@@ -58,9 +58,11 @@ def run(command: Path, *arguments: str, folder: Path) -> subprocess.CompletedPro
 
 
 def test_commands_run_the_wheel(commands, folder):
-    program = "import protocol, worker.cli; print(protocol.__file__)"
+    program = "import protocol, samestep, worker.cli; print(protocol.__file__, samestep.__file__)"
     completed = run(commands / "python", "-P", "-c", program, folder=folder)
-    assert completed.stdout.startswith(str(commands.parent)), completed.stderr
+    paths = completed.stdout.split()
+    assert len(paths) == 2, completed.stderr
+    assert all(path.startswith(str(commands.parent)) for path in paths)
 
 
 @pytest.mark.slow
