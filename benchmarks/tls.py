@@ -35,7 +35,7 @@ from protocol.base.errors import ProtocolError
 from protocol.machine.allocator import keep_freed_memory
 from protocol.wire import tls, tls_transport
 from protocol.wire.acceptor import Acceptor
-from protocol.wire.connection import Connection, Phase, Received, encode
+from protocol.wire.connection import Connection, Phase, ReceivedMessage, encode
 from protocol.wire.messages import BlobChunk
 from protocol.wire.transport import Channel
 
@@ -54,7 +54,7 @@ class _ByteCounter:
         self.all_received = asyncio.Event()
         self._missing_bytes = expected_bytes
 
-    def on_message(self, channel: Channel, received: Received) -> None:
+    def on_message(self, channel: Channel, received: ReceivedMessage) -> None:
         del channel
         assert received.body is not None
         self._missing_bytes -= len(received.body)

@@ -15,7 +15,7 @@ from backends.registry import choose
 from protocol.base.errors import ExitCode, text_of
 from protocol.machine.event_loop import new_event_loop
 from protocol.spec.run_spec import RunSpec
-from protocol.wire.connection import Received
+from protocol.wire.connection import ReceivedMessage
 from protocol.wire.messages import Commit, EndRun, Halt, StartRun, Welcome
 from protocol.wire.transport import Channel
 from samestep.coordinator_subprocess import EventQueue, NewRow
@@ -76,7 +76,7 @@ class _OneRunClient(Client):
     idle_since_s: float | None = None
     """Time at which the coordinator welcomed this worker, if it has offered no run since."""
 
-    def on_message(self, channel: Channel, received: Received) -> None:
+    def on_message(self, channel: Channel, received: ReceivedMessage) -> None:
         """See `Client`; also records commits and the end of the run."""
         super().on_message(channel, received)
         message, _ = received

@@ -21,7 +21,7 @@ from protocol.machine import local_socket
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 from protocol.wire import tls
 from protocol.wire.authentication import answer, new_nonce, on_this_machine
-from protocol.wire.connection import Connection, Received, encode
+from protocol.wire.connection import Connection, ReceivedMessage, encode
 from protocol.wire.messages import (
     BlockGradientPayload,
     Challenge,
@@ -69,7 +69,7 @@ class HostileWorker:
         self.parameters: list[Any] = []
         self._port = port
         self._connection = Connection("worker")
-        self._received: deque[Received] = deque()
+        self._received: deque[ReceivedMessage] = deque()
 
     async def __aenter__(self) -> Self:
         if self._is_local:
@@ -108,7 +108,7 @@ class HostileWorker:
     def send_bytes(self, data: bytes) -> None:
         self._writer.write(data)
 
-    async def receive(self) -> Received | None:
+    async def receive(self) -> ReceivedMessage | None:
         """Return the next message, or None at the end of the connection."""
         async with asyncio.timeout(PATIENCE_S):
             while not self._received:

@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from protocol.base import limits
-from protocol.exact.replica import MISSED, part_slices
+from protocol.exact.replica import MISSED_UPDATES, part_slices
 from protocol.exact.update import StepScalars
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.wire import messages
-from protocol.wire.connection import Encoded, encode
+from protocol.wire.connection import EncodedMessage, encode
 from protocol.wire.messages import Message, StateKind
 
 BLOCKS = (
@@ -136,7 +136,7 @@ def frame(message: Message, body: Any = None) -> bytes:
     return join_buffers(encode(message, body_for(message) if body is None else body))
 
 
-def join_buffers(encoded: Encoded) -> bytes:
+def join_buffers(encoded: EncodedMessage) -> bytes:
     """Return the bytes of all buffers of an encoded message."""
     return b"".join(bytes(buffer) for buffer in encoded.buffers)
 
@@ -315,7 +315,7 @@ def messages_of(kinds: frozenset[type[Message]]) -> st.SearchStrategy[Message]:
 
     def with_chunk(message: Message, chunk_id: tuple[int, int]) -> Message:
         block, chunk = chunk_id
-        if isinstance(message, messages.StateChunk) and message.kind == MISSED:
+        if isinstance(message, messages.StateChunk) and message.kind == MISSED_UPDATES:
             chunk = 0
         return message.model_copy(update={"block": block, "chunk": chunk})
 

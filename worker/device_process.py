@@ -24,7 +24,7 @@ from protocol.machine.shared_memory import Extent, SharedMemory
 from protocol.machine.trace import Tracer
 from worker.local_device import LocalDevice
 from worker.logic import events
-from worker.logic.device_group import checked_report
+from worker.logic.device_group import replace_non_finite
 from worker.shell.device_pipe import Pipe, order_codec, report_codec
 from worker.shell.engine import BackendFactory, Engine
 
@@ -68,7 +68,7 @@ class DeviceProcess:
         if isinstance(event, events.DeviceFailed) and _needs_new_process(event.error):
             self._pipe.send(["gone", str(event.error)])
             os._exit(ExitCode.FAILED)
-        self._pipe.send(self._reports.pack(checked_report(event, self._shared_copy)))
+        self._pipe.send(self._reports.pack(replace_non_finite(event, self._shared_copy)))
 
     def _shared_copy(self, values: Array) -> Array | None:
         """Copy a sum to shared memory; return None if a value is not finite.

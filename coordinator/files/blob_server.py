@@ -19,7 +19,7 @@ from coordinator.files.blob_index import Blob, BlobIndex
 from protocol.base import limits
 from protocol.base.errors import OutOfOrder
 from protocol.spec.files.file_digest import lasting_identity, open_file_digest, open_plain
-from protocol.wire.connection import Encoded, encode
+from protocol.wire.connection import EncodedMessage, encode
 from protocol.wire.messages import BlobChunk, BlobRequest
 from protocol.wire.transport import Channel
 
@@ -92,7 +92,7 @@ class BlobServer:
         finally:
             del self._waiting[channel]
 
-    def _chunk(self, message: BlobRequest, blob: Blob, nbytes: int) -> Encoded:
+    def _chunk(self, message: BlobRequest, blob: Blob, nbytes: int) -> EncodedMessage:
         body = b""
         try:
             body = self._content(message.digest, blob, message.offset, nbytes)

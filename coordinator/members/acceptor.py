@@ -19,7 +19,12 @@ from protocol.base.errors import ExitCode, UsageError
 from protocol.machine import local_socket
 from protocol.machine.shared_segment import SegmentOwner
 from protocol.wire import dial
-from protocol.wire.acceptor import ACCEPTED_AT_ONCE, Acceptor, Greet, has_spare_descriptors
+from protocol.wire.acceptor import (
+    ACCEPTED_AT_ONCE,
+    Acceptor,
+    ProtocolFactory,
+    has_spare_descriptors,
+)
 from protocol.wire.transport import Channel
 
 CONTROL_PORT: Final = (
@@ -45,7 +50,7 @@ class CoordinatorAcceptor(Acceptor):
         context: For workers, the TLS context; None for plain TCP.
     """
 
-    def __init__(self, greet: Greet, context: ssl.SSLContext | None) -> None:
+    def __init__(self, greet: ProtocolFactory, context: ssl.SSLContext | None) -> None:
         super().__init__(greet, context, plain_refusal=_NO_TLS, plain_answer=_MISDIRECTED)
 
     async def open(self, option: str, host: str, port: int) -> None:

@@ -19,7 +19,7 @@ from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from coordinator.members.listening import reachable_addresses
 from protocol import PROTOCOL_VERSION
-from protocol.wire.discovery import SERVICE, Announced
+from protocol.wire.discovery import SERVICE, CoordinatorAnnouncement
 
 log = structlog.get_logger("coordinator")
 
@@ -80,7 +80,7 @@ class Announcement:
                 "--bind and ip addr"
             )
         try:
-            announcement = Announced(
+            announcement = CoordinatorAnnouncement(
                 name=self._name,
                 addresses=tuple(addresses),
                 port=self._port,

@@ -19,7 +19,7 @@ from protocol.base.errors import (
     VersionMismatch,
 )
 from protocol.wire.authentication import NO_CERTIFICATE, Exchange, new_nonce, on_this_machine
-from protocol.wire.connection import Received
+from protocol.wire.connection import ReceivedMessage
 from protocol.wire.messages import (
     Challenge,
     Drain,
@@ -49,7 +49,7 @@ class SessionOwner(Protocol):
 class MembersRun(Protocol):
     """The run that a member takes part in; it receives the member's messages."""
 
-    def receive(self, session: MemberSession, received: Received) -> None:
+    def receive(self, session: MemberSession, received: ReceivedMessage) -> None:
         """Handle a member's message. A ProtocolError ends the member's connection."""
 
 
@@ -97,7 +97,7 @@ class MemberSession:
             seconds, channel.abort, f"the handshake took longer than {seconds:g} s"
         )
 
-    def on_message(self, channel: Channel, received: Received) -> None:
+    def on_message(self, channel: Channel, received: ReceivedMessage) -> None:
         message = received.message
         match message:
             case Hello():

@@ -166,7 +166,7 @@ def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:
             "aside_until": member.aside_until if run.steps_committed < member.aside_until else None,
             "backend": member.backend or hello.backend,
             "device": member.device,
-            "left_out": member.left_out,
+            "left_out": member.exclusion_reason,
             "signature": member.numerics_profile[:12],
             "signature_text": member.numerics_text,
             "microbatches_of_step": share.microbatches if share is not None else 0,
@@ -206,10 +206,10 @@ def _able_workers(run: Run | None, present: list[str]) -> list[str]:
 
 def _cannot(run: Run) -> str:
     """List connected workers and devices that take no part, with the reasons."""
-    left_out = {member.name: member.left_out for member in run.members if member.left_out}
+    reasons = {m.name: m.exclusion_reason for m in run.members if m.exclusion_reason}
     sentences = [f"{name} cannot take part: {reason}" for name, reason in sorted(run.unfit.items())]
     return "".join(
-        f"; {sentence}" for sentence in [*sentences, *map(": ".join, sorted(left_out.items()))]
+        f"; {sentence}" for sentence in [*sentences, *map(": ".join, sorted(reasons.items()))]
     )
 
 
@@ -281,7 +281,7 @@ def waiting_for(run: Run, present: list[str]) -> Waiting:
             return Waiting(f"{missing_text}: {present_text}{cannot}")
         if preparing and sum(map(run.members.devices, ready_names)) < run.expect_workers:
             return _workers(preparing, "{} to build the task")
-        uploader = run.settled.admission.uploader if run.settled is not None else None
+        uploader = run.run_parts.admission.uploader if run.run_parts is not None else None
         return _workers([str(uploader)], "{} to send the initial state")
     if run.phase is RunPhase.HALTED:
         return Waiting(f"an operator (continue, continue --skip-step, or give-up): {run.reason}")

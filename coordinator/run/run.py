@@ -234,7 +234,7 @@ class Run:
         self.phase = RunPhase.WAITING
         self.reason = "waiting for workers"
         self.members = Membership(term)
-        self.settled: RunParts | None = None
+        self.run_parts: RunParts | None = None
         self.checkpoints = CheckpointSchedule(spec.checkpoint)
         self.blobs: str | None = None
         self.outcome: Outcome | None = None
@@ -249,8 +249,8 @@ class Run:
 
     def _restore(self, resumption: Resumption) -> None:
         record = resumption.admission
-        settled = self._settle(resumption.manifest, resumption)
-        settled.admission.resume(record, resumption.initial_digest)
+        parts = self._settle(resumption.manifest, resumption)
+        parts.admission.resume(record, resumption.initial_digest)
         self.checkpoints = CheckpointSchedule(self.spec.checkpoint, resumption.saved)
         self._recorded_profiles = set(record.signatures) if record is not None else set()
 
@@ -263,20 +263,20 @@ class Run:
             spec, self.term, manifest, members, resumption, mesh=mesh, allocate=self._allocate
         )
         earlier = resumption.metrics if resumption is not None else {}
-        self.settled = RunParts(
+        self.run_parts = RunParts(
             manifest,
             progress,
             Admission(self.run_id, spec.exactness, members, manifest),
             Evaluations(spec, members, manifest, progress, earlier),
         )
-        return self.settled
+        return self.run_parts
 
     # State that others read.
 
     @property
     def _parts(self) -> RunParts:
-        assert self.settled is not None, "no run leaves WAITING without a manifest"
-        return self.settled
+        assert self.run_parts is not None, "no run leaves WAITING without a manifest"
+        return self.run_parts
 
     @property
     def unfit(self) -> Mapping[str, str]:
@@ -286,55 +286,55 @@ class Run:
     @property
     def evaluation(self) -> Evaluation | None:
         """The evaluation that training waits for, even while the run is halted."""
-        return self.settled.evaluations.current if self.settled is not None else None
+        return self.run_parts.evaluations.current if self.run_parts is not None else None
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the newest evaluation."""
-        return self.settled.evaluations.metrics if self.settled is not None else {}
+        return self.run_parts.evaluations.metrics if self.run_parts is not None else {}
 
     @property
     def manifest(self) -> Manifest | None:
         """The manifest, once the workers have settled it."""
-        return self.settled.manifest if self.settled is not None else None
+        return self.run_parts.manifest if self.run_parts is not None else None
 
     @property
     def progress(self) -> Progress | None:
         """The steps, once the manifest is settled."""
-        return self.settled.progress if self.settled is not None else None
+        return self.run_parts.progress if self.run_parts is not None else None
 
     @property
     def has_state(self) -> bool:
         """Whether the coordinator's replica has a state of this run."""
-        return self.settled is not None and self.settled.admission.has_state
+        return self.run_parts is not None and self.run_parts.admission.has_state
 
     @property
     def steps_committed(self) -> int:
         """Steps committed."""
-        return self.settled.progress.step if self.settled is not None else 0
+        return self.run_parts.progress.step if self.run_parts is not None else 0
 
     @property
     def steps(self) -> int:
         """The number of steps; before the manifest is settled, that of the run spec."""
-        return self.settled.progress.steps if self.settled is not None else self.spec.steps
+        return self.run_parts.progress.steps if self.run_parts is not None else self.spec.steps
 
     @property
     def known_steps(self) -> int | None:
         """The number of steps; None until it is known."""
-        return self.steps if self.settled is not None else self.spec.known_steps
+        return self.steps if self.run_parts is not None else self.spec.known_steps
 
     @property
     def epochs(self) -> str:
         """The epoch as text, if the run spec counts epochs and the samples are known; else
         empty."""
-        if self.settled is None:
+        if self.run_parts is None:
             return ""
-        return self.spec.epochs_after(self.steps_committed, self.settled.manifest.epoch_samples)
+        return self.spec.epochs_after(self.steps_committed, self.run_parts.manifest.epoch_samples)
 
     @property
     def losses(self) -> list[float]:
         """Mean loss of each committed step; NaN for a skipped one."""
-        return self.settled.progress.losses if self.settled is not None else []
+        return self.run_parts.progress.losses if self.run_parts is not None else []
 
     # The state machine.
 
@@ -442,7 +442,7 @@ class Run:
         """Before the start, take a ready worker; the first settles manifest and initial state."""
         manifest = Manifest.from_bytes(incoming.document)
         actions: list[Action] = []
-        if self.settled is None:
+        if self.run_parts is None:
             self._settle(manifest)
             actions += [
                 AdoptManifest(manifest),
@@ -482,15 +482,15 @@ class Run:
 
     def _on_ready(self, incoming: FromMember[Ready]) -> list[Action]:
         """Admit a ready worker to a run in progress; it computes once it has the state."""
-        settled, member = self._parts, incoming.member
+        parts, member = self._parts, incoming.member
         actions = self._check_ready(
             member, Manifest.from_bytes(incoming.document), incoming.message
         )
         if member.name not in self.members:
             return actions
-        actions += settled.admission.admit(member, self.steps_committed, settled.progress.agreement)
+        actions += parts.admission.admit(member, self.steps_committed, parts.progress.agreement)
         if member.state is MemberState.FOLLOWING:
-            return actions + settled.evaluations.begin_pending()
+            return actions + parts.evaluations.begin_pending()
         return actions + (self._on_joined(member) if member.state is MemberState.ACTIVE else [])
 
     def _check_ready(self, member: Member, manifest: Manifest, message: Ready) -> list[Action]:
@@ -543,24 +543,24 @@ class Run:
         return self._finish("failed", verdict.reason, verdict.exit_code)
 
     def _on_state_chunk(self, incoming: FromMember[StateChunk]) -> list[Action]:
-        if self.settled is None:
+        if self.run_parts is None:
             raise OutOfOrder("StateChunk was not requested")
-        return self.settled.admission.take_state_chunk(
+        return self.run_parts.admission.take_state_chunk(
             incoming.member.name, incoming.message, incoming.values
         )
 
     def _on_replica_loaded(self, replica: ReplicaLoaded) -> list[Action]:
-        settled = self._parts
-        actions = settled.admission.accept_upload(replica.upload, replica.initial_digest)
-        if not settled.admission.has_state:
+        parts = self._parts
+        actions = parts.admission.accept_upload(replica.upload, replica.initial_digest)
+        if not parts.admission.has_state:
             return actions
-        settled.progress.agreement.take_replica_answer(0, replica.digest)
+        parts.progress.agreement.take_replica_answer(0, replica.digest)
         return actions + self.checkpoints.save(0) + self._start_if_enough()
 
     def _on_tick_waiting(self, tick: Tick) -> list[Action]:
         if verdict := self._eligibility.find_expired(tick.now_ms):
             return self._end_with(verdict)
-        return self.settled.admission.tick(tick.now_ms) if self.settled is not None else []
+        return self.run_parts.admission.tick(tick.now_ms) if self.run_parts is not None else []
 
     def _start_if_enough(self) -> list[Action]:
         ready_members = [member for member in self.members if member.state is MemberState.READY]
@@ -580,9 +580,9 @@ class Run:
     def _remove(self, departure: WorkerGone) -> tuple[Member | None, list[Action]]:
         """Remove a worker; the others drop their links to it."""
         member = self.members.remove(departure.worker)
-        if member is None or self.settled is None:
+        if member is None or self.run_parts is None:
             return member, []
-        return member, self.settled.progress.mesh.remove_worker(departure.worker)
+        return member, self.run_parts.progress.mesh.remove_worker(departure.worker)
 
     def _on_lost_early(self, departure: WorkerGone) -> list[Action]:
         member, actions = self._remove(departure)
@@ -590,7 +590,7 @@ class Run:
             return []
         actions.append(self._report_departure(member, departure))
         return actions + (
-            self.settled.admission.replace_uploader(member.name) if self.settled else []
+            self.run_parts.admission.replace_uploader(member.name) if self.run_parts else []
         )
 
     def _on_lost_late(self, departure: WorkerGone) -> list[Action]:
@@ -1016,7 +1016,9 @@ class Run:
     ) -> list[Action]:
         self._enter(RunPhase.OVER, reason)
         self.outcome = outcome
-        missed_evaluations = self.settled.evaluations.evaluators.end_run() if self.settled else []
+        missed_evaluations = (
+            self.run_parts.evaluations.evaluators.end_run() if self.run_parts else []
+        )
         return [*missed_evaluations, Finish(outcome, reason, exit_code, is_resumable)]
 
     def _on_result_not_written(self, result: ResultNotWritten) -> list[Action]:

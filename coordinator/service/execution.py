@@ -75,7 +75,7 @@ from protocol.exact.reduction.codecs import unpacked
 from protocol.machine.machine import Machine
 from protocol.machine.trace import Tracer, now_us
 from protocol.spec.manifest import Block, Manifest
-from protocol.wire.connection import Received, codec_of, encode
+from protocol.wire.connection import ReceivedMessage, codec_of, encode
 from protocol.wire.messages import (
     AveragedGradient,
     BlobRequest,
@@ -208,7 +208,7 @@ class Execution:
             )
         )
 
-    def receive(self, session: MemberSession, received: Received) -> None:
+    def receive(self, session: MemberSession, received: ReceivedMessage) -> None:
         """Take a member's message; see `members.session.MembersRun`."""
         message, raw = received
         if isinstance(message, BlobRequest):

@@ -65,7 +65,7 @@ from protocol.machine.secret_file import secret_paths
 from protocol.machine.shared_segment import SegmentOwner, new_segment_owner
 from protocol.machine.trace import Tracer
 from protocol.spec.run_spec import RunSpec
-from protocol.wire.acceptor import Greet
+from protocol.wire.acceptor import ProtocolFactory
 from protocol.wire.authentication import new_key
 from protocol.wire.connection import Connection
 from protocol.wire.messages import Heartbeat, Welcome
@@ -133,7 +133,7 @@ class Service:
         self,
         settings: Settings,
         machine: Machine | None = None,
-        make_acceptor: Callable[[Greet, ssl.SSLContext | None], ConnectionSource] = (
+        make_acceptor: Callable[[ProtocolFactory, ssl.SSLContext | None], ConnectionSource] = (
             CoordinatorAcceptor
         ),
     ) -> None:

@@ -21,7 +21,7 @@ from protocol.exact.reduction.average import Array
 from protocol.exact.reduction.codecs import packed
 from protocol.spec.manifest import Manifest
 from protocol.spec.sections.exchange import Codec
-from protocol.wire.connection import Encoded, encode
+from protocol.wire.connection import EncodedMessage, encode
 from protocol.wire.messages import (
     Assign,
     AveragedBlockGradient,
@@ -58,7 +58,7 @@ class Subscribers:
         self._sessions = sessions
         self._codec = codec
         self._names: set[str] = set()
-        self._tail: deque[tuple[int, Encoded]] = deque()
+        self._tail: deque[tuple[int, EncodedMessage]] = deque()
 
     def discard(self, worker: str) -> None:
         """Send a worker no more broadcasts."""

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Final, Literal
@@ -41,34 +41,41 @@ class Finding:
     Attributes:
         check: The check's name; stable, for scripts.
         outcome: A failure keeps the daemon from working; a warning is worth a look.
-        found: What was found.
+        observation: The state that the check observed; `found` in the JSON document.
         advice: What to do; empty if nothing needs to be done.
     """
 
     check: str
     outcome: Outcome
-    found: str
+    observation: str
     advice: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        """Return the finding as an entry of the JSON document."""
+        return {
+            "check": self.check, "outcome": self.outcome, "found": self.observation,
+            "advice": self.advice,
+        }  # fmt: skip
 
     def line(self) -> str:
         """Format the finding for a person."""
         advice = f"; {self.advice}" if self.advice else ""
-        return f"{self.outcome:<8} {self.check}: {self.found}{advice}"
+        return f"{self.outcome:<8} {self.check}: {self.observation}{advice}"
 
 
-def ok(check: str, found: str) -> Finding:
+def ok(check: str, observation: str) -> Finding:
     """Return a finding that needs no action."""
-    return Finding(check, "ok", found)
+    return Finding(check, "ok", observation)
 
 
-def warning(check: str, found: str, advice: str) -> Finding:
+def warning(check: str, observation: str, advice: str) -> Finding:
     """Return a finding that does not keep the daemon from working."""
-    return Finding(check, "warning", found, advice)
+    return Finding(check, "warning", observation, advice)
 
 
-def failure(check: str, found: str, advice: str = "") -> Finding:
-    """Return a finding that keeps the daemon from working; `found` may already give advice."""
-    return Finding(check, "failure", found, advice)
+def failure(check: str, observation: str, advice: str = "") -> Finding:
+    """Return a finding that keeps the daemon from working; `observation` may include advice."""
+    return Finding(check, "failure", observation, advice)
 
 
 def report(findings: Iterable[Finding], echo: Callable[[str], None], *, as_json: bool) -> ExitCode:
@@ -93,7 +100,7 @@ def report(findings: Iterable[Finding], echo: Callable[[str], None], *, as_json:
             json.dumps(
                 {
                     "ok": is_ok,
-                    "checks": [asdict(finding) for finding in all_findings],
+                    "checks": [finding.to_json() for finding in all_findings],
                 },
                 indent=2,
             )

@@ -48,7 +48,7 @@ FACTORS: Final = "factors"
 """Kind of an array with the row and column means of each tensor (`adafactor.factor_elements`)."""
 AVERAGE: Final = "average"
 """Kind of the distance from the parameters to their average."""
-MISSED: Final = "missed_updates"
+MISSED_UPDATES: Final = "missed_updates"
 """Kind of an array with one value per tensor of a block."""
 _MAPPED_BYTES: Final = limits.MIB
 _ALIGNMENT_BYTES: Final = 64
@@ -83,7 +83,7 @@ def state_kinds(optimizer: OptimizerSpec) -> tuple[PartKind, ...]:
 
 def part_shape(kind: PartKind, tensor: TensorSpec) -> tuple[int, ...]:
     """Return the shape of a tensor's values in an array of this kind."""
-    if kind == MISSED:
+    if kind == MISSED_UPDATES:
         return (1,)
     return (factor_elements(tensor.shape),) if kind == FACTORS else tensor.shape
 
@@ -99,7 +99,7 @@ def tensor_slices(kind: PartKind, block: Block) -> Iterator[tuple[TensorSpec, sl
 
 def part_elements(kind: PartKind, block: Block) -> int:
     """Return the number of elements of a part."""
-    if kind in {MISSED, FACTORS}:
+    if kind in {MISSED_UPDATES, FACTORS}:
         return sum(math.prod(part_shape(kind, tensor)) for tensor in block.tensors)
     return block.elements
 
@@ -107,7 +107,7 @@ def part_elements(kind: PartKind, block: Block) -> int:
 def part_slices(kind: PartKind, block: Block) -> list[slice]:
     """Return the slices in which a part is sent: at most as many as the block has chunks."""
     elements, size = part_elements(kind, block), block.chunk_elements
-    if kind == MISSED:
+    if kind == MISSED_UPDATES:
         return [slice(0, elements)]
     return [slice(lo, min(lo + size, elements)) for lo in range(0, max(1, elements), size)]
 
@@ -386,7 +386,7 @@ class Replica:
     def arrays(self, kind: PartKind) -> list[Array]:
         """Return the replica's own arrays of a kind, by block; none if the optimizer lacks it."""
         self._changed()
-        return self.missed if kind == MISSED else self._state.get(kind, [])
+        return self.missed if kind == MISSED_UPDATES else self._state.get(kind, [])
 
     def load_piece(self, kind: PartKind, block: int, piece: int, values: Array) -> None:
         """Copy in a piece (`part_slices`) of another replica's part; parameters come first.
@@ -419,7 +419,7 @@ class Replica:
     def _kinds(self) -> dict[PartKind, list[Array]]:
         kinds: dict[PartKind, list[Array]] = dict(self._state)
         if self.has_missed:
-            kinds[MISSED] = self.missed
+            kinds[MISSED_UPDATES] = self.missed
         return kinds
 
     def _by_name(self, arrays: Sequence[Array], kind: PartKind = "parameters") -> dict[str, Array]:

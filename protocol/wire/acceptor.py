@@ -40,7 +40,7 @@ _RESOLVE_TIMEOUT_S: Final = 10.0
 _RETRY_ACCEPT_S: Final = 0.2
 """Pause after the system had no file descriptor or memory for another connection."""
 
-Greet = Callable[[tuple[str, int]], asyncio.BaseProtocol | None]
+ProtocolFactory = Callable[[tuple[str, int]], asyncio.BaseProtocol | None]
 """Returns the protocol for a connection from this host and port; None to refuse it."""
 
 
@@ -59,7 +59,7 @@ class Acceptor:
 
     def __init__(
         self,
-        greet: Greet,
+        greet: ProtocolFactory,
         context: ssl.SSLContext | None,
         *,
         plain_refusal: str = "expected TLS, got a plain connection",

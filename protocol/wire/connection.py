@@ -84,8 +84,8 @@ from protocol.wire.messages import (
     decode_message,
 )
 
-Role = Literal["coordinator", "worker", "listener", "dialler"]
-"""Of two workers that exchange chunks, one is the listener and the other the dialer."""
+Role = Literal["coordinator", "worker", "listener", "client"]
+"""Of two workers that exchange chunks, one is the listener and the other the client."""
 Body = NDArray[np.uint8]
 
 
@@ -145,7 +145,7 @@ _BETWEEN_PEERS: Final[frozenset[type[Message]]] = frozenset(
         Goodbye,
     }
 )
-FROM_DIALLER: Final[dict[Phase, frozenset[type[Message]]]] = {
+FROM_CLIENT: Final[dict[Phase, frozenset[type[Message]]]] = {
     Phase.GREETING: frozenset({PeerHello}),
     Phase.CHALLENGING: frozenset(),
     Phase.PROVING: frozenset({Proof}),
@@ -164,8 +164,8 @@ FROM_LISTENER: Final[dict[Phase, frozenset[type[Message]]]] = {
 _LEGAL_MESSAGES: Final = {
     "coordinator": (FROM_WORKER, FROM_COORDINATOR),
     "worker": (FROM_COORDINATOR, FROM_WORKER),
-    "listener": (FROM_DIALLER, FROM_LISTENER),
-    "dialler": (FROM_LISTENER, FROM_DIALLER),
+    "listener": (FROM_CLIENT, FROM_LISTENER),
+    "client": (FROM_LISTENER, FROM_CLIENT),
 }
 """The messages that each role may receive, and those that it may send."""
 
@@ -215,14 +215,14 @@ class SharedBodies(Protocol):
         `at_least`."""
 
 
-class Received(NamedTuple):
+class ReceivedMessage(NamedTuple):
     """A message and its body, if it carries one."""
 
     message: Message
     body: Body | None
 
 
-class Encoded:
+class EncodedMessage:
     """A message ready to be written, to one peer or to many.
 
     Attributes:
@@ -271,12 +271,12 @@ def _bytes_of(body: NDArray[np.generic] | bytes) -> memoryview:
     return memoryview(flat).cast("B")
 
 
-def encode(message: Message, body: NDArray[np.generic] | bytes | None = None) -> Encoded:
+def encode(message: Message, body: NDArray[np.generic] | bytes | None = None) -> EncodedMessage:
     """Encode a message. The body is not copied: do not change it afterwards."""
     if (body is not None) != (message.body != "none"):
         raise LocalProtocolError(f"{type(message).__name__} with the wrong kind of body")
     raw = None if body is None else _bytes_of(body)
-    return Encoded(message, raw)
+    return EncodedMessage(message, raw)
 
 
 class Connection:
@@ -305,7 +305,7 @@ class Connection:
         self._body_filled = 0
         self._pending: tuple[frames.Prefix, bytes, Message] | None = None
 
-    def send(self, message: Message | Encoded) -> Encoded:
+    def send(self, message: Message | EncodedMessage) -> EncodedMessage:
         """Return the encoded message if it is legal to send it now."""
         frame = encode(message) if isinstance(message, Message) else message
         kind = type(frame.message)
@@ -329,13 +329,13 @@ class Connection:
             self._scratch = scratch
         return memoryview(self._scratch)[self._filled :]
 
-    def buffer_updated(self, count: int) -> list[Received]:
+    def buffer_updated(self, count: int) -> list[ReceivedMessage]:
         """Process `count` bytes that were written into the buffer from `get_buffer`.
 
         Raises:
             RemoteProtocolError: The peer broke the protocol; close the connection.
         """
-        received: list[Received] = []
+        received: list[ReceivedMessage] = []
         try:
             if self._body is not None:
                 self._body_filled += count
@@ -352,9 +352,9 @@ class Connection:
             raise
         return received
 
-    def receive_data(self, data: frames.Buffer) -> list[Received]:
+    def receive_data(self, data: frames.Buffer) -> list[ReceivedMessage]:
         """Return the messages that these bytes complete; see `buffer_updated`."""
-        received: list[Received] = []
+        received: list[ReceivedMessage] = []
         view = memoryview(data)
         while view:
             buffer = self.get_buffer()
@@ -387,7 +387,7 @@ class Connection:
         self._body = self._pending = None
         self._filled = 0
 
-    def _parse(self, received: list[Received]) -> None:
+    def _parse(self, received: list[ReceivedMessage]) -> None:
         position = 0
         view = memoryview(self._scratch)[: self._filled]
         while self._body is None and self.phase is not Phase.CLOSED:
@@ -422,7 +422,7 @@ class Connection:
         header: bytes,
         message: Message,
         available: memoryview,
-        received: list[Received],
+        received: list[ReceivedMessage],
     ) -> int:
         """Allocate the body and copy its available bytes; return their number."""
         self._body = np.empty(prefix.body_bytes, np.uint8)
@@ -433,7 +433,7 @@ class Connection:
         self._finish_body(received)
         return filled
 
-    def _finish_body(self, received: list[Received]) -> None:
+    def _finish_body(self, received: list[ReceivedMessage]) -> None:
         assert self._body is not None
         assert self._pending is not None
         if self._body_filled < len(self._body):
@@ -448,7 +448,7 @@ class Connection:
         header: bytes,
         message: Message,
         offset_bytes: bytes,
-        received: list[Received],
+        received: list[ReceivedMessage],
     ) -> None:
         """Accept a message whose body is in shared memory."""
         kind = type(message).__name__
@@ -458,7 +458,7 @@ class Connection:
             raise FrameError(f"{kind}: the checksum does not fit the bytes")
         body = self.memory.borrow(frames.decode_offset(offset_bytes), prefix.body_bytes)
         self.shared_bytes += prefix.body_bytes
-        received.append(Received(message, body))
+        received.append(ReceivedMessage(message, body))
 
     def _accept(
         self,
@@ -466,7 +466,7 @@ class Connection:
         header: bytes,
         message: Message,
         body: Body | None,
-        received: list[Received],
+        received: list[ReceivedMessage],
     ) -> None:
         if frames.checksum_of(header, None if body is None else body.data) != prefix.checksum:
             raise FrameError(f"{type(message).__name__}: the checksum does not fit the bytes")
@@ -476,7 +476,7 @@ class Connection:
         if isinstance(message, Ready):
             # Later frames in the same bytes must not be checked against an earlier run's manifest.
             self.blocks = None
-        received.append(Received(message, body))
+        received.append(ReceivedMessage(message, body))
 
     def _frame_limits(self) -> tuple[int, int]:
         if self.phase is Phase.OPEN:

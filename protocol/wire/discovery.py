@@ -20,7 +20,7 @@ _NAME: Final = r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}"
 """No dots and no colons, which distinguishes a name from an address."""
 
 
-class Announced(BaseModel):
+class CoordinatorAnnouncement(BaseModel):
     """The announcement of a coordinator.
 
     Attributes:
@@ -46,14 +46,14 @@ class Announced(BaseModel):
     @staticmethod
     def read(
         full_name: str, addresses: list[str], port: int, properties: Mapping[str, str | None]
-    ) -> Announced:
+    ) -> CoordinatorAnnouncement:
         """Validate an announcement from the network.
 
         Raises:
             MessageError: The announcement is not a coordinator's, or has another format.
         """
         try:
-            return Announced(
+            return CoordinatorAnnouncement(
                 name=full_name.removesuffix(f".{SERVICE}"),
                 addresses=tuple(addresses),
                 port=port,

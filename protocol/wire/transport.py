@@ -23,7 +23,7 @@ from protocol.base.address import format_address
 from protocol.base.errors import OutOfOrder, ProtocolError, SharedMemoryFull
 from protocol.base.fields import cut_text
 from protocol.wire import frames
-from protocol.wire.connection import Connection, Encoded, Phase, Received, encode
+from protocol.wire.connection import Connection, EncodedMessage, Phase, ReceivedMessage, encode
 from protocol.wire.messages import (
     Cancel,
     CapturedRows,
@@ -54,7 +54,7 @@ class Parsed:
         error: How the peer broke the protocol, if it did.
     """
 
-    received: list[Received]
+    received: list[ReceivedMessage]
     error: ProtocolError | None = None
 
     @property
@@ -65,7 +65,7 @@ class Parsed:
 class ChannelOwner(Protocol):
     """Receives the messages of a channel, and its end."""
 
-    def on_message(self, channel: Channel, received: Received) -> None:
+    def on_message(self, channel: Channel, received: ReceivedMessage) -> None:
         """Handle a message. A ProtocolError raised here ends the connection."""
 
     def on_lost(self, channel: Channel, reason: str, error: ProtocolError | None) -> None:
@@ -81,7 +81,7 @@ class Channel(asyncio.BufferedProtocol):
         owner: ChannelOwner,
         clock: Callable[[], float],
         priority: tuple[type[Message], ...] = URGENT,
-        take_values: Callable[[Received], None] | None = None,
+        take_values: Callable[[ReceivedMessage], None] | None = None,
     ) -> None:
         self._take_values = take_values
         self._priority = priority
@@ -93,8 +93,8 @@ class Channel(asyncio.BufferedProtocol):
         self._clock = clock
         self._owner = owner
         self._transport: asyncio.Transport | None = None
-        self._urgent: deque[Encoded] = deque()
-        self._queue: deque[Encoded] = deque()
+        self._urgent: deque[EncodedMessage] = deque()
+        self._queue: deque[EncodedMessage] = deque()
         self._queued_bytes = 0
         self._waiting_bytes = 0
         self._room_futures: list[asyncio.Future[None]] = []
@@ -183,12 +183,12 @@ class Channel(asyncio.BufferedProtocol):
                 if not future.done():
                     future.set_result(None)
 
-    def _count(self, frame: Encoded, sign: int) -> None:
+    def _count(self, frame: EncodedMessage, sign: int) -> None:
         self._waiting_bytes += sign * frame.nbytes
         if frame.message.body != "values" and not isinstance(frame.message, _ARRAY_CHUNKS):
             self._queued_bytes += sign * frame.nbytes
 
-    def send(self, message: Message | Encoded) -> None:
+    def send(self, message: Message | EncodedMessage) -> None:
         """Queue a message; does nothing once the channel is closing.
 
         The channel also counts as closing once the peer's Goodbye has been read: messages before
@@ -308,7 +308,7 @@ class Channel(asyncio.BufferedProtocol):
         except ProtocolError as error:
             self._refuse(error)
 
-    def _hear(self, received: Received) -> None:
+    def _hear(self, received: ReceivedMessage) -> None:
         memory = self.connection.memory
         if isinstance(received.message, MemoryReturned):
             if memory is None:
@@ -398,7 +398,7 @@ class Channel(asyncio.BufferedProtocol):
                 return
             transport.writelines(buffers)
 
-    def _buffers(self, frame: Encoded) -> Sequence[frames.Buffer]:
+    def _buffers(self, frame: EncodedMessage) -> Sequence[frames.Buffer]:
         """Return the buffers of a message; with shared memory, the body's offset instead of the
         body.
 

@@ -81,7 +81,7 @@ def test_matching_secrets_are_ok(plan, tmp_path):
     CoordinatorCredentials.open(tmp_path / "home")
     finding = finding_of(plan(), "secrets")
     assert finding.outcome == "ok"
-    assert "no worker's key yet" in finding.found
+    assert "no worker's key yet" in finding.observation
     assert finding_of(plan(), "state mode").outcome == "ok"
 
 
@@ -91,8 +91,8 @@ def test_secret_that_others_may_read_is_a_failure(plan, tmp_path, name):
     (tmp_path / "home" / "coordinator" / name).chmod(0o640)
     finding = finding_of(plan(), "secrets")
     assert finding.outcome == "failure"
-    assert f"{name}' can be read by others (mode 0640)" in finding.found
-    assert "chmod 600" in finding.found
+    assert f"{name}' can be read by others (mode 0640)" in finding.observation
+    assert "chmod 600" in finding.observation
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_missing_secret_is_reported(plan, tmp_path, name, expected_text):
     (tmp_path / "home" / "coordinator" / name).unlink()
     finding = finding_of(plan(), "secrets")
     outcome = "warning" if name == "join.token" else "failure"
-    assert (finding.outcome, expected_text in finding.found) == (outcome, True)
+    assert (finding.outcome, expected_text in finding.observation) == (outcome, True)
     assert not (tmp_path / "home" / "coordinator" / name).exists()
 
 
@@ -117,7 +117,7 @@ def test_token_and_worker_keys_without_a_certificate_are_reported(plan, tmp_path
     for name in ("certificate.pem", "key.pem"):
         (tmp_path / "home" / "coordinator" / name).unlink()
     finding = finding_of(plan(), "secrets")
-    assert "certificate.pem and key.pem are missing" in finding.found
+    assert "certificate.pem and key.pem are missing" in finding.observation
     assert (finding.outcome, "every worker needs that token" in finding.advice) == ("warning", True)
 
 
@@ -145,7 +145,7 @@ def test_token_of_another_certificate_is_reported(plan, tmp_path):
     CoordinatorCredentials.open(tmp_path / "home")
     other = CoordinatorCredentials.open(tmp_path / "other").join_token().reveal()
     write_secret(tmp_path / "home" / "coordinator" / "join.token", other)
-    assert "belongs to another certificate" in finding_of(plan(), "secrets").found
+    assert "belongs to another certificate" in finding_of(plan(), "secrets").observation
 
 
 def test_state_directory_that_others_may_read_is_a_warning(plan, tmp_path):
@@ -165,7 +165,7 @@ def test_full_disk_is_a_failure(plan, tmp_path):
         checks = {each.check: each for each in examine(plan(directory=disk))}
         for check in ("run directory", "sync"):
             assert checks[check].outcome == "failure"
-            assert "No space left" in checks[check].found
+            assert "No space left" in checks[check].observation
             assert "--out" in checks[check].advice
 
 
@@ -180,7 +180,7 @@ def test_unfinished_run_is_a_warning_unless_a_coordinator_works_on_it(plan, tmp_
     finding = finding_of(plan(), "runs")
     assert finding.outcome == "warning"
     assert finding.advice == f"coordinator --out {tmp_path}/runs --resume"
-    assert str(tmp_path / "runs" / "one") in finding.found
+    assert str(tmp_path / "runs" / "one") in finding.observation
     run_finding = finding_of(plan(directory=tmp_path / "runs" / "one"), "runs")
     assert run_finding.outcome == "warning"
     lock = DirectoryLock.acquire(tmp_path / "runs")
@@ -207,19 +207,19 @@ def test_port_of_another_service_is_a_failure(plan):
         ):
             finding = finding_of(plan(**changes), check)
             assert finding.outcome == "failure"
-            assert f"127.0.0.1:{port} is in use" in finding.found
+            assert f"127.0.0.1:{port} is in use" in finding.observation
 
 
 def test_address_of_another_machine_is_a_failure(plan):
     finding = finding_of(plan(bind=("192.0.2.77", 0)), "workers' port")
-    assert (finding.outcome, "cannot be bound" in finding.found) == ("failure", True)
+    assert (finding.outcome, "cannot be bound" in finding.observation) == ("failure", True)
     finding = finding_of(plan(bind=("no-such-host.invalid", 0)), "workers' port")
-    assert (finding.outcome, "cannot be bound" in finding.found) == ("failure", True)
+    assert (finding.outcome, "cannot be bound" in finding.observation) == ("failure", True)
 
 
 def test_control_port_that_others_could_reach_is_a_failure(plan):
     finding = finding_of(plan(control=("0.0.0.0", 0)), "control port")
-    assert (finding.outcome, "ssh -N -L" in finding.found) == ("failure", True)
+    assert (finding.outcome, "ssh -N -L" in finding.observation) == ("failure", True)
 
 
 def test_loopback_is_unreachable_for_others(plan):
@@ -230,9 +230,9 @@ def test_loopback_is_unreachable_for_others(plan):
 def test_all_addresses_are_reachable_on_a_network(plan):
     finding = finding_of(plan(bind=("0.0.0.0", 0)), "reachable")
     if finding.outcome == "ok":
-        assert "worker doctor --coordinator" in finding.found
+        assert "worker doctor --coordinator" in finding.observation
     else:  # a machine without a network
-        assert "no address" in finding.found
+        assert "no address" in finding.observation
 
 
 def test_machine_without_a_network_is_a_failure(plan):
@@ -244,7 +244,7 @@ def test_machine_without_a_network_is_a_failure(plan):
         finding = machines.run_on(
             "alone", lambda: finding_of(plan(bind=("0.0.0.0", 0)), "reachable")
         )
-    assert (finding.outcome, "no address that others can reach" in finding.found) == (
+    assert (finding.outcome, "no address that others can reach" in finding.observation) == (
         "failure",
         True,
     )

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from protocol.wire.authentication import Exchange, answer, new_key
 from protocol.wire.connection import (
+    FROM_CLIENT,
     FROM_COORDINATOR,
-    FROM_DIALLER,
     FROM_LISTENER,
     FROM_WORKER,
     Connection,
-    Encoded,
+    EncodedMessage,
     Phase,
     Role,
 )
@@ -24,17 +24,17 @@ from protocol.wire.messages import Hello, PeerHello, PeerWelcome, Welcome
 from tests.message_samples import BLOCKS, EXAMPLES, frame, join_buffers
 
 PHASES = tuple(phase for phase in Phase if phase is not Phase.CLOSED)
-ROLES: tuple[Role, ...] = ("coordinator", "worker", "listener", "dialler")
+ROLES: tuple[Role, ...] = ("coordinator", "worker", "listener", "client")
 _CERTIFICATE = bytes(range(32))
 
 
 class Handshake(NamedTuple):
     """The four messages of a handshake, in order; the connecting side sends the first."""
 
-    hello: Encoded
-    challenge: Encoded
-    proof: Encoded
-    welcome: Encoded
+    hello: EncodedMessage
+    challenge: EncodedMessage
+    proof: EncodedMessage
+    welcome: EncodedMessage
 
 
 def handshake(first: type[Hello | PeerHello], last: type[Welcome | PeerWelcome]) -> Handshake:
@@ -49,11 +49,11 @@ def handshake(first: type[Hello | PeerHello], last: type[Welcome | PeerWelcome])
 
 
 _HANDSHAKES = dict.fromkeys(("coordinator", "worker"), handshake(Hello, Welcome)) | dict.fromkeys(
-    ("listener", "dialler"), handshake(PeerHello, PeerWelcome)
+    ("listener", "client"), handshake(PeerHello, PeerWelcome)
 )
 _LEGAL_MESSAGES = {
-    "coordinator": FROM_WORKER, "worker": FROM_COORDINATOR, "listener": FROM_DIALLER,
-    "dialler": FROM_LISTENER,
+    "coordinator": FROM_WORKER, "worker": FROM_COORDINATOR, "listener": FROM_CLIENT,
+    "client": FROM_LISTENER,
 }  # fmt: skip
 STATES: list[tuple[Role, Phase]] = [
     (role, phase) for role in ROLES for phase in PHASES if _LEGAL_MESSAGES[role][phase]
@@ -64,7 +64,7 @@ STATES: list[tuple[Role, Phase]] = [
 def connection(role: Role, phase: Phase) -> Connection:
     """Return one side of a connection whose handshake has reached `phase`."""
     reader = Connection(role)
-    is_client = role in ("worker", "dialler")
+    is_client = role in ("worker", "client")
     for message, is_sender in zip(_HANDSHAKES[role], (is_client, not is_client) * 2, strict=True):
         if reader.phase is phase:
             break

@@ -13,7 +13,7 @@ from coordinator.service.coordinator_replica import CoordinatorReplica
 from coordinator.service.journal_lines import records_of
 from protocol.base.errors import ProtocolError, RemoteProtocolError
 from protocol.spec.run_spec import RunSpec
-from protocol.wire.connection import Connection, Encoded, Phase, Received, encode
+from protocol.wire.connection import Connection, EncodedMessage, Phase, ReceivedMessage, encode
 from protocol.wire.messages import (
     AveragedGradient,
     Commit,
@@ -49,7 +49,7 @@ class PureCoordinator:
         self.runs += 1
         self._coordinator_replica: CoordinatorReplica | None = None
         self._digests: dict[int, str] = {}
-        self._tail: list[Encoded] = []
+        self._tail: list[EncodedMessage] = []
         self._is_subscribed = False
 
     def digest_after(self, step: int) -> str | None:
@@ -98,7 +98,7 @@ class PureCoordinator:
         self._outbox.clear()
         return output
 
-    def _receive(self, received: Received) -> None:
+    def _receive(self, received: ReceivedMessage) -> None:
         """Handle a message as `Service` and `Execution` do."""
         message, raw = received
         if isinstance(message, Goodbye):
@@ -164,11 +164,11 @@ class PureCoordinator:
         self._tail.clear()
         self._step(inputs.ReplicaApplied(replica.step, self._digests[replica.step]))
 
-    def _send(self, encoded: Encoded) -> None:
+    def _send(self, encoded: EncodedMessage) -> None:
         if self.is_open:
             self._outbox += join_buffers(self._connection.send(encoded))
 
-    def _broadcast(self, message: Message, encoded: Encoded) -> None:
+    def _broadcast(self, message: Message, encoded: EncodedMessage) -> None:
         if self._is_subscribed:
             self._send(encoded)
         if isinstance(message, AveragedGradient | Commit):

@@ -24,7 +24,7 @@ from tests.simulation.machine import Device, SimulatedMachine
 from tests.simulation.virtual_time import Process
 from worker.logic import actions as act
 from worker.logic import events
-from worker.logic.device_group import MOST_RESTARTS, checked_report
+from worker.logic.device_group import MOST_RESTARTS, replace_non_finite
 from worker.shell.engine import Engine
 from worker.shell.group_engine import LossHandler, ReportHandler
 
@@ -160,6 +160,6 @@ class _Link:
 
     def _report(self, event: events.GroupReport) -> None:
         if self._is_alive:
-            reported = checked_report(event, lambda sums: sums if is_finite(sums) else None)
+            reported = replace_non_finite(event, lambda sums: sums if is_finite(sums) else None)
             # Reports sent before the death are read after it.
             self._later(lambda: self._reported(reported), always=True)

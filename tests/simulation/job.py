@@ -35,7 +35,7 @@ from protocol.exact.reduction.absent import absent
 from protocol.exact.reduction.average import average as scale_to_average
 from protocol.exact.reduction.average import square_sum
 from protocol.exact.reduction.tree import Subtree
-from protocol.exact.replica import MISSED, Replica
+from protocol.exact.replica import MISSED_UPDATES, Replica
 from protocol.exact.samples import SampleOrder, microbatch_seed
 from protocol.exact.update import StepScalars, global_norm, step_scalars
 from protocol.spec.manifest import (
@@ -402,7 +402,7 @@ class Job:
             return
         values_after = {(part.kind, part.block): part.values for part in after.parts()}
         for part in before.parts():
-            if part.block == LAYER and part.kind != MISSED:
+            if part.block == LAYER and part.kind != MISSED_UPDATES:
                 is_unchanged = (
                     values_after[part.kind, LAYER][EXPERT].tobytes()
                     == part.values[EXPERT].tobytes()

@@ -18,7 +18,7 @@ from typing import Any
 from protocol.base import limits
 from tests.simulation.virtual_time import Clock, Process
 
-Greet = Callable[[tuple[str, int]], Any]
+ProtocolFactory = Callable[[tuple[str, int]], Any]
 
 
 class Network:
@@ -35,9 +35,9 @@ class Network:
         """Probability that all available data is read at once."""
         self.window_bytes = clock.rng.choice((1000, 100_000))
         self.links: list[Link] = []
-        self._listening: dict[Process, Greet] = {}
+        self._listening: dict[Process, ProtocolFactory] = {}
 
-    def listen(self, process: Process, greet: Greet) -> None:
+    def listen(self, process: Process, greet: ProtocolFactory) -> None:
         """Accept connections for a process."""
         self._listening[process] = greet
 
@@ -65,7 +65,7 @@ class Network:
         client: Process,
         server: Process,
         protocol: Any,
-        greet: Callable[[], Greet | None],
+        greet: Callable[[], ProtocolFactory | None],
         slowness_ms: Callable[[Process], float] = lambda _: 0.0,
     ) -> Link:
         """Connect two processes.
@@ -358,7 +358,7 @@ class Transport(asyncio.Transport):
 class SimulatedAcceptor:
     """A coordinator's acceptor: see `coordinator.service.service.ConnectionSource`."""
 
-    def __init__(self, network: Network, process: Process, greet: Greet) -> None:
+    def __init__(self, network: Network, process: Process, greet: ProtocolFactory) -> None:
         self.address = ("", 0)
         self._network = network
         self._process = process

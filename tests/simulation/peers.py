@@ -10,9 +10,9 @@ from typing import Any
 
 from protocol.spec.manifest import Block
 from protocol.spec.sections.exchange import Codecs
-from protocol.wire.acceptor import Greet
+from protocol.wire.acceptor import ProtocolFactory
 from protocol.wire.authentication import NO_CERTIFICATE
-from protocol.wire.connection import Received
+from protocol.wire.connection import ReceivedMessage
 from protocol.wire.peers import Peer
 from protocol.wire.transport import Channel
 from tests.simulation.network import Link, Network
@@ -29,7 +29,7 @@ class WorkerPorts:
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.listening: dict[int, tuple[Process, Greet]] = {}
+        self.listening: dict[int, tuple[Process, ProtocolFactory]] = {}
         self._links: list[Link] = []
         self._cut_pairs: set[frozenset[str]] = set()
         self._next_port = 7000
@@ -39,7 +39,7 @@ class WorkerPorts:
         self._links = [link for link in self._links if not link.is_over]
         return self._links
 
-    def open(self, process: Process, greet: Greet) -> int:
+    def open(self, process: Process, greet: ProtocolFactory) -> int:
         """Open a new port for a process and return its number."""
         self._next_port += 1
         self.listening[self._next_port] = (process, greet)
@@ -106,7 +106,7 @@ class SimulatedSockets:
         self._process = process
         self._port = 0
 
-    def listen(self, greet: Greet) -> tuple[int, bytes]:
+    def listen(self, greet: ProtocolFactory) -> tuple[int, bytes]:
         if getattr(self._process, "only_dials", False):
             raise OSError("no port can be opened here")
         if not self._port:
@@ -135,7 +135,7 @@ class _RandomSpeeds:
         self._owner = owner
         self._rng = ports.network.clock.rng
 
-    def on_gradient(self, peer: str, received: Received) -> None:
+    def on_gradient(self, peer: str, received: ReceivedMessage) -> None:
         self._owner.on_gradient(peer, received)
 
     def on_linked(self, peer: str, mbit: float) -> None:

@@ -78,7 +78,7 @@ class Probes:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._owed: dict[str, set[Subtree]] = {}
+        self._outstanding_subtrees: dict[str, set[Subtree]] = {}
         self._is_awaited = False
 
     @contextmanager
@@ -254,7 +254,9 @@ class Probes:
         round_ = progress.round if progress is not None else None
         share = round_.shares.get(worker) if round_ is not None else None
         self._is_awaited = (
-            isinstance(message, SubtreeLoss) and share is not None and message.subtree in share.owed
+            isinstance(message, SubtreeLoss)
+            and share is not None
+            and message.subtree in share.outstanding_bits
         )
 
     def _check_arrived_subtree(self, run: Run, worker: str, message: Any) -> None:
@@ -274,20 +276,24 @@ class Probes:
             )
             for share in round_.shares.values():
                 missing = all(
-                    round_._missing_leaves(n) for n in share.owed if n not in double_checked
+                    round_._missing_leaves(n)
+                    for n in share.outstanding_bits
+                    if n not in double_checked
                 )
                 assert missing, "Cancel is lost"
-            if self._is_awaited and message.subtree not in round_.shares[worker].owed:
+            if self._is_awaited and message.subtree not in round_.shares[worker].outstanding_bits:
                 assert not round_._missing_leaves(message.subtree), (
                     "an arrived subtree is not counted"
                 )
 
     def _before_surplus(self, round_: Round) -> None:
-        self._owed = {name: set(share.owed) for name, share in round_.shares.items()}
+        self._outstanding_subtrees = {
+            name: set(share.outstanding_bits) for name, share in round_.shares.items()
+        }
 
     def _after_surplus(self, _: Any, round_: Round) -> None:
         for name, share in round_.shares.items():
-            withdrawn_subtrees = self._owed[name].difference(share.owed)
+            withdrawn_subtrees = self._outstanding_subtrees[name].difference(share.outstanding_bits)
             assert not any(round_._missing_leaves(subtree) for subtree in withdrawn_subtrees), (
                 "a missing subtree is forgotten"
             )

@@ -251,7 +251,7 @@ def removes_pending_subtrees(self):
     """Remove pending subtrees from a worker's list together with arrived ones."""
     surplus = SURPLUS(self)
     for worker in surplus:
-        self.shares[worker].owed.clear()
+        self.shares[worker].outstanding_bits.clear()
     return surplus
 
 
@@ -263,7 +263,7 @@ def forgets_terms_between_connections(self, terms=None):
 
 def skips_device_reload(self, action):
     """Let a device of a group continue with its old weights."""
-    self._emit(WeightsTaken(action.step, reads_on=False))
+    self._emit(WeightsTaken(action.step, keeps_reading=False))
 
 
 def reuses_attempt_number(self, *step_and_digest):

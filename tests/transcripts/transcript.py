@@ -351,8 +351,8 @@ class ScriptedCoordinator:
         return self._receive(name, message, manifest.to_bytes())
 
     def _loaded(self, state: str = "0") -> Actions:
-        assert self.run.settled is not None
-        upload, state_digest = self.run.settled.admission.upload, digest(state)
+        assert self.run.run_parts is not None
+        upload, state_digest = self.run.run_parts.admission.upload, digest(state)
         return self.run.step(inputs.ReplicaLoaded(upload, state_digest, state_digest))
 
     def _chunk(self, name: str, block: str = "embedding", last: str = "no") -> Actions:

@@ -107,14 +107,14 @@ def test_key_readable_by_others_is_a_failure(samestep_home):
     assert checks(plan())["keys"].outcome == "ok"
     (samestep_home / "worker" / "a.key").chmod(0o644)
     finding = checks(plan())["keys"]
-    assert (finding.outcome, "chmod 600" in finding.found) == ("failure", True)
+    assert (finding.outcome, "chmod 600" in finding.observation) == ("failure", True)
 
 
 @pytest.mark.parametrize("text", ["", "00" * 31])
 def test_damaged_key_is_a_failure(samestep_home, text):
     write_secret(samestep_home / "worker" / "a.key", text)
     finding = checks(plan())["keys"]
-    assert (finding.outcome, "a.key' is damaged" in finding.found) == ("failure", True)
+    assert (finding.outcome, "a.key' is damaged" in finding.observation) == ("failure", True)
     assert "coordinator token show" in finding.advice
 
 
@@ -122,7 +122,7 @@ def test_unusable_token_file_is_a_failure(tmp_path):
     path = tmp_path / "token"
     for message in ("does not exist", "expected a join token", "chmod 600"):
         finding = checks(plan(token_file=path))["token"]
-        assert (finding.outcome, message in finding.found) == ("failure", True)
+        assert (finding.outcome, message in finding.observation) == ("failure", True)
         path.write_text("nothing of the kind\n")
         path.chmod(0o644 if message != "does not exist" else 0o600)
 
@@ -137,7 +137,7 @@ def test_undiscovered_coordinator_is_reported(name, outcome):
             "alone", lambda: checks(plan(coordinator=None, coordinator_name=name))
         )
     assert results["coordinator"].outcome == outcome
-    assert "worker --coordinator HOST:PORT" in results["coordinator"].found
+    assert "worker --coordinator HOST:PORT" in results["coordinator"].observation
     assert "connection" not in results
 
 
@@ -151,7 +151,7 @@ def test_address_of_this_machine_is_a_warning(monkeypatch):
     addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 9))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
     first = join_findings("box", 9)[0]
-    assert (first.outcome, "127.0.1.1, which is this machine" in first.found) == (
+    assert (first.outcome, "127.0.1.1, which is this machine" in first.observation) == (
         "warning",
         True,
     )
@@ -163,7 +163,7 @@ def test_port_without_a_listener_is_a_failure():
         port = closed.getsockname()[1]
         line = join_findings("127.0.0.1", port)[-1]
     assert (line.check, line.outcome) == ("connection", "failure")
-    assert line.found == f"127.0.0.1:{port} refused the connection"
+    assert line.observation == f"127.0.0.1:{port} refused the connection"
     assert "--bind 0.0.0.0:PORT" in line.advice
 
 
@@ -180,7 +180,7 @@ def test_unanswered_connection_is_a_failure(monkeypatch):
                 stack.enter_context(filler)
         line = join_findings("127.0.0.1", listener.getsockname()[1])[-1]
     assert (line.check, line.outcome) == ("connection", "failure")
-    assert "no answer" in line.found
+    assert "no answer" in line.observation
     assert "firewall" in line.advice
 
 
@@ -191,7 +191,7 @@ def test_undelivered_large_message_is_a_failure(monkeypatch):
     with near_end, far_end:
         finding = _check_large_message(near_end, "192.0.2.1:9000")
     assert (finding.check, finding.outcome) == ("large messages", "failure")
-    assert "the path silently drops packets above its MTU" in finding.found
+    assert "the path silently drops packets above its MTU" in finding.observation
     near_end, far_end = socket.socketpair()
     with near_end:
         far_end.close()
@@ -226,7 +226,7 @@ def test_path_that_drops_large_packets_is_a_failure(tmp_path, monkeypatch, sames
                 assert results["large messages"].outcome == "failure"
                 assert (
                     "the path silently drops packets above its MTU"
-                    in results["large messages"].found
+                    in results["large messages"].observation
                 )
                 assert "mtu 1280" in results["large messages"].advice
 
@@ -237,7 +237,7 @@ def test_other_service_without_tls_is_a_failure():
     with fixed_answer_server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         line = join_findings("127.0.0.1", port)[-1]
     assert (line.check, line.outcome) == ("encryption", "failure")
-    assert "got something else" in line.found
+    assert "got something else" in line.observation
 
 
 def test_other_service_with_tls_is_a_failure(tmp_path):
@@ -248,7 +248,7 @@ def test_other_service_with_tls_is_a_failure(tmp_path):
     ) as port:
         line = join_findings("127.0.0.1", port, token)[-1]
     assert line.outcome == "failure"
-    assert "the server is not a coordinator" in line.found
+    assert "the server is not a coordinator" in line.observation
 
 
 def test_connection_closed_at_once_is_a_failure():
@@ -272,7 +272,7 @@ async def test_token_is_checked_without_a_trace(tmp_path, samestep_home):
         outcomes = await asyncio.to_thread(join_findings, *address, valid_token.reveal())
         assert [finding.outcome for finding in outcomes] == ["ok"] * 5
         assert f"the join token fits, and both have protocol version {PROTOCOL_VERSION}" in (
-            outcomes[-1].found
+            outcomes[-1].observation
         )
         wrong_tokens = {
             "token": JoinToken(valid_token.fingerprint, new_key()).reveal(),
@@ -282,7 +282,7 @@ async def test_token_is_checked_without_a_trace(tmp_path, samestep_home):
         for kind, token in wrong_tokens.items():
             line = (await asyncio.to_thread(join_findings, *address, token))[-1]
             assert (line.check, line.outcome) == ("token", "failure"), kind
-            assert "coordinator token show" in line.found
+            assert "coordinator token show" in line.observation
             assert not token or token.partition(".")[2] not in line.line()
         # The check leaves no trace: no member, no key.
         assert not live.service.sessions
@@ -300,15 +300,15 @@ async def test_key_is_valid_until_its_revocation(tmp_path, samestep_home):
         )
         credentials.remember(coordinator.fingerprint, "w", coordinator.enrol("w"))
         line = (await asyncio.to_thread(join_findings, *address))[-1]
-        assert (line.outcome, "its key fits" in line.found) == ("ok", True)
+        assert (line.outcome, "its key fits" in line.observation) == ("ok", True)
         coordinator.revoke("w")
         last_finding = (await asyncio.to_thread(join_findings, *address))[-1]
         assert (last_finding.check, last_finding.outcome) == ("token", "failure")
-        assert "is not valid" in last_finding.found
+        assert "is not valid" in last_finding.observation
         assert (await asyncio.to_thread(join_findings, *address, token))[-1].outcome == "failure"
         current_token = coordinator.join_token().reveal()
         returned_finding = (await asyncio.to_thread(join_findings, *address, current_token))[-1]
-        assert (returned_finding.outcome, "the join token fits" in returned_finding.found) == (
+        assert (returned_finding.outcome, "the join token fits" in returned_finding.observation) == (
             "ok",
             True,
         )

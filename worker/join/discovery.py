@@ -17,7 +17,7 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 
 from protocol.base.address import format_address
 from protocol.base.errors import MessageError, Unreachable, UsageError
-from protocol.wire.discovery import SERVICE, Announced
+from protocol.wire.discovery import SERVICE, CoordinatorAnnouncement
 from worker.join.address import HERE, has_listener, nearest
 
 SETTLED_S: Final = 1.5
@@ -80,8 +80,8 @@ async def find_coordinator(
 
 
 def choose(
-    candidates: list[Announced], name: str, has_credentials: Callable[[str], bool]
-) -> Announced | None:
+    candidates: list[CoordinatorAnnouncement], name: str, has_credentials: Callable[[str], bool]
+) -> CoordinatorAnnouncement | None:
     """Choose a coordinator: by name, else the only one, else the only one with our credentials."""
     if name:
         return next((candidate for candidate in candidates if candidate.name == name), None)
@@ -90,7 +90,7 @@ def choose(
     return candidates[0] if len(candidates) == 1 else None
 
 
-def _describe_several(coordinators: Iterable[Announced]) -> str:
+def _describe_several(coordinators: Iterable[CoordinatorAnnouncement]) -> str:
     listing = ", ".join(
         f"{c.name} ({format_address(nearest(map(str, c.addresses)), c.port)})"
         for c in sorted(coordinators, key=lambda c: c.name)
@@ -125,7 +125,7 @@ class _Browser:
     """
 
     def __init__(self) -> None:
-        self.announcements: dict[str, Announced] = {}
+        self.announcements: dict[str, CoordinatorAnnouncement] = {}
         self.failure = ""
         self._change = asyncio.Event()
         self._resolve_tasks: set[asyncio.Task[None]] = set()
@@ -174,7 +174,7 @@ class _Browser:
                 await info.async_request(zeroconf, _RESOLVE_MS)
                 and len(self.announcements) < _MAX_ANNOUNCEMENTS
             ):
-                self.announcements[name] = Announced.read(
+                self.announcements[name] = CoordinatorAnnouncement.read(
                     name, info.parsed_addresses(), info.port or 0, info.decoded_properties
                 )
                 self._change.set()

@@ -30,7 +30,7 @@ class Transmit:
 
 @dataclass(frozen=True, slots=True)
 class OpenDevice:
-    """Open the device now, so that an unusable one is reported before any run begins."""
+    """Open the device now: an unusable device is reported before any run begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +131,9 @@ class CancelSubtree:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Apply a step, or skip it if `scalars` is None; `attempt` is the one that was committed.
+    """Apply a step, or skip it if `scalars` is None; `attempt` is the committed attempt.
 
-    The engine empties `averages` once they are applied.
+    The engine empties `averages` once it has applied them.
     """
 
     averages: list[Array]
@@ -184,7 +184,7 @@ class Leave:
     """End the connection.
 
     Attributes:
-        is_failure: Whether this worker failed, so that the reason is an error.
+        is_failure: Whether this worker failed; the reason is then an error.
     """
 
     reason: str

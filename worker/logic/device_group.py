@@ -198,11 +198,9 @@ class _Work:
     """A subtree that the coordinator assigned, with its partial sums."""
 
     def __init__(self, action: act.Compute, blocks: int, exchange: Codecs) -> None:
-        self.step_id, self.microbatches, self.subtree = (
-            action.step_id,
-            action.microbatches,
-            action.subtree,
-        )
+        self.step_id = action.step_id
+        self.microbatches = action.microbatches
+        self.subtree = action.subtree
         leaves = action.subtree.leaves
         self._reducer = Reducer[int](leaves, exchange, range(blocks), None)
         self._weights, self._losses = TreeSum[float](leaves, add), TreeSum[float](leaves, add)
@@ -215,7 +213,7 @@ class _Work:
         return Subtree(part.lo - self.subtree.lo, part.hi - self.subtree.lo)
 
     def add_block(self, event: events.BlockSum) -> events.BlockSum | None:
-        """Merge a part's sum of a block; returns the subtree's sum when it is complete."""
+        """Merge a part's sum of a block; return the subtree's sum when it is complete."""
         part = self._shift(event.subtree)
         total = self._reducer.put(event.block, "", part, event.weight, event.values)
         if total is None:
@@ -224,7 +222,7 @@ class _Work:
         return events.BlockSum(self.step_id, self.subtree, event.block, total.values, total.weight)
 
     def add_loss(self, event: events.SubtreeDone) -> Loss | None:
-        """Merge a part's loss; returns the subtree's loss when it is complete."""
+        """Merge a part's loss; return the subtree's loss when it is complete."""
         part = self._shift(event.subtree)
         self._weights.put(part, event.loss.weight)
         self._losses.put(part, event.loss.loss_sum)
@@ -234,13 +232,13 @@ class _Work:
         return None if loss is None or weight is None else Loss(loss, weight)
 
 
-def checked_report(
+def replace_non_finite(
     event: events.GroupReport, copy_finite: Callable[[Array], Array | None]
 ) -> events.GroupReport:
     """Replace a non-finite sum by a report of it.
 
     Args:
-        event: What a device reports.
+        event: A device's report.
         copy_finite: Copies a sum to where the group reads it, or returns None for a sum with a
             value that is not finite.
     """
@@ -374,7 +372,7 @@ class DeviceGroup:
         return self._answer_if_complete(step)
 
     def _weights_taken(self, device: _Device, event: events.WeightsTaken) -> list[Output]:
-        device.replica_use = ReplicaUse.READING if event.reads_on else ReplicaUse.NONE
+        device.replica_use = ReplicaUse.READING if event.keeps_reading else ReplicaUse.NONE
         if event.step in self._answers:
             self._answers[event.step].pending_devices.discard(device.name)
         return self._answer_if_complete(event.step) + self._advance()
@@ -421,7 +419,7 @@ class DeviceGroup:
             device.build_failure = event
         else:
             device.build = event
-        device.replica_use = ReplicaUse.NONE  # the build detached it; `_attach` follows
+        device.replica_use = ReplicaUse.NONE  # the build detached the device; `_attach` follows
         return self._advance() + self._settle()
 
     def _settle(self) -> list[Output]:
@@ -680,17 +678,9 @@ class DeviceGroup:
         if loss is None:
             return []
         self._works.remove(work)
-        elapsed_ms, unlike_microbatches = (
-            self._elapsed_ms(work),
-            tuple(sorted(work.unlike_microbatches)),
-        )
-        return [
-            Emit(
-                events.SubtreeDone(
-                    work.step_id, work.subtree, loss, elapsed_ms, unlike_microbatches
-                )
-            )
-        ]
+        elapsed_ms = self._elapsed_ms(work)
+        unlike = tuple(sorted(work.unlike_microbatches))
+        return [Emit(events.SubtreeDone(work.step_id, work.subtree, loss, elapsed_ms, unlike))]
 
     def _non_finite(
         self, device: _Device, step_id: events.StepId, location: NonFinite
@@ -747,7 +737,7 @@ class DeviceGroup:
             return []
         description = f"the process of device {name!r} {reason}"
         if device.restarts >= MOST_RESTARTS:
-            outputs: list[Output] = [LogLine(name, f"{description}; it is left out")]
+            outputs: list[Output] = [LogLine(name, f"{description}; the device is left out")]
             return [*outputs, *self._remove(device, DeviceError(name, f"its process {reason}"))]
         device.restarts += 1
         restart = f"restarted, {device.restarts} of at most {MOST_RESTARTS} times"
@@ -762,7 +752,7 @@ class DeviceGroup:
         if self._build is not None:
             device.builds = 1
             outputs.append(ToDevice(name, replace(self._build, keep_state=False)))
-        return [*outputs, *self._reassign(orphans, f"{description}", was_active=was_active)]
+        return [*outputs, *self._reassign(orphans, description, was_active=was_active)]
 
     def _remove(self, device: _Device, error: Exception) -> list[Output]:
         was_active = device.state is DeviceState.ACTIVE

@@ -49,7 +49,11 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class BuildFailed:
-    """The task cannot be built here; `is_local` if it may work on another device or machine."""
+    """The task cannot be built here.
+
+    Attributes:
+        is_local: Whether the task may work on another device or machine.
+    """
 
     run_id: str
     error: SamestepError
@@ -92,8 +96,11 @@ class NonFiniteSum:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchRows:
-    """Captured output, or embeddings, of one microbatch of a subtree: uint8, (samples, bytes per
-    sample)."""
+    """Captured output, or embeddings, of one microbatch of a subtree.
+
+    Attributes:
+        rows: uint8, (samples, bytes per sample).
+    """
 
     step_id: StepId
     subtree: Subtree
@@ -122,7 +129,11 @@ class InnerCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class InnerStateNeeded:
-    """An inner phase waits for a state from the coordinator; `with_carried`: with carried state."""
+    """An inner phase waits for a state from the coordinator.
+
+    Attributes:
+        with_carried: Whether the phase also needs the replica's carried state.
+    """
 
     step_id: StepId
     microbatches: int
@@ -181,11 +192,11 @@ class WeightsTaken:
     """One device of a group has loaded the parameters of this step.
 
     Attributes:
-        reads_on: Whether it keeps reading the group's replica until it is ordered to release it.
+        keeps_reading: Whether the device keeps reading the group's replica until it is ordered to release it.
     """
 
     step: int
-    reads_on: bool
+    keeps_reading: bool
 
 
 @dataclass(frozen=True, slots=True)

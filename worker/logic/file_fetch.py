@@ -62,7 +62,7 @@ class BlobPresent:
 
 @dataclass(frozen=True, slots=True)
 class ChunkStored:
-    """A chunk is written; `is_complete` if it completed a file whose digest is right."""
+    """A chunk is written; `is_complete`: it completed a file, whose digest is right."""
 
     digest: str
     is_complete: bool
@@ -70,7 +70,12 @@ class ChunkStored:
 
 @dataclass(frozen=True, slots=True)
 class BlobDamaged:
-    """A complete file had a wrong digest and was deleted; `was_resumed`: from an older attempt."""
+    """A complete file had a wrong digest and was deleted.
+
+    Attributes:
+        digest: The expected digest.
+        was_resumed: Whether an earlier attempt had downloaded a part of the file.
+    """
 
     digest: str
     was_resumed: bool
@@ -134,7 +139,7 @@ class RunFiles:
             RemoteProtocolError: The chunk does not answer a request.
         """
         if message.run_id != self._run_id:
-            return []  # of an earlier run, which ended while the request was in flight
+            return []  # the chunk of an earlier run, which ended while the request was in flight
         if self._fetch is None:
             raise OutOfOrder("expected no BlobChunk, got one that was not requested")
         return self._fetch.chunk(message, body)
@@ -155,7 +160,7 @@ class RunFiles:
 
 
 class FileFetch:
-    """Fetches one run's files over one connection."""
+    """Fetch of one run's files over one connection."""
 
     def __init__(
         self, run_id: str, spec: RunSpec, list_digest: str, *, keep_state: bool = False
@@ -294,7 +299,7 @@ class FileFetch:
             )
         digests = frozenset(deferred_files[name] for name in names)
         if work is not None and not digests & self._deferred_digests:
-            if work == self._retried_work:  # it would be fetched forever
+            if work == self._retried_work:  # the file would be fetched forever
                 return self._fail(
                     DataError(
                         f"the file {names[0]!r} was fetched, but the task does not find it; make "

@@ -28,7 +28,7 @@ from protocol.base.errors import (
 from protocol.base.fields import cut_text
 from protocol.exact.reduction.average import is_finite
 from protocol.exact.reduction.tree import Subtree, is_subtree
-from protocol.exact.replica import MISSED, are_counts
+from protocol.exact.replica import MISSED_UPDATES, are_counts
 from protocol.spec.manifest import Block
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 from protocol.spec.unit import unit_text
@@ -149,11 +149,11 @@ class _Task:
         commit: A commit whose averages have not all arrived.
         deferred_messages: Messages that arrived after that commit.
         step_id: The current attempt; None between a commit and the next plan.
-        microbatches: Number of microbatches of its step.
-        subtrees: Its subtrees that this worker must compute.
+        microbatches: Number of microbatches of the current attempt's step.
+        subtrees: Subtrees of the current attempt that this worker must compute.
         inner_state_chunks: By replica, chunks of a requested inner state that have arrived.
         is_coupled: Whether the loss couples all samples of a step.
-        rows: The step's embeddings, until the plan for its gradients.
+        rows: The step's embeddings, kept until the plan for the step's gradients arrives.
     """
 
     blocks: tuple[Block, ...]
@@ -316,7 +316,7 @@ class WorkerSession:
         return [CancelWork(), Leave(message.reason, message.retry, message.exit_code)]
 
     def _devices_lost(self, event: events.DevicesLost) -> list[Action]:
-        """Join again, and get the run's state from the coordinator: no device has it any more."""
+        """Leave and join again: no device has the run's state, so the coordinator sends it."""
         goodbye = Goodbye(reason=cut_text(event.reason), retry=True, exit_code=ExitCode.OK)
         leave = Leave(event.reason, retry=True, exit_code=ExitCode.OK, is_failure=True)
         return [CancelWork(), Transmit(goodbye), leave]
@@ -455,7 +455,7 @@ class WorkerSession:
             )
         task = self._task
         values = body.view("<f4")
-        if message.kind == MISSED and not are_counts(values, message.optimizer_step):
+        if message.kind == MISSED_UPDATES and not are_counts(values, message.optimizer_step):
             raise OutOfOrder(
                 "StateChunk: expected counts of missed updates, whole numbers up to "
                 f"{message.optimizer_step}, got others"
@@ -527,7 +527,7 @@ class WorkerSession:
     def _cancel(self, message: Cancel, body: None) -> list[Action]:
         del body
         step_id = StepId(message.step, message.attempt)
-        if step_id != self._task.step_id:  # it overtook the plan, or arrives after the commit
+        if step_id != self._task.step_id:  # Cancel overtook the plan or arrives after the commit
             return []
         subtrees = {Subtree(lo, hi) for lo, hi in message.subtrees} & self._task.subtrees
         self._task.subtrees -= subtrees
@@ -552,9 +552,8 @@ class WorkerSession:
             return []
         if self._task.is_sharded:
             checksum = self._task.checksums.setdefault(event.subtree, xxh3_128())
-            if not is_finite(
-                event.values
-            ):  # the chunk's owner reports it; NaN has many bit patterns
+            # The chunk's owner reports a value that is not finite; NaN has many bit patterns.
+            if not is_finite(event.values):
                 self._task.checksums[event.subtree] = None
             elif checksum is not None:
                 checksum.update(event.values.data)
@@ -609,10 +608,8 @@ class WorkerSession:
     def _inner_checkpoint(self, event: events.InnerCheckpoint) -> list[Action]:
         if not self._task.is_assigned(event.step_id, event.subtree):
             return []
-        ids, count = (
-            self._replica_fields(event.step_id, event.subtree),
-            -(-len(event.content) // limits.BODY_BYTES),
-        )
+        ids = self._replica_fields(event.step_id, event.subtree)
+        count = -(-len(event.content) // limits.BODY_BYTES)
         return [
             Transmit(
                 InnerCheckpointChunk(
@@ -642,7 +639,7 @@ class WorkerSession:
         if not message.last:
             return []
         del task.inner_state_chunks[message.replica]
-        if subtree not in task.subtrees:  # it was cancelled
+        if subtree not in task.subtrees:  # the subtree was cancelled
             return []
         content = np.concatenate(chunks)
         load = LoadInnerState(step_id, message.replica, message.inner, content, message.own)
@@ -686,7 +683,7 @@ class WorkerSession:
         Raises:
             RemoteProtocolError: A deferred message does not fit.
         """
-        # Counted now: the messages that follow are about the next step, while the engine works.
+        # Counted before the engine applies the step: the messages that follow are about the next.
         task.step += 1
         task.step_id = task.commit = None
         actions: list[Action] = [Apply(list(averages), commit.scalars, commit.attempt)]

@@ -5,7 +5,7 @@ connections as at the coordinator. Links run in the worker's event loop; the tra
 decrypts large bodies in separate threads.
 
 The worker whose name sorts first dials. The other one dials too if it has no connection after
-`_SECOND_DIALER_S`, so one reachable port is enough. A broken link is dialed again for as long as
+`_FALLBACK_DIAL_S`, so one reachable port is enough. A broken link is dialed again for as long as
 the coordinator lists the peer.
 
 If both dial at once, the worker whose name sorts first decides: it keeps the connection on which
@@ -38,9 +38,9 @@ from protocol.base.errors import (
 from protocol.spec.manifest import Block
 from protocol.spec.sections.exchange import Codecs
 from protocol.wire import dial, tls, tls_transport
-from protocol.wire.acceptor import Acceptor, Greet
+from protocol.wire.acceptor import Acceptor, ProtocolFactory
 from protocol.wire.authentication import NO_CERTIFICATE, Exchange, answer, new_nonce
-from protocol.wire.connection import Connection, Encoded, Received, Role, encode
+from protocol.wire.connection import Connection, EncodedMessage, ReceivedMessage, Role, encode
 from protocol.wire.dial import DialError
 from protocol.wire.messages import (
     AveragedBlockGradient,
@@ -58,7 +58,7 @@ from protocol.wire.pending import PendingConnections
 from protocol.wire.transport import URGENT, Channel, reason_of
 
 _RETRY_S: Final = (0.2, 1.0, 5.0)
-_SECOND_DIALER_S: Final = 2.0
+_FALLBACK_DIAL_S: Final = 2.0
 _PROBES: Final = 2
 """The fastest probe counts, because another may have waited for a processor."""
 _CROSSING_REASON: Final = "both workers dialed; the other connection is used"
@@ -74,7 +74,7 @@ _PRIORITY: Final[tuple[type[Message], ...]] = (
 class LinksOwner(Protocol):
     """Receives the events of links, in the event loop."""
 
-    def on_gradient(self, peer: str, delivery: Received) -> None:
+    def on_gradient(self, peer: str, delivery: ReceivedMessage) -> None:
         """Handle a payload or an average from a peer, possibly in the thread that reads it.
 
         A ProtocolError raised here ends the link.
@@ -100,7 +100,7 @@ class Links(Protocol):
     def set_peers(self, listing: PeerList) -> None:
         """Link to the listed peers, and end all other links."""
 
-    def send(self, peer: str, message: Encoded) -> None:
+    def send(self, peer: str, message: EncodedMessage) -> None:
         """Queue a message; it is dropped if there is no link."""
 
     def traffic(self) -> dict[str, tuple[int, int]]:
@@ -113,7 +113,7 @@ class Links(Protocol):
 class PeerSockets(Protocol):
     """Opens the connections: real sockets, or a simulated network."""
 
-    def listen(self, greet: Greet) -> tuple[int, bytes]:
+    def listen(self, greet: ProtocolFactory) -> tuple[int, bytes]:
         """Accept connections; return the port and the SHA-256 of the certificate.
 
         Raises:
@@ -208,7 +208,7 @@ class PeerLinks:
                     link.dial_task = self._loop.create_task(self._keep_dialed(link))
         self._rejected.clear()
 
-    def send(self, peer: str, message: Encoded) -> None:
+    def send(self, peer: str, message: EncodedMessage) -> None:
         link = self._links.get(peer)
         if link is None or link.connection is None:
             return
@@ -248,7 +248,7 @@ class PeerLinks:
         """Dial a peer whenever there is no connection to it."""
         delays = _retry_delays_s()
         is_first = self.worker_name < link.peer.name or not self._listens
-        delay_s = 0.0 if is_first else _SECOND_DIALER_S
+        delay_s = 0.0 if is_first else _FALLBACK_DIAL_S
         while True:
             await link.down_event.wait()
             if delay_s:
@@ -267,7 +267,7 @@ class PeerLinks:
                 delay_s = next(delays)
             else:
                 delays = _retry_delays_s()
-                delay_s = next(delays) if is_first else _SECOND_DIALER_S
+                delay_s = next(delays) if is_first else _FALLBACK_DIAL_S
 
     async def _dial(self, link: _Link) -> None:
         """Open a link to a peer.
@@ -276,7 +276,7 @@ class PeerLinks:
             OSError: The peer cannot be reached.
             SamestepError: Another process answers, or the peer refuses the connection.
         """
-        connection = _PeerConnection(self, "dialler", link.peer.host, link.peer)
+        connection = _PeerConnection(self, "client", link.peer.host, link.peer)
         self._connections.add(connection)
         try:
             await self._sockets.connect(link.peer, connection.channel)
@@ -494,7 +494,7 @@ class _PeerConnection:
             self.link_future.set_result(None)
         self._links.use(self, mbit)
 
-    def _take_gradient(self, delivery: Received) -> None:
+    def _take_gradient(self, delivery: ReceivedMessage) -> None:
         """Handle a gradient in the thread that reads it, without waking the event loop."""
         if not self.name:
             raise OutOfOrder(f"expected a link first, got {type(delivery.message).__name__}")
@@ -502,7 +502,7 @@ class _PeerConnection:
 
     # protocol.wire.transport.ChannelOwner
 
-    def on_message(self, channel: Channel, delivery: Received) -> None:
+    def on_message(self, channel: Channel, delivery: ReceivedMessage) -> None:
         message, body = delivery
         try:
             match message:
@@ -560,7 +560,7 @@ class LinkSockets:
         self._acceptor: Acceptor | None = None
         self._fingerprint = NO_CERTIFICATE
 
-    def listen(self, greet: Greet) -> tuple[int, bytes]:
+    def listen(self, greet: ProtocolFactory) -> tuple[int, bytes]:
         if self._acceptor is None:
             context: ssl.SSLContext | None = None
             if self._encrypted:

@@ -36,7 +36,7 @@ from protocol.spec.manifest import Block
 from protocol.spec.sections.exchange import Codecs
 from protocol.wire import dial, tls, tls_transport
 from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce, on_this_machine
-from protocol.wire.connection import Connection, Encoded, Received, encode
+from protocol.wire.connection import Connection, EncodedMessage, ReceivedMessage, encode
 from protocol.wire.messages import (
     AveragedGradient,
     Challenge,
@@ -425,7 +425,7 @@ class Client:
 
     # protocol.transport.ChannelOwner
 
-    def on_message(self, channel: Channel, delivery: Received) -> None:
+    def on_message(self, channel: Channel, delivery: ReceivedMessage) -> None:
         """Handle a message: the handshake first, then the session's messages."""
         message, body = delivery
         session = self._session
@@ -723,7 +723,7 @@ class PeerExchange:
 
     # worker.peers.links.LinksOwner
 
-    def on_gradient(self, peer: str, delivery: Received) -> None:
+    def on_gradient(self, peer: str, delivery: ReceivedMessage) -> None:
         message, body = delivery
         assert isinstance(message, GradientPayload | AveragedGradient)
         assert body is not None
@@ -747,7 +747,7 @@ class PeerExchange:
             self._loop.call_soon_threadsafe(self._do_in_loop, actions)
 
     def _do_in_loop(self, actions: Sequence[Action]) -> None:
-        encoding: Encoded | None = None
+        encoding: EncodedMessage | None = None
         for action in actions:
             if self._is_closed:
                 return

@@ -907,8 +907,8 @@ class Engine:
         self._report_weights_taken(job)
 
     def _report_weights_taken(self, job: _Job) -> None:
-        reads_on = job.replica.averages or job.inner_phases is not None
-        self._emit(WeightsTaken(job.replica.step, reads_on))
+        keeps_reading = job.replica.averages or job.inner_phases is not None
+        self._emit(WeightsTaken(job.replica.step, keeps_reading))
 
     def _release(self, action: act.ReleaseReplica) -> None:
         del action

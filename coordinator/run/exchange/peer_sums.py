@@ -45,7 +45,7 @@ class PeerSums:
     Attributes:
         table_number: The number of the table in force.
         table: The table in force.
-        bits: The bit in `Share.owed` of each worker that the first table lists.
+        bits: The bit in `Share.outstanding_bits` of each worker that the first table lists.
         origins: The workers and subtrees that made up the averages.
 
     Args:

@@ -90,31 +90,32 @@ class Share:
 
     Attributes:
         subtrees: All subtrees assigned to the worker.
-        owed: Outstanding results by subtree: a bit for each chunk that the coordinator averages,
-            one for the loss, and one for each worker that averages. A worker that has sent the loss
-            but not a chunk still owes the subtree, so its lease continues.
+        outstanding_bits: Results that the worker has yet to send, by subtree: a bit for each chunk
+            that the coordinator averages, one for the loss, and one for each worker that averages.
+            A worker that has sent the loss but not a chunk still owes the subtree, so its lease
+            continues.
         dropped: Subtrees that the worker need not compute or send any more.
         uploads: How many chunks of a subtree the worker may send, counted from the first.
         is_local: Whether the worker is on the coordinator's machine and so shares no network link.
     """
 
     subtrees: list[Subtree] = field(default_factory=list)
-    owed: dict[Subtree, int] = field(default_factory=dict)
+    outstanding_bits: dict[Subtree, int] = field(default_factory=dict)
     dropped: set[Subtree] = field(default_factory=set)
     uploads: int = 0
     is_local: bool = False
 
     def pending(self, due: int) -> tuple[Subtree, ...]:
-        """Return the subtrees with outstanding results among `due` (bits as in `owed`)."""
-        return tuple(subtree for subtree, bits in self.owed.items() if bits & due)
+        """Return the subtrees with outstanding results among the bits `due`."""
+        return tuple(subtree for subtree, bits in self.outstanding_bits.items() if bits & due)
 
     def clear_bit(self, subtree: Subtree, bit: int) -> None:
         """Clear the bit of a result that has arrived."""
-        outstanding = self.owed.get(subtree, 0) & ~(1 << bit)
+        outstanding = self.outstanding_bits.get(subtree, 0) & ~(1 << bit)
         if outstanding:
-            self.owed[subtree] = outstanding
+            self.outstanding_bits[subtree] = outstanding
         else:
-            self.owed.pop(subtree, None)
+            self.outstanding_bits.pop(subtree, None)
 
     @property
     def microbatches(self) -> int:
@@ -190,7 +191,7 @@ class Round:
         self.peers = PeerSums(self._grid, microbatches, numbered_table, self._average_of)
         self._outstanding_counts = [block.chunks for block in blocks]
         self._loss_bit = self._grid.count
-        self._owed = self._owed_bits()
+        self._subtree_bits = self._all_bits()
         self._unsummarized: list[int] = []
         self._summarizing: set[int] = set()
         self._summaries: dict[int, Summary] = {}
@@ -271,7 +272,7 @@ class Round:
         """Return the fewest chunks that have arrived of any subtree that has begun to arrive."""
         count, mask = self._grid.count, (1 << self._loss_bit) - 1
         others = count - len(self._own_chunks)
-        bits_left = (bits & mask for share in shares for bits in share.owed.values())
+        bits_left = (bits & mask for share in shares for bits in share.outstanding_bits.values())
         arrived_bits = (count - bits.bit_count() for bits in bits_left)
         return max(
             self._summed_chunks, min((n for n in arrived_bits if others < n < count), default=0)
@@ -281,7 +282,7 @@ class Round:
         return number not in self._reducer or self._reducer.is_done(number)
 
     def due_results(self, share: Share) -> int:
-        """Return the results that a worker may send, as bits of `Share.owed`."""
+        """Return the results that a worker may send, as bits of `Share.outstanding_bits`."""
         return (1 << share.uploads) - 1 | -1 << self._loss_bit
 
     def pending(self, worker: str) -> tuple[Subtree, ...]:
@@ -294,14 +295,14 @@ class Round:
         self.has_begun = True
         share = self.shares.setdefault(worker, Share(is_local=is_local))
         share.subtrees.extend(subtrees)
-        share.owed.update(dict.fromkeys(subtrees, self._owed))
+        share.outstanding_bits.update(dict.fromkeys(subtrees, self._subtree_bits))
         share.dropped.difference_update(subtrees)
         self._count_summed_chunks()
         first = min(self._memory_limit(), self._uploads_ahead(share, self._summed_chunks))
         share.uploads = max(share.uploads, first)
 
-    def _owed_bits(self) -> int:
-        """Return all bits of a subtree; see `Share.owed`."""
+    def _all_bits(self) -> int:
+        """Return all bits of a subtree; see `Share.outstanding_bits`."""
         chunks = sum(1 << number for number in self._own_chunks)
         return chunks | 1 << self._loss_bit | self.peers.owner_bits << self._loss_bit + 1
 
@@ -437,16 +438,16 @@ class Round:
         gaining_workers, chunks_taken_over = self.peers.switch_table(number, table)
         self._own_chunks |= chunks_taken_over
         self._reducer.own(self._own_chunks)
-        self._owed = self._owed_bits()
+        self._subtree_bits = self._all_bits()
         first = self._loss_bit + 1
         resend = sum(1 << chunk for chunk in chunks_taken_over)
         resend |= sum(1 << first + self.peers.bits[name] for name in gaining_workers)
         for share in self.shares.values():
-            share.owed = {
+            share.outstanding_bits = {
                 subtree: bits
-                for subtree in dict.fromkeys([*share.owed, *share.subtrees])
+                for subtree in dict.fromkeys([*share.outstanding_bits, *share.subtrees])
                 if subtree not in share.dropped
-                and (bits := share.owed.get(subtree, 0) & self._owed | resend)
+                and (bits := share.outstanding_bits.get(subtree, 0) & self._subtree_bits | resend)
             }
 
     def take_loss(self, worker: str, message: SubtreeLoss) -> NonFinite | Differing | bool:
@@ -577,13 +578,19 @@ class Round:
         share = self.shares.get(worker)
         if share is None:
             return ()
-        missing = {leaf for subtree in share.owed for leaf in self._missing_leaves(subtree)}
+        missing = {
+            leaf for subtree in share.outstanding_bits for leaf in self._missing_leaves(subtree)
+        }
         return cover(sorted(missing), self.microbatches)
 
     def computing_workers(self) -> list[str]:
         """Return the workers that still compute, because their loss is outstanding."""
         loss = 1 << self._loss_bit
-        return [n for n, share in self.shares.items() if any(b & loss for b in share.owed.values())]
+        return [
+            n
+            for n, share in self.shares.items()
+            if any(b & loss for b in share.outstanding_bits.values())
+        ]
 
     def unassigned(self, ignoring: Collection[str] = ()) -> tuple[Subtree, ...]:
         """Return the missing microbatches that no worker owes, as subtrees; workers in `ignoring`
@@ -592,7 +599,7 @@ class Round:
             leaf
             for worker, share in self.shares.items()
             if worker not in ignoring
-            for subtree in share.owed
+            for subtree in share.outstanding_bits
             for leaf in range(subtree.lo, subtree.hi)
         }
         everything = root(self.microbatches)
@@ -618,7 +625,7 @@ class Round:
         arrive."""
         share = self.shares.get(worker)
         if share is not None:
-            share.owed.clear()
+            share.outstanding_bits.clear()
             share.dropped.update(share.subtrees)
         self.is_tainted = self.is_tainted or (not is_proven and worker in self._delivered)
 
@@ -630,11 +637,13 @@ class Round:
             self.double_assignment[-1] if self.double_assignment and self._awaits_double() else None
         )
         for worker, share in self.shares.items():
-            delivered = tuple(n for n in share.owed if n != double and not self._missing_leaves(n))
+            delivered = tuple(
+                n for n in share.outstanding_bits if n != double and not self._missing_leaves(n)
+            )
             if delivered:
                 surplus[worker] = delivered
                 for subtree in delivered:
-                    del share.owed[subtree]
+                    del share.outstanding_bits[subtree]
                 share.dropped.update(delivered)
         return surplus
 
@@ -653,7 +662,9 @@ class Round:
             return False
         *workers, subtree = self.double_assignment
         shares = [self.shares[worker] for worker in workers if worker in self.shares]
-        return len(shares) == len(workers) and any(subtree in share.owed for share in shares)
+        return len(shares) == len(workers) and any(
+            subtree in share.outstanding_bits for share in shares
+        )
 
     def _missing_leaves(self, subtree: Subtree) -> set[int]:
         """Return the microbatches whose results are missing in some sum."""

@@ -66,7 +66,7 @@ class Member:
     device: str = ""
     devices: int = 1
     """Number of devices; the member counts as that many workers."""
-    left_out: str = ""
+    exclusion_reason: str = ""
     """Why other devices of the machine take no part; empty if all do."""
     initial_digest: str = ""
     step: int = 0
@@ -104,7 +104,7 @@ class Member:
         """Copy the fields of the message that the worker sends once its task is built."""
         self.state = MemberState.READY
         self.backend, self.device = message.backend, message.device
-        self.devices, self.left_out = message.devices, message.left_out
+        self.devices, self.exclusion_reason = message.devices, message.left_out
         self.initial_digest = message.initial_digest
         self.step, self.state_digest = message.step, message.state_digest
         self.numerics_profile, self.numerics_text = message.signature, message.signature_text

@@ -186,9 +186,16 @@ class Stragglers:
         for worker, share in round_.shares.items():
             member = self._members.get(worker)
             silent_ms = self._work.silent_ms(worker)
-            if member is not None and member.is_late and share.owed and silent_ms is not None:
+            if (
+                member is not None
+                and member.is_late
+                and share.outstanding_bits
+                and silent_ms is not None
+            ):
                 # Its unfinished work was cancelled: it would have taken at least this long.
-                member.add_measurement(silent_ms / max(subtree.leaves for subtree in share.owed))
+                member.add_measurement(
+                    silent_ms / max(subtree.leaves for subtree in share.outstanding_bits)
+                )
             self._work.forget(worker)
             self._shares.forget(worker)
         for worker in answering:
@@ -224,7 +231,7 @@ class Stragglers:
         durations_ms = [
             share_ms - silent_ms
             for worker, share in round_.shares.items()
-            if share.subtrees and not share.owed
+            if share.subtrees and not share.outstanding_bits
             if (share_ms := self._shares.silent_ms(worker)) is not None
             if (silent_ms := self._work.silent_ms(worker)) is not None
         ]

@@ -16,7 +16,7 @@ from coordinator.storage.states.checkpoint import STATE_FILE, Checkpoint
 from protocol.base.errors import StorageDamaged
 from protocol.exact.reduction.average import Array
 from protocol.exact.replica import (
-    MISSED,
+    MISSED_UPDATES,
     PartKind,
     Replica,
     part_shape,
@@ -66,8 +66,8 @@ class CheckpointState:
         with ExitStack() as stack:
             self._parameters = stack.enter_context(SafetensorsFile(weights))
             self._moments = stack.enter_context(SafetensorsFile(checkpoint.path / STATE_FILE))
-            if any(name.startswith(f"{MISSED}/") for name in self._moments.shapes):
-                self._kinds = (*self._kinds, MISSED)
+            if any(name.startswith(f"{MISSED_UPDATES}/") for name in self._moments.shapes):
+                self._kinds = (*self._kinds, MISSED_UPDATES)
             self._check(checkpoint)
             self._open = stack.pop_all()
 

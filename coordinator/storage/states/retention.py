@@ -23,9 +23,9 @@ from protocol.spec.sections.checkpoint import CheckpointSpec
 class Pruned:
     """The result of pruning: steps of checkpoints, and the first step that the log must keep."""
 
-    kept: tuple[int, ...]
-    removed: tuple[int, ...]
-    intact: int | None
+    kept_steps: tuple[int, ...]
+    removed_steps: tuple[int, ...]
+    intact_step: int | None
     """The newest intact checkpoint; the log is needed from there on."""
 
 

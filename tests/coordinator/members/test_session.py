@@ -13,7 +13,7 @@ from protocol.base import limits
 from protocol.base.errors import ExitCode, OutOfOrder
 from protocol.wire import messages
 from protocol.wire.authentication import answer
-from protocol.wire.connection import Received
+from protocol.wire.connection import ReceivedMessage
 from protocol.wire.messages import Challenge, Message, Welcome
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker
@@ -60,7 +60,7 @@ class FakeService:
     def add_member(self, session: MemberSession) -> None:
         self.calls.append(("add_member", session.name))
 
-    def receive(self, session: MemberSession, received: Received) -> None:
+    def receive(self, session: MemberSession, received: ReceivedMessage) -> None:
         assert session.name
         self.calls.append(("receive", type(received.message).__name__))
 
@@ -78,7 +78,7 @@ def start_session() -> tuple[MemberSession, FakeService, Any]:
 
 def receive_message(session: MemberSession, kind: type[Message], **changes: Any) -> None:
     message = EXAMPLES[kind].model_copy(update=changes)
-    session.on_message(session.channel, Received(message, None))
+    session.on_message(session.channel, ReceivedMessage(message, None))
 
 
 def prove(session: MemberSession, channel: FakeChannel) -> None:
@@ -87,7 +87,7 @@ def prove(session: MemberSession, channel: FakeChannel) -> None:
     (challenge,) = channel.sent
     assert isinstance(challenge, Challenge)
     proof = answer(session.hello, challenge, token.fingerprint, token.secret)
-    session.on_message(session.channel, Received(proof, None))
+    session.on_message(session.channel, ReceivedMessage(proof, None))
 
 
 @on_uvloop

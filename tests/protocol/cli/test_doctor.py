@@ -109,15 +109,15 @@ def test_memory_limit_of_a_control_group_is_reported(tmp_path):
     (group / "memory.max").write_text(f"{800 * limits.MIB}\n")
     finding = memory(1024 * limits.MIB, tmp_path, tmp_path / "groups")
     assert finding.outcome == "warning"
-    assert "500.0 MiB free in its control group" in finding.found
+    assert "500.0 MiB free in its control group" in finding.observation
     (group / "memory.max").write_text("max\n")
-    assert "this machine" in memory(1, tmp_path, tmp_path / "groups").found
+    assert "this machine" in memory(1, tmp_path, tmp_path / "groups").observation
 
 
 def test_missing_directory_is_not_created(tmp_path):
     (finding,) = directory("cache", tmp_path / "a" / "b", 1, "CACHE=DIR")
     assert finding.outcome == "ok"
-    assert "(not created yet)" in finding.found
+    assert "(not created yet)" in finding.observation
     assert list(tmp_path.iterdir()) == []
 
 
@@ -137,12 +137,12 @@ def test_full_and_in_memory_disks_are_reported(tmp_path):
     with small_disk(tmp_path / "disk", 256) as disk:
         (empty,) = directory("cache", disk, 1, "CACHE=DIR")
         assert empty.outcome == "warning"
-        assert "in memory" in empty.found
+        assert "in memory" in empty.observation
         with (disk / "filler").open("wb", buffering=0) as filler:
             filler.write(bytes(256 * 1024))
         (full,) = directory("cache", disk, 1, "CACHE=DIR")
         assert full.outcome == "failure"
-        assert "No space left" in full.found
+        assert "No space left" in full.observation
 
 
 def test_findings_are_printed_as_lines_or_as_json():

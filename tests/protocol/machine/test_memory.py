@@ -41,12 +41,12 @@ def test_kernel_kills_for_memory_are_counted(tmp_path, own_cgroup, file, text):
     assert killed_for_memory(proc, groups) == expected
     finding = killed(proc, groups)
     if text:
-        assert (finding.outcome, "2 processes of this control group" in finding.found) == (
+        assert (finding.outcome, "2 processes of this control group" in finding.observation) == (
             "warning",
             True,
         )
     else:
-        assert (finding.outcome, "9 processes since" in finding.found) == ("ok", True)
+        assert (finding.outcome, "9 processes since" in finding.observation) == ("ok", True)
 
 
 def test_system_without_counters_has_no_finding(tmp_path):

@@ -22,12 +22,12 @@ HALF_BYTES = 2 << 20
 
 @pytest.fixture
 def sides():
-    """Return both sides of a connection in one process: listener and dialer."""
+    """Return both sides of a connection in one process: listener and client."""
     lender = SegmentOwner()
     listener, descriptors = lender.to_one()
-    dialer = open_segment([fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0) for fd in descriptors])
+    client = open_segment([fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0) for fd in descriptors])
     os.close(descriptors[1])
-    yield lender, listener, dialer
+    yield lender, listener, client
     lender.close()
 
 
@@ -44,8 +44,8 @@ def lend_copy(memory: SharedSegment, values) -> int:
 
 
 def test_lent_memory_is_readable_until_returned(sides):
-    _, listener, dialer = sides
-    for writer, reader in ((listener, dialer), (dialer, listener)):
+    _, listener, client = sides
+    for writer, reader in ((listener, client), (client, listener)):
         offset = lend_copy(writer, raw(1, 2, 3))
         gc.collect()
         second_offset = lend_copy(writer, raw(4, 5, 6))
@@ -60,33 +60,33 @@ def test_lent_memory_is_readable_until_returned(sides):
 
 
 def test_averages_are_lent_in_place_to_many(sides):
-    lender, listener, dialer = sides
+    lender, listener, client = sides
     averages = lender.allocate(1000)
     averages[:] = 7
     part = averages[100:200].view(np.uint8)
     offset = listener.lend(part)
     assert offset == listener.lend(part)
-    first, second = dialer.borrow(offset, 400), dialer.borrow(offset, 400)
+    first, second = client.borrow(offset, 400), client.borrow(offset, 400)
     assert first.view(np.float32).tolist() == [7.0] * 100
     with pytest.raises(ValueError, match="read-only"):
         first[0] = 1  # a worker cannot change data that others read
     address = averages.ctypes.data
     del averages, part, first, second
     gc.collect()
-    listener.returned(dialer.unneeded()[:1])
+    listener.returned(client.unneeded()[:1])
     assert lender.allocate(1000).ctypes.data != address, "it was lent twice"
     listener.returned((offset,))
     assert lender.allocate(1000).ctypes.data == address
 
 
 def test_invalid_returns_and_offsets_are_refused(sides):
-    _, listener, dialer = sides
-    offset = lend_copy(dialer, raw(1))
+    _, listener, client = sides
+    offset = lend_copy(client, raw(1))
     with pytest.raises(OutOfOrder, match="was not lent"):
-        dialer.returned((offset + 4096,))
-    dialer.returned((offset,))
+        client.returned((offset + 4096,))
+    client.returned((offset,))
     with pytest.raises(OutOfOrder, match="was not lent"):
-        dialer.returned((offset,))
+        client.returned((offset,))
     for loan in ((1 << 40, 4), ((1 << 40) - 4, 8), (2, 4)):
         with pytest.raises(OutOfOrder, match="expected an extent of shared memory"):
             listener.borrow(*loan)
@@ -148,19 +148,19 @@ def test_number_of_allocated_averages_is_limited(sides):
 
 def test_waiting_bytes_are_limited(sides):
     """The limit is larger for a worker's sums than for copies of the coordinator."""
-    _, listener, dialer = sides
+    _, listener, client = sides
     raw = memoryview(bytes(HALF_BYTES))
     copies = [lend_copy(listener, raw) for _ in range(2)]
     assert listener.copy(raw) is None
     assert len(copies) == 2
-    loans = [lend_copy(dialer, raw) for _ in range(8)]
-    assert dialer.copy(raw) is None
+    loans = [lend_copy(client, raw) for _ in range(8)]
+    assert client.copy(raw) is None
     body = listener.borrow(loans[0], HALF_BYTES)
     assert not body.any()
     del body
     gc.collect()
-    dialer.returned(listener.unneeded())
-    assert dialer.copy(raw) is not None
+    client.returned(listener.unneeded())
+    assert client.copy(raw) is not None
 
 
 def mapped_bytes(fd: int) -> list[int]:
@@ -178,12 +178,12 @@ def mapped_bytes(fd: int) -> list[int]:
 
 def test_mapped_bytes_after_reading_are_limited(sides, monkeypatch):
     monkeypatch.setattr(limits, "SEGMENT_MAPPED_BYTES", HALF_BYTES)
-    lender, listener, dialer = sides
+    lender, listener, client = sides
     loans = [listener.lend(listener.copy(memoryview(bytes(HALF_BYTES)))) for _ in range(2)]
     before = sum(mapped_bytes(lender._own.fd))
     for _ in range(2):
         for loan in loans:
-            dialer.borrow(loan, HALF_BYTES).max()
+            client.borrow(loan, HALF_BYTES).max()
             gc.collect()
     assert sum(mapped_bytes(lender._own.fd)) - before == HALF_BYTES
 

@@ -11,8 +11,8 @@ from protocol.base.errors import FrameError, LocalProtocolError, OutOfOrder, Rem
 from protocol.spec.sections.exchange import ExchangeSpec
 from protocol.wire import frames, messages
 from protocol.wire.connection import (
+    FROM_CLIENT,
     FROM_COORDINATOR,
-    FROM_DIALLER,
     FROM_LISTENER,
     FROM_WORKER,
     Connection,
@@ -32,10 +32,10 @@ from tests.message_samples import (
 
 KINDS = sorted(MESSAGES.values(), key=lambda kind: kind.tag)
 PEER_ROLE = {
-    "coordinator": "worker", "worker": "coordinator", "dialler": "listener", "listener": "dialler",
+    "coordinator": "worker", "worker": "coordinator", "client": "listener", "listener": "client",
 }  # fmt: skip
 TABLE = {
-    "worker": FROM_WORKER, "coordinator": FROM_COORDINATOR, "dialler": FROM_DIALLER,
+    "worker": FROM_WORKER, "coordinator": FROM_COORDINATOR, "client": FROM_CLIENT,
     "listener": FROM_LISTENER,
 }  # fmt: skip
 
@@ -61,10 +61,10 @@ IN_HANDSHAKE = {
     ("coordinator", Phase.CHALLENGING): {"Challenge", "Goodbye"},
     ("coordinator", Phase.PROVING): {"Goodbye"},
     ("coordinator", Phase.ADMITTING): {"Welcome", "Goodbye"},
-    ("dialler", Phase.GREETING): {"PeerHello"},
-    ("dialler", Phase.CHALLENGING): set(),
-    ("dialler", Phase.PROVING): {"Proof"},
-    ("dialler", Phase.ADMITTING): set(),
+    ("client", Phase.GREETING): {"PeerHello"},
+    ("client", Phase.CHALLENGING): set(),
+    ("client", Phase.PROVING): {"Proof"},
+    ("client", Phase.ADMITTING): set(),
     ("listener", Phase.GREETING): {"Goodbye"},
     ("listener", Phase.CHALLENGING): {"Challenge", "Goodbye"},
     ("listener", Phase.PROVING): {"Goodbye"},
@@ -113,7 +113,7 @@ def is_legal(role, name, phase):
         return False
     if phase is not Phase.OPEN:
         return name in IN_HANDSHAKE[role, phase]
-    if role in {"dialler", "listener"}:
+    if role in {"client", "listener"}:
         return name in BETWEEN_WORKERS
     handshake = {"Hello", "Challenge", "Proof", "Welcome", "PeerHello", "PeerWelcome", "PeerProbe"}
     is_own_message = (name in ONLY_WORKER) == (role == "worker")

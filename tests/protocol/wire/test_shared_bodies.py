@@ -26,10 +26,10 @@ def shared_connections() -> tuple[Connection, Connection]:
     """Return open connections of a coordinator and a worker that share all bodies."""
     lender = SegmentOwner()
     listener_memory, descriptors = lender.to_one()
-    dialer_memory = open_segment([os.dup(fd) for fd in descriptors])
+    client_memory = open_segment([os.dup(fd) for fd in descriptors])
     os.close(descriptors[1])
-    assert dialer_memory is not None
-    return open_connection("coordinator", listener_memory), open_connection("worker", dialer_memory)
+    assert client_memory is not None
+    return open_connection("coordinator", listener_memory), open_connection("worker", client_memory)
 
 
 def open_connection(role: str, memory: SharedSegment) -> Connection:

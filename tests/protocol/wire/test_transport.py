@@ -25,7 +25,14 @@ from protocol.base.errors import (
 )
 from protocol.wire import frames, messages, tls, tls_transport
 from protocol.wire.certificate import self_signed
-from protocol.wire.connection import Body, Connection, Encoded, Phase, Received, encode
+from protocol.wire.connection import (
+    Body,
+    Connection,
+    EncodedMessage,
+    Phase,
+    ReceivedMessage,
+    encode,
+)
 from protocol.wire.messages import Cancel, Goodbye, Halt, Heartbeat, Message
 from protocol.wire.transport import Channel, reason_of
 from tests.cluster import PATIENCE_S
@@ -47,7 +54,7 @@ class Recorder:
         self.refuse = ""
         self._changed = asyncio.Condition()
 
-    def on_message(self, channel: Channel, received: Received) -> None:
+    def on_message(self, channel: Channel, received: ReceivedMessage) -> None:
         del channel
         if self.refuse:
             raise OutOfOrder(self.refuse)
@@ -223,7 +230,7 @@ async def test_messages_after_the_end_are_not_delivered():
     async with running_server() as server:
         handled_messages: list[Message] = []
 
-        def end_at_the_first(channel: Channel, received: Received) -> None:
+        def end_at_the_first(channel: Channel, received: ReceivedMessage) -> None:
             handled_messages.append(received.message)
             channel.abort("enough")
 
@@ -320,7 +327,7 @@ async def test_bytes_are_counted_on_both_sides():
         await server.owner.until_lost()
 
 
-def average(step: int) -> Encoded:
+def average(step: int) -> EncodedMessage:
     """Return a broadcast message."""
     step_id = {"term": 1, "step": step, "attempt": 0, "block": 2, "chunk": 0}
     return encode(messages.AveragedBlockGradient(**step_id), VALUES)
@@ -602,7 +609,7 @@ async def test_answer_to_a_message_before_goodbye_is_dropped():
     async with running_server() as server:
         reader, writer = await open_raw_connection(server.port)
 
-        def answer(channel: Channel, received: Received) -> None:
+        def answer(channel: Channel, received: ReceivedMessage) -> None:
             server.owner.messages.append(received.message)
             channel.send(Heartbeat())
 

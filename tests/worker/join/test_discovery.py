@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from protocol.base.errors import MessageError, UsageError
-from protocol.wire.discovery import SERVICE, Announced, check_name
+from protocol.wire.discovery import SERVICE, CoordinatorAnnouncement, check_name
 from worker.join.address import has_listener, nearest
 from worker.join.discovery import choose
 
@@ -15,9 +15,13 @@ OWN_CERTIFICATE, OTHER_CERTIFICATE = "a" * 64, "b" * 64
 VALID_PROPERTIES = {"protocol": "2", "certificate": OWN_CERTIFICATE}
 
 
-def announcement_of(name: str, certificate: str = OTHER_CERTIFICATE, *addresses: str) -> Announced:
+def announcement_of(
+    name: str, certificate: str = OTHER_CERTIFICATE, *addresses: str
+) -> CoordinatorAnnouncement:
     properties = {"protocol": "2", "certificate": certificate}
-    return Announced.read(f"{name}.{SERVICE}", [*addresses] or ["192.0.2.1"], 9000, properties)
+    return CoordinatorAnnouncement.read(
+        f"{name}.{SERVICE}", [*addresses] or ["192.0.2.1"], 9000, properties
+    )
 
 
 def has_credentials(certificate: str) -> bool:
@@ -71,7 +75,7 @@ def test_announcement_round_trip():
 )
 def test_invalid_announcement_is_refused(name, addresses, port, properties):
     with pytest.raises(MessageError):
-        Announced.read(f"{name}.{SERVICE}", addresses, port, properties)
+        CoordinatorAnnouncement.read(f"{name}.{SERVICE}", addresses, port, properties)
 
 
 @pytest.mark.parametrize("name", ["", "-x", "den.lab", "d" * 41, "den lab"])

@@ -31,7 +31,7 @@ from worker.logic.device_group import (
     Start,
     Stop,
     ToDevice,
-    checked_report,
+    replace_non_finite,
 )
 from worker.logic.events import StepId
 
@@ -60,12 +60,12 @@ def group(*names: str) -> DeviceGroup:
     return devices
 
 
-def build_on_all(devices: DeviceGroup, *names: str, reads_on: bool = False) -> list[Output]:
+def build_on_all(devices: DeviceGroup, *names: str, keeps_reading: bool = False) -> list[Output]:
     """Let all devices build the task and load the initial parameters."""
     outputs = [x for name in names for x in devices.report(name, BUILT)]
     outputs += devices.report(names[0], events.InitialParameters(PARAMETERS))
     for name in names:
-        outputs += devices.report(name, events.WeightsTaken(0, reads_on))
+        outputs += devices.report(name, events.WeightsTaken(0, keeps_reading))
     return outputs
 
 
@@ -216,9 +216,9 @@ def test_step_is_applied_once_and_read_by_all():
         ChangeReplica(SKIP),
         *(ToDevice(name, act.TakeWeights(1, 0, -1)) for name in "ab"),
     ]
-    assert not devices.report("b", events.WeightsTaken(1, reads_on=False))
+    assert not devices.report("b", events.WeightsTaken(1, keeps_reading=False))
     assert not devices.replica_digest(1, "1" * 64)
-    assert session_events(devices.report("a", events.WeightsTaken(1, reads_on=False))) == [
+    assert session_events(devices.report("a", events.WeightsTaken(1, keeps_reading=False))) == [
         events.Applied(1, "1" * 64)
     ]
 
@@ -226,10 +226,10 @@ def test_step_is_applied_once_and_read_by_all():
 def test_replica_is_unchanged_while_a_device_reads_it():
     devices = group("a", "b")
     devices.do(SKIP)
-    devices.report("a", events.WeightsTaken(1, reads_on=False))
+    devices.report("a", events.WeightsTaken(1, keeps_reading=False))
     compute = act.Compute(StepId(2, 0), M, Subtree(0, 1))
     assert devices.do(SKIP) + devices.do(compute) + devices.do(act.CopyState()) == []
-    outputs = devices.report("b", events.WeightsTaken(1, reads_on=False))
+    outputs = devices.report("b", events.WeightsTaken(1, keeps_reading=False))
     assert outputs[0] == ChangeReplica(SKIP)
     assert ToDevice("a", compute) == outputs[-2], "computed with the parameters of its step"
     assert outputs[-1] == CopyReplica()
@@ -238,23 +238,23 @@ def test_replica_is_unchanged_while_a_device_reads_it():
 def test_devices_that_read_on_release_the_replica_before_it_changes():
     devices = DeviceGroup(("a", "b"))
     devices.do(act.Build("r", SPEC, keep_state=False))
-    build_on_all(devices, "a", "b", reads_on=True)
+    build_on_all(devices, "a", "b", keeps_reading=True)
     assert devices.do(SKIP) == [ToDevice(name, act.ReleaseReplica()) for name in "ab"]
     assert not devices.report("a", events.ReplicaReleased())
     assert devices.report("b", events.ReplicaReleased())[0] == ChangeReplica(SKIP)
 
 
 @pytest.mark.parametrize("end_device", [lose_device, fail_device])
-@pytest.mark.parametrize("reads_on", [False, True])
-def test_device_lost_while_reading_blocks_nothing(end_device, reads_on):
+@pytest.mark.parametrize("keeps_reading", [False, True])
+def test_device_lost_while_reading_blocks_nothing(end_device, keeps_reading):
     devices = group("a", "b")
     devices.do(SKIP)
     devices.replica_digest(1, "1" * 64)
-    devices.report("a", events.WeightsTaken(1, reads_on))
+    devices.report("a", events.WeightsTaken(1, keeps_reading))
     devices.do(SKIP)
     outputs = end_device(devices, "b")
     assert events.Applied(1, "1" * 64) in session_events(outputs)
-    if reads_on:
+    if keeps_reading:
         outputs = devices.report("a", events.ReplicaReleased())
     assert ChangeReplica(SKIP) in outputs
 
@@ -267,14 +267,18 @@ def test_canceled_pending_work_reaches_no_device():
         devices.do(act.Compute(StepId(2, 0), M, Subtree(lo, lo + 1)))
     devices.do(act.CancelSubtree(StepId(2, 0), Subtree(1, 2)))
     outputs = [
-        x for name in "ab" for x in devices.report(name, events.WeightsTaken(1, reads_on=False))
+        x
+        for name in "ab"
+        for x in devices.report(name, events.WeightsTaken(1, keeps_reading=False))
     ]
     assert {subtree.lo for _, subtree in compute_orders(outputs)} == {0, 2}
     devices.do(SKIP)
     devices.do(act.Compute(StepId(3, 0), M, Subtree(0, 1)))
     devices.do(act.CancelWork())
     outputs = [
-        x for name in "ab" for x in devices.report(name, events.WeightsTaken(2, reads_on=False))
+        x
+        for name in "ab"
+        for x in devices.report(name, events.WeightsTaken(2, keeps_reading=False))
     ]
     assert not compute_orders(outputs)
     assert ChangeReplica(SKIP) in outputs, "a committed step is applied"
@@ -315,7 +319,7 @@ def test_reconnecting_keeps_the_replica_unless_half_loaded(is_loading):
     devices.do(act.CancelWork())
     devices.do(act.Build("r", SPEC, keep_state=True))
     for name in "ab":
-        devices.report(name, events.WeightsTaken(1, reads_on=False))
+        devices.report(name, events.WeightsTaken(1, keeps_reading=False))
     devices.report("a", BUILT)
     outputs = devices.report("b", BUILT)
     if is_loading:
@@ -383,7 +387,7 @@ def test_values_that_are_not_finite_are_reported_with_their_device():
     devices = group("a", "b")
     parts = dict(compute_orders(devices.do(act.Compute(STEP_ID, M, Subtree(0, 2)))))
     block_sum = events.BlockSum(STEP_ID, parts["b"], 1, values, 1.0)
-    report = checked_report(block_sum, lambda sums: sums if is_finite(sums) else None)
+    report = replace_non_finite(block_sum, lambda sums: sums if is_finite(sums) else None)
     assert session_events(devices.report("b", report)) == [non_finite(parts["b"], 1, "b")]
     nan = events.SubtreeDone(STEP_ID, parts["a"], Loss(float("nan"), 1.0), 1.0)
     assert session_events(devices.report("a", nan)) == [non_finite(parts["a"], None, "a")]

@@ -125,7 +125,7 @@ async def test_member_that_only_dials_sends_and_receives(name):
 @on_uvloop
 async def test_one_reachable_port_is_enough(unreachable, monkeypatch):
     """Behind a firewall a port is open but unreachable: then the other side dials."""
-    monkeypatch.setattr(links, "_SECOND_DIALER_S", 0.2)
+    monkeypatch.setattr(links, "_FALLBACK_DIAL_S", 0.2)
     with members("one", "other") as pair:
         one, other = pair
         closed = one if unreachable == "one" else other
@@ -142,7 +142,7 @@ async def test_one_reachable_port_is_enough(unreachable, monkeypatch):
 @pytest.mark.parametrize("encrypted", [True, False])
 @on_uvloop
 async def test_simultaneous_dials_keep_one_link(encrypted, monkeypatch):
-    monkeypatch.setattr(links, "_SECOND_DIALER_S", 0.0)
+    monkeypatch.setattr(links, "_FALLBACK_DIAL_S", 0.0)
     names = [f"{letter}-{number}" for number in range(6) for letter in "ab"]
     with members(*names, encrypted=encrypted) as group:
         pairs = [*zip(group[::2], group[1::2], strict=True)]
@@ -207,13 +207,13 @@ async def test_peer_removed_during_the_handshake_is_disconnected(monkeypatch):
         assert not one.links._connections
 
 
-class Dialer:
+class HandshakeClient:
     """A connection to a worker's port that follows the handshake with any key."""
 
     def __init__(self, hello, key):
         self.hello = hello
         self.key = key
-        self.channel = Channel(Connection("dialler"), self, asyncio.get_running_loop().time)
+        self.channel = Channel(Connection("client"), self, asyncio.get_running_loop().time)
         self.last = asyncio.get_running_loop().create_future()
 
     def on_message(self, channel, received):
@@ -234,15 +234,15 @@ class Dialer:
 
 
 async def dial(member, hello, key):
-    """Return the last message, or the dialer's own error, of a handshake with this key."""
-    dialer = Dialer(hello, key)
+    """Return the last message, or the client's own error, of a handshake with this key."""
+    client = HandshakeClient(hello, key)
     await tls_transport.connect(
-        "127.0.0.1", member.port, tls.client_context(), dialer.channel, timeout_s=PATIENCE_S
+        "127.0.0.1", member.port, tls.client_context(), client.channel, timeout_s=PATIENCE_S
     )
-    dialer.channel.send(hello)
+    client.channel.send(hello)
     async with asyncio.timeout(PATIENCE_S):
-        last = await dialer.last
-    dialer.channel.abort("a test")
+        last = await client.last
+    client.channel.abort("a test")
     return last
 
 
@@ -321,7 +321,7 @@ async def test_member_waits_while_the_port_is_full(monkeypatch):
 async def test_refused_peer_is_dialed_as_soon_as_it_is_listed(monkeypatch):
     """On a busy machine some workers get the list of members seconds after others."""
     monkeypatch.setattr(links, "_RETRY_S", (10 * PATIENCE_S,))
-    monkeypatch.setattr(links, "_SECOND_DIALER_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(links, "_FALLBACK_DIAL_S", 10 * PATIENCE_S)
     with members("early", "late") as (early_member, late_member):
         late_member.set_peers()
         early_member.set_peers(late_member)

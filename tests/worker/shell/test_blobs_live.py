@@ -14,7 +14,7 @@ from coordinator.files.blob_index import Blob, BlobIndex, index_blobs
 from protocol.base import limits
 from protocol.spec.files.blob_list import document_digest
 from protocol.spec.files.file_digest import FileDigests, file_digest
-from protocol.wire.connection import Received
+from protocol.wire.connection import ReceivedMessage
 from protocol.wire.messages import BlobChunk, BlobRequest
 from protocol.wire.transport import Channel
 from tests import reading_task
@@ -80,7 +80,7 @@ class RecordingClient(Client):
             self.__dict__.setdefault("offsets", []).append(action.message.offset)
         super()._transmit(action)
 
-    def on_message(self, channel: Channel, received: Received) -> None:
+    def on_message(self, channel: Channel, received: ReceivedMessage) -> None:
         message = received.message
         if isinstance(message, BlobChunk) and message.offset == self.drop_at > 0:
             self.drop_at = -1

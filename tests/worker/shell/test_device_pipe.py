@@ -64,7 +64,7 @@ REPORTS = (
     events.SubtreeDone(STEP_ID, SUBTREE, Loss(2.0, 3.0), 1.5, unlike_microbatches=(0, 1)),
     events.FilesNeeded(("a", "b"), for_subtree=(STEP_ID, 4, SUBTREE)),
     events.FilesNeeded(("a",), for_part=(3, 1)), events.PartEvaluated(3, 1, {"samples": 2.0}),
-    events.InitialParameters([VALUES, VALUES]), events.WeightsTaken(3, reads_on=True),
+    events.InitialParameters([VALUES, VALUES]), events.WeightsTaken(3, keeps_reading=True),
     events.ReplicaReleased(),
 )  # fmt: skip
 

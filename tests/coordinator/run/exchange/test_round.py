@@ -465,7 +465,7 @@ def lead_of_one_chunk(monkeypatch):
 
 def send_chunks(round_, worker, subtree, count=1):
     """Send the next chunks of a subtree; return the workers that may send more afterwards."""
-    sent_count = len(chunks()) - round_.shares[worker].owed[subtree].bit_count()
+    sent_count = len(chunks()) - round_.shares[worker].outstanding_bits[subtree].bit_count()
     for block, chunk in chunks()[sent_count:][:count]:
         round_.take_payload(worker, payload(subtree, block, chunk), values(subtree, block, chunk))
     return round_.raise_uploads()

@@ -247,7 +247,7 @@ def test_full_disk_leaves_everything_unchanged(tmp_path):
 
 def steps_after_pruning(root, **retention):
     pruned = prune(root, RUN_ID, MANIFEST, CheckpointSpec(**retention))
-    assert list(pruned.kept) == checkpoint_steps(root)
+    assert list(pruned.kept_steps) == checkpoint_steps(root)
     return pruned
 
 
@@ -255,7 +255,7 @@ def test_last_checkpoints_are_kept(tmp_path):
     for step in range(1, 6):
         write(tmp_path, step)
     pruned = steps_after_pruning(tmp_path, keep_last=2)
-    assert (pruned.kept, pruned.removed, pruned.intact) == ((4, 5), (1, 2, 3), 5)
+    assert (pruned.kept_steps, pruned.removed_steps, pruned.intact_step) == ((4, 5), (1, 2, 3), 5)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step-0000000004",
         "step-0000000005",
@@ -266,9 +266,9 @@ def test_checkpoint_in_copy_is_kept(tmp_path):
     for step in range(1, 6):
         write(tmp_path, step)
     retention = CheckpointSpec(keep_last=2)
-    assert prune(tmp_path, RUN_ID, MANIFEST, retention, except_step=2).removed == (1, 3)
+    assert prune(tmp_path, RUN_ID, MANIFEST, retention, except_step=2).removed_steps == (1, 3)
     assert checkpoint_steps(tmp_path) == [2, 4, 5]
-    assert prune(tmp_path, RUN_ID, MANIFEST, retention).kept == (4, 5)
+    assert prune(tmp_path, RUN_ID, MANIFEST, retention).kept_steps == (4, 5)
 
 
 @pytest.mark.parametrize(("better", "best"), [("higher", 2), ("lower", 3)])
@@ -280,14 +280,14 @@ def test_best_checkpoint_is_never_removed(tmp_path, better, best):
     assert metrics is not None
     assert metrics.figures == {"accuracy": 0.9}
     pruned = steps_after_pruning(tmp_path, keep_last=1, metric="accuracy", better=better)
-    assert pruned.kept == (best, 5)
+    assert pruned.kept_steps == (best, 5)
     assert latest(tmp_path)[0].info.step == 5
 
 
 def test_first_checkpoint_is_kept_with_the_whole_log(tmp_path):
     for step in range(5):
         write(tmp_path, step)
-    assert steps_after_pruning(tmp_path, keep_last=1, keep_log=True).kept == (0, 4)
+    assert steps_after_pruning(tmp_path, keep_last=1, keep_log=True).kept_steps == (0, 4)
 
 
 def test_last_complete_checkpoint_is_never_removed(tmp_path):
@@ -296,11 +296,11 @@ def test_last_complete_checkpoint_is_never_removed(tmp_path):
     for step in (3, 4):
         (checkpoint_path(tmp_path, step) / "checkpoint.json").write_text("{}")
     pruned = steps_after_pruning(tmp_path, keep_last=1)
-    assert pruned.kept == (2, 4)
-    assert pruned.intact == 2
+    assert pruned.kept_steps == (2, 4)
+    assert pruned.intact_step == 2
     shutil.rmtree(checkpoint_path(tmp_path, 2))
     pruned = steps_after_pruning(tmp_path, keep_last=1)
-    assert (pruned.kept, pruned.removed, pruned.intact) == ((4,), (), None)
+    assert (pruned.kept_steps, pruned.removed_steps, pruned.intact_step) == ((4,), (), None)
 
 
 def test_metrics_of_a_state_without_checkpoint_are_no_error(tmp_path):
@@ -332,7 +332,9 @@ def test_metric_with_a_flipped_bit_is_reported_and_its_checkpoint_kept(tmp_path)
     file.write_bytes(file.read_bytes().replace(b"0.5", b"0.7"))
     with pytest.raises(StorageDamaged, match="does not match its digest"):
         read_metrics(tmp_path, 1)
-    remaining = steps_after_pruning(tmp_path, keep_last=1, metric="accuracy", better="higher").kept
+    remaining = steps_after_pruning(
+        tmp_path, keep_last=1, metric="accuracy", better="higher"
+    ).kept_steps
     assert remaining == (1, 2, 3)
 
 

@@ -15,7 +15,7 @@ from protocol.exact.reduction.average import average
 from protocol.exact.reduction.bfloat16 import packed, rounded, unpacked
 from protocol.exact.reduction.tree import Subtree
 from protocol.exact.reduction.tree_sum import ADDITIONS, TreeSum
-from protocol.exact.replica import MISSED, Replica, are_counts, part_slices
+from protocol.exact.replica import MISSED_UPDATES, Replica, are_counts, part_slices
 from protocol.exact.update import averaged, counts_updates, scalars_after, step_scalars
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.spec.sections.optimizer import Adamw
@@ -196,7 +196,7 @@ def test_missed_updates_are_part_of_the_state_if_any_exist():
         "first_moment",
         "second_moment",
     }
-    assert partial_replica.parts()[-1].kind == MISSED
+    assert partial_replica.parts()[-1].kind == MISSED_UPDATES
     assert partial_replica.parts()[-1].values.tolist() == [0, 3, 3, 3]
     replica_copy = partial_replica.copy()
     assert replica_copy.state_digest() == partial_replica.state_digest()
