@@ -1,4 +1,4 @@
-"""Recompute steps of a run on this CPU, for an audit that compares bits.
+"""Recompute steps of a run on this machine's CPU, for an audit that compares bits.
 
 An audit starts `worker recompute` and uses its standard input and output. It sends a line of JSON
 with the run, and receives an empty document once the task is built. Then it sends for each step a
@@ -45,7 +45,7 @@ _RUN: Final = "recomputed"
 
 
 class StepRecomputer:
-    """A worker's own engine, which computes every microbatch of a step.
+    """Recompute every microbatch of a step with a worker's engine.
 
     Args:
         spec: The run spec, with canonical arithmetic.
@@ -108,8 +108,8 @@ class StepRecomputer:
 
     def _load_embeddings(self, step_id: StepId, microbatches: int) -> None:
         """Compute the embeddings of all samples of the step, and load them."""
-        embed = replace(step_id, phase="embeddings")
-        self._engine.do(act.Compute(embed, microbatches, root(microbatches)))
+        embeddings_id = replace(step_id, phase="embeddings")
+        self._engine.do(act.Compute(embeddings_id, microbatches, root(microbatches)))
         rows = [self._next_event(MicrobatchRows).rows.reshape(-1) for _ in range(microbatches)]
         self._next_event(SubtreeDone)
         self._engine.do(act.LoadEmbeddings(step_id, np.concatenate(rows)))
@@ -142,7 +142,7 @@ class StepRecomputer:
             raise error if isinstance(error, SamestepError) else RunFailed(str(error))
         if isinstance(event, FilesNeeded):
             raise DataError(
-                f"expected a run whose files are all on this machine, got one that fetches "
+                f"expected a run whose files are all on this machine, got a run that fetches "
                 f"{event.names[0]}; such a run cannot be recomputed"
             )
         assert isinstance(event, kind), event
@@ -164,14 +164,14 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
     run = json.loads(requests.readline())
     spec = parse_run_spec_bytes(json.dumps(run["spec"]).encode())
-    steps = StepRecomputer(spec, run["manifest_digest"])
+    recomputer = StepRecomputer(spec, run["manifest_digest"])
     try:
         send({}, [])
         while line := requests.readline():
             step = json.loads(line)
-            buffers = [requests.read(4 * elements) for elements in steps.elements]
+            buffers = [requests.read(4 * elements) for elements in recomputer.elements]
             parameters = [np.frombuffer(buffer, np.float32) for buffer in buffers]
-            loss, averages = steps.step(step["step"], step["loss_scale"], parameters)
+            loss, averages = recomputer.step(step["step"], step["loss_scale"], parameters)
             send({"loss": loss}, averages)
     finally:
-        steps.close()
+        recomputer.close()

@@ -46,12 +46,12 @@ class CoordinatorAcceptor(Acceptor):
     """One of the coordinator's ports.
 
     Args:
-        greet: Returns the protocol for each new connection.
+        make_protocol: Returns the protocol for each new connection.
         context: For workers, the TLS context; None for plain TCP.
     """
 
-    def __init__(self, greet: ProtocolFactory, context: ssl.SSLContext | None) -> None:
-        super().__init__(greet, context, plain_refusal=_NO_TLS, plain_answer=_MISDIRECTED)
+    def __init__(self, make_protocol: ProtocolFactory, context: ssl.SSLContext | None) -> None:
+        super().__init__(make_protocol, context, plain_refusal=_NO_TLS, plain_answer=_MISDIRECTED)
 
     async def open(self, option: str, host: str, port: int) -> None:
         """Listen at the address of a command-line option.
@@ -108,7 +108,7 @@ class CoordinatorAcceptor(Acceptor):
         is_same_user = local_socket.welcome(endpoint, fingerprint, descriptors)
         for descriptor in descriptors[1:]:
             os.close(descriptor)
-        channel = self._greet(LOCAL) if is_same_user else None
+        channel = self._make_protocol(LOCAL) if is_same_user else None
         if isinstance(channel, Channel):
             channel.connection.memory = memory
         return channel

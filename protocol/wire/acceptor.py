@@ -51,7 +51,7 @@ class Acceptor:
         address: Host and port, once the acceptor listens.
 
     Args:
-        greet: Returns the protocol for each new connection.
+        make_protocol: Returns the protocol for each new connection.
         context: A TLS server context; None for plain TCP.
         plain_refusal: Reason sent to a samestep peer that does not speak TLS.
         plain_answer: Bytes sent to any other peer without TLS, such as an HTTP response.
@@ -59,14 +59,14 @@ class Acceptor:
 
     def __init__(
         self,
-        greet: ProtocolFactory,
+        make_protocol: ProtocolFactory,
         context: ssl.SSLContext | None,
         *,
         plain_refusal: str = "expected TLS, got a plain connection",
         plain_answer: bytes = b"",
     ) -> None:
         self.address = ("", 0)
-        self._greet = greet
+        self._make_protocol = make_protocol
         self._context = context
         self._plain_refusal = plain_refusal
         self._plain_answer = plain_answer
@@ -158,7 +158,7 @@ class Acceptor:
                 self._loop.remove_reader(listener)
                 self._loop.call_later(_RETRY_ACCEPT_S, self._accept_again, listener)
                 return
-            channel = self._greet(address[:2]) if has_spare_descriptors(endpoint) else None
+            channel = self._make_protocol(address[:2]) if has_spare_descriptors(endpoint) else None
             if channel is None:
                 endpoint.close()
                 continue

@@ -39,10 +39,10 @@ class WorkerPorts:
         self._links = [link for link in self._links if not link.is_over]
         return self._links
 
-    def open(self, process: Process, greet: ProtocolFactory) -> int:
+    def open(self, process: Process, make_protocol: ProtocolFactory) -> int:
         """Open a new port for a process and return its number."""
         self._next_port += 1
-        self.listening[self._next_port] = (process, greet)
+        self.listening[self._next_port] = (process, make_protocol)
         return self._next_port
 
     def connect(self, client: Process, port: int, channel: Channel) -> None:
@@ -106,11 +106,11 @@ class SimulatedSockets:
         self._process = process
         self._port = 0
 
-    def listen(self, greet: ProtocolFactory) -> tuple[int, bytes]:
+    def listen(self, make_protocol: ProtocolFactory) -> tuple[int, bytes]:
         if getattr(self._process, "only_dials", False):
             raise OSError("no port can be opened here")
         if not self._port:
-            self._port = self._ports.open(self._process, greet)
+            self._port = self._ports.open(self._process, make_protocol)
         return self._port, NO_CERTIFICATE
 
     def pause(self) -> None:

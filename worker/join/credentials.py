@@ -70,8 +70,8 @@ class WorkerCredentials:
             name: The worker's name.
 
         Raises:
-            NotAuthorized: The certificate is not that of the token's coordinator, or there is
-                neither token nor key.
+            NotAuthorized: The certificate is not the one that the token names, or there is neither
+                token nor key.
             UsageError: A file cannot be used.
         """
         token = self._current_token()
@@ -159,7 +159,7 @@ class WorkerCredentials:
         return False, lambda: _read_token_file(join_token_file(home), must_exist=False)
 
     def _current_token(self) -> JoinToken | None:
-        """Reread and return the token; the last one while its file is missing or damaged.
+        """Reread and return the token; return the last token while its file is missing or damaged.
 
         Raises:
             UsageError: No token was read before, and the file that the user named cannot be used.

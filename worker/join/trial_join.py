@@ -92,7 +92,7 @@ def _attempt(
     """Try one connection: TCP, TLS, authentication of the coordinator."""
     start_s = time.perf_counter()
     try:
-        connected, address = asyncio.run(dial.connect_first(addresses, _PATIENCE_S))
+        endpoint, address = asyncio.run(dial.connect_first(addresses, _PATIENCE_S))
     except DialError as error:
         advice = {"refused": _REFUSED_ADVICE, "no answer": _SILENCE_ADVICE}.get(
             error.cause, error.advice
@@ -101,13 +101,13 @@ def _attempt(
         return
     coordinator, took_ms = str(address), (time.perf_counter() - start_s) * 1000
     yield ok("connection", f"{coordinator} answers after {took_ms:.1f} ms")
-    with connected:
-        connected.settimeout(_PATIENCE_S)
+    with endpoint:
+        endpoint.settimeout(_PATIENCE_S)
         try:
             if credentials.plaintext:
-                yield from _check_secret(connected, coordinator, None, name, credentials)
+                yield from _check_secret(endpoint, coordinator, None, name, credentials)
                 return
-            with tls.client_context().wrap_socket(connected) as tls_socket:
+            with tls.client_context().wrap_socket(endpoint) as tls_socket:
                 certificate = tls_socket.getpeercert(binary_form=True) or b""
                 fingerprint = tls.fingerprint(certificate)
                 yield ok(
@@ -150,7 +150,7 @@ def _tls_failure(coordinator: str, error: ssl.SSLError) -> Finding:
 
 
 def _check_secret(
-    connected: socket.socket,
+    endpoint: socket.socket,
     coordinator: str,
     fingerprint: bytes | None,
     name: str,
@@ -175,11 +175,11 @@ def _check_secret(
     )  # fmt: skip
     try:
         connection = Connection("worker")
-        _send(connected, connection, hello)
-        message = _next_message(connected, connection)
+        _send(endpoint, connection, hello)
+        message = _next_message(endpoint, connection)
         if isinstance(message, Challenge):
             answer(hello, message, fingerprint or NO_CERTIFICATE, secret)
-            yield _check_large_message(connected, coordinator)
+            yield _check_large_message(endpoint, coordinator)
             secret_kind = "its key" if enrolled else "the join token"
             note = f"{secret_kind} fits, and both have protocol version {PROTOCOL_VERSION}"
             yield ok("token", note)
@@ -197,7 +197,7 @@ def _check_secret(
         )
 
 
-def _check_large_message(connected: socket.socket, coordinator: str) -> Finding:
+def _check_large_message(endpoint: socket.socket, coordinator: str) -> Finding:
     """Send a goodbye of several full packets, and check that it arrives.
 
     A path that drops packets above its MTU, and the ICMP errors about them, passes a handshake but
@@ -209,11 +209,11 @@ def _check_large_message(connected: socket.socket, coordinator: str) -> Finding:
     message = goodbye * count
     deadline_s = time.monotonic() + _LARGE_PATIENCE_S
     try:
-        connected.sendall(message)
-        connected.settimeout(_POLL_INTERVAL_S)
+        endpoint.sendall(message)
+        endpoint.settimeout(_POLL_INTERVAL_S)
         while time.monotonic() < deadline_s:
             with contextlib.suppress(TimeoutError):
-                if not connected.recv(4096):
+                if not endpoint.recv(4096):
                     break
     except OSError:
         pass  # closed at once, so the message was read
@@ -228,12 +228,12 @@ def _check_large_message(connected: socket.socket, coordinator: str) -> Finding:
     )
 
 
-def _send(connected: socket.socket, connection: Connection, message: Message) -> None:
+def _send(endpoint: socket.socket, connection: Connection, message: Message) -> None:
     for buffer in connection.send(message).buffers:
-        connected.sendall(buffer)
+        endpoint.sendall(buffer)
 
 
-def _next_message(connected: socket.socket, connection: Connection) -> Message | None:
+def _next_message(endpoint: socket.socket, connection: Connection) -> Message | None:
     """Return the next message; None if the connection is closed first.
 
     Raises:
@@ -242,7 +242,7 @@ def _next_message(connected: socket.socket, connection: Connection) -> Message |
     """
     deadline_s = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline_s:
-        data = connected.recv(4096)
+        data = endpoint.recv(4096)
         if not data:
             return None
         for delivery in connection.receive_data(data):

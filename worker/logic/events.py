@@ -192,7 +192,7 @@ class WeightsTaken:
     """One device of a group has loaded the parameters of this step.
 
     Attributes:
-        keeps_reading: Whether the device keeps reading the group's replica until it is ordered to release it.
+        keeps_reading: Whether the device keeps reading the group's replica until `ReleaseReplica`.
     """
 
     step: int

@@ -1,10 +1,11 @@
-"""This worker's side of the exchange: sums go to the owners of their chunks, averages come back.
+"""A worker's side of the exchange: sums go to the owners of their chunks, averages come back.
 
 Pure: no clock, socket, file, thread or randomness. Each event is a method that returns actions, to
-be executed in order. A table says who owns, and so averages, which chunk: in a star the coordinator
-owns all of them, otherwise workers do. An owner merges sums along the tree, scales them, and sends
-the average to everyone. Sums for other workers are kept until the step ends: if an owner is lost,
-its chunks get new owners, which receive the sums again. Late and duplicate messages change nothing.
+be executed in order. A table lists the owner of each chunk, which averages it: in a star the
+coordinator owns all chunks, otherwise workers do. An owner merges sums along the tree, scales them,
+and sends the average to everyone. Sums for other workers are kept until the step ends: if an owner
+is lost, its chunks get new owners, which receive the sums again. Late and duplicate messages change
+nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class ToPeer:
 
 @dataclass(frozen=True, slots=True)
 class LastAverage:
-    """Report that all averages of a step have arrived before its commit, if workers average."""
+    """Report that all averages of a sharded step have arrived before its commit."""
 
     step: int
     attempt: int
@@ -123,7 +124,7 @@ class _Attempt:
         credit: How many chunks of each subtree may be sent to the coordinator so far.
         delayed_payloads: Payloads for the coordinator above the credit, with chunk and subtree.
         reducer: Adds the sums of the chunks that this worker owns.
-        owned: Numbers of those chunks.
+        owned: Numbers of the chunks that this worker owns.
         sums: By subtree and block, weight and values that this worker computed, to send again.
         arrived_chunks: By worker and subtree, the owned chunks whose sum has arrived.
         reported_sums: Worker and subtree of sums that were reported to the coordinator.
@@ -239,7 +240,7 @@ class GradientExchange:
         ]
 
     def _resend_averages(self, attempt: _Attempt, previous_table: OwnerTable) -> list[Action]:
-        """Send the coordinator the averages it lacks, if another worker sends them from now on."""
+        """Send averages to the coordinator if the worker that sends them has changed."""
         scribe = attempt.table.scribe
         if previous_table.scribe == scribe or scribe not in (None, self.me):
             return []
@@ -247,7 +248,7 @@ class GradientExchange:
         return [self._average_for_coordinator(attempt, number) for number in numbers]
 
     def begin(self, plan: StepPlan) -> list[Action]:
-        """Begin a new attempt at a step, and drop the one before.
+        """Begin a new attempt at a step, and drop the previous attempt.
 
         Raises:
             OutOfOrder: The plan refers to a table that has not arrived.
@@ -349,7 +350,7 @@ class GradientExchange:
         self._averages = {at: averages for at, averages in self._averages.items() if at[0] > step}
 
     def request_overdue(self) -> list[Action]:
-        """Request the missing averages of a committed step, when nothing has arrived for long."""
+        """Request the missing averages of a committed step after a long time without arrivals."""
         attempt = self._attempt
         if attempt is None or not attempt.is_committed:
             return []
@@ -402,7 +403,7 @@ class GradientExchange:
         """Handle a sum or an average, from another worker or from the coordinator.
 
         Raises:
-            OutOfOrder: The sender may not send this.
+            OutOfOrder: The sender may not send this message.
         """
         if sender == COORDINATOR and isinstance(message, AveragedGradient):
             return self._average_from_coordinator(message, body)
@@ -420,7 +421,7 @@ class GradientExchange:
     def _average_from_coordinator(self, message: AveragedGradient, body: Body) -> list[Action]:
         """Handle an average from the coordinator, even if this worker computes no part of the step.
 
-        Averages are stored by attempt: those of an abandoned attempt must not count for the next.
+        Averages are stored by attempt: those of an abandoned attempt do not count for the next.
         """
         key, number = (message.step, message.attempt), self._number_of(message)
         averages = self._averages.setdefault(key, Averages(self._grid))
@@ -471,7 +472,7 @@ class GradientExchange:
             )
         number = self._number_of(message)
         if number not in attempt.reducer:
-            return []  # this worker owned it when the sum was sent
+            return []  # this worker owned the chunk when the sum was sent
         contribution = (message.worker or sender, message.subtree, message.weight)
         return self._add_sum(attempt, number, contribution, self._values(message, body))
 
@@ -504,7 +505,7 @@ class GradientExchange:
     def _report_sums(
         self, attempt: _Attempt, key: tuple[str, Subtree] | None = None
     ) -> list[Action]:
-        """Tell the coordinator which subtrees have delivered all chunks that this worker owns."""
+        """Report to the coordinator the subtrees whose sums of all owned chunks have arrived."""
         if not attempt.owned:
             return []
         actions: list[Action] = []
@@ -541,7 +542,7 @@ class GradientExchange:
         """Return the other members, in a different order at each owner to spread the load."""
         members = attempt.table.members
         if self.me not in members:
-            return []  # no longer an owner: the coordinator forwards this average
+            return []  # this worker no longer owns chunks: the coordinator forwards the average
         own_index = members.index(self.me)
         return [*members[own_index + 1 :], *members[:own_index]]
 

@@ -9,7 +9,7 @@ The worker whose name sorts first dials. The other one dials too if it has no co
 the coordinator lists the peer.
 
 If both dial at once, the worker whose name sorts first decides: it keeps the connection on which
-the peer was authenticated first, and closes the other before it becomes a link. So both workers
+the peer was authenticated first, and closes the other before it becomes a link. Both workers then
 keep the same connection.
 """
 
@@ -59,6 +59,7 @@ from protocol.wire.transport import URGENT, Channel, reason_of
 
 _RETRY_S: Final = (0.2, 1.0, 5.0)
 _FALLBACK_DIAL_S: Final = 2.0
+"""Delay before the worker whose name sorts second dials as well."""
 _PROBES: Final = 2
 """The fastest probe counts, because another may have waited for a processor."""
 _CROSSING_REASON: Final = "both workers dialed; the other connection is used"
@@ -113,7 +114,7 @@ class Links(Protocol):
 class PeerSockets(Protocol):
     """Opens the connections: real sockets, or a simulated network."""
 
-    def listen(self, greet: ProtocolFactory) -> tuple[int, bytes]:
+    def listen(self, make_protocol: ProtocolFactory) -> tuple[int, bytes]:
         """Accept connections; return the port and the SHA-256 of the certificate.
 
         Raises:
@@ -280,7 +281,7 @@ class PeerLinks:
         self._connections.add(connection)
         try:
             await self._sockets.connect(link.peer, connection.channel)
-            connection.greet()
+            connection.send_hello()
             await connection.link_future
         except BaseException:
             self._connections.discard(connection)
@@ -317,7 +318,7 @@ class PeerLinks:
         return link.peer
 
     def has_link(self, peer: Peer) -> bool:
-        """Whether there is a link to the peer."""
+        """Return whether there is a link to the peer."""
         link = self._links.get(peer.name)
         return link is not None and link.connection is not None
 
@@ -338,7 +339,7 @@ class PeerLinks:
     def _crossing_connections(self, peer: Peer) -> list[_PeerConnection]:
         """Return connections on which the peer was authenticated within the handshake timeout.
 
-        An older connection is not a crossing: while a peer has one, it does not dial.
+        An older connection is not a crossing: a peer that has a connection does not dial.
         """
         since_s = self._loop.time() - limits.HANDSHAKE_TIMEOUT_MS / 1000
         return [c for c in self._connections if c.peer == peer and c.authenticated_s > since_s]
@@ -383,11 +384,11 @@ class _PeerConnection:
     """One connection: handshake, speed probe, then gradients.
 
     Attributes:
-        name: The peer's name, once it is authenticated; known from the start for a dialed peer.
+        name: The peer's name; empty until the peer is authenticated, unless this worker dialed.
         host: The peer's host.
         is_dialed: Whether this worker dialed.
-        authenticated_s: When the peer was authenticated, by the event loop's clock; minus infinity
-            before.
+        authenticated_s: Time of the peer's authentication, by the event loop's clock; minus
+            infinity before.
         link_future: Future that is done once the link is up, or fails with the reason.
     """
 
@@ -414,8 +415,8 @@ class _PeerConnection:
 
     # The handshake.
 
-    def greet(self) -> None:
-        """Check the certificate; only then say hello.
+    def send_hello(self) -> None:
+        """Check the certificate, then send PeerHello.
 
         Raises:
             NotAuthorized: The certificate is not the peer's.
@@ -548,7 +549,7 @@ class LinkSockets:
 
     Args:
         me: This worker's name, for its certificate.
-        coordinator: The coordinator's address, which is also that of peers on its machine.
+        coordinator: The coordinator's address; peers on the same machine have it too.
         encrypted: Whether links use TLS.
     """
 
@@ -560,14 +561,14 @@ class LinkSockets:
         self._acceptor: Acceptor | None = None
         self._fingerprint = NO_CERTIFICATE
 
-    def listen(self, greet: ProtocolFactory) -> tuple[int, bytes]:
+    def listen(self, make_protocol: ProtocolFactory) -> tuple[int, bytes]:
         if self._acceptor is None:
             context: ssl.SSLContext | None = None
             if self._encrypted:
                 from protocol.wire.certificate import temporary_context  # noqa: PLC0415 -- the import takes 40 ms
 
                 context, self._fingerprint = temporary_context(f"samestep worker {self._me}"[:64])
-            acceptor = Acceptor(greet, context)
+            acceptor = Acceptor(make_protocol, context)
             acceptor.listen_on_free_port()
             self._acceptor = acceptor
         return self._acceptor.address[1], self._fingerprint

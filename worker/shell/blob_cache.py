@@ -1,12 +1,12 @@
 """A cache of files by digest, shared by all workers of one user on this machine.
 
     blobs/<2 hex digits>/<digest>           complete and verified
-    blobs/<2 hex digits>/<digest>.part      being fetched; its writer holds a lock on it
-    blobs/<2 hex digits>/<digest>.PID.part  being fetched by one process for itself
+    blobs/<2 hex digits>/<digest>.part      partial download, locked by the process that writes it
+    blobs/<2 hex digits>/<digest>.PID.part  partial download that only this process continues
 
-A file gets its final name after its digest is verified. Each process verifies it again before use,
-which detects later damage. Only files with a wrong digest are removed; users may empty the
-directory while no run is being prepared.
+A file gets its final name after its digest is verified. Each process verifies the digest again
+before use, which detects later damage. Only files with a wrong digest are removed. Users may empty
+the directory while no run is being prepared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Part:
 
     Attributes:
         size: Bytes written so far.
-        was_resumed: Whether an earlier attempt wrote some of them.
+        was_resumed: Whether an earlier attempt wrote some of these bytes.
     """
 
     def __init__(self, fd: int, path: Path, target: Path, size: int, digests: FileDigests) -> None:
@@ -195,12 +195,12 @@ class BlobCache:
 
 
 @contextmanager
-def storage_errors(doing: str, path: Path) -> Iterator[None]:
+def storage_errors(operation: str, path: Path) -> Iterator[None]:
     """Convert an OSError inside this context to a StorageFailed that says what to do."""
     try:
         yield
     except OSError as error:
-        raise StorageFailed(doing, str(path), f"{error.strerror or error}; {_REMEDY}") from None
+        raise StorageFailed(operation, str(path), f"{error.strerror or error}; {_REMEDY}") from None
 
 
 def _lock(fd: int) -> bool:
@@ -218,8 +218,8 @@ def _lock(fd: int) -> bool:
 def _is_named(fd: int, path: Path) -> bool:
     """Return whether the open file still has this name: another writer may have renamed it."""
     try:
-        at_path = path.stat()
+        path_status = path.stat()
     except FileNotFoundError:
         return False
-    by_descriptor = os.fstat(fd)
-    return (at_path.st_dev, at_path.st_ino) == (by_descriptor.st_dev, by_descriptor.st_ino)
+    file_status = os.fstat(fd)
+    return (path_status.st_dev, path_status.st_ino) == (file_status.st_dev, file_status.st_ino)

@@ -305,7 +305,7 @@ class Client:
             return "stopped"
         self._channel = channel
         self._session = WorkerSession(self._terms)
-        self._greet(channel)
+        self._send_hello(channel)
         heartbeat_task = self._loop.create_task(self._heartbeat(channel))
         stop_task = self._loop.create_task(self._stop.wait())
         try:
@@ -363,8 +363,8 @@ class Client:
             raise
         return channel
 
-    def _greet(self, channel: Channel) -> None:
-        """Check the server's certificate, then send Hello."""
+    def _send_hello(self, channel: Channel) -> None:
+        """Send Hello, if this worker has credentials for the server's certificate."""
         name = cut_text(self._target.name, 48)
         if (certificate := channel.certificate) is not None:
             self._certificate = tls.fingerprint(certificate)
@@ -423,7 +423,7 @@ class Client:
             self._preparing_printed_s = now_s
             self._print(text)
 
-    # protocol.transport.ChannelOwner
+    # protocol.wire.transport.ChannelOwner
 
     def on_message(self, channel: Channel, delivery: ReceivedMessage) -> None:
         """Handle a message: the handshake first, then the session's messages."""
@@ -435,7 +435,7 @@ class Client:
             case Challenge():
                 self._prove(channel, message)
             case Welcome():
-                self._enrol(message)
+                self._remember_key(message)
                 self._do(session.welcome(message))
             case Goodbye():
                 self._do(session.receive(message, body))
@@ -454,7 +454,7 @@ class Client:
         except NotAuthorized as error:
             self._leave(act.Leave(str(error), retry=False, exit_code=error.exit_code))
 
-    def _enrol(self, welcome: Welcome) -> None:
+    def _remember_key(self, welcome: Welcome) -> None:
         problem = self._credentials.remember(self._certificate, self._hello.name, welcome.key)
         if problem:
             self._print(problem)
@@ -566,7 +566,7 @@ class Client:
         Unread messages then wait at the coordinator, which has them on disk.
 
         Returns:
-            A function that the engine's thread calls when it no longer needs them.
+            A function that the engine's thread calls when it no longer needs the bytes.
         """
         self._pending_bytes += length_bytes
         if self._pending_bytes > limits.RECEIVED_AHEAD_BYTES and self._channel is not None:
@@ -662,13 +662,13 @@ class PeerExchange:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._lock = threading.RLock()
-        self._share = GradientExchange(me, blocks, exchange)
+        self._exchange = GradientExchange(me, blocks, exchange)
         self._links = make_links(me, blocks, exchange, self)
         self._last_arrivals = -1
         self._traffic_sent: dict[str, tuple[int, int]] = {}
         self._is_closed = False
 
-    # The client's, in its event loop.
+    # Called by the client, in its event loop.
 
     def receive(self, message: Message, body: NDArray[Any] | None) -> None:
         """Handle a message of the coordinator about the exchange.
@@ -684,7 +684,7 @@ class PeerExchange:
                 self._links.set_peers(parse(PeerList, body.tobytes()))
             case _:
                 with self._lock:
-                    self._do(self._share.receive_from_coordinator(message, body))
+                    self._do(self._exchange.receive_from_coordinator(message, body))
 
     def _open(self) -> None:
         try:
@@ -697,19 +697,19 @@ class PeerExchange:
     def drop(self) -> None:
         """Abandon the current attempt, which continues without this worker."""
         with self._lock:
-            self._share.drop()
+            self._exchange.drop()
 
     def contribute(self, subtree: Subtree, block: int, weight: float, values: Array) -> None:
         """Send a block's sum over a subtree; the caller no longer changes `values`."""
         with self._lock:
-            self._do(self._share.contribute(subtree, block, weight, values))
+            self._do(self._exchange.contribute(subtree, block, weight, values))
 
     def check_progress(self) -> None:
         """Request missing averages if nothing has arrived since the last call; report traffic."""
-        if self._share.arrivals == self._last_arrivals:
+        if self._exchange.arrivals == self._last_arrivals:
             with self._lock:
-                self._do(self._share.request_overdue())
-        self._last_arrivals = self._share.arrivals
+                self._do(self._exchange.request_overdue())
+        self._last_arrivals = self._exchange.arrivals
         traffic = self._links.traffic()
         if traffic != self._traffic_sent:
             self._traffic_sent = traffic
@@ -728,7 +728,7 @@ class PeerExchange:
         assert isinstance(message, GradientPayload | AveragedGradient)
         assert body is not None
         with self._lock:
-            self._do(self._share.receive(peer, message, body))
+            self._do(self._exchange.receive(peer, message, body))
 
     def on_linked(self, peer: str, mbit: float) -> None:
         self._transmit(act.Transmit(Linked(run_id=self._run_id, peer=peer, mbit=mbit)))
@@ -737,7 +737,7 @@ class PeerExchange:
         message = Unlinked(run_id=self._run_id, peer=peer, reason=cut_text(reason))
         self._transmit(act.Transmit(message))
         with self._lock:
-            self._do(self._share.link_lost(peer))
+            self._do(self._exchange.link_lost(peer))
 
     def _do(self, actions: Sequence[Action]) -> None:
         """Perform actions in the event loop: now, or soon if this is another thread."""
@@ -767,24 +767,24 @@ class PeerExchange:
 class InnerCheckpointThrottle:
     """Skip an inner checkpoint while an earlier one of the same replica is still being sent.
 
-    An inner checkpoint is as large as the state, so on a slow link unsent ones would fill the
-    memory. Skipping one costs a successor some steps; it does not change the result.
+    An inner checkpoint is as large as the state, so on a slow link unsent checkpoints would fill
+    the memory. After a skipped checkpoint, a successor repeats some steps, with the same result.
     """
 
     def __init__(self) -> None:
         self._is_skipping = False
 
-    def skips(self, chunk: InnerCheckpointChunk, unsent: Iterable[Message]) -> bool:
+    def skips(self, chunk: InnerCheckpointChunk, unsent_messages: Iterable[Message]) -> bool:
         """Return whether to skip this chunk. Must be called for every chunk, in order.
 
         Args:
             chunk: One chunk of an inner checkpoint.
-            unsent: Messages of this connection that are not sent yet.
+            unsent_messages: Messages of this connection that are not sent yet.
         """
         if chunk.chunk == 0:
             replica = chunk.replica
             self._is_skipping = any(
                 isinstance(message, InnerCheckpointChunk) and message.replica == replica
-                for message in unsent
+                for message in unsent_messages
             )
         return self._is_skipping

@@ -206,7 +206,7 @@ def _optional(hint: Any) -> Any:
 
 
 def _element(hint: Any, number: int) -> Any:
-    """Return the type hint of an element; a tuple may have a different one for each."""
+    """Return the type hint of an element; elements of a tuple may have different hints."""
     arguments = get_args(hint)
     is_uniform = len(arguments) == 1 or arguments[-1] is Ellipsis
     return arguments[0] if is_uniform else arguments[number]
@@ -230,7 +230,7 @@ def _decode_error(name: str, args: list[Any], attributes: dict[str, Any]) -> Sam
 
 
 def order_codec(worker: SharedMemory) -> Codec:
-    """Codec for orders to a device.
+    """Return the codec for orders to a device.
 
     Arrays in the worker's shared memory are sent as extents, all others within the message.
     """
@@ -246,14 +246,15 @@ def order_codec(worker: SharedMemory) -> Codec:
     return Codec(act.GroupOrder, write, read)
 
 
-def report_codec(memory: SharedMemory, freed: deque[Extent] | None = None) -> Codec:
-    """Codec for a device's reports, whose arrays are sent through the device's shared memory.
+def report_codec(memory: SharedMemory, freed_extents: deque[Extent] | None = None) -> Codec:
+    """Return the codec for a device's reports; arrays are sent through its shared memory.
 
     Args:
         memory: The device's shared memory. Arrays that are already in it are not copied.
-        freed: For the receiver: collects extents whose arrays are freed, for the device to reuse.
+        freed_extents: For the receiver: collects extents whose arrays are freed. The device reuses
+            them.
     """
-    extents = deque[Extent]() if freed is None else freed
+    extents = deque[Extent]() if freed_extents is None else freed_extents
 
     def write(values: Values) -> Extent:
         return memory.extent_of(values) or memory.put(values)

@@ -128,10 +128,8 @@ class _Process:
         worker_end, device_end = socket.socketpair()
         device_memory = SharedMemory()
         self._unused_extents: deque[Extent] = deque()
-        self._orders, self._reports = (
-            order_codec(memory),
-            report_codec(device_memory, self._unused_extents),
-        )
+        self._orders = order_codec(memory)
+        self._reports = report_codec(device_memory, self._unused_extents)
         self._pipe = Pipe(worker_end)
         self._on_report, self._on_loss, self._print_line = on_report, on_loss, print_line
         self._ending = False
@@ -150,7 +148,7 @@ class _Process:
         self._thread.start()
 
     def send(self, order: act.GroupOrder) -> None:
-        self._pipe.send(*self._freed_extents(), self._orders.pack(order))
+        self._pipe.send(*self._free_messages(), self._orders.pack(order))
 
     def end(self) -> None:
         self._ending = True
@@ -171,8 +169,8 @@ class _Process:
                 reason = f"was ended: {message[1]}"
                 break
             self._handle(message)
-            if freed := self._freed_extents():
-                self._pipe.send(*freed)
+            if free_messages := self._free_messages():
+                self._pipe.send(*free_messages)
         if not reason:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_TIMEOUT_S)
@@ -193,7 +191,7 @@ class _Process:
             case _:
                 self._on_report(self._reports.unpack(message))
 
-    def _freed_extents(self) -> list[Packed]:
+    def _free_messages(self) -> list[Packed]:
         unused_extents, extents = self._unused_extents, []
         with contextlib.suppress(IndexError):
             while True:

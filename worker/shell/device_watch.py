@@ -37,7 +37,7 @@ class DeviceWatch:
 
     def __init__(self, on_hang: Callable[[str], None]) -> None:
         self._on_hang = on_hang
-        self._awaited = 0
+        self._awaited_answer = 0
         """Number of the awaited answer; 0 if none is awaited."""
         self._answers = 0
         self._least_s = 0.0
@@ -68,11 +68,11 @@ class DeviceWatch:
         start_s = time.monotonic()
         self._answers += 1
         self._least_s = _LEAST_WITH_DATA_S if with_data else _LEAST_S
-        self._awaited = self._answers
+        self._awaited_answer = self._answers
         try:
             yield
         finally:
-            self._awaited = 0
+            self._awaited_answer = 0
             self._slowest_s = max(self._slowest_s or 0.0, time.monotonic() - start_s)
 
     @contextmanager
@@ -87,14 +87,14 @@ class DeviceWatch:
         try:
             yield
         finally:
-            self._awaited = 0
+            self._awaited_answer = 0
             self._activity = ""
 
     def restart_limit(self) -> None:
         """Restart the time limit of the preparation in progress, if there is one."""
         if self._activity:
             self._answers += 1
-            self._awaited = self._answers
+            self._awaited_answer = self._answers
 
     def await_each(self, answers: Iterable[T], *, with_data: bool = False) -> Iterator[T]:
         """Yield the answers of the device, and watch the time until each of them."""
@@ -124,14 +124,14 @@ class DeviceWatch:
 
     def _watch(self) -> None:
         tick_s = _LEAST_S / _CHECKS
-        awaited, waited_s, last_s = 0, 0.0, time.monotonic()
+        awaited_answer, waited_s, last_s = 0, 0.0, time.monotonic()
         while not self._end.wait(tick_s):
             now_s = time.monotonic()
             # Cap the interval: a process that was stopped is not a hanging device.
             since_s, last_s = min(now_s - last_s, 2 * tick_s), now_s
-            waited_s = waited_s + since_s if self._awaited == awaited else 0.0
-            awaited = self._awaited
-            if awaited and (reason := self.overdue(waited_s)):
+            waited_s = waited_s + since_s if self._awaited_answer == awaited_answer else 0.0
+            awaited_answer = self._awaited_answer
+            if awaited_answer and (reason := self.overdue(waited_s)):
                 self.is_hanging = True
                 self._on_hang(reason)
                 return

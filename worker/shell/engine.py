@@ -112,7 +112,7 @@ _UPDATE_THREAD: Final = "the worker's thread that applies updates"
 
 
 Release = Callable[[], None]
-"""Called in the engine's thread when the arrays of an action are no longer needed."""
+"""Function that the engine's thread calls when it no longer needs the arrays of an action."""
 
 
 def _release_nothing() -> None:
@@ -167,17 +167,17 @@ def trainable_of(task: Task, spec: RunSpec) -> Trainable:
 def _check_manifest(spec: RunSpec, manifest: Manifest) -> None:
     if manifest.embeddings is not None:
         check_embeddings(spec, manifest.embeddings)
-    changing = [block for block in manifest.blocks if not block.is_trained]
-    if changing and spec.replicas is not None:
+    changing_blocks = [block for block in manifest.blocks if not block.is_trained]
+    if changing_blocks and spec.replicas is not None:
         raise DataError(
             "expected layers without running state in a run with replicas, got "
-            f"{changing[0].tensors[0].name!r}, which changes in forward, differently in each "
-            "replica; remove replicas, or replace the layer"
+            f"{changing_blocks[0].tensors[0].name!r}, which changes in forward, differently in "
+            "each replica; remove replicas, or replace the layer"
         )
 
 
 def _coupled_program(job: _Job) -> ComputesCoupledLoss:
-    assert isinstance(job.program, ComputesCoupledLoss), "others were refused"
+    assert isinstance(job.program, ComputesCoupledLoss), "the build refuses other programs"
     return job.program
 
 
@@ -207,7 +207,7 @@ def _replay(
     """Return the check for hidden state; None for a scripted device, which computes nothing."""
     if task.trainable.module is None:
         return None
-    if isinstance(task, ReadsFiles):  # its samples are fetched later
+    if isinstance(task, ReadsFiles):  # the task's samples are fetched later
         return ReplayCheck(spec, task, program, example, [lambda: example])
     first_batch = partial(_first_batch, spec, task, order, 0)
     return ReplayCheck(
@@ -218,8 +218,8 @@ def _replay(
 def _unseen_batch(spec: RunSpec, task: Task, order: SampleOrder) -> Callable[[], Batch]:
     """Return a function that builds a microbatch of samples that no trial has computed yet.
 
-    A task that keeps state per sample has none for them yet. A data set that is too small gives
-    its last microbatch.
+    A task with state per sample has no state for these samples yet. If the data set is too small,
+    the function builds its last microbatch.
     """
     used_samples = {0, 1, *order.microbatches(0)[0]}  # the build computed a loss on these
     steps = sorted({0, 1 % order.steps_per_epoch, order.steps_per_epoch - 1})
@@ -287,7 +287,7 @@ class _Job:
     counters: CounterCheck = field(default_factory=lambda: CounterCheck(()))
     """The counters that forward changes."""
     trial: SumTrial | None = None
-    """The check that the loss is a sum; None once it has been repeated."""
+    """The check that the loss is a sum; None after its repetition."""
     replay: ReplayCheck | None = None
     """The check for hidden state; None for a scripted device."""
     error: DataError | None = None
@@ -378,7 +378,7 @@ class Engine:
         """Abandon all work and end the thread.
 
         Returns:
-            Whether the thread ended within 10 s: it cannot interrupt the device's current work.
+            Whether the thread ended within 10 s; the device's current work cannot be interrupted.
         """
         self.do(act.CancelWork())
         self._thread.submit(self._release_device)
@@ -434,7 +434,7 @@ class Engine:
         yield from ()
 
     def _build(self, action: act.Build) -> None:
-        """Build the task, or reuse the one of the same spec.
+        """Build the task, or reuse the task of the same spec.
 
         The replica is reset, unless the action asks to keep its state of this run.
         """
@@ -510,7 +510,7 @@ class Engine:
         order = order_of_steps(spec, manifest.train_samples, manifest.row_groups, manifest.sampling)
         _check_manifest(spec, manifest)
         batches = order.order if isinstance(order, InnerPhaseOrder) else order
-        if not isinstance(task, ReadsFiles):  # its samples are fetched later
+        if not isinstance(task, ReadsFiles):  # the task's samples are fetched later
             refuse_unstable_batch(spec, task, lambda: _first_batch(spec, task, batches, 0))
         trial = _sum_trial(task, spec)
         check_subnormals(_UPDATE_THREAD)
@@ -652,11 +652,8 @@ class Engine:
 
     def _embed(self, action: act.Compute, leaves: Sequence[Leaf], start_s: float) -> Iterator[None]:
         """Compute the embeddings of a subtree's microbatches."""
-        step_id, subtree, program = (
-            action.step_id,
-            action.subtree,
-            _coupled_program(self._require_job()),
-        )
+        step_id, subtree = action.step_id, action.subtree
+        program = _coupled_program(self._require_job())
         number = subtree.lo
         with closing(program.embed(leaves)) as embedded:
             for rows in self._watch.await_each(embedded):
@@ -670,7 +667,7 @@ class Engine:
 
     def _load_embeddings(self, action: act.LoadEmbeddings) -> None:
         job = self._require_job()
-        assert isinstance(job.order, SampleOrder), "refused with replicas"
+        assert isinstance(job.order, SampleOrder), "the build refuses a coupled loss with replicas"
         sizes = job.order.microbatch_sizes(action.step_id.step)
         job.coupled_step = CoupledStep(
             _coupled_program(job), action.step_id, action.rows, sizes, job.spec.seed
@@ -689,7 +686,7 @@ class Engine:
         coupled = job.coupled_step
         assert coupled is not None, "the session loads embeddings before it asks for gradients"
         assert coupled.step_id == step_id, "the session loads embeddings of the same attempt"
-        _coupled_program(job).take_embedded()  # drop those of an abandoned subtree
+        _coupled_program(job).take_embedded()  # drop embeddings of an abandoned subtree
         return coupled
 
     def _compute_inner_phase(self, job: _Job, action: act.Compute) -> Iterator[None]:
@@ -703,8 +700,8 @@ class Engine:
         if self._request_inner_phase_files(job, order, step_id, subtree):
             return
         if inner_phases.needs_state(step_id, replica):
-            carried = not inner_phases.has_carried_state(step_id.step, replica)
-            self._emit(InnerStateNeeded(step_id, microbatches, subtree, carried))
+            with_carried = not inner_phases.has_carried_state(step_id.step, replica)
+            self._emit(InnerStateNeeded(step_id, microbatches, subtree, with_carried))
             return
         start_us = now_us()
         work = inner_phases.compute(step_id, subtree, job.replica, self._machine.now_s)
@@ -757,7 +754,8 @@ class Engine:
     ) -> bool:
         """Request missing files of a subtree and of the next steps.
 
-        Returns whether the subtree must wait; files of the next steps delay nothing.
+        Returns:
+            Whether the subtree must wait; files of the next steps delay nothing.
         """
         step_id, subtree = action.step_id, action.subtree
         if not isinstance(job.task, ReadsFiles):

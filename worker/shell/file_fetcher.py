@@ -109,7 +109,7 @@ class FileFetcher:
         event: FileEvent | None
         try:
             event = self._perform(action)
-        except Exception as error:  # noqa: BLE001 -- the coordinator waits until it learns of it
+        except Exception as error:  # noqa: BLE001 -- the coordinator waits for a report
             self._failed_generation = generation
             reason = f"cannot provide the run's files: {error!r}"
             event = FilesFailed(error if isinstance(error, SamestepError) else DataError(reason))
@@ -152,7 +152,7 @@ class FileFetcher:
     def _locate_all(
         self, action: Locate | Assemble, cache: BlobCache
     ) -> dict[tuple[Role, str], Path]:
-        """Return the path of each listed file: the one in the run spec, or the one in the cache."""
+        """Return the path of each listed file, as in the run spec or in the cache."""
         locations: dict[tuple[Role, str], Path] = {}
         for source in action.listing.sources:
             local = _local_files(action.spec, source.role)

@@ -1,4 +1,4 @@
-"""The engine of a multi-device worker; `engine.Engine` is that of one device.
+"""The engine of a multi-device worker; `engine.Engine` is the engine of one device.
 
 `worker.logic.device_group` decides; this thread executes its outputs. It owns the group's
 replica and applies the exact update once for all devices.
@@ -48,7 +48,7 @@ class Devices(Protocol):
         """Allocate a replica in memory that all devices can read.
 
         Raises:
-            SharedMemoryFull: There is no room for it.
+            SharedMemoryFull: The shared memory is full.
         """
 
     def start(self, name: str, on_report: ReportHandler, on_loss: LossHandler) -> Link:
@@ -56,8 +56,9 @@ class Devices(Protocol):
 
         Args:
             name: The device's name.
-            on_report: Called with each of its reports.
-            on_loss: Called once if it ends by itself, with a description ("was ended by SIGKILL").
+            on_report: Called with each report of the device.
+            on_loss: Called once with a description ("was ended by SIGKILL") if the device's process
+                ends by itself.
         """
 
     @property
@@ -157,7 +158,7 @@ class GroupEngine:
         self._devices.close()
         return has_ended
 
-    # In its own thread.
+    # In the engine's thread.
 
     def _decide(self, decide: Callable[[], list[outputs.Output]]) -> None:
         def job() -> Iterator[None]:
@@ -204,7 +205,7 @@ class GroupEngine:
         self._hashed_replica.await_digest()
         # The devices are idle during an update, so it may use all their threads.
         use_threads(min(output.spec.threads * self._count, usable_cores()))
-        self._replica = None  # frees its memory before the next one is allocated
+        self._replica = None  # frees its memory before the next replica is allocated
         self._replica = self._devices.replica(output.blocks, output.spec.step_optimizer)
         self._replica.reset(output.parameters)
 

@@ -48,7 +48,7 @@ _COPIES: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Observed:
+class _Observation:
     """Digests of a task's outputs and state after one microbatch at the initial weights."""
 
     gradients: str
@@ -160,7 +160,7 @@ class ReplayCheck:
                 raise
             raise _state_error(_INITIAL, period, _COPIES) from error
 
-    def _observe(self) -> _Observed:
+    def _observe(self) -> _Observation:
         """Observe one microbatch at the loaded weights."""
         self._program.loss_scale = self._loss_scale
         batch = _batch_digest(self._batches[0]()) if self._objects else ""
@@ -176,7 +176,7 @@ class ReplayCheck:
             from worker.tasks.checks.reachable_state import reachable_state  # noqa: PLC0415 -- torch
 
             reachable = reachable_state(self._objects)
-        return _Observed(gradients, batch, frozen, reachable)
+        return _Observation(gradients, batch, frozen, reachable)
 
     def _gradients(self, batch: Batch) -> str:
         """Digest a microbatch's gradients, which every rank computes under torchrun."""
@@ -184,7 +184,7 @@ class ReplayCheck:
             return rows_probe(self._program, [batch])
         return probe_digest(self._program, [batch], ranks=getattr(self._program, "ranks", 1))
 
-    def _compare(self, current: _Observed, period: str) -> None:
+    def _compare(self, current: _Observation, period: str) -> None:
         from worker.tasks.checks.reachable_state import (  # noqa: PLC0415 -- torch
             moved_state,
             moved_tensor,

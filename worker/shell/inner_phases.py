@@ -88,7 +88,7 @@ class InnerPhases:
         blocks: The manifest's blocks.
         program: The compiled task.
         order: The samples of each inner step.
-        batch: Returns the microbatch of some sample numbers.
+        batch: Returns a microbatch with the given samples.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class InnerPhases:
             Events for the coordinator; None after each piece of device work.
         """
         replica, start, start_s = subtree.lo, run.parameters, now_s()
-        updates = run.optimizer_step * self._order.inner_steps  # counted by carried moments
+        updates = run.optimizer_step * self._order.inner_steps  # updates that carried moments count
         reported_s, checkpoint = start_s, self._begin(step_id, replica, start)
         counted_updates = updates if self._replicas.inner_state == "carry" else 0
         _check_counts(replica, checkpoint.state.missed_updates, counted_updates + checkpoint.inner)
@@ -262,7 +262,7 @@ class InnerPhases:
 
     def _inner(self) -> InnerSteps:
         if self._steps is None:
-            # Averages are taken of committed rounds (`RunSpec.update`), not of inner steps.
+            # `RunSpec.update` averages committed rounds, not inner steps.
             optimizer = self._spec.optimizer.model_copy(update={"ema": None, "swa": None})
             self._steps = inner_steps(self._program, self._blocks, optimizer)
         return self._steps

@@ -1,8 +1,8 @@
 """The numerics profile: equal for two workers that give the same bits for the same microbatch.
 
 It contains the gradients of a probe microbatch of each shape at the initial state. Workers with the
-same probe may still differ later if their libraries, drivers or cards do, so everything known to
-decide bits is part of the profile too.
+same probe may still differ later if their libraries, drivers or cards do. The profile therefore
+also contains everything else that is known to decide bits.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def library_versions(module: Any) -> dict[str, str]:
 
 
 def loss_version(module: Any) -> dict[str, str]:
-    """The version of losses over a vocabulary, for models that have a head over one.
+    """Return the version of losses over a vocabulary; empty for models without an output head.
 
-    Releases that compute such a loss in other parts give other bits, also where no probe shows it.
+    Releases that divide such a loss into other parts give other bits, even if the probe is equal.
 
     Args:
         module: A torch module, or None.

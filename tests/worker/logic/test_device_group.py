@@ -406,7 +406,7 @@ def test_repeatedly_ending_process_is_excluded():
         assert Start("b") in devices.lost("b", "was ended by SIGKILL")
     outputs = devices.lost("b", "was ended by SIGKILL")
     assert Start("b") not in outputs
-    assert "it is left out" in coordinator_messages(outputs)
+    assert "the device is left out" in coordinator_messages(outputs)
     assert not session_events(outputs)
 
 

@@ -76,13 +76,13 @@ def test_each_line_of_progress_gives_a_preparation_its_full_time(monkeypatch):
     monkeypatch.undo()
     watch = DeviceWatch(print)
     watch.restart_limit()
-    assert not watch._awaited, "nothing is prepared"
+    assert not watch._awaited_answer, "nothing is prepared"
     with watch.preparing("it is opened"):
-        before = watch._awaited
+        before = watch._awaited_answer
         watch.restart_limit()
-        assert 0 < before < watch._awaited
+        assert 0 < before < watch._awaited_answer
         assert not watch.overdue(1700)
         assert watch.overdue(1900)
-    assert not watch._awaited
+    assert not watch._awaited_answer
     with watch.awaiting():
         assert "there was none before" in watch.overdue(1900), "a preparation is no measurement"
