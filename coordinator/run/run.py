@@ -200,7 +200,7 @@ class Run:
         phase: The phase of the run.
         reason: The reason for the phase; empty while the run trains.
         members: The workers that take part.
-        settled: Manifest and parts, once they exist.
+        run_parts: Manifest and parts, once they exist.
         checkpoints: The checkpoints that are due, being written, and durable.
         blobs: Digest of the list of files that workers may request, if there are any.
         outcome: Outcome of a run that is over.

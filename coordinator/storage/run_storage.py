@@ -456,7 +456,9 @@ class RunStorage:
             if (metrics := self._metrics.get(step)) is not None:
                 write_metrics(root, step, *metrics)
             retention, copied_step = self._spec.checkpoint, self._copied_step
-            return checkpoint, prune(root, self._run_id, manifest, retention, copied_step).intact
+            return checkpoint, prune(
+                root, self._run_id, manifest, retention, copied_step
+            ).intact_step
 
         # Before the log loses these commits, and a restart stops reading them.
         await self._do("journal", self._note_files)

@@ -308,7 +308,10 @@ async def test_key_is_valid_until_its_revocation(tmp_path, samestep_home):
         assert (await asyncio.to_thread(join_findings, *address, token))[-1].outcome == "failure"
         current_token = coordinator.join_token().reveal()
         returned_finding = (await asyncio.to_thread(join_findings, *address, current_token))[-1]
-        assert (returned_finding.outcome, "the join token fits" in returned_finding.observation) == (
+        assert (
+            returned_finding.outcome,
+            "the join token fits" in returned_finding.observation,
+        ) == (
             "ok",
             True,
         )

@@ -26,7 +26,9 @@ async def test_payload_in_the_precision_of_an_earlier_run_is_skipped(tmp_path):
             connection.blocks,
             None,
         )  # as before the worker was ready for this run
-        run.receive(session, ReceivedMessage(earlier_payload, np.zeros(10, np.uint8)))  # no float32 values
+        run.receive(
+            session, ReceivedMessage(earlier_payload, np.zeros(10, np.uint8))
+        )  # no float32 values
         connection.blocks = blocks
         live.worker("w1")
         assert await live.result(run_id)
