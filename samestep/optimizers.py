@@ -209,7 +209,7 @@ def _refuse_untranslatable(optimizer: Optimizer) -> None:
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise DataError(
             f"optimizer: expected one that has taken no step, got {optimizer_class.__name__} with "
-            "state: create it anew; a run keeps its own state, and resume=True continues it"
+            "state: create a new one; a run keeps its own state, and resume=True continues it"
         )
 
 

@@ -134,8 +134,8 @@ def plateau_of(scheduler: ReduceLROnPlateau, rate: float) -> dict[str, Any]:
         )
     if scheduler.last_epoch or scheduler.eps != _PLATEAU_EPS:
         raise DataError(
-            "scheduler: expected a new ReduceLROnPlateau with eps 1e-8, got another: create it "
-            "anew, and leave eps out"
+            "scheduler: expected a new ReduceLROnPlateau with eps 1e-8, got another: create a "
+            "new one, and leave eps out"
         )
     plateau = {
         "metric": "loss",

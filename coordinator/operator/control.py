@@ -29,7 +29,7 @@ from protocol.base import limits
 from protocol.base.errors import QueueFull, SamestepError, UsageError
 from protocol.spec.run_spec import parse_run_spec
 
-# Invalid HTTP is answered with 400; logging each would let anyone fill the log.
+# Invalid HTTP is answered with 400; logging each request would let anyone fill the log.
 _SILENT: Final = logging.getLogger("samestep.control")
 _LOG: Final = logging.getLogger(__name__)
 _SILENT.setLevel(logging.CRITICAL + 1)
@@ -69,7 +69,7 @@ class ControlPort:
         self.address = ("", 0)
 
     async def start(self, host: str, port: int) -> None:
-        """Listen.
+        """Start listening.
 
         Raises:
             UsageError: The address is in use, or open to other machines.

@@ -27,7 +27,7 @@ from protocol.exact.kernels.library import native_name, why_not_native
 from protocol.machine.memory import GROUPS, PROC, killed_for_memory, read_memory
 
 Outcome = Literal["ok", "warning", "failure"]
-_MADE_S: Final = 1_767_225_600.0
+_RELEASED_S: Final = 1_767_225_600.0
 """2026-01-01, before this release: an earlier clock is wrong."""
 _TIME_ERROR: Final = 5
 """adjtimex(2): the clock is not synchronized."""
@@ -190,7 +190,7 @@ def clock(now_s: float | None = None, *, synchronized: bool | None = None) -> Fi
     if synchronized is None:
         synchronized = _synchronized()
     advice = "timedatectl set-ntp true (Debian: apt install systemd-timesyncd)"
-    if now_s < _MADE_S:
+    if now_s < _RELEASED_S:
         return warning("clock", f"{now} is before this release was made", advice)
     if not synchronized:
         note = "not synchronized, so times in journals and logs will not agree between machines"
@@ -221,7 +221,7 @@ def memory(least_bytes: int, proc: Path = PROC, groups: Path = GROUPS) -> Findin
     """Check the free memory of this machine and of this process's control group.
 
     Args:
-        least_bytes: Less is worth a warning.
+        least_bytes: The check warns below this.
         proc: Where procfs is mounted.
         groups: Where the control groups (version 2) are mounted.
     """
@@ -258,12 +258,12 @@ def killed(proc: Path = PROC, groups: Path = GROUPS) -> Finding:
 
 
 def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Iterator[Finding]:
-    """Check that a directory, which need not exist yet, can hold files, and its file system.
+    """Check that a directory is writable, and check its file system; it need not exist yet.
 
     Args:
         check: The check's name.
         path: The directory.
-        least_bytes: Less free space is worth a warning.
+        least_bytes: The check warns if less is free.
         elsewhere: The option or variable that names another directory.
     """
     folder = nearest(path)
@@ -294,7 +294,7 @@ def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Itera
 
 
 def _synchronized() -> bool:
-    """Return whether the clock is synchronized, as the kernel reports; True if it does not."""
+    """Return whether the kernel reports a synchronized clock; True if it reports nothing."""
     try:
         answer: int = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
     except (AttributeError, OSError, TypeError):

@@ -152,7 +152,7 @@ class Replica:
         else:
             self._state = {kind: [memory(kind, n) for n in range(len(blocks))] for kind in kinds}
         self.missed = [np.zeros(len(block.tensors), np.float32) for block in blocks]
-        self._is_finite = False  # True if the last update checked all values, still unchanged
+        self._is_finite = False  # True if the last update checked all values and none changed since
         self._hashes: dict[tuple[str, int], bytes] = {}  # made by the last update, for one digest
 
     @property
@@ -194,7 +194,7 @@ class Replica:
     def load_parameters(self, values: Sequence[Array]) -> None:
         """Copy parameters from one flat array per block; moments and counters do not change."""
         self._check(values)
-        self._changed()
+        self._invalidate()
         for parameters, value in zip(self.parameters, values, strict=True):
             np.copyto(parameters, value)
 
@@ -376,7 +376,7 @@ class Replica:
 
     def parts(self) -> list[StatePart]:
         """Return all arrays in a fixed order, for sending; missed updates only if not zero."""
-        self._changed()
+        self._invalidate()
         return [
             StatePart(kind, block, values)
             for kind, arrays in self._kinds().items()
@@ -385,7 +385,7 @@ class Replica:
 
     def arrays(self, kind: PartKind) -> list[Array]:
         """Return the replica's own arrays of a kind, by block; none if the optimizer lacks it."""
-        self._changed()
+        self._invalidate()
         return self.missed if kind == MISSED_UPDATES else self._state.get(kind, [])
 
     def load_piece(self, kind: PartKind, block: int, piece: int, values: Array) -> None:
@@ -412,8 +412,8 @@ class Replica:
         other.restore(self.step, self.optimizer_step)
         return other
 
-    def _changed(self) -> None:
-        """Forget what the last update found out about the values."""
+    def _invalidate(self) -> None:
+        """Discard the last update's check for finite values and its hashes."""
         self._is_finite, self._hashes = False, {}
 
     def _kinds(self) -> dict[PartKind, list[Array]]:
@@ -440,8 +440,8 @@ class Replica:
 def aligned_zeros(elements: int) -> Array:
     """Allocate 64-byte aligned float32 zeros; alignment can affect the bits of a matrix product.
 
-    Large arrays are mapped: in the heap they would lie between the arrays of a step, and leave gaps
-    too small for the largest of those.
+    Large arrays are mapped: on the heap they would lie between the arrays of a step and leave gaps
+    too small for the largest ones.
     """
     if elements * 4 >= _MAPPED_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         memory = mmap.mmap(-1, elements * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -454,14 +454,14 @@ def aligned_zeros(elements: int) -> Array:
 
 
 def _add_change(block: Block, buffers: Array, change: Array) -> bool:
-    """Add the mean change of a block's buffers, in place; whether all values are finite."""
+    """Add the mean change of a block's buffers, in place; return whether all values are finite."""
     with np.errstate(all="ignore"):
         np.add(buffers, np.rint(change) if block.kind == "counters" else change, out=buffers)
     return is_finite(buffers)
 
 
 def _runs(block: Block, rules: Sequence[TensorRule]) -> tuple[tuple[slice, TensorRule], ...]:
-    """Divide a block where the tensors' rule changes, into as few runs as possible."""
+    """Divide a block into as few runs of tensors with equal rules as possible."""
     runs: list[tuple[slice, TensorRule]] = []
     for (_, part), rule in zip(block.slices(), rules, strict=True):
         if runs and runs[-1][1] == rule:

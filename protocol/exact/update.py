@@ -30,8 +30,8 @@ With g the clipped gradient, p a parameter and d the weight decay:
 sgd, momentum and nesterov are torch.optim.SGD (coupled decay, dampening 0); adam, rmsprop and
 adagrad are torch.optim.Adam, RMSprop and Adagrad (coupled decay too); adamw is
 torch.optim.AdamW (decoupled decay, Loshchilov and Hutter, arXiv:1711.05101); lion is Chen et
-al., arXiv:2302.06675. schedule-free is AdamW of Defazio et al., arXiv:2405.15682: p is their y,
-where gradients are taken; m is their z - y, which begins as zero; c is `averaging_share`;
+al., arXiv:2302.06675. schedule-free is the AdamW variant of Defazio et al., arXiv:2405.15682: p is
+their y, where gradients are taken; m is their z - y, which begins as zero; c is `averaging_share`;
 `averaged` gives their x. adafactor is in `protocol.exact.adafactor`.
 
 The average of the weights is kept as its distance e from them: if p moves from p to p',
@@ -264,7 +264,7 @@ def average_keep(average: EmaSpec | SwaSpec, update: int) -> float:
         update: Number of the update, from 1.
     """
     counts_initial = isinstance(average, EmaSpec) and average.count_initial
-    skipped = average.start_step // average.every  # averagings that `start_step` leaves out
+    skipped = average.start_step // average.every  # averagings before `start_step`
     averagings = update // average.every - skipped
     if averagings <= 0 and not counts_initial:
         return 0.0
@@ -364,7 +364,7 @@ def apply_update(
     """Apply one step, as the module's docstring defines it, in place to a flat array.
 
     Args:
-        spec: Which rule.
+        spec: The optimizer.
         scalars: The step's scalars, from `step_scalars`.
         parameters: Flat float32, shape (n,); changed.
         gradient: Averaged gradient, shape (n,); not changed.
@@ -494,26 +494,26 @@ def _with_decay(c: _Constants, chunk: _Chunk) -> Array:
 
 
 def _descend(c: _Constants, chunk: _Chunk, direction: Array) -> None:
-    """Parameters: p -= lr direction."""
+    """Update the parameters: p -= lr direction."""
     np.multiply(direction, c.learning_rate, out=chunk.t)
     np.subtract(chunk.parameters, chunk.t, out=chunk.parameters)
 
 
 def _decay_first(c: _Constants, chunk: _Chunk) -> None:
-    """Parameters: p *= 1 - lr d."""
+    """Decay the parameters: p *= 1 - lr d."""
     if c.decay_factor != 1.0:
         np.multiply(chunk.parameters, c.decay_factor, out=chunk.parameters)
 
 
 def _velocity(c: _Constants, chunk: _Chunk, direction: Array) -> Array:
-    """Momentum: v = mu v + direction."""
+    """Update the momentum: v = mu v + direction."""
     (velocity,) = chunk.moments
     np.multiply(velocity, c.momentum, out=velocity)
     return np.add(velocity, direction, out=velocity)
 
 
 def _add_square(c: _Constants, chunk: _Chunk, v: Array, direction: Array) -> None:
-    """Second moment: v = beta2 v + (1 - beta2) direction^2."""
+    """Update the second moment: v = beta2 v + (1 - beta2) direction^2."""
     t = chunk.t
     np.multiply(direction, c.one_minus_beta2, out=t)
     np.multiply(t, direction, out=t)
@@ -524,8 +524,8 @@ def _add_square(c: _Constants, chunk: _Chunk, v: Array, direction: Array) -> Non
 def _move(moment: Array, direction: Array, share: np.float32, keep: np.float32, t: Array) -> None:
     """Interpolate: moment += share (direction - moment), share being 1 - keep.
 
-    Instead of adding two products: as float32, share and keep do not add up to 1. It starts from
-    the nearer end, so that keep = 0 gives the direction itself.
+    A sum of two products would differ: in float32, share and keep do not add up to 1. Interpolation
+    starts from the nearer end, so keep = 0 gives the direction itself.
     """
     np.subtract(direction, moment, out=t)
     if share < 0.5:
@@ -537,7 +537,7 @@ def _move(moment: Array, direction: Array, share: np.float32, keep: np.float32, 
 
 
 def _root(c: _Constants, chunk: _Chunk, direction: Array) -> Array:
-    """Second moment, and with a third one its largest value so far.
+    """Update the second moment, and with amsgrad the third: the second's largest value so far.
 
     Returns:
         sqrt(v) / sqrt(1 - beta2^t) + eps, in t.
@@ -619,7 +619,7 @@ def _adagrad(c: _Constants, chunk: _Chunk) -> None:
 
 
 def _adafactor(c: _Constants, chunk: _Chunk) -> None:
-    """Apply a direction from `apply_adafactor`, which stands in place of the gradient."""
+    """Apply a direction from `apply_adafactor`, which replaces the gradient."""
     _decay_first(c, chunk)
     _descend(c, chunk, chunk.gradient)
 

@@ -2,7 +2,7 @@
 
 The coordinator owns the loop: callbacks see each step after it is committed. Callbacks that only
 observe (progress bars, loggers) run unchanged. A callback that tries to change the run is refused
-by name, because what one process decides by itself is not the same on all workers;
+by name, because a decision of one process would not reach the other workers;
 `EarlyStoppingCallback` and the default flow become keys of the run spec.
 """
 
@@ -59,7 +59,7 @@ class CallbackLoop:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context of a run, which callbacks observe and cannot change."""
+        """Let callbacks observe a run within the context, without changing it."""
         trainer = self._trainer
         handler, arguments = trainer.callback_handler, trainer.args
         candidates = (*handler.callbacks, trainer.control)

@@ -58,11 +58,12 @@ _LOOP_METHODS: Final = (
 _EVALUATION_METHODS: Final = (
     "evaluate", "_evaluate", "evaluation_loop", "get_eval_dataloader", "_get_eval_sampler",
 )  # fmt: skip
-"""Likewise, if the run evaluates; `trainer.evaluate()` calls them as usual."""
+"""Methods of the evaluation loop: a subclass may not change them if the run evaluates.
+`trainer.evaluate()` calls them as usual."""
 
 _LOG: Final = logging.getLogger(__name__)
 _PROBED_SAMPLES: Final = 64
-"""How many samples to search for one whose labels count."""
+"""Number of samples to search for one whose labels have loss."""
 _SUM_ADVICE: Final = (
     "in a Trainer, a sum divided by num_items_in_batch adds up, and so does a mean over samples; "
     'write Trainer(..., samestep={"unit": "microbatch"}) for any other, such as a mean weighted '
@@ -85,10 +86,10 @@ class SamestepMixin:
     """Classes whose changes to the loop have no effect on the trained parameters."""
 
     only_own_names: ClassVar[bool] = True
-    """See `worker.tasks.checks.reachable_state`: what a Trainer counts does not affect training."""
+    """See `worker.tasks.checks.reachable_state`: a Trainer's counters do not affect training."""
 
     fitted: FitResult | None = None
-    """The result of `fit`; its module has the last weights, also if the best ones are loaded."""
+    """The result of `fit`. Its module has the last weights, even if the trainer loads the best."""
 
     def __init__(
         self, *arguments: Any, samestep: Mapping[str, Any] | None = None, **keywords: Any
@@ -103,11 +104,11 @@ class SamestepMixin:
         self._unit = self._fit_arguments.pop("unit", "sample")
         super().__init__(*arguments, **keywords)
         trainer: Any = self
-        if trainer.args.n_gpu > 1:  # a worker has one; transformers multiplies losses by it
+        if trainer.args.n_gpu > 1:  # a worker has one GPU; transformers multiplies losses by n_gpu
             trainer.args._n_gpu = 1  # noqa: SLF001 -- as transformers itself sets it
 
     def train(self, resume_from_checkpoint: Any = None, **other_arguments: Any) -> TrainOutput:
-        """Train as the class's own `train` does, with `samestep.fit`.
+        """Train with `samestep.fit` in place of the class's own loop.
 
         Args:
             resume_from_checkpoint: The directory of a run, or True for the newest in `output_dir`.
@@ -123,7 +124,7 @@ class SamestepMixin:
         with created_optimizer(trainer):
             arguments = self._arguments_of_fit(resume_from_checkpoint)
         if served_device() is not None:
-            silence(trainer)  # they run in the process that the user started
+            silence(trainer)  # callbacks run in the process that the user started
         loop = CallbackLoop(trainer, _epoch_samples(trainer))
         device = _device_of(trainer.model)
         with loop.watching(), _adding_embedding_noise(trainer):
@@ -133,7 +134,7 @@ class SamestepMixin:
             except NotASum as error:
                 raise DataError(f"compute_loss: {error}; {_SUM_ADVICE}") from error
             metrics = loop.end(self.fitted)
-        trainer.model.to(device)  # where the class's own evaluate and predict look for it
+        trainer.model.to(device)  # the class's own evaluate and predict expect it there
         if trainer.args.load_best_model_at_end:
             _load_best(trainer, self.fitted)
         trainer.control = trainer.callback_handler.on_train_end(
@@ -236,7 +237,7 @@ def _run_to_resume(arguments: Any, requested: object) -> Path:
     """Return the directory of the run to resume.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is no such run.
     """
     output_directory = Path(arguments.output_dir)
     if requested is True:
@@ -260,10 +261,10 @@ def _load_best(trainer: Any, result: FitResult) -> None:
     """Load the weights of the best evaluation into the model.
 
     Raises:
-        DataError: The files in the run's directory were removed or changed.
+        FileNotFoundError: The files in the run's directory were removed.
     """
     if result.directory is None:
-        # No reason to fail: the run has succeeded, and the process that began it has them.
+        # Not an error: the run has succeeded, and the process that started it has these weights.
         _LOG.warning(
             "load_best_model_at_end: this worker joined the run and keeps its last weights; the "
             "best ones are in the run's directory, in best/, where the run was started"
@@ -281,7 +282,7 @@ def _check_fit_arguments(fit_arguments: object) -> dict[str, Any]:
     """Check the trainer's argument `samestep`.
 
     Raises:
-        DataError: It has something other than arguments of `fit`.
+        DataError: It is not a mapping of arguments of `fit`.
     """
     if fit_arguments is None:
         return {}
@@ -359,8 +360,10 @@ def _prepare_model(trainer: Any) -> None:
 
 @contextmanager
 def _adding_embedding_noise(trainer: Any) -> Iterator[None]:
-    """Context in which the model's embeddings add NEFTune's noise while it trains (Jain et al.,
-    arXiv:2310.05914); its draws are seeded like others of forward."""
+    """Add NEFTune's noise to the model's embeddings in training (Jain et al., arXiv:2310.05914).
+
+    The noise is drawn with the seed of forward.
+    """
     alpha = trainer.neftune_noise_alpha
     if alpha is None:
         yield
@@ -373,7 +376,7 @@ def _adding_embedding_noise(trainer: Any) -> Iterator[None]:
 
 
 def _checkpoint_activations(arguments: Any, model: Any) -> None:
-    """Turn on activation checkpointing, by whichever name transformers has for it."""
+    """Turn on activation checkpointing, under the name that this transformers version uses."""
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         if getattr(arguments, name, None):
             options = {"use_reentrant": False, **(getattr(arguments, f"{name}_kwargs") or {})}
@@ -392,7 +395,7 @@ def _model_columns(trainer: Any, data: Any) -> Any:
 
 
 def _held_out_columns(trainer: Any, data: Any) -> Any:
-    """Return the held-out data, one set or several by name, as `_model_columns` does."""
+    """Apply `_model_columns` to the held-out data, one data set or several by name."""
     if data is None:
         return None
     if isinstance(data, Mapping) and not hasattr(data, "column_names"):
@@ -428,7 +431,7 @@ def _epoch_samples(trainer: Any) -> int:
 
 
 def _task(trainer: Any, unit: Any = "sample") -> UserTask:
-    trainer.model.train()  # all of it, as its own loop does before each step
+    trainer.model.train()  # every submodule, as the trainer's loop does before each step
     train = _model_columns(trainer, trainer.train_dataset)
     collate = trainer.data_collator
     if train is trainer.train_dataset:

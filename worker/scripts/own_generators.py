@@ -18,7 +18,7 @@ import torch
 
 from backends.base.draws import key_of
 from backends.checks.additivity import seeded
-from worker.tasks.checks.reachable_state import position_of, reached_generators
+from worker.tasks.checks.reachable_state import position_of, reachable_generators
 
 _GLOBAL: Final = (torch.default_generator, random._inst, np.random.mtrand._rand)  # noqa: SLF001
 
@@ -33,7 +33,7 @@ class ReadingGenerators:
     def __init__(self, roots: Mapping[str, object]) -> None:
         self._owned = {
             path: generator
-            for path, generator in reached_generators(roots).items()
+            for path, generator in reachable_generators(roots).items()
             if not any(generator is global_generator for global_generator in _GLOBAL)
         }
 

@@ -51,9 +51,9 @@ from worker.scripts.user_task import UserTask
 from worker.tasks.base.evaluation_modes import parts_in_evaluation, put_in_evaluation
 from worker.tasks.checks.additivity import NotASum, SumTrial, on_device, preserve_modes
 from worker.tasks.checks.reachable_state import (
-    moved_state,
+    find_changed_state,
     reachable_state,
-    reached_tensors,
+    reachable_tensors,
     refuse_changes,
 )
 
@@ -433,7 +433,7 @@ class ScriptTask:
     def _check_shared_memory(self) -> None:
         module = self.user.module
         trained_parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        reachable = reached_tensors(self.user_objects())
+        reachable = reachable_tensors(self.user_objects())
         try:
             refuse_shared_memory(module, trained_parameters, reachable)
         except SamestepError as error:
@@ -455,7 +455,7 @@ class ScriptTask:
             with buffers.restored():
                 losses.append(self._first_loss(self._on_device(batch)).detach())
             states.append(reachable_state(self.user_objects()))
-        check_reproducible(losses[0], losses[1], moved_state(states[0], states[1]))
+        check_reproducible(losses[0], losses[1], find_changed_state(states[0], states[1]))
         refuse_changes(states[0], states[1])
 
     def _samples_from(self, start: int) -> list[int]:

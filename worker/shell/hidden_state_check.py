@@ -186,18 +186,18 @@ class ReplayCheck:
 
     def _compare(self, current: _Observation, period: str) -> None:
         from worker.tasks.checks.reachable_state import (  # noqa: PLC0415 -- torch
-            moved_state,
-            moved_tensor,
-            unlike_state,
+            find_changed_state,
+            find_changed_tensor,
+            find_likely_cause,
         )
 
         baseline = self._baseline
-        culprit = moved_tensor(baseline.frozen, current.frozen)
-        culprit = culprit or moved_state(baseline.reachable, current.reachable)
+        culprit = find_changed_tensor(baseline.frozen, current.frozen)
+        culprit = culprit or find_changed_state(baseline.reachable, current.reachable)
         if culprit is None and current.batch != baseline.batch:
             culprit = "the batch of the same samples"
         if culprit is None and current.gradients != baseline.gradients:
-            culprit = unlike_state(baseline.reachable, current.reachable)
+            culprit = find_likely_cause(baseline.reachable, current.reachable)
             culprit = culprit or (_GRADIENT if self._objects else _GRADIENT_OF_OUR_TASK)
         if culprit is not None:
             raise _state_error(culprit, period)
@@ -212,9 +212,9 @@ class ReplayCheck:
         """
         from worker.tasks.checks.reachable_state import (  # noqa: PLC0415 -- torch
             Containers,
+            find_likely_cause,
             reachable_state,
             refuse_changes,
-            unlike_state,
         )
 
         refuse_changes(self._baseline.reachable, self._observe().reachable)
@@ -234,7 +234,7 @@ class ReplayCheck:
         contents.restore()
         third_result = self._gradients(batch), reachable_state(self._objects)
         if third_result[0] != second_result[0]:
-            culprit = unlike_state(third_result[1], second_result[1]) or unlike_state(
+            culprit = find_likely_cause(third_result[1], second_result[1]) or find_likely_cause(
                 state_at_other_weights, second_result[1]
             )
             raise _state_error(culprit or _GRADIENT, _IN_TRIAL)
@@ -249,12 +249,12 @@ def refuse_unstable_batch(spec: RunSpec, task: Task, build: Callable[[], Batch])
     """
     if not (objects := _user_objects(spec, task)):
         return
-    from worker.tasks.checks.reachable_state import moved_state, reachable_state  # noqa: PLC0415 -- torch
+    from worker.tasks.checks.reachable_state import find_changed_state, reachable_state  # noqa: PLC0415 -- torch
 
     first_digest, state_before = _batch_digest(build()), reachable_state(objects)
     second_digest, state_after = _batch_digest(build()), reachable_state(objects)
     if first_digest != second_digest:
-        culprit = moved_state(state_before, state_after) or "the batch of the same samples"
+        culprit = find_changed_state(state_before, state_after) or "the batch of the same samples"
         raise _state_error(culprit, _BETWEEN_CALLS)
 
 

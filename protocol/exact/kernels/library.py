@@ -1,6 +1,6 @@
 """Load the native library and wrap its functions for numpy arrays.
 
-`library_for` returns it to the numpy definitions, which compute themselves if there is none. The
+The numpy definitions call `library_for`, and compute in numpy if it returns None. The
 library is loaded from samestep's own folder, once, when this module is imported.
 """
 
@@ -32,7 +32,7 @@ RULES: Final = (
 SQUARE_SUM_CHUNK_ELEMENTS: Final = 65_536
 HASHED_BYTES: Final = 262_144
 _SHORTEST_HASHED_BYTES: Final = 241
-"""XXH3 has other functions for shorter inputs; they are left to the package `xxhash`."""
+"""XXH3 has other functions for shorter inputs; the package `xxhash` hashes them."""
 THREAD_ELEMENTS: Final = 262_144
 """Fewest elements per thread: 1 MiB takes several times as long as starting a thread."""
 
@@ -52,8 +52,8 @@ _PROTOTYPES: Final[dict[str, tuple[tuple[Any, ...], Any]]] = {
     "pack_bfloat16": (_ELEMENTWISE, None),
     "unpack_bfloat16": (_ELEMENTWISE, None),
     **{
-        f"{way}_{codec}": (_GROUPED, None)
-        for way in ("pack", "unpack")
+        f"{operation}_{codec}": (_GROUPED, None)
+        for operation in ("pack", "unpack")
         for codec in ("int8", "int4", "topk")
     },
 }
@@ -106,13 +106,13 @@ class Library:
         Returns:
             Whether all new values are finite.
         """
-        places = (*(_address(moment) for moment in moments), None, None, None)[:3]
-        last = None if average is None else _address(average)
+        moment_addresses = (*(_address(moment) for moment in moments), None, None, None)[:3]
+        average_address = None if average is None else _address(average)
         elements = parameters.size
         not_finite = self._c.apply_update(
             RULES.index(rule), _address(scalars), _address(parameters), _address(gradient),
-            *places, last, None if hashes is None else _address(hashes), elements,
-            threads_for(elements),
+            *moment_addresses, average_address, None if hashes is None else _address(hashes),
+            elements, threads_for(elements),
         )  # fmt: skip
         if hashes is not None:
             averages = () if average is None else (average,)
@@ -161,7 +161,7 @@ class Library:
         return not self._c.has_not_finite(_address(values), values.size, threads_for(values.size))
 
     def is_negative_zero(self, values: Array) -> bool:
-        """Whether all values are -0.0."""
+        """Return whether all values are -0.0."""
         return bool(self._c.all_negative_zero(_address(values), values.size))
 
     def square_sums(self, values: Array) -> NDArray[np.float64]:
@@ -229,8 +229,8 @@ def _processor_features() -> frozenset[str]:
     return frozenset(name for name, is_there in features.items() if is_there)
 
 
-def _loaded() -> tuple[Library | None, str]:
-    """Load the best library available; or return None and the reason."""
+def _load_library() -> tuple[Library | None, str]:
+    """Load the best library available; return it and "", or None and the reason."""
     targets = runnable_targets()
     if not targets:
         return None, f"none for {platform.machine()} on {sys.platform}; numpy is used, more slowly"
@@ -244,7 +244,7 @@ def _loaded() -> tuple[Library | None, str]:
 
 
 class _Current:
-    library, reason = _loaded()
+    library, reason = _load_library()
     threads = 1
 
 
@@ -262,7 +262,7 @@ def _hash_short_piece(values: Array, hashes: Bytes) -> None:
 
 
 def library_for(*reads: Array, writes: tuple[Array, ...] = ()) -> Library | None:
-    """Return the library if it can handle these arrays, else None: numpy then does, or raises.
+    """Return the library if it can handle these arrays, else None: the caller then uses numpy.
 
     It handles contiguous native float32 arrays of one size; `writes` must be writable.
     """
@@ -298,7 +298,7 @@ def native_name() -> str:
 
 
 def use_threads(threads: int) -> None:
-    """Set the number of threads of large calls. They end with the call, so that they do not
+    """Set the number of threads of large calls. Threads end with the call, so they do not
     compete with other computations of the process."""
     _Current.threads = max(1, threads)
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def keep_evaluation_modes(trainable: Trainable) -> Trainable:
-    """Return a trainable whose loss keeps the module's parts in evaluation mode there.
+    """Return a trainable whose loss keeps these submodules in evaluation mode.
 
-    Without such parts, the trainable itself is returned.
+    If no submodule is in evaluation mode, the trainable itself is returned.
 
     Raises:
         DataError: See `parts_in_evaluation`.
@@ -63,7 +63,7 @@ def parts_in_evaluation(module: nn.Module) -> list[str]:
         for name, topmost_part in _topmost(module, "")
         for submodule in _parts_to_keep(name, topmost_part)
     }
-    return [name for name, topmost_part in module.named_modules() if id(topmost_part) in parts]
+    return [name for name, submodule in module.named_modules() if id(submodule) in parts]
 
 
 def put_in_evaluation(module: nn.Module, names: Sequence[str]) -> None:
@@ -86,12 +86,12 @@ def _topmost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 def _parts_to_keep(name: str, part: nn.Module) -> Iterator[nn.Module]:
     if hasattr(type(part), "from_pretrained"):
         if _has_training_part(part):
-            return  # layers such as adapters were added to it: its mode was not chosen
+            return  # layers such as adapters were added: the user did not choose its mode
         if any(parameter.requires_grad for parameter in part.parameters()):
             raise DataError(
                 f"expected {name!r}, which is trained, in training mode, got it in evaluation mode "
-                "as from_pretrained leaves it: write module.train() in build, and after that "
-                "eval() of what is to stay in evaluation mode"
+                "as from_pretrained leaves it: call module.train() in build, then eval() on the "
+                "submodules that must stay in evaluation mode"
             )
     yield from (submodule for submodule in part.modules() if not submodule.training)
 

@@ -1,6 +1,6 @@
-'''The interface of a task: all that a worker needs of a training job, built from the run spec.
+'''The interface of a task: what a worker needs for a training job, built from the run spec.
 
-A task of your own is a class whose constructor takes the run spec. Install its module on every
+A custom task is a class whose constructor takes the run spec. Install its module on every
 worker (the coordinator does not need it) and name it in the run spec, with the options it reads:
 
     task: "my_package:Curve"

@@ -98,7 +98,7 @@ def with_sample_numbers(batch: Callable[[Rows], Batch]) -> Callable[[Rows], Batc
 def logits_of(
     module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Return the logits of a batch of texts in float32, whatever precision forward has."""
+    """Return the logits of a batch of texts in float32, whatever the precision of forward."""
     logits: torch.Tensor = module(**_inputs_of(arrays), **options).logits.float()
     return logits
 

@@ -1,9 +1,9 @@
 """Check on real samples that a user's loss is a sum over samples, before a run and during it.
 
-For losses that users wrote, in a script or in a package. A float64 copy of the model computes the
-loss and gradients of several samples together and of each alone, in training mode. Its weights are
-perturbed first: a tensor that is initialized to zero, like LoRA's B, would hide a penalty on it.
-After some steps the check is repeated with the current weights.
+The check is for losses that users wrote, in a script or in a package. A float64 copy of the model
+computes the loss and gradients of several samples together and of each alone, in training mode.
+Its weights are perturbed first: a tensor that is initialized to zero, like LoRA's B, would hide a
+penalty on it. After some steps the check is repeated with the current weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CANDIDATES: Final = 64
 _CANDIDATE_BYTES: Final = 1 << 26
 """Limit on the size of the candidates' arrays."""
 _GOLDEN: Final = (math.sqrt(5) - 1) / 2
-"""Its multiples, modulo 1, are evenly spread and match no period of the data."""
+"""Multiples of this number, modulo 1, are evenly spread and match no period of the data."""
 _PERTURBATION: Final = 0.02
 """Perturbation of weights, as a share of the tensor's root mean square; 0.01 for zeros."""
 _CPU: Final = torch.device("cpu")
@@ -127,7 +127,7 @@ class SumTrial:
 
     Args:
         task: A task with a torch module and a loss.
-        device: The device that computes the check, and of the module until `check` returns.
+        device: The device that computes the check; `check` expects the module on it.
     """
 
     def __init__(self, task: Task, device: torch.device = _CPU) -> None:
@@ -144,7 +144,7 @@ class SumTrial:
         self._sample_count = 8 if is_small else 3 if is_medium else 2
         self._levels = LEVELS if is_small else LEVELS[:2]
         self._names = [tensor.name for block in task.manifest.blocks for tensor in block.tensors]
-        self._module, self._is_wide = self._copy(is_wide=True)
+        self._module, self._is_float64 = self._copy(is_float64=True)
 
     def check(self) -> None:
         """Check the loss before the run.
@@ -154,15 +154,15 @@ class SumTrial:
             DataError: The loss is not finite, or raises.
         """
         if self._task.manifest.train_samples > 1:
-            self._run_in_either_width(lambda: self._try(0, perturb=True))
+            self._run_in_float64_if_possible(lambda: self._try(0, perturb=True))
             if self._module is not self._original and (
                 any(map(hooks_need_backward, self._trained_originals().values()))
                 or self._reaches_the_original()
             ):
-                copied_module, self._module = (self._module, self._is_wide), self._original
-                self._is_wide = False
-                self._run_in_either_width(lambda: self._try(0, perturb=True))
-                self._module, self._is_wide = copied_module
+                copied_module, self._module = (self._module, self._is_float64), self._original
+                self._is_float64 = False
+                self._run_in_float64_if_possible(lambda: self._try(0, perturb=True))
+                self._module, self._is_float64 = copied_module
         if (
             self._module is None
             or self._elements > _KEPT_ELEMENTS
@@ -188,7 +188,7 @@ class SumTrial:
             try:
                 self._try(_CANDIDATES, perturb=False)
             except _RaisedError:
-                pass  # the run itself will raise it
+                pass  # the run itself will raise the error
             except NotASum as error:
                 raise NotASum(f"after step {step}: {error}", is_mean=error.is_mean) from None
         self.close()
@@ -199,22 +199,23 @@ class SumTrial:
 
     # The check.
 
-    def _run_in_either_width(self, attempt: Callable[[], None]) -> None:
+    def _run_in_float64_if_possible(self, attempt: Callable[[], None]) -> None:
         """Run the attempt in float64 if the model supports it, else in the model's dtypes."""
         try:
             attempt()
         except _RaisedError as raised:
-            if not self._is_wide:
+            if not self._is_float64:
                 raise self._describe_failure(raised) from raised.error
-            self._module, self._is_wide = self._copy(is_wide=False)
-            self._run_in_either_width(attempt)
+            self._module, self._is_float64 = self._copy(is_float64=False)
+            self._run_in_float64_if_possible(attempt)
 
     def _try(self, offset: int, *, perturb: bool) -> None:
         assert self._module is not None
         samples = _Samples(self._task, offset, self._sample_count, self._device)
         if not samples.numbers:
             return
-        is_brief = not perturb and self._elements > _SMALL_ELEMENTS  # the run waits for it
+        # The second check delays the run, so it is brief for a large model.
+        is_brief = not perturb and self._elements > _SMALL_ELEMENTS
         with (
             preserve_modes(self._module),
             self._perturbed(should_perturb=perturb),
@@ -320,7 +321,7 @@ class SumTrial:
         )
 
     def _hint(self, raised: _RaisedError) -> str:
-        """Return what to do about an error with a known cause; empty for others."""
+        """Return a remedy for an error with a known cause, else an empty text."""
         text = str(raised.error)
         if "use_reentrant" in text:
             return ": write use_reentrant=False where checkpoint is called"
@@ -368,7 +369,7 @@ class SumTrial:
         parameters_by_name = dict(self._original.named_parameters())
         return {name: parameters_by_name[name] for name in self._names}
 
-    def _copy(self, *, is_wide: bool) -> tuple[nn.Module | None, bool]:
+    def _copy(self, *, is_float64: bool) -> tuple[nn.Module | None, bool]:
         """Copy the module; return it and whether it is in float64."""
         if self._elements > _COPY_ELEMENTS:
             return self._original, False
@@ -381,7 +382,7 @@ class SumTrial:
             hooks: Any = original_parameters[name]._backward_hooks  # noqa: SLF001 -- None for most
             for hook in (hooks or {}).values():
                 parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-        return (module_copy.double() if is_wide else module_copy), is_wide
+        return (module_copy.double() if is_float64 else module_copy), is_float64
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
         assert self._module is not None
@@ -408,7 +409,7 @@ class SumTrial:
         )
 
     def _compute_loss(self, module: Any, arrays: Arrays) -> torch.Tensor:
-        if self._is_wide:
+        if self._is_float64:
             arrays = {n: a.double() if a.dtype == torch.float32 else a for n, a in arrays.items()}
         with nullcontext() if self._device == _CPU else TableLookups(arrays):
             loss = self._loss(module, arrays)
@@ -540,7 +541,7 @@ def _batch_arrays(batch: Batch) -> Mapping[str, np.ndarray[Any, Any]]:
 
 
 def _labels(arrays: Arrays) -> object:
-    """Return what tells kinds of samples apart: a sample's scalar integers."""
+    """Return the kind of a sample: its scalar integers."""
     return tuple(
         (name, float(array))
         for name, array in sorted(arrays.items())
@@ -550,7 +551,7 @@ def _labels(arrays: Arrays) -> object:
 
 @dataclass(frozen=True, slots=True)
 class _Diagnosis:
-    """Why a loss is not a sum, as far as two samples show.
+    """The likely reason why a loss is not a sum, from two samples.
 
     Attributes:
         is_mean: Whether a sample twice has the same loss as once.

@@ -1,16 +1,16 @@
 """Find state that a user's model, loss, collator, data set or task keeps between calls.
 
 Any idle worker may compute a microbatch, so its result must not depend on earlier microbatches. A
-walk over the objects records every number, text, array and generator that it reaches, after a call
-and after a second one on the same samples: what differs is a counter or a generator. A cache is
-neither, so entries may be added or removed, and so may values that the first call sets.
+walk over the objects records every reachable number, text, array and generator, after a call and
+after a second call on the same samples. A value that differs is a counter or a generator. Caches
+are allowed: entries may be added or removed, and so may values that the first call sets.
 
 `worker.shell.hidden_state_check` and `worker.tasks.checks.additivity` compare results, so they miss
 state with no effect on the calls that they make: a counter that acts in every fiftieth call, a
 generator whose draws are not used yet. Such a run would end with exit code 0, and its weights would
 depend on which worker computed what. Before training, this walk refuses such state
-(`refuse_changes`); after training, it finds generators and tensors that affect no gradient yet, and
-names the culprit.
+(`refuse_changes`); after training, it finds and names generators and tensors that affect no
+gradient yet.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _ELEMENTS: Final = 4096
 _MESSAGE_CHARACTERS: Final = 60
 _OF_MODULE: Final = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 _DOT: Final = r".\1"
-"""In the path to a tensor, which people know by its name in the state dict."""
+"""Replaces `_OF_MODULE` in the path to a tensor: users know it by its name in the state dict."""
 
 _SCALAR_TYPES = bool, int, float, complex, str, bytes, bytearray, array, np.generic, type(None)
 _METHODS = MethodType | BuiltinMethodType | MethodWrapperType
@@ -81,7 +81,7 @@ _OWN_PACKAGES: Final = tuple(
     _ROOT / name for name in ("backends", "coordinator", "protocol", "samestep", "worker")
 )
 _ELEMENT: Final = re.compile(r"\[\d+\]")
-"""In the path to an entry of a list, such as a window or a log, which may have other values."""
+"""Matches the path to an entry of a list, such as a window or a log, whose values may change."""
 _CONTAINERS: Final = (dict, OrderedDict, defaultdict, list, deque, set)
 
 _Members = Iterator[tuple[str, object]]
@@ -103,25 +103,25 @@ def reachable_state(roots: Mapping[str, object]) -> State:
     return _Walk().visit_all(roots)
 
 
-def reached_tensors(roots: Mapping[str, object]) -> dict[str, torch.Tensor]:
+def reachable_tensors(roots: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return the tensors reachable from `roots`, by their path from their names."""
     walk = _Walk()
     walk.visit_all(roots)
     return {_OF_MODULE.sub(_DOT, path): tensor for path, tensor in walk.tensors.items()}
 
 
-def reached_generators(roots: Mapping[str, object]) -> dict[str, object]:
+def reachable_generators(roots: Mapping[str, object]) -> dict[str, object]:
     """Return the random generators reachable from `roots`, by their path from their names."""
     walk = _Walk()
     walk.visit_all(roots)
     return walk.generators
 
 
-def moved_state(first_state: State, second_state: State) -> str | None:
+def find_changed_state(first_state: State, second_state: State) -> str | None:
     """Name a generator or a tensor that changed between two calls on the same samples.
 
-    There were other calls between the two, so a number may differ (the longest sample so far), as
-    may a tensor that was recreated in another shape, and an entry of a list.
+    Other calls happen between the two, so these may differ: a number (the longest sample so far), a
+    tensor that was recreated in another shape, and an entry of a list.
     """
     for path, old_value in first_state.items():
         new_value = second_state.get(path, old_value)
@@ -137,8 +137,8 @@ def moved_state(first_state: State, second_state: State) -> str | None:
     return None
 
 
-def unlike_state(first_state: State, second_state: State) -> str | None:
-    """Name the value that most likely causes a difference: one that changed, else a new one.
+def find_likely_cause(first_state: State, second_state: State) -> str | None:
+    """Name the value that most likely causes a difference: a changed value, else a new one.
 
     Tensors come before numbers, entries of containers before attributes.
     """
@@ -197,7 +197,7 @@ def refuse_changes(first_state: State, second_state: State) -> None:
     """Refuse state that changed between two calls on the same samples.
 
     Raises:
-        DataError: State changed; names it.
+        DataError: State changed; the message names it.
     """
     for path, old_value in first_state.items():
         new_value = second_state.get(path, old_value)
@@ -289,7 +289,7 @@ def position_of(value: object) -> str | None:
     position: object
     match value:
         case random.SystemRandom():
-            return None  # it has no state
+            return None  # a generator without state
         case random.Random():
             position = value.getstate()
         case np.random.Generator():
@@ -329,7 +329,7 @@ def _elements(value: torch.Tensor | np.ndarray[Any, Any]) -> int | str:
 
 
 def _counts_as_state(value: object, *, counted_above: bool) -> bool:
-    """Return whether an object's numbers count as state, as those of user objects and models do."""
+    """Return whether an object's numbers count as state: yes for user objects and models."""
     if isinstance(value, list | tuple | deque | set | dict | partial | _METHODS):
         return counted_above
     if isinstance(value, FunctionType):
@@ -380,7 +380,7 @@ def _attributes(path: str, values_by_name: Mapping[str, object]) -> _Members:
 
 
 def _of_instance(path: str, value: object) -> _Members:
-    """Yield attributes; of some library objects only those that the user's classes mention."""
+    """Yield attributes; for some library objects only those that the user's classes mention."""
     kind = type(value)
     attributes = dict(getattr(value, "__dict__", {}))
     if getattr(kind, "only_own_names", False):
@@ -424,7 +424,7 @@ def _users_functions(kind: type) -> Iterator[FunctionType]:
 
 
 def _of_function(path: str, function: FunctionType) -> _Members:
-    """Yield a function's defaults, attributes and closure; of the user's own also its globals."""
+    """Yield a function's defaults, attributes and closure; for user functions also the globals."""
     yield f"{path} (its defaults)", function.__defaults__
     yield f"{path} (its defaults)", function.__kwdefaults__
     yield from _attributes(path, function.__dict__)
@@ -477,8 +477,8 @@ def frozen_tensors(module: nn.Module) -> Digests:
     }
 
 
-def moved_tensor(first_digests: Digests, second_digests: Digests) -> str | None:
-    """Name a tensor whose elements changed; one of another shape was recreated, like a cache."""
+def find_changed_tensor(first_digests: Digests, second_digests: Digests) -> str | None:
+    """Name a tensor whose elements changed; a new shape means a recreated tensor, like a cache."""
     for name, (shape, digest) in first_digests.items():
         new_digest = second_digests.get(name, (shape, digest))
         if new_digest[0] == shape and new_digest[1] != digest:

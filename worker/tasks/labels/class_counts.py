@@ -19,13 +19,13 @@ from protocol.base.fields import cut_text
 from protocol.spec.manifest import Metric, Ratio
 
 PART_SAMPLES: Final = 24
-"""Samples in an evaluation part: `EvalResult` has room for two sums of each and some more."""
+"""Samples in an evaluation part: `EvalResult` has space for two sums per sample and a few more."""
 CLASSES_IN_FULL: Final = 32
 """With more classes there are no metrics by class, since each needs two cells per class."""
 LABELS_IN_FULL: Final = 20
 """Most labels with F1 by class: three counts of each and two more fit in a message."""
 _SHOWN_BYTES: Final = 80
-"""Limit on a class's name in a metric's."""
+"""Limit on a class name within the name of a metric."""
 CONFUSION_CLASSES: Final = 8
 """Most classes whose confusion counts are metrics too."""
 
@@ -93,7 +93,7 @@ def _f1_of(name: str, classes: Sequence[str]) -> Metric:
 
 
 def class_metrics(names: Sequence[str], majority: int) -> tuple[Metric, ...]:
-    """Return accuracy, that of always predicting the majority class, F1, and confusion counts.
+    """Return accuracy, the accuracy of the majority class as a baseline, F1, and confusion counts.
 
     Args:
         names: Names of the classes, by number.

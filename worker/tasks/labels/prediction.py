@@ -1,6 +1,6 @@
 """Label new texts with the result of a classify run: `worker classify DIRECTORY TEXT...`.
 
-The code that read, truncated and computed the run's held-out samples does the same to new texts.
+New texts are read, truncated and computed by the code of the run's evaluation.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Prediction:
 
     Attributes:
         text: The text, both texts of a pair, or for tags the words.
-        labels: The likeliest label; for multi-label results all with a probability above one half;
-            for regression none; for tags one per word, with O for words beyond `max_tokens`.
+        labels: The likeliest label. Multi-label: all labels with a probability above one half.
+            Regression: none. Tags: one per word, with O for words beyond `max_tokens`.
         scores: The probability of each label; for regression the value, by its name.
         problem: The kind of labels.
         is_tagged: Whether each word has a label.

@@ -1,4 +1,4 @@
-"""`samestep.json` beside a result with labels: what labeling new texts needs."""
+"""`samestep.json` in the directory of a labeling result: settings for labeling new texts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ResultInfo(BaseModel):
         except ValidationError as error:
             location = ".".join(map(str, error.errors()[0]["loc"]))
             raise DataError(
-                f"{str(path)!r}: expected what a classify or tag run writes, got another file "
+                f"{str(path)!r}: expected the file that a classify or tag run writes, got another "
                 f"({location or 'it is not JSON'}); copy the directory again from the run"
             ) from None
 

@@ -1,6 +1,6 @@
 """Task distil: a student learns the captured distribution of a teacher over each next token.
 
-The samples are the capture's, in its shuffled order. The last of them are held out, unless the run
+The samples come from the capture, in its shuffled order. The last ones are held out, unless the run
 spec names another capture for evaluation.
 """
 
@@ -118,7 +118,11 @@ class Distil:
         return self._batch(self._samples.read(samples))
 
     def evaluation_batch(self, part: int) -> Batch:
-        """Make a batch of about `_PART_TOKENS` held-out tokens; raises what `batch` raises."""
+        """Make a batch of about `_PART_TOKENS` held-out tokens.
+
+        Raises:
+            DataError: As in `batch`.
+        """
         return self._batch(self._held_out.read(self._part(part)))
 
     def missing(self, samples: Sequence[int]) -> tuple[str, ...]:
@@ -160,7 +164,7 @@ class Distil:
 
 
 def _tokenizer(spec: DistilRun, directory: Path, digest: str) -> Any:
-    """Load the student's tokenizer, for a new student the capture's; None if it has none.
+    """Load the student's tokenizer, or for a new student the capture's; None if it has none.
 
     Raises:
         DataError: The student's tokenizer differs from the teacher's.
@@ -205,8 +209,8 @@ def _check_length(spec: DistilRun, student: pretrained.Pretrained, tokens: int) 
         new_config = f"--set model.config.max_position_embeddings={tokens}"
         remedy = "take one with more" if spec.model.config is None else new_config
         raise DataError(
-            f"expected a student of at least {tokens} positions, as samples of this capture have "
-            f"tokens, got {max_positions}: {remedy}, or capture with "
+            f"expected a student with at least {tokens} positions, as many as a captured sample "
+            f"has tokens, got {max_positions}: {remedy}, or capture with "
             f"data.max_tokens={max_positions}"
         )
 
@@ -226,7 +230,7 @@ def _row_groups(samples: CapturedSamples, train: int) -> tuple[tuple[int, ...], 
 
 
 def _files_digest(samples: CapturedSamples) -> str:
-    """Return the digest of the list of files, which has the digest of each."""
+    """Return the digest of the index, which lists the digest of each file."""
     return digest_arrays({"index": np.frombuffer(samples.index.to_bytes(), np.uint8)})
 
 

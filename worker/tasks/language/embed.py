@@ -1,7 +1,7 @@
 """Task embed: an encoder or decoder learns embeddings of texts for retrieval.
 
-Each anchor should score highest with its own passage among all passages of the step, on whichever
-worker they were embedded: the loss couples all samples of a step (`backends.losses.coupled_loss`).
+Each anchor should score highest with its own passage among all passages of the step, even those
+embedded by other workers: the loss couples all samples of a step (`backends.losses.coupled_loss`).
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Encoder:
     def _encode_in_batches(
         self, module: nn.Module, ids: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Embed texts in batches, without most columns that are padding in a whole batch.
+        """Embed texts in batches, without most of the columns that hold only padding.
 
         Widths are multiples of `PADDING_TOKENS`: a device that compiles needs a program for each.
         """
@@ -223,10 +223,10 @@ class Encoder:
 def _not_negatives(
     fields: Mapping[str, torch.Tensor], numbers: torch.Tensor, part: slice
 ) -> torch.Tensor:
-    """Return which candidates to exclude as negatives of each anchor, (anchors, candidates) bool.
+    """Return a mask of candidates that are no negatives of an anchor, (anchors, candidates) bool.
 
-    These are candidates of other pairs that equal the anchor's positive, or whose anchor equals it.
-    The anchor's own positive stays.
+    A candidate of another pair is excluded if it equals the anchor's positive, or if its pair has
+    the same anchor. The anchor's own positive stays.
     """
     anchors, positives = fields["anchor_number"], fields["passage_numbers"][:, 0]
     count, positions = len(anchors), torch.arange(len(numbers), device=anchors.device)
@@ -239,7 +239,7 @@ def _not_negatives(
 def ranks(fields: Mapping[str, torch.Tensor]) -> Iterator[int]:
     """Yield the rank of the best passage that answers each anchor, from 1.
 
-    All distinct passages are ranked; those with an equal score come before it.
+    All distinct passages are ranked; on equal scores, wrong passages come first.
     """
     numbers = fields["passage_numbers"].cpu().numpy()
     anchors = fields["anchor_number"].cpu().numpy()

@@ -19,7 +19,7 @@ _WIDTH_MULTIPLE: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class GreedyDecoding:
-    """How targets begin and end.
+    """The start, end and maximum length of generated targets.
 
     Attributes:
         start: The token that the decoder begins with.
@@ -62,7 +62,7 @@ class GreedyDecoding:
         self, module: nn.Module, inputs: Mapping[str, torch.Tensor]
     ) -> _CachedDecoder | _WholeCalls:
         # Only models of transformers, and peft's wrappers of them, cache attention. Other backends
-        # replace the module by one that computes whole calls.
+        # replace the module by one without a cache.
         if hasattr(type(module), "generate"):
             return _CachedDecoder(module, inputs)
         width = -(-self.max_tokens // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE

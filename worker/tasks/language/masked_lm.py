@@ -2,7 +2,7 @@
 
 A share of the tokens of each sample is selected. Of those, 80 % become the mask token, 10 % another
 token, and 10 % stay as they are (Devlin et al. 2018, arXiv:1810.04805). A microbatch's masks are
-drawn from its seed, so they are the same on every worker. Masks of evaluation never change.
+drawn from its seed, so they are the same on every worker. Evaluation masks never change.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from worker.tasks.base.transformer import (
 )
 from worker.tasks.language.causal_lm import METRICS, PART_TOKENS
 
-_BECOME_MASKS: Final = 0.8
-_BECOME_OTHERS: Final = 0.1
+_MASK_SHARE: Final = 0.8
+_RANDOM_SHARE: Final = 0.1
 
 
 class MaskedLM(TransformerTask):
@@ -120,7 +120,7 @@ class Masks:
         return Masks(int(tokenizer.mask_token_id), padding, special, tokens, share)
 
     def batch(self, samples: Samples, rows: Rows, length: int, key: int) -> Batch:
-        """Mask at least one token of each of these samples, by draws from this key."""
+        """Mask at least one token of each sample, with random draws from this key."""
         tokens = [samples.sample(row)[0][:length] for row in rows.tolist()]
         width = max((len(text_tokens) for text_tokens in tokens), default=1)
         ids = np.full((len(tokens), width), self.padding, np.int64)
@@ -139,8 +139,8 @@ class Masks:
         other_ids = np.minimum(
             other_draws.astype(np.float64) * self.vocabulary, self.vocabulary - 1
         )
-        input_ids = np.where(is_masked & (replacement_draws < _BECOME_MASKS), self.mask, ids)
-        is_other = is_masked & (replacement_draws >= 1 - _BECOME_OTHERS)
+        input_ids = np.where(is_masked & (replacement_draws < _MASK_SHARE), self.mask, ids)
+        is_other = is_masked & (replacement_draws >= 1 - _RANDOM_SHARE)
         input_ids = np.where(is_other, other_ids.astype(np.int64), input_ids)
         labels = np.where(is_masked, ids, IGNORED_LABEL)
         arrays = {"input_ids": input_ids, "attention_mask": attention, "labels": labels}

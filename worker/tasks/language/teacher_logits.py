@@ -29,11 +29,11 @@ from worker.models.tokens import IGNORED_LABEL, check_tokens, tokenizer_files
 from worker.tasks.language.causal_lm import load_model, token_loss
 
 _PLACEHOLDER_PARAMETER = "nothing_trained"
-"""The only parameter of a capture. No step changes it; it makes a capture a run like any other."""
+"""The only parameter of a capture. No step changes it; a run must have a parameter."""
 _NOTES: Final = {"train_tokens": "tokens", "train_tokens_with_loss": "tokens_with_loss"}
 """Names of the data's counts in a run that trains nothing."""
 _CACHED_BYTES: Final = 4 * limits.MIB
-"""Logits that a CPU reduces at once, so that they stay in its cache."""
+"""Size of the logits that a CPU reduces at once, small enough for its cache."""
 
 
 class TeacherLogits:
@@ -202,7 +202,7 @@ def _records(
     counts = labels != IGNORED_LABEL
     records = np.zeros(len(inputs), record_dtype(layout))
     records["sample_id"] = arrays["sample_ids"].cpu().numpy()
-    # The last row is that of the last token that counts; all tokens before it have rows too.
+    # Rows extend to the last token with loss; all tokens before it have rows too.
     positions = np.arange(1, counts.shape[1] + 1)
     records["rows"] = (positions * counts).max(1)
     has_row = positions <= records["rows"][:, None]
@@ -226,7 +226,7 @@ def _draw(
 ) -> torch.Tensor:
     """Draw tokens from the distribution at the capture's temperature, (samples, length, k).
 
-    The cumulative distribution is inverted in float64 on the host, at samestep's own draws, so that
+    The cumulative distribution is inverted in float64 on the host, with `backends.base.draws`, so
     every worker draws the same tokens.
     """
     samples = []

@@ -308,9 +308,9 @@ def test_unsupported_arrays_are_left_to_numpy():
 
 def test_without_a_library_the_reason_is_reported(monkeypatch):
     monkeypatch.setattr(library, "library_path", lambda target: library_path(target).parent / "no")
-    assert library._loaded()[1].startswith("not built")
+    assert library._load_library()[1].startswith("not built")
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    assert library._loaded()[1].startswith("none for riscv64")
+    assert library._load_library()[1].startswith("none for riscv64")
 
 
 @pytest.mark.skipif(zig() is None, reason="ziglang is not installed")

@@ -176,12 +176,12 @@ def test_every_rule_skips_absent_gradients_like_torch(name):
 ADAMW = Adamw(name="adamw", lr=0.01)
 
 
-def train_with(reached_tensors, steps=4):
+def train_with(reachable_tensors, steps=4):
     """Return a replica trained with gradients of only the tensors that each step reaches."""
     replica = Replica((BLOCK,), ADAMW)
     for number in range(steps):
         flat = np.full(BLOCK.elements, 0.5, np.float32)
-        mark_absent(BLOCK, flat, SIZES.keys() - reached_tensors(number))
+        mark_absent(BLOCK, flat, SIZES.keys() - reachable_tensors(number))
         replica.apply([flat], step_scalars(ADAMW, number + 1, number, 9, 1.0))
     return replica
 
