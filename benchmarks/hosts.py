@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces, each with a link of a given speed to one switch.
+"""Hosts on one machine: network namespaces, each with a link of limited speed to one switch.
 
 A link is a pair of virtual Ethernet devices; `tc tbf` holds both directions to the link's speed,
 and the kernel counts what goes through. Needs root, `ip`, `tc` and `nsenter`. Names contain the
@@ -46,7 +46,7 @@ class Host:
 
     Attributes:
         name: Name of the namespace.
-        address: The host's only address besides loopback.
+        address: The host's only address other than loopback.
         mbit: Speed of the host's link in each direction, Mbit/s.
     """
 

@@ -7,7 +7,7 @@
 `loss` trains `small-llama` synchronously and with K replicas, H inner steps and a codec, all on the
 same number of tokens. It writes each result at once, and continues an interrupted measurement. The
 other commands use four workers whose devices only wait. `utilization` needs root, for
-hosts with links of a given speed (`benchmarks.hosts`); it divides a state of 540 MB and its inner
+hosts with links of limited speed (`benchmarks.hosts`); it divides a state of 540 MB and its inner
 steps by `--share`, so all times that determine the result shrink alike. `traffic` counts the
 bytes on the coordinator's connections per sample.
 """

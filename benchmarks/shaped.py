@@ -1,4 +1,4 @@
-"""The exchange of a step between hosts with links of given speeds, against gloo's all-reduce.
+"""The exchange of a step between hosts with links of limited speed, against gloo's all-reduce.
 
 `python -m benchmarks.shaped [ROW ...] [--rounds N] [--turns N] [--ways WAY ...] [--bfloat16]`.
 Hosts are network namespaces of this machine (`benchmarks.hosts`, needs root). Coordinator and first
@@ -224,7 +224,7 @@ def main() -> None:
     if reason := why_not():
         print(f"skipped: {reason}")
         sys.exit(0)
-    print_heading("Mean of N workers' gradients over links of given speeds, per round, over ranks")
+    print_heading("Mean of N workers' gradients over links of limited speed, per round, over ranks")
     precision: Precision = "bfloat16" if options.bfloat16 else "float32"
     table: list[list[str]] = []
     for name in options.rows or ROWS:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.vulkan_compile [--rounds 5] [--cold]
 
-A narrow Qwen3-like model with LoRA, 36 layers against 4, each compiled in its own process,
+A small Qwen3-like model with LoRA, 36 layers against 4, each compiled in its own process,
 alternating: the time of `Backend.compile`, and the time until the first microbatch is done. With
 `--cold`, Mesa's software driver keeps no shaders between processes.
 """

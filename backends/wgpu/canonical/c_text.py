@@ -45,7 +45,7 @@ from backends.wgpu.canonical.tree import (
 Change = Callable[[Expression], Expression | None]
 
 _SHORTEST_ROW: Final = 8
-"""Shorter rows do not pay for an inner loop."""
+"""Minimum length of a row for which an inner loop is faster."""
 _C_TYPES: Final = {"f32": "float", "u32": "u32", "i32": "i32", "u64": "u64", "bool": "int"}
 _BUILT_IN: Final = {
     "floor": "__builtin_floorf", "ceil": "__builtin_ceilf", "trunc": "__builtin_truncf",
@@ -371,7 +371,10 @@ def _may_underflow(node: Expression) -> bool:
 
 
 def _reads(node: Expression) -> bool:
-    """Whether it reads memory or divides, and must therefore not be evaluated speculatively."""
+    """Return whether an expression reads memory or has a remainder.
+
+    Such an expression must not be evaluated speculatively.
+    """
     return any(
         isinstance(x, Index) or (isinstance(x, Binary) and x.sign == "%") for x in walk(node)
     )
@@ -430,7 +433,7 @@ def _has_barrier(body: Iterable[Statement]) -> bool:
 
 
 class _Kernel:
-    """One kernel's text."""
+    """Prints one kernel."""
 
     def __init__(self, module: Module, name: str) -> None:
         self.module, self.name = module, name
@@ -568,7 +571,7 @@ class _Kernel:
         return lines
 
     def _shared_variables(self, body: Sequence[Statement]) -> set[str]:
-        """Variables that may be read in more than one piece: all of them, if there are several."""
+        """Return the variables that several pieces may read: all, if there are several pieces."""
         has_pieces = any(isinstance(x, Barrier) or self._is_collective(x) for x in body)
         return {x.name for x in body if isinstance(x, Declare)} if has_pieces else set()
 
@@ -588,7 +591,7 @@ class _Kernel:
         return True
 
     def _is_collective(self, node: Statement) -> bool:
-        """Whether all invocations must execute the statement in lockstep."""
+        """Return whether all invocations must execute the statement in lockstep."""
         match node:
             case If(_, then, otherwise):
                 return any(map(self._is_collective, (*then, *otherwise))) or _has_barrier((node,))
@@ -603,7 +606,7 @@ class _Kernel:
         return False
 
     def _is_strided(self, node: For) -> bool:
-        """Whether it is a workgroup-stride loop: `r = x + local.x; r += width`."""
+        """Return whether a statement is a workgroup-stride loop: `r = x + local.x; r += width`."""
         first, step = node.first, node.step
         if first is None or step is None or not isinstance(first.value, Binary):
             return False
@@ -702,7 +705,7 @@ def _callees_first(functions: Sequence[Function]) -> list[Function]:
 
 
 def _is_linear(node: Expression) -> bool:
-    """Whether it is `id.x` or `id.x + id.y * ROW`, the linear number of an invocation."""
+    """Return whether an expression is the linear index, `id.x` or `id.x + id.y * ROW`."""
     x = Component(Name("number", "vec3u"), "x", "u32")
     y = Component(Name("number", "vec3u"), "y", "u32")
     if node == x:

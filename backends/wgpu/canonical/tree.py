@@ -69,7 +69,8 @@ class Unary:
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """Operands have one type, or one is a vector of the other's type; a shift count is u32."""
+    """A binary operation. Operands have one type, or one is a vector of the other's type; a shift
+    count is u32."""
 
     sign: str
     left: Expression
@@ -196,7 +197,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One kernel.
+    """A parsed kernel.
 
     Attributes:
         arrays: Buffers and workgroup memory by name.
@@ -217,7 +218,7 @@ def read_module(source: str) -> Module:
     """Parse a kernel.
 
     Raises:
-        UnsupportedKernel: It uses unsupported WGSL.
+        UnsupportedKernel: The kernel uses unsupported WGSL.
     """
     return _Reader(source).module()
 
@@ -227,7 +228,7 @@ def read_functions(source: str, result_types: Mapping[str, str]) -> tuple[Functi
 
     Args:
         source: WGSL.
-        result_types: Result types of external functions that they may call.
+        result_types: Result types of external functions that the source may call.
     """
     reader = _Reader(source)
     reader.results.update(result_types)

@@ -1,42 +1,42 @@
 "use strict";
-// What the coordinator says, drawn. Texts from outside only ever become text of the page.
+// Draws the coordinator's status and history. External values are only inserted as text, never as HTML.
 
 const $ = id => document.getElementById(id);
 const sleep = ms => new Promise(resolve => setTimeout(resolve, ms));
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const make = (tag, properties, ...children) => {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children);
+  return element;
 };
 const CURVES = { loss: "chart-loss", norm: "chart-norm", rate: "chart-rate", step_s: "chart-time" };
-// `zoom`: the steps that all charts show; null: all of them.
-const shown = { histories: {}, charts: {}, runs: { runs: [], queued: [] }, stale: true, status: null, present: null, steps: 1, zoom: null };
+// `zoom`: the range of steps that all charts show; null for all steps.
+const page = { histories: {}, charts: {}, runs: { runs: [], queued: [] }, stale: true, status: null, present: null, steps: 1, zoom: null };
 
-// The token comes in the fragment, which is in no request, and does not stay in the address.
-const given = new URLSearchParams(location.hash.slice(1)).get("token");
-if (given) {
-  sessionStorage.setItem("token", given);
+// The token is in the URL fragment, which no request contains. It is then removed from the address bar.
+const fragmentToken = new URLSearchParams(location.hash.slice(1)).get("token");
+if (fragmentToken) {
+  sessionStorage.setItem("token", fragmentToken);
   history.replaceState(null, "", location.pathname);
 }
 
-class Refused extends Error {}
+class Unauthorized extends Error {}
 
 async function ask(path, options = {}) {
   const headers = { Authorization: `Bearer ${sessionStorage.getItem("token") ?? ""}`, ...options.headers };
   const answer = await fetch(path, { ...options, headers });
-  if (answer.status === 401) { wantToken(); throw new Refused(); }
+  if (answer.status === 401) { askForToken(); throw new Unauthorized(); }
   if (!answer.ok) {
-    const said = await answer.json().catch(() => ({}));
-    throw new Error(said.error ?? `the coordinator answered ${answer.status}`);
+    const body = await answer.json().catch(() => ({}));
+    throw new Error(body.error ?? `the coordinator answered ${answer.status}`);
   }
   return answer;
 }
 const read = async path => (await ask(path)).json();
-const tell = async (path, document_) =>
+const post = async (path, document_) =>
   (await ask(path, { method: "POST", body: JSON.stringify(document_ ?? {}) })).json();
 
-function wantToken() {
+function askForToken() {
   $("refused").hidden = !sessionStorage.getItem("token");
   $("ask").hidden = false;
   $("shown").hidden = $("picks").hidden = true;
@@ -49,7 +49,7 @@ $("ask").addEventListener("submit", event => {
   refresh();
 });
 
-// Numbers for eyes.
+// Number and time formats.
 const figure = value => value == null ? "-" : Number.isInteger(value) ? value.toLocaleString("en") : Number(value.toPrecision(4)).toString();
 function duration(seconds) {
   if (seconds == null || !Number.isFinite(seconds)) return "-";
@@ -58,130 +58,130 @@ function duration(seconds) {
   if (hours) return `${hours} h ${minutes % 60} min`;
   return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
 }
-function moment(text) {
+function timeElement(text) {
   const at = new Date(text), today = at.toDateString() === new Date().toDateString();
   return make("time", { dateTime: text, title: text }, today ? at.toLocaleTimeString() : at.toLocaleString());
 }
 
-// What is known of a run, brought up to date: only what is new comes over.
-async function follow(run) {
-  const known = shown.histories[run];
-  // A journal of an older release has no norm and no rate: what is empty does not count.
+// Fetch a run's history: only the steps that are not known yet.
+async function fetchHistory(run) {
+  const known = page.histories[run];
+  // Journals of older releases have no norm and no rate: ignore empty curves.
   const full = Object.keys(CURVES).flatMap(name => known?.[name].step.length ? [known[name].full] : []);
   const after = full.length ? Math.min(...full) : 0;
   const query = new URLSearchParams({ after });
   if (run) query.set("run", run);
-  const news = await read(`history?${query}`);
-  const same = known && known.run_id === news.run_id && known.began === news.began
-    && Object.keys(CURVES).every(name => known[name].stride === news[name].stride);
-  if (known && !same && after > 0) { delete shown.histories[run]; return follow(run); }
-  if (same) for (const name of Object.keys(CURVES)) news[name] = joined(known[name], news[name], after);
-  return shown.histories[run] = news;
+  const update = await read(`history?${query}`);
+  const same = known && known.run_id === update.run_id && known.began === update.began
+    && Object.keys(CURVES).every(name => known[name].stride === update[name].stride);
+  if (known && !same && after > 0) { delete page.histories[run]; return fetchHistory(run); }
+  if (same) for (const name of Object.keys(CURVES)) update[name] = appendCurve(known[name], update[name], after);
+  return page.histories[run] = update;
 }
-function joined(old, fresh, after) {
-  const kept = old.step.findLastIndex(step => step <= after) + 1;
+function appendCurve(old, fresh, after) {
+  const knownPoints = old.step.findLastIndex(step => step <= after) + 1;
   const whole = { ...fresh };
-  for (const column of ["step", "mean", "low", "high"]) whole[column] = [...old[column].slice(0, kept), ...fresh[column]];
+  for (const column of ["step", "mean", "low", "high"]) whole[column] = [...old[column].slice(0, knownPoints), ...fresh[column]];
   return whole;
 }
-function smoothed(values) {
+function movingAverage(values) {
   let level = null;
   return values.map(value => level = level === null ? value : level + 0.1 * (value - level));
 }
 
-// Charts. All show the same steps; which, is chosen by dragging over one, or in the list beside the heading.
+// Charts. All show the same range of steps, selected by dragging over a chart or in the list next to the heading.
 function chart(id, series, bands, data, { whole = false, zero = false } = {}) {
-  const place = $(id), old = shown.charts[id];
-  place.setAttribute("role", "img");
-  place.setAttribute("aria-label", described(place, data));
+  const container = $(id), old = page.charts[id];
+  container.setAttribute("role", "img");
+  container.setAttribute("aria-label", describeCurve(container, data));
   if (!data[0].length) {
     old?.destroy();
-    delete shown.charts[id];
-    if (!place.querySelector(":scope > p")) place.replaceChildren(make("p", {}, "nothing yet"));
+    delete page.charts[id];
+    if (!container.querySelector(":scope > p")) container.replaceChildren(make("p", {}, "nothing yet"));
     caption(id, series, []);
     return;
   }
-  const shape = JSON.stringify([series.map(each => each.label), css("--ink"), place.clientWidth]);
+  const shape = JSON.stringify([series.map(each => each.label), css("--ink"), container.clientWidth]);
   if (old?.shape === shape) {
     old.setData(data, false);
     old.setScale("x", span());
   } else {
     old?.destroy();
-    place.replaceChildren();
-    shown.charts[id] = drawn(place, id, series, bands, data, whole, zero);
-    shown.charts[id].shape = shape;
+    container.replaceChildren();
+    page.charts[id] = createChart(container, id, series, bands, data, whole, zero);
+    page.charts[id].shape = shape;
   }
   caption(id, series, data);
 }
-function described(place, [steps, values]) {
-  const name = place.dataset.name, last = (steps?.length ?? 0) - 1;
+function describeCurve(container, [steps, values]) {
+  const name = container.dataset.name, last = (steps?.length ?? 0) - 1;
   return last < 0 ? `${name}: nothing yet`
     : `${name}: ${figure(values[0])} at step ${steps[0]}, ${figure(values[last])} at step ${steps[last]}`;
 }
-function drawn(place, id, series, bands, data, whole, zero) {
+function createChart(container, id, series, bands, data, whole, zero) {
   const axis = { stroke: css("--soft"), font: "12px system-ui, sans-serif", grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), size: 4 } };
   const up = whole ? { incrs: [1, 2, 5, 10, 20, 50, 100] } : {};
   return new uPlot({
-    width: Math.max(200, place.clientWidth), height: 186, bands, legend: { show: false }, padding: [8, 14, 0, 0],
+    width: Math.max(200, container.clientWidth), height: 186, bands, legend: { show: false }, padding: [8, 14, 0, 0],
     series: [{ label: "step" }, ...series],
     scales: {
       x: { time: false, range: () => Object.values(span()) },
       y: { range: (_, low, high) => low == null ? [0, 1] : uPlot.rangeNum(zero ? 0 : low, whole ? high + 0.5 : high, 0.1, zero) },
     },
     axes: [{ ...axis, size: 26, incrs: [1, 2, 5].flatMap(one => [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7].map(ten => one * ten)).sort((a, b) => a - b), values: (_, ticks) => ticks.map(tick => tick >= 1e4 ? `${figure(tick / 1e3)}k` : figure(tick)) },
-      { ...axis, size: 54, values: (_, ticks) => marks(ticks), ...up }],
+      { ...axis, size: 54, values: (_, ticks) => formatTicks(ticks), ...up }],
     cursor: {
       y: false, drag: { x: true, y: false, setScale: false },
       sync: { key: "steps", filters: { pub: type => ["mousemove", "mouseleave"].includes(type) } },
-      bind: { dblclick: () => () => { shown.last = 0; zoom(null); } },
+      bind: { dblclick: () => () => { page.last = 0; zoom(null); } },
     },
     hooks: {
-      setCursor: [each => read_off(id, each)],
+      setCursor: [each => showReading(id, each)],
       setSelect: [each => {
         const { left, width } = each.select;
-        shown.last = 0;
+        page.last = 0;
         if (width >= 4) zoom([each.posToVal(left, "x"), each.posToVal(left + width, "x")].map(Math.round));
       }],
     },
-  }, data, place);
+  }, data, container);
 }
 function span() {
-  const [min, max] = shown.zoom ?? [0, Math.max(1, shown.steps)];
+  const [min, max] = page.zoom ?? [0, Math.max(1, page.steps)];
   return { min, max };
 }
-function marks(ticks) {
+function formatTicks(ticks) {
   const most = Math.max(...ticks.map(Math.abs));
   return ticks.map(tick => !tick ? "0" : most < 0.01 || most >= 1e5 ? Number(tick.toPrecision(4)).toExponential().replace("e+", "e") : figure(tick));
 }
 function zoom(steps) {
-  shown.zoom = steps && steps[1] > steps[0] ? steps : null;
-  windows();
-  for (const each of Object.values(shown.charts)) {
+  page.zoom = steps && steps[1] > steps[0] ? steps : null;
+  updateWindowList();
+  for (const each of Object.values(page.charts)) {
     each.setScale("x", span());
     each.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
   }
 }
-function windows() {
-  const known = [100, 1_000, 10_000].filter(many => many < shown.steps);
-  const dragged = shown.zoom && !shown.last;
+function updateWindowList() {
+  const known = [100, 1_000, 10_000].filter(many => many < page.steps);
+  const dragged = page.zoom && !page.last;
   options($("window"), [["", "all steps"], ...known.map(many => [String(many), `the last ${figure(many)} steps`]),
-    ...(dragged ? [["dragged", `steps ${figure(Math.max(0, shown.zoom[0]))} to ${figure(shown.zoom[1])}`]] : [])],
-  dragged ? "dragged" : String(shown.last || ""));
+    ...(dragged ? [["dragged", `steps ${figure(Math.max(0, page.zoom[0]))} to ${figure(page.zoom[1])}`]] : [])],
+  dragged ? "dragged" : String(page.last || ""));
 }
 $("window").addEventListener("change", () => {
-  shown.last = Number($("window").value) || 0;
-  zoom(shown.last ? [shown.steps - shown.last, shown.steps] : null);
+  page.last = Number($("window").value) || 0;
+  zoom(page.last ? [page.steps - page.last, page.steps] : null);
 });
-// The line over a chart: what is drawn how, and the values under the pointer, else the last ones.
+// The caption of a chart: a legend, and the values under the pointer, else the last values.
 function caption(id, series, data) {
   const line_ = $(id).parentElement.querySelector("figcaption");
   const keys = series.filter(each => each.key).map(each => make("span", { className: `key ${each.key}` }, each.label));
   line_.querySelectorAll(".key, .reading").forEach(old => old.remove());
   line_.append(...(keys.length > 1 ? keys : []), make("span", { className: "reading" }));
-  read_off(id, shown.charts[id]);
+  showReading(id, page.charts[id]);
   if (!data.length) line_.querySelector(".reading").textContent = "";
 }
-function read_off(id, each) {
+function showReading(id, each) {
   const reading = $(id).parentElement.querySelector(".reading");
   if (!each || !reading) return;
   const at = each.cursor.idx ?? each.data[1].findLastIndex(value => value != null);
@@ -193,20 +193,20 @@ function line(label, key, more = {}) {
   return { label, key, stroke: css(`--${key.split(" ")[0]}`), width: 1.6, points: { show: false }, ...more };
 }
 const hidden = label => ({ label, stroke: "transparent", points: { show: false } });
-const beside = (run, more = {}) => line(run, "other dashed", { dash: [6, 4], spanGaps: true, ...more });
+const comparisonLine = (run, more = {}) => line(run, "other dashed", { dash: [6, 4], spanGaps: true, ...more });
 
 function drawCurve(id, mine, other, name, { smooth = false, ...more } = {}) {
   const series = [line("raw", "curve", { width: smooth ? 1 : 1.6 }), hidden("low"), hidden("high")];
   let data = [mine.step, mine.mean, mine.low, mine.high];
-  if (smooth) { series.push(line("smoothed", "smooth", { width: 2.2 })); data.push(smoothed(mine.mean)); }
+  if (smooth) { series.push(line("smoothed", "smooth", { width: 2.2 })); data.push(movingAverage(mine.mean)); }
   if (other?.step.length) {
-    series.push(beside(name));
-    data = uPlot.join([data, [other.step, smooth ? smoothed(other.mean) : other.mean]]);
+    series.push(comparisonLine(name));
+    data = uPlot.join([data, [other.step, smooth ? movingAverage(other.mean) : other.mean]]);
     for (const one of series) one.spanGaps = true;
   }
   chart(id, series, [{ series: [3, 2], fill: `${css("--curve")}38` }], data, more);
 }
-function drawEvaluations(mine, other, beside_) {
+function drawEvaluations(mine, other, otherName) {
   const names = [...new Set(mine.evaluations.flatMap(each => Object.keys(each.metrics)))].filter(name => !name.startsWith("confusion["));
   $("metric").hidden = !names.length;
   options($("metric"), names.map(name => [name, name]), names.includes($("metric").value) ? $("metric").value : names[0]);
@@ -219,7 +219,7 @@ function drawEvaluations(mine, other, beside_) {
   const series = [line(mine.run_id, "curve", dots)];
   let data = column(mine);
   if (other && column(other)[0].length) {
-    series.push(beside(beside_, dots));
+    series.push(comparisonLine(otherName, dots));
     series[0].spanGaps = true;
     data = uPlot.join([data, column(other)]);
   }
@@ -229,16 +229,16 @@ function drawWorkers(mine) {
   const steps = mine.workers_at.map(each => each[0]), counts = mine.workers_at.map(each => each[1]);
   const now = mine.loss.step.at(-1);
   if (steps.length && now > steps.at(-1)) { steps.push(now); counts.push(counts.at(-1)); }
-  // Where several changes fall on one step, the last one counts.
+  // Of several changes in one step, keep the last.
   const last = new Map(steps.map((step, at) => [step, counts[at]]));
   chart("chart-workers", [line("workers", "curve", { width: 2, paths: uPlot.paths.stepped({ align: 1 }) })], [],
     [[...last.keys()], [...last.values()]], { whole: true, zero: true });
 }
 function draw(run, other) {
   const name = other?.run_id ?? "";
-  shown.steps = Math.max(1, run.loss.step.at(-1) ?? 0, other?.loss.step.at(-1) ?? 0, run.evaluations.at(-1)?.step ?? 0);
-  if (shown.last) shown.zoom = [shown.steps - shown.last, shown.steps];
-  windows();
+  page.steps = Math.max(1, run.loss.step.at(-1) ?? 0, other?.loss.step.at(-1) ?? 0, run.evaluations.at(-1)?.step ?? 0);
+  if (page.last) page.zoom = [page.steps - page.last, page.steps];
+  updateWindowList();
   drawCurve("chart-loss", run.loss, other?.loss, name, { smooth: true });
   drawEvaluations(run, other, name);
   drawCurve("chart-norm", run.norm, other?.norm, name);
@@ -247,7 +247,7 @@ function draw(run, other) {
   drawWorkers(run);
 }
 
-// Tables and facts. A row is { cells, kind }; a cell is a text, or a list of texts and elements.
+// Tables and lists. A row is { cells, kind }; a cell is a text, or a list of texts and elements.
 function options(select, pairs, chosen) {
   const wanted = JSON.stringify(pairs);
   if (select.dataset.pairs !== wanted) {
@@ -256,14 +256,14 @@ function options(select, pairs, chosen) {
   }
   if (chosen !== undefined) select.value = chosen;
 }
-// Roles are said as well: on a narrow screen rows are drawn as cards, which would take them away.
+// Roles are explicit: on a narrow screen, CSS displays rows as cards, which removes the implicit roles.
 function table(id, heads, rows) {
   const whole = $(id), focus = whole.contains(document.activeElement) ? document.activeElement.ariaLabel : null;
   const body = make("tbody", { role: "rowgroup" }, ...rows.map(({ cells, kind }) => make("tr", { className: kind ?? "", role: "row" },
     ...cells.map((cell, at) => {
-      const made = make("td", { role: "cell", className: heads[at] ? "" : "bare" }, ...[cell ?? ""].flat().filter(part => part !== ""));
-      made.dataset.of = heads[at];
-      return made;
+      const element = make("td", { role: "cell", className: heads[at] ? "" : "bare" }, ...[cell ?? ""].flat().filter(part => part !== ""));
+      element.dataset.of = heads[at];
+      return element;
     }))));
   if (!rows.length) body.append(make("tr", { className: "none", role: "row" }, make("td", { role: "cell", colSpan: heads.length }, "none yet")));
   if (body.isEqualNode(whole.tBodies[0])) return;
@@ -272,16 +272,16 @@ function table(id, heads, rows) {
     ...heads.map(head => make("th", { scope: "col", role: "columnheader" }, head || make("span", { className: "unseen" }, "actions"))))), body);
   if (focus) [...whole.querySelectorAll("button")].find(each => each.ariaLabel === focus)?.focus();
 }
-function pairs(id, list) {
+function showPairs(id, list) {
   $(id).replaceChildren(...list.map(([name, value, kind]) => make("div", {}, make("dt", {}, name), make("dd", { className: kind ?? "" }, value))));
 }
-function lines(list) {
+function showLines(list) {
   $("lines").replaceChildren(...list.flatMap(([name, value, kind]) => [make("dt", {}, name), make("dd", { className: kind ?? "" }, value)]));
 }
 function button(text, label, action) {
-  const made = make("button", { type: "button", ariaLabel: label }, text);
-  made.addEventListener("click", action);
-  return made;
+  const element = make("button", { type: "button", ariaLabel: label }, text);
+  element.addEventListener("click", action);
+  return element;
 }
 const KINDS = { training: "good", evaluating: "good", finished: "good", halted: "bad", failed: "bad" };
 const ENDED = ["finished", "drained", "failed"];
@@ -293,7 +293,7 @@ function showRun(run, status, other) {
   const going = live && !ENDED.includes(phase), steps = run.steps ?? (live || !run.run_id ? status.steps : null);
   const step = live ? status.step : run.loss.step.at(-1) ?? 0;
   $("h-run").textContent = run.run_id;
-  say(phase, live || !run.run_id ? status.reason ?? "" : "");
+  showPhase(phase, live || !run.run_id ? status.reason ?? "" : "");
   $("progress").value = steps ? step / steps : 0;
   const epochs = run.epochs && steps ? `, ${figure(run.epochs * step / steps)} of ${figure(run.epochs)} epochs` : "";
   $("count").textContent = `step ${figure(step)} of ${figure(steps)}${steps ? `, ${Math.floor(100 * step / steps)} %` : ""}${epochs}`;
@@ -308,8 +308,8 @@ function showRun(run, status, other) {
   const since = run.began ? (Date.parse(run.last) - Date.parse(run.began)) / 1000 : null;
   const paced = going && status.elapsed_s !== undefined;
   const name = $("metric").value, held = run.evaluations.at(-1)?.metrics[name];
-  const unlike = live ? differing(status, run) : "";
-  pairs("facts", [
+  const unlike = live ? describeMixedProfiles(status, run) : "";
+  showPairs("facts", [
     ["loss", figure(live ? status.loss : run.loss.mean.at(-1))],
     [`held out${name ? `: ${name}` : ""}`, figure(held)],
     ["gradient norm", figure(run.norm.mean.at(-1))], ["learning rate", figure(run.rate.mean.at(-1))],
@@ -320,32 +320,32 @@ function showRun(run, status, other) {
     ["time left", paced && LEGAL.halt.includes(phase) ? duration(status.left_s) : "-"],
     ["workers", live ? `${status.able_workers} of ${status.expect_workers}` : figure(run.workers_at.at(-1)?.[1])],
   ]);
-  lines([
-    ...(going ? [["waits for", phase === "halted" ? "an operator: continue, with this step or without it" : status.waiting_for ? status.waiting_for + (status.stage ? ` (${status.stage})` : "") : "nothing"]] : []),
+  showLines([
+    ...(going ? [["waits for", phase === "halted" ? "an operator: continue, or skip this step" : status.waiting_for ? status.waiting_for + (status.stage ? ` (${status.stage})` : "") : "nothing"]] : []),
     ...(going && status.exchange?.reason ? [["exchange", status.exchange.reason]] : []),
-    ...(unlike ? [["who differs", unlike, "warn"]] : []),
+    ...(unlike ? [["differing workers", unlike, "warn"]] : []),
     ...(live && status.weights_digest ? [[status.result ? "weights digest" : "weights digest of the checkpoint", status.weights_digest, "mono"]] : []),
     ...(live && status.checkpoint != null ? [["checkpoint", `after step ${figure(status.checkpoint)}, in ${status.directory}`]] : []),
   ]);
   showWorkers(run, live || !run.run_id ? status : null);
   showEvents(run.events);
 }
-function say(phase, reason) {
+function showPhase(phase, reason) {
   const kind = KINDS[phase] ?? "warn";
   $("phase").textContent = phase;
   $("phase").className = `pill ${kind}`;
   $("reason").textContent = reason;
   $("reason").className = kind === "bad" ? "bad" : "soft";
 }
-// Which workers' bits are not those of the most: in a mixed run, why it is so.
-function differing(status, run) {
+// In a mixed run, name the workers whose numerics profile is not the most common one.
+function describeMixedProfiles(status, run) {
   if (status.exact !== false) return "";
-  const alike = Map.groupBy(status.workers.filter(each => each.signature), each => each.signature);
-  const groups = [...alike.values()].sort((one, two) => two.length - one.length);
+  const byProfile = Map.groupBy(status.workers.filter(each => each.signature), each => each.signature);
+  const groups = [...byProfile.values()].sort((one, two) => two.length - one.length);
   const names = group => group.map(each => each.name).join(", ");
   if (groups.length > 1) return groups.slice(1).map(group => `${names(group)} (${group[0].signature_text})`).join("; ")
     + `, from ${names(groups[0])} (${groups[0][0].signature_text})`;
-  const gone = run.workers.filter(each => each.signature && !alike.has(each.signature));
+  const gone = run.workers.filter(each => each.signature && !byProfile.has(each.signature));
   return gone.length ? `${names(gone)}, disconnected` : "a worker that started from another state";
 }
 function linksOf(worker) {
@@ -361,7 +361,7 @@ function showWorkers(run, status) {
   const most = [...Map.groupBy(here.filter(each => each.signature && each.duty === "train"), each => each.signature).values()].sort((a, b) => b.length - a.length)[0]?.[0].signature;
   const present = here.map(worker => {
     const share = worker.microbatches_of_step, waited = worker.waited_for ? make("small", { className: "warn" }, "waited for")
-      : worker.state === "active" && all && status.waiting_for ? make("small", {}, "has done its part") : "";
+      : worker.state === "active" && all && status.waiting_for ? make("small", {}, "has finished its share") : "";
     const at = worker.inner_phase, part = make("progress", at ? { max: at.inner_steps, value: at.inner_step, ariaLabel: `replica ${at.replica}` }
       : { max: all || 1, value: share ?? 0, ariaLabel: `share of ${worker.name}` });
     const unlike = worker.signature && worker.duty === "train" && worker.signature !== most;
@@ -373,31 +373,31 @@ function showWorkers(run, status) {
         : status.replicas && !share ? "standing by" : [`${share} of ${all}`, part],
       worker.ms_per_microbatch == null ? "" : `${figure(worker.ms_per_microbatch)} ms`,
       worker.last_seen_s < 5 ? "just now" : `${duration(worker.last_seen_s)} ago`,
-      worker.signature ? [make("span", { className: unlike ? "mono warn" : "mono", title: worker.signature_text ?? "" }, worker.signature), unlike ? make("small", { className: "warn" }, "unlike the others") : ""] : "",
-      worker.cannot || error(worker.name), revoking(worker.name),
+      worker.signature ? [make("span", { className: unlike ? "mono warn" : "mono", title: worker.signature_text ?? "" }, worker.signature), unlike ? make("small", { className: "warn" }, "differs from the others") : ""] : "",
+      worker.cannot || error(worker.name), revokeButton(worker.name),
     ] };
   });
   const names = new Set(here.map(worker => worker.name));
   const gone = run.workers.filter(worker => !names.has(worker.name)).map(worker => ({
     cells: [worker.name, [worker.here ? "connected at the end" : "gone", make("small", {}, worker.why)],
-      [worker.device || "-", make("small", {}, worker.backend)], "", "", worker.here ? "" : moment(worker.since),
+      [worker.device || "-", make("small", {}, worker.backend)], "", "", worker.here ? "" : timeElement(worker.since),
       make("span", { className: "mono" }, worker.signature), error(worker.name), ""],
     kind: "gone",
   }));
   table("workers", ["worker", "state", "device", "share of this step", status?.replicas ? "per replica" : "per microbatch", "last seen", "numerics", "last error", ""], [...present, ...gone]);
 }
-function revoking(name) {
+function revokeButton(name) {
   return button("Revoke", `Revoke ${name}`, () => act(`Revoke ${name}? It is disconnected; its key and the join token become invalid.`,
-    "Revoke", () => tell("revoke", { name })));
+    "Revoke", () => post("revoke", { name })));
 }
 function showEvents(events) {
   table("events", ["time", "step", "what", "worker", "why"], [...events].reverse().map(event => ({
-    cells: [moment(event.time), figure(event.step), event.what.replaceAll("_", " "), event.worker, event.text],
+    cells: [timeElement(event.time), figure(event.step), event.what.replaceAll("_", " "), event.worker, event.text],
     kind: ["halted", "failed"].includes(event.what) ? "alarm" : "",
   })));
 }
 function showRuns(status) {
-  const { runs, queued } = shown.runs;
+  const { runs, queued } = page.runs;
   const look = (id, run) => { $(id).value = run; $(id).dispatchEvent(new Event("change")); scrollTo({ top: 0 }); };
   table("runs", ["run", "task", "state", "steps", "loss", "held-out metrics", "last update", ""], [
     ...queued.map((run, at) => ({ cells: [run, "", `queued, ${at + 1} of ${queued.length}`, "", "", "", "", ""] })),
@@ -406,16 +406,16 @@ function showRuns(status) {
       return { cells: [run.run_id, run.task, present ? status.phase : run.outcome || "not ended",
         `${figure(present ? status.step : run.step)} of ${figure(run.steps ?? (present ? status.steps : run.step))}`, figure(present ? status.loss : run.loss),
         Object.entries(going ? status.eval ?? {} : run.eval).filter(([name]) => !name.startsWith("confusion[")).slice(0, 3)
-          .map(([name, value]) => `${name} ${figure(value)}`).join(", "), going ? "now" : moment(run.changed),
+          .map(([name, value]) => `${name} ${figure(value)}`).join(", "), going ? "now" : timeElement(run.changed),
         [...(here ? ["shown"] : [button("Show", `Show ${run.run_id}`, () => look("run", run.run_id)), " ",
           button("Beside", `Show ${run.run_id} beside`, () => look("beside", run.run_id))]),
           ...(going || run.outcome === "finished" || queued.includes(run.run_id) ? [] : [" ", button("Resume", `Resume ${run.run_id}`,
-            () => act(`Resume ${run.run_id}? It continues when the runs before it have ended.`, "Resume", () => tell("resume", { run_id: run.run_id })))])]] };
+            () => act(`Resume ${run.run_id}? It continues when the runs before it have ended.`, "Resume", () => post("resume", { run_id: run.run_id })))])]] };
     }),
   ]);
 }
 
-// Acting: each is what the command does, and is asked for twice.
+// Actions: each does what the command of the same name does, after a confirmation.
 async function act(question, word, action) {
   $("question").textContent = question;
   $("yes").textContent = word;
@@ -425,18 +425,18 @@ async function act(question, word, action) {
   if ($("confirm").returnValue !== "yes") return;
   try {
     await action();
-    shown.stale = true;
+    page.stale = true;
     $("acted").textContent = `${word}: done.`;
   } catch (error) { $("acted").textContent = `${word}: ${error.message}`; }
-  soon();
+  scheduleRefresh();
 }
 const ACTS = {
-  halt: ["Halt the run within its step?", "Halt", () => tell("halt")],
-  continue: ["Continue the halted run?", "Continue", () => tell("continue", { skip_step: false })],
-  skip: ["Continue, and leave this step out? Its samples are covered and nothing is applied.", "Skip the step", () => tell("continue", { skip_step: true })],
-  checkpoint: ["Write a checkpoint of the present state?", "Checkpoint", () => tell("checkpoint")],
-  "give-up": ["Give the run up? It ends as failed, the next one begins, and this one can be resumed.", "Give up", () => tell("give-up")],
-  drain: ["Drain? The step in progress is finished, then the coordinator's run ends; resume goes on.", "Drain", () => tell("drain")],
+  halt: ["Halt the run during its step?", "Halt", () => post("halt")],
+  continue: ["Continue the halted run?", "Continue", () => post("continue", { skip_step: false })],
+  skip: ["Skip this step? Its samples count as used, and no update is applied.", "Skip the step", () => post("continue", { skip_step: true })],
+  checkpoint: ["Save a checkpoint of the current state?", "Checkpoint", () => post("checkpoint")],
+  "give-up": ["Give up the run? It ends as failed, the next run begins, and this run can be resumed.", "Give up", () => post("give-up")],
+  drain: ["Drain? The run ends after the step in progress; it can be resumed.", "Drain", () => post("drain")],
 };
 for (const button of document.querySelectorAll("[data-act]")) button.addEventListener("click", () => act(...ACTS[button.dataset.act]));
 
@@ -445,18 +445,18 @@ $("join").addEventListener("click", async () => {
   const line_ = (lines.find(each => each.includes("SAMESTEP_TOKEN")) ?? lines[0]).replace("listening for workers:", "").trim();
   try {
     await navigator.clipboard.writeText(line_);
-    $("joined").textContent = "Copied. It holds the join token: paste it on members' machines only.";
+    $("joined").textContent = "Copied. It holds the join token: paste it only on trusted machines.";
   } catch { $("joined").textContent = line_; }
 });
 $("report").addEventListener("click", async () => {
-  // The tab is opened at once, by the click; what it shows comes when it is there.
+  // Open the tab within the click handler, since browsers block later ones; fill it when the report arrives.
   const tab = open("about:blank"), run = $("run").value;
   try {
-    const page = await (await ask(`report${run ? `?${new URLSearchParams({ run })}` : ""}`)).blob();
-    const address = URL.createObjectURL(page);
+    const report = await (await ask(`report${run ? `?${new URLSearchParams({ run })}` : ""}`)).blob();
+    const address = URL.createObjectURL(report);
     if (tab) tab.location = address;
     else make("a", { href: address, download: `${run || "run"}-report.html` }).click();
-    $("acted").textContent = tab ? "The report is in a tab of its own." : "The report is saved.";
+    $("acted").textContent = tab ? "The report is in a new tab." : "The report is saved.";
   } catch (error) { tab?.close(); $("acted").textContent = error.message; }
 });
 
@@ -471,34 +471,34 @@ $("spec").addEventListener("input", async () => {
     if (mine !== checking) return;
     $("verdict").textContent = `${run.task}, ${steps ?? "all"} steps: can be submitted.`;
     $("submit").disabled = false;
-    $("submit").onclick = () => act(`Submit ${run.name}: ${run.task}, ${steps ?? "all"} steps?`, "Submit", () => tell("submit", { run }));
+    $("submit").onclick = () => act(`Submit ${run.name}: ${run.task}, ${steps ?? "all"} steps?`, "Submit", () => post("submit", { run }));
   } catch (error) { if (mine === checking) $("verdict").textContent = error.message; }
 });
 
-// Coming up to date.
+// Refresh.
 async function refresh() {
   try {
     const status = await read("status");
-    if (shown.stale) { shown.stale = false; shown.runs = await read("runs"); }
-    shown.status = status;
+    if (page.stale) { page.stale = false; page.runs = await read("runs"); }
+    page.status = status;
     $("ask").hidden = $("lost").hidden = true;
     $("shown").hidden = $("picks").hidden = false;
     if (!$("ask").contains(document.activeElement)) $("refused").hidden = true;
-    const known = [...new Set([status.run_id, ...shown.runs.runs.map(each => each.run_id)].filter(Boolean))];
+    const known = [...new Set([status.run_id, ...page.runs.runs.map(each => each.run_id)].filter(Boolean))];
     const chosen = $("run").value;
-    // Who looks at the present run goes on to the next one.
-    const wanted = chosen && chosen !== shown.present && known.includes(chosen) ? chosen : status.run_id ?? known[0] ?? "";
-    shown.present = status.run_id ?? "";
+    // If the current run is selected, follow to the next one when it starts.
+    const wanted = chosen && chosen !== page.present && known.includes(chosen) ? chosen : status.run_id ?? known[0] ?? "";
+    page.present = status.run_id ?? "";
     options($("run"), known.length ? known.map(run => [run, run]) : [["", "no run yet"]], wanted);
     const others = known.filter(run => run !== wanted);
     options($("beside"), [["", "no other"], ...others.map(run => [run, run])], others.includes($("beside").value) ? $("beside").value : "");
     showRuns(status);
     if (!wanted) return empty(status);
-    const run = await follow(wanted);
-    const beside_ = $("beside").value ? await follow($("beside").value) : null;
-    showRun(run, status, beside_);
+    const run = await fetchHistory(wanted);
+    const otherRun = $("beside").value ? await fetchHistory($("beside").value) : null;
+    showRun(run, status, otherRun);
   } catch (error) {
-    if (error instanceof Refused) return;
+    if (error instanceof Unauthorized) return;
     $("lost").hidden = !(error instanceof TypeError);
     if (!(error instanceof TypeError)) $("acted").textContent = error.message;
   }
@@ -506,39 +506,39 @@ async function refresh() {
 function empty(status) {
   $("h-run").textContent = "No run yet";
   $("count").textContent = "";
-  say(status.phase, status.reason);
-  pairs("facts", [["workers", `${status.able_workers} of ${status.expect_workers}`], ["address", status.address], ["encryption", status.encryption]]);
-  lines([]);
+  showPhase(status.phase, status.reason);
+  showPairs("facts", [["workers", `${status.able_workers} of ${status.expect_workers}`], ["address", status.address], ["encryption", status.encryption]]);
+  showLines([]);
   for (const id of [...Object.values(CURVES), "chart-eval", "chart-workers"]) chart(id, [], [], [[]]);
   showWorkers({ workers: [], errors: {} }, status);
   for (const each of document.querySelectorAll("[data-act]")) each.disabled = each.dataset.act !== "drain";
   showEvents([]);
 }
 let due = false, refreshing = Promise.resolve();
-function soon() {
+function scheduleRefresh() {
   if (due || document.hidden) return;
   due = true;
   setTimeout(() => { due = false; refreshing = refreshing.then(refresh); }, 700);
 }
-document.addEventListener("visibilitychange", soon);
+document.addEventListener("visibilitychange", scheduleRefresh);
 for (const id of ["run", "beside", "metric"]) $(id).addEventListener("change", () => {
-  shown.present = null;
-  if (id === "run") { shown.zoom = null; shown.last = 0; }
+  page.present = null;
+  if (id === "run") { page.zoom = null; page.last = 0; }
   refreshing = refreshing.then(refresh);
 });
 let sized = 0;
-addEventListener("resize", () => { clearTimeout(sized); sized = setTimeout(soon, 100); });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", soon);
+addEventListener("resize", () => { clearTimeout(sized); sized = setTimeout(scheduleRefresh, 100); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", scheduleRefresh);
 
-// Events come as they happen, by a streamed fetch: EventSource cannot carry the token.
+// Read the event stream with fetch: EventSource cannot send the token.
 async function listen() {
   let last = "", pause = 500;
   for (;;) {
     try {
       const answer = await ask("events", { headers: last ? { "Last-Event-ID": last } : {} });
       pause = 500;
-      shown.stale = true;
-      soon();
+      page.stale = true;
+      scheduleRefresh();
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       for (let rest = ""; ;) {
         const { value, done } = await reader.read();
@@ -547,15 +547,15 @@ async function listen() {
         rest = lines.pop();
         for (const one of lines) {
           if (one.startsWith("id: ")) last = one.slice(4);
-          if (one.includes('"event": "run_')) shown.stale = true;
+          if (one.includes('"event": "run_')) page.stale = true;
         }
-        soon();
+        scheduleRefresh();
       }
-    } catch (error) { if (!(error instanceof Refused)) $("lost").hidden = false; }
+    } catch (error) { if (!(error instanceof Unauthorized)) $("lost").hidden = false; }
     while (!$("ask").hidden) await sleep(200);
     await sleep(pause = Math.min(pause * 2, 5000));
   }
 }
-setInterval(() => { if ($("ask").hidden) soon(); }, 5000);
-setInterval(() => { shown.stale = true; }, 30_000);
+setInterval(() => { if ($("ask").hidden) scheduleRefresh(); }, 5000);
+setInterval(() => { page.stale = true; }, 30_000);
 refresh().then(listen);

@@ -104,7 +104,7 @@ class Page:
             await self.command("Emulation.setEmulatedMedia", features=feature)
             await self.set_width(width)
             await self.until(
-                "Object.entries(shown.charts).every(([id, each]) =>"
+                "Object.entries(page.charts).every(([id, each]) =>"
                 " each.shape.includes(css('--ink')) &&"
                 " each.shape.endsWith(`,${document.getElementById(id).clientWidth}]`))"
             )
@@ -188,7 +188,9 @@ async def test_page_without_a_token_only_requests_one(open_pages):
                 for name, choice in (("mars", "a"), ("venus", "b"), ("earth", "a"))
             ],
         }
-        shown_text = await page.run("return differing(arguments[0], {workers: []})", mixed)
+        shown_text = await page.run(
+            "return describeMixedProfiles(arguments[0], {workers: []})", mixed
+        )
         assert shown_text == "venus (cpu of b), from mars, earth (cpu of a)"
 
 
@@ -203,7 +205,7 @@ async def test_page_shows_each_phase_of_a_run(open_pages):
         await page.save_pictures("waiting")
         operator.live.worker("venus")
         await page.wait_for_text("phase", "training")
-        await page.until("shown.charts['chart-loss'].data[0].length > 3")
+        await page.until("page.charts['chart-loss'].data[0].length > 3")
         await page.save_pictures("training")
         assert await page.accessibility_violations() == []
 
@@ -227,10 +229,10 @@ async def test_page_shows_each_phase_of_a_run(open_pages):
         await page.act("checkpoint")
         await page.wait_for_text("events", "checkpoint")
 
-        steps = await page.run("return shown.charts['chart-loss'].data[0][0]")
+        steps = await page.run("return page.charts['chart-loss'].data[0][0]")
         await asyncio.to_thread(page.driver.refresh)
-        await page.until("shown.charts['chart-loss'].data[0].length > 3")
-        assert await page.run("return shown.charts['chart-loss'].data[0][0]") == steps
+        await page.until("page.charts['chart-loss'].data[0].length > 3")
+        assert await page.run("return page.charts['chart-loss'].data[0][0]") == steps
         await page.wait_for_text("events", "skipped")
         await page.act("drain")
         run_end = await operator.live.wait_for("run_ended", run_id=submission["run_id"])
@@ -268,9 +270,9 @@ async def test_run_is_submitted_and_compared_on_the_page(open_pages):
             "const beside = document.getElementById('beside'); beside.selectedIndex = 1;"
             "beside.dispatchEvent(new Event('change'))"
         )
-        await page.until("shown.charts['chart-loss'].data.length === 6")
+        await page.until("page.charts['chart-loss'].data.length === 6")
         await page.click("#report")
-        await page.wait_for_text("acted", "tab of its own")
+        await page.wait_for_text("acted", "in a new tab")
         first, second = page.driver.window_handles
         await asyncio.to_thread(page.driver.switch_to.window, second)
         await page.until("document.title.startsWith('Run scripted-')")
@@ -341,12 +343,12 @@ async def test_ten_thousand_steps_are_drawn_in_under_a_second(open_pages):
         journal = Journal(page.operator.live.service.finished.directory / "journal.jsonl")
         journal.write(*(commit(step, 1 / (step + 1)) for step in range(4, 10_000)))
         await page.open()
-        await page.until("shown.charts['chart-loss'].data[0].at(-1) === 10000")
-        steps = await page.run("return shown.charts['chart-loss'].data[0].length")
+        await page.until("page.charts['chart-loss'].data[0].at(-1) === 10000")
+        steps = await page.run("return page.charts['chart-loss'].data[0].length")
         assert 500 < steps <= 2_000
         # The journal has no rates, as in older releases: still only new data is transferred.
         news = await page.run(
-            "const known = shown.histories[shown.present];"
+            "const known = page.histories[page.present];"
             "known.rate = {...known.rate, step: [], full: 0};"
             "const before = performance.getEntriesByType('resource').length; await refresh();"
             "return performance.getEntriesByType('resource').slice(before).map(each => each.name)"
@@ -358,15 +360,15 @@ async def test_ten_thousand_steps_are_drawn_in_under_a_second(open_pages):
             "const shows = document.getElementById('window'); shows.value = '1000';"
             "shows.dispatchEvent(new Event('change'))"
         )
-        scales = "Object.values(shown.charts).map(each => [each.scales.x.min, each.scales.x.max])"
+        scales = "Object.values(page.charts).map(each => [each.scales.x.min, each.scales.x.max])"
         ranges = await page.run(f"return {scales}")
         assert ranges == [[9_000, 10_000]] * len(ranges)
-        await page.run("shown.last = 0; zoom([200, 300])")
+        await page.run("page.last = 0; zoom([200, 300])")
         script = "return document.getElementById('window').selectedOptions[0].textContent"
         assert await page.run(script) == "steps 200 to 300"
         # Processor time of the page's thread, which does not depend on the load of the machine.
         await page.command("Performance.enable", timeDomain="threadTicks")
         before = await page.thread_s()
-        await page.run("for (const each of Object.values(shown.charts)) each.destroy();"
-            "shown.charts = {}; draw(shown.histories[shown.present], null)")  # fmt: skip
+        await page.run("for (const each of Object.values(page.charts)) each.destroy();"
+            "page.charts = {}; draw(page.histories[page.present], null)")  # fmt: skip
         assert await page.thread_s() - before < 1.0
