@@ -5,7 +5,6 @@ See `samestep.script_devices`.
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -25,6 +24,7 @@ def main() -> None:
     served = ServedDevice(ScriptStart.take(), backend, requested_device, arguments)
     set_served_device(served)
     served.end_with_worker()
+    served.hold_output()
     served.serve(_run_script(served.start, arguments[3]))
 
 
@@ -32,8 +32,6 @@ def _run_script(start: ScriptStart, device: str) -> SamestepError:
     """Run the script; return why it has not reached the call."""
     sys.argv, sys.path[:] = start.arguments, start.search_path
     start.generators.restore()
-    with Path(os.devnull).open("w") as nowhere:  # the user's process prints the same
-        os.dup2(nowhere.fileno(), 1)
     try:
         if start.module:
             runpy.run_module(start.module, run_name="__main__", alter_sys=True)

@@ -5,6 +5,9 @@ device's process runs the script from its beginning. There, an earlier call of `
 result that this process got, read from the run's directory. In the call in progress the device's
 process computes what this process's worker requests, and ends with the worker. So the rest of the
 script runs only in this process.
+
+What the script prints there is held until the task is built, and then dropped, as this process
+prints the same. A process that does not reach the call within a time limit ends the call.
 """
 
 from __future__ import annotations
@@ -12,18 +15,27 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Final
 
+from protocol.base import limits
 from protocol.base.errors import UsageError
+from protocol.cli.output import say
 from samestep.generator_states import AT_IMPORT, GeneratorStates
 from samestep.script import Call
 from worker.shell.device_processes import DeviceProcesses
 from worker.shell.group_engine import DeviceSet
+from worker.shell.script_phase import ScriptLimits
 
 _VARIABLE: Final = "SAMESTEP_SCRIPT_START"
 _MODULE: Final = "samestep.device_process"
+_TIMES_SLOWER: Final = 10
+"""How much longer than this process another may take to reach the call: all load data at once."""
+_START_TIME_FIELD: Final = 19
+"""Index of `starttime` after the command's name in /proc/PID/stat: see proc(5)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +125,23 @@ def devices_of(call: Call, backend: str, devices: Sequence[int | str]) -> Device
     """
     by_name: dict[str, int | str | None] = {f"{backend}{device}": device for device in devices}
     variables = ScriptStart.of(call).variables()
-    processes = DeviceProcesses(by_name, backend, _discard, module=_MODULE, variables=variables)
+    timeout_s = max(limits.SCRIPT_TIMEOUT_S, _TIMES_SLOWER * _running_s())
+    script = ScriptLimits(f"call {call.position} of fit", timeout_s, _show)
+    processes = DeviceProcesses(
+        by_name, backend, _discard, module=_MODULE, variables=variables, script=script
+    )
     return DeviceSet(list(by_name), processes, _discard)
+
+
+def _running_s() -> float:
+    """Return the time since this process was started."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start_s = int(fields[_START_TIME_FIELD]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_s
+
+
+def _show(text: str) -> None:
+    say(text, sys.stderr)
 
 
 def _discard(text: str) -> None:

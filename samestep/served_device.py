@@ -5,8 +5,11 @@ See `samestep.script_devices`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import socket
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,9 +20,12 @@ from protocol.spec.run_spec import RunSpec
 from samestep.script_devices import ScriptStart
 from worker import device_process
 from worker.local_device import LocalDevice
+from worker.shell.device_pipe import Pipe
 from worker.tasks.base.task import Task
 
 _POLL_INTERVAL_MS: Final = 1000
+_HELD_OUTPUT: Final = 7
+"""Index of the file of held output among the process's arguments."""
 
 
 @dataclass(slots=True)
@@ -37,6 +43,8 @@ class ServedDevice:
     device: int | str | None
     _arguments: list[str]
     _is_serving: threading.Event = field(default_factory=threading.Event)
+    _stderr_fd: int | None = None
+    """The standard error of the user's process while output is held; else None."""
 
     def serve(self, failure: SamestepError | None = None) -> NoReturn:
         """Compute what the worker requests, and end with the worker.
@@ -45,12 +53,35 @@ class ServedDevice:
             failure: Why there is no task; raised when the worker requests the task.
         """
         self._is_serving.set()
+        with socket.socket(fileno=os.dup(int(self._arguments[0]))) as pipe_end:
+            Pipe(pipe_end).send(["reached fit"])
 
         def make(name: str, device: int | str | None, say: Callable[[str], None]) -> LocalDevice:
-            return _Device(name, device, say, failure)
+            return _Device(name, device, say, failure, self.release_output)
 
         device_process.main(make, self._arguments)
         raise AssertionError("the process has ended")
+
+    def hold_output(self) -> None:
+        """Write standard output and error to the file that the worker drops or shows."""
+        held_fd = int(self._arguments[_HELD_OUTPUT])
+        self._stderr_fd = os.dup(2)
+        for fd in (1, 2):
+            os.dup2(held_fd, fd)
+        os.close(held_fd)
+
+    def release_output(self) -> None:
+        """From now on, write standard error to that of the user's process, and drop the output."""
+        if self._stderr_fd is None:
+            return
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os.dup2(self._stderr_fd, 2)
+        os.close(self._stderr_fd)
+        self._stderr_fd = None
+        with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 -- the user's process prints the same
+            os.dup2(nowhere.fileno(), 1)
 
     def end_with_worker(self) -> None:
         """End this process if the worker is gone while the script runs."""
@@ -66,7 +97,7 @@ class ServedDevice:
 
 
 class _Device(LocalDevice):
-    """A device; `failure` says why there is no task for it."""
+    """A device; `failure` says why there is no task for it. `on_task` is called with each task."""
 
     def __init__(
         self,
@@ -74,15 +105,18 @@ class _Device(LocalDevice):
         device: int | str | None,
         tell: Callable[[str], None],
         failure: SamestepError | None,
+        on_task: Callable[[], None],
     ) -> None:
         super().__init__(name, device, tell)
-        self._failure = failure
+        self._failure, self._on_task = failure, on_task
 
     def task(self, spec: RunSpec) -> Task:
         """See `engine.BackendFactory`."""
         if self._failure is not None:
             raise self._failure
-        return super().task(spec)
+        task = super().task(spec)
+        self._on_task()
+        return task
 
 
 _SERVED: Final[list[ServedDevice]] = []

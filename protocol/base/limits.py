@@ -56,6 +56,10 @@ LIVENESS_TIMEOUT_MS: Final = 8_000
 STALL_TIMEOUT_MS: Final = 300_000
 """The same for a worker that imports, opens its device or builds its task, while its kernel still
 answers: all of its threads may be blocked for minutes."""
+SCRIPT_TIMEOUT_S: Final = 600.0
+"""How long the process of a device may run the user's script before it reaches `fit`; longer if the
+user's own process took long."""
+SCRIPT_REPORT_INTERVAL_S: Final = 60.0
 LOOP_HOLD_MS: Final = 100
 """Longest processor time of one callback in an event loop, which receives nothing meanwhile."""
 LOOP_WATCH_INTERVAL_MS: Final = 25

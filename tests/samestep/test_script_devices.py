@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -95,21 +97,87 @@ print("loss", 0, "digest", r.digest)
 def test_a_process_that_still_runs_the_script_ends_with_the_one_that_wants_it(tmp_path):
     waits = """
 if serves:
-    print(os.getpid(), file=sys.stderr, flush=True)
+    with open("pids", "a") as file:
+        print(os.getpid(), file=file, flush=True)
     import threading
     threading.Event().wait()
 samestep.fit(task, steps=6, batch=8, device='cpu0-1')
 """
     script = write_script(tmp_path, HEAD + SERVES + waits)
     process = start("tests.plain_script", str(script), cwd=tmp_path)
-    assert process.stderr is not None
-    descriptors = [os.pidfd_open(int(process.stderr.readline())) for _ in range(2)]
+    pids = tmp_path / "pids"
+    while not pids.exists() or pids.read_text().count("\n") < 2:
+        time.sleep(0.05)
+    descriptors = [os.pidfd_open(int(pid)) for pid in pids.read_text().split()]
     process.kill()
     process.wait()
     for each in descriptors:
         assert select.select([each], [], [], 60)[0]
         os.close(each)
     close(process)
+
+
+def test_what_a_script_and_its_build_print_is_shown_as_with_one_device(tmp_path):
+    prints = """
+print("script to stdout")
+print("script to stderr", file=sys.stderr)
+os.system("echo a command >&2")
+def build():
+    print("build to stderr", file=sys.stderr)
+    return task()
+samestep.fit(build, steps=2, batch=8, device="cpu0-1")
+"""
+    done = run(write_script(tmp_path, HEAD + SERVES + prints))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("script to stdout") == 1
+    assert done.stderr.count("script to stderr") == 1
+    assert done.stderr.count("a command") == 1
+    assert done.stderr.count("build to stderr") == 1
+
+
+def test_output_of_a_process_that_dies_before_fit_is_shown_whole(tmp_path):
+    dies = """
+print("some progress")
+if serves:
+    print("the last words", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(3)
+samestep.fit(task, steps=2, batch=8, device="cpu0-1")
+"""
+    done = run(write_script(tmp_path, HEAD + SERVES + dies))
+    assert done.returncode != 0
+    for device in ("cpu0", "cpu1"):
+        assert f"samestep: output of the script in the process of {device}:" in done.stderr
+    assert "the last words\nsome progress\n" in done.stderr
+    assert "has ended with exit code 3" in done.stdout
+
+
+BLOCKS = """
+from protocol.base import limits
+from samestep import script_devices
+limits.SCRIPT_TIMEOUT_S, limits.SCRIPT_REPORT_INTERVAL_S = 20.0, 3.0
+script_devices._TIMES_SLOWER = 0
+if serves and str(served_device().device) in sys.argv[1:]:
+    print("waiting for a lock", file=sys.stderr, flush=True)
+    import threading
+    threading.Event().wait()
+samestep.fit(task, steps=6, batch=8, device="cpu0-1")
+"""
+
+
+@pytest.mark.parametrize("blocked", [("1",), ("0", "1")])
+def test_a_device_whose_script_does_not_reach_fit_is_named(tmp_path, blocked):
+    done = run(write_script(tmp_path, HEAD + SERVES + BLOCKS), *blocked)
+    assert done.returncode != 0
+    after_s = r"the script has not reached call 1 of fit after [3-5] s in the process of cpu1"
+    assert re.search(after_s, done.stderr)
+    assert "waiting for a lock" in done.stderr
+    assert re.search(
+        r"'cpu\d' is not usable here: the script has not reached call 1 of fit after \d+ s in "
+        r"this device's process.*"
+        "let it not wait there for input",
+        done.stderr.splitlines()[-1],
+    )
 
 
 def test_a_notebook_is_told_to_become_a_script(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Final
 
 from backends.base.interface import Array
-from protocol.base.errors import UsageError
+from protocol.base.errors import BackendUnavailable, UsageError
 from protocol.cli.command_line import child_environment, command_of
 from protocol.exact.replica import PartKind, Replica, part_elements
 from protocol.machine.memory import has_new_kills, killed_for_memory
@@ -27,8 +27,10 @@ from protocol.machine.shared_memory import Extent, SharedMemory
 from protocol.spec.manifest import Block
 from protocol.spec.sections.optimizer import OptimizerSpec
 from worker.logic import actions as act
+from worker.logic import events
 from worker.shell.device_pipe import Packed, Pipe, order_codec, report_codec
 from worker.shell.group_engine import Link, LossHandler, ReportHandler
+from worker.shell.script_phase import ScriptLimits, ScriptPhase
 
 _END_TIMEOUT_S: Final = 10.0
 
@@ -43,6 +45,7 @@ class DeviceProcesses:
         trace: Trace file of the worker; each device writes one beside it.
         module: The module that each process runs.
         variables: Additional environment variables of the device processes.
+        script: How the processes run the user's script; None if they run none.
 
     Raises:
         UsageError: This system has no anonymous shared memory, or limits it.
@@ -57,6 +60,7 @@ class DeviceProcesses:
         module: str = "worker.device_process",
         *,
         variables: Mapping[str, str] = MappingProxyType({}),
+        script: ScriptLimits | None = None,
     ) -> None:
         if not hasattr(os, "memfd_create"):
             raise UsageError(
@@ -68,6 +72,7 @@ class DeviceProcesses:
         self._print_line = print_line
         self._trace = trace
         self._module = module
+        self._script = script
         self._environment = {**child_environment(), **variables}
         try:
             self._memory = SharedMemory()
@@ -95,7 +100,7 @@ class DeviceProcesses:
         arguments = (self._module, name, self._backend, _argument(self._devices[name]), trace or "")
         process = _Process(
             arguments, self._memory, on_report, on_loss, self._print_line,
-            environment=self._environment,
+            environment=self._environment, script=self._script,
         )  # fmt: skip
         self._processes.append(process)
         return process
@@ -124,6 +129,7 @@ class _Process:
         print_line: Callable[[str], None],
         *,
         environment: Mapping[str, str],
+        script: ScriptLimits | None,
     ) -> None:
         worker_end, device_end = socket.socketpair()
         device_memory = SharedMemory()
@@ -136,11 +142,19 @@ class _Process:
         self.preparing = ""
         self._killed_before = killed_for_memory()
         module, *options = arguments
+        self._name = options[0]
+        self._script_phase: ScriptPhase | None = None
+        if script is not None:
+            self._script_phase = ScriptPhase(self._name, script, self._fail)
         with device_end:
-            fds = (device_end.fileno(), memory.fd, device_memory.fd)
+            fds = [device_end.fileno(), memory.fd, device_memory.fd]
+            inherited_fds = list(fds)
+            if self._script_phase is not None:
+                options.append(str(self._script_phase.output_fd))
+                inherited_fds.append(self._script_phase.output_fd)
             self._process = subprocess.Popen(  # noqa: S603 -- our own command
                 [*command_of(module), *map(str, fds), *options],
-                pass_fds=fds, env=environment, stdin=subprocess.DEVNULL,
+                pass_fds=inherited_fds, env=environment, stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )  # fmt: skip
         device_memory.close()
@@ -176,6 +190,11 @@ class _Process:
                 self._process.wait(_END_TIMEOUT_S)
         self.preparing = ""
         self._process.kill()
+        if (phase := self._script_phase) is not None:
+            if self._ending:
+                phase.drop_output()
+            else:
+                phase.show_output()
         if reason and not self._ending:
             self._on_loss(reason)  # before the process ends, which a driver may delay
         code = self._process.wait()
@@ -188,8 +207,27 @@ class _Process:
                 self._print_line(text)
             case ["preparing", text]:
                 self.preparing = text
+            case ["reached fit"]:
+                assert self._script_phase is not None, "it runs a script"
+                self._script_phase.reached_goal()
             case _:
+                self._end_script_phase(is_failure=message[0] == events.BuildFailed.__name__)
                 self._on_report(self._reports.unpack(message))
+
+    def _end_script_phase(self, *, is_failure: bool) -> None:
+        """Show the script's output if it has not led to a task, else drop it."""
+        if (phase := self._script_phase) is None:
+            return
+        if is_failure:
+            phase.show_output()
+        else:
+            phase.drop_output()
+
+    def _fail(self, reason: str) -> None:
+        """Report that the device cannot be used; the worker ends, as the user chose the device."""
+        assert self._script_phase is not None, "it runs a script"
+        self._script_phase.show_output()
+        self._on_report(events.DeviceFailed(BackendUnavailable(self._name, reason)))
 
     def _free_messages(self) -> list[Packed]:
         unused_extents, extents = self._unused_extents, []
