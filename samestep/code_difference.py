@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 from typing import Final
 
 _MOST_CHARACTERS: Final = 80
@@ -85,4 +86,6 @@ def _line_of(node: ast.AST | None) -> int:
 
 
 def _text(source: str, number: int) -> str:
-    return source.splitlines()[number - 1].strip()[:_MOST_CHARACTERS] if number else ""
+    # Not `str.splitlines`: to Python's parser a form feed does not end a line.
+    lines = io.StringIO(source, newline=None).read().split("\n")
+    return lines[number - 1].strip()[:_MOST_CHARACTERS] if number else ""

@@ -22,6 +22,12 @@ from samestep.code_difference import first_difference
         ),
         ("if a:\n    b()\nc()\n", "if a:\n    b()\n    c()\n", "line 3 is now 'c()'"),
         ("x + y\n", "x - y\n", "line 1 was 'x + y', is 'x - y'"),
+        (
+            "\x0c\na = 1\nb = '\x1c'\nc = 3\n",
+            "\x0c\na = 1\nb = '\x1c'\nc = 4\n",
+            "line 4 was 'c = 3', is 'c = 4'",
+        ),
+        ("a = 1\r\n\x0cb = 2\r\n", "a = 1\r\n\x0cb = 3\r\n", "line 2 was 'b = 2', is 'b = 3'"),
         ("print 1\n", "print(1)\n", "its content differs"),
     ],
 )
