@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+import zlib
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -312,9 +313,12 @@ def _pyarrow_errors(path: Path, kind: str) -> Iterator[tuple[Any, Any]]:
     pa, pq = pyarrow_modules(f"{kind} files are read by pyarrow")
     try:
         yield pa, pq
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (pa.ArrowException, OSError, EOFError, zlib.error, ValueError) as error:
         words = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"expected {kind} in {str(path)!r}, got: {words}") from None
+        raise DataError(
+            f"expected {kind} in {str(path)!r}, got: {words.rstrip('.')}; if the file is damaged, "
+            "copy or download it again"
+        ) from None
 
 
 def _parquet_rows(
@@ -356,6 +360,7 @@ def _arrow_rows(
             present = [name for name in dict.fromkeys(names) if name in columns]
             classes = _class_names(reader.schema.metadata)
             for batch in batches:
+                batch.validate(full=True)  # damaged offsets would be read beyond the batch
                 for lo in range(0, batch.num_rows, _ROWS_AT_ONCE):
                     rows = batch.slice(lo, _ROWS_AT_ONCE).select(present)
                     yield from (_clean_record(record, classes) for record in rows.to_pylist())

@@ -102,8 +102,11 @@ def _file_errors(path: Path) -> Iterator[None]:
             f"the compressed file {str(path)!r} is damaged: {error}; copy or download it again"
         ) from None
     except OSError as error:
-        reason = error.strerror or f"it is damaged: {error}"
-        raise DataError(f"cannot read {str(path)!r}: {reason}") from None
+        if error.strerror:
+            raise DataError(f"cannot read {str(path)!r}: {error.strerror}") from None
+        raise DataError(
+            f"the compressed file {str(path)!r} is damaged: {error}; copy or download it again"
+        ) from None
 
 
 def read_text(path: Path) -> str:

@@ -63,6 +63,35 @@ def test_suffix_of_another_compression_is_refused(tmp_path, suffix, kind, data):
         read_labels(file)
 
 
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "stream", "file"])
+def test_a_truncated_file_is_refused_in_one_line(tmp_path, kind, compression):
+    if not compression and kind in ("jsonl", "csv"):
+        pytest.skip("plain text has no end mark")
+    rows = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(500)]
+    whole = compress(content(kind, rows), compression)
+    suffix = "arrow" if kind in ("stream", "file") else kind
+    file = tmp_path / f"a.{suffix}{compression}"
+    file.write_bytes(whole)
+    assert len(read_labels(file).texts) == len(rows)
+    for kept_bytes in (9, len(whole) // 2, len(whole) - 9):
+        file.write_bytes(whole[:kept_bytes])
+        with pytest.raises(DataError, match=rf"'.*{file.name}'.*copy or download it") as error_info:
+            read_labels(file)
+        assert "\n" not in str(error_info.value)
+
+
+def test_a_truncated_second_frame_of_zstandard_is_refused(tmp_path):
+    file = tmp_path / "a.jsonl.zst"
+    rest = [{"text": f"rest {n}", "label": "a"} for n in range(500)]
+    frames = [compress(content("jsonl", rows), ".zst") for rows in (ROWS, rest)]
+    file.write_bytes(frames[0] + frames[1])
+    assert len(read_labels(file).texts) == len(ROWS) + len(rest)
+    file.write_bytes(frames[0] + frames[1][:-9])
+    with pytest.raises(DataError, match=r"is damaged.*copy or download it again"):
+        read_labels(file)
+
+
 KINDS = ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "stream", "file"]
 
 
