@@ -39,8 +39,8 @@ def parse_backend(name: str) -> tuple[str, float]:
     kind, colon, argument = name.partition(":")
     if kind not in BACKENDS or (colon and kind != "scripted"):
         raise UsageError(
-            f"expected auto or one of {', '.join(KINDS)}, a number or a range after it such as "
-            f"cuda0 or cuda0-1, got {name!r}{_likely_meaning(name)}; see: worker devices"
+            f"expected auto or one of {', '.join(AUTO_ORDER)}, a number or a range after it such "
+            f"as cuda0 or cuda0-1, got {name!r}{_likely_meaning(name)}; see: worker devices"
         )
     try:
         microbatch_ms = float(argument) if colon else 0.0
