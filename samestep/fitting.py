@@ -389,7 +389,7 @@ def _digest_parts(existing_run: ExistingRun | None) -> dict[str, Any]:
 
 
 def _report_sampled_digests(task: ScriptTask) -> None:
-    for name, digest in task.read.items():
+    for name, digest in task.sampled_digests.items():
         if digest.samples_read < digest.samples:
             show(Line(
                 f"samestep: workers compare only {digest.samples_read} of {digest.samples} samples "
@@ -477,7 +477,9 @@ def _build(
         task.user.module, steps, epoch_steps
     )
     if existing_run is None:
-        document["options"]["read"] = {name: data_set.parts for name, data_set in task.read.items()}
+        document["options"]["read"] = {
+            name: data_set.parts for name, data_set in task.sampled_digests.items()
+        }
         _report_sampled_digests(task)
     return parse_run_spec({**document, "steps": steps}), task
 

@@ -73,8 +73,10 @@ def export(
         typer.echo(
             f"stored as f16, as their rows are not a multiple of 32: {result.summary.f16_tensors}"
         )
-    if result.summary.left_out:
-        typer.echo(f"left out: {result.summary.left_out} tokens that the model has no row for")
+    if result.summary.tokens_without_row:
+        typer.echo(
+            f"left out: {result.summary.tokens_without_row} tokens that the model has no row for"
+        )
     if result.summary.window:
         typer.echo(
             f"context: {result.summary.window} tokens, the model's sliding window, which llama.cpp "

@@ -355,7 +355,10 @@ def digests_of(data, read):
 def test_a_label_of_any_sample_is_in_the_digest_of_the_data():
     data = [(x, 2 * x) for x in torch.linspace(-1, 1, 301)[:, None]]
     task = digests_of(data, {})
-    assert (task.read["data"].samples_read, task.read["data"].parts) == (301, 151)
+    assert (task.sampled_digests["data"].samples_read, task.sampled_digests["data"].parts) == (
+        301,
+        151,
+    )
     for number in (1, 150, 300):
         other = [*data]
         other[number] = data[number][0], data[number][1] + 1
@@ -380,7 +383,7 @@ def test_samples_read_in_time_are_shared_and_the_rest_is_reported(monkeypatch, c
     )
     data = Slow((x, 2 * x) for x in torch.linspace(-1, 1, 100)[:, None])
     task = digests_of(data, {})
-    read = {name: digest.parts for name, digest in task.read.items()}
+    read = {name: digest.parts for name, digest in task.sampled_digests.items()}
     assert read == {"data": 6, "held_out": 6}
     assert digests_of([*data], read).manifest.digests == task.manifest.digests
     assert digests_of([*data, data[0]], read).manifest.digests != task.manifest.digests

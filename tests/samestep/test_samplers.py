@@ -99,7 +99,7 @@ def test_a_sampler_without_effect_changes_nothing():
         (SubsetRandomSampler([1, 2]), r"give torch\.utils\.data\.Subset\(data, indices\) as train"),
         (WeightedRandomSampler([1.0, 2.0], 3), "a weight for each of 20 training samples, got 2"),
         (RandomSampler(X, num_samples=30), "at most 20 draws without replacement, got 30"),
-        ([3, 1, 2], "got list: give a WeightedRandomSampler or a RandomSampler"),
+        ([3, 1, 2], "got list: pass a WeightedRandomSampler or a RandomSampler"),
     ],
 )
 def test_a_sampler_without_an_equivalent_is_refused(sampler, message):

@@ -32,7 +32,7 @@ _CACHES: Final = ("past_key_values", "cache_params")
 _CACHED_TOKENS: Final = 4
 _CACHE_TOLERANCE: Final = 1e-3
 """Tolerance for float32, relative to the largest logit, or to 1 if that is larger."""
-_HALF_A_CHARACTER: Final = "\N{REPLACEMENT CHARACTER}"
+_INCOMPLETE_CHARACTER: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ def prompt_tokens(tokenizer: Any, prompt: str, system: str | None) -> list[int]:
         for value, option in ((system, "--system"), (prompt, "the prompt")):
             if value and message_end(without_spaces(text), value) < 0:
                 raise DataError(
-                    f"{option}: expected it in the text of the tokenizer's chat template, got a "
-                    "text without it; use a model whose template writes it"
+                    f"{option}: expected a chat template that writes this text, got one that drops "
+                    "it; use a model whose template writes it"
                 )
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     elif system is not None:
@@ -112,10 +112,10 @@ def generate(model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling) 
     """Yield pieces of text as soon as they are final, up to an end token or `max_tokens`.
 
     Args:
-        model: A decoder with its head, in evaluation mode.
+        model: A language model with its head, a decoder or an encoder-decoder, in evaluation mode.
         tokenizer: The model's tokenizer.
         prompt: Tokens of the prompt; see `prompt_tokens`.
-        sampling: How tokens are chosen.
+        sampling: Settings for choosing tokens.
 
     Raises:
         DataError: Prompt and `max_tokens` exceed the model's positions, or the prompt has tokens
@@ -218,7 +218,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, uniform: float) -> int:
 
     Args:
         logits: Logits of all tokens, float32 (vocabulary,).
-        sampling: How to choose.
+        sampling: Settings for the choice.
         uniform: A draw in [0, 1).
     """
     if sampling.temperature == 0:
@@ -240,7 +240,7 @@ def _pieces(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
     for token in tokens:
         ids.append(token)
         text = _text(tokenizer, ids)
-        if text.startswith(printed) and not text.endswith(_HALF_A_CHARACTER):
+        if text.startswith(printed) and not text.endswith(_INCOMPLETE_CHARACTER):
             yield text[len(printed) :]
             printed = text
     text = _text(tokenizer, ids)

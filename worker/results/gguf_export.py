@@ -71,7 +71,7 @@ def _card_facts(facts: CardFacts, storage: Storage) -> CardFacts:
         else "It was"
     )
     sentence = (
-        f"{subject} written as GGUF afterwards (samestep {__version__}), with matrices as "
-        f"{storage}; the file was read back, and every tensor is as written."
+        f"{subject} exported to GGUF afterwards (samestep {__version__}), with matrices as "
+        f"{storage}. The file was read back, and every tensor equals the one that was written."
     )
     return facts.model_copy(update={"adapter": False, "made": (*facts.made, sentence)})

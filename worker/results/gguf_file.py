@@ -1,8 +1,8 @@
 """Write a decoder as a GGUF file for llama.cpp, then read it back and compare.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names of tensors are those of
-llama.cpp's library `gguf`. Some families need further changes, such as another row order of Llama's
-queries and keys; families that `gguf_families` does not list are refused.
+llama.cpp's library `gguf`. Some families need further changes, such as a different row order of
+Llama's queries and keys; families that `gguf_families` does not list are refused.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class GgufSummary:
     Attributes:
         tensors: Number of tensors.
         f16_tensors: Number of tensors that q8_0 could not store.
-        left_out: Number of special tokens without a row in the model.
+        tokens_without_row: Number of special tokens without a row in the model.
         window: The context length, if it is shorter than the model's positions.
     """
 
     tensors: int
     f16_tensors: int
-    left_out: int
+    tokens_without_row: int
     window: int | None
 
 
@@ -101,7 +101,7 @@ def write_gguf(model: Any, tokenizer: Any, path: Path, storage: Storage, name: s
     return GgufSummary(
         len(tensors),
         sum(tensor.is_f16_fallback for tensor in tensors.values()),
-        vocabulary.left_out,
+        vocabulary.tokens_without_row,
         longest if longest < model.config.max_position_embeddings else None,
     )
 
@@ -235,8 +235,8 @@ def _tied_head(model: Any, family: Family) -> frozenset[str]:
     is_tied = head is not None and torch.equal(head.weight, embedding.weight)
     if family.head == "tied" and not is_tied:
         raise DataError(
-            f"expected a {model.config.model_type} whose head is its embedding for GGUF, got one "
-            "with a separate head (an adapter on either separates them); use the model's "
+            f"expected a {model.config.model_type} whose head is tied to its embedding for GGUF, "
+            "got one with a separate head (an adapter on either separates them); use the model's "
             "directory as it is"
         )
     return frozenset({"lm_head.weight"} if is_tied and family.head != "separate" else ())

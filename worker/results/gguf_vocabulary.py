@@ -21,7 +21,7 @@ _LETTERS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-_BY_PATTERN: Final = {_LETTERS % r"\p{N}{1,3}": "dbrx", _LETTERS % r"\p{N}": "qwen2"}
+_PRE_TOKENIZERS: Final = {_LETTERS % r"\p{N}{1,3}": "dbrx", _LETTERS % r"\p{N}": "qwen2"}
 """llama.cpp's names for pre-tokenizers, by their regular expression."""
 _SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
 _ALTERNATIVE: Final = "use the model's directory as it is"
@@ -38,7 +38,7 @@ class Vocabulary:
         tokens: Tokens by number, up to the model's vocabulary.
         kinds: The kind of each token: normal, control, user-defined or unused.
         pre_tokenizer: llama.cpp's name for the pre-tokenizer.
-        left_out: Number of special tokens without a row in the model.
+        tokens_without_row: Number of special tokens without a row in the model.
         merges: Pairs in the order of merging; empty for SentencePiece.
         scores: The score of each token, for SentencePiece.
         space_before: Whether SentencePiece puts a space before text.
@@ -48,7 +48,7 @@ class Vocabulary:
     tokens: list[str]
     kinds: list[int]
     pre_tokenizer: str
-    left_out: int
+    tokens_without_row: int
     merges: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     space_before: bool = False
@@ -73,7 +73,7 @@ class Vocabulary:
         check_tokens(highest, vocabulary)
         merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
         tokens, kinds = _tokens(tokenizer, vocabulary)
-        left_out = sum(number >= vocabulary for number in added_tokens)
+        tokens_without_row = sum(number >= vocabulary for number in added_tokens)
         if model.get("byte_fallback"):
             _refuse_stripping_tokens(added_tokens)
             space_before = _puts_space_before(document)
@@ -81,7 +81,7 @@ class Vocabulary:
                 number: t for t, number in model["vocab"].items() if number not in added_tokens
             }
             return Vocabulary(
-                "llama", tokens, _mark_bytes(tokens, kinds, model), "default", left_out,
+                "llama", tokens, _mark_bytes(tokens, kinds, model), "default", tokens_without_row,
                 scores=_scores([*map(_pair, model["merges"])], text_tokens, vocabulary),
                 space_before=space_before,
             )  # fmt: skip
@@ -89,10 +89,10 @@ class Vocabulary:
         if pre_tokenizer == "dbrx" and model.get("ignore_merges"):
             pre_tokenizer = "llama-bpe"
         _check_bpe(document, pre_tokenizer)
-        return Vocabulary("gpt2", tokens, kinds, pre_tokenizer, left_out, merges)
+        return Vocabulary("gpt2", tokens, kinds, pre_tokenizer, tokens_without_row, merges)
 
     def write_to(self, writer: Any, tokenizer: Any) -> None:
-        """Write it to a GGUF writer, with special tokens and the chat template."""
+        """Write the vocabulary to a GGUF writer, with special tokens and the chat template."""
         writer.add_tokenizer_model(self.kind)
         writer.add_tokenizer_pre(self.pre_tokenizer)
         writer.add_token_list(self.tokens)
@@ -125,10 +125,10 @@ def _tokens(tokenizer: Any, vocabulary: int) -> tuple[list[str], list[int]]:
     for token, number in tokenizer.get_vocab().items():
         if number < vocabulary:
             tokens[number], kinds[number] = token, int(types.NORMAL)
-    for number, mark in tokenizer.added_tokens_decoder.items():
+    for number, added_token in tokenizer.added_tokens_decoder.items():
         if number < vocabulary:
-            tokens[number] = mark.content
-            kinds[number] = int(types.CONTROL if mark.special else types.USER_DEFINED)
+            tokens[number] = added_token.content
+            kinds[number] = int(types.CONTROL if added_token.special else types.USER_DEFINED)
     return tokens, kinds
 
 
@@ -204,11 +204,11 @@ def _refuse_stripping_tokens(added_tokens: Mapping[int, Any]) -> None:
     Raises:
         DataError: There is such a token.
     """
-    for mark in added_tokens.values():
-        if mark.lstrip or mark.rstrip or mark.single_word:
+    for added_token in added_tokens.values():
+        if added_token.lstrip or added_token.rstrip or added_token.single_word:
             raise DataError(
                 "expected special tokens that do not change the text around them for GGUF, got "
-                f"{mark.content!r}; llama.cpp would produce different tokens; {_ALTERNATIVE}"
+                f"{added_token.content!r}; llama.cpp would produce different tokens; {_ALTERNATIVE}"
             )
 
 
@@ -280,8 +280,8 @@ def _check_bpe(document: Mapping[str, Any], pre_tokenizer: str) -> None:
         unsupported.append("ignore_merges True")
     if unsupported:
         raise DataError(
-            f"expected a tokenizer without {unsupported[0]} for GGUF, which llama.cpp does not "
-            "support, so that it would produce different tokens; use the model's directory as it is"
+            f"expected a tokenizer without {unsupported[0]} for GGUF, got one; llama.cpp does not "
+            "support it and would produce different tokens; use the model's directory as it is"
         )
 
 
@@ -303,8 +303,8 @@ def _pre_tokenizer(document: Any) -> str:
         case [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"},
             {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-        ] if pattern in _BY_PATTERN:
-            return _BY_PATTERN[pattern]
+        ] if pattern in _PRE_TOKENIZERS:
+            return _PRE_TOKENIZERS[pattern]
     raise DataError(
         "expected a tokenizer that splits text like that of GPT-2, SmolLM, Llama 3 or Qwen 2 for "
         "GGUF, got another one; llama.cpp would produce different tokens; use the model's "

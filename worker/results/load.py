@@ -38,14 +38,14 @@ class LoadedModel:
     Attributes:
         model: The model, with its adapter if there is one.
         tokenizer: The tokenizer that it was trained with.
-        base: Digest of the base's weights.
+        base_digest: Digest of the base's weights.
         result_info: Result info of a run with labels, a classifier or tagger; None otherwise.
-        embeds: Whether it is an encoder of texts, without a head.
+        embeds: Whether the model is a text encoder without a head.
     """
 
     model: Any
     tokenizer: Any
-    base: str
+    base_digest: str
     result_info: ResultInfo | None
     embeds: bool = False
 
@@ -63,7 +63,8 @@ def load(saved_model: SavedModel, base: str | None) -> LoadedModel:
         base: Source of the base model; None: the recorded one.
 
     Raises:
-        DataError: A model, adapter or tokenizer cannot be loaded, or it is the wrong base.
+        DataError: A model, adapter or tokenizer cannot be loaded, or the adapter was trained on
+            another base.
     """
     has_info = (saved_model.directory / RESULT_INFO_FILE).is_file()
     result_info = ResultInfo.read(saved_model.directory) if has_info else None
@@ -113,7 +114,7 @@ def load_bare(
         spec: The model section of a run spec.
         result_info: Result info of a run with labels; None for a model that generates text.
         padding: Returns the tokenizer's padding token.
-        embeds: Whether it is an encoder of texts.
+        embeds: Whether the model is a text encoder.
     """
     if embeds:
         return pretrained.freeze_pooler(pretrained.load_encoder(spec))

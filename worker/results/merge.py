@@ -1,7 +1,7 @@
 """`worker merge`: merge an adapter into its base; the result needs neither peft nor the base.
 
-Every target's weight W becomes W + (alpha / r) B A, in float32. The written model is read back, and
-its logits are compared with those of base and adapter.
+The weight W of every adapted layer becomes W + (alpha / r) B A, in float32. The written model is
+read back, and its logits are compared with those of base and adapter.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def merge(
             rounded weights; the report has its difference from base and adapter.
 
     Raises:
-        DataError: `saved_model` is not an adapter or cannot be loaded, or `out` exists already.
+        DataError: `saved_model` is not an adapter or cannot be loaded, or `out` is not empty.
         SamestepError: The written model does not compute the same as base and adapter.
         StorageFailed: A file operation failed.
     """

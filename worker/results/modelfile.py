@@ -1,6 +1,6 @@
 """Write Ollama's Modelfile for a GGUF file: context length, stop tokens and chat template.
 
-Ollama's templates are Go templates, a model's are Jinja. The text that a model's template writes
+Ollama uses Go templates, models use Jinja. The text that a model's template writes
 around each message is found by rendering it, and checked on a longer conversation. A template that
 writes other text is replaced by a comment; Ollama then uses the template in the GGUF file.
 https://github.com/ollama/ollama/blob/main/docs/modelfile.md

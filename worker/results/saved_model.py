@@ -44,14 +44,14 @@ class SavedModel:
 
     @property
     def embeds(self) -> bool:
-        """Whether it is an encoder of texts, with the files of sentence-transformers."""
+        """Whether the model is a text encoder, with the files of sentence-transformers."""
         return (self.directory / SENTENCE_TRANSFORMERS_FILES[0]).is_file()
 
     def refuse_embeddings(self) -> None:
-        """Refuse an encoder of texts where a model that generates text is needed.
+        """Refuse a text encoder where a model that generates text is needed.
 
         Raises:
-            DataError: The model is an encoder of texts.
+            DataError: The model is a text encoder.
         """
         if self.embeds:
             raise DataError(
@@ -94,7 +94,7 @@ def find(path: Path) -> SavedModel:
     """Find the saved model in a run's, an adapter's or a model's directory.
 
     Raises:
-        DataError: The directory is none of these, or the run has not finished.
+        DataError: The path is none of these, or the run has not finished.
     """
     if path.is_file() and path.suffix == GGUF:
         return SavedModel(path, None, None)

@@ -20,7 +20,7 @@ from protocol.base.errors import DataError, SamestepError
 from protocol.exact.digest import digest_arrays
 from protocol.spec.sections.model import ComputePrecision
 from protocol.spec.sections.tasks import Unit
-from worker.scripts.held_out import named_sets
+from worker.scripts.evaluation_sets import named_sets
 from worker.scripts.user_task import UserTask
 from worker.tasks.base.evaluation_modes import parts_in_evaluation
 
@@ -79,7 +79,7 @@ def _check_module(module: object, unit: Unit) -> None:
         raise DataError(f"expected a torch.nn.Module as module, got {type(module).__name__}")
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise DataError(
-            f"expected the module itself, got it inside {type(module).__name__}: give "
+            f"expected the module itself, got it inside {type(module).__name__}: pass "
             "module.module; samestep divides the batch among the workers"
         )
     if any(hasattr(layer, "_orig_mod") for layer in module.modules()):
@@ -97,13 +97,13 @@ def _check_module(module: object, unit: Unit) -> None:
             )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise DataError(
-            "expected a model with trainable tensors, got none: keep requires_grad of some of them"
+            "expected a model with trainable tensors, got none: set requires_grad of some of them"
         )
     try:
         refuse_scripted(module)
-        in_evaluation = parts_in_evaluation(module)
+        evaluation_layers = parts_in_evaluation(module)
         if unit == "sample":
-            refuse_running_statistics(module, in_evaluation)
+            refuse_running_statistics(module, evaluation_layers)
     except SamestepError as error:
         raise DataError(str(error)) from None
 
@@ -112,18 +112,18 @@ def check_data(role: str, data: Any) -> None:
     """Check that a data set can be read by sample number.
 
     Raises:
-        DataError: The data set cannot be read that way.
+        DataError: The data set cannot be read that way, or is empty.
     """
     if isinstance(data, DataLoader):
         raise DataError(
-            f"expected a data set as {role}, got a DataLoader: give its dataset, and its "
+            f"expected a data set as {role}, got a DataLoader: pass its dataset, and its "
             "collate_fn as collate; fit has batch= and microbatch="
         )
     has_items = hasattr(data, "__getitem__") and not isinstance(data, Mapping)
     if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and has_items):
         raise DataError(
             f"expected a data set with a length and items by number as {role}, got "
-            f"{type(data).__name__}: read it into a list, or give it __len__ and __getitem__"
+            f"{type(data).__name__}: read it into a list, or add __len__ and __getitem__"
         )
     if isinstance(data, torch.Tensor) or (
         isinstance(data, tuple) and all(isinstance(item, torch.Tensor) for item in data)
@@ -156,7 +156,7 @@ def check_loss(value: object) -> torch.Tensor:
     return value
 
 
-def no_gradient() -> DataError:
+def missing_gradient_error() -> DataError:
     """Return the error for a loss without a gradient."""
     return DataError(
         "expected a loss that depends on a trainable tensor, got one that does not: leave out "
@@ -245,7 +245,7 @@ def number_of(value: Any) -> float:
     """Convert the value of a loss or a metric, possibly a tensor with a gradient, to a float.
 
     Raises:
-        TypeError, ValueError, RuntimeError: It is not a number.
+        TypeError, ValueError, RuntimeError: The value is not a number.
     """
     if isinstance(value, str | bytes):
         raise TypeError
@@ -266,26 +266,29 @@ def check_precision(value: object) -> ComputePrecision:
 
 
 def check_draws(
-    samples: Sequence[int], batches: Sequence[Mapping[str, Any]], ends: Sequence[object]
+    samples: Sequence[int],
+    batches: Sequence[Mapping[str, Any]],
+    generator_positions: Sequence[object],
 ) -> None:
     """Check that samples make the same batch at each read with the same seed.
 
     Args:
         samples: The numbers of the samples.
         batches: The arrays of two reads.
-        ends: Positions of the generators after each read; empty if nothing can draw.
+        generator_positions: Positions of the generators after each read; empty if no generator can
+            be used.
 
     Raises:
-        DataError: The batches differ, or only the first one was drawn.
+        DataError: The batches differ, or only the first read used a generator.
     """
     numbers = ", ".join(map(str, samples))
     if digest_arrays(batches[0]) != digest_arrays(batches[1]):
         raise DataError(
             f"expected the same batch from samples {numbers} at each read with the same seed, got "
-            "another: draw from torch's, numpy's or Python's global generator, or from one that is "
-            "an attribute of data set or collator"
+            "a different one: draw from torch's, numpy's or Python's global generator, or from one "
+            "that is an attribute of data set or collator"
         )
-    if ends[:1] != ends[1:]:
+    if generator_positions[:1] != generator_positions[1:]:
         raise DataError(
             f"expected new draws at each read, got a data set (or collator) that keeps its draws "
             f"from the first read of samples {numbers}: batches would depend on the worker's "
@@ -301,16 +304,16 @@ def check_reproducible(
     Args:
         first_loss: The loss of a batch.
         second_loss: The loss of the same batch with the same seed.
-        changed_state: What changed between the two, if known.
+        changed_state: The state that changed between the two, if known.
 
     Raises:
         DataError: The two differ.
     """
     if not torch.equal(first_loss.nan_to_num(), second_loss.nan_to_num()):
-        culprit = f", as {changed_state} changes" if changed_state else ""
+        cause = f", because {changed_state} changes" if changed_state else ""
         raise DataError(
             f"expected the same loss for the same samples and seed, got {float(first_loss):.9g} "
-            f"and then {float(second_loss):.9g}{culprit}: draw with torch's functions, which are "
+            f"and then {float(second_loss):.9g}{cause}: draw with torch's functions, which are "
             "seeded for each microbatch, and keep no state in the model that forward changes"
         )
 

@@ -90,11 +90,11 @@ def run_script(path: Path, arguments: Sequence[str], options: JoinOptions) -> No
     try:
         runpy.run_path(str(path.absolute()), run_name="__main__")
     except ImportError as error:
-        if error.name != "samestep":  # raised by `samestep/__init__.py` over a file's name
+        if error.name != "samestep":  # raised by `samestep/__init__.py` if a file hides a package
             raise
         raise UsageError(str(error)) from None
     if not options.fit_was_called:
         raise DataError(
-            f"expected a call of samestep.fit in the script {path.name!r}, which a worker joins, "
-            "got none"
+            f"expected a call of samestep.fit in the script {path.name!r}, got none; "
+            "a worker joins a run through this call"
         )

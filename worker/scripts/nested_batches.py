@@ -44,14 +44,14 @@ class _Leaf:
     """One array.
 
     Attributes:
-        number: The Python type to return, if it was a Python number.
+        number_type: int or float, if the leaf was a Python number.
         torch_dtype: The tensor's dtype, if numpy lacks it.
         requires_grad: Whether the tensor required a gradient.
         same_as: Name of an earlier leaf that is the same tensor.
     """
 
     name: str
-    number: type | None = None
+    number_type: type | None = None
     torch_dtype: torch.dtype | None = None
     requires_grad: bool = False
     same_as: str | None = None
@@ -93,7 +93,7 @@ class _Constant:
 
 
 @dataclass(frozen=True, slots=True)
-class _Subtree:
+class _Container:
     """A container, or a tensor that consists of several arrays.
 
     Attributes:
@@ -101,13 +101,13 @@ class _Subtree:
         keys: A mapping's keys, a dataclass's fields, or a tensor's layout and shape.
     """
 
-    rebuild: Callable[[_Subtree, list[Any]], Any]
+    rebuild: Callable[[_Container, list[Any]], Any]
     kind: Any
     keys: tuple[Any, ...]
     inner: tuple[_Structure, ...]
 
 
-_Structure = _Leaf | _Constant | _Subtree
+_Structure = _Leaf | _Constant | _Container
 
 
 class NestedBatches:
@@ -115,28 +115,31 @@ class NestedBatches:
 
     def __init__(self) -> None:
         self._structures: dict[frozenset[str], tuple[_Structure, int]] = {}
-        self._marks: dict[_Structure, int] = {}
+        self._variants: dict[_Structure, int] = {}
+        """Numbers that distinguish structures whose arrays have the same names."""
         self._views: dict[frozenset[str], dict[str, str]] = {}
-        """By the batch's names: leaves that share memory, each with the name of its partner."""
+        """By the names of a batch: leaves that share memory, each with its partner's name."""
 
     def flatten(self, batch: object) -> Arrays:
         """Return the arrays of a batch by name.
 
         Raises:
-            DataError: The batch contains other things than tensors, arrays and numbers on the CPU.
+            DataError: The batch contains anything but tensors, arrays and numbers on the CPU.
         """
         structure, arrays = _flatten(batch)
-        mark = self._marks.get(structure, 1)
+        variant = self._variants.get(structure, 1)
         while True:
-            arrays_by_name = {_marked_name(name, mark): array for name, array in arrays.items()}
-            registered = self._structures.setdefault(frozenset(arrays_by_name), (structure, mark))
-            if registered == (structure, mark):
-                self._marks[structure] = mark
+            arrays_by_name = {_variant_name(name, variant): array for name, array in arrays.items()}
+            registered = self._structures.setdefault(
+                frozenset(arrays_by_name), (structure, variant)
+            )
+            if registered == (structure, variant):
+                self._variants[structure] = variant
                 if pairs := list(overlapping_pairs(arrays.tensors)):
                     views = self._views.setdefault(frozenset(arrays_by_name), {})
                     views |= {**dict(pairs), **{partner: name for name, partner in pairs}}
                 return arrays_by_name
-            mark += 1
+            variant += 1
 
     @contextmanager
     def rebuild(self, arrays: Mapping[str, Any]) -> Iterator[Any]:
@@ -147,14 +150,14 @@ class NestedBatches:
             DataError: A tensor was changed that shared memory with another in the collator's batch.
         """
         names = frozenset(arrays)
-        structure, mark = self._structures[names]
-        rebuilt: dict[str, Any] = {}
-        batch = _rebuild(structure, mark, arrays, rebuilt)
+        structure, variant = self._structures[names]
+        leaves: dict[str, Any] = {}
+        batch = _rebuild(structure, variant, arrays, leaves)
         views = self._views.get(names, {})
-        versions = {name: rebuilt[name]._version for name in views}  # noqa: SLF001
+        versions = {name: leaves[name]._version for name in views}  # noqa: SLF001
         yield batch
         for name, version in versions.items():
-            if rebuilt[name]._version != version:  # noqa: SLF001
+            if leaves[name]._version != version:  # noqa: SLF001
                 raise DataError(
                     f"expected separate memory for {name!r} of the batch, which the loss changes "
                     f"in place, got a view that shares memory with {views[name]!r}, which would "
@@ -169,8 +172,8 @@ def batch_digest(batch: object) -> str:
     return digest_arrays({**arrays, "the structure of the batch": structure_digest})
 
 
-def _marked_name(name: str, mark: int) -> str:
-    return name if mark == 1 else f"{name} ({mark})"
+def _variant_name(name: str, variant: int) -> str:
+    return name if variant == 1 else f"{name} ({variant})"
 
 
 # Flattening.
@@ -197,24 +200,24 @@ def _structure_of(value: object, name: str, arrays: _NamedArrays) -> _Structure:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         entries = {field: getattr(value, field) for field in fields}
-        return _subtree(_dataclass, value, entries, name, arrays)
+        return _container(_dataclass, value, entries, name, arrays)
     if isinstance(value, Mapping):
         return _mapping_structure(value, name, arrays)
     if isinstance(value, list | tuple):
-        return _subtree(_sequence, value, dict(enumerate(value)), name, arrays)
+        return _container(_sequence, value, dict(enumerate(value)), name, arrays)
     raise DataError(
         f"expected tensors from the collator, got {_quoted_name(name)} of type "
         f"{type(value).__name__}: leave it out of the batch, or make a tensor of it"
     )
 
 
-def _subtree(
-    rebuild: Callable[[_Subtree, list[Any]], Any],
+def _container(
+    rebuild: Callable[[_Container, list[Any]], Any],
     value: object,
     entries: Mapping[Any, Any],
     name: str,
     arrays: _NamedArrays,
-) -> _Subtree:
+) -> _Container:
     for attribute, attribute_value in getattr(value, "__dict__", {}).items():
         if isinstance(attribute_value, torch.Tensor | np.ndarray) and attribute not in entries:
             raise DataError(
@@ -222,23 +225,23 @@ def _subtree(
                 f"{attribute!r} of a {type(value).__name__}: make it a separate entry"
             )
     inner = [_structure_of(item, _child_name(name, key), arrays) for key, item in entries.items()]
-    return _Subtree(rebuild, type(value), tuple(entries), tuple(inner))
+    return _Container(rebuild, type(value), tuple(entries), tuple(inner))
 
 
 def _mapping_structure(value: Mapping[Any, Any], name: str, arrays: _NamedArrays) -> _Structure:
-    subtree = _subtree(_mapping, value, value, name, arrays)
+    container = _container(_mapping, value, value, name, arrays)
     if isinstance(value, defaultdict) and type(value) is defaultdict:
-        return dataclasses.replace(subtree, kind=(defaultdict, value.default_factory))
+        return dataclasses.replace(container, kind=(defaultdict, value.default_factory))
     try:
-        rebuilt_keys = list(subtree.kind(dict(value)))
+        rebuilt_keys = list(container.kind(dict(value)))
     except Exception:  # noqa: BLE001 -- its constructor may raise anything
         rebuilt_keys = None
     if rebuilt_keys != list(value):
         raise DataError(
             f"expected a mapping whose class accepts a dict, got {_quoted_name(name)} of type "
-            f"{subtree.kind.__name__}: use a dict"
+            f"{container.kind.__name__}: use a dict"
         )
-    return subtree
+    return container
 
 
 def _tensor_structure(value: torch.Tensor, name: str, arrays: _NamedArrays) -> _Structure:
@@ -252,7 +255,7 @@ def _tensor_structure(value: torch.Tensor, name: str, arrays: _NamedArrays) -> _
         inner = [
             _tensor_structure(part, _child_name(name, n), arrays) for n, part in enumerate(parts)
         ]
-        return _Subtree(_nested, torch.Tensor, (value.layout,), tuple(inner))
+        return _Container(_nested, torch.Tensor, (value.layout,), tuple(inner))
     if type(value) not in (torch.Tensor, nn.Parameter, nn.Buffer) or value.is_quantized:
         raise DataError(
             f"expected plain tensors from the collator, got {_quoted_name(name)} of type "
@@ -266,23 +269,23 @@ def _tensor_structure(value: torch.Tensor, name: str, arrays: _NamedArrays) -> _
             _tensor_structure(getattr(value, part)(), _child_name(name, part), arrays)
             for part in _SPARSE_PARTS[value.layout]
         ]
-        return _Subtree(_sparse, torch.Tensor, (value.layout, *value.shape), tuple(inner))
+        return _Container(_sparse, torch.Tensor, (value.layout, *value.shape), tuple(inner))
     if value.layout != torch.strided:
         raise DataError(
             f"expected a dense, sparse or nested tensor, got {_quoted_name(name)} in "
             f"{value.layout}: write .to_dense()"
         )
-    narrow = value.dtype if value.dtype in _WITHOUT_NUMPY else None
+    torch_dtype = value.dtype if value.dtype in _WITHOUT_NUMPY else None
     tensor = value.detach().resolve_conj().resolve_neg().contiguous()
-    array = (tensor.float() if narrow else tensor).numpy()
-    leaf = _leaf(array, name, arrays, torch_dtype=narrow, requires_grad=value.requires_grad)
+    array = (tensor.float() if torch_dtype else tensor).numpy()
+    leaf = _leaf(array, name, arrays, torch_dtype=torch_dtype, requires_grad=value.requires_grad)
     return dataclasses.replace(leaf, same_as=arrays.same_as(leaf.name, value))
 
 
 def _number_structure(
     value: np.ndarray[Any, Any] | np.generic | float, name: str, arrays: _NamedArrays
 ) -> _Structure:
-    number = None if isinstance(value, np.ndarray | np.generic) else _kind_of_number(value)
+    number_type = None if isinstance(value, np.ndarray | np.generic) else _type_of_number(value)
     array = np.asarray(value)
     if array.dtype.kind not in "biufc" or isinstance(value, np.ma.MaskedArray):
         raise DataError(
@@ -290,7 +293,7 @@ def _number_structure(
             f"{type(value).__name__} in {array.dtype}: leave it out of the batch, or make a tensor "
             "of it"
         )
-    leaf = _leaf(array, name, arrays, number=number)
+    leaf = _leaf(array, name, arrays, number_type=number_type)
     if not isinstance(value, np.ndarray) or not value.flags.writeable:
         return leaf
     with contextlib.suppress(TypeError, ValueError):  # torch lacks some types and strides
@@ -298,7 +301,7 @@ def _number_structure(
     return leaf
 
 
-def _kind_of_number(value: float) -> type:
+def _type_of_number(value: float) -> type:
     return int if isinstance(value, int) else float
 
 
@@ -325,11 +328,11 @@ def _describe(structure: _Structure) -> str:
     """
     match structure:
         case _Leaf():
-            number = structure.number.__name__ if structure.number else ""
-            return f"{structure.name!r} {number} {structure.torch_dtype or ''}".rstrip()
+            number_type = structure.number_type.__name__ if structure.number_type else ""
+            return f"{structure.name!r} {number_type} {structure.torch_dtype or ''}".rstrip()
         case _Constant():
             return repr(structure.value)
-        case _Subtree():
+        case _Container():
             kind = getattr(structure.kind, "__qualname__", "defaultdict")
             inner = ", ".join(map(_describe, structure.inner))
             return f"{structure.rebuild.__name__} {kind} {structure.keys!r} [{inner}]"
@@ -339,66 +342,66 @@ def _describe(structure: _Structure) -> str:
 
 
 def _rebuild(
-    structure: _Structure, mark: int, arrays: Mapping[str, Any], rebuilt: dict[str, Any]
+    structure: _Structure, variant: int, arrays: Mapping[str, Any], leaves: dict[str, Any]
 ) -> Any:
-    """Rebuild a structure; add its leaves to `rebuilt` by name."""
+    """Rebuild a structure; add its leaves to `leaves` by name."""
     match structure:
         case _Leaf():
             if structure.same_as is not None:
-                return rebuilt[structure.same_as]
-            rebuilt[structure.name] = _restore_leaf(
-                structure, arrays[_marked_name(structure.name, mark)]
+                return leaves[structure.same_as]
+            leaves[structure.name] = _restore_leaf(
+                structure, arrays[_variant_name(structure.name, variant)]
             )
-            return rebuilt[structure.name]
+            return leaves[structure.name]
         case _Constant():
             return structure.value
-        case _Subtree():
-            inner = [_rebuild(part, mark, arrays, rebuilt) for part in structure.inner]
+        case _Container():
+            inner = [_rebuild(part, variant, arrays, leaves) for part in structure.inner]
             return structure.rebuild(structure, inner)
 
 
 def _restore_leaf(leaf: _Leaf, tensor: torch.Tensor) -> Any:
-    if leaf.number is not None:
+    if leaf.number_type is not None:
         if get_proxy_mode() is not None:
             raise SamestepError(
                 f"expected tensors in a batch for this device, got {leaf.name!r} as a Python "
-                f"{leaf.number.__name__}: make a tensor of it, or compute on cpu or cuda"
+                f"{leaf.number_type.__name__}: make a tensor of it, or compute on cpu or cuda"
             )
-        return leaf.number(tensor.item())
+        return leaf.number_type(tensor.item())
     if leaf.torch_dtype is not None:
         tensor = tensor.to(leaf.torch_dtype)
     return tensor.detach().requires_grad_() if leaf.requires_grad else tensor
 
 
-def _mapping(subtree: _Subtree, values: list[Any]) -> Any:
-    items = dict(zip(subtree.keys, values, strict=True))
-    if isinstance(subtree.kind, tuple):
-        kind, factory = subtree.kind
+def _mapping(container: _Container, values: list[Any]) -> Any:
+    items = dict(zip(container.keys, values, strict=True))
+    if isinstance(container.kind, tuple):
+        kind, factory = container.kind
         return kind(factory, items)
-    return items if subtree.kind is dict else subtree.kind(items)
+    return items if container.kind is dict else container.kind(items)
 
 
-def _sequence(subtree: _Subtree, values: list[Any]) -> Any:
-    make = getattr(subtree.kind, "_make", subtree.kind)
+def _sequence(container: _Container, values: list[Any]) -> Any:
+    make = getattr(container.kind, "_make", container.kind)
     return make(values)
 
 
-def _dataclass(subtree: _Subtree, values: list[Any]) -> Any:
-    if issubclass(subtree.kind, OrderedDict):  # a ModelOutput is also a dataclass
-        return subtree.kind(**dict(zip(subtree.keys, values, strict=True)))
-    instance = object.__new__(subtree.kind)
-    for name, value in zip(subtree.keys, values, strict=True):
+def _dataclass(container: _Container, values: list[Any]) -> Any:
+    if issubclass(container.kind, OrderedDict):  # a ModelOutput is also a dataclass
+        return container.kind(**dict(zip(container.keys, values, strict=True)))
+    instance = object.__new__(container.kind)
+    for name, value in zip(container.keys, values, strict=True):
         object.__setattr__(instance, name, value)
     return instance
 
 
-def _nested(subtree: _Subtree, values: list[Any]) -> torch.Tensor:
-    (layout,) = subtree.keys
+def _nested(container: _Container, values: list[Any]) -> torch.Tensor:
+    (layout,) = container.keys
     return torch.nested.as_nested_tensor(values, layout=layout)
 
 
-def _sparse(subtree: _Subtree, values: list[Any]) -> torch.Tensor:
-    layout, *shape = subtree.keys
+def _sparse(container: _Container, values: list[Any]) -> torch.Tensor:
+    layout, *shape = container.keys
     tensor: torch.Tensor
     if layout == torch.sparse_coo:
         indices, values_ = values

@@ -1,7 +1,7 @@
 """Seed every generator that may be used while samples are read, separately for each batch.
 
 These are the global generators of torch, numpy and Python, and generators that data sets and
-collators own, as in augmentation libraries. Each owned generator gets a separate stream, chosen by
+collators own, as in augmentation libraries. Each of the latter gets a separate stream, chosen by
 its path. All states are restored afterwards, so that reading a batch does not affect later reads.
 """
 
@@ -31,7 +31,7 @@ class ReadingGenerators:
     """
 
     def __init__(self, roots: Mapping[str, object]) -> None:
-        self._owned = {
+        self._object_generators = {
             path: generator
             for path, generator in reachable_generators(roots).items()
             if not any(generator is global_generator for global_generator in _GLOBAL)
@@ -39,16 +39,18 @@ class ReadingGenerators:
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """Context in which all generators are seeded; their states are restored afterwards."""
+        """Seed all generators for a context; restore their states afterwards."""
         with ExitStack() as stack:
             stack.enter_context(seeded(seed))
-            for path, generator in self._owned.items():
+            for path, generator in self._object_generators.items():
                 stack.enter_context(_seeded(generator, key_of(seed, path) >> 1))
             yield
 
     def positions(self) -> list[str | None]:
-        """Return the positions of all generators, to see whether anything was drawn."""
-        return [position_of(generator) for generator in (*_GLOBAL, *self._owned.values())]
+        """Return the positions of all generators; they differ after a draw."""
+        return [
+            position_of(generator) for generator in (*_GLOBAL, *self._object_generators.values())
+        ]
 
 
 @contextmanager

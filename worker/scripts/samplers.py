@@ -39,9 +39,9 @@ def sampling_of(sampler: object, samples: int) -> Sampling | None:
         return Sampling.by_weight(weights, sampler.num_samples, replacement=sampler.replacement)
     if isinstance(sampler, RandomSampler) and kind is RandomSampler:
         return _equal_chances(sampler.num_samples, samples, replacement=sampler.replacement)
-    remedy = _REMEDIES.get(kind, "give a WeightedRandomSampler or a RandomSampler")
+    remedy = _REMEDIES.get(kind, "pass a WeightedRandomSampler or a RandomSampler")
     if isinstance(sampler, Sampler) and hasattr(sampler, "indices"):
-        remedy = "give torch.utils.data.Subset(data, indices) as train"
+        remedy = "pass torch.utils.data.Subset(data, indices) as train"
     raise DataError(
         f"sampler: expected a WeightedRandomSampler or RandomSampler, got {kind.__name__}: {remedy}"
     )

@@ -37,13 +37,13 @@ from worker.scripts.checks import (
     check_precision,
     check_reproducible,
     check_weight,
-    no_gradient,
+    missing_gradient_error,
     number_of,
     takes,
 )
 from worker.scripts.coupling import check_embedded, coupled_loss
 from worker.scripts.data_digest import DataDigest, data_digest
-from worker.scripts.held_out import HeldOut
+from worker.scripts.evaluation_sets import EvaluationSets
 from worker.scripts.nested_batches import Arrays, NestedBatches
 from worker.scripts.own_generators import ReadingGenerators
 from worker.scripts.samplers import sampling_of
@@ -61,7 +61,7 @@ _CHECKED_SAMPLES: Final = 64
 """Number of samples that are checked, spread evenly over the data set."""
 _CPU: Final = torch.device("cpu")
 _DRAW_CHECK_S: Final = 1.0
-_ROOTS: Final = fields(UserTask)
+_FIELDS: Final = fields(UserTask)
 _BATCH_SOURCES: Final = ("train", "held_out", "collate")
 """Fields of the user's task that are used to build a batch."""
 _COUNTS: Final = "samestep.counted"
@@ -73,13 +73,14 @@ class ScriptTask:
 
     Attributes:
         user: The task that the user's `build` returned.
-        read: By data set, how much was read for its digest; tensors are read completely.
+        sampled_digests: Digests of the data sets that are not read completely, and how much was
+            read; by name in the manifest. Tensors are read completely.
 
     Args:
         user: The task that the user's `build` returned, checked.
         spec: The run spec.
         digests: Digests of the script and of modules that it imports from its folder.
-        device: Where the loss is tested; the module is on the CPU before and after.
+        device: The device that tests the loss; the module is on the CPU before and after.
 
     Raises:
         DataError: The task cannot be trained; the error says what to write instead.
@@ -98,12 +99,12 @@ class ScriptTask:
         self._nested = NestedBatches()
         self._evaluation_layers = parts_in_evaluation(user.module)
         self._requires_grad = [(n, p, p.requires_grad) for n, p in user.module.named_parameters()]
-        roots = self.user_objects()
-        self._generators = ReadingGenerators({name: roots[name] for name in _BATCH_SOURCES})
+        user_objects = self.user_objects()
+        self._generators = ReadingGenerators({name: user_objects[name] for name in _BATCH_SOURCES})
         self._takes_seed = user.collate is not None and takes(user.collate, "seed")
         self._seed = spec.seed
         self._part_samples = spec.batch.microbatch
-        self._held_out = HeldOut(user.held_out, self._part_samples)
+        self._evaluation_sets = EvaluationSets(user.held_out, self._part_samples)
         self._evaluate_names: tuple[str, ...] = ()
         self._set_metric_names: tuple[str, ...] = ()
         self._is_microbatch_unit = user.unit == "microbatch"
@@ -123,7 +124,9 @@ class ScriptTask:
                 blocks=(*buffers, *cut_by_size(user.module, limits.SCRIPT_BLOCK_ELEMENTS)),
                 train_samples=len(user.train),
                 sampling=sampling_of(user.sampler, len(user.train)),
-                evaluation_parts=self._held_out.evaluation_parts(at_once=bool(user.evaluate)),
+                evaluation_parts=self._evaluation_sets.evaluation_parts(
+                    at_once=bool(user.evaluate)
+                ),
                 metrics=self._metrics(),
                 digests={**data, **digests},
                 notes={"buffers_averaged": sum(len(b.tensors) for b in buffers)} if buffers else {},
@@ -161,7 +164,7 @@ class ScriptTask:
             ) from error
 
     def _metrics(self) -> tuple[Metric, ...]:
-        quotients = map(_quotient, self._held_out.metrics(("loss", *self.user.metrics)))
+        quotients = map(_quotient, self._evaluation_sets.metrics(("loss", *self.user.metrics)))
         return (*quotients, *map(_joint_metric, self._evaluate_names))
 
     def _data_digests(self, parts: Mapping[str, int] | None) -> dict[str, str]:
@@ -171,17 +174,20 @@ class ScriptTask:
             parts: Microbatches to read of each data set; without an entry, as many as time allows.
                 None: compute the digests of earlier releases, for runs that they started.
         """
-        self.read: dict[str, DataDigest] = {}
+        self.sampled_digests: dict[str, DataDigest] = {}
         digests = {}
-        evaluation_sets = {held_out.label(): held_out.data for held_out in self._held_out.sets}
+        evaluation_sets = {
+            evaluation_set.label(): evaluation_set.data
+            for evaluation_set in self._evaluation_sets.sets
+        }
         for name, data in {"data": self.user.train, **evaluation_sets}.items():
             if type(data) is TensorDataset or parts is None:
                 digests[name] = _data_digest(self, data)
             else:
-                self.read[name] = data_digest(
+                self.sampled_digests[name] = data_digest(
                     data, self._collate, self._part_samples, parts.get(name)
                 )
-                digests[name] = self.read[name].digest
+                digests[name] = self.sampled_digests[name].digest
         return digests
 
     def initial_parameters(self) -> list[Array]:
@@ -207,8 +213,8 @@ class ScriptTask:
         return self._evaluation_part(part)
 
     def _evaluation_part(self, part: int) -> Batch:
-        number, rows = self._held_out.index_of(part), self._held_out.rows(part)
-        data = self._held_out.sets[number].data
+        number, rows = self._evaluation_sets.index_of(part), self._evaluation_sets.rows(part)
+        data = self._evaluation_sets.sets[number].data
         batch = self._collate(data, rows, draws.key_of(self._seed, part))
         weight = self._weight(batch, len(rows))
         # The length encodes the number of the set, as a compiled program sees only shapes.
@@ -217,7 +223,7 @@ class ScriptTask:
 
     def user_objects(self) -> dict[str, object]:
         """See `worker.tasks.base.task.HasUserObjects`."""
-        return {root.name: getattr(self.user, root.name) for root in _ROOTS}
+        return {task_field.name: getattr(self.user, task_field.name) for task_field in _FIELDS}
 
     def trained_tensors(self) -> dict[str, NDArray[np.float32]]:
         """Return the tensors that training or forward changes, by name, as float32."""
@@ -263,7 +269,7 @@ class ScriptTask:
     def _coupled_loss(self, sizes: Sequence[int]) -> CoupledLoss:
         """Build the user's loss over all samples of a step, and test it for these step sizes.
 
-        The test runs in evaluation mode, in which forward changes no statistics.
+        The test runs in evaluation mode, in which forward does not change statistics.
         """
         batch = self._collate(self.user.train, self._samples_from(0), 1)
         arrays, module = self._on_device(self._nested.flatten(batch)), self.user.module
@@ -291,12 +297,12 @@ class ScriptTask:
         put_in_evaluation(module, self._evaluation_layers)
         with self._nested.rebuild(arrays) as batch:
             result = function(module, batch)
-        for name, parameter, was_trained in self._requires_grad:
-            if parameter.requires_grad is not was_trained:
+        for name, parameter, was_trainable in self._requires_grad:
+            if parameter.requires_grad is not was_trainable:
                 raise DataError(
                     f"expected requires_grad to stay as build set it, got {name!r} "
-                    f"{'frozen' if was_trained else 'unfrozen'} during training: set requires_grad "
-                    "only in build, and call fit again to train other parameters"
+                    f"{'frozen' if was_trainable else 'unfrozen'} during training: set "
+                    "requires_grad only in build, and call fit again to train other parameters"
                 )
         return result
 
@@ -309,14 +315,14 @@ class ScriptTask:
                 "evaluation: use metrics instead, or evaluate on cpu or cuda"
             )
         device, totals = arrays[_COUNTS].device, dict[str, float]()
-        for part in range(self._held_out.parts):
-            for name, value in self._sums_of(module, self._on(device, part)).items():
+        for part in range(self._evaluation_sets.parts):
+            for name, value in self._sums_of(module, self._evaluation_arrays(device, part)).items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals | self._joint_metrics(
-            module, device, [held_out.parts for held_out in self._held_out.sets]
+            module, device, [evaluation_set.parts for evaluation_set in self._evaluation_sets.sets]
         )
 
-    def _on(self, device: torch.device, part: int) -> dict[str, torch.Tensor]:
+    def _evaluation_arrays(self, device: torch.device, part: int) -> dict[str, torch.Tensor]:
         arrays = self._evaluation_part(part).arrays
         return {name: torch.tensor(values).to(device) for name, values in arrays.items()}
 
@@ -328,18 +334,20 @@ class ScriptTask:
 
         def batches(number: int) -> Iterator[Any]:
             for part in parts[number]:
-                arrays = self._on(device, part)
+                arrays = self._evaluation_arrays(device, part)
                 del arrays[_COUNTS]
                 with self._nested.rebuild(arrays) as batch:
                     yield batch
 
         metrics: dict[str, float] = {}
         with _user_errors("evaluate", {}), torch.no_grad():
-            for number, held_out in enumerate(self._held_out.sets):
+            for number, evaluation_set in enumerate(self._evaluation_sets.sets):
                 returned_value = self.user.evaluate(module, batches(number))
                 set_metrics = check_metrics(returned_value, self._set_metric_names)
                 self._set_metric_names = tuple(sorted(set_metrics))
-                metrics |= {held_out.metric(name): value for name, value in set_metrics.items()}
+                metrics |= {
+                    evaluation_set.metric(name): value for name, value in set_metrics.items()
+                }
         return metrics
 
     def _sums_of(self, module: Any, arrays: Mapping[str, Any]) -> Sums:
@@ -357,16 +365,16 @@ class ScriptTask:
             quotients[name] = numerator, samples if denominator is None else denominator
         sums = {
             f"{name}{suffix}": 0.0
-            for name in self._held_out.metrics((*quotients,))
+            for name in self._evaluation_sets.metrics((*quotients,))
             for suffix in ("", " of")
         }
         for name, (numerator, denominator) in quotients.items():
-            full_name = self._held_out.sets[len(zeros)].metric(name)
+            full_name = self._evaluation_sets.sets[len(zeros)].metric(name)
             sums |= {full_name: numerator, f"{full_name} of": denominator}
         return sums
 
     def _evaluation_loss(self, module: Any, batch: Any) -> float:
-        """Compute the loss of a held-out batch; a loss over a step treats it as a whole step."""
+        """Compute the loss of a held-out batch; a coupled loss treats it as a whole step."""
         if self.user.embed is None:
             assert self.user.loss is not None
             return number_of(self.user.loss(module, batch))
@@ -401,11 +409,15 @@ class ScriptTask:
         return check_weight(weight)
 
     def _collate(
-        self, data: Any, samples: Sequence[int], seed: int, ends: list[object] | None = None
+        self,
+        data: Any,
+        samples: Sequence[int],
+        seed: int,
+        generator_positions: list[object] | None = None,
     ) -> Any:
-        """Build a batch of samples; append the final positions of the generators to `ends`."""
+        """Build a batch of samples; append the generators' positions after the read, if wanted."""
         collate = self.user.collate
-        if collate is None and type(data) is TensorDataset:  # a subclass may read otherwise
+        if collate is None and type(data) is TensorDataset:  # a subclass may read differently
             rows = torch.as_tensor(samples, dtype=torch.int64)
             return [tensor[rows] for tensor in data.tensors]
         try:
@@ -415,8 +427,8 @@ class ScriptTask:
                     batch = default_collate(items)
                 else:
                     batch = collate(items, seed=seed) if self._takes_seed else collate(items)
-                if ends is not None:
-                    ends.append(self._generators.positions())
+                if generator_positions is not None:
+                    generator_positions.append(self._generators.positions())
                 return batch
         except Exception as error:
             numbers = ", ".join(map(str, samples))
@@ -490,9 +502,11 @@ class ScriptTask:
 
     def _read_twice(self, samples: Sequence[int], seed: int) -> tuple[list[Arrays], list[object]]:
         """Build the batch of some samples twice; return the arrays and generator positions."""
-        ends: list[object] = []
-        batches = [self._collate(self.user.train, samples, seed, ends) for _ in range(2)]
-        return [self._nested.flatten(batch) for batch in batches], ends
+        generator_positions: list[object] = []
+        batches = [
+            self._collate(self.user.train, samples, seed, generator_positions) for _ in range(2)
+        ]
+        return [self._nested.flatten(batch) for batch in batches], generator_positions
 
     def _check_other_draws(self) -> None:
         """Read more samples twice, for a limited time."""
@@ -502,10 +516,10 @@ class ScriptTask:
         count = min(len(data), _CHECKED_SAMPLES)
         for number in (index * len(data) // count for index in range(count)):
             try:
-                batches, ends = self._read_twice([number], number)
+                batches, generator_positions = self._read_twice([number], number)
             except SamestepError:
                 continue  # the error is reported when the sample is needed
-            check_draws([number], batches, ends)
+            check_draws([number], batches, generator_positions)
             if time.monotonic() > deadline_s:
                 return
 
@@ -526,10 +540,10 @@ class ScriptTask:
                 )
             if check_loss(sample_loss).requires_grad:
                 return loss
-        raise no_gradient()
+        raise missing_gradient_error()
 
     def _check_evaluation(self) -> None:
-        """Evaluate the first held-out batch."""
+        """Evaluate the first batch of each held-out set."""
         user = self.user
         if user.held_out is None:
             if user.metrics or user.evaluate:
@@ -539,7 +553,7 @@ class ScriptTask:
                     f"{'metrics' if user.metrics else 'evaluate'}"
                 )
             return
-        sets = len(self._held_out.sets)
+        sets = len(self._evaluation_sets.sets)
         # Each metric of each set has two sums, like the loss.
         max_metrics = limits.EVALUATION_SUMS // 2 // sets - 1
         if len(user.metrics) > max_metrics:
@@ -549,8 +563,8 @@ class ScriptTask:
             )
         with preserve_modes(user.module), torch.no_grad(), seeded(0, self._device):
             user.module.eval()
-            for held_out in self._held_out.sets:
-                part = self._evaluation_part(held_out.parts.start)
+            for evaluation_set in self._evaluation_sets.sets:
+                part = self._evaluation_part(evaluation_set.parts.start)
                 self._sums_of(user.module, self._on_device(part.arrays))
             if user.evaluate is not None:
                 self._evaluate_names = self._joint_metric_names()
@@ -562,7 +576,7 @@ class ScriptTask:
             DataError: The metrics cannot be used.
         """
         module, device = self.user.module, self._device
-        all_parts = [held_out.parts for held_out in self._held_out.sets]
+        all_parts = [evaluation_set.parts for evaluation_set in self._evaluation_sets.sets]
         count = -(-_CHECKED_SAMPLES // self._part_samples)
         first_parts = [parts[:count] for parts in all_parts]
         try:
@@ -572,7 +586,7 @@ class ScriptTask:
                 raise
             self._set_metric_names = ()
             metrics = self._joint_metrics(module, device, all_parts)
-        quotient_names = set(self._held_out.metrics(("loss", *self.user.metrics)))
+        quotient_names = set(self._evaluation_sets.metrics(("loss", *self.user.metrics)))
         if duplicates := sorted(quotient_names & metrics.keys()):
             raise DataError(
                 f"evaluate: expected names that metrics and loss do not have, got {duplicates[0]!r}"
@@ -669,7 +683,7 @@ def _joint_metric(name: str) -> Metric:
 
 def _items(data: Any, samples: Sequence[int]) -> list[Any]:
     read_many = getattr(data, "__getitems__", None)
-    if read_many:  # like torch's own loader
+    if read_many:  # as torch's DataLoader does
         return list(read_many(list(samples)))
     return [data[number] for number in samples]
 

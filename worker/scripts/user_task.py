@@ -26,10 +26,11 @@ class UserTask:
             epoch draws, with which weights, and whether with replacement. The run's seed
             determines the draws. Default: every sample once.
         held_out: A data set for evaluation, at the end and every `evaluate_every` steps; or several
-            by name, each with separate metrics such as `web_loss`.
+            data sets by name, each with separate metrics such as `web_loss`.
         collate: Makes a batch from a list of items: tensors on the CPU in dicts, lists or tuples.
             Default: torch's. It may draw from torch's, numpy's and Python's global generators, and
-            from its own, which are seeded for each microbatch; `seed` receives that seed.
+            from the collator's generators. All are seeded for each microbatch; `seed` receives that
+            seed.
         loss: Takes the module and a batch on the device; returns the loss *summed* over the batch,
             or with `unit="microbatch"` the microbatch's mean, which may depend on all its samples.
         embed: Instead of `loss`, for a loss that couples all samples of a step: takes the module
@@ -42,8 +43,8 @@ class UserTask:
             number of tokens that count. Default: the number of samples.
         metrics: More metrics by name: each takes the module and a held-out batch, and returns a
             sum, which is divided by the number of samples, or a pair of sums to be divided.
-        evaluate: Takes the module and an iterator of held-out batches; returns metrics over
-            all of them by name, such as F1, which is no quotient of sums. One worker calls it, on
+        evaluate: Takes the module and an iterator of held-out batches; returns metrics over all
+            batches by name, such as F1, which is not a quotient of sums. One worker calls it, on
             cpu or cuda.
         unit: The samples on which a gradient may depend: `"sample"`, a single one; or
             `"microbatch"`, all samples of a microbatch (BatchNorm, contrastive losses), so that the

@@ -127,7 +127,7 @@ def test_drawn_head_is_saved_with_the_adapter(tmp_path, base_dtype):
     assert "drawn_as_the_checkpoint_lacks[lm_head]" in task.manifest.notes
     adapter = export(task, moved_values(task), tmp_path / "adapter")
     loaded_result = load(find(adapter), None)
-    assert loaded_result.base == task.manifest.digests["base_weights"]
+    assert loaded_result.base_digest == task.manifest.digests["base_weights"]
     if base_dtype == "float32":
         peft_logits = logits_in_peft(transformers.AutoModelForCausalLM, source, adapter)
         assert torch.allclose(logits_of(task.trainable.module), peft_logits, atol=1e-5)

@@ -116,7 +116,7 @@ def test_settings_that_change_logits_are_in_the_file(tmp_path, tokenizer, family
         ("llama", {"rope_parameters": {**LLAMA_3, "partial_rotary_factor": 0.5}},
          "partial_rotary_factor 0.5"),
         ("gemma", {"head_dim": 8, "hidden_act": "relu"}, "hidden_act 'relu'"),
-        ("gemma", {"head_dim": 8, "tie_word_embeddings": False}, "whose head is its embedding"),
+        ("gemma", {"head_dim": 8, "tie_word_embeddings": False}, "whose head is tied to its emb"),
         ("gemma2", {**WINDOWS, "query_pre_attn_scalar": 4}, "query_pre_attn_scalar 4"),
         ("gemma2", {**WINDOWS, "layer_types": ["full_attention"] * 2}, "layer_types"),
         ("gemma3_text", {**WINDOWS, "final_logit_softcapping": 5.0}, "final_logit_softcapping 5.0"),

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from protocol.base.errors import DataError
 
 
-class HeldOutSet(NamedTuple):
+class EvaluationSet(NamedTuple):
     """One evaluation data set.
 
     Attributes:
-        name: Its name; empty if it is the only one.
+        name: The name in `held_out`; empty if there is only one set.
         data: The data set.
-        parts: The numbers of its parts.
+        parts: The numbers of the set's parts.
     """
 
     name: str
@@ -34,47 +34,47 @@ class HeldOutSet(NamedTuple):
         return f"held_out {self.name}" if self.name else "held_out"
 
 
-class HeldOut:
+class EvaluationSets:
     """All evaluation samples.
 
     Attributes:
         sets: The data sets in order.
-        parts: Number of parts of all sets.
+        parts: Total number of parts.
 
     Args:
         held_out: A data set, data sets by name, or None.
-        part_samples: Samples of a part.
+        part_samples: Number of samples in a part.
     """
 
     def __init__(self, held_out: Any, part_samples: int) -> None:
         self._part_samples = part_samples
-        self.sets: list[HeldOutSet] = []
+        self.sets: list[EvaluationSet] = []
         self.parts = 0
         for name, data in named_sets(held_out).items():
             count = -(-len(data) // part_samples)
-            self.sets.append(HeldOutSet(name, data, range(self.parts, self.parts + count)))
+            self.sets.append(EvaluationSet(name, data, range(self.parts, self.parts + count)))
             self.parts += count
 
     def evaluation_parts(self, *, at_once: bool) -> int:
-        """Return the number of parts that workers evaluate; with `at_once`, one worker has all."""
+        """Return the number of parts to assign; 1 if one worker evaluates all samples `at_once`."""
         return min(1, self.parts) if at_once else self.parts
 
     def index_of(self, part: int) -> int:
         """Return the number of the set that a part belongs to."""
-        return next(n for n, held_out in enumerate(self.sets) if part in held_out.parts)
+        return next(n for n, each in enumerate(self.sets) if part in each.parts)
 
     def rows(self, part: int) -> range:
         """Return the sample numbers of a part, within its set."""
-        owner = self.sets[self.index_of(part)]
-        lo = (part - owner.parts.start) * self._part_samples
-        return range(lo, min(lo + self._part_samples, len(owner.data)))
+        evaluation_set = self.sets[self.index_of(part)]
+        lo = (part - evaluation_set.parts.start) * self._part_samples
+        return range(lo, min(lo + self._part_samples, len(evaluation_set.data)))
 
     def metrics(self, names: tuple[str, ...]) -> Iterator[str]:
-        """Yield the names of these metrics of all sets."""
+        """Yield the full names of these metrics for all sets."""
         if not self.sets:
             yield from names
-        for held_out in self.sets:
-            yield from map(held_out.metric, names)
+        for evaluation_set in self.sets:
+            yield from map(evaluation_set.metric, names)
 
 
 def named_sets(held_out: Any) -> dict[str, Any]:
