@@ -227,7 +227,7 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
         (build_with(module=InnerCheckpoint()), {},
          r"raised .*: write use_reentrant=False where checkpoint"),
         (build_with(module=MovingAverageTeacher()), {},
-         r"samples and seed.*, as module\.teacher\.weight"),
+         r"samples and seed.*, because module\.teacher\.weight"),
         (build_with(module=StatefulModel(np.random.default_rng(0).random)), {},
          "and seed.*torch's functions"),
         (build_with(module=StatefulModel(itertools.count().__next__)), {},

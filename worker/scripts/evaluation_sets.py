@@ -55,7 +55,7 @@ class EvaluationSets:
             self.sets.append(EvaluationSet(name, data, range(self.parts, self.parts + count)))
             self.parts += count
 
-    def evaluation_parts(self, *, at_once: bool) -> int:
+    def assigned_parts(self, *, at_once: bool) -> int:
         """Return the number of parts to assign; 1 if one worker evaluates all samples `at_once`."""
         return min(1, self.parts) if at_once else self.parts
 

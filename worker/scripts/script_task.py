@@ -124,9 +124,7 @@ class ScriptTask:
                 blocks=(*buffers, *cut_by_size(user.module, limits.SCRIPT_BLOCK_ELEMENTS)),
                 train_samples=len(user.train),
                 sampling=sampling_of(user.sampler, len(user.train)),
-                evaluation_parts=self._evaluation_sets.evaluation_parts(
-                    at_once=bool(user.evaluate)
-                ),
+                evaluation_parts=self._evaluation_sets.assigned_parts(at_once=bool(user.evaluate)),
                 metrics=self._metrics(),
                 digests={**data, **digests},
                 notes={"buffers_averaged": sum(len(b.tensors) for b in buffers)} if buffers else {},

@@ -422,7 +422,7 @@ def test_tokens_beyond_the_table_are_dropped(tmp_path):
     larger = changed_tokenizer(tmp_path, lambda t: t.add_tokens(["<a>", "<b>"]))
     model = model_of("llama", vocab_size=len(larger) - 1)
     result = write_gguf(model, larger, tmp_path / "m.gguf", "f32", "m")
-    assert result.left_out == 1
+    assert result.tokens_without_row == 1
     tokens = gguf.GGUFReader(tmp_path / "m.gguf").get_field("tokenizer.ggml.tokens").contents()
     assert tokens[-1] == "<a>"
     model = model_of("llama", vocab_size=280)

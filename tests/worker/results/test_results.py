@@ -83,10 +83,10 @@ def test_a_merged_model_computes_what_base_and_adapter_do(run, tmp_path):
     assert (probe(adapted.model, 300) - probe(merged.model, 300)).abs().max() < 1e-5
     assert not hasattr(merged.model, "merge_and_unload")
     assert merged.tokenizer.chat_template == CHATML
-    assert merged.base in completed.stdout
+    assert merged.base_digest in completed.stdout
     card = read_card(tmp_path / "whole")
     assert card is not None
-    assert merged.base in card.made[0]
+    assert merged.base_digest in card.made[0]
     with pytest.raises(DataError, match="new or empty"):
         merge(find(run), None, tmp_path / "whole")
     with pytest.raises(DataError, match="complete model already"):
