@@ -1,4 +1,4 @@
 """Models of `transformers`: loading, LoRA, tokenizer, export.
 
-Imports nothing else of the worker. Start with `pretrained`.
+Imports nothing else from the worker. Start with `pretrained`.
 """

@@ -21,10 +21,10 @@ from worker.models.pretrained import Pretrained
 
 
 def add_to_tokenizer(tokenizer: Any, texts: Sequence[str]) -> None:
-    """Make each text a token wherever it occurs; existing added tokens are unchanged.
+    """Add each text to the tokenizer as a token; existing added tokens are unchanged.
 
     Raises:
-        DataError: A text is an ordinary token, which would then split other words.
+        DataError: A text is an ordinary token; as an added token, it would split other words.
     """
     vocabulary, added_vocabulary = tokenizer.get_vocab(), tokenizer.get_added_vocab()
     for text in texts:
@@ -41,7 +41,7 @@ def add_to_tokenizer(tokenizer: Any, texts: Sequence[str]) -> None:
 def with_rows(
     loaded: Pretrained, model: ModelSpec, tokenizer: Any, original_tokenizer: Any
 ) -> Pretrained:
-    """Return the model with a row for each token of the tokenizer.
+    """Return the model with embedding and head rows for each token of the tokenizer.
 
     Args:
         loaded: The model; changed in place.
@@ -65,7 +65,7 @@ def with_rows(
 
 
 def fill_rows(model: Any, tokens: int, new_ids: Sequence[int]) -> None:
-    """Grow a model to at least `tokens` rows, and set new rows to the mean of the old ones.
+    """Resize a model to at least `tokens` rows, and set new rows to the mean of the old ones.
 
     Args:
         model: A model of transformers; changed in place.
@@ -91,7 +91,7 @@ def fill_rows(model: Any, tokens: int, new_ids: Sequence[int]) -> None:
 
 
 def _token_tables(model: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors with a row for each token: embeddings, the head and its bias."""
+    """Yield the tensors with a row for each token: embeddings, the head's weight and its bias."""
     table: nn.Module = model.get_input_embeddings()
     yield table.get_parameter("weight")
     head = output_table(model)
@@ -112,7 +112,10 @@ def output_table(model: Any) -> nn.Module | None:
 
 
 def table_names(model: Any) -> list[str]:
-    """Return the names of the modules with a row for each token; a shared one is named once."""
+    """Return the names of the modules with a row for each token.
+
+    If embeddings and head share a table, only the embeddings are named.
+    """
     tables = [model.get_input_embeddings(), output_table(model)]
     return [
         name for name, child in model.named_modules() if any(child is table for table in tables)

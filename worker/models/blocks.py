@@ -1,4 +1,4 @@
-"""Cuts a torch module's trainable tensors into blocks by looking at its structure.
+"""Division of a torch module's trainable tensors into blocks, by the module's structure.
 
 The repeated layers of a model (BERT's `encoder.layer`, Llama's `layers`, an MLP's layers) are its
 blocks. Modules registered before them are the non-block "embeddings", those after them the
@@ -24,7 +24,13 @@ so that a two-layer head is not mistaken for layers of the model."""
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """A container of layers of one class; `layers` are their name prefixes, in order."""
+    """A container of layers of one class.
+
+    Attributes:
+        layers: Name prefixes of the layers, in order.
+        layer_class: Class of the layers.
+        elements: Number of elements of all parameters.
+    """
 
     layers: tuple[str, ...]
     layer_class: type[nn.Module]
@@ -34,8 +40,8 @@ class _Stack:
 def cut_into_blocks(module: nn.Module) -> tuple[Block, ...]:
     """Return the trainable tensors by block, in forward order.
 
-    A tensor that several layers share belongs to the earliest: its gradient is final only when
-    backward has passed all of them. A model without repeated layers is one block.
+    A tensor that several layers share belongs to the earliest, because its gradient is final only
+    when backward has passed all of these layers. A model without repeated layers is one block.
 
     Raises:
         DataError: Nothing in the module is trainable.
@@ -73,10 +79,10 @@ def cut_into_blocks(module: nn.Module) -> tuple[Block, ...]:
 
 
 def cut_by_size(module: nn.Module, elements: int) -> tuple[Block, ...]:
-    """Like `cut_into_blocks`, but cut a model without repeated layers by size.
+    """Return the trainable tensors by block; a model without repeated layers is divided by size.
 
-    Each block has at least `elements` elements, in registration order, so that gradients of later
-    blocks are sent while backward computes earlier ones.
+    Each such block has at least `elements` elements, except possibly the last. Blocks are in
+    registration order, so gradients of later blocks are sent while backward computes earlier ones.
 
     Raises:
         DataError: Nothing in the module is trainable.

@@ -1,4 +1,4 @@
-"""Checks that a model is a decoder: its logits must not depend on later tokens."""
+"""Check that a model is a decoder: its logits must not depend on later tokens."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from torch import nn
 from protocol.base.errors import NO_MEMORY, DataError, describe_error
 
 _PROBE_TOKENS: Final = 8
-"""Length in tokens of two probe texts."""
+"""Length of the two probe texts, in tokens."""
 _SHARED_PREFIX: Final = _PROBE_TOKENS // 2
 _TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
-"""Relative to the largest logit, by stored dtype: experts may sum in another order."""
+"""Largest allowed difference by stored dtype, relative to the largest logit: experts may sum in
+another order."""
 
 
 def check_causality(module: nn.Module, vocabulary: int, options: Mapping[str, Any]) -> None:
     """Check that logits do not change when later tokens do.
 
     Args:
-        module: The model; narrow matrices are used as they are.
+        module: The model; 16-bit matrices are not converted.
         vocabulary: Size of the vocabulary.
         options: Further keywords of forward.
 
     Raises:
-        DataError: Forward fails; or logits depend on later tokens, as an encoder's do, which would
-            see the token to predict.
+        DataError: Forward fails, or logits depend on later tokens. The model, such as an encoder,
+            would then see the token to predict.
     """
     original_ids = torch.arange(_PROBE_TOKENS) * 7919 % vocabulary
     changed_ids = torch.where(

@@ -29,41 +29,45 @@ from worker.models.lora import ATTENTION, is_named
 
 _FLOAT32_BYTES: Final = 4
 _HALF_BYTES: Final = 2
-_SIZES: Final = (
+_SIZE_KEYS: Final = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
 )  # fmt: skip
 _LAYER_FLOATS: Final = (6.0, 3.0, 1.0)
-"""Floats per token that a layer stores for backward: as multiples of the hidden size, of the
-intermediate size, and, if attention is eager, per head and token of the sample.
+"""Floats per token that a layer stores for backward: multiples of the hidden size, of the
+intermediate size, and, for eager attention, of heads x tokens of the sample.
 """
 _LAYER_FLOATS_HALF: Final = (4.5, 1.5, 1.5)
-"""The same in bfloat16 and float16."""
-_KEPT_BY_EXPERTS: Final = (1.5, 2.0, 3.0)
-"""Besides, by a layer of experts: per hidden size; and per hidden and per intermediate size of each
-expert that a token is sent to."""
-_KEPT_BY_EXPERTS_IN_HALF: Final = (1.5, 1.5, 1.5)
-_KEPT_BY_ROUTER: Final = (1.25, 7.0)
-"""Likewise, per expert, and per expert that a token is sent to."""
+"""`_LAYER_FLOATS` in bfloat16 and float16."""
+_EXPERT_LAYER_FLOATS: Final = (1.5, 2.0, 3.0)
+"""Floats per token that a layer of experts stores in addition: a multiple of the hidden size; then,
+for each expert that a token is sent to, multiples of the hidden and of the expert's intermediate
+size."""
+_EXPERT_LAYER_FLOATS_HALF: Final = (1.5, 1.5, 1.5)
+_ROUTER_FLOATS: Final = (1.25, 7.0)
+"""Floats per token that a router stores for each expert, and for each that the token is sent to."""
 _TRAINED_LAYER_FLOATS: Final = (4.0, 1.0)
-"""Further floats per token of a layer that is trained in full, the inputs of its matrix products:
-as multiples of the hidden and of the intermediate size.
+"""Floats per token that a layer stores in addition if it is trained in full, for the inputs of its
+matrix products: multiples of the hidden and of the intermediate size.
 """
-_OWN_INPUT: Final = (
+_LAYERS_WITH_OWN_INPUT: Final = (
     "o_proj", "out_proj", "down_proj", "dense", "c_proj", "wo", "fc2", "w2", "dense_4h_to_h",
 )  # fmt: skip
-"""Layers that read what no other layer reads; the others of a module share their input."""
+"""Linear layers with an input that no other layer reads. The others of a module share one input."""
 _TRANSIENT_FLOATS: Final = 5
-"""Floats of a token that the backward of one layer takes for a while, per intermediate size; half
-of it in half precision."""
-_PASSING_LOGITS: Final = {"distil": 6, "classify": 0, "tag": 0, "embed": 0}
-"""Likewise of the loss, for each token whose logits are computed at once, per token of the
-vocabulary, by task."""
-_PASSING_LOGITS_OF_OTHERS: Final = 3
-_PASSING_EXPERTS: Final = (3.5, 1.0)
-"""Likewise, the backward of a layer of experts: per hidden and intermediate size."""
+"""Floats per token that backward of one layer allocates temporarily, as a multiple of the
+intermediate size; halved in half precision."""
+_TRANSIENT_LOGIT_FLOATS: Final = {"distil": 6, "classify": 0, "tag": 0, "embed": 0}
+"""Floats that the loss allocates temporarily for each token whose logits are computed at once: a
+multiple of the vocabulary, by task."""
+_DEFAULT_TRANSIENT_LOGIT_FLOATS: Final = 3
+_TRANSIENT_EXPERT_FLOATS: Final = (3.5, 1.0)
+"""Floats per token that backward of a layer of experts allocates temporarily: multiples of the
+hidden and of the expert's intermediate size."""
 
-_CHOSEN: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
-"""Keys of how many experts a token is sent to."""
+_EXPERTS_PER_TOKEN_KEYS: Final = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk",
+)  # fmt: skip
+"""Keys in config.json for the number of experts that a token is sent to."""
 
 _MEMORY_SAVERS: Final = (
     ("model.gradient_checkpointing", True), ("model.base_dtype", "bfloat16"),
@@ -78,7 +82,7 @@ class DeviceMemory:
     """Bytes on a device.
 
     Attributes:
-        weights: The stored base, the trained tensors, and one widened weight.
+        weights: The stored base, the trained tensors, and a converted copy of the largest weight.
         gradients: Gradient sums along the tree, if one device computes a whole step.
         activations: Activations of one microbatch of the longest samples; 0 if not estimated.
         microbatch_gradients: Gradients of one microbatch; they replace activations during backward.
@@ -91,12 +95,12 @@ class DeviceMemory:
 
     @property
     def minimum(self) -> int:
-        """Bytes that any data needs."""
+        """Bytes that the run needs even with the shortest samples."""
         return self.weights + self.gradients + self.microbatch_gradients
 
     @property
     def total(self) -> int:
-        """Most bytes that the longest samples need."""
+        """Bytes that the longest samples need."""
         return self.weights + self.gradients + max(self.activations, self.microbatch_gradients)
 
     def __str__(self) -> str:
@@ -109,7 +113,7 @@ class DeviceMemory:
 
 
 def estimate(run: ModelRun) -> DeviceMemory | None:
-    """Estimate a run's device memory; None if the model's files do not say their sizes."""
+    """Estimate a run's device memory; None if the sizes of the model's weights are unknown."""
     if run.model.source is None:
         return None
     try:
@@ -133,9 +137,9 @@ def estimate(run: ModelRun) -> DeviceMemory | None:
         )
         adapted_matrices = _adapted_matrices(lora, tensors)
         trained_elements = sum(
-            _low_rank(lora, name, tensor) for name, tensor in adapted_matrices.items()
+            _low_rank_elements(lora, name, tensor) for name, tensor in adapted_matrices.items()
         )
-        trained_elements += sum(tensor.elements for tensor in _trained_in_full(lora, tensors))
+        trained_elements += sum(tensor.elements for tensor in _fully_trained_tensors(lora, tensors))
         weights += _FLOAT32_BYTES * trained_elements
     microbatches = -(-run.batch.samples // run.batch.microbatch)
     gradients = _FLOAT32_BYTES * trained_elements * math.ceil(math.log2(microbatches))
@@ -144,12 +148,14 @@ def estimate(run: ModelRun) -> DeviceMemory | None:
 
 
 def check_device_memory(run: ModelRun, device: str, memory_bytes: int) -> str:
-    """Check that a run's model fits a device; return the estimate in one line, or an empty text.
+    """Check that a run's model fits a device; return the estimate in one line.
+
+    The line is empty if there is no estimate.
 
     Args:
         run: The run.
         device: Name of the device in errors.
-        memory_bytes: Its memory.
+        memory_bytes: The device's memory.
 
     Raises:
         DeviceOutOfMemory: Weights and gradients alone need more; the message says what to set.
@@ -170,7 +176,7 @@ def check_device_memory(run: ModelRun, device: str, memory_bytes: int) -> str:
 
 
 def _advice(run: ModelRun, memory_bytes: int) -> str:
-    """Return the settings, cheapest first, with which the run fits."""
+    """Return the settings that make the run fit, cheapest first, or another way to train."""
     settings: dict[str, str] = {}
     for key, value in _MEMORY_SAVERS:
         section, _, name = key.partition(".")
@@ -195,21 +201,21 @@ def _converted_bytes(model: ModelSpec, tensors: Tensors, *, is_tied: bool) -> in
         for name, matrix in tensors.items()
         if matrix.is_linear or (is_tied and "embed" in name and len(matrix.shape) == 2)
     ]
-    narrow_sizes = [
-        matrix.matrix_elements for matrix in matrices if matrix.is_narrow(model.base_dtype)
+    low_precision_sizes = [
+        matrix.matrix_elements for matrix in matrices if matrix.is_low_precision(model.base_dtype)
     ]
-    wide_sizes = [
+    float32_sizes = [
         matrix.elements
         for matrix in matrices
-        if len(matrix.shape) == 2 and not matrix.is_narrow(model.base_dtype)
+        if len(matrix.shape) == 2 and not matrix.is_low_precision(model.base_dtype)
     ]
-    largest_narrow = max(narrow_sizes, default=0)
+    largest_low_precision = max(low_precision_sizes, default=0)
     if model.precision == "float32":
-        return _FLOAT32_BYTES * largest_narrow
-    bytes_needed = _HALF_BYTES * max(wide_sizes, default=0)
+        return _FLOAT32_BYTES * largest_low_precision
+    bytes_needed = _HALF_BYTES * max(float32_sizes, default=0)
     if model.precision != model.base_dtype:
-        bytes_needed += _HALF_BYTES * largest_narrow + _FLOAT32_BYTES * min(
-            largest_narrow, PART_ELEMENTS
+        bytes_needed += _HALF_BYTES * largest_low_precision + _FLOAT32_BYTES * min(
+            largest_low_precision, PART_ELEMENTS
         )
     return bytes_needed
 
@@ -242,14 +248,14 @@ def _adapted_matrices(lora: LoraSpec, tensors: Tensors) -> Tensors:
     }
 
 
-def _low_rank(lora: LoraSpec, name: str, tensor: BaseTensor) -> int:
-    """Return the elements of the low-rank matrices for one matrix, or for all of a stack."""
+def _low_rank_elements(lora: LoraSpec, name: str, tensor: BaseTensor) -> int:
+    """Return the number of elements of the low-rank matrices of one matrix or one stack."""
     ranks = (rank for key, rank in lora.rank_pattern.items() if is_named(name, (key,)))
     rows, columns = tensor.shape[-2:]
     return next(ranks, lora.r) * math.prod(tensor.shape[:-2]) * (rows + columns)
 
 
-def _trained_in_full(lora: LoraSpec, tensors: Tensors) -> list[BaseTensor]:
+def _fully_trained_tensors(lora: LoraSpec, tensors: Tensors) -> list[BaseTensor]:
     """Return the tensors of `lora.modules_to_save`, which peft copies."""
     return [
         tensor
@@ -263,52 +269,60 @@ class _Experts:
     """A mixture's experts.
 
     Attributes:
-        layers: Layers that have them.
-        count: Experts of a layer.
-        chosen: Experts that a token is sent to.
-        inner: Intermediate size of one.
-        shared_inner: That of the experts which all tokens are sent to; 0 without.
-        widened: Elements of a layer's adapted stacks that are added up with their low-rank
-            products, in float32: those which the base dtype does not narrow.
+        layers: Number of layers that have experts.
+        count: Experts per layer.
+        per_token: Experts that a token is sent to.
+        intermediate_size: Intermediate size of one expert.
+        shared_intermediate_size: Intermediate size of the shared experts, which read all tokens; 0
+            if there are none.
+        float32_adapted_elements: Elements per layer of the adapted stacks that are stored in
+            float32; PEFT adds each of them to its low-rank product in float32.
     """
 
     layers: int
     count: int
-    chosen: int
-    inner: int
-    shared_inner: int
-    widened: int
+    per_token: int
+    intermediate_size: int
+    shared_intermediate_size: int
+    float32_adapted_elements: int
 
 
 def _experts(
     run: ModelRun, config: Mapping[str, Any], tensors: Tensors, adapted: Tensors
 ) -> _Experts | None:
-    """The experts of a mixture; None without."""
-    downs = {n: t for n, t in tensors.items() if len(t.shape) == 3 and n.endswith("down_proj")}
-    if not downs:
+    """Return the sizes of a mixture's experts; None for other models."""
+    down_stacks = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if len(tensor.shape) == 3 and name.endswith("down_proj")
+    }
+    if not down_stacks:
         return None
-    layer, down = next(iter(downs.items()))
-    prefix = layer.removesuffix("experts.down_proj")
-    shared = [
+    name, down_stack = next(iter(down_stacks.items()))
+    prefix = name.removesuffix("experts.down_proj")
+    shared_sizes = [
         tensor.shape[0]
         for name, tensor in tensors.items()
         if name.startswith(f"{prefix}shared_expert") and name.endswith("up_proj.weight")
     ]
-    widened = sum(
+    float32_adapted_elements = sum(
         tensor.elements
         for tensor in adapted.values()
-        if len(tensor.shape) == 3 and not tensor.is_narrow(run.model.base_dtype)
+        if len(tensor.shape) == 3 and not tensor.is_low_precision(run.model.base_dtype)
     )
-    chosen = next((config[key] for key in _CHOSEN if isinstance(config.get(key), int)), 1)
+    per_token = next(
+        (config[key] for key in _EXPERTS_PER_TOKEN_KEYS if isinstance(config.get(key), int)), 1
+    )
     return _Experts(
-        layers=len(downs), count=down.shape[0], chosen=chosen,
-        inner=down.matrix_elements // config["hidden_size"], shared_inner=sum(shared),
-        widened=widened // len(downs),
+        layers=len(down_stacks), count=down_stack.shape[0], per_token=per_token,
+        intermediate_size=down_stack.matrix_elements // config["hidden_size"],
+        shared_intermediate_size=sum(shared_sizes),
+        float32_adapted_elements=float32_adapted_elements // len(down_stacks),
     )  # fmt: skip
 
 
 def _sample_tokens(run: ModelRun) -> int:
-    """The most tokens of a sample; those of a capture all have as many."""
+    """Return the most tokens that a sample may have; all samples of a capture have equally many."""
     if run.task != "distil":
         return run.data.max_tokens
     return read_index(Path(run.data.train)).facts.layout.tokens
@@ -321,48 +335,65 @@ def _activation_bytes(
     adapted_matrices: Tensors,
     length: int,
 ) -> int:
-    if any(not isinstance(config.get(name), int) for name in _SIZES):
+    if any(not isinstance(config.get(name), int) for name in _SIZE_KEYS):
         return 0
-    hidden, intermediate, layers, heads, vocabulary = (config[name] for name in _SIZES)
+    hidden, intermediate, layers, heads, vocabulary = (config[name] for name in _SIZE_KEYS)
     is_half = run.model.precision != "float32"
     experts = _experts(run, config, tensors, adapted_matrices)
     per_hidden, per_inner, per_head = _LAYER_FLOATS_HALF if is_half else _LAYER_FLOATS
-    dense = layers if experts is None else layers - experts.layers
-    whole = layers * per_hidden * hidden + dense * per_inner * intermediate
+    dense_layers = layers if experts is None else layers - experts.layers
+    stored_floats = layers * per_hidden * hidden + dense_layers * per_inner * intermediate
     if run.model.attention == "eager":
-        whole += layers * per_head * heads * length
+        stored_floats += layers * per_head * heads * length
     if run.lora is None:
-        whole += layers * (
+        stored_floats += layers * (
             _TRAINED_LAYER_FLOATS[0] * hidden + _TRAINED_LAYER_FLOATS[1] * intermediate
         )
     else:
-        chosen = 0 if experts is None else experts.chosen
-        whole += _kept_by_lora(run.lora, adapted_matrices, chosen, is_half=is_half)
-    tokens = run.batch.microbatch * length
-    transient_floats = tokens * _TRANSIENT_FLOATS * intermediate / (1 + is_half) if dense else 0.0
-    copy_bytes = float(_kept_in_half(run, tensors, adapted_matrices)) if is_half else 0.0
-    if experts is not None:
-        whole += experts.layers * _kept_by_experts(run, experts, hidden)
-        per_hidden, per_inner = _PASSING_EXPERTS
-        transient_floats = max(
-            transient_floats, tokens * (per_hidden * hidden + per_inner * experts.inner)
+        experts_per_token = 0 if experts is None else experts.per_token
+        stored_floats += _lora_floats(
+            run.lora, adapted_matrices, experts_per_token, is_half=is_half
         )
-        copy_bytes += _FLOAT32_BYTES * experts.layers * experts.widened
+    tokens = run.batch.microbatch * length
+    transient_floats = (
+        tokens * _TRANSIENT_FLOATS * intermediate / (1 + is_half) if dense_layers else 0.0
+    )
+    copy_bytes = float(_half_copy_bytes(run, tensors, adapted_matrices)) if is_half else 0.0
+    if experts is not None:
+        stored_floats += experts.layers * _expert_layer_floats(run, experts, hidden)
+        per_hidden, per_inner = _TRANSIENT_EXPERT_FLOATS
+        transient_floats = max(
+            transient_floats, tokens * (per_hidden * hidden + per_inner * experts.intermediate_size)
+        )
+        copy_bytes += _FLOAT32_BYTES * experts.layers * experts.float32_adapted_elements
     logit_tokens = min(tokens, tokens_at_once(vocabulary))
-    loss = logit_tokens * _PASSING_LOGITS.get(run.task, _PASSING_LOGITS_OF_OTHERS) * vocabulary
-    if run.lora is None and loss and logit_tokens < tokens:  # gradients of the head, for two parts
-        loss += 2 * hidden * vocabulary
+    loss_floats = (
+        logit_tokens
+        * _TRANSIENT_LOGIT_FLOATS.get(run.task, _DEFAULT_TRANSIENT_LOGIT_FLOATS)
+        * vocabulary
+    )
+    if run.lora is None and loss_floats and logit_tokens < tokens:
+        # Gradients of the head for two parts at once.
+        loss_floats += 2 * hidden * vocabulary
     if not run.model.gradient_checkpointing:
-        return int(_FLOAT32_BYTES * (tokens * whole + max(transient_floats, loss)) + copy_bytes)
-    of_layer = _FLOAT32_BYTES * (tokens * whole / layers + transient_floats) + copy_bytes / layers
-    return int(_FLOAT32_BYTES * tokens * layers * hidden + max(of_layer, _FLOAT32_BYTES * loss))
+        return int(
+            _FLOAT32_BYTES * (tokens * stored_floats + max(transient_floats, loss_floats))
+            + copy_bytes
+        )
+    one_layer_bytes = (
+        _FLOAT32_BYTES * (tokens * stored_floats / layers + transient_floats) + copy_bytes / layers
+    )
+    return int(
+        _FLOAT32_BYTES * tokens * layers * hidden
+        + max(one_layer_bytes, _FLOAT32_BYTES * loss_floats)
+    )
 
 
-def _kept_in_half(run: ModelRun, tensors: Tensors, adapted: Tensors) -> int:
+def _half_copy_bytes(run: ModelRun, tensors: Tensors, adapted: Tensors) -> int:
     """Return the bytes of the half-precision copies of parameters that autograd keeps."""
     if run.lora is not None:
         return _HALF_BYTES * sum(
-            _low_rank(run.lora, name, tensor) for name, tensor in adapted.items()
+            _low_rank_elements(run.lora, name, tensor) for name, tensor in adapted.items()
         )
     return _HALF_BYTES * sum(
         tensor.elements
@@ -371,33 +402,46 @@ def _kept_in_half(run: ModelRun, tensors: Tensors, adapted: Tensors) -> int:
     )
 
 
-def _kept_by_experts(run: ModelRun, experts: _Experts, hidden: int) -> float:
-    """Return the floats per token that a layer of experts keeps besides attention and norms."""
+def _expert_layer_floats(run: ModelRun, experts: _Experts, hidden: int) -> float:
+    """Return the floats per token that a layer of experts stores, without attention and norms."""
     is_half = run.model.precision != "float32"
-    per_hidden, *per_chosen = _KEPT_BY_EXPERTS_IN_HALF if is_half else _KEPT_BY_EXPERTS
-    if run.lora is None:  # inputs of products
-        per_chosen = [floats + 1 for floats in per_chosen]
+    per_hidden, *per_expert_sizes = _EXPERT_LAYER_FLOATS_HALF if is_half else _EXPERT_LAYER_FLOATS
+    if run.lora is None:  # inputs of matrix products
+        per_expert_sizes = [floats + 1 for floats in per_expert_sizes]
     per_inner = (_LAYER_FLOATS_HALF if is_half else _LAYER_FLOATS)[1]
-    of_one = per_chosen[0] * hidden + per_chosen[1] * experts.inner + _KEPT_BY_ROUTER[1]
-    router = _KEPT_BY_ROUTER[0] * experts.count
-    return per_hidden * hidden + experts.chosen * of_one + router + per_inner * experts.shared_inner
+    per_expert = (
+        per_expert_sizes[0] * hidden
+        + per_expert_sizes[1] * experts.intermediate_size
+        + _ROUTER_FLOATS[1]
+    )
+    router = _ROUTER_FLOATS[0] * experts.count
+    return (
+        per_hidden * hidden
+        + experts.per_token * per_expert
+        + router
+        + per_inner * experts.shared_intermediate_size
+    )
 
 
-def _kept_by_lora(lora: LoraSpec, adapted: Tensors, chosen: int, *, is_half: bool) -> float:
-    """Return the floats per token that low-rank matrices keep, in all layers: their inputs and
-    the low-rank products. The input of attention is counted in `_LAYER_FLOATS`."""
-    kept, inputs = 0.0, dict[str, float]()
+def _lora_floats(
+    lora: LoraSpec, adapted: Tensors, experts_per_token: int, *, is_half: bool
+) -> float:
+    """Return the floats per token that backward of all low-rank matrices needs.
+
+    These are their inputs and the low-rank products. `_LAYER_FLOATS` counts the input of attention.
+    """
+    low_rank_floats, inputs = 0.0, dict[str, float]()
     for name, matrix in adapted.items():
         module, _, leaf = name.rpartition(".")
         if len(matrix.shape) == 3:
-            kept += chosen * lora.r
-            inputs[name] = chosen * matrix.shape[-1]
+            low_rank_floats += experts_per_token * lora.r
+            inputs[name] = experts_per_token * matrix.shape[-1]
             continue
-        kept += lora.r
-        if lora.dropout:  # its input too, and the mask in bytes
-            kept += 1.25 * matrix.shape[1]
-        elif leaf in _OWN_INPUT:
+        low_rank_floats += lora.r
+        if lora.dropout:  # the input after dropout, and the mask in bytes
+            low_rank_floats += 1.25 * matrix.shape[1]
+        elif leaf in _LAYERS_WITH_OWN_INPUT:
             inputs[name] = matrix.shape[1]
         elif "att" not in module:
             inputs[module] = matrix.shape[1]
-    return kept + sum(inputs.values()) / (1 + is_half)
+    return low_rank_floats + sum(inputs.values()) / (1 + is_half)

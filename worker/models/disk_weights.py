@@ -1,10 +1,10 @@
-"""Keep converted weights on disk while loading a base that will be stored in a narrow dtype.
+"""Keep converted weights on disk while loading a base that will be stored in low precision.
 
-transformers converts all weights before a device narrows the first: it widens GGUF files and
+transformers converts all weights before the device quantizes the first: it converts GGUF files and
 checkpoints of several dtypes to float32, and stacks the experts of a mixture. Here each large
-weight is written to an unnamed file as soon as it is converted, and mapped from there, so that its
-pages can be dropped. Weights that safetensors has mapped are not copied. Values do not change; with
-a transformers release that loads differently, loading only takes more memory.
+weight is written to an unnamed file as soon as it is converted. The file is memory-mapped, so the
+weight's pages can be dropped. Weights that safetensors has mapped are not copied. Values do not
+change. If a transformers release loads differently, loading only takes more memory.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ _SMALL_BYTES: Final = limits.MIB
 _RELEASE_BATCH_BYTES: Final = 128 * limits.MIB
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _SEQUENTIAL_LOAD: Final = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Without it, transformers' threads convert weights before they are needed."""
+"""Environment variable that keeps transformers' threads from converting weights before they are
+needed."""
 
 
 @contextmanager
 def weights_on_disk(directory: Path) -> Iterator[None]:
-    """Context for `from_pretrained` of a model that is loaded for a narrow base.
+    """Context for `from_pretrained` that keeps converted weights on disk.
 
     Args:
         directory: Directory of the model's files, whose pages are released.
@@ -64,7 +65,7 @@ def weights_on_disk(directory: Path) -> Iterator[None]:
 
 
 def hide_progress_bar() -> None:
-    """Hide the progress bar for GGUF files, which transformers' own switch does not hide."""
+    """Hide the progress bar for GGUF files, which transformers' own option does not hide."""
     if "tqdm" in vars(gguf_utils):
         vars(gguf_utils)["tqdm"] = _no_progress_bar
 
@@ -74,7 +75,7 @@ def _no_progress_bar(iterable: Any, **_: object) -> Any:
 
 
 class _DiskWeights:
-    """Weights in an unnamed file, which exists as long as one of them is in use."""
+    """Weights in an unnamed file, which exists while any of the weights is in use."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -82,13 +83,16 @@ class _DiskWeights:
         self._unreleased_bytes = 0
 
     def array(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the values mapped from the file, or a copy if they are small."""
+        """Return the values mapped from the file, or a copy if they are small or not float32."""
         if values.nbytes < _SMALL_BYTES or values.dtype != np.float32:
             return np.copy(values)
         return self._write_and_map(np.ascontiguousarray(values))
 
     def parameter(self, module: nn.Module, name: str, original: Any) -> nn.Parameter | None:
-        """Return a mapped replacement for a parameter that a module registers; None to keep it."""
+        """Return a mapped replacement for a parameter that a module registers.
+
+        None keeps the parameter.
+        """
         del module, name
         values = original.detach() if isinstance(original, nn.Parameter) else None
         if values is None or values.device.type != "cpu" or values.nbytes < _SMALL_BYTES:

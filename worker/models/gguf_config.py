@@ -1,8 +1,8 @@
 """The configuration of a model in a GGUF file, with the keys that transformers ignores.
 
-transformers reads a GGUF file's keys by a table, which lacks some that change logits: Llama 3's
-scaling of rotary positions, biases, windows. Here these are added to the configuration, or the file
-is refused.
+transformers reads a GGUF file's keys by a table, which lacks some keys that change logits: Llama
+3's scaling of rotary positions, biases, windows. This module adds these keys to the configuration,
+or refuses the file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ATTRIBUTES: Final = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-"""GGUF keys, and the attribute of the configuration that has their value, if there is one."""
+"""GGUF keys, and the attribute of the configuration for their value; not every family has it."""
 _SCALES: Final = ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")
 _NEUTRAL_VALUES: Final = (None, 0, 0.0, 1.0, "none")
 
@@ -45,11 +45,11 @@ def read_config(directory: str, file: str, labels: Mapping[str, Any]) -> Any:
     Args:
         directory: Directory of the file.
         file: Name of the file.
-        labels: Further settings: a classifier's labels.
+        labels: The settings `id2label` and `label2id` of a classifier; empty for other models.
 
     Raises:
         DataError: The file asks for something that transformers does not compute for its family.
-        ValueError: The file cannot be read. transformers raises other errors, too.
+        ValueError: The file cannot be read. transformers also raises other errors.
     """
     import gguf  # noqa: PLC0415 -- of an extra
 
@@ -145,7 +145,8 @@ def _set_rope(
 def _llama_3_scaling(config: Any, divisors: NDArray[np.float32]) -> dict[str, Any] | None:
     """Return the settings of Llama 3's scaling that result in these divisors of the frequencies.
 
-    Source: `_compute_llama3_parameters` of transformers; a file holds only the resulting divisors.
+    None if no settings do. A file holds only the divisors. Source: `_compute_llama3_parameters` of
+    transformers.
     """
     theta, width = float(config.rope_parameters["rope_theta"]), 2 * len(divisors)
     waves = 2 * np.pi * theta ** (np.arange(0, width, 2) / width)

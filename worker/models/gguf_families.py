@@ -1,7 +1,7 @@
-"""The settings that llama.cpp computes for each family; others that change logits are refused.
+"""Settings that llama.cpp supports for each family; other settings that change logits are refused.
 
-A GGUF file names an architecture, which tells llama.cpp what to compute. llama.cpp ignores keys
-that it does not expect (a window in Mistral, say) and then computes another model. Source:
+A GGUF file names an architecture, by which llama.cpp chooses the computation. llama.cpp ignores
+keys that it does not expect, such as a window in Mistral, and then computes another model. Source:
 src/models of https://github.com/ggml-org/llama.cpp, one file for each architecture.
 """
 
@@ -27,18 +27,18 @@ class Family:
     """How llama.cpp computes the models of one `model_type`.
 
     Attributes:
-        architecture: llama.cpp's name for it.
-        activations: The activation functions that it computes.
-        stored_keys: Settings that the file holds as keys or by its tensors, in addition to
+        architecture: llama.cpp's name for the family.
+        activations: The activation functions that llama.cpp computes for it.
+        stored_keys: Settings that the file holds as keys or that its tensors imply, in addition to
             `_STORED_KEYS`.
-        fixed_settings: Maps a configuration to the settings that llama.cpp implies without the
-            file.
+        fixed_settings: Maps a configuration to the settings that llama.cpp has built in, which the
+            file does not hold.
         head: Whether the head may share the embedding's matrix, must share it, or needs its own
             tensor.
         rotates_pairs: Whether rotary positions rotate neighboring pairs of a head, not its two
             halves.
-        divides_frequencies: Whether it reads divisors of rotary frequencies, as for Llama 3.
-        adds_one_to_norms: Whether norms multiply by 1 + weight; the file holds the sum.
+        divides_frequencies: Whether llama.cpp reads divisors of rotary frequencies, as for Llama 3.
+        adds_one_to_norms: Whether norms multiply by 1 + weight; the file holds 1 + weight.
     """
 
     architecture: str
@@ -52,7 +52,10 @@ class Family:
 
 
 def _windows_with_period(config: Any, period: int, large_layers: int) -> Mapping[str, Any]:
-    """Gemma's layer types: the last layer of each period attends to all tokens. Also its scale."""
+    """Return Gemma's layer types and attention scale.
+
+    The last layer of each period attends to all tokens.
+    """
     heads = config.num_attention_heads
     is_large = config.num_hidden_layers == large_layers
     return {
@@ -105,7 +108,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "olmo2": Family("OLMO2", head="separate"),
     "smollm3": Family("SMOLLM3", fixed_settings=_smollm3_settings, rotates_pairs=True),
 }  # fmt: skip
-"""By `model_type`."""
+"""Families by `model_type`."""
 
 _REMEDY: Final = "use the model's directory as it is"
 _STORED_KEYS: Final = frozenset({
@@ -113,7 +116,7 @@ _STORED_KEYS: Final = frozenset({
     "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
     "pad_token_id", "rms_norm_eps", "tie_word_embeddings", "vocab_size",
 })  # fmt: skip
-"""Settings that the file holds, as keys or by its tensors."""
+"""Settings that the file holds as keys or that its tensors imply."""
 _WINDOW_KEYS: Final = frozenset({
     "_sliding_window_pattern", "layer_types", "max_window_layers", "sliding_window",
     "use_sliding_window",
@@ -126,11 +129,11 @@ _KEYS_WITHOUT_EFFECT: Final = frozenset({
     "problem_type", "resid_pdrop", "return_dict", "router_aux_loss_coef", "router_jitter_noise",
     "transformers_version", "use_cache",
 })  # fmt: skip
-"""Settings of training, of a call's outputs and of equivalent matrix splits, and the rotary
-settings that `_check_rope` checks.
+"""Settings that do not change logits (training, a call's outputs, equivalent matrix splits), and a
+rotary setting that `_check_rope` checks.
 """
 _HEADS_DIVIDE_WIDTH: Final = ("OLMO2", "PHI3", "QWEN2", "QWEN2MOE")
-"""Architectures without a key for the width of a head."""
+"""Architectures without a key for the width of a head: it is the hidden size / heads."""
 _SCALED_ROPE_KEYS: Final = {"rope_theta", "factor", "original_max_position_embeddings"}
 _ROPE_KEYS: Final = {
     "default": {"rope_theta"},
@@ -143,14 +146,14 @@ _ROPE_KEYS: Final = {
 }  # fmt: skip
 """The keys that a file holds, by type of rotary positions."""
 ROPE_OF_WINDOWS: Final = {"rope_type": "default", "rope_theta": 10_000.0}
-"""Rotary positions of Gemma 3's layers with a window, which llama.cpp implies without the file."""
+"""Rotary positions of Gemma 3's layers with a window; llama.cpp has them built in."""
 
 
 def check_config(config: Any) -> Family:
     """Return how llama.cpp computes a model with this configuration.
 
     Raises:
-        DataError: llama.cpp does not support it, or would compute something else.
+        DataError: llama.cpp does not support the configuration, or would compute another model.
     """
     family = FAMILIES.get(config.model_type)
     if family is None:
@@ -162,7 +165,7 @@ def check_config(config: Any) -> Family:
     for key, value in _other_settings(config, family):
         raise DataError(
             f"expected a {config.model_type} without {key} {value!r} for GGUF, as llama.cpp "
-            f"computes it without; {_REMEDY}"
+            f"ignores this setting; {_REMEDY}"
         )
     return family
 
@@ -181,10 +184,10 @@ def rope(config: Any) -> Mapping[str, Any]:
 
 
 def context_length(config: Any) -> int:
-    """Return the longest text, in tokens, for which llama.cpp computes the model's logits.
+    """Return the length in tokens of the longest text for which llama.cpp computes correct logits.
 
-    If llama.cpp ignores a sliding window, no text may be longer than the window: up to there, every
-    token attends to all earlier ones.
+    If llama.cpp ignores a sliding window, no text may be longer than the window: in shorter texts,
+    every token attends to all earlier tokens.
     """
     max_tokens = int(config.max_position_embeddings)
     window = getattr(config, "sliding_window", None)
@@ -219,7 +222,7 @@ def _check_rope(config: Any, family: Family) -> None:
         }:
             raise DataError(
                 f"expected rotary positions without {key} {value!r} for GGUF, as llama.cpp "
-                f"computes them without; {_REMEDY}"
+                f"ignores this setting; {_REMEDY}"
             )
     window_rope = (getattr(config, "rope_parameters", None) or {}).get("sliding_attention")
     if window_rope not in (None, ROPE_OF_WINDOWS):
@@ -230,7 +233,10 @@ def _check_rope(config: Any, family: Family) -> None:
 
 
 def _other_settings(config: Any, family: Family) -> Iterator[tuple[str, Any]]:
-    """Yield each setting of the family that is not its default, and that the file does not hold."""
+    """Yield name and value of each setting that differs from what llama.cpp computes.
+
+    Settings that the file holds are left out.
+    """
     for key in _ACTIVATION_KEYS:
         if getattr(config, key, None) not in {None, *family.activations}:
             yield key, getattr(config, key)

@@ -1,8 +1,8 @@
-"""Keep a model's initial values for another start from state 0.
+"""A copy of a model's initial values, for another start from state 0.
 
-A worker needs them when its run begins, and again only if the coordinator starts that run from the
-beginning. Large ones wait in an unnamed temporary file: in main memory, a model that is trained in
-full would take 4 more bytes per parameter for the whole run.
+A worker needs these values when its run begins, and again only if the coordinator restarts that run
+from the beginning. Large values are stored in an unnamed temporary file: in main memory, a model
+that is trained in full would take 4 more bytes per parameter for the whole run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class InitialValues:
     """Initial values, one flat float32 array per block.
 
     Args:
-        arrays: The values, which nobody else may change.
-        in_memory_bytes: Size above which they move to disk. If the disk has no space for them, they
+        arrays: The values, which the caller must not change.
+        in_memory_bytes: Size above which the values move to disk. If the disk has no space, they
             stay in memory.
     """
 

@@ -1,9 +1,9 @@
-"""Initial weights by a model library's own rules, with the same bits everywhere.
+"""Initial weights by the rules of the model's library, with the same bits on every machine.
 
 The library's own initialization runs, so values from a formula (the decay of a state-space model,
 norms, tables of positions) are unchanged. Random values come from `backends.base.draws`, since
-torch's depend on the instruction set. The last bits of torch's logarithms and powers depend on it
-too, so these are computed in float64 and rounded.
+torch's random values depend on the instruction set. So do the last bits of torch's logarithms and
+powers, which are therefore computed in float64 and rounded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INEXACT_FUNCTIONS: Final = frozenset({
     "log", "log1p", "log2", "log10", "exp", "expm1", "exp2", "pow", "sin", "cos", "tan", "tanh",
     "sigmoid", "erf", "erfinv", "erfc", "softplus", "rsqrt", "logit",
 })  # fmt: skip
-"""Functions whose last bits depend on the instruction set; their in-place forms too."""
+"""Functions whose last bits depend on the instruction set, as do those of their in-place forms."""
 _INITIALIZED_FLAG: Final = "_is_hf_initialized"
 """The attribute with which transformers marks parameters that it should not initialize."""
 _NORMAL: Final = {"normal_", "normal", "randn", "randn_like"}
@@ -33,7 +33,7 @@ _UNIFORM: Final = {"uniform_", "rand", "rand_like"}
 
 
 def draw_initial_weights(make: Callable[[], Any], seed: int) -> Any:
-    """Make a model of `transformers` whose weights are drawn from the seed.
+    """Create a model of `transformers`, with weights drawn from the seed.
 
     Args:
         make: Creates the model on the CPU, with torch's random weights.
@@ -77,7 +77,7 @@ def _reset_initialized_flags(model: Any, tied: Collection[str]) -> None:
 
 
 def _untie(model: Any, tied: Collection[str]) -> None:
-    """Untie weights: the library initializes the tensor that they are tied to."""
+    """Replace tied weights by separate tensors; the library initializes the tensor they shared."""
     for name in tied:
         owner, _, parameter_name = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -87,16 +87,18 @@ def _untie(model: Any, tied: Collection[str]) -> None:
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces torch's random values by our own, keyed by a parameter's name if it is drawn whole.
+    """Replaces torch's random values by values from `backends.base.draws`.
+
+    The key is the parameter's name if one call draws the whole parameter, else a counter.
 
     Args:
         seed: The run's seed.
-        model: The model, for the names of its parameters. None while it is constructed: torch draws
-            the parameters, and their distributions are recorded.
+        model: The model, for the names of its parameters. None during construction: torch draws the
+            parameters, and this mode records their distributions.
 
     Attributes:
-        draws_by_storage: The function from a key to values, by storage.
-        written_storages: Storages that were written.
+        draws_by_storage: Maps a storage to the function that draws its values from a key.
+        written_storages: Storages that in-place functions have written.
     """
 
     def __init__(self, seed: int, model: Any = None) -> None:
@@ -112,8 +114,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled here, and True would import torch's compiler, which takes 1
-        s."""
+        """Return False: nothing is compiled, and True would import torch's compiler, which takes
+        1 s."""
         return False
 
     def __torch_dispatch__(
@@ -139,10 +141,10 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> torch.Tensor:
         tensor: torch.Tensor = func(*args, **kwargs)
         storage, is_whole = _storage_of(tensor), tensor.numel() * 4 == _bytes_of(tensor)
-        own_arguments = (
+        distribution_arguments = (
             slice(0, 2) if name == "normal" else slice(1, None if name.endswith("_") else 1)
         )
-        parameters = args[own_arguments]
+        parameters = args[distribution_arguments]
         low = float(parameters[0]) if parameters else 0.0
         high = float(parameters[1]) if len(parameters) > 1 else 1.0
 
@@ -166,14 +168,14 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _compute_in_float64(
     func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Compute a function of float32 in float64 and round once."""
-    wide_arguments = [
+    """Compute a function of float32 in float64, and round its result once."""
+    float64_arguments = [
         argument.double()
         if isinstance(argument, torch.Tensor) and argument.dtype == torch.float32
         else argument
         for argument in args
     ]
-    result: torch.Tensor = func(*wide_arguments, **kwargs)
+    result: torch.Tensor = func(*float64_arguments, **kwargs)
     if name.endswith("_"):
         return torch.Tensor.copy_(args[0], result)
     is_float32 = any(

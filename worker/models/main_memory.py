@@ -1,7 +1,7 @@
-"""Checks that main memory can hold a model before it is loaded or created.
+"""Check that main memory can hold a model before it is loaded or created.
 
-Tensors that are not stored in float32 are converted in main memory; float32 ones stay in the mapped
-file, whose pages the system can drop.
+Tensors that are not stored in float32 are converted in main memory. Float32 tensors stay in the
+mapped file, whose pages the system can drop.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ def check_model_fits(
         path: The model: a directory of safetensors, or any other source.
         proc: Mount point of procfs.
         control_groups: Mount point of the control groups (version 2).
-        base_dtype: Stored dtype of matrices; embeddings are float32.
+        base_dtype: Stored dtype of the base's matrices; embeddings are float32.
 
     Raises:
-        MainMemoryTooSmall: It needs more than the machine or the control group has.
+        MainMemoryTooSmall: The model needs more memory than the machine or the control group has
+            available.
     """
     try:
         needed_bytes = converted_bytes(Path(path), base_dtype)
@@ -39,7 +40,7 @@ def check_model_fits(
 
 
 def check_bytes_fit(needed_bytes: int, proc: Path = PROC, groups: Path = GROUPS) -> None:
-    """Check that a number of bytes fits; arguments and errors as for `check_model_fits`."""
+    """Check that main memory has this many bytes; see `check_model_fits`."""
     give_back_freed_memory()  # from an earlier run's model
     try:
         available = read_memory(proc, groups).available
@@ -50,9 +51,9 @@ def check_bytes_fit(needed_bytes: int, proc: Path = PROC, groups: Path = GROUPS)
 
 
 def converted_bytes(directory: Path, base_dtype: BaseDtype = "float32") -> int:
-    """Return the bytes of a directory's tensors that are not stored in float32, once converted.
+    """Return the size after conversion of a directory's tensors that are not stored in float32.
 
-    0 if it has no safetensors of the usual names.
+    The size is 0 if the directory has no safetensors of the usual names.
     """
     return sum(
         tensor.bytes_in(base_dtype)

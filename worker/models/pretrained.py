@@ -1,7 +1,7 @@
-"""Loads Hugging Face models, or starts them from a configuration, with the same bits everywhere.
+"""Load Hugging Face models, or create them from a configuration, with the same bits everywhere.
 
 Weights that a checkpoint lacks (a new head), and those of a new model, are drawn by
-`backends.base.draws`: transformers would use torch's generator. Code that comes with a model is
+`backends.base.draws`, not by torch's generator as in transformers. Code that comes with a model is
 never run.
 """
 
@@ -53,7 +53,7 @@ from worker.models.initial_weights import draw_initial_weights
 
 _UNSUPPORTED_QUANTIZERS: Final = ("bitsandbytes", "gptq", "awq")
 _DEFAULT_DEVIATION: Final = 0.02
-"""Standard deviation of new weights if the model's configuration has none: BERT's."""
+"""Standard deviation of new weights, as in BERT, if the model's configuration has none."""
 _PROBLEM_TYPE: Final[Mapping[str, str]] = {
     "multi-label": "multi_label_classification",
     "regression": "regression",
@@ -64,16 +64,18 @@ _HUB_TIMEOUT_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Pretrained:
-    """A model ready to train, in float32, and its configuration.
+    """A loaded model and its configuration.
 
     Attributes:
-        model: The whole model.
-        config: Its configuration.
+        model: The whole model, in float32; a base that will be stored in low precision may have
+            the dtype of its files.
+        config: The model's configuration.
         weights_digest: Digest of all weights, drawn ones included.
-        forward_options: Keywords of every forward: no cache, which only generating needs.
-        added_tokens: The tokens that the run adds (`worker.models.added_tokens`).
-        drawn_parameters: Numbers of elements of the parameters that the source lacks and that were
+        forward_options: Keywords of every forward. They turn off the cache, which only generation
+            needs.
+        drawn_parameters: Number of elements of each parameter that the source lacks and that is
             drawn; empty for a new model.
+        added_tokens: The tokens that the run adds (`worker.models.added_tokens`).
     """
 
     model: torch.nn.Module
@@ -85,7 +87,7 @@ class Pretrained:
 
     @property
     def vocabulary(self) -> int:
-        """Size of the vocabulary: rows of the embedding."""
+        """Return the size of the vocabulary: the number of rows of the embedding."""
         embedding = getattr(self.model.get_input_embeddings(), "num_embeddings", None)  # type: ignore[operator]
         return int(embedding or self.config.get_text_config().vocab_size)
 
@@ -103,13 +105,13 @@ def load_classifier(
     Args:
         spec: The section `model`, which names the source.
         labels: Names of the labels, by number.
-        padding: The tokenizer's padding token: decoders look for the last token before it.
+        padding: The tokenizer's padding token. Decoders classify by the last token before padding.
         seed: The run's seed.
-        problem: The kind of labels.
+        problem: The kind of classification problem.
 
     Raises:
         DataError: The source has no such model, or loading it would run its code.
-        MainMemoryTooSmall: This machine has too little memory for it.
+        MainMemoryTooSmall: This machine has too little memory for the model.
     """
     head_options = {
         "id2label": dict(enumerate(labels)),
@@ -124,7 +126,7 @@ def load_classifier(
 
 
 def load_tagger(spec: ModelSpec, names: Sequence[str], seed: int) -> Pretrained:
-    """Load an encoder with a head for tags of tokens; errors as for `load_classifier`.
+    """Load an encoder with a head that tags tokens; errors as for `load_classifier`.
 
     Args:
         spec: The section `model`, which names the source.
@@ -167,13 +169,13 @@ def freeze_pooler(loaded: Pretrained) -> Pretrained:
 
 
 def load_masked_lm(spec: ModelSpec) -> Pretrained:
-    """Load an encoder with its head for masked tokens; errors as for `load_classifier`."""
+    """Load an encoder with its masked-language-modeling head; errors as for `load_classifier`."""
     return _load(transformers.AutoModelForMaskedLM, spec, 0, {})
 
 
 def load_text_model(spec: ModelSpec) -> Pretrained:
-    """Load a model of text without labels: an encoder-decoder, an encoder with its head for masked
-    tokens, or else a decoder.
+    """Load a language model: an encoder-decoder, an encoder with its masked-language-modeling head,
+    or else a decoder; errors as for `load_classifier`.
     """
     assert spec.source is not None
     location, keywords = locate(spec.source)
@@ -195,21 +197,23 @@ def load_causal_lm(spec: ModelSpec, seed: int) -> Pretrained:
 
     Args:
         spec: The section `model`, which names the source.
-        seed: Seed of a head that the source lacks. For an adapter it is always 0, so that the
+        seed: Seed of a head that the source lacks. For an adapter the seed is always 0, so the
             adapter's base can be loaded again without the run's seed.
     """
     return _decoder(_load(transformers.AutoModelForCausalLM, spec, seed, {}), spec)
 
 
 def _decoder(loaded: Pretrained, spec: ModelSpec) -> Pretrained:
-    is_narrow = spec.base_dtype != "float32"
-    with stored_dtypes.pages_released_after_use(loaded.model) if is_narrow else nullcontext():
+    is_low_precision = spec.base_dtype != "float32"
+    with (
+        stored_dtypes.pages_released_after_use(loaded.model) if is_low_precision else nullcontext()
+    ):
         check_causality(loaded.model, loaded.vocabulary, loaded.forward_options)
     return loaded
 
 
 def refuse_drawn_weights(loaded: Pretrained, source: str, remedy: str) -> None:
-    """Refuse a model with drawn weights, which have learned nothing.
+    """Refuse a model with drawn weights, which are untrained.
 
     Raises:
         DataError: Some weights were drawn; the message ends with `remedy`.
@@ -225,14 +229,13 @@ def create_causal_lm(run: RunSpec, vocabulary: int, end_token: int) -> Pretraine
     """Create a decoder from `model.config`, with weights from `draw_initial_weights`.
 
     Args:
-        run: The run spec, whose `model.config` has model_type and sizes; vocab_size may be left
-            out.
+        run: The run spec. Its `model.config` has model_type and sizes; vocab_size is optional.
         vocabulary: Number of tokens of the tokenizer.
         end_token: The token that ends a text.
 
     Raises:
         DataError: transformers has no such model, or cannot create it with these sizes.
-        MainMemoryTooSmall: This machine has too little memory for it.
+        MainMemoryTooSmall: This machine has too little memory for the model.
     """
     spec = run.model
     assert spec is not None
@@ -277,23 +280,23 @@ def create_causal_lm(run: RunSpec, vocabulary: int, end_token: int) -> Pretraine
 
 
 def _parameter_copies(run: RunSpec) -> int:
-    """Return how many copies of a new model's parameters main memory holds, at least.
+    """Return how many copies of a new model's parameters main memory holds at least.
 
-    There are two copies of the initial values, and the replica with its moments. The device's own
-    memory is checked elsewhere.
+    There are two copies of the initial values, and the replica with its moments. Device memory is
+    checked elsewhere.
     """
     if run.is_capture:
         return 1
-    # An inner phase has its own parameters and moments, and sends its difference.
+    # An inner phase has separate parameters and moments, and sends the parameters' change.
     per_replica = 0 if run.replicas is None else 2 + moment_count(run.optimizer)
     return 2 + state_arrays(run.step_optimizer) + per_replica
 
 
 def check_length(model: torch.nn.Module, max_tokens: int) -> None:
-    """Refuse samples longer than the model has positions; their length is `data.max_tokens`.
+    """Refuse a `data.max_tokens` above the number of the model's positions.
 
     Raises:
-        DataError: Samples are longer.
+        DataError: Samples may be longer than the model allows.
     """
     max_positions = max_sample_tokens(model)
     if max_tokens > max_positions:
@@ -304,10 +307,9 @@ def check_length(model: torch.nn.Module, max_tokens: int) -> None:
 
 
 def max_sample_tokens(model: torch.nn.Module) -> float:
-    """Return the most tokens that a sample may have, infinity if the model has no limit.
+    """Return the most tokens that a sample may have; infinity if the model has no limit.
 
-    RoBERTa and its successors number positions from `padding_idx + 1`, so the rows before it are
-    unused.
+    RoBERTa and its successors number positions from `padding_idx + 1`, so earlier rows are unused.
     """
     config_positions = getattr(model.config, "max_position_embeddings", None)
     limits = [math.inf if config_positions is None else int(config_positions)]
@@ -316,7 +318,7 @@ def max_sample_tokens(model: torch.nn.Module) -> float:
 
 
 def _padded_position_tables(model: torch.nn.Module) -> Iterator[tuple[int, int]]:
-    """Yield rows and unused rows of each table of positions that begins after padding."""
+    """Yield the numbers of rows and of unused rows of each position table with a padding index."""
     for module in model.modules():
         table = getattr(getattr(module, "position_embeddings", None), "weight", None)
         padding = getattr(module, "padding_idx", None)
@@ -325,7 +327,7 @@ def _padded_position_tables(model: torch.nn.Module) -> Iterator[tuple[int, int]]
 
 
 def initial_values(module: torch.nn.Module, blocks: Sequence[Block]) -> list[Array]:
-    """Return a copy of the blocks' tensors in the module, one flat array per block."""
+    """Return a copy of the blocks' parameters, one flat array per block."""
     parameters = dict(module.named_parameters())
     return [
         np.concatenate(
@@ -336,7 +338,7 @@ def initial_values(module: torch.nn.Module, blocks: Sequence[Block]) -> list[Arr
 
 
 def locate(source: str, *, tokenizer: bool = False) -> tuple[str, dict[str, Any]]:
-    """Return location and keywords for `from_pretrained`, for a run spec's source.
+    """Return the location and keywords with which `from_pretrained` loads a run spec's source.
 
     Args:
         source: Source of a model, or of a tokenizer.
@@ -354,10 +356,12 @@ def locate(source: str, *, tokenizer: bool = False) -> tuple[str, dict[str, Any]
 
 
 def _hub_answers(name: str) -> bool:
-    """Return whether the hub answers within `_HUB_TIMEOUT_S`; its own library retries for a minute.
+    """Return whether the hub accepts a connection within `_HUB_TIMEOUT_S`.
+
+    The hub's library would retry for a minute. Behind a proxy, nothing is checked.
 
     Raises:
-        DataError: The hub does not answer, and the model was never fetched before.
+        DataError: The hub does not answer, and the model is not in the cache.
     """
     address = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT)
     if huggingface_hub.constants.HF_HUB_OFFLINE:
@@ -390,17 +394,17 @@ _EXPECTED_MODELS: Final = {
     "AutoModelForSequenceClassification": "a model with a head for classes, such as BERT",
     "AutoModelForTokenClassification": "a model with a head for tags, such as BERT",
 }
-"""The kind of model that each class of transformers loads, for errors."""
+"""The kind of model that each class of transformers loads, for error messages."""
 
 
 def load_error(kind: str, source: str, error: Exception) -> DataError:
-    """Return the error that a model or tokenizer cannot be loaded, in one line."""
+    """Return a one-line error for a model or tokenizer that cannot be loaded."""
     return DataError(f"cannot load the {kind} {source!r}: {describe_error(error)}")
 
 
 def silence_libraries() -> None:
-    """Silence libraries in a worker's log; tokenizers also warn about forks."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    """Turn off the libraries' warnings and progress bars, which do not belong in a worker's log."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise it warns about forks
     # A user cannot act on deprecations between these libraries.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -415,22 +419,22 @@ def _load(
     assert spec.source is not None
     silence_libraries()
     location, keywords = locate(spec.source)
-    is_narrow, dtype = spec.base_dtype != "float32", torch.float32
+    is_low_precision, dtype = spec.base_dtype != "float32", torch.float32
     if "gguf_file" not in keywords:
         keywords["use_safetensors"] = True  # never pickles
         _refuse_foreign_quantization(location, spec.source)
         main_memory.check_model_fits(location, base_dtype=spec.base_dtype)
-        dtype = stored_dtypes.dtype_of(location) if is_narrow else dtype
+        dtype = stored_dtypes.dtype_of(location) if is_low_precision else dtype
     progress.say(f"reading the model {spec.source!r}")
     model, report = _load_pretrained(
         auto_class, spec, location, dtype, {**head_options, **keywords}
     )
     drawn_names = {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
-    if is_narrow and expert_layers(model):
+    if is_low_precision and expert_layers(model):
         model.set_experts_implementation(
             "eager"
-        )  # the others need all experts widened in one stack
-    if dtype != torch.float32 and not stored_dtypes.widen_but_the_base(model, drawn_names):
+        )  # other implementations need all experts of a layer in one float32 stack
+    if dtype != torch.float32 and not stored_dtypes.convert_except_base(model, drawn_names):
         model, report = _load_pretrained(
             auto_class, spec, location, torch.float32, {**head_options, **keywords}
         )
@@ -450,8 +454,9 @@ def _load(
 
 
 def _refuse_foreign_quantization(location: str, source: str) -> None:
-    """Refuse quantized checkpoints that only a library's kernels can widen: bits depend on the
-    device.
+    """Refuse quantized checkpoints that only a library's kernels can dequantize.
+
+    Their bits depend on the device.
 
     Raises:
         DataError: The checkpoint is quantized in such a way.
@@ -463,9 +468,9 @@ def _refuse_foreign_quantization(location: str, source: str) -> None:
         return
     if method.partition("_")[0] in _UNSUPPORTED_QUANTIZERS:
         raise DataError(
-            f"the checkpoint {source!r} is stored by {method}, which only its own kernels can "
-            "read; use the model that it was quantized from, which model.base_dtype nf4 (or int4, "
-            "int8) stores in as few bits"
+            f"the checkpoint {source!r} is quantized with {method}, which only its own kernels can "
+            "read; use the model that it was quantized from, and set model.base_dtype to nf4 (or "
+            "int4, int8) to store it in as few bits"
         )
 
 
@@ -473,7 +478,7 @@ def _load_pretrained(
     auto_class: Any, spec: ModelSpec, location: str, dtype: torch.dtype, keywords: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     assert spec.source is not None
-    is_narrow = spec.base_dtype != "float32"
+    is_low_precision = spec.base_dtype != "float32"
     is_gguf = "gguf_file" in keywords
     try:
         if is_gguf:
@@ -482,7 +487,7 @@ def _load_pretrained(
             keywords = {
                 keyword: value for keyword, value in keywords.items() if keyword not in labels
             } | {"config": config}
-        with disk_weights.weights_on_disk(Path(location)) if is_narrow else nullcontext():
+        with disk_weights.weights_on_disk(Path(location)) if is_low_precision else nullcontext():
             return tuple(
                 auto_class.from_pretrained(
                     location,
@@ -547,8 +552,8 @@ def _finish_loading(model: Any, spec: ModelSpec, drawn_parameters: Mapping[str, 
                 f"{describe_error(error)}; --set model.gradient_checkpointing=false"
             ) from None
     # Unsaved buffers are not digested: their last bits depend on the machine.
-    is_narrow = spec.base_dtype != "float32"
-    arrays = stored_dtypes.Float32View(model.state_dict(), releases=is_narrow)
+    is_low_precision = spec.base_dtype != "float32"
+    arrays = stored_dtypes.Float32View(model.state_dict(), releases_pages=is_low_precision)
     has_cache = "use_cache" in inspect.signature(model.forward).parameters
     options = {"use_cache": False} if has_cache else {}
     return Pretrained(model, model.config, digest_arrays(arrays), options, drawn_parameters)
@@ -564,9 +569,10 @@ def _check_config_keys(config_keys: Mapping[str, Any], config: Any, model_type: 
 
 
 def _draw_parameters(model: Any, names: Collection[str], seed: int) -> None:
-    """Draw these parameters: matrices from a normal distribution of the configuration's deviation.
+    """Draw these parameters: matrices normally, with the configuration's deviation.
 
-    Parameters that transformers sets to a constant keep it: norms are ones, biases zeros.
+    Parameters that transformers sets to zeros or ones are unchanged. Other vectors become zeros if
+    they are biases, else ones.
     """
     deviation = getattr(model.config, "initializer_range", None) or _DEFAULT_DEVIATION
     with torch.no_grad():
@@ -581,7 +587,7 @@ def _draw_parameters(model: Any, names: Collection[str], seed: int) -> None:
 
 
 def _is_constant(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is all zeros or all ones; fresh memory may hold anything."""
+    """Return whether a parameter is all zeros or all ones; fresh memory may have any values."""
     first_value = float(parameter.reshape(-1)[0]) if parameter.numel() else 0.0
     return first_value in {0.0, 1.0} and bool((parameter == first_value).all())
 

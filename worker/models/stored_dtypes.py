@@ -1,7 +1,7 @@
-"""Load a base that will be stored in a narrow dtype without widening it to float32 first.
+"""Load a base that will be stored in low precision without converting it to float32 first.
 
 Safetensors files are memory-mapped, so weights that are not converted occupy only pages, which are
-dropped once they have been read. The device narrows one weight at a time; see
+dropped once they have been read. The device quantizes one weight at a time; see
 `backends.quantization.mapped_weights`.
 """
 
@@ -27,8 +27,9 @@ _HALF_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def dtype_of(directory: str) -> torch.dtype:
-    """Return the common dtype of all tensors in a model's directory if it has 16 bits, else
-    float32.
+    """Return the dtype of all tensors in a model's directory if they share one of 16 bits.
+
+    Otherwise, return float32.
     """
     dtypes = set()
     try:
@@ -41,15 +42,15 @@ def dtype_of(directory: str) -> torch.dtype:
     return _HALF_DTYPES.get(dtypes.pop(), torch.float32) if len(dtypes) == 1 else torch.float32
 
 
-def widen_but_the_base(model: Any, drawn_names: Collection[str]) -> bool:
+def convert_except_base(model: Any, drawn_names: Collection[str]) -> bool:
     """Convert all parameters to float32 except the frozen matrices of the model's body.
 
     Args:
         model: A model loaded in its files' dtype.
-        drawn_names: Names of parameters that the files lack, which were drawn.
+        drawn_names: Names of parameters that the files lack and that are drawn.
 
     Returns:
-        False if the model has computed a buffer in that dtype, and must be loaded in float32.
+        False if the model has computed a buffer in 16 bits, so it must be loaded in float32.
     """
     half_dtypes = (torch.bfloat16, torch.float16)
     if any(buffer.dtype in half_dtypes for buffer in model.buffers()):
@@ -73,7 +74,7 @@ def widen_but_the_base(model: Any, drawn_names: Collection[str]) -> bool:
 
 @contextmanager
 def pages_released_after_use(model: nn.Module) -> Iterator[None]:
-    """Context in which the pages of a layer's weights are released after its forward."""
+    """Context that releases the pages of each layer's weights after the layer's forward."""
 
     def release(layer: nn.Module, *_: object) -> None:
         for parameter in layer.parameters(recurse=False):
@@ -92,18 +93,18 @@ def pages_released_after_use(model: nn.Module) -> Iterator[None]:
 
 
 class Float32View(Mapping[str, Streamed]):
-    """A mapping of tensors to arrays in parts; 16-bit ones are converted to float32 on access.
+    """A mapping from names to arrays in parts; 16-bit tensors are converted to float32 on access.
 
-    Mapped files are first read here, so it reports progress.
+    Mapped files are read here for the first time, so the mapping reports progress.
 
     Args:
         tensors: Tensors by name.
-        releases: Whether the pages of mapped files are released once read.
+        releases_pages: Whether to release the pages of mapped files after reading.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, releases: bool) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, releases_pages: bool) -> None:
         self._tensors = tensors
-        self._releases = releases
+        self._releases_pages = releases_pages
         self._meter = Meter("read", sum(tensor.nbytes for tensor in tensors.values()))
 
     def __getitem__(self, name: str) -> Streamed:
@@ -117,7 +118,7 @@ class Float32View(Mapping[str, Streamed]):
             part = flat[start : start + _PART_ELEMENTS]
             yield part.to(dtype).numpy()
             self._meter.add(part.nbytes)
-        if self._releases:
+        if self._releases_pages:
             release_pages(flat)
 
     def __iter__(self) -> Iterator[str]:

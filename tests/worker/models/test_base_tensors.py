@@ -1,4 +1,4 @@
-"""Tensors read from the headers of a base's files equal those of its module, with experts."""
+"""Base tensors described by file headers equal those of the module, also for experts."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -49,7 +49,7 @@ def model_of(family: str) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tensors_equal_those_of_the_module(family: str, tmp_path: Path):
+def test_base_tensors_equal_those_of_the_module(family: str, tmp_path: Path):
     model = model_of(family)
     model.save_pretrained(tmp_path)
     tensors = base_tensors(tmp_path)
@@ -58,7 +58,7 @@ def test_tensors_equal_those_of_the_module(family: str, tmp_path: Path):
         name: tuple(value.shape) for name, value in module_state.items()
     }
     model.requires_grad_(requires_grad=False)
-    quantized_names = {name for name, tensor in tensors.items() if tensor.is_narrow("int4")}
+    quantized_names = {name for name, tensor in tensors.items() if tensor.is_low_precision("int4")}
     assert quantized_names == frozen_base(model).keys()
     assert sum(tensor.bytes_in("float32") for tensor in tensors.values()) == 4 * sum(
         parameter.numel() for parameter in module_state.values()

@@ -61,5 +61,5 @@ def test_foreign_quantization_names_an_alternative(models, tmp_path, method):
     config["quantization_config"] = {"quant_method": method, "load_in_4bit": True, "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(models / "first" / "model.safetensors")
-    with pytest.raises(DataError, match=f"stored by {method}, which only its own kernels"):
+    with pytest.raises(DataError, match=f"quantized with {method}, which only its own kernels"):
         load_causal_lm(ModelSpec(source=str(tmp_path)), 0)
