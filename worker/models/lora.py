@@ -1,4 +1,4 @@
-"""Low-rank adaptation through peft: matrices beside frozen layers, and the adapter's own layout.
+"""Low-rank adaptation of frozen layers with peft, and the file layout of adapters.
 
 Source: Hu et al. 2021, arXiv:2106.09685.
 """
@@ -42,7 +42,7 @@ TaskType = Literal[
 ]
 
 LOG_SCALE: Final = "log_scale"
-"""The learned temperature of a model or adapter that embeds texts, as log(1 / temperature)."""
+"""Name of the learned temperature of models and adapters that embed texts: log(1 / temperature)."""
 _ELEMENTS_AT_ONCE: Final = 1 << 20
 _SHOWN_NAMES: Final = 16
 """Most names that a message lists."""
@@ -58,20 +58,21 @@ ATTENTION: Final = (
     ("Wqkv",),
     ("c_attn",),
 )
-"""Names of attention's query and value layers, by family of models."""
+"""Names of attention's query and value layers, or of fused layers, by family of models."""
 
 
 class Lora:
-    """A model with low-rank matrices beside its targets; the head, if named, is trained too.
+    """A frozen model with low-rank matrices for its target layers; `heads` are trained in full.
 
     Args:
-        model: The model, whose own parameters are frozen.
-        spec: Rank, scale, dropout, targets and rarer options; without targets, those of attention.
+        model: The model, whose parameters this freezes.
+        spec: Rank, scale, dropout, targets and other options. The default targets are attention's
+            query and value layers.
         task_type: The adapter's task type in peft.
-        heads: Modules that are trained in full: a classifier's head, modules that the checkpoint
-            lacks.
+        heads: Names of modules that are trained in full: a classifier's head, and modules that the
+            checkpoint lacks.
         seed: The run's seed.
-        adapter: Directory of an adapter to continue, in PEFT's layout.
+        adapter: Source of an adapter in PEFT's layout, whose training continues.
         added_tokens: Tokens whose rows of the embeddings and the head are trained.
         base_dtype: Stored dtype of the frozen base.
 
@@ -79,8 +80,8 @@ class Lora:
         adapter_digest: Digest of the continued adapter; empty if there is none.
 
     Raises:
-        DataError: A target is not in the model, or none can be found; the adapter belongs to
-            another model.
+        DataError: A target is not in the model, no default targets are found, or the adapter
+            belongs to another model.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Lora:
             "modules_to_save": list(heads) or None,
             "r": spec.r,
             "target_modules": list(targets),
-            "task_type": None if task_type == "MASKED_LM" else task_type,  # peft has none for it
+            "task_type": None if task_type == "MASKED_LM" else task_type,  # peft has no type for it
             **_optional_keys(spec),
             **_trained_token_keys(model, added_tokens, heads, targets),
         }
@@ -139,7 +140,7 @@ class Lora:
         _refuse_unusual_embeddings(self.module)
         _initialize_matrices(self.module, seed, STORAGE[base_dtype])
         if spec.dora and base_dtype != "float32":
-            _keep_dora_narrow(self.module)
+            _use_base_product_in_dora(self.module)
         self.adapter_digest = (
             "" if earlier_directory is None else _load_adapter(self.module, earlier_directory)
         )
@@ -152,7 +153,7 @@ class Lora:
             blocks: Blocks of the module.
             files: Further text files.
         """
-        # Keys that every version of peft knows.
+        # Every version of peft knows these keys.
         config = self._config | {
             "base_model_name_or_path": base,
             "inference_mode": True,
@@ -173,7 +174,7 @@ class Lora:
 
 
 def _optional_keys(spec: LoraSpec) -> dict[str, Any]:
-    """Return the keys of an adapter's configuration that most adapters leave out."""
+    """Return the keys of an adapter's configuration that are left out at their defaults."""
     alphas = {name: _int_if_whole(alpha) for name, alpha in spec.alpha_pattern.items()}
     keys = {
         "use_rslora": spec.rslora,
@@ -188,7 +189,7 @@ def _optional_keys(spec: LoraSpec) -> dict[str, Any]:
 def _trained_token_keys(
     model: torch.nn.Module, tokens: Sequence[int], heads: Sequence[str], targets: Sequence[str]
 ) -> dict[str, Any]:
-    """Return peft's key for trained rows of tables that are not trained in full.
+    """Return peft's key that trains the rows of these tokens, for tables not trained in full.
 
     Raises:
         DataError: A table has low-rank matrices, or this release of peft lacks the key.
@@ -197,8 +198,8 @@ def _trained_token_keys(
     adapted_tables = [name for name in tables if is_named(name, targets)]
     if adapted_tables:
         raise DataError(
-            f"lora.targets names {adapted_tables[0].rpartition('.')[2]!r}, whose rows of "
-            "model.added_tokens are trained beside the matrices: leave it out, or name it in "
+            f"lora.targets names {adapted_tables[0].rpartition('.')[2]!r}, whose rows for "
+            "model.added_tokens are already trained: leave it out, or name it in "
             "lora.modules_to_save"
         )
     if not tables:
@@ -211,12 +212,15 @@ def _trained_token_keys(
 
 
 def is_named(module: str, names: Sequence[str]) -> bool:
-    """Whether a module, or parameter, has one of these names or ends with it, as in peft."""
+    """Return whether the name of a module or parameter is one of these, or ends with one.
+
+    The rule is peft's: `a.b.c` ends with `b.c`.
+    """
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _linear_layers(model: torch.nn.Module, heads: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of all linear layers except the head, as short as possible."""
+    """Return the names of all linear layers except the head's, as short as possible."""
     any_model: Any = model
     output_layer = (
         any_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -242,9 +246,9 @@ def _linear_layers(model: torch.nn.Module, heads: Sequence[str]) -> tuple[str, .
 
 
 def _refuse_unknown_names(model: torch.nn.Module, spec: LoraSpec) -> None:
-    """Refuse a name of `lora.targets` or `lora.target_parameters` that peft would pass over.
+    """Refuse a name in `lora.targets` or `lora.target_parameters` that peft would ignore.
 
-    peft accepts a list if one of its names is found, so a typo would train less than intended.
+    peft accepts a list if the model has one of its names, so a typo would train less than intended.
 
     Raises:
         DataError: The model has no module or parameter of that name.
@@ -275,10 +279,10 @@ def _refuse_unknown_names(model: torch.nn.Module, spec: LoraSpec) -> None:
 
 
 def _refuse_unused_patterns(module: torch.nn.Module, spec: LoraSpec) -> None:
-    """Refuse a key of `lora.rank_pattern` or `lora.alpha_pattern` that fits no adapted layer.
+    """Refuse a key of `lora.rank_pattern` or `lora.alpha_pattern` that matches no adapted layer.
 
     Raises:
-        DataError: A key fits no layer.
+        DataError: A key matches no layer.
     """
     from peft.tuners.lora import LoraLayer  # noqa: PLC0415
     from peft.utils.other import get_pattern_key  # noqa: PLC0415
@@ -288,7 +292,7 @@ def _refuse_unused_patterns(module: torch.nn.Module, spec: LoraSpec) -> None:
         "rank_pattern": spec.rank_pattern, "alpha_pattern": spec.alpha_pattern,
     }  # fmt: skip
     for key, pattern in patterns.items():
-        # If two keys fit a layer, peft takes the first, so each is tested alone.
+        # If two keys match a layer, peft takes the first, so each key is tested alone.
         unused_keys = [
             pattern_key
             for pattern_key in pattern
@@ -300,12 +304,12 @@ def _refuse_unused_patterns(module: torch.nn.Module, spec: LoraSpec) -> None:
             adapted_names = sorted({name.rpartition(".")[2] for name in layers})
             raise DataError(
                 f"expected names of adapted layers in lora.{key}, got {unused_keys[0]!r}; "
-                f"adapted are {_similar_names(adapted_names, unused_keys[0])}"
+                f"the run adapts {_similar_names(adapted_names, unused_keys[0])}"
             )
 
 
 def _similar_names(names: Sequence[str], name: str) -> str:
-    """Return these names for a message, or the most similar ones if there are many."""
+    """Return these names as text; of many names, only those most similar to `name`."""
     similar = (
         names
         if len(names) <= _SHOWN_NAMES
@@ -315,7 +319,7 @@ def _similar_names(names: Sequence[str], name: str) -> str:
 
 
 def _refuse_tied_modules(model: torch.nn.Module, names: Sequence[str]) -> None:
-    """Refuse to train in full a module whose weight another module shares.
+    """Refuse to train a module in full if another module shares its weight.
 
     Raises:
         DataError: A module's weight is shared, or there is no module of that name.
@@ -343,18 +347,18 @@ def _refuse_tied_modules(model: torch.nn.Module, names: Sequence[str]) -> None:
             other_modules = sorted({*shared_owners[0]} - {*matching_modules})
             raise DataError(
                 f"lora.modules_to_save names {module_name!r}, whose weight "
-                f"{' and '.join(other_modules)} shares, so they would become two: name it in "
+                f"{' and '.join(other_modules)} shares; training would separate them: name it in "
                 "lora.targets instead"
             )
 
 
 def head_modules(model: torch.nn.Module) -> list[str]:
-    """Return the names of the children beside the encoder that have parameters: the head."""
-    encoder = getattr(model, "base_model_prefix", "")
+    """Return the names of the head's modules: children other than the body, with parameters."""
+    body = getattr(model, "base_model_prefix", "")
     return [
         name
         for name, child in model.named_children()
-        if name != encoder and any(True for _ in child.parameters())
+        if name != body and any(True for _ in child.parameters())
     ]
 
 
@@ -373,14 +377,14 @@ def _refuse_adapted_heads(heads: Sequence[str], targets: Sequence[str]) -> None:
     """Refuse low-rank matrices in a module that is trained in full.
 
     Raises:
-        DataError: A target is such a module.
+        DataError: A target is trained in full.
     """
     adapted_heads = [
         head for head in heads if head.rpartition(".")[2] in targets or head in targets
     ]
     if adapted_heads:
         raise DataError(
-            f"lora.targets names {adapted_heads[0]!r}, which is trained in full already; leave it "
+            f"lora.targets names {adapted_heads[0]!r}, which is already trained in full; leave it "
             "out"
         )
 
@@ -411,11 +415,12 @@ def _refuse_unusual_embeddings(module: torch.nn.Module) -> None:
 
 
 def _initialize_matrices(module: torch.nn.Module, seed: int, storage: Storage) -> None:
-    """Fill A by peft's rule (kaiming_uniform_ with a = sqrt(5)) with our draws, B with zeros.
+    """Initialize A by peft's rule (kaiming_uniform_ with a = sqrt(5)), and B with zeros.
 
-    DoRA's magnitudes are the norms of the rows of the stored weight.
+    Random values come from `backends.base.draws`. DoRA's magnitudes are the norms of the stored
+    weight's rows.
     """
-    narrow_ids = (
+    low_precision_ids = (
         {id(tensor) for tensor in frozen_base(module).values()} if storage != "f32" else set()
     )
     with torch.no_grad():
@@ -433,11 +438,17 @@ def _initialize_matrices(module: torch.nn.Module, seed: int, storage: Storage) -
                 # For a table, peft takes the norms of columns: again one magnitude per output.
                 if isinstance(layer.get_base_layer(), Conv1D | torch.nn.Embedding):
                     rows = rows.T
-                fill(parameter, _row_norms(rows, storage if id(weight) in narrow_ids else "f32"))
+                fill(
+                    parameter,
+                    _row_norms(rows, storage if id(weight) in low_precision_ids else "f32"),
+                )
 
 
 def _row_norms(rows: torch.Tensor, storage: Storage) -> Array:
-    """Return the norm of each stored row, summed in float64 for the same bits on all machines."""
+    """Return the norm of each row as it is stored.
+
+    Sums are in float64, so the norms have the same bits on all machines.
+    """
     norms = np.empty(len(rows), np.float32)
     rows_per_part = max(1, _ELEMENTS_AT_ONCE // rows.shape[1])
     for start in range(0, len(rows), rows_per_part):
@@ -450,28 +461,28 @@ def _row_norms(rows: torch.Tensor, storage: Storage) -> Array:
     return norms
 
 
-def _keep_dora_narrow(module: torch.nn.Module) -> None:
-    """Let the base layer compute the product that DoRA computes from its weight.
+def _use_base_product_in_dora(module: torch.nn.Module) -> None:
+    """Make DoRA use the product that the base layer computes, instead of its weight.
 
-    Otherwise autograd would keep the widened weight of each layer for that product.
+    Otherwise autograd would save each layer's weight, converted to float32, for that product.
     """
     from peft.tuners.lora.dora import DoraLinearLayer  # noqa: PLC0415
 
-    def with_result(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def add_base_result(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if kwargs.get("base_result") is None:
             kwargs["base_result"] = kwargs["base_layer"](*args)
         return args, kwargs
 
     for layer in module.modules():
         if type(layer) is DoraLinearLayer:
-            layer.register_forward_pre_hook(with_result, with_kwargs=True)
+            layer.register_forward_pre_hook(add_base_result, with_kwargs=True)
 
 
 def _load_adapter(module: torch.nn.Module, directory: Path) -> str:
     """Copy an adapter's values into the module; return their digest.
 
     Raises:
-        DataError: Their names and shapes are not those of this module.
+        DataError: The adapter cannot be read, or its names and shapes are not those of this module.
     """
     from safetensors.torch import load_file  # noqa: PLC0415
 
@@ -496,9 +507,9 @@ def _load_adapter(module: torch.nn.Module, directory: Path) -> str:
     ]
     if wrong_names:
         raise DataError(
-            f"the adapter in {str(directory)!r} is another model's: {len(wrong_names)} of its "
-            f"tensors (such as {wrong_names[0]!r}) are not those that the run trains; give its own "
-            "base, and its lora.targets"
+            f"the adapter in {str(directory)!r} belongs to another model: {len(wrong_names)} of "
+            f"its tensors (such as {wrong_names[0]!r}) differ from those that the run trains; set "
+            "model.source to the adapter's base, and lora.targets to its targets"
         )
     with torch.no_grad():
         for name, parameter in trained_parameters.items():
@@ -521,7 +532,7 @@ def _attention_targets(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _has_transposed_weights(model: torch.nn.Module, targets: Sequence[str]) -> bool:
-    """Return whether layers hold transposed weights, as those of GPT-2 do."""
+    """Return whether any target layer has transposed weights, as in GPT-2."""
     target_layers = (
         child for name, child in model.named_modules() if name.endswith(tuple(targets))
     )
@@ -533,9 +544,9 @@ def _is_adaptable(module: torch.nn.Module) -> bool:
 
 
 def adapter_name(name: str) -> str:
-    """Return a parameter's name in an adapter's file.
+    """Return the name of a module's parameter in an adapter's file.
 
-    Also translates names in files of earlier releases, whose embeddings end in `.default`.
+    Names in files of earlier releases, in which embeddings end in `.default`, are translated too.
     """
     file_name = name.replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector")
     file_name = file_name.replace(".modules_to_save.default.", ".").replace(".default.", ".")

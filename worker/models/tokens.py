@@ -22,16 +22,18 @@ from worker.models.pretrained import Pretrained, load_error, locate, silence_lib
 
 END_OF_TEXT: Final = "<|endoftext|>"
 EXPORT_CHARACTERS: Final = 3_000_000
-"""A manifest travels in one frame; a tokenizer larger than this is not saved with a model."""
+"""Size above which a tokenizer is not saved with a model: a manifest must fit in one frame."""
 
 _LOCAL_KEYS: Final = {"is_local", "local_files_only", "name_or_path"}
+"""Keys of tokenizer_config.json that depend on the machine."""
 
 SAMPLE_TEXTS: Final = 1_000
+"""Most texts to sample from a data set, to check whether the tokenizer knows its language."""
 SAMPLE_CHARACTERS: Final = 4_096
-"""How much of a data set is read to see whether a tokenizer knows its language."""
+"""Most characters of each sampled text."""
 
 _BATCH_CHARACTERS: Final = 1_000_000
-"""Characters to encode at once; the last text may exceed it."""
+"""Characters to encode at once; the last text of a batch may exceed this."""
 
 Tokens = NDArray[np.int64]
 
@@ -47,7 +49,8 @@ def load_tokenizer(source: str, added_tokens: Sequence[str] = ()) -> Any:
         added_tokens: `model.added_tokens` of the run spec.
 
     Raises:
-        DataError: There is no tokenizer, or it has neither a padding nor an end token.
+        DataError: The tokenizer cannot be loaded, has neither a padding nor an end token, or has an
+            added token as an ordinary token.
     """
     tokenizer = _load(source, *locate(source, tokenizer=True))
     add_to_tokenizer(tokenizer, added_tokens)
@@ -57,7 +60,7 @@ def load_tokenizer(source: str, added_tokens: Sequence[str] = ()) -> Any:
 def with_added_tokens(
     loaded: Pretrained, model: ModelSpec, tokenizer: Any, source: str | None = None
 ) -> Pretrained:
-    """Return a model with rows for `model.added_tokens`; unchanged without any.
+    """Add rows for `model.added_tokens` to a model, and return it.
 
     Args:
         loaded: The model; changed in place.
@@ -68,12 +71,14 @@ def with_added_tokens(
     if not model.added_tokens:
         return loaded
     source = source or model.source
-    is_new = model.config is not None or source is None
-    return with_rows(loaded, model, tokenizer, None if is_new else load_tokenizer(str(source)))
+    has_new_table = model.config is not None or source is None
+    return with_rows(
+        loaded, model, tokenizer, None if has_new_table else load_tokenizer(str(source))
+    )
 
 
 def tokenizer_in(directory: Path) -> Any:
-    """Load the tokenizer that a run has saved in a directory, with or without a model.
+    """Load the tokenizer that a run saved in a directory, with or without a model.
 
     Raises:
         DataError: The tokenizer cannot be loaded.
@@ -85,12 +90,12 @@ def _load(source: str, location: str, keywords: Mapping[str, Any]) -> Any:
     silence_libraries()
     try:
         tokenizer = _tokenizer_class(location).from_pretrained(location, use_fast=True, **keywords)
-    except Exception as error:  # noqa: BLE001  (half a file raises errors of all kinds)
+    except Exception as error:  # noqa: BLE001  (a truncated file raises errors of many kinds)
         raise load_error("tokenizer", source, error) from None
     # Without files, transformers creates a tokenizer of special tokens only.
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise DataError(
-            f"expected a tokenizer beside the model in {source!r}, found no vocabulary; "
+            f"expected a tokenizer with the model in {source!r}, found no vocabulary; "
             "put its tokenizer.json (or vocab.txt, tokenizer.model) there"
         )
     if tokenizer.pad_token_id is None:
@@ -104,7 +109,10 @@ def _load(source: str, location: str, keywords: Mapping[str, Any]) -> Any:
 
 
 def _tokenizer_class(location: str) -> Any:
-    """Return the class to load: without configuration files, `AutoTokenizer` could not choose."""
+    """Return the class that loads a tokenizer.
+
+    Without configuration files, `AutoTokenizer` could not choose one.
+    """
     config_files = Path(location) / "tokenizer_config.json", Path(location) / "config.json"
     is_alone = (Path(location) / "tokenizer.json").is_file() and not any(
         map(Path.is_file, config_files)
@@ -120,7 +128,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
 
     Args:
         texts: The texts to train on.
-        vocabulary: Most tokens: 256 bytes, the end of a text, and merges.
+        vocabulary: Largest number of tokens: 256 bytes, the end of a text, and merges.
     """
     silence_libraries()
     bpe = Tokenizer(models.BPE())
@@ -139,14 +147,14 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
 
 
 def check_tokens(highest_token: int, vocabulary: int) -> None:
-    """Refuse a tokenizer with more tokens than the model, which belongs to another model.
+    """Refuse a tokenizer with more tokens than the model: it belongs to another model.
 
     Args:
         highest_token: The highest token in use, padding included.
         vocabulary: Number of tokens of the model: rows of its embedding.
 
     Raises:
-        DataError: The highest token has no row.
+        DataError: The embedding has no row for the highest token.
     """
     if highest_token >= vocabulary:
         raise DataError(
@@ -156,7 +164,11 @@ def check_tokens(highest_token: int, vocabulary: int) -> None:
 
 
 def unknown_per_thousand(tokenizer: Any, texts: Sequence[str]) -> int:
-    """Return how many of a thousand tokens are unknown, in an even sample of the texts."""
+    """Return the unknown tokens per thousand in an evenly spaced sample of the texts.
+
+    Raises:
+        DataError: See `unknown_in`.
+    """
     return unknown_in(tokenizer, [*texts[:: sampled_every(len(texts))]])
 
 
@@ -166,10 +178,11 @@ def sampled_every(count: int) -> int:
 
 
 def unknown_in(tokenizer: Any, texts: Iterable[str]) -> int:
-    """Return how many of a thousand tokens of these texts are unknown.
+    """Return the unknown tokens per thousand in the beginnings of these texts.
 
     Raises:
-        DataError: Most are; the tokenizer is for another language, or its files are damaged.
+        DataError: At least half of the tokens are unknown. The tokenizer is for another language,
+            or its files are damaged.
     """
     # Some tokenizers return no tokens for spaces alone.
     stripped_texts = (
@@ -181,9 +194,8 @@ def unknown_in(tokenizer: Any, texts: Iterable[str]) -> int:
     unknown_count = int(np.count_nonzero(tokens == tokenizer.unk_token_id))
     if 2 * unknown_count >= len(tokens):
         raise DataError(
-            f"the tokenizer does not know {unknown_count} of {len(tokens)} tokens of the data, so "
-            "the model would read next to nothing of it; give the tokenizer that belongs to the "
-            "model, and a model of the data's language"
+            f"the tokenizer does not know {unknown_count} of {len(tokens)} tokens of the data; use "
+            "the tokenizer that belongs to the model, and a model of the data's language"
         )
     return 1000 * unknown_count // len(tokens)
 
@@ -194,13 +206,14 @@ def encode_cut(
     max_tokens: int,
     describe_position: Callable[[int], str] = "text {}".format,
 ) -> Iterator[tuple[Tokens, bool]]:
-    """Yield the tokens of each text with special tokens, cut to `max_tokens`, and whether they were
-    cut. Texts are encoded in batches.
+    """Yield the tokens of each text, cut to `max_tokens`, and whether the text was cut.
+
+    Tokens include special tokens. Texts are encoded in batches.
 
     Args:
         tokenizer: The model's tokenizer.
         texts: Any number of texts.
-        max_tokens: Most tokens per text.
+        max_tokens: Largest number of tokens per text.
         describe_position: Describes the position of a text in errors, by its number.
 
     Raises:
@@ -213,7 +226,7 @@ def encode_cut(
             if not ids:
                 raise DataError(
                     f"{describe_position(encoded_count + index)}: expected text, got "
-                    f"{batch[index][:40]!r}, for which the tokenizer gives no tokens; leave it out"
+                    f"{batch[index][:40]!r}, for which the tokenizer has no tokens; leave it out"
                 )
             is_cut = encoded.encodings is not None and bool(encoded.encodings[index].overflowing)
             yield np.array(ids, np.int64), is_cut
@@ -230,8 +243,8 @@ def encode_each(tokenizer: Any, texts: Iterable[str]) -> Iterator[Tokens]:
 def marks_around_text(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the special tokens before a text, and those that end a text.
 
-    The first are those that a model of this tokenizer was trained with (Llama's <s>, Gemma's <bos>;
-    none for GPT-2). The end is the end token, or what the tokenizer appends to a text.
+    The first are the tokens that the tokenizer puts before a text (Llama's <s>, Gemma's <bos>; none
+    for GPT-2). The second are the end token, or else the tokens that the tokenizer appends.
     """
     plain_ids, marked_ids = (
         [int(token_id) for token_id in tokenizer("a", add_special_tokens=with_marks)["input_ids"]]
@@ -260,8 +273,9 @@ def message_end(template_output: str, content: str) -> int:
     """Return the end of a message's content in the output of a chat template; -1 if it is absent.
 
     Args:
-        template_output: The output, without whitespace: see `without_spaces`.
-        content: The message's content; a template may strip it, or write it as JSON or HTML.
+        template_output: The template's output without whitespace: see `without_spaces`.
+        content: The message's content. The template may have stripped it, or written it as JSON or
+            HTML.
     """
     forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
     for form in map(without_spaces, (*forms, html.escape(content))):
@@ -272,19 +286,19 @@ def message_end(template_output: str, content: str) -> int:
 
 
 def without_spaces(text: str) -> str:
-    """Return a text without whitespace, which templates strip and add."""
+    """Return a text without whitespace: templates remove and add whitespace."""
     return "".join(text.split())
 
 
 def answer_ends(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end an answer: the end token, and the chat template's mark."""
+    """Return the tokens that end an answer: the end token, and the chat template's end mark."""
     _, trailing_marks = marks_around_text(tokenizer)
     end_mark = _answer_end_mark(tokenizer) if tokenizer.chat_template else None
     return frozenset(trailing_marks[:1] if end_mark is None else [*trailing_marks[:1], end_mark])
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a generated text: the model's own and those of training."""
+    """Return the tokens that end a generated text: those of the model and those of training."""
     model_ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = {
         *answer_ends(tokenizer),
@@ -324,9 +338,9 @@ def _batches_of_texts(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def tokenizer_files(tokenizer: Any) -> dict[str, str]:
-    """Return the files from which `AutoTokenizer.from_pretrained` loads the tokenizer.
+    """Return names and content of the files from which `AutoTokenizer` loads the tokenizer.
 
-    Empty for a tokenizer without a `tokenizer.json`, or for one that is too large.
+    The mapping is empty for a tokenizer that has no `tokenizer.json` or is too large.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -1,4 +1,4 @@
-"""The model that a run trains: in full, or through low-rank matrices beside its layers."""
+"""The model that a run trains, in full or with LoRA."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ class TrainableModel:
         *,
         heads: Sequence[str] | None = None,
     ) -> TrainableModel:
-        """Train the model in full if `lora` is None, else through low-rank matrices.
+        """Prepare a model for training: in full if `lora` is None, else with low-rank matrices.
 
-        A classifier's head and modules that the checkpoint lacks are trained in full as well.
+        With low-rank matrices, a classifier's head and modules that the checkpoint lacks are still
+        trained in full.
 
         Args:
             loaded: The model.
@@ -58,7 +59,7 @@ class TrainableModel:
             lora: Rank, scale and targets.
             task_type: The adapter's task type in peft.
             seed: The run's seed.
-            heads: Modules that an earlier adapter, to be continued, trained in full.
+            heads: Modules that the adapter to continue trained in full; None to choose them here.
 
         Raises:
             DataError: See `Lora`.
@@ -81,10 +82,11 @@ class TrainableModel:
 
     @property
     def notes(self) -> dict[str, int]:
-        """Counts for the manifest: added tokens, and drawn parameters of each module that the
-        checkpoint lacks.
+        """Return counts for the manifest.
 
-        A classifier's head is left out, as a checkpoint is not expected to have it.
+        They are the number of added tokens, and the number of drawn parameters of each module that
+        the checkpoint lacks. A classifier's head is not counted, because a checkpoint is not
+        expected to have it.
         """
         drawn_parameters, added_count = self.loaded.drawn_parameters, len(self.loaded.added_tokens)
         counts = {
@@ -97,11 +99,12 @@ class TrainableModel:
 
     @property
     def module(self) -> nn.Module:
+        """Return the module to train: the model, or its wrapper with low-rank matrices."""
         return self.loaded.model if self.lora is None else self.lora.module
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digests of the loaded weights, for the manifest."""
+        """Return the digests of the loaded weights, for the manifest."""
         adapter = "" if self.lora is None else self.lora.adapter_digest
         return {
             "base_weights": self.loaded.weights_digest,
@@ -113,8 +116,10 @@ class TrainableModel:
         return pretrained.initial_values(self.module, self.blocks)
 
     def export(self, files: Mapping[str, str]) -> Export:
-        """Return the layout to export, PEFT's for LoRA, else Hugging Face's, with these text
-        files."""
+        """Return the layout of the exported model with these text files.
+
+        The layout is PEFT's for LoRA, else Hugging Face's.
+        """
         if self.lora is None:
             return _full_export(self.loaded, dict(files))
         return self.lora.export(self.spec.name or self.spec.source or "", self.blocks, dict(files))
@@ -126,7 +131,7 @@ class TrainableModel:
         loss: Callable[[nn.Module, Mapping[str, Any]], torch.Tensor] | None,
         evaluate: Callable[[nn.Module, Mapping[str, Any]], Sums],
     ) -> Trainable:
-        """Return the `Trainable` for a backend; it documents `loss` and `evaluate`."""
+        """Return the `Trainable` for a backend; see there for `loss` and `evaluate`."""
         return Trainable(
             blocks=self.blocks,
             module=self.module,
@@ -140,7 +145,7 @@ class TrainableModel:
 
 
 def _full_export(loaded: pretrained.Pretrained, files: dict[str, str]) -> Export:
-    """Export the whole model in Hugging Face's layout, which `from_pretrained` loads.
+    """Return the layout of the whole model, from which `from_pretrained` loads it.
 
     Tied tensors are saved once; the configuration says that they are tied.
     """

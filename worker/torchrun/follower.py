@@ -23,10 +23,10 @@ _AnsweringHandler = Callable[[Any, _Order, _Arrays], Mapping[str, str]]
 
 
 class Follower:
-    """One rank other than 0.
+    """A rank other than 0.
 
     Args:
-        group: The ranks.
+        group: The group of ranks.
         factory: Creates this rank's backend and tasks.
     """
 
@@ -37,20 +37,20 @@ class Follower:
         self._program: Program | None = None
 
     def follow(self) -> None:
-        """Execute orders until rank 0 sends the last one.
+        """Execute orders until rank 0 sends the order to end.
 
         Raises:
             DeviceError: Rank 0 is lost.
-            SamestepError: This rank or another failed while all ranks must compute.
+            SamestepError: This rank or another failed while all ranks had to compute.
         """
         while True:
             order, arrays = self._group.receive_order()
             if order["do"] == "end":
                 return
             with self._group.lockstep():
-                self._do(order, arrays)
+                self._execute(order, arrays)
 
-    def _do(self, order: _Order, arrays: _Arrays) -> None:
+    def _execute(self, order: _Order, arrays: _Arrays) -> None:
         handler = self._ANSWERING_HANDLERS.get(order["do"])
         if handler is None:
             self._compute(order, arrays)
@@ -86,34 +86,34 @@ class Follower:
 
     def _numerics_profile(self, order: _Order, arrays: _Arrays) -> Mapping[str, str]:
         del arrays
-        traits = self._factory.backend().numerics_profile(order["threads"])
-        return {"numerics_profile": json.dumps(dict(traits))}
+        profile = self._factory.backend().numerics_profile(order["threads"])
+        return {"numerics_profile": json.dumps(dict(profile))}
 
     def _keeps_subnormals(self, order: _Order, arrays: _Arrays) -> Mapping[str, str]:
         del order, arrays
         return {"kept": "yes" if self._compiled_program().keeps_subnormals() else "no"}
 
     def _compute_microbatches(self, order: _Order, arrays: _Arrays) -> None:
-        """Compute this rank's microbatches: their gradients, or embeddings."""
+        """Compute the gradients or embeddings of this rank's microbatches."""
         batches = rebuild_batches(order["weights"], arrays)
         leaves = list(zip(batches, order["seeds"], strict=True))
         self._compiled_program().loss_scale = order["loss_scale"]
         compute = self._embed if order["do"] == "embed" else self._compute_subtree
         results = []
-        for lo, hi, counts in order["shares"][self._group.rank]:
+        for lo, hi, is_counted in order["shares"][self._group.rank]:
             result = compute(leaves, Subtree(lo, hi))
-            if counts:
+            if is_counted:
                 results.append(result)
-        # Rank 0 reads these after its own share, which may need this rank's part of the base.
-        for answer, sums in results:
-            self._group.send(0, answer, sums)
+        # Rank 0 receives results after its own share, which may need this rank's part of the base.
+        for answer, result_arrays in results:
+            self._group.send(0, answer, result_arrays)
 
     def _embed(self, leaves: list[Any], subtree: Subtree) -> tuple[dict[str, Any], dict[str, Any]]:
         (rows,) = self._coupled_program().embed(leaves[subtree.lo : subtree.hi])
         return {}, {EMBEDDED: rows}
 
     def _step_loss(self, order: _Order, arrays: _Arrays) -> None:
-        with suppress(DataError):  # rank 0 has the same
+        with suppress(DataError):  # rank 0 raises the same error
             self._coupled_program().step_loss(arrays["rows"], order["seed"])
 
     def _coupled_program(self) -> ComputesCoupledLoss:
@@ -173,4 +173,4 @@ class Follower:
         "numerics_profile": _numerics_profile,
         "keeps_subnormals": _keeps_subnormals,
     }
-    """Orders whose answer rank 0 waits for."""
+    """Handlers of the orders that rank 0 awaits an answer to."""

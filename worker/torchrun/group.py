@@ -1,7 +1,7 @@
-"""Communication of documents and arrays between rank 0 and the other ranks of a group.
+"""Communication of JSON documents and arrays between rank 0 and the other ranks of a group.
 
-It uses torch.distributed's gloo, as the arrays are in host memory. The collectives of a sharded
-base are separate (`backends.eager.sharded`) and use NCCL on CUDA cards.
+This uses torch.distributed's gloo, because the arrays are in main memory. The collectives of a
+sharded base are separate (`backends.eager.sharded`) and use NCCL on CUDA cards.
 """
 
 from __future__ import annotations
@@ -31,50 +31,61 @@ from protocol.base.errors import (
 
 RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=5)
 """Time for all ranks to connect; torchrun starts them together."""
-_PATIENCE: Final = timedelta(days=365)
-"""Ranks may wait very long for a run; the loss of a rank closes its connections."""
+_COLLECTIVE_TIMEOUT: Final = timedelta(days=365)
+"""Timeout of collectives and of the store. Ranks may wait very long for a run; if a rank is lost,
+closed connections end the wait."""
 
 _POLL_INTERVAL_S: Final = 1.0
 LOSS_TIMEOUT_S: Final = 10.0
-"""Time for a rank to end by itself after the loss of another."""
+"""Time for a rank to end by itself after another rank is lost."""
 
 GROUP: Final = "the group of ranks"
-_LOST: Final = "a rank was lost"
+_RANK_LOST: Final = "a rank was lost"
 _LOSS_KEY: Final = "lost rank"
 """Key in the rendezvous store: why the first lost rank failed."""
 
 Arrays = Mapping[str, NDArray[Any]]
 EMBEDDED: Final = "embedded"
-"""Name of an array beside the sums of a subtree: its embeddings, if the loss couples samples."""
+"""Name of the array with a subtree's embeddings, if the loss couples samples."""
 
 
 class RankGroup:
-    """The processes of the group.
+    """This process's membership in the group of ranks.
 
     Attributes:
         rank: Rank of this process.
         size: Number of ranks.
         cards: Whether each rank has a card.
-        local_rank: Rank on this machine, which is the number of its device.
-        loss_reason: Why a rank is lost; empty if none is. Other ranks may be waiting for it in a
-            collective, which only the end of their process interrupts.
+        local_rank: Rank within this machine, which is the number of the rank's device.
+        loss_reason: Why a rank is lost; empty if none is. Other ranks may be waiting for the lost
+            rank in a collective, which only the end of their process interrupts.
+
+    Args:
+        cards: Whether the ranks may use cards.
+
+    Raises:
+        Unreachable: Rank 0 does not answer.
     """
 
     def __init__(self, *, cards: bool) -> None:
         self.cards = cards and torch.accelerator.is_available()
         self._store, self.rank, self.size = _rendezvous()
         dist.init_process_group(
-            "gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=_PATIENCE
+            "gloo",
+            store=self._store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=_COLLECTIVE_TIMEOUT,
         )
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.loss_reason = ""
         self._stored_reason = ""
-        self._ends = threading.Event()
-        self._watch: threading.Thread | None = None
+        self._end_event = threading.Event()
+        self._watch_thread: threading.Thread | None = None
 
     @contextmanager
     def lockstep(self, *, may_refuse: bool = False) -> Iterator[None]:
-        """Context for computations of all ranks together; a failure in it loses the group.
+        """Context for a computation in which all ranks take part; a failure abandons the group.
 
         Args:
             may_refuse: Whether a refusal occurs on every rank, so that the group continues.
@@ -101,31 +112,32 @@ class RankGroup:
         """Start a thread that waits for the loss of a rank: a collective would wait forever.
 
         Args:
-            on_loss: Called in that thread with the reason, unless this process ends in time.
+            on_loss: Called in that thread with the reason, unless `end_watch` is called within
+                `LOSS_TIMEOUT_S`.
         """
         store, _, _ = _rendezvous()  # a separate connection, as another thread uses it
 
         def watch() -> None:
             # A thread that waits inside the store while the interpreter ends aborts the process.
             while not self._stored_reason:
-                if self._ends.wait(_POLL_INTERVAL_S):
+                if self._end_event.wait(_POLL_INTERVAL_S):
                     return
                 try:
                     if store.check([_LOSS_KEY]):
                         self._stored_reason = store.get(_LOSS_KEY).decode()
                 except RuntimeError:  # rank 0, which owns the store, is lost
-                    self._stored_reason = _LOST
-            if not self._ends.wait(LOSS_TIMEOUT_S):
+                    self._stored_reason = _RANK_LOST
+            if not self._end_event.wait(LOSS_TIMEOUT_S):
                 on_loss(self._stored_reason)
 
-        self._watch = threading.Thread(target=watch, name="loss of a rank", daemon=True)
-        self._watch.start()
+        self._watch_thread = threading.Thread(target=watch, name="loss of a rank", daemon=True)
+        self._watch_thread.start()
 
     def end_watch(self) -> None:
-        """End the thread of `watch_loss`, before the process ends."""
-        self._ends.set()
-        if self._watch is not None:
-            self._watch.join(_POLL_INTERVAL_S)
+        """End the thread that `watch_loss` started; call this before the process ends."""
+        self._end_event.set()
+        if self._watch_thread is not None:
+            self._watch_thread.join(_POLL_INTERVAL_S)
 
     def _first_loss(self, own_reason: str) -> str:
         """Return why the first rank failed; `own_reason` if this rank is the first."""
@@ -134,10 +146,10 @@ class RankGroup:
         try:
             return bytes(self._store.compare_set(_LOSS_KEY, "", own_reason)).decode()
         except RuntimeError:  # rank 0, which owns the store, is lost
-            return own_reason if self.rank == 0 else _LOST
+            return own_reason if self.rank == 0 else _RANK_LOST
 
     def send_order(self, order: Mapping[str, Any], arrays: Arrays | None = None) -> None:
-        """Send an order from rank 0 to all others.
+        """Send an order from rank 0 to all other ranks.
 
         Raises:
             DeviceError: A rank is lost.
@@ -149,7 +161,7 @@ class RankGroup:
                 dist.broadcast(data, 0)
 
     def receive_order(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-        """Receive the next order of rank 0.
+        """Receive the next order from rank 0.
 
         Raises:
             DeviceError: Rank 0 is lost.
@@ -157,14 +169,18 @@ class RankGroup:
         with self._lost_rank_errors():
             return _decode(lambda data: dist.broadcast(data, 0))
 
-    def send(self, rank: int, order: Mapping[str, Any], arrays: Arrays | None = None) -> None:
-        """Send to one rank."""
-        for data in _encode(order, arrays or {}):
+    def send(self, rank: int, document: Mapping[str, Any], arrays: Arrays | None = None) -> None:
+        """Send a document and arrays to one rank.
+
+        Raises:
+            DeviceError: The rank is lost.
+        """
+        for data in _encode(document, arrays or {}):
             with self._lost_rank_errors():
                 dist.send(data, rank)
 
     def receive(self, rank: int) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-        """Receive from one rank.
+        """Receive a document and arrays from one rank.
 
         Raises:
             DeviceError: The rank is lost.
@@ -174,15 +190,15 @@ class RankGroup:
 
     @contextmanager
     def _lost_rank_errors(self) -> Iterator[None]:
-        """Convert torch's error for a lost rank to a DeviceError."""
+        """Context that converts torch's error for a lost rank to a DeviceError."""
         try:
             yield
         except RuntimeError as error:
-            self.loss_reason = self._first_loss(_LOST)
+            self.loss_reason = self._first_loss(_RANK_LOST)
             raise DeviceError(GROUP, self.loss_reason) from error
 
     def close(self) -> None:
-        """Leave the group; every rank must do so."""
+        """Leave the group; every rank must call this."""
         self.end_watch()
         dist.destroy_process_group()
 
@@ -193,7 +209,7 @@ def is_refusal(error: Exception) -> bool:
 
 
 def _rendezvous() -> tuple[Any, int, int]:
-    """Connect to the rendezvous; return its store, this rank, and the number of ranks.
+    """Connect to the rendezvous; return its store, this process's rank, and the number of ranks.
 
     Raises:
         Unreachable: Rank 0 does not answer.
@@ -210,14 +226,14 @@ def _rendezvous() -> tuple[Any, int, int]:
             "check --master-addr and --master-port (or --rdzv-endpoint) of torchrun, and the "
             "firewall between the machines"
         ) from None
-    store.set_timeout(_PATIENCE)
+    store.set_timeout(_COLLECTIVE_TIMEOUT)
     return store, rank, size
 
 
-def _encode(order: Mapping[str, Any], arrays: Arrays) -> list[torch.Tensor]:
-    """Encode as the header's length, the header, and the bytes of each array."""
+def _encode(document: Mapping[str, Any], arrays: Arrays) -> list[torch.Tensor]:
+    """Encode a message as the header's length, the header, and the bytes of each array."""
     descriptions = [(name, a.dtype.str, list(a.shape)) for name, a in arrays.items()]
-    header = json.dumps({"order": order, "arrays": descriptions}).encode()
+    header = json.dumps({"order": document, "arrays": descriptions}).encode()
     flat = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays.values()]
     return [
         torch.tensor([len(header)], dtype=torch.int64),
@@ -231,14 +247,15 @@ def _encode(order: Mapping[str, Any], arrays: Arrays) -> list[torch.Tensor]:
 
 
 def _decode(fill: Any) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Decode a message; `fill` receives the next part into a tensor."""
     length = torch.zeros(1, dtype=torch.int64)
     fill(length)
     header = torch.empty(int(length), dtype=torch.uint8)
     fill(header)
     document = json.loads(header.numpy().tobytes())
     arrays = {}
-    for name, kind, shape in document["arrays"]:
-        array = np.empty(shape, np.dtype(kind))
+    for name, dtype, shape in document["arrays"]:
+        array = np.empty(shape, np.dtype(dtype))
         if array.nbytes:
             fill(torch.from_numpy(array.reshape(-1).view(np.uint8)))
         arrays[name] = array
@@ -246,7 +263,7 @@ def _decode(fill: Any) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
 
 
 def flatten_batches(batches: list[Batch]) -> tuple[list[float], dict[str, NDArray[Any]]]:
-    """Return the batches' weights, and all their arrays, named by batch number and name."""
+    """Return the batches' weights, and all their arrays, keyed by batch number and name."""
     arrays = {f"{n} {name}": a for n, b in enumerate(batches) for name, a in b.arrays.items()}
     return [batch.weight for batch in batches], arrays
 

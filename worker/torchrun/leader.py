@@ -40,16 +40,20 @@ class RankShare(NamedTuple):
     """A rank's share of a subtree.
 
     Attributes:
-        subtree: A leaf, counted from 0 in the worker's subtree.
-        counts: Whether its sum counts; otherwise it is computed only to keep the ranks in lockstep.
+        subtree: A leaf, numbered from 0 within the worker's subtree.
+        is_counted: Whether the leaf's result is used; otherwise the rank computes the leaf only to
+            stay in lockstep.
     """
 
     subtree: Subtree
-    counts: bool = True
+    is_counted: bool = True
 
 
 def lockstep_shares(leaves: int, ranks: int) -> list[list[RankShare]]:
-    """Distribute leaves over ranks round-robin; a rank without one repeats the last leaf."""
+    """Distribute leaves over ranks round-robin.
+
+    In the last round, a rank without a leaf repeats the last leaf.
+    """
     rounds = -(-leaves // ranks)
     return [
         [
@@ -61,14 +65,14 @@ def lockstep_shares(leaves: int, ranks: int) -> list[list[RankShare]]:
 
 
 class GroupBackendFactory:
-    """The `BackendFactory` of rank 0's engine, which stands for all ranks, and ends them.
+    """The `BackendFactory` of rank 0's engine; it commands all ranks, and ends them on exit.
 
     Attributes:
-        is_busy: Whether the engine still computes at the end. It may then be between two messages
-            to the other ranks, and the last order would be taken for one of those.
+        is_busy: Whether the engine still computes on exit. It may then be between two messages to
+            the other ranks, which would mistake the order to end for the second message.
 
     Args:
-        group: The ranks.
+        group: The group of ranks.
         factory: Creates this rank's backend and tasks.
     """
 
@@ -84,7 +88,7 @@ class GroupBackendFactory:
             try:
                 own_backend = self._factory.backend()
             finally:
-                infos = answers(self._group)
+                infos = receive_answers(self._group)
             self._backend = GroupBackend(self._group, own_backend, infos)
         return self._backend
 
@@ -94,13 +98,16 @@ class GroupBackendFactory:
         try:
             return self._factory.task(spec)
         finally:
-            answers(self._group)
+            receive_answers(self._group)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """End the other ranks; a lost group ends with this process instead."""
+        """Send the other ranks the order to end, unless a rank is lost.
+
+        Ranks of a lost group end with this process.
+        """
         if self._group.loss_reason:
             return
         if self.is_busy:
@@ -110,8 +117,8 @@ class GroupBackendFactory:
             self._group.send_order({"do": "end"})
 
 
-def answers(group: RankGroup) -> list[dict[str, str]]:
-    """Receive the answers of the other ranks to the last order.
+def receive_answers(group: RankGroup) -> list[dict[str, str]]:
+    """Receive the other ranks' answers to the last order.
 
     Raises:
         RunFailed: A rank failed.
@@ -124,7 +131,7 @@ def answers(group: RankGroup) -> list[dict[str, str]]:
 
 
 class GroupBackend:
-    """See `backends.base.interface.Backend`."""
+    """Implements `backends.base.interface.Backend` on all ranks."""
 
     def __init__(
         self, group: RankGroup, backend: Backend, infos: Sequence[Mapping[str, str]]
@@ -136,7 +143,7 @@ class GroupBackend:
 
     @property
     def info(self) -> DeviceInfo:
-        """The ranks' devices, as shown in the status."""
+        """Return a description of the ranks' devices, for the status."""
         return self._info
 
     def numerics_profile(self, threads: int) -> Mapping[str, str]:
@@ -145,7 +152,7 @@ class GroupBackend:
         try:
             own_profile = dict(self._own_backend.numerics_profile(threads))
         finally:
-            replies = answers(self._group)
+            replies = receive_answers(self._group)
         for rank, reply in enumerate(replies, 1):
             profile = json.loads(reply["numerics_profile"])
             keys = own_profile.keys() | profile.keys()
@@ -153,7 +160,7 @@ class GroupBackend:
             if differences and differences != ["processor"]:
                 raise SamestepError(
                     "expected ranks with one numerics profile, got another "
-                    f"{differences[0]} on rank {rank}: start it as a separate worker"
+                    f"{differences[0]} on rank {rank}: start that rank as a separate worker"
                 )
         return {**own_profile, "ranks": f"{self._group.size} sharded"}
 
@@ -184,12 +191,12 @@ class GroupBackend:
                 program = self._own_backend.compile(trainable, example, other_examples, evaluations)
         finally:
             if not self._group.loss_reason:
-                answers(self._group)
+                receive_answers(self._group)
         return GroupProgram(self._group, program, trainable.blocks)
 
 
 class GroupProgram:
-    """Implements `Program` on all ranks; used in the engine's thread only."""
+    """Implements `backends.base.interface.Program` on all ranks, for the engine's thread only."""
 
     parity = ""
 
@@ -199,7 +206,7 @@ class GroupProgram:
         self.loss_scale = 1.0
         self.ranks = group.size
         self._gradients: GroupGradients | None = None
-        """The gradients that are being computed, or were abandoned before their end."""
+        """The stream that is being computed, or that was abandoned before its end."""
 
     def load(self, parameters: list[Array]) -> None:
         """Load the parameters on every rank."""
@@ -217,12 +224,12 @@ class GroupProgram:
         return self._gradients
 
     def _distribute(self, order_name: str, leaves: Sequence[Leaf]) -> list[list[RankShare]]:
-        """Send microbatches to all ranks, and return each rank's shares."""
+        """Send an order with microbatches to all ranks; return each rank's shares."""
         shares = lockstep_shares(len(leaves), self._group.size)
         weights, arrays = flatten_batches([batch for batch, _ in leaves])
         order = {
             "weights": weights, "seeds": [seed for _, seed in leaves],
-            "shares": [[[*s.subtree, s.counts] for s in rank_shares] for rank_shares in shares],
+            "shares": [[[*s.subtree, s.is_counted] for s in rank_shares] for rank_shares in shares],
             "loss_scale": self.loss_scale,
         }  # fmt: skip
         self._send_order(order_name, arrays, **order)
@@ -238,14 +245,14 @@ class GroupProgram:
             rows_by_leaf.setdefault(share.subtree.lo, rows)
         for rank in range(1, self._group.size):
             for share in shares[rank]:
-                if share.counts:
+                if share.is_counted:
                     _, arrays = self._group.receive(rank)
                     rows_by_leaf[share.subtree.lo] = arrays[EMBEDDED]
         for leaf in range(len(leaves)):
             yield rows_by_leaf[leaf]
 
     def step_loss(self, rows: Rows, seed: int) -> StepLoss:
-        """Compute the loss over a step on every rank, as it may read any part of the base."""
+        """Compute the loss over a step on every rank, because it may need any part of the base."""
         self._send_order("step_loss", {"rows": rows}, seed=seed)
         with self._group.lockstep():
             return self._coupled_program().step_loss(rows, seed)
@@ -259,14 +266,14 @@ class GroupProgram:
         return self._own_program
 
     def evaluate(self, batch: Batch) -> Sums:
-        """Evaluate on all ranks, because each has a part of the base."""
+        """Evaluate a batch on all ranks, because each has a part of the base."""
         weights, arrays = flatten_batches([batch])
         self._send_order("evaluate", arrays, weights=weights)
         with self._group.lockstep():
             return self._own_program.evaluate(batch)
 
     def rows(self, batch: Batch) -> Captured:
-        """Capture on all ranks, because each has a part of the base."""
+        """Capture a batch's rows on all ranks, because each has a part of the base."""
         weights, arrays = flatten_batches([batch])
         self._send_order("rows", arrays, weights=weights)
         with self._group.lockstep():
@@ -275,7 +282,7 @@ class GroupProgram:
     def keeps_subnormals(self) -> bool:
         """Return whether all ranks keep subnormals."""
         self._send_order("keeps_subnormals", {})
-        results = [reply["kept"] == "yes" for reply in answers(self._group)]
+        results = [reply["kept"] == "yes" for reply in receive_answers(self._group)]
         return self._own_program.keeps_subnormals() and all(results)
 
     def close(self) -> None:
@@ -296,12 +303,12 @@ class GroupProgram:
 
 
 class GroupGradients:
-    """A `backends.base.interface.GradientStream` that yields blocks once all ranks have computed.
+    """A `backends.base.interface.GradientStream` that yields sums once all ranks have computed.
 
-    Ranks wait for each other, so each computes all its shares, even of a cancelled subtree.
+    Ranks wait for each other, so each rank computes all its shares, even of an abandoned subtree.
 
     Args:
-        group: The ranks.
+        group: The group of ranks.
         program: This rank's program.
         leaves: Microbatches of the whole subtree.
         shares: The shares of each rank.
@@ -324,7 +331,7 @@ class GroupGradients:
         self._items = self._compute()
 
     def __iter__(self) -> Iterator[GradientItem]:
-        """Return the one iterator, so that the program can finish an abandoned stream."""
+        """Return the same iterator each time, so the program can finish an abandoned stream."""
         return self._items
 
     def _compute(self) -> Iterator[GradientItem]:
@@ -333,7 +340,7 @@ class GroupGradients:
                 yield from self._compute_own_share(share)
         for rank in range(1, len(self._shares)):
             for share in self._shares[rank]:
-                if share.counts:
+                if share.is_counted:
                     self._receive(rank, share)
         if not self._is_closed:
             yield from self._totals()
@@ -342,10 +349,10 @@ class GroupGradients:
         stream = self._own_program.gradients(self._leaves[share.subtree.lo : share.subtree.hi])
         for item in stream:
             if isinstance(item, BlockGradient):
-                if share.counts:
+                if share.is_counted:
                     self._sums[item.block].put(share.subtree, item.values)
                 yield BlockAdded(item.block)
-            elif isinstance(item, Loss) and share.counts:
+            elif isinstance(item, Loss) and share.is_counted:
                 self._add_loss(share.subtree, item)
         if isinstance(self._own_program, ComputesCoupledLoss):
             for rows in self._own_program.take_embedded():
@@ -357,12 +364,12 @@ class GroupGradients:
         return [rows for _, rows in sorted(embedded.items())]
 
     def _receive(self, rank: int, share: RankShare) -> None:
-        order, arrays = self._group.receive(rank)
+        answer, arrays = self._group.receive(rank)
         if EMBEDDED in arrays:
             self._embedded[share.subtree.lo] = arrays[EMBEDDED]
-        for number, total in enumerate(self._sums):
-            total.put(share.subtree, arrays[str(number)])
-        self._add_loss(share.subtree, Loss(order["loss"], order["weight"]))
+        for number, tree_sum in enumerate(self._sums):
+            tree_sum.put(share.subtree, arrays[str(number)])
+        self._add_loss(share.subtree, Loss(answer["loss"], answer["weight"]))
 
     def _totals(self) -> Iterator[GradientItem]:
         for number in reversed(range(len(self._sums))):

@@ -93,8 +93,8 @@ def test_the_adapter_computes_in_peft_what_the_run_computed(directory, tmp_path,
     ("options", "message"),
     [
         ({"targets": ["q_proj", "v_porj"]}, "lora.targets, got 'v_porj'; it has down_proj"),
-        ({"rank_pattern": {"v_porj": 2}}, "lora.rank_pattern, got 'v_porj'; adapted are q_proj"),
-        ({"alpha_pattern": {"k_proj": 2.0}}, "lora.alpha_pattern, got 'k_proj'; adapted are"),
+        ({"rank_pattern": {"v_porj": 2}}, "lora.rank_pattern, got 'v_porj'; the run adapts q_proj"),
+        ({"alpha_pattern": {"k_proj": 2.0}}, "lora.alpha_pattern, got 'k_proj'; the run adapts"),
         ({"target_parameters": ["mlp.experts.up"]}, "lora.target_parameters, got 'mlp.experts.up'"),
     ],
 )
@@ -210,7 +210,7 @@ def test_dora_with_dropout_saves_no_full_weight_for_backward(directory, monkeypa
         return full_weight_counts[0], first
 
     saved_count, gradient = step()
-    monkeypatch.setattr(lora, "_keep_dora_narrow", lambda _: None)
+    monkeypatch.setattr(lora, "_use_base_product_in_dora", lambda _: None)
     unpatched_count, expected = step()
     assert unpatched_count == saved_count + 1, "the first layer's input has no gradient"
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
@@ -277,7 +277,7 @@ def test_experts_are_adapted_as_parameters(mixture, tmp_path):
 def test_a_mistake_is_one_line(directory):
     with pytest.raises(DataError, match="'head', which the model does not have"):
         build(spec_of(directory, modules_to_save=["head"]))
-    with pytest.raises(DataError, match="'lm_head', which is trained in full already"):
+    with pytest.raises(DataError, match="'lm_head', which is already trained in full"):
         build(spec_of(directory, modules_to_save=["lm_head"], targets=["lm_head"]))
     with pytest.raises(RunSpecError, match=r"remove lora\.dropout"):
         spec_of(directory, target_parameters=["experts"], dropout=0.1)

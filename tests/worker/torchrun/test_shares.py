@@ -11,7 +11,9 @@ SIZES = st.integers(1, 40), st.integers(1, 9)
 
 
 def leaves_of(shares) -> list[int]:
-    subtrees = [share.subtree for rank_shares in shares for share in rank_shares if share.counts]
+    subtrees = [
+        share.subtree for rank_shares in shares for share in rank_shares if share.is_counted
+    ]
     return sorted(leaf for subtree in subtrees for leaf in range(*subtree))
 
 
