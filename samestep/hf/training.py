@@ -18,13 +18,14 @@ from typing import Any, ClassVar, Final
 import torch
 import transformers
 from accelerate.utils import send_to_device  # type: ignore[import-untyped]
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.utils.data import RandomSampler
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, set_seed
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer_utils import TrainOutput, align_special_tokens
 
-from protocol.base.errors import DataError, UsageError
+from protocol.base.errors import DataError, RunFailed, UsageError
 from samestep.fitting import fit, new_directory, writes_run_directory
 from samestep.hf.arguments import (
     batch_of,
@@ -261,7 +262,7 @@ def _load_best(trainer: Any, result: FitResult) -> None:
     """Load the weights of the best evaluation into the model.
 
     Raises:
-        FileNotFoundError: The files in the run's directory were removed.
+        RunFailed: The file in the run's directory was removed or is damaged.
     """
     if result.directory is None:
         # Not an error: the run has succeeded, and the process that started it has these weights.
@@ -271,10 +272,19 @@ def _load_best(trainer: Any, result: FitResult) -> None:
         )
         return
     best_directory = result.directory / "best"
-    parameters = dict(trainer.model.named_parameters())
+    path = best_directory / "model.safetensors"
+    try:
+        best_weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise RunFailed(
+            f"load_best_model_at_end: expected the best weights in {str(path)!r}, got {error}; the "
+            "model has the weights of the last step"
+        ) from None
+    model = trainer.model
+    tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     with torch.no_grad():
-        for name, tensor in load_file(best_directory / "model.safetensors").items():
-            parameters[name].copy_(tensor)
+        for name, tensor in best_weights.items():
+            tensors[name].copy_(tensor)
     trainer.state.best_model_checkpoint = str(best_directory)
 
 

@@ -217,7 +217,7 @@ def forgets_refused_writes(self):
 async def reads_unsynced_commits(self, step):
     """Read commits from the log's files, synced or not."""
     scan = lambda: log_reader.scan_log(self.directory.log, self._run_id, self._log_start.manifest)  # noqa: E731
-    return list((await self._do("log", scan)).index.following(step))
+    return list((await self._do("log", scan)).index.steps_from(step))
 
 
 def forgets_older_segments(self):
@@ -496,7 +496,7 @@ PLANTED = {
     "a lost worker's parts are forgotten": PlantedFault(
         [(Evaluation, "lose", keeps_lost_shares)],
         "nothing can happen",
-        seed=15,
+        seed=10,
     ),
     "a draining worker is forgotten": PlantedFault(
         [(Progress, "release", do_nothing)],
@@ -615,6 +615,23 @@ def caught_by(error: Exception) -> str:
     return text if "internal error" not in text or "AssertionError('" in text else ""
 
 
+def is_outdated(error: Exception) -> bool:
+    """Return whether a replacement uses a name that the product no longer has.
+
+    No check could ever notice its fault: the product fails before.
+    """
+    text = str(error)
+    return "NoneType" not in text and any(
+        part in text
+        for part in (
+            "has no attribute",
+            "is not defined",
+            "unexpected keyword",
+            "positional argument",
+        )
+    )
+
+
 QUICK = (
     "sums in arrival order", "a commit before sync", "the admission record is not written",
     "a commit by a disconnected coordinator", "a lost worker's parts are forgotten",
@@ -654,7 +671,9 @@ def test_planted_fault_is_caught(fault, simulate, monkeypatch, record_property):
                 "topology": fault_plan.topology,
             }
             simulate(seed, often=fault_plan.often, embeds=fault_plan.embeds, **options)
-        except Exception as error:  # noqa: BLE001 -- `caught_by` decides whether it counts
+        except Exception as error:
+            if is_outdated(error):
+                raise
             message = caught_by(error)
             if any(check in message for check in fault_plan.check.split(" | ")):
                 record_property("planted", (fault, seed, message[:70], fault_plan.seed))

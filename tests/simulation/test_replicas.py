@@ -148,7 +148,7 @@ PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
         [(InnerPhases, "load", off_by_one_after_recovery)], "kill", 18,
     ),
     "a replica counted twice": (
-        [(TreeSum, "put", counts_twice), (TreeSum, "covers", never_covered)], "stall+slower", 0,
+        [(TreeSum, "put", counts_twice), (TreeSum, "covers", never_covered)], "stall+slower", 4,
     ),
     "a stale difference": (
         [

@@ -416,7 +416,9 @@ class WorkerSession:
 
     def _check_run(self, message: StateChunk | StateRequest) -> None:
         if message.run_id != self.run_id:
-            self._refuse(message, None)
+            raise OutOfOrder(
+                f"{type(message).__name__}: expected run {self.run_id!r}, got {message.run_id!r}"
+            )
 
     def _state_request(self, message: StateRequest, body: None) -> list[Action]:
         del body
