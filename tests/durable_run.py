@@ -193,7 +193,7 @@ class WrittenRun:
         self.term = 1
         lock_directory(path).release()
         self.directory.begin(RUN_ID, SPEC)
-        self.directory.keep_manifest(MANIFEST)
+        self.directory.write_manifest(MANIFEST)
         self.journal = self.open_journal()
         stored_run = self.directory.read_run()
         assert stored_run is not None

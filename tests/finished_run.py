@@ -24,7 +24,7 @@ def finished_run(spec_file: Path, directory: Path, run_id: str) -> Path:
     task = build(spec)
     run_directory = RunDirectory(directory)
     run_directory.begin(run_id, spec)
-    run_directory.keep_manifest(task.manifest)
+    run_directory.write_manifest(task.manifest)
     plan = task.manifest.export
     adapter = run_directory.path / plan.directory
     adapter.mkdir()

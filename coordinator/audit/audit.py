@@ -370,17 +370,17 @@ def _check_replica_states(evidence: _Evidence, manifest: Manifest) -> None:
     saved_steps = {s for s in checkpoint_steps(directory.checkpoints) if every and s % every == 0}
     for step in sorted({*present, *saved_steps, newest} - {0}):
         if step > newest:
-            text = f"{directory.own_file(step).name}: the journal has no such round: "
+            text = f"{directory.replica_state_file(step).name}: the journal has no such round: "
             evidence.note("replicas", ok=True, text=f"{text}not checked")
             continue
         digest = commits[step - 1][1].own_digest
         try:
-            fault = state_fault(directory.own_file(step), lengths, digest)
+            fault = state_fault(directory.replica_state_file(step), lengths, digest)
         except StorageFailed as error:
             fault = str(error)
         text = f"step {step}: the per-replica state has the digest in its commit, {digest}"
         if fault:
-            text = f"{str(directory.own_file(step))!r}: {fault}; restore it from a copy"
+            text = f"{str(directory.replica_state_file(step))!r}: {fault}; restore it from a copy"
         evidence.note("replicas", ok=not fault, text=text)
     others = [step for step in range(1, newest) if step not in {*present, *saved_steps}]
     if others:

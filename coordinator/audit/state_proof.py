@@ -84,7 +84,7 @@ class StateProof:
             self._compare_lengths(index, newest_checkpoint)
             if self.history.end is not None:
                 # A run that has ended has no step whose sync was interrupted.
-                self.faults += [f"{cut}; restore it from a copy" for cut in scan.cuts]
+                self.faults += [f"{tail}; restore it from a copy" for tail in scan.torn_tails]
             for number, checkpoint in enumerate(checkpoints, 1):
                 later_checkpoints = checkpoints[number:]
                 end = min(

@@ -63,7 +63,7 @@ class ControlPort:
         self._stream = EventStream(first_id=time.time_ns() // 1000)
         self._runner: web.AppRunner | None = None
         self._acceptor: CoordinatorAcceptor | None = None
-        self.visitors: RequestLimiter
+        self.request_limiter: RequestLimiter
         self._metrics = ServiceMetrics(service)
         self.guard = Guard()
         self.address = ("", 0)
@@ -94,10 +94,10 @@ class ControlPort:
         )
         await self._runner.setup()
         assert self._runner.server is not None
-        self.visitors = RequestLimiter(self._runner.server)
+        self.request_limiter = RequestLimiter(self._runner.server)
         credentials = self._service.credentials
         self.guard.reader_token = lambda: credentials.reader_token
-        self._acceptor = CoordinatorAcceptor(self.visitors.greet, None)
+        self._acceptor = CoordinatorAcceptor(self.request_limiter.greet, None)
         await self._acceptor.open("--control", host, port)
         self.address = self._acceptor.address
         self.guard.publish_token(*self.address)
@@ -121,7 +121,7 @@ class ControlPort:
         if refusal is not None:
             return refusal
         if request.path not in OPEN:
-            self.visitors.trust(request.protocol)
+            self.request_limiter.trust(request.protocol)
         return await _errors_as_json(request, handler)
 
     async def _healthz(self, request: web.Request) -> web.Response:

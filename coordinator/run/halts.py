@@ -102,4 +102,4 @@ class Halts:
                 self._members.deactivate(member)
                 actions.append(seed(member))
         self.mismatched.clear()
-        return actions + self._members.view_begins(progress.step, "reseeded")
+        return actions + self._members.report_view_change(progress.step, "reseeded")

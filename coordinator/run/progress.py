@@ -32,15 +32,15 @@ from coordinator.run.outputs.events import (
     Cause,
     Committed,
     LossScaleHalved,
-    Owned,
+    OwnersChanged,
     Planned,
-    RedoneOtherwise,
+    StepRedoneDifferently,
     StepRestarted,
     SubtreesReassigned,
     SubtreesSpeculated,
-    WorkerPutAside,
+    WorkerSetAside,
 )
-from coordinator.run.outputs.restart import CommitRecord, Embedded, Resumption
+from coordinator.run.outputs.restart import CommitRecord, EmbeddingsRecord, Resumption
 from coordinator.run.outputs.side_outputs import SideOutputs, replica_state_bytes
 from coordinator.run.planner import Shares, divide, spread, subtrees_for
 from coordinator.run.workers.membership import COMPUTING, Member, Membership, MemberState
@@ -447,9 +447,9 @@ class Progress:
             Report(self._ownership_report()),
         ]
 
-    def _ownership_report(self) -> Owned:
+    def _ownership_report(self) -> OwnersChanged:
         mesh = self.mesh
-        return Owned(
+        return OwnersChanged(
             term=self.term, step=self.step, number=mesh.number, reason=mesh.reason,
             owners=mesh.owned_shares(),
         )  # fmt: skip
@@ -589,14 +589,16 @@ class Progress:
                 continue
             self._stragglers.stop_waiting_for(member)
             if member.note_passed_over(self.step):
-                aside = WorkerPutAside(member.name, self.step, member.aside_until)
+                aside = WorkerSetAside(member.name, self.step, member.aside_until)
                 actions.append(Report(aside))
             self.agreement.lose(member.name)
             self._members.deactivate(member)
             if self.round is not None:
                 self.round.disown(member.name, is_proven=False)
         names = ", ".join(member.name for member in late_members)
-        actions += self._members.view_begins(self.step, "late", reason=f"no answer of {names}")
+        actions += self._members.report_view_change(
+            self.step, "late", reason=f"no answer of {names}"
+        )
         return actions + self.reassign()
 
     def _speculate(self, round_: Round) -> list[Action]:
@@ -712,7 +714,7 @@ class Progress:
         record = CommitRecord(
             commit=commit, optimizer_step=updates, state_before=digest_before, norm=norm,
             counted=combinations,
-            embedded=None if rows is None else Embedded.made_by(rows.digest, rows.origin),
+            embedded=None if rows is None else EmbeddingsRecord.made_by(rows.digest, rows.origin),
         )  # fmt: skip
         self._pending_commit = _PendingCommit(record, round_)
         side_outputs = () if skip or round_.side_outputs is None else round_.side_outputs.content
@@ -723,7 +725,7 @@ class Progress:
         earlier_digest = self._redone_digests.get(self.step)
         if earlier_digest is None or earlier_digest == digest:
             return []
-        return [Report(RedoneOtherwise(self.step, earlier_digest, digest))]
+        return [Report(StepRedoneDifferently(self.step, earlier_digest, digest))]
 
     def drop_step(self) -> None:
         """Drop the step in progress because the run ends, unless its commit is being written."""

@@ -572,7 +572,7 @@ class Run:
         event = Report(TrainingStarted([member.name for member in ready_members]))
         admission_actions = admission.admit_ready()
         self._enter(RunPhase.TRAINING)
-        view = self.members.view_begins(self.steps_committed, "started")
+        view = self.members.report_view_change(self.steps_committed, "started")
         evaluators = [member for member in self.members if member.evaluates]
         build_requests = [action for member in evaluators for action in self._request_build(member)]
         return [event, *admission_actions, *view, *progress.begin(), *build_requests]
@@ -607,7 +607,9 @@ class Run:
         self._halts.mismatched.discard(worker)
         actions.append(self._report_departure(member, departure))
         change: Change = "drained" if member.is_released else "lost"
-        actions += self.members.view_begins(self.steps_committed, change, worker, departure.reason)
+        actions += self.members.report_view_change(
+            self.steps_committed, change, worker, departure.reason
+        )
         is_proven = progress.lose(worker)
         actions += self._parts.evaluations.lose(worker, is_proven=is_proven)
         if failure_pattern:
@@ -835,7 +837,7 @@ class Run:
 
     def _on_joined(self, member: Member) -> list[Action]:
         report = Report(WorkerJoined(member.name, self.steps_committed, self.members.view))
-        view = self.members.view_begins(self.steps_committed, "joined", member.name)
+        view = self.members.report_view_change(self.steps_committed, "joined", member.name)
         return [report, *view, *self._reassign()]
 
     def _on_fell_behind(self, worker: WorkerFellBehind) -> list[Action]:

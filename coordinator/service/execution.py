@@ -380,7 +380,7 @@ class Execution:
 
     def _broadcast(self, action: Broadcast) -> None:
         message, values = action.message, action.body
-        self._subscribers.broadcast(message, values, action.had_by)
+        self._subscribers.broadcast(message, values, action.served_by_peers)
         if isinstance(message, Commit):
             for worker in self._subscribers.behind(message.step):
                 self._leave_behind(worker, message.step)

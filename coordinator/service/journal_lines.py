@@ -13,13 +13,13 @@ from coordinator.run.outputs.events import (
     Event,
     LossScaleHalved,
     Record,
-    RedoneOtherwise,
+    StepRedoneDifferently,
     StepRestarted,
     SubtreesSpeculated,
     WorkerLate,
     WorkerLost,
-    WorkerPutAside,
     WorkerRefused,
+    WorkerSetAside,
     WorkerUnready,
 )
 from coordinator.run.run import Run
@@ -40,8 +40,8 @@ _RESPONSES: Final[dict[type[Event], tuple[str, str]]] = {
     WorkerFlapping: ("worker_flapping", "the others continue without it"),
     WorkerLate: ("straggler", "the others continue without it"),
     DeviceFault: ("device_fault", "its work goes to the machine's other devices"),
-    WorkerPutAside: ("worker_put_aside", "it takes no part for some steps"),
-    RedoneOtherwise: ("redone_otherwise", "the run continues: all replicas are equal"),
+    WorkerSetAside: ("worker_put_aside", "it takes no part for some steps"),
+    StepRedoneDifferently: ("redone_otherwise", "the run continues: all replicas are equal"),
     WorkerOutpaced: ("worker_outpaced", "it starts again from a newer checkpoint"),
     LogUnreadable: ("log_unreadable", "the worker gets the whole state"),
     SubtreesSpeculated: (

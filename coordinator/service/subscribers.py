@@ -65,11 +65,11 @@ class Subscribers:
         self._names.discard(worker)
 
     def broadcast(
-        self, message: Message, body: Array | None, had_by: frozenset[str] = frozenset()
+        self, message: Message, body: Array | None, served_by_peers: frozenset[str] = frozenset()
     ) -> None:
-        """Send a message to all subscribers except those in `had_by`, and keep it for joiners."""
+        """Send a message to all subscribers not in `served_by_peers`, and keep it for joiners."""
         frame = encode(message, None if body is None else packed(body, self._codec))
-        for name in sorted(self._names - had_by):
+        for name in sorted(self._names - served_by_peers):
             session = self._sessions.get(name)
             if session is not None:
                 session.channel.send(frame)

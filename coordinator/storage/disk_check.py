@@ -13,7 +13,7 @@ from pathlib import Path
 from coordinator.capture.captured_files import result_bytes
 from coordinator.disk.durable_file import storage_errors
 from coordinator.run.outputs.side_outputs import replica_state_bytes
-from coordinator.storage.states.replica_states import LATEST
+from coordinator.storage.states.replica_states import ROUNDS_KEPT
 from protocol.base import limits
 from protocol.base.errors import StorageFailed
 from protocol.base.limits import byte_size
@@ -80,7 +80,7 @@ def _replica_bytes(spec: RunSpec, manifest: Manifest, states: int) -> int:
     inner checkpoints of each replica."""
     if spec.replicas is None:
         return 0
-    state_bytes = replica_state_bytes(spec, manifest) * (states + LATEST)
+    state_bytes = replica_state_bytes(spec, manifest) * (states + ROUNDS_KEPT)
     boundary = manifest.elements * 4 * (1 + moment_count(spec.optimizer))
     return spec.replicas.count * (
         state_bytes + (2 * boundary if spec.replicas.boundary_every else 0)

@@ -119,7 +119,7 @@ def recover(directory: RunDirectory) -> Recovery | None:
         own_digest = recorded_digest(directory, base)
     check_replica_states(directory, run, manifest, base + len(logged_steps), own_digest)
     notes = [f"checkpoint skipped: {reason}" for reason in skipped]
-    notes += [str(cut) for cut in scan.cuts]
+    notes += [str(tail) for tail in scan.torn_tails]
     notes += _note_lost_states(scan.index, base + len(logged_steps) + len(redo))
     info = checkpoint.info
     return Recovery(

@@ -20,7 +20,7 @@ from coordinator.capture.captured_files import files_from
 from coordinator.disk.durable_file import storage_errors, sync_directory
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.log.log_index import segment_base, segment_files
-from coordinator.storage.log.log_reader import find_cuts
+from coordinator.storage.log.log_reader import find_truncations
 from coordinator.storage.states.checkpoint import checkpoint_path, checkpoint_steps, find_checkpoint
 from coordinator.storage.states.replica_states import (
     check_replica_states,
@@ -67,7 +67,7 @@ def roll_back(directory: RunDirectory, step: int, term: int) -> str:
     with storage_errors("read", directory.log):
         segments = segment_files(directory.log)
     remaining = [path for path in segments if segment_base(path) < step]
-    cut_offsets = dict(find_cuts(remaining, step, run.run_id, manifest))
+    cut_offsets = dict(find_truncations(remaining, step, run.run_id, manifest))
     logits = files_from(directory.path, manifest, run.spec, step) if manifest.capture else []
     aside = directory.set_aside / f"term-{term:06d}"
     with storage_errors("set aside later files in", directory.path):
@@ -82,7 +82,7 @@ def roll_back(directory: RunDirectory, step: int, term: int) -> str:
             elif segment in cut_offsets:
                 _cut_segment(segment, cut_offsets[segment], aside / "log")
         for later in [s for s in reversed(replica_state_steps(directory.replicas)) if s > step]:
-            _move(directory.own_file(later), aside / "replicas")
+            _move(directory.replica_state_file(later), aside / "replicas")
         for path in reversed(logits):
             _move(path, aside / manifest.export.directory)
     return (

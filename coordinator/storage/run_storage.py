@@ -41,7 +41,7 @@ from coordinator.storage.states.checkpoint import (
     write_metrics,
 )
 from coordinator.storage.states.checkpoint_state import CheckpointState, StatePiece
-from coordinator.storage.states.replica_states import NOTHING_YET, ReplicaStates
+from coordinator.storage.states.replica_states import EMPTY_DIGEST, ReplicaStates
 from coordinator.storage.states.retention import best_step, prune
 from protocol.base import limits
 from protocol.base.errors import SamestepError, StorageFailed
@@ -181,10 +181,10 @@ class RunStorage:
         self.newest = newest
         self._start = _LogStart(manifest, next_step, redo, index)
         if self._spec.replicas is not None:
-            own_lengths = replica_state_sizes(self._spec, manifest)
+            state_lengths = replica_state_sizes(self._spec, manifest)
             self.replica_states = ReplicaStates(
-                self.directory, own_lengths, self._spec.checkpoint.every, self._guard,
-                step=next_step, own_digest=own_digest or NOTHING_YET,
+                self.directory, state_lengths, self._spec.checkpoint.every, self._guard,
+                step=next_step, own_digest=own_digest or EMPTY_DIGEST,
             )  # fmt: skip
         if manifest.capture is not None:
             self._captured_files = CapturedFiles(
@@ -289,7 +289,9 @@ class RunStorage:
             await self._do("capture", lambda: captured_files.keep(step, side_outputs))
         if states is not None:
             next_step = record.commit.step + 1
-            own_digest = await self._do("capture", lambda: states.keep_own(next_step, side_outputs))
+            own_digest = await self._do(
+                "capture", lambda: states.save_round(next_step, side_outputs)
+            )
             record = record.model_copy(update={"own_digest": own_digest})
         if admission is not None:
             await self._do("journal", lambda: self._announce_admission_record(admission))
@@ -390,7 +392,7 @@ class RunStorage:
             self._guard()
             if index is None:
                 check_disk_space(self.directory.path, self._spec, manifest)
-            self.directory.keep_manifest(manifest)
+            self.directory.write_manifest(manifest)
             self._log = GradientLog(
                 self.directory.log, self._run_id, manifest, term=self._term,
                 next_step=next_step, mode=self._spec.log, redo=redo, index=index,
@@ -423,14 +425,14 @@ class RunStorage:
         self,
         replica: Replica,
         losses: Sequence[float],
-        state_read: Callable[[], None] = lambda: None,
+        on_state_written: Callable[[], None] = lambda: None,
     ) -> Checkpoint:
         """Write a checkpoint, then remove files that it makes unnecessary.
 
         Args:
-            replica: The state; it must not change before `state_read` is called.
+            replica: The state; it must not change before `on_state_written` is called.
             losses: Mean loss of each step so far.
-            state_read: Called in the event loop, unless a write fails.
+            on_state_written: Called in the event loop, unless a write fails.
 
         Raises:
             StorageFailed: A write failed.
@@ -440,7 +442,7 @@ class RunStorage:
         has_checkpoint = self.newest is not None
 
         def read() -> None:
-            self._loop.call_soon_threadsafe(state_read)
+            self._loop.call_soon_threadsafe(on_state_written)
 
         def work() -> tuple[Checkpoint, int | None]:
             self._guard()
@@ -449,7 +451,7 @@ class RunStorage:
                 raise StorageFailed("write to", str(root), MISSING)
             checkpoint = write_checkpoint(
                 root, manifest, replica, run_id=self._run_id, term=self._term, losses=losses,
-                state_read=read,
+                on_state_written=read,
             )  # fmt: skip
             self._guard()
             step = checkpoint.info.step  # the replica may be further by now

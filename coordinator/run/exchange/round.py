@@ -720,9 +720,9 @@ class Round:
         is_block = self._blocks[block].kind == "block"
         kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
         is_own = number in self._reducer
-        had_by = frozenset[str]() if is_own else frozenset(self.peers.table.members)
+        served_by_peers = frozenset[str]() if is_own else frozenset(self.peers.table.members)
         message = kind(**self.step_id, block=block, chunk=chunk)
-        return Broadcast(message, self._average_of(number), had_by)
+        return Broadcast(message, self._average_of(number), served_by_peers)
 
 
 def _averages_by_chunk(

@@ -38,17 +38,17 @@ class Broadcast:
     """Send a message to all subscribers, and keep it for joiners until the replica has the step.
 
     Attributes:
-        had_by: Workers that receive the message's content from other workers.
+        served_by_peers: Workers that receive the same content from other workers, not this message.
     """
 
     message: Message
     body: Array | None = None
-    had_by: frozenset[str] = frozenset()
+    served_by_peers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class AdoptManifest:
-    """The run's manifest is settled: create the replica."""
+    """Create the replica of the settled manifest."""
 
     manifest: Manifest
 
@@ -63,15 +63,16 @@ class FillReplica:
 
 @dataclass(frozen=True, slots=True)
 class DigestReplica:
-    """All chunks of this upload of state 0 are in the replica; `inputs.ReplicaLoaded` follows."""
+    """Compute the digest of the replica, which has all of this upload of state 0;
+    `inputs.ReplicaLoaded` follows."""
 
     upload: int
 
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Subscribe a worker whose state is the newest: send it all broadcasts since `step`, and every
-    later broadcast."""
+    """Subscribe a worker that has the newest state: send it all broadcasts since `step`, then every
+    later one."""
 
     worker: str
     step: int
@@ -97,7 +98,7 @@ class Seed:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Send the worker the steps from `step` on from the log, then subscribe it;
+    """Send the worker the logged steps, beginning with `step`, then subscribe it;
     `inputs.WorkerCaughtUp` follows.
 
     The worker is seeded instead if the log lacks these steps, or if `state_digest` is not None and
@@ -156,7 +157,7 @@ class AnswerInnerStateRequest:
 
 @dataclass(frozen=True, slots=True)
 class SaveAdmissionRecord:
-    """Save the conditions by which workers were admitted, for a restart."""
+    """Save the conditions under which workers were admitted, for a restart."""
 
     record: AdmissionRecord
 
@@ -171,7 +172,7 @@ class MakeCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class ApplyStep:
-    """Apply the committed step to the replica, off the critical path; skip it without scalars."""
+    """Apply the committed step to the replica, off the critical path; without scalars, skip it."""
 
     step: int
     averages: Sequence[Array]
@@ -180,7 +181,7 @@ class ApplyStep:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """Close a worker's connection; it may not rejoin this run."""
+    """Close a worker's connection; the worker may not rejoin this run."""
 
     worker: str
     reason: str
@@ -196,7 +197,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The run is over.
+    """End the run.
 
     Attributes:
         is_resumable: Whether its newest checkpoint is worth resuming from.

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from coordinator.run.outputs.restart import CommitRecord, Embedded
+from coordinator.run.outputs.restart import CommitRecord, EmbeddingsRecord
 from protocol.base import limits
 from protocol.base.fields import Digest, Number, finite_or_none
 from protocol.exact.reduction.tree import Subtree
@@ -35,15 +35,14 @@ class Event:
     """Base of all events.
 
     Attributes:
-        name: The event's name in log and event stream; empty if it goes only to the journal.
+        name: The event's name in log and event stream; empty if the event appears in neither.
     """
 
     __slots__ = ()
     name: ClassVar[str] = ""
 
     def fields(self) -> dict[str, object]:
-        """Return the values by name, as log and event stream show them, without those that are
-        None."""
+        """Return the values that log and event stream show, by name, without None."""
         assert dataclasses.is_dataclass(self)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if value is not None}
@@ -54,9 +53,9 @@ class Record(BaseModel, Event):
 
     Attributes:
         kind: The record's name in the journal.
-        articles: The articles of the EU AI Act that a line serves; see `journal_records`.
-        purpose: The purpose of a line.
-        older_fields: Fields that older releases wrote, always null.
+        articles: The articles of the EU AI Act that a line supports; see `journal_records`.
+        purpose: The purpose of a line, as reports print it.
+        older_fields: Fields that older releases wrote, with the value null.
         streamed_fields: Fields that log and event stream show.
     """
 
@@ -156,7 +155,7 @@ class DeviceFault(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPutAside(Event):
+class WorkerSetAside(Event):
     """A worker was passed over too often: it takes no part before step `until`."""
 
     name = "worker_put_aside"
@@ -182,7 +181,7 @@ class ViewChanged(Record):
     """The set of computing workers changed. `view` restarts from 0 with each term."""
 
     articles = (12, 15)
-    purpose = "which machines took part, when, with which numerics profile"
+    purpose = "machines that took part, with times and numerics profiles"
 
     kind: Literal["view"] = "view"
     term: Number
@@ -201,7 +200,7 @@ class ManifestSettled(Record):
     """The workers agreed on data, base model and tokenizer: their digests, and counts."""
 
     articles = (10, 13)
-    purpose = "proof of the exact data, base model and tokenizer; what was left out of the data"
+    purpose = "proof of the exact data, base model and tokenizer; samples excluded from the data"
 
     kind: Literal["manifest"] = "manifest"
     manifest_digest: Digest
@@ -241,11 +240,11 @@ class TrainingStarted(Event):
     workers: list[str]
 
 
-class Owned(Record):
+class OwnersChanged(Record):
     """Each worker's share of every block to average; empty if the coordinator averages."""
 
     articles = (12, 15)
-    purpose = "which machine summed the gradients of others, in which step"
+    purpose = "machines that summed the gradients of others, by step"
 
     name = "owners"
     streamed_fields = ("step", "number", "reason", "owners")
@@ -263,7 +262,7 @@ class Planned(Record):
     and batch and the number of samples (`protocol.exact.samples`)."""
 
     articles = (10, 12)
-    purpose = "which worker was to use which samples, in which step"
+    purpose = "samples assigned to each worker in each step"
 
     kind: Literal["plan"] = "plan"
     term: Number
@@ -324,8 +323,8 @@ class LossScaleHalved(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class RedoneOtherwise(Event):
-    """A step that was redone after a restart has averages that differ from those before it."""
+class StepRedoneDifferently(Event):
+    """A step was redone after a restart, with other averages than before the restart."""
 
     name = "redone_otherwise"
     step: int
@@ -337,8 +336,8 @@ class Committed(Record):
     """A step was committed; or skipped: its samples count as used, and nothing was applied.
 
     Attributes:
-        counted: The workers and subtrees in the sums, where known: each distinct combination; just
-            one, unless subtrees were assigned twice.
+        counted: The workers and subtrees in the sums, if known: each distinct combination; only one
+            unless subtrees were assigned twice.
         state_before: Digest of the state that the step started from.
         norm: Norm of the averaged gradient before clipping.
         rate: The learning rate. Like `norm`, None for a skipped step and in older lines.
@@ -349,7 +348,7 @@ class Committed(Record):
     """
 
     articles = (10, 12, 15)
-    purpose = "that every sample counted once; loss and digests of every step"
+    purpose = "proof that every sample counted once; loss and digests of every step"
     older_fields = ("weights_before",)
 
     name = "committed"
@@ -368,7 +367,7 @@ class Committed(Record):
     state_before: Digest | None = None
     own_digest: Digest | None = None
     counted: tuple[Subtrees, ...] | None = None
-    embedded: Embedded | None = None
+    embedded: EmbeddingsRecord | None = None
     recovered: bool = False
     """Whether a restart wrote the line, from the gradient log."""
 
@@ -408,7 +407,7 @@ class Checkpointed(Record):
     """A checkpoint is durable. That of step 0 is the state that training started from."""
 
     articles = (12, 15)
-    purpose = "which states were kept, with digests to prove each"
+    purpose = "saved states, with digests to prove each"
 
     name = "checkpoint"
     streamed_fields = ("step",)
@@ -426,7 +425,7 @@ class Evaluated(Record):
     """Evaluation metrics of the state after `step` steps."""
 
     articles = (13, 15)
-    purpose = "accuracy as measured on held-out data, over the course of training"
+    purpose = "accuracy on held-out data over the course of training"
 
     name = "evaluated"
 
@@ -471,7 +470,7 @@ class EvaluationMissed(Event):
 class Halted(Record):
     """The run stopped until an operator continues it: because of a non-finite value, unequal
     digests, a failed write, or a command. For a non-finite value, `microbatches` [lo, hi), `worker`
-    and `block` say where it is, as far as known."""
+    and `block` say where it is, if known."""
 
     articles = (12, 15)
     purpose = "faults that halted the run, with worker, block, step and microbatches"

@@ -29,7 +29,7 @@ class Packed(BaseModel):
         return packed
 
 
-class Embedded(BaseModel):
+class EmbeddingsRecord(BaseModel):
     """The digest and origin of the embeddings that a step's loss used.
 
     Attributes:
@@ -43,11 +43,11 @@ class Embedded(BaseModel):
     of: dict[Small, tuple[tuple[Number, Number], ...]]
 
     @staticmethod
-    def made_by(digest: str, origin: Origin) -> Embedded:
+    def made_by(digest: str, origin: Origin) -> EmbeddingsRecord:
         """Make the record of embeddings with this origin."""
         workers = dict.fromkeys(worker for worker, _ in origin)
         parts = {name: tuple(part for by, part in origin if by == name) for name in workers}
-        return Embedded(digest=digest, of=parts)
+        return EmbeddingsRecord(digest=digest, of=parts)
 
 
 class CommitRecord(Packed):
@@ -72,7 +72,7 @@ class CommitRecord(Packed):
     norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     own_digest: Digest | None = None
     counted: tuple[dict[Small, tuple[tuple[Number, Number], ...]], ...] | None = None
-    embedded: Embedded | None = None
+    embedded: EmbeddingsRecord | None = None
 
 
 class AdmissionRecord(BaseModel):

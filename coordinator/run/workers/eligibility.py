@@ -67,12 +67,12 @@ class Eligibility:
     def others_may_come(self) -> bool:
         """Whether another worker is connected, or may still come."""
         has_trainer = any(not member.evaluates for member in self._members)
-        departed = self._members.departed - self.unfit.keys()
+        former_members = self._members.former_members - self.unfit.keys()
         unfit_devices = sum(self._devices[name] for name in self.unfit)
         rejects_all = self.verdict is not None and self.verdict.rejects_all
         return (
             has_trainer
-            or bool(departed)
+            or bool(former_members)
             or (unfit_devices < self._expect_workers and not rejects_all)
         )
 

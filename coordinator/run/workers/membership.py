@@ -1,6 +1,6 @@
 """The members of a run with their states, and the numbered views that follow from them.
 
-Pure. Views fence sessions, not gradients: what a member has delivered stays when others leave.
+Pure. Views fence sessions, not gradients: the sums of a member that leaves still count.
 """
 
 from __future__ import annotations
@@ -22,19 +22,26 @@ _IDLE_STEPS: Final = 16
 _PASSES_BEFORE_ASIDE: Final = 3
 """A worker that is passed over this many times is set aside."""
 _ASIDE_STEPS: Final = 16
-_MOST_DOUBLINGS: Final = 6
+_MAX_DOUBLINGS: Final = 6
 _TIMELY_ANSWERS: Final = 16
 """Timely answers after which earlier lateness no longer counts."""
 _MEASUREMENTS_KEPT: Final = 9
-"""The speed is the median of this many: one slow subtree must not move work."""
+"""The speed is the median of this many measurements: one slow subtree must not move work."""
 
 
 class MemberState(Enum):
-    """The states of a member. IDLE: an evaluator before training, not yet asked to build the task.
-    PREPARING: builds the task. READY: has built the task, and waits for the start. LOADING:
-    receives the state and missed steps. ACTIVE: computes. DRAINING: finishes its work and leaves.
-    FOLLOWING: an evaluator that has the state and receives broadcasts. EVALUATING: an evaluator
-    that has parts to evaluate."""
+    """The states of a member.
+
+    Attributes:
+        IDLE: An evaluator before training, not yet asked to build the task.
+        PREPARING: Builds the task.
+        READY: Has built the task, and waits for the start.
+        LOADING: Receives the state and missed steps.
+        ACTIVE: Computes.
+        DRAINING: Finishes its work and leaves.
+        FOLLOWING: An evaluator that has the state and receives broadcasts.
+        EVALUATING: An evaluator that has parts to evaluate.
+    """
 
     IDLE = "idle"
     PREPARING = "preparing"
@@ -74,7 +81,7 @@ class Member:
     state."""
     state_digest: str = ""
     has_caught_up: bool = False
-    """Whether an evaluator has had the run's state, and keeps up with the commits."""
+    """Whether an evaluator has received the run's state, and keeps up with the commits."""
     numerics_profile: str = ""
     numerics_text: str = ""
     microbatches: int = 0
@@ -84,7 +91,7 @@ class Member:
     is_replaying: bool = False
     """Whether the worker is still receiving missed steps, and gets no broadcasts yet."""
     confirmed_step: int | None = None
-    """The step after which the worker's state was found to be the run's, while it was receiving
+    """The step after which the worker's state matched the run's, while the worker was receiving
     missed steps."""
     is_released: bool = False
     """Whether the worker asked to leave, and may leave now."""
@@ -142,7 +149,7 @@ class Member:
         excess = self.times_passed_over - _PASSES_BEFORE_ASIDE
         if excess < 0:
             return False
-        self.aside_until = step + (_ASIDE_STEPS << min(excess, _MOST_DOUBLINGS))
+        self.aside_until = step + (_ASIDE_STEPS << min(excess, _MAX_DOUBLINGS))
         return True
 
     def note_silence(self, gap_ms: float) -> None:
@@ -207,7 +214,7 @@ class Membership:
         self._term = term
         self._reported_view = 0
         self._members: dict[str, Member] = {}  # sorted
-        self._departed: dict[str, int] = {}
+        self._former_microbatches: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[Member]:
         return iter([*self._members.values()])
@@ -241,25 +248,27 @@ class Membership:
         """Remove a worker; the view changes if it was active."""
         member = self._members.pop(name, None)
         if member is not None and member.microbatches:
-            self._departed[name] = self._departed.get(name, 0) + member.microbatches
+            self._former_microbatches[name] = (
+                self._former_microbatches.get(name, 0) + member.microbatches
+            )
         if member is not None and member.state in COMPUTING:
             self.view += 1
         return member
 
     def activate(self, member: Member) -> None:
-        """Let a worker compute from the next step on: its state is the run's."""
+        """Let a worker, which has the run's state, compute from the next step on."""
         member.state = MemberState.ACTIVE
         self.view += 1
 
     def deactivate(self, member: Member) -> None:
-        """Stop a worker from computing: its state is not the run's, or not known to be."""
+        """Stop a worker from computing, because its state differs from the run's or may differ."""
         member.state = MemberState.LOADING
         self.view += 1
 
-    def view_begins(
+    def report_view_change(
         self, step: int, change: Change, worker: str | None = None, reason: str = ""
     ) -> list[Report]:
-        """Report who computes from now on, if that has changed, and why."""
+        """Report the workers that compute from now on, and the reason; nothing without a change."""
         if self.view == self._reported_view:
             return []
         self._reported_view = self.view
@@ -300,15 +309,15 @@ class Membership:
     def microbatches(self) -> dict[str, int]:
         """Return how many microbatches each member has computed in this run, including members
         that have left."""
-        counts = dict(self._departed)
+        counts = dict(self._former_microbatches)
         for member in self:
             counts[member.name] = counts.get(member.name, 0) + member.microbatches
         return dict(sorted(counts.items()))
 
     @property
-    def departed(self) -> set[str]:
+    def former_members(self) -> set[str]:
         """Names of workers that have computed in this run and are not members now."""
-        return self._departed.keys() - self._members.keys()
+        return self._former_microbatches.keys() - self._members.keys()
 
     @property
     def numerics_profiles(self) -> set[str]:

@@ -21,7 +21,7 @@ from coordinator.run.outputs.events import (
     LongText,
     ManifestSettled,
     Name,
-    Owned,
+    OwnersChanged,
     Planned,
     Record,
     ViewChanged,
@@ -33,7 +33,7 @@ class RunStarted(Record):
     """A run is accepted: its complete spec, and the software that executes it."""
 
     articles = (10, 12, 13)
-    purpose = "what was trained, on which data, with which settings and software"
+    purpose = "model, data, settings and software of the run"
 
     kind: Literal["run"] = "run"
     run_id: Name
@@ -53,7 +53,7 @@ class SpecChanged(Record):
     """The run continues with a changed run spec: it applies to the steps from `step` on."""
 
     articles = (10, 12, 13)
-    purpose = "which settings were changed, when, and with which ones earlier steps were computed"
+    purpose = "changes of settings, with their times and the settings of earlier steps"
 
     kind: Literal["spec_changed"] = "spec_changed"
     term: Number
@@ -73,7 +73,7 @@ class FileDigests(Record):
     """
 
     articles = (12, 15)
-    purpose = "that settings and admission of a resumed run are those that it began with"
+    purpose = "proof that a resumed run has the settings and admissions that it began with"
 
     kind: Literal["files"] = "files"
     term: Number
@@ -85,7 +85,7 @@ class Resumed(Record):
     these steps are redone."""
 
     articles = (12, 15)
-    purpose = "resilience: what a restart found, and from which step the run continued"
+    purpose = "resilience: the state found at a restart, and the step from which the run continued"
     older_fields = ("state_digest",)
 
     kind: Literal["resumed"] = "resumed"
@@ -119,7 +119,7 @@ class CommandReceived(Record):
     """An operator's command."""
 
     articles = (12, 13)
-    purpose = "human intervention: who asked for what, when"
+    purpose = "human intervention: each command, with its source and time"
 
     kind: Literal["command"] = "command"
     term: Number
@@ -132,7 +132,7 @@ class Ended(Record):
     """The run is over. `result.json` has this line's hash as `journal_head`."""
 
     articles = (12, 13)
-    purpose = "how the run ended, and the digest of its result"
+    purpose = "outcome of the run, and the digest of its result"
 
     kind: Literal["end"] = "end"
     term: Number
@@ -146,8 +146,8 @@ class Ended(Record):
 
 
 RECORDS: tuple[type[Record], ...] = (
-    RunStarted, ManifestSettled, FileDigests, Resumed, SpecChanged, ViewChanged, Planned, Owned,
-    Committed, Halted, Fault, CommandReceived, Checkpointed, Evaluated, Ended,
+    RunStarted, ManifestSettled, FileDigests, Resumed, SpecChanged, ViewChanged, Planned,
+    OwnersChanged, Committed, Halted, Fault, CommandReceived, Checkpointed, Evaluated, Ended,
 )  # fmt: skip
 
 AnyRecord = Annotated[Union[RECORDS], Field(discriminator="kind")]  # type: ignore[valid-type]  # noqa: UP007 - from the table

@@ -105,7 +105,7 @@ class RunDirectory:
     def replicas(self) -> Path:
         return self.path / "replicas"
 
-    def own_file(self, step: int) -> Path:
+    def replica_state_file(self, step: int) -> Path:
         """The per-replica state at the start of a round."""
         return self.replicas / f"own-{step}"
 
@@ -162,7 +162,7 @@ class RunDirectory:
             document = read_json(self.run_file)
         return _sealed({**document, "spec": spec.model_dump(mode="json")})
 
-    def keep_manifest(self, manifest: Manifest) -> None:
+    def write_manifest(self, manifest: Manifest) -> None:
         """Write the run's manifest, if there is none.
 
         Raises:
@@ -172,8 +172,8 @@ class RunDirectory:
         existing = self.read_manifest()
         if existing is not None and existing.digest() != manifest.digest():
             raise Mismatch(
-                f"expected the manifest of {str(self.manifest_file)!r}, got another: model, data "
-                "or release differ from when the run began; start a new run"
+                f"expected the manifest of {str(self.manifest_file)!r}, got a different one: "
+                "model, data or release differ from when the run began; start a new run"
             )
         if existing is None:
             replace_file(self.manifest_file, manifest.to_bytes())
@@ -268,7 +268,7 @@ class RunDirectory:
         """Check that no file takes the place of a directory.
 
         Raises:
-            StorageDamaged: A file does.
+            StorageDamaged: A file has the name of a directory.
         """
         for path in (self.path / name for name in _DIRECTORIES):
             if os.path.lexists(path) and not path.is_dir():

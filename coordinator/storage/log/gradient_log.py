@@ -7,7 +7,7 @@ files unnecessary. `log_reader` reads the log.
 
 Mode `checkpoint` keeps only commit records, without gradients: a resumed run recomputes the steps
 since the last checkpoint, and can compare their digests. Each segment has its own mode: while a
-worker joins such a run, the averages that it will need are kept.
+worker joins such a run, the log keeps the averages that the worker will need.
 
 A failed write (disk full, read-only, gone) is a `StorageFailed`. Earlier data is not damaged, and
 the call can be repeated: everything written since the last commit is kept in memory (by reference,
@@ -66,8 +66,8 @@ class GradientLog:
         term: Term of the coordinator, above that of all existing segments.
         next_step: Steps committed so far. Later steps in older segments are overridden.
         mode: See the module's docstring.
-        redo: Commits of later steps that will be redone; they stay known.
-        index: Index of the existing segments, as `scan_log` returns it; updated here.
+        redo: Commits of later steps that will be redone; they stay valid until then.
+        index: Index of the existing segments, as `scan_log` returns it; this log updates it.
         guard: Called after each sync, before `commit` returns; raises if this coordinator does not
             own the directory any more (`DirectoryLock.check`).
 
@@ -144,7 +144,7 @@ class GradientLog:
             self._pending.clear()
             self._attempt = attempt
         if self._mode == "full":
-            self._check_before_mending()
+            self._check_before_rewrite()
             with self._file.use("append to"):
                 self._write(RecordKind.CHUNK, chunk_payload(key, values))
         self._pending[key] = values
@@ -158,15 +158,17 @@ class GradientLog:
 
         Raises:
             StorageFailed: The step is not committed; the call can be repeated.
-            RunFailed: Another coordinator has taken over; no worker may hear of the commit.
+            RunFailed: Another coordinator has taken over; no worker may receive the commit.
         """
         commit = record.commit
         assert commit.step == self.next_step
         if commit.scalars is not None and self._mode == "full":
             assert self._attempt == (commit.term, commit.attempt)
-            appended = {(key.block, key.chunk) for key in self._pending}
-            assert appended == self._chunks, "a step is committed only with all of its gradients"
-        self._check_before_mending()
+            appended_chunks = {(key.block, key.chunk) for key in self._pending}
+            assert appended_chunks == self._chunks, (
+                "a step is committed only with all of its gradients"
+            )
+        self._check_before_rewrite()
         self._sync_name()
         with self._file.use("append to"):
             self._write(RecordKind.COMMIT, [memoryview(record.to_bytes())])
@@ -194,11 +196,11 @@ class GradientLog:
         """
         mode, self._mode = self._mode, mode or self._mode
         try:
-            old, self._file = self._file, self._new_segment()
+            old_file, self._file = self._file, self._new_segment()
         except StorageFailed:
             self._mode = mode
             raise
-        old.close()
+        old_file.close()
         # Chunks of the step in progress are rewritten here before the next record.
         self._file.broken = bool(self._pending)
         self._sync_name()
@@ -270,9 +272,9 @@ class GradientLog:
                 sync_directory(self._directory)
             self._is_name_durable = True
 
-    def _check_before_mending(self) -> None:
-        """Check ownership: another coordinator may have read a commit in the part that mending
-        cuts off."""
+    def _check_before_rewrite(self) -> None:
+        """Check ownership before a rewrite: another coordinator may have read a commit in the part
+        that is rewritten."""
         if self._file.broken and self._guard is not None:
             self._guard()
 

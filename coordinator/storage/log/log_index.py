@@ -2,8 +2,8 @@
 
 A segment's steps follow each other without a gap, so the index holds only the offset at which each
 step ends: eight bytes a step. `log_reader` builds the index once, when a log is opened;
-`gradient_log` updates it with every commit. So readers of a log, however long, read only what they
-need.
+`gradient_log` updates it with every commit. Readers therefore read only the steps that they need,
+however long the log is.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class SegmentIndex:
     Attributes:
         path: The file.
         header: The first record of the file.
-        start: Where the header ends.
-        ends: Where each step ends, from step `header.base_step` on.
+        start: The offset at which the header ends.
+        ends: The offset at which each step ends, from step `header.base_step` on.
     """
 
     path: Path
@@ -83,12 +83,12 @@ class SegmentIndex:
 
     @property
     def end(self) -> int:
-        """Where the next step begins."""
+        """The offset at which the next step begins."""
         return self.ends[-1] if self.ends else self.start
 
     @property
     def newest_step_offset(self) -> int:
-        """Where the newest step begins."""
+        """The offset at which the newest step begins."""
         return self.ends[-2] if len(self.ends) > 1 else self.start
 
     def read(self, fd: int, step: int) -> LoggedStep:
@@ -150,7 +150,7 @@ class LogIndex:
         self._segments[-1].ends.append(end)
 
     def forget(self, paths: Sequence[Path]) -> None:
-        """Remove segments."""
+        """Remove segments from the index."""
         self._segments = [segment for segment in self._segments if segment.path not in paths]
 
     def ranges(self) -> list[range]:
@@ -247,7 +247,7 @@ def read_chunks(
             for number, (block, length) in enumerate(zip(blocks, lengths, strict=True))
             for chunk in range(max(1, -(-block.elements // length)))
         }
-        recut: dict[int, Array] = {}
+        rechunked_blocks: dict[int, Array] = {}
         for head in logged_step.chunks:
             with storage_errors("read", logged_step.path):
                 payload = read_payload(file.fileno(), head)
@@ -274,12 +274,12 @@ def read_chunks(
             if length == block.chunk_elements:
                 yield number, chunk, values
                 continue
-            block_values = recut.setdefault(number, np.empty(block.elements, np.float32))
+            block_values = rechunked_blocks.setdefault(number, np.empty(block.elements, np.float32))
             block_values[start : start + length] = values
             if all(missing_block != number for missing_block, _ in missing):
                 for part in range(block.chunks):
                     yield number, part, block_values[block.chunk_slice(part)]
-                del recut[number], block_values
+                del rechunked_blocks[number], block_values
     if missing:
         reason = f"step {commit.step} is committed without {len(missing)} of its chunks"
         raise segment_damage(logged_step.path, None, reason)

@@ -1,10 +1,10 @@
-"""Open a gradient log: find the committed steps, and cut off what a crash left after them.
+"""Open a gradient log: find the committed steps, and cut off the torn tail that a crash left.
 
 All records of a step were on disk before the first of the next step was written. So if no record of
 a later step follows the damage, it is the torn tail of a step that was not yet synced, and is cut
 off. A crash cannot cause damage that later records follow: it is refused with file and offset.
 
-Readable data need not be on disk: the sync of a killed coordinator may have been unfinished, or may
+Readable data may not be durable: the sync of a killed coordinator may have been unfinished, or may
 have failed. This affects only the newest step of the newest segment: that step is rewritten in
 place before it counts (`durable_file.write_again`).
 
@@ -39,8 +39,8 @@ from protocol.spec.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """The cut of a torn tail: what follows `offset` is not part of the log."""
+class TornTail:
+    """The torn tail of a segment: the bytes from `offset` on are not part of the log."""
 
     path: Path
     offset: int
@@ -58,7 +58,7 @@ class LogScan:
     """The content of a log: where its committed steps are, and its torn tails."""
 
     index: LogIndex
-    cuts: tuple[Cut, ...]
+    torn_tails: tuple[TornTail, ...]
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ def scan_log(directory: Path, run_id: str, manifest: Manifest, *, repair: bool =
         directory: The directory of the log's segments; it may be empty.
         run_id: The run's ID.
         manifest: The run's manifest.
-        repair: Cut off torn tails, remove temporary files, and make the rest durable. Only the
+        repair: TornTail off torn tails, remove temporary files, and make the rest durable. Only the
             writer of the log may do this.
 
     Raises:
@@ -97,20 +97,20 @@ def scan_log(directory: Path, run_id: str, manifest: Manifest, *, repair: bool =
         _check_run_and_manifest(segment, run_id, manifest)
         segments.append(segment)
     segments.reverse()
-    cuts = [
-        Cut(s.path, s.intact_bytes, s.size - s.intact_bytes, s.torn_reason)
+    torn_tails = [
+        TornTail(s.path, s.intact_bytes, s.size - s.intact_bytes, s.torn_reason)
         for s in segments
         if s.torn_reason
     ]
     if repair:
-        for cut in cuts:
-            _truncate_segment(cut)
+        for tail in torn_tails:
+            _truncate_segment(tail)
         for segment in segments:
             _sync(segment, newest=segment is segments[-1])
-    return LogScan(LogIndex(segments), tuple(cuts))
+    return LogScan(LogIndex(segments), tuple(torn_tails))
 
 
-def find_cuts(
+def find_truncations(
     paths: Sequence[Path], step: int, run_id: str, manifest: Manifest
 ) -> list[tuple[Path, int]]:
     """Find where to cut each segment so that `step` and later steps are gone; change nothing.
@@ -239,18 +239,18 @@ def _check_run_and_manifest(segment: _Segment, run_id: str, manifest: Manifest) 
         raise Mismatch(f"{path!r} belongs to another manifest; start a new run")
 
 
-def _truncate_segment(cut: Cut) -> None:
-    with storage_errors("cut the torn tail of", cut.path):
-        fd = os.open(cut.path, os.O_RDWR | os.O_CLOEXEC)
+def _truncate_segment(tail: TornTail) -> None:
+    with storage_errors("cut the torn tail of", tail.path):
+        fd = os.open(tail.path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            os.ftruncate(fd, cut.offset)
+            os.ftruncate(fd, tail.offset)
             os.fsync(fd)
         finally:
             os.close(fd)
 
 
 def _sync(segment: _Segment, *, newest: bool) -> None:
-    """Make durable what a killed coordinator wrote: readable data that may not be on disk."""
+    """Make the data of a killed coordinator durable: readable data may not be on disk yet."""
     unsynced_offset = segment.newest_step_offset if newest else segment.intact_bytes
     with storage_errors("sync", segment.path):
         fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)

@@ -10,8 +10,8 @@
               COMMIT   msgpack of `CommitRecord`
 
 Little-endian throughout. Both hashes are seeded with the record's offset in its file, so a record
-counts only where it was written. The head has its own hash: a reader can walk a log without reading
-payloads.
+is valid only at the offset where it was written. The head has a separate hash: a reader can walk a
+log without reading payloads.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ T = TypeVar("T", bound=Packed)
 class SegmentHeader(Packed):
     """The first record of a segment.
 
-    `base_step` is the number of steps committed before the segment. A segment overrides these and
-    later steps of earlier segments, except the commits in `redo`: their averages were not kept, and
-    they stay valid until their steps are redone.
+    `base_step` is the number of steps committed before the segment. A segment overrides this and
+    later steps of earlier segments, except the commits in `redo`: they have no averages, and stay
+    valid until their steps are redone.
     """
 
     format: Annotated[int, Field(ge=1)] = FORMAT

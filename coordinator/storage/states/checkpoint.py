@@ -53,7 +53,7 @@ from protocol.exact.replica import Replica
 from protocol.spec.manifest import Manifest
 
 FORMAT: Final = 2
-Sealed = TypeVar("Sealed", bound=BaseModel)
+Document = TypeVar("Document", bound=BaseModel)
 STATE_FILE: Final = "optimizer.safetensors"
 INFO_FILE: Final = "checkpoint.json"
 METRICS_FILE: Final = "metrics.json"
@@ -128,18 +128,19 @@ def write_checkpoint(
     run_id: str,
     term: int,
     losses: Sequence[float],
-    state_read: Callable[[], None] = lambda: None,
+    on_state_written: Callable[[], None] = lambda: None,
 ) -> Checkpoint:
     """Write a checkpoint, which is durable when this returns.
 
     Args:
         root: The directory of all checkpoints; created if missing.
         manifest: The run's manifest, which sets the layout.
-        replica: The state. It must not change until `state_read` is called, or this returns.
+        replica: The state. It must not change until `on_state_written` is called, or until this
+            function returns.
         run_id: The run's ID.
         term: Term of the coordinator.
         losses: The mean loss of each step so far; not finite for a skipped step.
-        state_read: Called once the state is written, before it is durable.
+        on_state_written: Called once the state is written, before it is durable.
 
     Raises:
         StorageFailed: A write failed; no partial checkpoint is left. The call can be repeated.
@@ -161,7 +162,7 @@ def write_checkpoint(
         losses=tuple(loss if math.isfinite(loss) else None for loss in losses),
         files={},
     )
-    existing = _same_state(root, info, manifest, replica)
+    existing = _existing_checkpoint(root, info, manifest, replica)
     if existing is not None:
         with storage_errors("sync", root):
             sync_directory(root)  # its writer may have ended before the sync
@@ -169,7 +170,7 @@ def write_checkpoint(
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         with storage_errors("write", path):
-            info = _write_files(temporary, manifest, replica, info, state_read)
+            info = _write_files(temporary, manifest, replica, info, on_state_written)
             remove_checkpoint(path)
             temporary.rename(path)
             sync_directory(root)
@@ -213,7 +214,7 @@ def _read_info(path: Path) -> CheckpointInfo:
     return _read_sealed(path / INFO_FILE, "checkpoint", CheckpointInfo, _REMEDY)
 
 
-def _read_sealed(file: Path, key: str, kind: type[Sealed], remedy: str) -> Sealed:
+def _read_sealed(file: Path, key: str, kind: type[Document], remedy: str) -> Document:
     """Read a JSON document that contains its own BLAKE3."""
     if not file.exists():
         raise StorageDamaged(str(file), "", f"it is missing; {remedy}")
@@ -243,13 +244,13 @@ def latest_checkpoint(
     Raises:
         StorageFailed: The directory cannot be read.
     """
-    skipped: list[str] = []
+    skip_reasons: list[str] = []
     for step in reversed(checkpoint_steps(root)):
         try:
-            return find_checkpoint(root, step, run_id, manifest), tuple(skipped)
+            return find_checkpoint(root, step, run_id, manifest), tuple(skip_reasons)
         except (StorageDamaged, StorageFailed, Mismatch) as error:
-            skipped.append(str(error))
-    return None, tuple(skipped)
+            skip_reasons.append(str(error))
+    return None, tuple(skip_reasons)
 
 
 def write_metrics(root: Path, step: int, state_digest: str, figures: Mapping[str, float]) -> None:
@@ -264,8 +265,8 @@ def write_metrics(root: Path, step: int, state_digest: str, figures: Mapping[str
             return
     except StorageDamaged:
         return  # a damaged checkpoint is never used
-    finite = {name: value for name, value in figures.items() if math.isfinite(value)}
-    metrics = Metrics(state_digest=state_digest, figures=finite)
+    finite_metrics = {name: value for name, value in figures.items() if math.isfinite(value)}
+    metrics = Metrics(state_digest=state_digest, figures=finite_metrics)
     replace_file(path / METRICS_FILE, _seal("metrics", metrics))
 
 
@@ -273,7 +274,7 @@ def read_metrics(root: Path, step: int) -> Metrics | None:
     """Return the metrics stored with a checkpoint; None if there are none.
 
     Raises:
-        StorageDamaged: The metrics are damaged, or of another state.
+        StorageDamaged: The metrics are damaged, or belong to another state.
         StorageFailed: The metrics cannot be read.
     """
     path = checkpoint_path(root, step)
@@ -312,7 +313,7 @@ def remove_checkpoint(path: Path) -> None:
         sync_directory(path.parent)
 
 
-def _same_state(
+def _existing_checkpoint(
     root: Path, info: CheckpointInfo, manifest: Manifest, replica: Replica
 ) -> Checkpoint | None:
     """Return the checkpoint of exactly this state, if the run wrote one before it was resumed."""
@@ -328,7 +329,7 @@ def _write_files(
     manifest: Manifest,
     replica: Replica,
     info: CheckpointInfo,
-    state_read: Callable[[], None],
+    on_state_written: Callable[[], None],
 ) -> CheckpointInfo:
     path.mkdir()
     moments = {
@@ -338,11 +339,11 @@ def _write_files(
         for tensor, values in part.by_tensor(manifest.blocks[part.block])
     }
     with ExitStack() as stack:
-        new = begin_model(stack, path, manifest, replica.tensors())
-        new[STATE_FILE] = stack.enter_context(NewFile(path / STATE_FILE))
-        new[STATE_FILE].write(safetensors_pieces(moments, {"step": str(replica.step)}))
-        state_read()
-        files = {name: file.confirm() for name, file in new.items()}
+        new_files = begin_model(stack, path, manifest, replica.tensors())
+        new_files[STATE_FILE] = stack.enter_context(NewFile(path / STATE_FILE))
+        new_files[STATE_FILE].write(safetensors_pieces(moments, {"step": str(replica.step)}))
+        on_state_written()
+        files = {name: file.confirm() for name, file in new_files.items()}
     info = info.model_copy(update={"files": files})
     replace_file(path / INFO_FILE, _seal("checkpoint", info))
     return info

@@ -10,8 +10,8 @@ In `replicas/` of the run's directory:
 
 Nothing in an `own` file is trusted: the BLAKE3 of its digests must equal `own_digest` in the commit
 that leads to the round, in log and journal. Before the first round there is no per-replica state:
-the file is empty, and the digest is `NOTHING_YET`. Files of the last rounds and of every checkpoint
-are kept, since a restart may roll back to them.
+the file is empty, and the digest is `EMPTY_DIGEST`. Files of the last rounds and of every
+checkpoint are kept, since a restart may roll back to them.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from protocol.base.regular_file import open_regular
 from protocol.spec.manifest import Manifest
 from protocol.wire.messages import InnerCheckpointChunk, InnerStateRequest
 
-NOTHING_YET: Final = blake3().hexdigest()
+EMPTY_DIGEST: Final = blake3().hexdigest()
 DIGEST_BYTES: Final = 32
 _OWN: Final = re.compile(r"own-(\d{1,18})")
-LATEST: Final = 4
+ROUNDS_KEPT: Final = 4
 """Number of newest rounds whose state is always kept: a checkpoint may be in progress."""
 
 
@@ -63,8 +63,8 @@ class ReplicaStates:
 
     Args:
         directory: Directory of the run.
-        own_lengths: The possible sizes of a replica's state (`replica_state_sizes`); empty without
-            such state.
+        state_lengths: The possible sizes of a replica's state (`replica_state_sizes`); empty if
+            there is no such state.
         every: Number of rounds between checkpoints; 0: only the first and the last checkpoint.
         guard: Raises if this coordinator does not own the directory any more.
         step: The round with which the run continues.
@@ -74,20 +74,20 @@ class ReplicaStates:
     def __init__(
         self,
         directory: RunDirectory,
-        own_lengths: Sequence[int],
+        state_lengths: Sequence[int],
         every: int,
         guard: Callable[[], None],
         *,
         step: int = 0,
-        own_digest: str = NOTHING_YET,
+        own_digest: str = EMPTY_DIGEST,
     ) -> None:
         self._directory = directory
-        self._own_digests = {step: own_digest}
+        self._round_digests = {step: own_digest}
         self._path = directory.replicas
         self._exists = self._path.is_dir()
         self._checkpoints = directory.checkpoints
-        self._own_lengths = own_lengths
-        self._own_bytes = next(iter(own_lengths), 0)
+        self._state_lengths = state_lengths
+        self._state_bytes = next(iter(state_lengths), 0)
         self._every = every
         self._guard = guard
         self._complete: dict[int, _InnerCheckpoint] = {}
@@ -95,7 +95,7 @@ class ReplicaStates:
         for leftover in self._path.glob("boundary-*"):
             leftover.unlink(missing_ok=True)
 
-    def keep_own(self, step: int, content: Sequence[Bytes]) -> str | None:
+    def save_round(self, step: int, content: Sequence[Bytes]) -> str | None:
         """Make the per-replica state at the start of a round durable.
 
         Args:
@@ -109,28 +109,34 @@ class ReplicaStates:
             StorageFailed: A write failed.
             RunFailed: Another coordinator owns the directory now.
         """
-        if not self._own_bytes:
+        if not self._state_bytes:
             return None
         self._guard()
-        self._make()
+        self._make_directory()
         digests: list[bytes] = []
-        replace_file(self._directory.own_file(step), self._sealed(step, content, digests))
-        self._own_digests = {
-            other: digest for other, digest in self._own_digests.items() if other > step - LATEST
+        replace_file(
+            self._directory.replica_state_file(step), self._with_digests(step, content, digests)
+        )
+        self._round_digests = {
+            other: digest
+            for other, digest in self._round_digests.items()
+            if other > step - ROUNDS_KEPT
         }
-        self._own_digests[step] = own_digest(digests) if content else self._own_digests[step - 1]
+        self._round_digests[step] = (
+            combined_digest(digests) if content else self._round_digests[step - 1]
+        )
         self._complete.clear()
         self._prune(step)
-        return self._own_digests[step]
+        return self._round_digests[step]
 
-    def _make(self) -> None:
+    def _make_directory(self) -> None:
         """Create the directory once: if it vanishes later, it must be restored."""
         if not self._exists:
             with storage_errors("make", self._path):
                 make_below(self._path.parent, self._path)
             self._exists = True
 
-    def _sealed(
+    def _with_digests(
         self, step: int, content: Sequence[Bytes], digests: list[bytes]
     ) -> Iterator[memoryview]:
         if not content:
@@ -139,7 +145,7 @@ class ReplicaStates:
         pieces: list[memoryview] = []
         for piece in content:
             pieces.append(piece.data)
-            if sum(map(len, pieces)) == self._own_bytes:
+            if sum(map(len, pieces)) == self._state_bytes:
                 digests.append(digest_of(pieces))
                 yield memoryview(digests[-1])
                 yield from pieces
@@ -147,7 +153,7 @@ class ReplicaStates:
         assert not pieces, "the round has the whole state of every replica"
 
     def _previous_content(self, step: int) -> Iterator[memoryview]:
-        path = self._directory.own_file(step)
+        path = self._directory.replica_state_file(step)
         if step == 0:
             return
         with open_regular(path) as file:
@@ -159,8 +165,8 @@ class ReplicaStates:
         newest = max(saved_steps, default=0)
         for round_ in replica_state_steps(self._path):
             is_due = self._every > 0 and round_ > newest and round_ % self._every == 0
-            if round_ <= step - LATEST and round_ not in saved_steps and not is_due:
-                self._directory.own_file(round_).unlink(missing_ok=True)
+            if round_ <= step - ROUNDS_KEPT and round_ not in saved_steps and not is_due:
+                self._directory.replica_state_file(round_).unlink(missing_ok=True)
 
     def write_inner_checkpoint(self, message: InnerCheckpointChunk, content: Bytes) -> None:
         """Write the next piece of an inner checkpoint; a complete checkpoint replaces the earlier
@@ -174,7 +180,7 @@ class ReplicaStates:
         replica, inner = message.replica, message.inner
         path = self._path / f"boundary-{replica}"
         with storage_errors("write", path):
-            self._make()
+            self._make_directory()
             temporary = path.with_name(f"{path.name}-{inner}{TEMPORARY_SUFFIX}")
             with temporary.open("ab" if message.chunk else "wb") as file:
                 file.write(content.data)
@@ -207,7 +213,7 @@ class ReplicaStates:
         pieces: list[Iterator[bytes]] = []
         replica, attempt = request.replica, (request.step, request.attempt)
         if request.own:
-            pieces.append(self._own_of(request.step, replica))
+            pieces.append(self._state_of(request.step, replica))
         inner, newest = 0, self._complete.get(replica)
         if newest is not None and newest.position[:2] == attempt:
             checkpoint = self._inner_checkpoint_of(replica, newest.digest)
@@ -231,30 +237,33 @@ class ReplicaStates:
             checkpoint.close()
         return None
 
-    def _own_of(self, step: int, replica: int) -> Iterator[bytes]:
-        path, recorded_digest = self._directory.own_file(step), self._own_digests.get(step)
+    def _state_of(self, step: int, replica: int) -> Iterator[bytes]:
+        path, recorded_digest = (
+            self._directory.replica_state_file(step),
+            self._round_digests.get(step),
+        )
         matching = (
             None
             if recorded_digest is None
-            else matching_digests(path, self._own_lengths, recorded_digest)
+            else matching_digests(path, self._state_lengths, recorded_digest)
         )
         if matching is not None:
-            own_bytes, digests = matching
+            state_bytes, digests = matching
             if not digests:  # every round was skipped
-                return _zeros(self._own_bytes)
-            start = replica * (own_bytes + DIGEST_BYTES) + DIGEST_BYTES
-            content = read_with_digest(path, start, own_bytes)
+                return _zeros(self._state_bytes)
+            start = replica * (state_bytes + DIGEST_BYTES) + DIGEST_BYTES
+            content = read_with_digest(path, start, state_bytes)
             if next(content) == digests[replica]:
                 # Missed updates come last; older releases did not count them.
-                return itertools.chain(content, _zeros(self._own_bytes - own_bytes))
+                return itertools.chain(content, _zeros(self._state_bytes - state_bytes))
             content.close()
         reason = "it does not match its digest; roll back to a checkpoint (--from-step N)"
         raise StorageDamaged(str(path), f"replica {replica}", reason)
 
 
 def _zeros(length: int) -> Iterator[bytes]:
-    for at in range(0, length, limits.BODY_BYTES):
-        yield bytes(min(limits.BODY_BYTES, length - at))
+    for offset in range(0, length, limits.BODY_BYTES):
+        yield bytes(min(limits.BODY_BYTES, length - offset))
 
 
 def replica_state_steps(path: Path) -> list[int]:
@@ -263,22 +272,22 @@ def replica_state_steps(path: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match is not None)
 
 
-def own_digest(digests: Iterable[bytes]) -> str:
+def combined_digest(digests: Iterable[bytes]) -> str:
     """Return the digest of all replicas' state, from the digest of each in order."""
     return blake3(b"".join(digests)).hexdigest()
 
 
-def read_state_digests(path: Path, own_bytes: int) -> list[bytes] | None:
+def read_state_digests(path: Path, state_bytes: int) -> list[bytes] | None:
     """Return the digest before each replica's state; None if the file has another size.
 
     Raises:
         StorageFailed: The file cannot be read, or is missing.
     """
     with storage_errors("read", path), open_regular(path) as file:
-        count, rest = divmod(path.stat().st_size, own_bytes + DIGEST_BYTES)
+        count, rest = divmod(path.stat().st_size, state_bytes + DIGEST_BYTES)
         digests = []
         for replica in range(count):
-            file.seek(replica * (own_bytes + DIGEST_BYTES))
+            file.seek(replica * (state_bytes + DIGEST_BYTES))
             digests.append(file.read(DIGEST_BYTES))
     return None if rest else digests
 
@@ -299,10 +308,10 @@ def matching_digests(
     Raises:
         StorageFailed: The file cannot be read, or is missing.
     """
-    for own_bytes in lengths:
-        digests = read_state_digests(path, own_bytes)
-        if digests is not None and own_digest(digests) == recorded_digest:
-            return own_bytes, digests
+    for state_bytes in lengths:
+        digests = read_state_digests(path, state_bytes)
+        if digests is not None and combined_digest(digests) == recorded_digest:
+            return state_bytes, digests
     return None
 
 
@@ -321,10 +330,10 @@ def state_fault(path: Path, lengths: Sequence[int], recorded_digest: str | None)
     found_digests = matching_digests(path, lengths, recorded_digest)
     if found_digests is None:
         return "it differs from the digest in the commit of its round"
-    own_bytes, digests = found_digests
+    state_bytes, digests = found_digests
     for replica, digest in enumerate(digests):
         content = read_with_digest(
-            path, replica * (own_bytes + DIGEST_BYTES) + DIGEST_BYTES, own_bytes
+            path, replica * (state_bytes + DIGEST_BYTES) + DIGEST_BYTES, state_bytes
         )
         state = next(content)
         content.close()
@@ -357,7 +366,7 @@ def check_replica_states(
     lengths = replica_state_sizes(run.spec, manifest)
     if not lengths or not step:
         return
-    path = directory.own_file(step)
+    path = directory.replica_state_file(step)
     if reason := state_fault(path, lengths, recorded_digest):
         remedy = "restore it from a copy"
         if usable_steps := _usable_checkpoints(directory, lengths, step):
@@ -376,7 +385,9 @@ def _usable_checkpoints(
         if step != damaged_step
         and (
             not step
-            or not state_fault(directory.own_file(step), lengths, recorded_digest(directory, step))
+            or not state_fault(
+                directory.replica_state_file(step), lengths, recorded_digest(directory, step)
+            )
         )
     ]
 

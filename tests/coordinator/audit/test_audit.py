@@ -14,7 +14,7 @@ from coordinator.audit.history import read_history
 from coordinator.cli import app
 from coordinator.disk.artifacts import write_model
 from coordinator.run.outputs.events import Committed, Evaluated, Planned, Record
-from coordinator.run.outputs.restart import AdmissionRecord, Embedded
+from coordinator.run.outputs.restart import AdmissionRecord, EmbeddingsRecord
 from coordinator.storage.directory.journal import Entry, Journal
 from coordinator.storage.directory.journal_records import Ended, Resumed
 from coordinator.storage.log.log_index import segment_files
@@ -403,14 +403,14 @@ def embedded_by_unassigned_worker(record):
     """The run has no embeddings, so no worker was assigned any."""
     if not isinstance(record, Committed) or record.step != 4:
         return [record]
-    rows = Embedded(digest="0" * 64, of={"ann": ((0, 2),)})
+    rows = EmbeddingsRecord(digest="0" * 64, of={"ann": ((0, 2),)})
     return [record.model_copy(update={"embedded": rows})]
 
 
 def embedded_in_part(record):
     if not isinstance(record, Committed) or record.step != 4:
         return [record]
-    rows = Embedded(digest="0" * 64, of={"ann": ((0, 1),)})
+    rows = EmbeddingsRecord(digest="0" * 64, of={"ann": ((0, 1),)})
     return [record.model_copy(update={"embedded": rows})]
 
 

@@ -304,7 +304,7 @@ async def test_unfinished_requests_are_limited_and_block_nobody(tmp_path):
             flood = unfinished_requests(control, 3 * limits.CONTROL_CONNECTIONS)
             async with operator.get(f"{url}/events") as events, flood as readers:
                 assert await is_closed_by_server(readers[0])
-                assert len(control.visitors) <= limits.CONTROL_CONNECTIONS
+                assert len(control.request_limiter) <= limits.CONTROL_CONNECTIONS
                 assert await ask(control, "GET", "/status", **bearer) == 200
                 control.emit(Draining())
                 assert b"draining" in await events.content.readuntil(b"\n\n")
@@ -316,7 +316,7 @@ async def test_client_without_a_token_is_disconnected_after_the_timeout(tmp_path
     async with port(tmp_path) as control:
         async with unfinished_requests(control, 1) as (reader,):
             assert await is_closed_by_server(reader)
-        assert not len(control.visitors)
+        assert not len(control.request_limiter)
 
 
 @on_uvloop

@@ -20,7 +20,7 @@ from coordinator.run.outputs.events import (
     Halted,
     ManifestSettled,
     MemberInfo,
-    Owned,
+    OwnersChanged,
     Planned,
     ViewChanged,
 )
@@ -50,7 +50,7 @@ EXAMPLES = [
     ),
     FileDigests(term=1, digests={"run.json": (D,), "terms.json": (None, D)}),
     ViewChanged(term=1, step=0, view=1, change="joined", worker="w1", members=(MEMBER,)),
-    Owned(term=1, step=0, number=1, reason="sharded", owners={"w1": 0.5, "w2": 0.5}),
+    OwnersChanged(term=1, step=0, number=1, reason="sharded", owners={"w1": 0.5, "w2": 0.5}),
     Planned(term=1, step=0, attempt=0, view=1, microbatches=3, nodes={"w1": ((0, 2), (2, 3))}),
     Committed(
         term=1, step=0, attempt=0, optimizer_step=1, loss=float("inf"), norm=2.5, rate=1e-3,

@@ -149,7 +149,7 @@ def test_lock_survives_a_temporarily_missing_directory(tmp_path):
 def begin_run(path, *, checkpoint=True):
     directory = RunDirectory(path)
     directory.begin(RUN_ID, SPEC)
-    directory.keep_manifest(MANIFEST)
+    directory.write_manifest(MANIFEST)
     if checkpoint:
         write_state(directory, state_zero())
     return directory
@@ -182,11 +182,11 @@ def test_run_and_manifest_round_trip(tmp_path):
     assert stored_run is not None
     assert (stored_run.run_id, stored_run.spec) == (RUN_ID, SPEC)
     assert directory.read_manifest() == MANIFEST
-    directory.keep_manifest(MANIFEST)
+    directory.write_manifest(MANIFEST)
     with pytest.raises(UsageError, match="--resume"):
         directory.begin("other", SPEC)
     with pytest.raises(Mismatch, match="start a new run"):
-        directory.keep_manifest(MANIFEST.model_copy(update={"train_samples": 11}))
+        directory.write_manifest(MANIFEST.model_copy(update={"train_samples": 11}))
 
 
 def test_directory_of_a_run_that_never_began_is_reused(tmp_path):

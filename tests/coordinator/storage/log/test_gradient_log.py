@@ -44,7 +44,7 @@ def scan(directory, **options):
 def steps(directory, step=0, **options):
     """Return the committed steps from `step` on, and the truncations of the scan."""
     scan_result = scan(directory, **options)
-    return list(scan_result.index.steps_from(step)), scan_result.cuts
+    return list(scan_result.index.steps_from(step)), scan_result.torn_tails
 
 
 def step_numbers(directory, step=0, **options):
@@ -309,7 +309,7 @@ def test_tail_torn_at_any_byte_of_the_last_step_is_cut(tmp_path):
         assert [s.step for s in logged_steps] == [0, 1], length
         assert bool(cuts) == (path.stat().st_size < length)
         # After one truncation the log is intact: the next start changes nothing.
-        assert scan(tmp_path / "log").cuts == ()
+        assert scan(tmp_path / "log").torn_tails == ()
     log = open_log(tmp_path / "log", term=2, next_step=2)
     log_step(log, 2, term=2)
     assert contents(tmp_path / "log") == expected((1, 0, 0), (1, 1, 0), (2, 2, 0))
@@ -320,7 +320,7 @@ def test_tail_of_unwritten_disk_blocks_is_cut(tmp_path, filler):
     path = write_log(tmp_path, 2)
     with path.open("ab") as file:
         file.write(filler * 5000)
-    assert [str(truncation) for truncation in scan(tmp_path, repair=True).cuts] == [
+    assert [str(truncation) for truncation in scan(tmp_path, repair=True).torn_tails] == [
         f"{path.name}: 5000 bytes cut at byte {path.stat().st_size}: the last record is incomplete"
     ]
     assert contents(tmp_path) == expected((1, 0, 0), (1, 1, 0))
@@ -568,7 +568,7 @@ def test_failed_system_call_is_retried(tmp_path, monkeypatch, call, number):
     assert len(failures) == 1
     assert "No space left on device; make room, then continue" in failures[0]
     assert contents(tmp_path) == expected((1, 0, 0), (1, 1, 0), (1, 2, 0))
-    assert scan(tmp_path).cuts == ()
+    assert scan(tmp_path).torn_tails == ()
 
 
 def test_commit_with_failed_sync_disappears_with_the_next_attempt(tmp_path, monkeypatch):

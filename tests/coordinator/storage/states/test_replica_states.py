@@ -15,8 +15,8 @@ from protocol.wire.messages import InnerCheckpointChunk, InnerStateRequest
 STATE_BYTES = 1000
 
 
-def open_states(tmp_path, every=0, own_lengths=(STATE_BYTES,), guard=lambda: None, **changes):
-    return ReplicaStates(RunDirectory(tmp_path), own_lengths, every, guard, **changes)
+def open_states(tmp_path, every=0, state_lengths=(STATE_BYTES,), guard=lambda: None, **changes):
+    return ReplicaStates(RunDirectory(tmp_path), state_lengths, every, guard, **changes)
 
 
 def state_chunks(seed, replicas=3):
@@ -43,7 +43,7 @@ def write_state(replica_states, step, inner, chunks, attempt=0):
 
 def test_each_replica_gets_its_own_state(tmp_path):
     replica_states, contents = open_states(tmp_path), state_chunks(1)
-    digest = replica_states.keep_own(4, contents)
+    digest = replica_states.save_round(4, contents)
     for replica in range(3):
         expected = b"".join(p.tobytes() for p in contents[2 * replica :][:2])
         assert request_state(replica_states, 4, replica) == (0, expected)
@@ -55,14 +55,14 @@ def test_each_replica_gets_its_own_state(tmp_path):
 
 def test_state_of_an_older_release_has_no_missed_steps(tmp_path):
     contents = state_chunks(1)
-    digest = open_states(tmp_path).keep_own(4, contents)
+    digest = open_states(tmp_path).save_round(4, contents)
     newer = open_states(
-        tmp_path, own_lengths=(STATE_BYTES + 12, STATE_BYTES), step=4, own_digest=digest
+        tmp_path, state_lengths=(STATE_BYTES + 12, STATE_BYTES), step=4, own_digest=digest
     )
     for replica in range(3):
         expected = b"".join(p.tobytes() for p in contents[2 * replica :][:2])
         assert request_state(newer, 4, replica) == (0, expected + bytes(12))
-    assert newer.keep_own(5, ()) == digest
+    assert newer.save_round(5, ()) == digest
     assert request_state(newer, 5, 1) == request_state(newer, 4, 1)
     assert (
         state_fault(tmp_path / "replicas" / "own-5", (STATE_BYTES + 12, STATE_BYTES), digest) == ""
@@ -71,9 +71,9 @@ def test_state_of_an_older_release_has_no_missed_steps(tmp_path):
 
 def test_skipped_round_changes_nothing(tmp_path):
     replica_states, contents = open_states(tmp_path), state_chunks(1)
-    replica_states.keep_own(1, ())
+    replica_states.save_round(1, ())
     assert request_state(replica_states, 1, 2) == (0, bytes(STATE_BYTES))
-    assert replica_states.keep_own(2, contents) == replica_states.keep_own(3, ())
+    assert replica_states.save_round(2, contents) == replica_states.save_round(3, ())
     assert request_state(replica_states, 3, 1) == request_state(replica_states, 2, 1)
 
 
@@ -81,8 +81,8 @@ def test_skipped_round_changes_nothing(tmp_path):
 @pytest.mark.parametrize("repeat", [False, True])
 def test_replaced_file_is_detected(tmp_path, replacement, repeat):
     replica_states = open_states(tmp_path)
-    replica_states.keep_own(1, state_chunks(2))
-    digest = replica_states.keep_own(2, state_chunks(1))
+    replica_states.save_round(1, state_chunks(2))
+    digest = replica_states.save_round(2, state_chunks(1))
     path = tmp_path / "replicas" / "own-2"
     raw = path.read_bytes()
     path.write_bytes(
@@ -101,9 +101,9 @@ def test_replaced_file_is_detected(tmp_path, replacement, repeat):
 
 def test_skipped_round_does_not_repair_damage(tmp_path):
     replica_states = open_states(tmp_path)
-    replica_states.keep_own(1, state_chunks(1))
+    replica_states.save_round(1, state_chunks(1))
     (tmp_path / "replicas" / "own-1").write_bytes(b"")
-    replica_states.keep_own(2, ())
+    replica_states.save_round(2, ())
     with pytest.raises(StorageDamaged, match="own-2"):
         request_state(replica_states, 2, 0)
 
@@ -111,7 +111,7 @@ def test_skipped_round_does_not_repair_damage(tmp_path):
 @pytest.mark.parametrize("offset", [0, 31, 32, 1031, -1])
 def test_changed_byte_is_detected(tmp_path, offset):
     replica_states = open_states(tmp_path)
-    replica_states.keep_own(1, state_chunks(1))
+    replica_states.save_round(1, state_chunks(1))
     path = tmp_path / "replicas" / "own-1"
     raw = bytearray(path.read_bytes())
     raw[offset] ^= 1
@@ -165,6 +165,6 @@ def test_no_inner_checkpoint_is_written_after_a_takeover(tmp_path):
 def test_states_of_checkpoints_and_of_the_last_rounds_are_kept(tmp_path):
     replica_states = open_states(tmp_path, every=5)
     for step in range(1, 13):
-        replica_states.keep_own(step, state_chunks(step))
+        replica_states.save_round(step, state_chunks(step))
     assert {5, 9, 10, 11, 12} <= set(replica_state_steps(tmp_path / "replicas"))
     assert {1, 2, 4, 6, 7, 8}.isdisjoint(replica_state_steps(tmp_path / "replicas"))
