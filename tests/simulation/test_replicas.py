@@ -129,7 +129,7 @@ def keeps_per_replica_states(self):
 def uses_state_of_the_previous_round(self, step, replica):
     """Use the newest per-replica state as this round's."""
     previous_state = self._path / f"own-{step - 1}"
-    return OWN_OF(self, step - 1 if step > 1 and previous_state.exists() else step, replica)
+    return STATE_OF(self, step - 1 if step > 1 and previous_state.exists() else step, replica)
 
 
 def global_step_of_the_replica(self, round_, inner):
@@ -139,7 +139,7 @@ def global_step_of_the_replica(self, round_, inner):
 
 
 PUT = TreeSum.put
-OWN_OF = ReplicaStates._own_of
+STATE_OF = ReplicaStates._state_of
 
 PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
     "a wrong sign": ([(InnerPhases, "_differences", wrong_sign)], "", 0),
@@ -161,7 +161,7 @@ PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
         [(InnerPhases, "forget", keeps_per_replica_states)], "operator_halts+nonfinite", 0,
     ),
     "a per-replica state of the previous round": (
-        [(ReplicaStates, "_own_of", uses_state_of_the_previous_round)], "kill", 1,
+        [(ReplicaStates, "_state_of", uses_state_of_the_previous_round)], "kill", 1,
     ),
     "inner steps counted from each round's start": (
         [(InnerPhaseOrder, "global_step", global_step_of_the_replica)], "", 0,
