@@ -88,9 +88,9 @@ def _main_of_rank(options: WorkerOptions) -> ExitCode:
     from worker.torchrun.group import RankGroup  # noqa: PLC0415
     from worker.torchrun.leader import GroupBackendFactory  # noqa: PLC0415
 
-    group = RankGroup(cards=options.backend != "cpu")
+    group = RankGroup(uses_cards=options.backend != "cpu")
     selected_device = options.devices[0] if options.devices else None
-    device = group.local_rank if group.cards else selected_device
+    device = group.local_rank if group.uses_cards else selected_device
     local_device = LocalDevice(options.backend, device, lambda _: None, shard=True)
     try:
         if group.rank:

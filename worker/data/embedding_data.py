@@ -25,7 +25,7 @@ from worker.data.language_data import (
     digest_disk_arrays,
     documents_digest,
 )
-from worker.models.tokens import Tokens, encode_cut, load_tokenizer, sampled_every, unknown_in
+from worker.models.tokens import Tokens, encode_cut, load_tokenizer, sampling_stride, unknown_in
 
 PADDING_TOKENS: Final = 16
 """Batch widths are a multiple of this, to balance the number of shapes against padding."""
@@ -121,7 +121,7 @@ def read_embedding_data(spec: EmbedRun) -> EmbeddingData:
     else:
         train, held_out = [*range(len(groups))], [*range(len(groups), len(rows))]
     padding = int(tokenizer.pad_token_id)
-    sampling_interval = sampled_every(len(table.texts))
+    sampling_interval = sampling_stride(len(table.texts))
     return EmbeddingData(
         tokenizer,
         texts,

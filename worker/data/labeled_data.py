@@ -26,7 +26,7 @@ from protocol.spec.sections.data import ClassWeights, DataSpec, Problem
 from worker.data import holdout
 from worker.data.disk_arrays import DiskArrays
 from worker.data.language_data import bad_rows_note, count_overlap, digest_disk_arrays
-from worker.models.tokens import Tokens, encode_cut, load_tokenizer, sampled_every, unknown_in
+from worker.models.tokens import Tokens, encode_cut, load_tokenizer, sampling_stride, unknown_in
 
 PADDING_TOKENS: Final = 16
 """Batch widths are a multiple of this, to balance the number of shapes against padding."""
@@ -132,11 +132,11 @@ def read_labeled_texts(spec: ClassifyRun) -> LabeledTexts:
     types = None
     if section.text_pair is None:
         tokens, truncated = encode_texts(tokenizer, texts, section.max_tokens, location_of)
-        sampled_texts: Iterable[str] = data.texts[:: sampled_every(len(data.texts))]
+        sampled_texts: Iterable[str] = data.texts[:: sampling_stride(len(data.texts))]
     else:
         pairs = [split_pair(text) for text in texts]
         tokens, types, truncated = encode_pairs(tokenizer, pairs, section.max_tokens, location_of)
-        sampled_texts = itertools.chain(*pairs[:: sampled_every(len(pairs))])
+        sampled_texts = itertools.chain(*pairs[:: sampling_stride(len(pairs))])
     targets = _targets(section.problem, [*data.labels, *validation.labels], len(data.names))
     scale = Scale.of(targets[train]) if section.standardize else Scale()
     if section.problem == "regression":

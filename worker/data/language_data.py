@@ -41,7 +41,7 @@ from worker.models.tokens import (
     answer_ends,
     load_tokenizer,
     marks_around_text,
-    sampled_every,
+    sampling_stride,
     train_tokenizer,
     unknown_in,
     unknown_per_thousand,
@@ -292,7 +292,7 @@ def _read_conversations(
         for part in turns
     ]
     validation_documents = None if validation is None else validation.documents
-    sampling_interval = sampled_every(sum(1 for _ in training_texts()))
+    sampling_interval = sampling_stride(sum(1 for _ in training_texts()))
     return LanguageData(
         tokenizer=tokenizer,
         train=samples[0],

@@ -32,7 +32,7 @@ from worker.models.tokens import (
     IGNORED_LABEL,
     Tokens,
     load_tokenizer,
-    sampled_every,
+    sampling_stride,
     unknown_in,
 )
 
@@ -81,7 +81,7 @@ def read_preference_data(spec: DpoRun) -> PreferenceData:
             **bad_rows_note(rows, validation_rows, refused=pairs.refused),
             **count_overlap(documents, validation_documents),
         }
-    sampled_rows = range(0, len(rows), sampled_every(len(rows)))
+    sampled_rows = range(0, len(rows), sampling_stride(len(rows)))
     return PreferenceData(
         tokenizer=tokenizer,
         pairs=pairs,

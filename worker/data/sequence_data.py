@@ -29,7 +29,7 @@ from worker.data.language_data import (
     digest_disk_arrays,
     documents_digest,
 )
-from worker.models.tokens import IGNORED_LABEL, Tokens, load_tokenizer, sampled_every, unknown_in
+from worker.models.tokens import IGNORED_LABEL, Tokens, load_tokenizer, sampling_stride, unknown_in
 
 _PADDING_TOKENS: Final = 16
 """Batch widths are a multiple of this, to balance the number of shapes against padding."""
@@ -226,7 +226,7 @@ def _encode_and_split(
         train, held_out = holdout.split(rows.documents, spec.seed, spec.data.holdout)
     else:
         train, held_out = [*range(len(rows))], [*range(len(rows), len(rows) + len(validation))]
-    sampling_interval = sampled_every(len(rows))
+    sampling_interval = sampling_stride(len(rows))
     padding = int(tokenizer.pad_token_id)
     return SequenceData(
         tokenizer=tokenizer,

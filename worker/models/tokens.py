@@ -169,10 +169,10 @@ def unknown_per_thousand(tokenizer: Any, texts: Sequence[str]) -> int:
     Raises:
         DataError: See `unknown_in`.
     """
-    return unknown_in(tokenizer, [*texts[:: sampled_every(len(texts))]])
+    return unknown_in(tokenizer, [*texts[:: sampling_stride(len(texts))]])
 
 
-def sampled_every(count: int) -> int:
+def sampling_stride(count: int) -> int:
     """Return the stride with which `count` texts are sampled."""
     return -(-count // SAMPLE_TEXTS)
 

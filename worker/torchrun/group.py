@@ -55,20 +55,20 @@ class RankGroup:
     Attributes:
         rank: Rank of this process.
         size: Number of ranks.
-        cards: Whether each rank has a card.
+        uses_cards: Whether each rank computes on a card.
         local_rank: Rank within this machine, which is the number of the rank's device.
         loss_reason: Why a rank is lost; empty if none is. Other ranks may be waiting for the lost
             rank in a collective, which only the end of their process interrupts.
 
     Args:
-        cards: Whether the ranks may use cards.
+        uses_cards: Whether the ranks may use cards.
 
     Raises:
         Unreachable: Rank 0 does not answer.
     """
 
-    def __init__(self, *, cards: bool) -> None:
-        self.cards = cards and torch.accelerator.is_available()
+    def __init__(self, *, uses_cards: bool) -> None:
+        self.uses_cards = uses_cards and torch.accelerator.is_available()
         self._store, self.rank, self.size = _rendezvous()
         dist.init_process_group(
             "gloo",

@@ -1,4 +1,4 @@
-"""Continuing with an adapter, and with the result of an earlier run."""
+"""Start a run from an adapter, or from the result of an earlier run."""
 
 from __future__ import annotations
 
@@ -43,12 +43,14 @@ def spec_with_adapter(finished_run: tuple[Path, dict[str, Any]], **changes: Any)
     return parse_run_spec({**document, "model": model, **changes})
 
 
-def test_run_starts_from_the_adapter_s_values(finished_run):
+def test_run_starts_from_the_values_of_the_adapter(finished_run):
     first, spec = build(parse_run_spec(finished_run[1])), spec_with_adapter(finished_run)
     check_adapter(spec)
     task = build(spec)
-    for before, now in zip(first.initial_parameters(), task.initial_parameters(), strict=True):
-        np.testing.assert_array_equal(now, before + np.float32(0.5))
+    for base_values, adapter_values in zip(
+        first.initial_parameters(), task.initial_parameters(), strict=True
+    ):
+        np.testing.assert_array_equal(adapter_values, base_values + np.float32(0.5))
     assert task.manifest.digests["base_weights"] == first.manifest.digests["base_weights"]
     assert "adapter" in task.manifest.digests
     files = source_files(spec, "adapter")
@@ -66,13 +68,13 @@ def test_run_starts_from_the_adapter_s_values(finished_run):
         ({"r": 4, "targets": ["k_proj"]}, "has lora.targets ['q_proj', 'v_proj'], the run spec"),
     ],
 )
-def test_an_adapter_of_another_shape_is_one_line(finished_run, lora, text):
+def test_adapter_with_other_settings_is_refused_in_one_line(finished_run, lora, text):
     with pytest.raises(DataError, match=re.escape(text)) as error_info:
         check_adapter(spec_with_adapter(finished_run, lora=lora))
     assert "\n" not in str(error_info.value)
 
 
-def test_an_adapter_of_another_base_is_one_line(finished_run, tmp_path):
+def test_adapter_of_another_base_is_refused_in_one_line(finished_run, tmp_path):
     spec = spec_with_adapter(finished_run)
     assert spec.model is not None
     other = spec.model_copy(update={"model": spec.model.model_copy(update={"source": "an/other"})})
@@ -89,20 +91,22 @@ def test_an_adapter_of_another_base_is_one_line(finished_run, tmp_path):
 
 def test_init_from_sets_base_adapter_and_lora(finished_run):
     directory, document = finished_run
-    shorter = {key: value for key, value in document.items() if key not in {"model", "lora"}}
-    spec = parse_run_spec({**shorter, "init_from": str(directory / "out")})
+    document_without_model = {
+        key: value for key, value in document.items() if key not in {"model", "lora"}
+    }
+    spec = parse_run_spec({**document_without_model, "init_from": str(directory / "out")})
     assert spec.model is not None
     assert spec.model.adapter == str(directory / "out" / "adapter")
     assert spec.model.source == str(directory / "model")
     assert spec.lora is not None
     assert (spec.lora.r, spec.lora.targets) == (4, ("q_proj", "v_proj"))
     check_adapter(spec)
-    next_spec = parse_run_spec({**shorter, "init_from": str(directory / "model")})
+    next_spec = parse_run_spec({**document_without_model, "init_from": str(directory / "model")})
     assert next_spec.model is not None
     assert (next_spec.model.source, next_spec.lora) == (str(directory / "model"), None)
     with pytest.raises(RunSpecError, match="found neither a model nor an adapter"):
-        parse_run_spec({**shorter, "init_from": str(directory) + "/none"})
+        parse_run_spec({**document_without_model, "init_from": str(directory) + "/none"})
     (directory / "out" / "result.json").rename(directory / "moved.json")
     with pytest.raises(RunSpecError, match="has not finished"):
-        parse_run_spec({**shorter, "init_from": str(directory / "out")})
+        parse_run_spec({**document_without_model, "init_from": str(directory / "out")})
     (directory / "moved.json").rename(directory / "out" / "result.json")

@@ -22,7 +22,7 @@ from worker.results.merge import merge
 from worker.results.saved_model import find
 from worker.tasks.registry import build
 
-MARKS = ["<tool>", "</tool>", "Zylophyte"]
+ADDED_TOKENS = ["<tool>", "</tool>", "Zylophyte"]
 TEXT = " <tool>call</tool> Zylophyte"
 
 
@@ -45,19 +45,19 @@ def bases(tmp_path_factory) -> Path:
     transformers.LlamaForCausalLM(config).save_pretrained(path / "padded")
     tokenizer.save_pretrained(path / "padded")
     save_encoder_decoders(path)
-    small: Any = transformers.BertConfig(
+    bert_config: Any = transformers.BertConfig(
         vocab_size=len(tokenizer), hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=16, max_position_embeddings=64,
     )  # fmt: skip
-    transformers.BertModel(small).save_pretrained(path / "bert")
+    transformers.BertModel(bert_config).save_pretrained(path / "bert")
     tokenizer.save_pretrained(path / "bert")
     chats = [conversation(n) for n in range(12)]
     for messages in chats:
         messages[-1]["content"] += TEXT
     write_jsonl(path / "chat.jsonl", [{"messages": messages} for messages in chats])
     write_jsonl(path / "pairs.jsonl", [{**row, "target": row["target"] + TEXT} for row in PAIRS])
-    labeled = [{"text": f"{n} plus {n}{TEXT * (n % 2)}", "label": n % 2} for n in range(12)]
-    write_jsonl(path / "labels.jsonl", labeled)
+    labeled_rows = [{"text": f"{n} plus {n}{TEXT * (n % 2)}", "label": n % 2} for n in range(12)]
+    write_jsonl(path / "labels.jsonl", labeled_rows)
     return path
 
 
@@ -72,7 +72,9 @@ BASES = {
 }  # fmt: skip
 
 
-def spec_of(bases: Path, base: str, lora: Any, added_tokens: Any = MARKS, **overrides: Any) -> Any:
+def spec_of(
+    bases: Path, base: str, lora: Any, added_tokens: Any = ADDED_TOKENS, **overrides: Any
+) -> Any:
     data = TASKS[BASES[base]]
     return parse_run_spec({
         "task": BASES[base], "seed": 7, "steps": 1, "lora": lora,
@@ -87,35 +89,35 @@ def transformers_model(result_directory: Path, base: str, base_directory: Path) 
     import peft
     import transformers
 
-    kinds = {
+    model_classes = {
         "causal-lm": transformers.AutoModelForCausalLM,
         "seq2seq": transformers.AutoModelForSeq2SeqLM,
         "classify": transformers.AutoModelForSequenceClassification,
     }
-    kind: Any = kinds[BASES[base]]
+    model_class: Any = model_classes[BASES[base]]
     if not (result_directory / "adapter_config.json").is_file():
-        return kind.from_pretrained(result_directory).eval()
-    model = kind.from_pretrained(base_directory)
+        return model_class.from_pretrained(result_directory).eval()
+    model = model_class.from_pretrained(base_directory)
     tokenizer = transformers.AutoTokenizer.from_pretrained(result_directory)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
     return peft.PeftModel.from_pretrained(model, result_directory).eval()
 
 
-@pytest.mark.parametrize("lora", [{"r": 2}, None], ids=["lora", "whole"])
+@pytest.mark.parametrize("lora", [{"r": 2}, None], ids=["lora", "full"])
 @pytest.mark.parametrize("base", list(BASES))
-def test_results_compute_in_transformers_what_the_run_computed(bases, tmp_path, base, lora):
+def test_result_in_transformers_has_the_loss_of_the_run(bases, tmp_path, base, lora):
     import torch
     import transformers
 
     task: Any = build(spec_of(bases, base, lora))
     assert task.manifest.notes["tokens_added"] == 3
     tokenizer = transformers.AutoTokenizer.from_pretrained(bases / base)
-    tokenizer.add_tokens(MARKS)
-    ids: Any = tokenizer.convert_tokens_to_ids(MARKS)
+    tokenizer.add_tokens(ADDED_TOKENS)
+    ids: Any = tokenizer.convert_tokens_to_ids(ADDED_TOKENS)
     batch = task.batch([0, 1, 2, 3])
-    read = batch.arrays["labels" if base in {"t5", "bart"} else "input_ids"]
-    assert set(ids) <= {*read.reshape(-1).tolist()}
+    batch_ids = batch.arrays["labels" if base in {"t5", "bart"} else "input_ids"]
+    assert set(ids) <= {*batch_ids.reshape(-1).tolist()}
     parameters = dict(task.trainable.module.named_parameters())
     tensors = {name: torch.tensor(array) for name, array in batch.arrays.items()}
     values = moved_values(task)
@@ -139,7 +141,7 @@ def test_results_compute_in_transformers_what_the_run_computed(bases, tmp_path, 
     if lora is not None:
         merge(find(result_directory), None, tmp_path / "merged")  # compares logits, too
         repeat = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
-        assert repeat.convert_tokens_to_ids(MARKS) == ids
+        assert repeat.convert_tokens_to_ids(ADDED_TOKENS) == ids
 
 
 @pytest.mark.parametrize("base", ["untied", "padded", "t5"])
@@ -156,18 +158,18 @@ def test_new_rows_are_initialized_as_in_transformers(bases, base):
     }
     assert len(rows) == (2 if base == "untied" else 1)
     assert all(array.shape[0] == 3 for array in rows.values())
-    kind: Any = transformers.AutoModelForCausalLM
+    model_class: Any = transformers.AutoModelForCausalLM
     if base == "t5":
-        kind = transformers.AutoModelForSeq2SeqLM
-    model = kind.from_pretrained(bases / base)
+        model_class = transformers.AutoModelForSeq2SeqLM
+    model = model_class.from_pretrained(bases / base)
     if base == "padded":
         model.resize_token_embeddings(model.config.vocab_size - 2)
     count = model.get_input_embeddings().num_embeddings
     torch.manual_seed(0)
     model.resize_token_embeddings(count + 3)
-    for name, each in rows.items():
+    for name, new_rows in rows.items():
         table = model.get_output_embeddings() if "lm_head" in name else model.get_input_embeddings()
-        np.testing.assert_allclose(each, table.weight.detach()[count:].numpy(), atol=1e-3)
+        np.testing.assert_allclose(new_rows, table.weight.detach()[count:].numpy(), atol=1e-3)
     repeat = build(spec_of(bases, base, {"r": 2}))
     for one, other in zip(task.initial_parameters(), repeat.initial_parameters(), strict=True):
         assert (one == other).all()
@@ -207,8 +209,8 @@ def gradients(task: Any, backend: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("base", ["tied", pytest.param("untied", marks=pytest.mark.slow)])
 def test_vulkan_gradients_of_rows_equal_torch(bases, base):
-    if isinstance(why := adapters(), str):
-        pytest.skip(why)
+    if isinstance(reason := adapters(), str):
+        pytest.skip(reason)
     expected, results = (
         gradients(build(spec_of(bases, base, {"r": 2})), backend)
         for backend in (choose("cpu").backend, choose("vulkan").backend)
@@ -216,8 +218,10 @@ def test_vulkan_gradients_of_rows_equal_torch(bases, base):
     rows = [name for name in results if "trainable_tokens_delta" in name]
     assert len(rows) == (2 if base == "untied" else 1)
     for name, gradient in results.items():
-        close = np.linalg.norm(gradient - expected[name]) <= 1e-4 * np.linalg.norm(expected[name])
-        assert close, name
+        is_close = np.linalg.norm(gradient - expected[name]) <= 1e-4 * np.linalg.norm(
+            expected[name]
+        )
+        assert is_close, name
 
 
 def test_every_command_reads_a_result_with_added_tokens(bases, tmp_path):
@@ -237,7 +241,7 @@ def test_every_command_reads_a_result_with_added_tokens(bases, tmp_path):
     [file] = (tmp_path / "gguf").glob("*.gguf")
     tokens = gguf.GGUFReader(file).get_field("tokenizer.ggml.tokens")
     assert tokens is not None
-    assert tokens.contents()[-3:] == MARKS
+    assert tokens.contents()[-3:] == ADDED_TOKENS
     task = build(spec_of(bases, "bert", {"r": 2}))
     (tmp_path / "bert").mkdir()
     result_directory = export(task, moved_values(task), tmp_path / "bert")
@@ -259,10 +263,10 @@ def test_every_command_reads_a_result_with_added_tokens(bases, tmp_path):
     ("added_tokens", "lora", "expected"),
     [
         (["plus"], {"r": 2}, "'plus', which the tokenizer has as an ordinary token"),
-        (MARKS, {"targets": ["embed_tokens"]}, "lora.targets names 'embed_tokens'"),
+        (ADDED_TOKENS, {"targets": ["embed_tokens"]}, "lora.targets names 'embed_tokens'"),
     ],
 )
-def test_a_mistake_is_one_line(bases, added_tokens, lora, expected):
+def test_invalid_added_tokens_are_refused_in_one_line(bases, added_tokens, lora, expected):
     with pytest.raises(DataError) as error:
         build(spec_of(bases, "tied", lora, added_tokens))
     assert expected in str(error.value)

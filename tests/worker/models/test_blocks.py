@@ -1,3 +1,5 @@
+"""Division of a module's trainable tensors into blocks."""
+
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -31,12 +33,12 @@ class Model(nn.Module):
         self.classifier = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
 
 
-def shape(module: nn.Module) -> list[tuple[str, str, int]]:
+def structure(module: nn.Module) -> list[tuple[str, str, int]]:
     return [(b.name, b.kind, len(b.tensors)) for b in cut_into_blocks(module)]
 
 
 def test_an_encoder_has_embeddings_layers_in_order_and_a_head():
-    assert shape(Model()) == [
+    assert structure(Model()) == [
         ("embeddings", "non_block", 1),
         *[(f"layer.{n}", "block", 22) for n in range(12)],
         ("head", "non_block", 6),
@@ -50,7 +52,7 @@ def test_every_trainable_tensor_is_listed_once_with_its_shape():
 
 
 def test_a_single_layer_is_a_block_too():
-    assert [name for name, _, _ in shape(Model(1))] == ["embeddings", "layer.0", "head"]
+    assert [name for name, _, _ in structure(Model(1))] == ["embeddings", "layer.0", "head"]
 
 
 def test_layers_keep_their_numbers_without_frozen_blocks():
@@ -58,7 +60,7 @@ def test_layers_keep_their_numbers_without_frozen_blocks():
     module.requires_grad_(False)
     for name in ("encoder.layer.1.linear.bias", "classifier.2.weight"):
         module.get_parameter(name).requires_grad_(True)
-    assert shape(module) == [("layer.1", "block", 1), ("head", "non_block", 1)]
+    assert structure(module) == [("layer.1", "block", 1), ("head", "non_block", 1)]
 
 
 def test_tied_tensor_is_in_its_first_block():
@@ -71,7 +73,7 @@ def test_tied_tensor_is_in_its_first_block():
             self.head = nn.Linear(2, 3, bias=False)
             self.head.weight = self.embed.weight
 
-    assert shape(Decoder()) == [
+    assert structure(Decoder()) == [
         ("embeddings", "non_block", 1),
         ("layer.0", "block", 2),
         ("layer.1", "block", 2),
@@ -89,18 +91,18 @@ def test_encoder_decoder_has_both_stacks_and_the_layers_between():
             out=nn.Linear(2, 2),
         )
     )
-    assert [name for name, _, _ in shape(module)] == [
+    assert [name for name, _, _ in structure(module)] == [
         "embeddings", "layer.0", "layer.1", "between.1", "layer.2", "layer.3", "head",
     ]  # fmt: skip
 
 
 def test_a_plain_sequential_of_linears_is_a_stack():
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
-    assert shape(module) == [(f"layer.{n}", "block", 2) for n in range(3)]
+    assert structure(module) == [(f"layer.{n}", "block", 2) for n in range(3)]
 
 
 def test_a_model_without_layers_is_one_block():
-    assert shape(nn.Linear(3, 1)) == [("model", "block", 2)]
+    assert structure(nn.Linear(3, 1)) == [("model", "block", 2)]
 
 
 def test_model_without_layers_is_split_by_size_on_request():

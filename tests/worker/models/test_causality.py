@@ -48,7 +48,7 @@ def spec_of(directory: Path, task: str = "causal-lm", **model: Any) -> RunSpec:
 
 
 @pytest.mark.parametrize("task", ["causal-lm", "teacher-logits"])
-def test_an_encoder_is_refused(tmp_path, task):
+def test_pretrained_encoder_is_refused(tmp_path, task):
     source = save(bert(), tmp_path / "model")
     with pytest.raises(DataError, match="expected a decoder"):
         build(spec_of(tmp_path, task, source=source))
@@ -56,7 +56,7 @@ def test_an_encoder_is_refused(tmp_path, task):
         load_causal_lm(ModelSpec(source=source), 0)
 
 
-def test_a_new_encoder_is_refused_and_a_decoder_is_not(tmp_path):
+def test_new_encoder_is_refused_and_new_decoder_is_accepted(tmp_path):
     config = {
         "model_type": "bert", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
         "num_attention_heads": 2, "max_position_embeddings": 64,
@@ -83,7 +83,7 @@ def test_probe_distinguishes_encoders_in_any_dtype(dtype):
         assert model.training
 
 
-def test_model_with_mismatched_sizes_is_one_line():
+def test_model_with_mismatched_sizes_is_refused_in_one_line():
     class MismatchedModel(torch.nn.Module):
         def __init__(self):
             super().__init__()

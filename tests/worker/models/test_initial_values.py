@@ -1,4 +1,4 @@
-"""Readers do not change the initial values, in memory and on disk."""
+"""Initial values in memory and on disk: readers cannot change them."""
 
 from __future__ import annotations
 

@@ -64,12 +64,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-QUICK = ("llama", "gpt2", "mamba")
+FAST_FAMILIES = ("llama", "gpt2", "mamba")
 
 
 @pytest.mark.parametrize(
     "family",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+    [
+        name if name in FAST_FAMILIES else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+    ],
 )
 def test_constants_and_distributions_equal_the_library(family):
     model_values = parameters(new_model(family, **FAMILIES[family]))
@@ -134,7 +137,7 @@ def test_initial_logarithms_equal_rounded_float64():
     assert (state["backbone.layers.0.mixer.A_log"].detach().numpy() == expected).all()
 
 
-def test_two_seeds_give_two_models():
+def test_different_seeds_give_different_weights():
     one, other = new_model("mamba", 1, **MAMBA), new_model("mamba", 2, **MAMBA)
     pairs = zip(one.named_parameters(), other.parameters(), strict=True)
     assert {name.rpartition("mixer.")[2] for (name, a), b in pairs if not torch.equal(a, b)} >= {
@@ -142,12 +145,12 @@ def test_two_seeds_give_two_models():
     }  # fmt: skip
 
 
-def test_other_initializations_are_refused(monkeypatch):
-    def permuted(_, module):
+def test_unsupported_random_functions_are_refused(monkeypatch):
+    def initialize_by_permutation(_, module):
         if hasattr(module, "A_log"):
             module.D.data.copy_(torch.randperm(len(module.D)))
 
-    monkeypatch.setattr(transformers.MambaForCausalLM, "_init_weights", permuted)
-    monkeypatch.setattr(transformers.MambaModel, "_init_weights", permuted)
+    monkeypatch.setattr(transformers.MambaForCausalLM, "_init_weights", initialize_by_permutation)
+    monkeypatch.setattr(transformers.MambaModel, "_init_weights", initialize_by_permutation)
     with pytest.raises(DataError, match="randperm"):
         new_model("mamba", **MAMBA)

@@ -1,4 +1,4 @@
-"""Every option of LoRA: the saved adapter computes in PEFT what the run computed."""
+"""LoRA options: the saved adapter computes the same in PEFT as in the run, with each of them."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ def check_loss_in_peft(task: Any, base: Path, result_directory: Path, batch: Any
         expected = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), arrays["labels"].flatten(), reduction="sum"
         )
-        start = transformers.AutoModelForCausalLM.from_pretrained(base)(
+        base_logits = transformers.AutoModelForCausalLM.from_pretrained(base)(
             input_ids=arrays["input_ids"]
         ).logits
     assert run_loss == pytest.approx(float(expected), rel=1e-5)
-    assert not torch.allclose(start, logits, atol=1e-3)
+    assert not torch.allclose(base_logits, logits, atol=1e-3)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-def test_the_adapter_computes_in_peft_what_the_run_computed(directory, tmp_path, options):
+def test_adapter_in_peft_has_the_loss_of_the_run(directory, tmp_path, options):
     spec = spec_of(directory, **options)
     task = build(spec)
     result_directory = export(task, moved_values(task), tmp_path)
@@ -118,9 +118,9 @@ def loss_and_gradients_in_peft(
     loss = task.trainable.loss(peft_model, arrays)
     loss.backward()
     return float(loss.detach()), {
-        adapter_name(name): each.grad
-        for name, each in peft_model.named_parameters()
-        if each.requires_grad
+        adapter_name(name): parameter.grad
+        for name, parameter in peft_model.named_parameters()
+        if parameter.requires_grad
     }
 
 
@@ -158,15 +158,15 @@ def test_training_with_a_quantized_base_equals_peft(directory, mixture, tmp_path
     # At the start the adapter adds zero, also with DoRA's magnitudes.
     program = EagerBackend("cpu").compile(task.trainable, batch)
     program.load(task.initial_parameters())
-    *_, start = program.gradients([(batch, 0)])
+    *_, start_loss = program.gradients([(batch, 0)])
     ids, labels = (torch.tensor(batch.arrays[name]) for name in ("input_ids", "labels"))
     with torch.no_grad():
         logits = model(input_ids=ids).logits
     torch_loss = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), reduction="sum"
     )
-    assert isinstance(start, Loss)
-    assert start.loss_sum == pytest.approx(float(torch_loss), rel=1e-5)
+    assert isinstance(start_loss, Loss)
+    assert start_loss.loss_sum == pytest.approx(float(torch_loss), rel=1e-5)
     program.load(values)
     items = [*program.gradients([(batch, 0)])]
     module: Any = task.trainable.module
@@ -216,7 +216,7 @@ def test_dora_with_dropout_saves_no_full_weight_for_backward(directory, monkeypa
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_all_linear_layers_are_those_of_peft(directory):
+def test_all_linear_targets_equal_those_of_peft(directory):
     import peft
     import transformers
 
@@ -225,7 +225,7 @@ def test_all_linear_layers_are_those_of_peft(directory):
         transformers.AutoModelForCausalLM.from_config(config),
         peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
-    peft_names = {name for name, each in model.named_parameters() if each.requires_grad}
+    peft_names = {name for name, p in model.named_parameters() if p.requires_grad}
     task = build(spec_of(directory, targets="all-linear"))
     assert {t.name for block in task.manifest.blocks for t in block.tensors} == peft_names
 
@@ -266,7 +266,7 @@ def mixture(directory, tmp_path_factory) -> Path:
     return path
 
 
-def test_experts_are_adapted_as_parameters(mixture, tmp_path):
+def test_adapter_of_expert_parameters_has_the_loss_of_the_run(mixture, tmp_path):
     task = build(spec_of(mixture, "experts", target_parameters=EXPERTS))
     assert any("experts" in t.name for block in task.manifest.blocks for t in block.tensors)
     result_directory = export(task, moved_values(task), tmp_path)
@@ -274,7 +274,7 @@ def test_experts_are_adapted_as_parameters(mixture, tmp_path):
     merge(find(result_directory), None, tmp_path / "merged")
 
 
-def test_a_mistake_is_one_line(directory):
+def test_invalid_options_are_refused_in_one_line(directory):
     with pytest.raises(DataError, match="'head', which the model does not have"):
         build(spec_of(directory, modules_to_save=["head"]))
     with pytest.raises(DataError, match="'lm_head', which is already trained in full"):

@@ -33,42 +33,43 @@ def source(request, tmp_path_factory) -> Path:
         num_attention_heads=4, num_key_value_heads=4,
     )  # fmt: skip
     config.save_pretrained(directory)
-    kind: Any = transformers.AutoModelForCausalLM
+    model_class: Any = transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        shapes = {name: each.shape for name, each in kind.from_config(config).named_parameters()}
+        model = model_class.from_config(config)
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     values = {}
     for name, shape in shapes.items():
         row = torch.randn(shape[-1], dtype=torch.bfloat16)
-        is_wide = request.param == "float32" or (request.param == "mixed" and "norm" in name)
-        values[name] = (row.float() if is_wide else row).expand(shape).contiguous()
+        is_float32 = request.param == "float32" or (request.param == "mixed" and "norm" in name)
+        values[name] = (row.float() if is_float32 else row).expand(shape).contiguous()
     safetensors.torch.save_file(values, directory / "model.safetensors", {"format": "pt"})
     return directory
 
 
 def test_peak_is_the_quantized_base_and_one_weight(source):
     tensors = base_tensors(source).values()
-    narrow_bytes = sum(tensor.bytes_in("int4") for tensor in tensors)
-    largest = 4 * max(tensor.matrix_elements for tensor in tensors)
+    quantized_bytes = sum(tensor.bytes_in("int4") for tensor in tensors)
+    largest_weight_bytes = 4 * max(tensor.matrix_elements for tensor in tensors)
     peak_bytes = peak_in_a_fresh_process(source)
-    assert peak_bytes < narrow_bytes + largest + OVERHEAD_BYTES
+    assert peak_bytes < quantized_bytes + largest_weight_bytes + OVERHEAD_BYTES
     assert peak_bytes < (source / "model.safetensors").stat().st_size
 
 
 def peak_in_a_fresh_process(source: Path) -> int:
     """Measure the peak of reading in a fresh process; in this one, earlier tests have set the
     allocator."""
-    process = run_to_end("tests.narrow_reading", str(source))
+    process = run_to_end("tests.quantized_reading", str(source))
     assert process.returncode == 0, process.stderr
     return int(process.stdout)
 
 
 def test_files_of_several_dtypes_keep_their_values(source, tmp_path):
-    index = json.loads((source / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(index))
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
     values = safetensors.torch.load_file(source / "model.safetensors")
     float32_values = {name: value.float() for name, value in values.items()}
     safetensors.torch.save_file(float32_values, tmp_path / "model.safetensors", {"format": "pt"})
     spec = ModelSpec(source=str(source), base_dtype="int4")
     digest = load_causal_lm(spec, 0).weights_digest
-    as_float32 = ModelSpec(source=str(tmp_path), base_dtype="float32")
-    assert digest == load_causal_lm(as_float32, 0).weights_digest
+    float32_spec = ModelSpec(source=str(tmp_path), base_dtype="float32")
+    assert digest == load_causal_lm(float32_spec, 0).weights_digest

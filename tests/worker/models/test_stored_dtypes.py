@@ -22,34 +22,34 @@ def models(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("models")
     save_chat_model(directory / "first")
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory / "first")
-    model.to(torch.bfloat16).save_pretrained(directory / "half")
-    model.float().save_pretrained(directory / "wide")
+    model.to(torch.bfloat16).save_pretrained(directory / "bfloat16")
+    model.float().save_pretrained(directory / "float32")
     return directory
 
 
 def test_body_matrices_keep_the_dtype_of_the_file(models):
-    loaded = load_causal_lm(ModelSpec(source=str(models / "half"), base_dtype="int4"), 0)
-    halves = {n for n, p in loaded.model.named_parameters() if p.dtype == torch.bfloat16}
-    assert {name.rpartition(".")[0].rpartition(".")[2] for name in halves} == {
+    loaded = load_causal_lm(ModelSpec(source=str(models / "bfloat16"), base_dtype="int4"), 0)
+    bfloat16_names = {n for n, p in loaded.model.named_parameters() if p.dtype == torch.bfloat16}
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in bfloat16_names} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     }  # fmt: skip
-    other_dtypes = {p.dtype for n, p in loaded.model.named_parameters() if n not in halves}
+    other_dtypes = {p.dtype for n, p in loaded.model.named_parameters() if n not in bfloat16_names}
     assert other_dtypes == {torch.float32}
     assert all(parameter.requires_grad for parameter in loaded.model.parameters())
 
 
 @pytest.mark.parametrize("base_dtype", ["float32", "int4"])
 def test_digest_depends_only_on_values(models, base_dtype):
-    half, wide = (
+    bfloat16_model, float32_model = (
         load_causal_lm(ModelSpec(source=str(models / name), base_dtype=base_dtype), 0)
-        for name in ("half", "wide")
+        for name in ("bfloat16", "float32")
     )
-    assert half.weights_digest == wide.weights_digest
+    assert bfloat16_model.weights_digest == float32_model.weights_digest
 
 
-def test_other_files_are_read_as_float32(models, tmp_path):
-    assert dtype_of(str(models / "half")) == torch.bfloat16
-    assert dtype_of(str(models / "wide")) == torch.float32
+def test_files_without_a_common_16_bit_dtype_are_read_as_float32(models, tmp_path):
+    assert dtype_of(str(models / "bfloat16")) == torch.bfloat16
+    assert dtype_of(str(models / "float32")) == torch.float32
     assert dtype_of(str(tmp_path)) == torch.float32
     (tmp_path / "model.safetensors").write_bytes(b"no header")
     assert dtype_of(str(tmp_path)) == torch.float32

@@ -1,4 +1,4 @@
-"""Ranks that do not meet end with one line in bounded time."""
+"""Errors of a rank that cannot reach the rendezvous."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker.torchrun import group
 from worker.torchrun.group import RankGroup
 
 
-def test_rank_without_a_rendezvous_ends_with_one_line(monkeypatch):
+def test_rank_without_a_rendezvous_ends_with_a_one_line_error(monkeypatch):
     port = refusing_port()
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in {**rendezvous, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
@@ -21,4 +21,4 @@ def test_rank_without_a_rendezvous_ends_with_one_line(monkeypatch):
     with pytest.raises(
         Unreachable, match=f"no answer from the ranks' rendezvous at 127.0.0.1:{port}"
     ):
-        RankGroup(cards=False)
+        RankGroup(uses_cards=False)

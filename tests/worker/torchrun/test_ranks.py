@@ -1,4 +1,4 @@
-"""Groups of processes that shard a frozen base, as members of a run."""
+"""Groups of processes that shard a frozen base, as workers of a run."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def start_ranks(cluster: Cluster, name: str) -> list[Process]:
     return ranks
 
 
-def test_sharded_base_gives_agreement_of_all_members(tmp_path):
+def test_groups_with_a_sharded_base_agree(tmp_path):
     run = run_file(tmp_path, FROZEN)
     with Cluster(tmp_path, "--expect-workers", "2", "--run", run) as cluster:
         for number in range(2):
             start_ranks(cluster, f"group-{number}")
         result = cluster.result()
         device = cluster.wait_for("worker_ready", worker="group-0")["device"]
-        codes = [process.wait(60) for process in cluster.workers.values()]
+        exit_codes = [process.wait(60) for process in cluster.workers.values()]
     assert device.startswith("2 ranks sharded: 2 x ")
     assert result["outcome"] == "finished"
-    assert codes == [0] * 4
+    assert exit_codes == [0] * 4
     assert result["exact"]
 
 
@@ -108,7 +108,7 @@ def test_ranks_learn_embeddings_with_negatives_from_the_whole_step(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_lost_rank_is_a_lost_member(tmp_path):
+def test_lost_rank_disconnects_its_worker_and_the_run_finishes(tmp_path):
     run = run_file(tmp_path, FROZEN)
     with Cluster(tmp_path, "--expect-workers", "2", "--run", run) as cluster:
         hold = cluster.held_worker("plain", 1, "--backend", "cpu")
@@ -122,10 +122,10 @@ def test_lost_rank_is_a_lost_member(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_members_started_by_torchrun(tmp_path):
+def test_two_groups_started_by_torchrun_finish_a_run(tmp_path):
     run = run_file(tmp_path, FROZEN)
     with Cluster(tmp_path, "--expect-workers", "2", "--run", run) as cluster:
-        members = [
+        groups = [
             subprocess.Popen(
                 [
                     sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -138,7 +138,7 @@ def test_two_members_started_by_torchrun(tmp_path):
             )
             for number in range(2)
         ]  # fmt: skip
-        outputs = [member.communicate(timeout=300)[0] for member in members]
-        assert [member.returncode for member in members] == [0, 0], outputs
+        outputs = [group.communicate(timeout=300)[0] for group in groups]
+        assert [group.returncode for group in groups] == [0, 0], outputs
         result = cluster.result()
     assert result["outcome"] == "finished"  # digests are compared after every step

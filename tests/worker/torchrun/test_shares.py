@@ -1,4 +1,4 @@
-"""How a subtree is divided among ranks: every leaf once, along the tree."""
+"""Shares of a subtree: every leaf is counted once, and all ranks compute equally many."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worker.torchrun.leader import lockstep_shares
 SIZES = st.integers(1, 40), st.integers(1, 9)
 
 
-def leaves_of(shares) -> list[int]:
+def counted_leaves(shares) -> list[int]:
     subtrees = [
         share.subtree for rank_shares in shares for share in rank_shares if share.is_counted
     ]
@@ -18,7 +18,7 @@ def leaves_of(shares) -> list[int]:
 
 
 @given(*SIZES)
-def test_lockstep_ranks_compute_equally_often(leaves, ranks):
+def test_ranks_have_equally_many_shares_and_count_each_leaf_once(leaves, ranks):
     shares = lockstep_shares(leaves, ranks)
-    assert leaves_of(shares) == list(range(leaves))
+    assert counted_leaves(shares) == list(range(leaves))
     assert len({len(rank_shares) for rank_shares in shares}) == 1

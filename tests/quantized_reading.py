@@ -1,6 +1,6 @@
 """Print the peak memory of reading and quantizing a model, in bytes.
 
-`python -m tests.narrow_reading DIRECTORY` measures in a fresh process: in a process with other
+`python -m tests.quantized_reading DIRECTORY` measures in a fresh process: in a process with other
 tests, the state of the memory allocator depends on them.
 """
 
