@@ -23,7 +23,7 @@ RUNS = ROOT / "deploy" / "runs"
 
 
 class Hold:
-    """A point in a run at which a worker waits; see `Cluster.held_worker`."""
+    """A step in which a worker pauses until the test releases it; see `Cluster.paused_worker`."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -34,15 +34,15 @@ class Hold:
     def port(self) -> int:
         return int(self._listener.getsockname()[1])
 
-    def reached(self) -> int:
-        """Wait until the worker pauses; return its step, of which it has computed nothing."""
+    def wait_until_paused(self) -> int:
+        """Wait until the worker pauses; return the step, before its first subtree is computed."""
         self._connection, _ = self._listener.accept()
         with self._connection.makefile("rb") as lines:
             return int(lines.readline())
 
     def release(self) -> None:
         """Let the worker continue."""
-        assert self._connection is not None, "call `reached` before `release`"
+        assert self._connection is not None, "call `wait_until_paused` before `release`"
         self._connection.close()
 
     def close(self) -> None:
@@ -116,13 +116,13 @@ class Cluster:
         self.workers[name] = process
         return process
 
-    def held_worker(
+    def paused_worker(
         self, name: str, steps: int | str, *arguments: str,
         environment: Mapping[str, str] | None = None,
     ) -> Hold:  # fmt: skip
-        """Start a worker that waits in this step, or a later one, before it computes a subtree.
+        """Start a worker that pauses in this step, or a later one, before it computes a subtree.
 
-        The run cannot end before the test releases the worker. With steps `4,8` it waits twice.
+        The run cannot end before the test releases the worker. With steps `4,8` it pauses twice.
         """
         hold = Hold()
         self._holds.append(hold)
@@ -168,13 +168,13 @@ class Cluster:
         """Return the names of all events so far, for the text of a failing test."""
         return [document["event"] for document in self._events]
 
-    def every(self, event: str) -> list[dict[str, Any]]:
+    def events_named(self, event: str) -> list[dict[str, Any]]:
         """Return all events of this kind so far."""
         return [document for document in self._events if document["event"] == event]
 
-    def handed_over(self) -> bool:
+    def has_reassigned_work(self) -> bool:
         """Return whether a lost or late worker's subtrees were computed by other workers."""
-        return any(map(self.every, ("reassigned", "restarted", "speculated")))
+        return any(map(self.events_named, ("reassigned", "restarted", "speculated")))
 
     def ask(self, method: str, path: str, document: object = None) -> dict[str, Any]:
         """Send one request to the control port."""
@@ -199,7 +199,7 @@ class Cluster:
         return document
 
     def wait_for_exit(self, process: Process) -> int:
-        """Return the exit code."""
+        """Wait until a process ends; return its exit code."""
         return process.wait(PATIENCE_S)
 
     def _exit_report(self) -> str:

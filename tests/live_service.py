@@ -81,13 +81,13 @@ class LiveService:
         self,
         name: str,
         kind: type[Client] = Client,
-        toolbox: BackendFactory | None = None,
+        backend_factory: BackendFactory | None = None,
         cache: Path | None = None,
     ) -> Client:
         """Start the product's worker, or one derived from it."""
         target = Target("127.0.0.1", self.port, name, "scripted", RETRY_FOR_S)
         client = kind(
-            target, toolbox or Scripted(), WorkerCredentials(), lambda _: None, cache=cache
+            target, backend_factory or Scripted(), WorkerCredentials(), lambda _: None, cache=cache
         )
         self.workers[name] = asyncio.create_task(client.serve())
         self.clients.append(client)
@@ -99,7 +99,7 @@ class LiveService:
                 return candidate
         return None
 
-    def every(self, event: str) -> list[dict[str, Any]]:
+    def events_named(self, event: str) -> list[dict[str, Any]]:
         return [document for document in self.events if document["event"] == event]
 
     async def wait_for(self, event: str, **fields: object) -> dict[str, Any]:

@@ -165,7 +165,9 @@ def test_coordinator_restarted_in_another_directory_still_has_the_files(
         cluster.worker("w0", "--backend", "scripted", environment=empty_home, cwd=tmp_path)
         expected = cluster.result()
     with Cluster(tmp_path / "b", *arguments, cwd=coordinator_directory) as cluster:
-        cluster.held_worker("w0", 2, "--backend", "scripted", environment=empty_home).reached()
+        cluster.paused_worker(
+            "w0", 2, "--backend", "scripted", environment=empty_home
+        ).wait_until_paused()
         cluster.coordinator.kill()
     (tmp_path / "other").mkdir()
     other_environment = {**empty_home, "HOME": str(tmp_path / "other")}

@@ -72,10 +72,10 @@ def test_killed_worker_and_coordinator_leave_the_same_files(
         *run_options,
     )
     with Cluster(tmp_path, *arguments, "--resume") as first:
-        ann = first.held_worker("ann", 4, "--backend", "cpu")
+        ann = first.paused_worker("ann", 4, "--backend", "cpu")
         for name in ("bob", "cid"):
             first.worker(name, "--backend", "cpu")
-        ann.reached()
+        ann.wait_until_paused()
         mark = first.mark()
         first.workers["bob"].kill()
         ann.release()

@@ -142,7 +142,7 @@ def test_status_without_a_coordinator_names_the_option():
 
 def test_a_second_signal_ends_a_worker_at_once(tmp_path, scripted_run):
     with Cluster(tmp_path, "--expect-workers", "1", *scripted_run) as cluster:
-        cluster.held_worker("w0", 3, "--backend", "scripted").reached()
+        cluster.paused_worker("w0", 3, "--backend", "scripted").wait_until_paused()
         worker = cluster.workers["w0"]
         assert worker.stdout is not None
         assert worker.stderr is not None
@@ -286,7 +286,7 @@ def test_drained_service_exits_with_0_despite_failed_runs(tmp_path):
 
 def test_drained_halted_run_prints_how_to_continue(tmp_path, scripted_run):
     with Cluster(tmp_path, "--expect-workers", "1", *scripted_run) as cluster:
-        cluster.held_worker("w0", 3, "--backend", "scripted").reached()
+        cluster.paused_worker("w0", 3, "--backend", "scripted").wait_until_paused()
         for path in ("/halt", "/drain"):
             cluster.ask("POST", path, {})
         assert cluster.wait_for_exit(cluster.coordinator) == 1
@@ -299,8 +299,8 @@ def test_drained_halted_run_prints_how_to_continue(tmp_path, scripted_run):
 def test_drained_worker_finishes_its_subtrees(tmp_path, scripted_run):
     with Cluster(tmp_path, "--expect-workers", "2", *scripted_run) as cluster:
         cluster.worker("w0", "--backend", "scripted")
-        hold = cluster.held_worker("w1", 6, "--backend", "scripted")
-        hold.reached()
+        hold = cluster.paused_worker("w1", 6, "--backend", "scripted")
+        hold.wait_until_paused()
         leaving_process = cluster.workers["w1"]
         leaving_process.terminate()
         hold.release()

@@ -77,9 +77,9 @@ def test_several_workers_learn_the_same_as_one(single_worker_run, tmp_path, work
 def test_killed_and_late_workers_do_not_change_the_result(single_worker_run, tmp_path):
     run, reference, _ = single_worker_run
     with Cluster(tmp_path, "--expect-workers", "3", "--run", str(run)) as cluster:
-        holds = [cluster.held_worker(f"w{n}", 1, "--backend", "cpu") for n in range(3)]
+        holds = [cluster.paused_worker(f"w{n}", 1, "--backend", "cpu") for n in range(3)]
         for hold in holds:
-            hold.reached()
+            hold.wait_until_paused()
         cluster.workers["w1"].kill()
         cluster.wait_for("worker_lost", worker="w1")
         cluster.worker("late", "--backend", "cpu")
@@ -88,7 +88,7 @@ def test_killed_and_late_workers_do_not_change_the_result(single_worker_run, tmp
             if hold is not holds[1]:
                 hold.release()
         result = cluster.result()
-        assert cluster.handed_over(), cluster.events()
+        assert cluster.has_reassigned_work(), cluster.events()
     assert_same(result, reference)
     assert result["workers"]["late"] > 0
 

@@ -87,9 +87,9 @@ def test_killed_and_late_workers_in_each_phase_do_not_change_the_result(
     run_spec, tmp_path, hold_point
 ):
     with Cluster(tmp_path, "--expect-workers", "3", "--run", str(run_spec)) as cluster:
-        holds = [cluster.held_worker(f"w{n}", hold_point, *WORKER) for n in range(3)]
+        holds = [cluster.paused_worker(f"w{n}", hold_point, *WORKER) for n in range(3)]
         for hold in holds:
-            hold.reached()
+            hold.wait_until_paused()
         cluster.workers["w1"].kill()
         cluster.wait_for("worker_lost", worker="w1")
         cluster.worker("w3", *WORKER)
@@ -97,7 +97,7 @@ def test_killed_and_late_workers_in_each_phase_do_not_change_the_result(
         for hold in (holds[0], holds[2]):
             hold.release()
         result = cluster.result()
-        assert cluster.handed_over(), cluster.events()
+        assert cluster.has_reassigned_work(), cluster.events()
     assert_same(result, run_spec)
     assert result["workers"]["w3"] > 0
 
@@ -111,8 +111,8 @@ def test_coordinator_killed_in_each_phase_resumes_with_the_same_result(
         "--run", str(run_spec), "--resume",
     )  # fmt: skip
     with Cluster(tmp_path, *arguments) as first:
-        worker = first.held_worker("w0", hold_point, *WORKER)
-        worker.reached()
+        worker = first.paused_worker("w0", hold_point, *WORKER)
+        worker.wait_until_paused()
         first.coordinator.send_signal(signal.SIGKILL)
         first.wait_for_exit(first.coordinator)
         with Cluster(tmp_path, *arguments) as second:
@@ -161,8 +161,8 @@ def test_a_cpu_and_a_vulkan_device_have_one_digest(tmp_path_factory, tmp_path, t
     with Cluster(tmp_path, "--expect-workers", "3", *arguments) as cluster:
         cluster.worker("w0", *WORKER)
         cluster.worker("w1", "--backend", "vulkan")
-        victim = cluster.held_worker("w2", "1g", "--backend", "vulkan")
-        victim.reached()
+        victim = cluster.paused_worker("w2", "1g", "--backend", "vulkan")
+        victim.wait_until_paused()
         cluster.workers["w2"].kill()
         cluster.wait_for("worker_lost", worker="w2")
         result = cluster.result()

@@ -23,10 +23,10 @@ def test_evaluator_runs_beside_training_without_delay(tmp_path):
 
     scripted = ("--backend", "scripted")
     with Cluster(tmp_path / "c", "--expect-workers", "1", "--run", str(spec)) as cluster:
-        cluster.held_worker("eva", 25, *scripted, "--duty", "evaluate")
+        cluster.paused_worker("eva", 25, *scripted, "--duty", "evaluate")
         cluster.wait_for("worker_connected", worker="eva")
-        ann = cluster.held_worker("ann", 11, *scripted)
-        ann.reached()
+        ann = cluster.paused_worker("ann", 11, *scripted)
+        ann.wait_until_paused()
         evaluation = cluster.wait_for("evaluated")
         assert evaluation["step"] in (10, 11)
         eva, _ = sorted(cluster.ask("GET", "/status")["workers"], key=lambda w: w["name"] == "ann")

@@ -14,7 +14,7 @@ def test_flipped_bit_names_its_worker_and_continue_repairs_it(tmp_path):
         arguments = ("--coordinator", cluster.address["data"], "--backend", "scripted", "--name")
         cluster.workers["odd"] = start("tests.corrupted_worker", "10", *arguments, "odd")
         # The others wait for the deviating worker, however late it answers.
-        holds = [cluster.held_worker(name, 10, "--backend", "scripted") for name in ("w0", "w1")]
+        holds = [cluster.paused_worker(name, 10, "--backend", "scripted") for name in ("w0", "w1")]
         halt = cluster.wait_for("halted")
         assert "'odd'" in halt["reason"]
         assert "'w0'" not in halt["reason"]
@@ -23,7 +23,7 @@ def test_flipped_bit_names_its_worker_and_continue_repairs_it(tmp_path):
         assert status["phase"] == "halted"
         assert status["step"] == 10
         for hold in holds:
-            hold.reached()
+            hold.wait_until_paused()
             hold.release()
         cluster.ask("POST", "/continue", {})
         result = cluster.result()

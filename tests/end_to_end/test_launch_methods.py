@@ -127,8 +127,8 @@ def run_on_two_workers(directory: Path, run: Path) -> object:
 def resume_run(directory: Path, run: Path) -> object:
     """Kill the coordinator after the worker's first step, and start both again."""
     with Cluster(directory, "--expect-workers", "1", "--run", str(run)) as cluster:
-        hold = cluster.held_worker("ann", 1, "--backend", "cpu")
-        hold.reached()
+        hold = cluster.paused_worker("ann", 1, "--backend", "cpu")
+        hold.wait_until_paused()
         cluster.coordinator.send_signal(signal.SIGKILL)
         cluster.wait_for_exit(cluster.coordinator)
     return run_locally(directory, run, 1, "--resume")
@@ -225,7 +225,7 @@ def run_script(directory: Path, **environment: str) -> str:
 def run_joined_script(directory: Path, workers: int, *arguments: str) -> str:
     script = RunningScript(write_script(directory), {"workers": str(workers)})
     other = script.worker("other", "--backend", "cpu", *arguments)
-    digest = script_digest(script.ended())
+    digest = script_digest(script.wait_for_success())
     assert other.wait(processes.PATIENCE_S) == 0, standard_error_of(other)
     close(other)
     return digest
@@ -241,8 +241,8 @@ def join_script_with_two_devices(directory: Path) -> str:
 
 def kill_and_resume_script(directory: Path) -> str:
     script = RunningScript(write_script(directory), {"workers": "2"})
-    hold, other = script.held("other", 1)
-    hold.reached()
+    hold, other = script.paused_worker("other", 1)
+    hold.wait_until_paused()
     script.process.send_signal(signal.SIGKILL)
     script.process.wait(processes.PATIENCE_S)
     other.kill()

@@ -61,7 +61,7 @@ async def train(directory, spec, workers, device="cpu"):
     async with live_service(directory, workers) as live:
         run_id = live.service.submit(spec)
         for number in range(workers):
-            live.worker(f"w{number}", toolbox=DeviceFactory(device))
+            live.worker(f"w{number}", backend_factory=DeviceFactory(device))
             # torch captures one model at a time per process.
             await live.wait_for("worker_ready", worker=f"w{number}")
         return await live.result(run_id)
@@ -192,7 +192,7 @@ async def test_2_3_and_8_workers_with_one_killed_have_the_digest_of_one(
     for workers in (2, 3, 8):
         async with live_service(tmp_path / str(workers), workers) as live:
             for number in range(workers):
-                live.worker(f"{workers}-{number}", toolbox=DeviceFactory())
+                live.worker(f"{workers}-{number}", backend_factory=DeviceFactory())
             run_id = live.service.submit(spec)
             victim = await wait_for_progress(progress_queue, *live.workers)
             kill(live, victim)
@@ -260,14 +260,14 @@ def kill(live, name):
 @on_uvloop
 async def test_inner_phase_of_a_lost_worker_is_reassigned(tmp_path, progress_queue, inner_state):
     async with live_service(tmp_path / "lost", 2) as live:
-        live.worker("w0", toolbox=Scripted(4))
-        live.worker("w1", toolbox=Scripted(4))
+        live.worker("w0", backend_factory=Scripted(4))
+        live.worker("w1", backend_factory=Scripted(4))
         run_id = live.service.submit(slow_spec(inner_state=inner_state))
         await wait_for_progress(progress_queue, "w1")
         kill(live, "w1")
-        live.worker("w2", toolbox=Scripted(1))
+        live.worker("w2", backend_factory=Scripted(1))
         result = await live.result(run_id)
-        assert live.every("reassigned")
+        assert live.events_named("reassigned")
     expected = await undisturbed(tmp_path / "calm", slow_spec(inner_state=inner_state))
     assert digest_and_losses(result) == digest_and_losses(expected)
 
@@ -276,7 +276,7 @@ async def test_inner_phase_of_a_lost_worker_is_reassigned(tmp_path, progress_que
 async def test_more_workers_than_replicas_stand_by_and_take_over(tmp_path, progress_queue):
     async with live_service(tmp_path / "many", 3) as live:
         for number in range(3):
-            live.worker(f"w{number}", toolbox=Scripted(4))
+            live.worker(f"w{number}", backend_factory=Scripted(4))
         run_id = live.service.submit(slow_spec())
         busy_worker = await wait_for_progress(progress_queue, "w0", "w1", "w2")
         lines = list(status_lines(status_document(live.service, 0.0)))
@@ -294,7 +294,7 @@ async def test_restarted_coordinator_continues_with_carried_states(tmp_path):
     spec = slow_spec(inner_state="carry", codec="topk")
     expected = await undisturbed(tmp_path / "calm", spec)
     async with live_service(tmp_path / "run", 1) as live:
-        live.worker("w0", toolbox=Scripted(2))
+        live.worker("w0", backend_factory=Scripted(2))
         run_id = live.service.submit(spec)
         await live.wait_for("committed", step=1)
         assert live.service.current is not None
@@ -308,7 +308,7 @@ async def test_restarted_coordinator_continues_with_carried_states(tmp_path):
     newest_file.write_bytes(content)
     async with live_service(tmp_path / "run", 1) as live:
         live.service.resume(directory)
-        live.worker("w1", toolbox=Scripted(0))
+        live.worker("w1", backend_factory=Scripted(0))
         result = await live.result(run_id)
     assert digest_and_losses(result) == digest_and_losses(expected)
     names = sorted(path.name for path in (directory / "replicas").glob("own-*"))
@@ -357,7 +357,7 @@ async def test_per_replica_states_must_match_the_commit(tmp_path):
         state_file.write_bytes(original)
     async with live_service(tmp_path / "run", 1) as live:
         live.service.resume(run, from_step=2)
-        live.worker("w0", toolbox=DeviceFactory())
+        live.worker("w0", backend_factory=DeviceFactory())
         assert digest_and_losses(await live.result(run.name)) == digest_and_losses(expected)
     assert [path.name for path in run.glob("set-aside/*/replicas/*")] == ["own-3"]
     assert audit(run).ok, audit(run).lines()

@@ -90,9 +90,9 @@ def test_sample_runs_have_one_digest(tmp_path, reference_directory, run, workers
 
 def train_with_a_kill_and_a_late_worker(directory: Path, *run_options: str) -> dict[str, Any]:
     with Cluster(directory, "--expect-workers", "2", *run_options) as cluster:
-        first, second = (cluster.held_worker(f"w{n}", 1, "--backend", "cpu") for n in range(2))
-        first.reached()
-        second.reached()
+        first, second = (cluster.paused_worker(f"w{n}", 1, "--backend", "cpu") for n in range(2))
+        first.wait_until_paused()
+        second.wait_until_paused()
         cluster.workers["w1"].kill()
         cluster.wait_for("worker_lost", worker="w1")
         # The new worker needs seconds to import; without this wait the run would finish first.
@@ -100,7 +100,7 @@ def train_with_a_kill_and_a_late_worker(directory: Path, *run_options: str) -> d
         cluster.wait_for("worker_joined", worker="w2")
         first.release()
         result = cluster.result()
-        assert cluster.handed_over(), cluster.events()
+        assert cluster.has_reassigned_work(), cluster.events()
     assert result["exact"]
     return result
 
@@ -172,15 +172,15 @@ def test_worker_killed_in_the_middle_of_a_step_does_not_change_the_digest(
     with Cluster(
         tmp_path, "--expect-workers", "3", "--run", str(RUNS / "digits.yaml"), *DIGITS
     ) as cluster:
-        holds = [cluster.held_worker(f"w{number}", 11, "--backend", "cpu") for number in range(3)]
+        holds = [cluster.paused_worker(f"w{number}", 11, "--backend", "cpu") for number in range(3)]
         for hold in holds:
-            hold.reached()
+            hold.wait_until_paused()
         cluster.workers["w1"].kill()
         cluster.wait_for("worker_lost", worker="w1")
         for hold in holds:
             hold.release()
         result = cluster.result()
-        assert cluster.handed_over(), cluster.events()
+        assert cluster.has_reassigned_work(), cluster.events()
     assert result["weights_digest"] == reference["weights_digest"]
     assert result["losses"] == reference["losses"]
 
@@ -190,8 +190,8 @@ def test_worker_that_joins_late_does_not_change_the_digest(tmp_path, reference_d
     with Cluster(
         tmp_path, "--expect-workers", "1", "--run", str(RUNS / "digits.yaml"), *DIGITS
     ) as cluster:
-        first = cluster.held_worker("w0", 6, "--backend", "cpu")
-        first.reached()
+        first = cluster.paused_worker("w0", 6, "--backend", "cpu")
+        first.wait_until_paused()
         # The new worker needs seconds to import; without this wait the run would finish first.
         cluster.worker("w1", "--backend", "cpu")
         join_event = cluster.wait_for("worker_joined", worker="w1")
@@ -210,13 +210,13 @@ def test_others_continue_without_a_stopped_worker_until_it_returns(tmp_path, ref
         tmp_path, "--expect-workers", "2", "--run", str(RUNS / "digits.yaml"), *longer_run
     ) as cluster:
         # Each is stopped in an assigned step, before it computes any of it.
-        first = cluster.held_worker("w0", 30, "--backend", "cpu")
-        second = cluster.held_worker("w1", 11, "--backend", "cpu")
-        stopped_step = second.reached()
+        first = cluster.paused_worker("w0", 30, "--backend", "cpu")
+        second = cluster.paused_worker("w1", 11, "--backend", "cpu")
+        stopped_step = second.wait_until_paused()
         cluster.workers["w1"].send_signal(signal.SIGSTOP)
         second.release()
         cluster.wait_for("straggler", worker="w1", from_step=stopped_step)
-        step = first.reached()
+        step = first.wait_until_paused()
         cluster.workers["w0"].send_signal(signal.SIGSTOP)
         first.release()
         mark = cluster.mark()
@@ -249,9 +249,9 @@ def test_run_is_mixed_even_if_different_workers_joined_in_sequence(tmp_path):
     with Cluster(
         tmp_path, "--expect-workers", "1", "--run", str(RUNS / "digits.yaml"), *DIGITS
     ) as cluster:
-        cluster.held_worker(
+        cluster.paused_worker(
             "w0", 6, "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "avx2"}
-        ).reached()
+        ).wait_until_paused()
         cluster.workers["w0"].kill()
         cluster.wait_for("worker_lost", worker="w0")
         cluster.worker("w1", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "default"})

@@ -82,9 +82,9 @@ def error_lines(cluster: Cluster, name: str) -> list[str]:
 @pytest.mark.slow
 def test_killed_and_late_workers_do_not_change_the_result(tmp_path, run_options, reference):
     with Cluster(tmp_path, "--expect-workers", "2", *run_options) as cluster:
-        first, second = (cluster.held_worker(f"w{n}", 6, *VULKAN) for n in range(2))
-        first.reached()
-        second.reached()
+        first, second = (cluster.paused_worker(f"w{n}", 6, *VULKAN) for n in range(2))
+        first.wait_until_paused()
+        second.wait_until_paused()
         cluster.workers["w1"].kill()
         cluster.wait_for("worker_lost", worker="w1")
         # The newcomer needs seconds to import; the run waits for it, or would finish first.
@@ -93,7 +93,7 @@ def test_killed_and_late_workers_do_not_change_the_result(tmp_path, run_options,
         first.release()
         assert join_event["step"] < len(reference["losses"])
         assert has_reference_result(cluster, reference)
-        assert cluster.handed_over(), cluster.events()
+        assert cluster.has_reassigned_work(), cluster.events()
         assert cluster.result()["workers"]["late"] > 0
 
 
@@ -106,24 +106,25 @@ def test_lost_and_full_devices_do_not_change_the_result(
     }
     faulty_devices["never"].fill()
     with Cluster(tmp_path / "run", "--expect-workers", "3", *run_options) as cluster:
-        steady = cluster.held_worker("steady", "4,8", *VULKAN)
-        victim = cluster.held_worker(
+        steady = cluster.paused_worker("steady", "4,8", *VULKAN)
+        victim = cluster.paused_worker(
             "lost", 8, *VULKAN, environment=faulty_devices["lost"].environment
         )
         for name in ("full", "never"):
             cluster.worker(name, *VULKAN, environment=faulty_devices[name].environment)
-        steady.reached()
+        steady.wait_until_paused()
         faulty_devices["full"].fill()
         steady.release()
         cluster.wait_for("worker_lost", worker="full")
-        steady.reached()  # otherwise the steady worker would take over the other's pending work
-        victim.reached()
+        # Otherwise the steady worker would take over the other's pending work.
+        steady.wait_until_paused()
+        victim.wait_until_paused()
         faulty_devices["lost"].lose()
         victim.release()
         cluster.wait_for("worker_lost", worker="lost")
         steady.release()
         assert has_reference_result(cluster, reference)
-        assert cluster.handed_over(), cluster.events()
+        assert cluster.has_reassigned_work(), cluster.events()
 
         (line,) = error_lines(cluster, "never")
         assert "cannot be opened" in line

@@ -222,7 +222,7 @@ async def play_live(live: LiveService, built: Built, seed: int) -> None:
             live_member.transport.feed(mutate(len(frames) - 1, frames))
     live_member.transport.hang_up()
     await asyncio.sleep(0)
-    assert not live.every("internal_error")
+    assert not live.events_named("internal_error")
 
 
 async def ensure_run(live: LiveService) -> None:
@@ -257,5 +257,5 @@ async def test_service_survives_broken_member_frames(tmp_path, connections):
                 except Exception as error:
                     raise AssertionError(f"seed {seed}") from error
         assert growth.peak_bytes <= MEMORY_GROWTH_BYTES
-        assert len(live.every("run_ended")) > 1
+        assert len(live.events_named("run_ended")) > 1
         assert not live.service._pending

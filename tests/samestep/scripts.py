@@ -28,7 +28,7 @@ def task(module=None):
 
 
 class RunningScript:
-    """A started script that has printed where workers join it."""
+    """A running script that has printed the address that workers join."""
 
     def __init__(self, script: Path, environment: Mapping[str, str] | None = None) -> None:
         self.script = script
@@ -36,7 +36,7 @@ class RunningScript:
             "tests.plain_script", str(script), cwd=script.parent, environment=environment
         )
         self.lines: list[str] = []
-        self._told = threading.Condition()
+        self._lines_changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         line = self.wait_for("listening for workers")
@@ -45,12 +45,12 @@ class RunningScript:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            with self._told:
+            with self._lines_changed:
                 self.lines.append(line)
-                self._told.notify_all()
-        with self._told:
+                self._lines_changed.notify_all()
+        with self._lines_changed:
             self.lines.append("")
-            self._told.notify_all()
+            self._lines_changed.notify_all()
 
     def wait_for(self, text: str) -> str:
         """Wait for the first line with this text."""
@@ -58,8 +58,10 @@ class RunningScript:
         def found() -> str | None:
             return next((line for line in self.lines if text in line), None)
 
-        with self._told:
-            self._told.wait_for(lambda: found() or (self.lines and not self.lines[-1]), 300)
+        with self._lines_changed:
+            self._lines_changed.wait_for(
+                lambda: found() or (self.lines and not self.lines[-1]), 300
+            )
         line = found()
         assert line is not None, (self.lines, standard_error_of(self.process))
         return line
@@ -71,12 +73,12 @@ class RunningScript:
             cwd=self.script.parent,
         )  # fmt: skip
 
-    def joined(self, name: str) -> Process:
+    def script_worker(self, name: str) -> Process:
         """Start a worker with the script."""
         return self.worker(name, str(self.script))
 
-    def held(self, name: str, step: int) -> tuple[Hold, Process]:
-        """Start a worker with the script that waits in this step."""
+    def paused_worker(self, name: str, step: int) -> tuple[Hold, Process]:
+        """Start a worker with the script that pauses in this step."""
         hold = Hold()
         process = start(
             "tests.paused_worker", str(step), str(hold.port), "--coordinator", self.address,
@@ -85,8 +87,8 @@ class RunningScript:
         )  # fmt: skip
         return hold, process
 
-    def ended(self) -> str:
-        """Return the whole output after a successful end."""
+    def wait_for_success(self) -> str:
+        """Wait for a successful end; return the whole output."""
         code = self.process.wait(300)
         self._reader.join()
         output = "".join(self.lines)
@@ -103,6 +105,6 @@ def close(*processes: Process) -> None:
 
 
 def standard_error_of(process: Process) -> str:
-    """Return its standard error, to the end."""
+    """Read the standard error of a process until the process ends."""
     assert process.stderr is not None
     return process.stderr.read()

@@ -79,17 +79,17 @@ def test_a_script_has_one_digest_for_any_number_of_workers(path, workers, tmp_pa
     script = tmp_path / "train.py"
     text = path.read_text().replace("STEPS = 60", "STEPS = 10").replace("import samestep\n", GATE)
     script.write_text(text.replace("samestep.fit(build,", "samestep.fit(gated(build),"))
-    expected = digest(RunningScript(script).ended())
+    expected = digest(RunningScript(script).wait_for_success())
     running_script = RunningScript(script, {"SAMESTEP_EXPECT_WORKERS": str(workers)})
-    other_workers = [running_script.joined(f"worker-{n}") for n in range(workers - 2)]
-    hold, killed_worker = running_script.held("killed", 3)
-    hold.reached()
+    other_workers = [running_script.script_worker(f"worker-{n}") for n in range(workers - 2)]
+    hold, killed_worker = running_script.paused_worker("killed", 3)
+    hold.wait_until_paused()
     (tmp_path / "hold").touch()
-    other_workers.append(running_script.joined("late"))
+    other_workers.append(running_script.script_worker("late"))
     running_script.wait_for("worker late ready")
     killed_worker.kill()
     (tmp_path / "hold").unlink()
-    assert digest(running_script.ended()) == expected, f"{workers} workers"
+    assert digest(running_script.wait_for_success()) == expected, f"{workers} workers"
     hold.close()
     killed_worker.wait()
     for each in other_workers:

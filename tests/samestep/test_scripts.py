@@ -35,16 +35,16 @@ def test_first_example_has_one_digest_alone_and_with_a_killed_worker(tmp_path):
     assert len(EXAMPLE.read_text().splitlines()) <= 20
     assert EXAMPLE.read_text() in (ROOT / "README.md").read_text()
     single_script = RunningScript(write_script(tmp_path, EXAMPLE.read_text()))
-    expected = digests(single_script.ended())
+    expected = digests(single_script.wait_for_success())
     assert len(expected) == 1
 
     two = RunningScript(
         write_script(tmp_path, EXAMPLE.read_text().replace("batch=64", "batch=64, workers=2"))
     )
-    hold, second = two.held("second", 3)
-    hold.reached()
+    hold, second = two.paused_worker("second", 3)
+    hold.wait_until_paused()
     second.kill()
-    output = two.ended()
+    output = two.wait_for_success()
     assert digests(output) == expected
     assert "worker second left" in output
     hold.close()
@@ -68,7 +68,7 @@ def test_joining_needs_the_script_or_its_acceptance(tmp_path):
     plain_worker = running_script.worker("plain")
     assert "worker train.py" in running_script.wait_for("plain cannot take part")
     accepts = running_script.worker("accepts", "--accept-scripts")
-    output = running_script.ended()
+    output = running_script.wait_for_success()
     assert "accepts" in output
     assert len(digests(output)) == 1
     assert [accepts.wait(300), plain_worker.wait(300)] == [0, 0]
@@ -89,9 +89,9 @@ for each in (first, second):
 """,
     )
     running_script = RunningScript(script)
-    joined_worker = running_script.joined("second")
+    joined_worker = running_script.script_worker("second")
     # The second run uses the port of the first: a worker finds it there.
-    output = running_script.ended()
+    output = running_script.wait_for_success()
     worker_output = joined_worker.communicate(timeout=300)[0]
     assert len(digests(output)) == 2
     assert digests(worker_output) == digests(output)
@@ -103,11 +103,11 @@ def test_joined_workers_learn_of_a_drain(tmp_path, number):
     fit = "r = samestep.fit(task, steps=1_000_000, batch=8, workers=2)\n"
     fit += "print('outcome', r.outcome, r.steps, r.joined, r.digest, flush=True)\n"
     running_script = RunningScript(write_script(tmp_path, HEAD + fit))
-    joined_worker = running_script.joined("second")
+    joined_worker = running_script.script_worker("second")
     running_script.wait_for("step ")
     running_script.process.send_signal(number)
     outcome = re.search(
-        r"^outcome drained (\d+) False (\w{64})$", running_script.ended(), re.MULTILINE
+        r"^outcome drained (\d+) False (\w{64})$", running_script.wait_for_success(), re.MULTILINE
     )
     worker_output = joined_worker.communicate(timeout=300)[0]
     worker_outcome = re.search(

@@ -88,14 +88,14 @@ print("digest", r.digest)
 """
     path = tmp_path / "train.py"
     path.write_text(fit.replace("WORKERS", "1"))
-    expected = digests(RunningScript(path).ended())
+    expected = digests(RunningScript(path).wait_for_success())
     assert len(expected) == 1
     path.write_text(fit.replace("WORKERS", "2"))
     two = RunningScript(path)
-    hold, second = two.held("second", 3)
-    hold.reached()
+    hold, second = two.paused_worker("second", 3)
+    hold.wait_until_paused()
     second.kill()
-    assert digests(two.ended()) == expected
+    assert digests(two.wait_for_success()) == expected
     hold.close()
     second.wait()
     close(second)

@@ -55,8 +55,8 @@ def test_broken_card_leaves_and_the_run_continues_with_the_same_bits(
             cluster.worker("other", "--backend", "cpu")
             cluster.worker("cpu", "--backend", "cpu")
         else:  # otherwise the run may end before the card has computed so much
-            hold = cluster.held_worker("cpu", 1, "--backend", "cpu")
-            hold.reached()
+            hold = cluster.paused_worker("cpu", 1, "--backend", "cpu")
+            hold.wait_until_paused()
             assert cluster.wait_for_exit(card) == 1
             hold.release()
         check_result(cluster, expected)
@@ -86,8 +86,8 @@ def test_hanging_card_ends_its_worker_and_the_run_continues(tmp_path, environmen
     with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
         card = cluster.worker("card", "--backend", "accelerator0", environment=hangs)
         # Otherwise the run may end before the card has computed so much or is given up.
-        hold = cluster.held_worker("cpu", 1, "--backend", "cpu")
-        hold.reached()
+        hold = cluster.paused_worker("cpu", 1, "--backend", "cpu")
+        hold.wait_until_paused()
         assert cluster.wait_for_exit(card) == 1
         hold.release()
         check_result(cluster, expected)

@@ -86,7 +86,7 @@ def test_rank_0_ending_in_a_computation_ends_both_ranks(tmp_path, environment):
     hold = Hold()
     with Cluster(tmp_path / "cards", "--expect-workers", "1", "--run", run) as cluster:
         ranks = start_ranks(cluster, tmp_path, [environment] * 2, busy=hold)
-        hold.reached()
+        hold.wait_until_paused()
         cluster.coordinator.kill()
         cluster.coordinator.wait()
         killed_s = time.monotonic()

@@ -286,7 +286,7 @@ async def test_token_is_checked_without_a_trace(tmp_path, samestep_home):
             assert not token or token.partition(".")[2] not in line.line()
         # The check leaves no trace: no member, no key.
         assert not live.service.sessions
-        assert not live.every("worker_connected")
+        assert not live.events_named("worker_connected")
         assert CoordinatorCredentials.open(samestep_home).keys.names() == {}
 
 

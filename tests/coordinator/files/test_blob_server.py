@@ -166,7 +166,7 @@ async def test_worker_that_leaves_during_a_download_does_not_stop_the_run(tmp_pa
             live.worker(name, cache=tmp_path / "cache")
         run_id = next(e["run_id"] for e in live.events if e["event"] == "run_accepted")
         await live.result(run_id)
-        assert not live.every("internal_error")
+        assert not live.events_named("internal_error")
 
 
 @on_uvloop
@@ -183,11 +183,11 @@ async def test_steps_continue_while_a_joiner_is_served(tmp_path, index):
         async with HostileWorker(live.port) as joiner:
             joiner.run_id = run_id
             await joiner.join()
-            before, chunks_served = len(live.every("committed")), 0
+            before, chunks_served = len(live.events_named("committed")), 0
             while live.first("run_ended") is None and chunks_served < 30:
                 ask(joiner, file_digest(index), 0)
                 await receive_chunk(joiner)
                 chunks_served += 1
             assert chunks_served
-            assert len(live.every("committed")) > before
+            assert len(live.events_named("committed")) > before
         await live.result(run_id)

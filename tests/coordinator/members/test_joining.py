@@ -76,10 +76,10 @@ async def joined_worker(
     """Wait until the worker has joined; it drains at the end of the context."""
     task = asyncio.create_task(worker.serve())
     async with asyncio.timeout(PATIENCE_S):
-        while len(live.every("worker_connected")) < nth:
+        while len(live.events_named("worker_connected")) < nth:
             live.changed.clear()
             await live.changed.wait()
-    assert live.every("worker_connected")[-1]["worker"] == name
+    assert live.events_named("worker_connected")[-1]["worker"] == name
     yield
     worker.drain()
     assert await task == ExitCode.OK
@@ -188,7 +188,7 @@ async def test_journal_names_the_credential_of_each_worker(tmp_path):
                 await live.result(run_id)
             mark = credentials.keys.marks()["w"]
             expected = "the join token" if nth == 1 else f"the key {mark} of 'w'"
-            assert live.every("worker_connected")[-1]["admitted_by"] == expected
+            assert live.events_named("worker_connected")[-1]["admitted_by"] == expected
             journal = read_journal(tmp_path / run_id / "journal.jsonl")
             views = [e.record for e in journal if isinstance(e.record, ViewChanged)]
             assert views[0].change == "started"

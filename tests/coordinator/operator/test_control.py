@@ -239,7 +239,7 @@ async def test_run_is_submitted_halted_continued_and_drained(tmp_path):
         assert (await operator.post("/halt"))[0] == 200
         # If a commit was being written at the halt, its step completes, and the next step is
         # skipped.
-        step = live.every("halted")[-1]["step"]
+        step = live.events_named("halted")[-1]["step"]
         assert (await operator.post("/continue", {"skip_step": True}))[0] == 200
         await live.wait_for("committed", step=step, skipped=True)
 
@@ -311,7 +311,7 @@ async def test_halt_does_not_change_a_bit(tmp_path):
             if (await operator.post("/halt"))[0] == 200:
                 assert (await operator.post("/continue"))[0] == 200
         result = await live.result(document["run_id"])
-        assert live.every("halted")
+        assert live.events_named("halted")
     assert result["weights_digest"] == reference["weights_digest"]
     assert result["losses"] == reference["losses"]
 
@@ -325,7 +325,7 @@ async def test_runs_start_in_sequence_and_status_names_waiting_ones(tmp_path):
         operator.live.worker("w0")
         digests = {(await operator.live.result(run_id))["weights_digest"] for run_id in ids}
         assert len(digests) == 1
-        started_runs = [event["run_id"] for event in operator.live.every("run_accepted")]
+        started_runs = [event["run_id"] for event in operator.live.events_named("run_accepted")]
         assert started_runs == ids
         for run_id in ids:
             result = json.loads((tmp_path / run_id / "result.json").read_text())

@@ -39,10 +39,10 @@ def directory_of(live, run_id):
 async def halt_or_end(live, halts):
     """Wait for one more halt or the end of the run; return whether it halted."""
     async with asyncio.timeout(PATIENCE_S):
-        while len(live.every("halted")) <= halts and not live.every("run_ended"):
+        while len(live.events_named("halted")) <= halts and not live.events_named("run_ended"):
             live.changed.clear()
             await live.changed.wait()
-    return len(live.every("halted")) > halts
+    return len(live.events_named("halted")) > halts
 
 
 def continue_run(live):
@@ -78,17 +78,17 @@ async def test_full_disk_halts_the_run_until_there_is_space(
             while await halt_or_end(live, halts):
                 halts += 1
                 assert halts <= 20
-                reason = live.every("halted")[-1]["reason"]
+                reason = live.events_named("halted")[-1]["reason"]
                 assert "No space left" in reason
                 assert "make room, then continue" in reason
                 assert str(directory_of(live, run_id)) in reason
                 fill(disk, 1 << 20)
                 continue_run(live)
-            run_end = live.every("run_ended")[-1]
+            run_end = live.events_named("run_ended")[-1]
             if run_end["outcome"] == "failed":
                 # There was no space even for the manifest or the first state: nothing was lost.
                 assert "No space left" in run_end["reason"]
-                assert not live.every("committed")
+                assert not live.events_named("committed")
                 return
             assert live.service.finished is not None
             result = dict(live.service.finished.result)
@@ -118,7 +118,7 @@ async def test_unwritable_result_waits_for_the_operator(tmp_path, reference):
         live.worker("w0")
         for halts in range(2):  # still unwritable: it halts again
             assert await halt_or_end(live, halts)
-            reason = live.every("halted")[-1]["reason"]
+            reason = live.events_named("halted")[-1]["reason"]
             assert "all steps are committed, but the result could not be written" in reason
             if halts:
                 obstacle.rmdir()
@@ -134,7 +134,7 @@ async def run_through_failure(live, run_id, break_disk, repair_disk, expected):
     await live.wait_for("committed", step=1)
     break_disk()
     assert await halt_or_end(live, 0)
-    reason = live.every("halted")[-1]["reason"]
+    reason = live.events_named("halted")[-1]["reason"]
     assert expected in reason, reason
     assert live.service.current.run.phase is RunPhase.HALTED
     # Not fixed yet: it halts again at each attempt.
@@ -146,10 +146,10 @@ async def run_through_failure(live, run_id, break_disk, repair_disk, expected):
 
 async def finish_run(live, run_id):
     """Let the run finish; an earlier failure may halt it again."""
-    halts = len(live.every("halted"))
+    halts = len(live.events_named("halted"))
     continue_run(live)
     while await halt_or_end(live, halts):
-        halts = len(live.every("halted"))
+        halts = len(live.events_named("halted"))
         continue_run(live)
     return await live.result(run_id)
 
@@ -214,7 +214,7 @@ async def test_vanished_directory_is_not_recreated(tmp_path, long_reference, mon
         live.worker("w0")
         assert await halt_or_end(live, 0)
         assert away_event.is_set()
-        assert "restore what is missing" in live.every("halted")[-1]["reason"]
+        assert "restore what is missing" in live.events_named("halted")[-1]["reason"]
         assert not runs.exists()
         moved.rename(runs)
         result = await finish_run(live, run_id)
@@ -231,7 +231,7 @@ async def test_vanished_checkpoints_are_not_recreated(tmp_path, long_reference):
         await live.wait_for("checkpoint", step=0)
         checkpoints.rename(moved)
         assert await halt_or_end(live, 0)
-        reason = live.every("halted")[-1]["reason"]
+        reason = live.events_named("halted")[-1]["reason"]
         assert f"'{checkpoints}': No such file or directory; restore what is missing" in reason
         assert not checkpoints.exists()
         moved.rename(checkpoints)
@@ -255,7 +255,7 @@ async def test_export_without_permission_waits_for_the_operator(tmp_path, monkey
         monkeypatch.setattr(Path, "mkdir", refuse)
         live.worker("w0")
         assert await halt_or_end(live, 0)
-        reason = live.every("halted")[-1]["reason"]
+        reason = live.events_named("halted")[-1]["reason"]
         assert (
             f"'{refused_paths[0]}': Permission denied; give this user read and write permission"
             in reason
@@ -291,16 +291,16 @@ async def test_joiner_is_admitted_after_a_disk_failure(tmp_path, monkeypatch):
 
     async with live_service(tmp_path / "runs", 1) as live:
         run_id = live.service.submit(spec)
-        live.worker("w0", toolbox=Scripted(5))
+        live.worker("w0", backend_factory=Scripted(5))
         await live.wait_for("committed", step=1)
         monkeypatch.setattr(GradientLog, "roll", refuse)
         live.worker("w1")
         assert await halt_or_end(live, 0)
-        assert "make room" in live.every("halted")[-1]["reason"]
+        assert "make room" in live.events_named("halted")[-1]["reason"]
         monkeypatch.setattr(GradientLog, "roll", roll)
         halts = 0
         while await halt_or_end(live, halts):  # an earlier attempt may be refused only now
-            halts = len(live.every("halted"))
+            halts = len(live.events_named("halted"))
             continue_run(live)
         await live.wait_for("worker_joined", worker="w1")
         result = await live.result(run_id)

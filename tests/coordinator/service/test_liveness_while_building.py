@@ -33,7 +33,7 @@ async def test_worker_that_blocks_while_it_builds_is_not_lost(tmp_path, monkeypa
         )  # fmt: skip
         try:
             await live.result(run_id)
-            assert live.every("worker_disconnected") == []
+            assert live.events_named("worker_disconnected") == []
         finally:
             worker.kill()
             await worker.wait()

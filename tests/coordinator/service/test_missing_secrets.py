@@ -50,4 +50,4 @@ async def test_members_stay_and_return_while_the_keys_are_missing(tmp_path, secr
                 service._check_secrets()
                 await asyncio.sleep(0)
         assert service.secrets_troubles == []
-        assert live.every("worker_connected")[-1]["admitted_by"].startswith("the key")
+        assert live.events_named("worker_connected")[-1]["admitted_by"].startswith("the key")

@@ -78,16 +78,16 @@ async def test_joins_losses_and_restarts_do_not_change_the_digest(tmp_path, name
     runs = tmp_path / "disturbed"
     async with live_service(runs, 2) as live:
         run_id = live.service.submit(spec)
-        toolbox = Scripted(microbatch_ms=2.0)
+        backend_factory = Scripted(microbatch_ms=2.0)
         for worker in ("w0", "w1"):
-            live.worker(worker, toolbox=toolbox)
+            live.worker(worker, backend_factory=backend_factory)
         await live.wait_for("committed", step=2)
         channel = live.clients[1]._channel
         assert channel is not None
         channel.abort("pulled out")  # the worker returns
-        live.worker("late", toolbox=toolbox)
+        live.worker("late", backend_factory=backend_factory)
         await live.wait_for("committed", step=7)
-    assert not live.every("internal_error")
+    assert not live.events_named("internal_error")
     async with live_service(runs, 1) as live:
         live.service.resume(runs / run_id)
         live.worker("w0")

@@ -69,7 +69,7 @@ async def test_run_with_unusable_copies_is_refused(tmp_path):
         spec = scripted_spec(checkpoint={"copies": ["tower"]})
         with pytest.raises(UsageError, match="with a / in it, got 'tower'; copies on workers"):
             live.service.submit(spec)
-        assert not live.every("run_accepted")
+        assert not live.events_named("run_accepted")
 
 
 async def test_copies_of_rolled_back_steps_are_removed_at_once(tmp_path):
@@ -94,11 +94,14 @@ async def test_copies_of_rolled_back_steps_are_removed_at_once(tmp_path):
         moved_copies.rename(copies)
         for _ in range(2):
             await execution._copy(10, str(copies), None)
-        [copy_failure] = live.every("copy_failed")  # once at the start, once at the end
+        [copy_failure] = live.events_named("copy_failed")  # once at the start, once at the end
         assert copy_failure["error"].startswith("checkpoint.copies: expected a directory at ")
-        assert len(live.every("copied_again")) == 1
+        assert len(live.events_named("copied_again")) == 1
         await execution._copy(10, "tower", None)  # of a run that an earlier release began
-        assert "copies on workers are no longer supported" in live.every("copy_failed")[-1]["error"]
+        assert (
+            "copies on workers are no longer supported"
+            in live.events_named("copy_failed")[-1]["error"]
+        )
     assert max(path.name for path in (copies / run_id).iterdir()) == "after-0000000010"
     restored_run = tmp_path / "elsewhere" / run_id
     assert restore_copy(copies, restored_run).step == 10

@@ -136,7 +136,7 @@ async def test_unauthenticated_peers_do_not_disturb_a_run(tmp_path, reference, m
             assert await truncated_peer.farewell() is None
         result = await live.result(run_id)
         assert equal_results(result, reference)
-        assert not live.every("worker_lost")
+        assert not live.events_named("worker_lost")
         assert set(live.service.sessions) == {"w0", "w1"}
         assert not live.service._pending
 
@@ -250,7 +250,7 @@ async def test_protocol_violation_ends_only_the_connection(tmp_path, reference, 
         result = await live.result(run_id)
         assert equal_results(result, reference)
         assert set(live.service.sessions) == {"w0"}
-        assert not live.every("halted")
+        assert not live.events_named("halted")
 
 
 @on_uvloop
@@ -307,7 +307,7 @@ async def test_non_finite_value_halts_the_run_and_names_its_worker(
             assert ("block 'layer.1'" in halt["reason"]) == (source == "gradient")
             assert (await attacker.until(messages.Halt)).reason == halt["reason"]
         await live.wait_for("worker_lost", worker="hostile")
-        assert not live.every("committed")
+        assert not live.events_named("committed")
         assert live.service.current is not None
         live.service.current.command(ContinueRun())
         assert equal_results(await live.result(run_id), reference)
@@ -346,7 +346,7 @@ async def test_duplicate_and_late_messages_count_once(tmp_path, reference, worke
         assert repeating.repeated >= 4, "the messages of the first step"
         assert equal_results(result, reference)
         assert "w1" in live.service.sessions
-        assert not live.every("worker_lost")
+        assert not live.events_named("worker_lost")
 
 
 @on_uvloop
@@ -384,7 +384,7 @@ async def test_frame_that_overlaps_pending_sums_is_dropped(tmp_path, reference):
         result = await live.result(run_id)
         assert isinstance(vanishing, VanishingClient)
         assert vanishing.delivered >= 1
-        assert live.every("reassigned")
+        assert live.events_named("reassigned")
         assert equal_results(result, reference)
 
 
@@ -429,7 +429,7 @@ async def test_unexpected_answer_is_ignored(tmp_path, reference):
             attacker.send(StepApplied(term=attacker.term, step=0, state_digest=DIGEST))
         live.worker("w1")
         assert equal_results(await live.result(run_id), reference)
-        assert not live.every("halted")
+        assert not live.events_named("halted")
 
 
 OF_ANOTHER_RUN = {

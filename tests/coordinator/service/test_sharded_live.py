@@ -17,12 +17,12 @@ async def train(directory, topology, workers=3, on_start=None, **exchange):
     """Return the result and the live service of the run."""
     async with live_service(directory, workers) as live:
         for number in range(workers):
-            live.worker(f"w{number}", toolbox=Scripted(1.0))
+            live.worker(f"w{number}", backend_factory=Scripted(1.0))
         run_id = live.service.submit(spec(topology, **exchange))
         if on_start is not None:
             await on_start(live)
         result = await live.result(run_id)
-        assert live.every("halted") == []
+        assert live.events_named("halted") == []
         return result, live
 
 
@@ -32,7 +32,7 @@ async def test_sharded_has_the_bits_of_the_star(precision, tmp_path):
     star, _ = await train(tmp_path / "star", "star", **exchange)
     sharded, live = await train(tmp_path / "sharded", "sharded", **exchange)
     assert sharded["weights_digest"] == star["weights_digest"]
-    assert live.every("owners")[-1]["owners"].keys() == {"w0", "w1", "w2"}
+    assert live.events_named("owners")[-1]["owners"].keys() == {"w0", "w1", "w2"}
 
 
 @pytest.mark.parametrize("topology", ["star", "sharded"])
@@ -47,7 +47,7 @@ async def test_shared_memory_is_used_and_changes_no_bit(topology, tmp_path, monk
         )  # fmt: skip
         async with live_service(tmp_path / str(shared), 2) as live:
             for number in range(2):
-                live.worker(f"w{number}", toolbox=Scripted(1.0))
+                live.worker(f"w{number}", backend_factory=Scripted(1.0))
             result = await live.result(live.service.submit(run))
             digests[shared] = result["weights_digest"]
             shared_bytes = [
@@ -69,7 +69,7 @@ async def test_lost_owner_is_replaced_without_changing_a_bit(tmp_path):
     star, _ = await train(tmp_path / "star", "star")
     sharded, live = await train(tmp_path / "sharded", "sharded", on_start=disconnect_owner)
     assert sharded["weights_digest"] == star["weights_digest"]
-    assert len(live.every("owners")) > 1
+    assert len(live.events_named("owners")) > 1
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ async def test_bytes_of_the_coordinator_do_not_grow_with_the_workers(tmp_path, c
     for workers in counts:
         async with live_service(tmp_path / str(workers), workers) as live:
             for number in range(workers):
-                live.worker(f"w{number}", toolbox=Scripted(10.0))
+                live.worker(f"w{number}", backend_factory=Scripted(10.0))
             run = scripted_spec(
                 # more steps than the test waits for
                 steps=100_000, exchange={"topology": "sharded"},
@@ -100,13 +100,13 @@ async def test_bytes_of_the_coordinator_do_not_grow_with_the_workers(tmp_path, c
                 assert live.service.current is not None
                 first_step, owners = (
                     live.service.current.run.steps_committed,
-                    len(live.every("owners")),
+                    len(live.events_named("owners")),
                 )
                 await live.wait_for("committed", step=first_step)
                 before = _bytes(live)
                 await live.wait_for("committed", step=first_step + steps)
                 traffic_bytes[workers] = (_bytes(live) - before) / steps
-                is_undisturbed = len(live.every("owners")) == owners
+                is_undisturbed = len(live.events_named("owners")) == owners
     for workers, per_step in traffic_bytes.items():
         assert per_step < 1.1 * blocks * block_bytes + 20_000 * workers, traffic_bytes
 

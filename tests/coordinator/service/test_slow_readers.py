@@ -129,11 +129,11 @@ async def train_with_late_joiner(
     directory: Path, **changes: Any
 ) -> tuple[dict[str, Any], LiveService]:
     """Return the result of a run that a second worker joins in progress."""
-    slow_backend, toolbox = SlowBackend(microbatch_ms=40), Scripted()
-    toolbox._backend = slow_backend
+    slow_backend, backend_factory = SlowBackend(microbatch_ms=40), Scripted()
+    backend_factory._backend = slow_backend
     async with live_service(directory, 1) as live:
         run_id = live.service.submit(scripted_spec(**LARGE_STEPS, **changes))
-        live.worker("w0", toolbox=toolbox)
+        live.worker("w0", backend_factory=backend_factory)
         await live.wait_for("committed", step=6)
         live.worker("w1")
         await live.wait_for("worker_joined", worker="w1")
@@ -150,6 +150,6 @@ async def test_late_joiner_catches_up_with_steps_larger_than_all_limits(tmp_path
     reference = await undisturbed(tmp_path / "calm", scripted_spec(**LARGE_STEPS, **options))
     assert result["weights_digest"] == reference["weights_digest"]
     assert result["workers"]["w1"] > 0
-    assert live.every("worker_disconnected") == []
+    assert live.events_named("worker_disconnected") == []
     # Only the first and the last checkpoint were due; another was written for the joiner.
-    assert len(live.every("checkpoint")) > 2
+    assert len(live.events_named("checkpoint")) > 2

@@ -32,4 +32,4 @@ async def test_payload_in_the_precision_of_an_earlier_run_is_skipped(tmp_path):
         connection.blocks = blocks
         live.worker("w1")
         assert await live.result(run_id)
-        assert not live.every("worker_lost")
+        assert not live.events_named("worker_lost")

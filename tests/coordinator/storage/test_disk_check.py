@@ -96,7 +96,7 @@ async def test_run_that_does_not_fit_never_begins(tmp_path, monkeypatch):
             run_end = await live.wait_for("run_ended")
             assert run_end["outcome"] == "failed"
             assert "or set checkpoint.every=" in run_end["reason"]
-            assert live.every("committed") == []
+            assert live.events_named("committed") == []
 
 
 def test_capture_that_does_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):

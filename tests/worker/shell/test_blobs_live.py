@@ -170,7 +170,7 @@ async def test_a_lost_connection_continues_where_it_was_cut(tmp_path, machines):
         worker = recording_worker(live, machines, drop_at=drop_offset)
         run_id = live.service.submit(SPEC, blobs=index)
         assert await digest_read_by_workers(live, run_id) == file_digest(machines.file)[1]
-        assert len(live.every("worker_disconnected")) == 1
+        assert len(live.events_named("worker_disconnected")) == 1
         offsets = worker.offsets
     # The list was requested twice; data written before the cut was not fetched again.
     second_list = offsets.index(0, 2)
@@ -275,7 +275,7 @@ async def test_a_run_that_ends_while_its_files_are_fetched_leaves_a_part(tmp_pat
         live.worker("w1", cache=machines.cache)
         run_id = live.service.submit(SPEC, blobs=index)
         assert await digest_read_by_workers(live, run_id) == file_digest(machines.file)[1]
-        assert not live.every("worker_disconnected")
+        assert not live.events_named("worker_disconnected")
     assert len(worker.offsets) >= 2
 
 

@@ -117,7 +117,7 @@ async def test_discovered_coordinator_is_searched_again(tmp_path, monkeypatch):
         worker = client(("127.0.0.1", refusing_port()), UNLIMITED_S, lines, find_again)
         serving = asyncio.create_task(worker.serve())
         async with asyncio.timeout(PATIENCE_S):
-            while not live.every("worker_connected"):
+            while not live.events_named("worker_connected"):
                 live.changed.clear()
                 await live.changed.wait()
         worker.drain()

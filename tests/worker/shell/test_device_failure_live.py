@@ -73,7 +73,7 @@ class MissingDevice(Scripted):
 @on_uvloop
 async def test_missing_device_leaves_at_once_without_a_run(tmp_path):
     async with live_service(tmp_path, 2) as live:
-        live.worker("seven", toolbox=MissingDevice())
+        live.worker("seven", backend_factory=MissingDevice())
         reason = "backend 'vulkan' is not usable here: there is no device 7"
         with pytest.raises(Unreachable, match=f"^{reason}$") as error_info:
             await live.workers["seven"]
@@ -87,7 +87,7 @@ async def test_run_does_not_wait_for_workers_without_a_device(tmp_path):
     async with live_service(tmp_path, 1) as live:
         run_id = live.service.submit(scripted_spec())
         for name in ("seven", "eight"):
-            live.worker(name, toolbox=MissingDevice())
+            live.worker(name, backend_factory=MissingDevice())
             await live.wait_for("worker_disconnected", worker=name)
         assert live.service.current is not None
         assert live.service.current.run.unfit.keys() == {"seven", "eight"}

@@ -111,9 +111,9 @@ def test_ranks_learn_embeddings_with_negatives_from_the_whole_step(tmp_path):
 def test_lost_rank_disconnects_its_worker_and_the_run_finishes(tmp_path):
     run = run_file(tmp_path, FROZEN)
     with Cluster(tmp_path, "--expect-workers", "2", "--run", run) as cluster:
-        hold = cluster.held_worker("plain", 1, "--backend", "cpu")
+        hold = cluster.paused_worker("plain", 1, "--backend", "cpu")
         ranks = start_ranks(cluster, "pair")
-        hold.reached()
+        hold.wait_until_paused()
         ranks[1].send_signal(signal.SIGKILL)
         cluster.wait_for("worker_disconnected", worker="pair")
         hold.release()

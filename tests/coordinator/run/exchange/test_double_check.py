@@ -136,7 +136,7 @@ class DamagedFactory(Scripted):
 async def test_damaged_worker_halts_the_run_before_the_commit(tmp_path):
     async with live_service(tmp_path, 2) as live:
         live.worker("good")
-        live.worker("damaged", toolbox=DamagedFactory())
+        live.worker("damaged", backend_factory=DamagedFactory())
         live.service.submit(scripted_spec(double_check_every=1))
         halt = await live.wait_for("halted")
         assert "workers 'damaged' and 'good' have the same numerics profile" in halt["reason"]
