@@ -111,7 +111,7 @@ def test_a_worker_with_the_files_and_one_without_agree(tmp_path, coordinator_dir
         cluster.worker("w0", "--backend", "cpu", environment=empty_home, cwd=coordinator_directory)
         cluster.worker("w1", "--backend", "cpu", environment=empty_home, cwd=tmp_path)
         result = cluster.result()
-        assert len(cluster.every("worker_ready")) == 2, cluster.events()
+        assert len(cluster.events_named("worker_ready")) == 2, cluster.events()
     assert result["weights_digest"] == expected["weights_digest"]
     assert len(cached_blobs(empty_home)) == 4
 

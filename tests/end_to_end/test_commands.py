@@ -309,8 +309,8 @@ def test_drained_worker_finishes_its_subtrees(tmp_path, scripted_run):
         assert "goodbye: drained" in leaving_process.stdout.read()
         result = cluster.result()
         # On a paused machine a worker may be late, and its work is then reassigned.
-        late_steps = {each["step"] for each in cluster.every("straggler")}
-        assert all(each["step"] in late_steps for each in cluster.every("reassigned"))
+        late_steps = {each["step"] for each in cluster.events_named("straggler")}
+        assert all(each["step"] in late_steps for each in cluster.events_named("reassigned"))
     assert result["steps"] == 40
 
 

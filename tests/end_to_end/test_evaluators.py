@@ -33,8 +33,8 @@ def test_evaluator_runs_beside_training_without_delay(tmp_path):
         assert (eva["name"], eva["duty"], eva["microbatches"]) == ("eva", "evaluate", 0)
         ann.release()  # it must do all remaining work, with eva stopped after 25 steps
         result = cluster.result()
-        assert cluster.every("evaluated")[-1]["step"] == 40
-        assert all(each["worker"] != "eva" for each in cluster.every("straggler"))
+        assert cluster.events_named("evaluated")[-1]["step"] == 40
+        assert all(each["worker"] != "eva" for each in cluster.events_named("straggler"))
     for key in ("weights_digest", "losses", "eval", "exact"):
         assert result[key] == result_of(reference_out)[key]
     assert result["workers"] == {"ann": 8 * 40, "eva": 0}

@@ -20,7 +20,7 @@ def train(
         for number in range(workers):
             cluster.worker(f"w{number}", "--backend", backend)
         result = cluster.result()
-        return result, cluster.every("loss_scale_halved")
+        return result, cluster.events_named("loss_scale_halved")
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("vulkan", marks=pytest.mark.slow)])

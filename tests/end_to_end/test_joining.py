@@ -128,7 +128,7 @@ def test_wrong_token_gives_one_line_and_exit_code_77(tmp_path, own_home):
         rejected_worker = cluster.worker("c", environment=remote_environment(tmp_path))
         assert cluster.wait_for_exit(rejected_worker) == 77
         assert "no join token" in last_line(rejected_worker)
-        assert not cluster.every("worker_connected")
+        assert not cluster.events_named("worker_connected")
 
 
 def test_a_revoked_worker_ends_with_77(tmp_path):

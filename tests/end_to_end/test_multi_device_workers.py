@@ -68,7 +68,7 @@ def test_multi_device_owners_have_the_bits_of_the_star(tmp_path):
         workers = [cluster.worker(name, *TWO_DEVICES) for name in ("one", "other")]
         workers.append(cluster.worker("alone", "--backend", "scripted:2"))
         assert digest(cluster) == star
-        owners = [set(event["owners"]) for event in cluster.every("owners")]
+        owners = [set(event["owners"]) for event in cluster.events_named("owners")]
         assert {"one", "other", "alone"} in owners
         assert cluster.result()["workers"].keys() == {"one", "other", "alone"}
         assert [cluster.wait_for_exit(worker) for worker in workers] == [0, 0, 0]
@@ -84,7 +84,7 @@ def test_killed_device_process_is_restarted_and_the_worker_stays(tmp_path):
         os.kill(device_processes(worker)[1], signal.SIGKILL)
         assert digest(two) == reference
         assert two.wait_for_exit(worker) == 0
-        assert not two.every("worker_lost")
+        assert not two.events_named("worker_lost")
         assert worker.stderr is not None
         error_text = worker.stderr.read()
     assert "was ended by SIGKILL; restarted, 1 of at most 3 times" in error_text

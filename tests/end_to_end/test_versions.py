@@ -48,4 +48,4 @@ def test_both_sides_name_the_side_to_upgrade(tmp_path, version, outdated_side, o
             f"this worker speaks protocol version {version}, the coordinator {PROTOCOL_VERSION}"
         )
         assert worker.stderr.splitlines() == [f"worker: {message}: upgrade {outdated_side}"]
-        assert not cluster.every("worker_connected")
+        assert not cluster.events_named("worker_connected")

@@ -36,7 +36,9 @@ def train(
         for number, backend in enumerate(backends):
             cluster.worker(f"w{number}", "--backend", backend)
         result = cluster.result()
-        for ready in cluster.every("worker_ready"):  # the journal has the results of the comparison
+        for ready in cluster.events_named(
+            "worker_ready"
+        ):  # the journal has the results of the comparison
             assert ("gradients within" in ready["signature"]) == (ready["backend"] == "vulkan")
         return result
 

@@ -89,10 +89,10 @@ for each in (first, second):
 """,
     )
     running_script = RunningScript(script)
-    joined_worker = running_script.script_worker("second")
+    second_worker = running_script.script_worker("second")
     # The second run uses the port of the first: a worker finds it there.
     output = running_script.wait_for_success()
-    worker_output = joined_worker.communicate(timeout=300)[0]
+    worker_output = second_worker.communicate(timeout=300)[0]
     assert len(digests(output)) == 2
     assert digests(worker_output) == digests(output)
 
@@ -103,13 +103,13 @@ def test_joined_workers_learn_of_a_drain(tmp_path, number):
     fit = "r = samestep.fit(task, steps=1_000_000, batch=8, workers=2)\n"
     fit += "print('outcome', r.outcome, r.steps, r.joined, r.digest, flush=True)\n"
     running_script = RunningScript(write_script(tmp_path, HEAD + fit))
-    joined_worker = running_script.script_worker("second")
+    second_worker = running_script.script_worker("second")
     running_script.wait_for("step ")
     running_script.process.send_signal(number)
     outcome = re.search(
         r"^outcome drained (\d+) False (\w{64})$", running_script.wait_for_success(), re.MULTILINE
     )
-    worker_output = joined_worker.communicate(timeout=300)[0]
+    worker_output = second_worker.communicate(timeout=300)[0]
     worker_outcome = re.search(
         r"^outcome drained (\d+) True (\w{64})$", worker_output, re.MULTILINE
     )
