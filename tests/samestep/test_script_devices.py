@@ -71,6 +71,26 @@ def test_a_script_that_fails_in_the_process_of_a_device_is_told_with_its_line(tm
 
 
 @pytest.mark.slow
+def test_fit_continues_without_a_device_that_cannot_build_the_task(tmp_path):
+    fails_once = """
+def build():
+    if serves:
+        try:
+            open("failed", "x").close()
+        except FileExistsError:
+            pass
+        else:
+            raise RuntimeError("no room for the model")
+    return task()
+samestep.fit(build, steps=6, batch=8, device="cpu0-1")
+"""
+    done = run(write_script(tmp_path, HEAD + SERVES + fails_once))
+    assert done.returncode == 0, done.stderr
+    assert "is left out of the run: build raised RuntimeError: no room for the model" in done.stdout
+    assert "finished: 6 of 6 steps" in done.stdout
+
+
+@pytest.mark.slow
 def test_a_device_whose_process_is_killed_gets_another_and_the_digest_is_the_same(tmp_path):
     dies = """
 calls = []

@@ -31,6 +31,7 @@ from protocol.exact.reduction.average import Array
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import Exactness
 from protocol.wire.messages import (
+    DeviceNote,
     Drain,
     Linked,
     LinkTraffic,
@@ -293,10 +294,13 @@ def refuse(worker: str, reason: str) -> list[Action]:
 
 
 def is_stale(member: Member, message: Message, run_id: str) -> bool:
-    """Return whether a worker sent a message before it knew of this run: any before `Ready`."""
+    """Return whether a worker sent a message before it knew of this run.
+
+    That is any before `Ready`, but for a note about a device, and a request to leave.
+    """
     if isinstance(message, Ready | Unready | StateChunk):
         return message.run_id != run_id
     if isinstance(message, PeerPort | Linked | Unlinked | LinkTraffic) and message.run_id != run_id:
         return True
     is_before_ready = member.state in (MemberState.IDLE, MemberState.PREPARING)
-    return is_before_ready and not isinstance(message, Drain)
+    return is_before_ready and not isinstance(message, DeviceNote | Drain)

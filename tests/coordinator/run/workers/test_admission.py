@@ -101,6 +101,7 @@ def test_messages_before_ready_belong_to_an_earlier_run():
     assert is_stale(new_member, step_applied, "run")
     assert not is_stale(ready_member, step_applied, "run")
     assert not is_stale(new_member, Drain(), "run")
+    assert not is_stale(new_member, DeviceNote(device="cpu0", text="left out"), "run")
     assert is_stale(new_member, Heartbeat(), "run")
     assert not is_stale(new_member, ready(), "run")
     assert is_stale(ready_member, ready(run_id="other"), "run")
