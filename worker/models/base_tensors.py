@@ -104,9 +104,9 @@ def base_tensors(directory: Path) -> dict[str, BaseTensor]:
         for name, shape, dtype in stored_tensors(directory)
     }
     headers = _stack_experts(headers)
-    float32_names = _float32_stacks({name: shape for name, (shape, _) in headers.items()})
+    float32_stacks = _float32_stacks({name: shape for name, (shape, _) in headers.items()})
     return {
-        name: BaseTensor(shape, dtype, _is_linear(name, shape) and name not in float32_names)
+        name: BaseTensor(shape, dtype, _is_linear(name, shape) and name not in float32_stacks)
         for name, (shape, dtype) in headers.items()
     }
 
@@ -148,7 +148,7 @@ def _float32_stacks(shapes: Mapping[str, Shape]) -> set[str]:
     These stacks belong to experts with biases, are transposed, or have rows that cannot be divided
     into quantization groups.
     """
-    float32_names: set[str] = set()
+    stack_names: set[str] = set()
     layers = {name.rpartition(".")[0] for name, shape in shapes.items() if _is_stack(name, shape)}
     for layer in layers:
         names = [f"{layer}.{stack}" for stack in ("gate_up_proj", "up_proj", "down_proj")]
@@ -157,8 +157,8 @@ def _float32_stacks(shapes: Mapping[str, Shape]) -> set[str]:
         is_plain = len(stacks) == 2 and first[2] == down[1]
         has_bias = any(f"{name}_bias" in shapes for name in stacks)
         if not is_plain or has_bias or not all(group_of(shape[2]) for shape in stacks.values()):
-            float32_names |= stacks.keys()
-    return float32_names
+            stack_names |= stacks.keys()
+    return stack_names
 
 
 def _is_stack(name: str, shape: Shape) -> bool:

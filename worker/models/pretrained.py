@@ -421,7 +421,7 @@ def _load(
     location, keywords = locate(spec.source)
     is_low_precision, dtype = spec.base_dtype != "float32", torch.float32
     if "gguf_file" not in keywords:
-        keywords["use_safetensors"] = True  # never pickles
+        keywords["use_safetensors"] = True  # pickles could run code
         _refuse_foreign_quantization(location, spec.source)
         main_memory.check_model_fits(location, base_dtype=spec.base_dtype)
         dtype = stored_dtypes.dtype_of(location) if is_low_precision else dtype
@@ -431,15 +431,14 @@ def _load(
     )
     drawn_names = {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
     if is_low_precision and expert_layers(model):
-        model.set_experts_implementation(
-            "eager"
-        )  # other implementations need all experts of a layer in one float32 stack
+        # Other implementations need all experts of a layer in one float32 stack.
+        model.set_experts_implementation("eager")
     if dtype != torch.float32 and not stored_dtypes.convert_except_base(model, drawn_names):
         model, report = _load_pretrained(
             auto_class, spec, location, torch.float32, {**head_options, **keywords}
         )
     if "gguf_file" in keywords:
-        # The weights are plain float32 now.
+        # transformers has dequantized the weights to float32, but still marks them as quantized.
         model.hf_quantizer, model.is_quantized = None, False
         vars(model).pop("quantization_method", None)
         vars(model.config).pop("quantization_config", None)
@@ -532,8 +531,8 @@ def _refuse_missing_weights(model: Any, drawn_names: Collection[str], source: st
     if missing_names:
         raise DataError(
             f"the checkpoint {source!r} lacks {len(missing_names)} weights that its config.json "
-            f"asks for (such as {missing_names[0]!r}), or has them in other shapes; get the files "
-            "of one model"
+            f"asks for (such as {missing_names[0]!r}), or has them in other shapes; use weights "
+            "and config.json of the same model"
         )
 
 

@@ -113,11 +113,11 @@ def _tokenizer_class(location: str) -> Any:
 
     Without configuration files, `AutoTokenizer` could not choose one.
     """
-    config_files = Path(location) / "tokenizer_config.json", Path(location) / "config.json"
-    is_alone = (Path(location) / "tokenizer.json").is_file() and not any(
-        map(Path.is_file, config_files)
-    )
-    return transformers.PreTrainedTokenizerFast if is_alone else transformers.AutoTokenizer
+    directory = Path(location)
+    config_files = directory / "tokenizer_config.json", directory / "config.json"
+    if (directory / "tokenizer.json").is_file() and not any(map(Path.is_file, config_files)):
+        return transformers.PreTrainedTokenizerFast
+    return transformers.AutoTokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
