@@ -39,12 +39,13 @@ intermediate size, and, for eager attention, of heads x tokens of the sample.
 _LAYER_FLOATS_HALF: Final = (4.5, 1.5, 1.5)
 """`_LAYER_FLOATS` in bfloat16 and float16."""
 _EXPERT_LAYER_FLOATS: Final = (1.5, 2.0, 3.0)
-"""Floats per token that a layer of experts stores in addition: a multiple of the hidden size; then,
-for each expert that a token is sent to, multiples of the hidden and of the expert's intermediate
-size."""
+"""Floats per token that a layer of experts stores in place of multiples of the intermediate size: a
+multiple of the hidden size; then, for each expert that a token is sent to, multiples of the hidden
+and of the expert's intermediate size."""
 _EXPERT_LAYER_FLOATS_HALF: Final = (1.5, 1.5, 1.5)
 _ROUTER_FLOATS: Final = (1.25, 7.0)
-"""Floats per token that a router stores for each expert, and for each that the token is sent to."""
+"""Floats per token that a router stores for each expert, and, in addition, for each expert that the
+token is sent to."""
 _TRAINED_LAYER_FLOATS: Final = (4.0, 1.0)
 """Floats per token that a layer stores in addition if it is trained in full, for the inputs of its
 matrix products: multiples of the hidden and of the intermediate size.
