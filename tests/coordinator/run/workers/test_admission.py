@@ -8,7 +8,15 @@ from coordinator.run.workers.admission import Admission, is_stale
 from coordinator.run.workers.membership import Membership, MemberState
 from protocol.base.errors import OutOfOrder
 from protocol.spec.manifest import Block, Manifest, TensorSpec
-from protocol.wire.messages import Drain, Heartbeat, Ready, StateChunk, StepApplied, Unready
+from protocol.wire.messages import (
+    DeviceNote,
+    Drain,
+    Heartbeat,
+    Ready,
+    StateChunk,
+    StepApplied,
+    Unready,
+)
 
 MANIFEST = Manifest(
     blocks=(Block(name="b", kind="block", tensors=(TensorSpec(name="w", shape=(2,)),)),),
