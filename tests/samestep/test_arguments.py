@@ -35,7 +35,7 @@ from worker.scripts.script_task import ScriptTask
 
 X = torch.linspace(-1, 1, 8)[:, None]
 DATA = TensorDataset(X, 2 * X)
-WHOLE = "expected a whole number, got"
+EXPECTED_INTEGER = "expected a whole number, got"
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +58,9 @@ def task(**other):
     ("arguments", "message"),
     [
         ({"steps": 0}, "steps: expected a number of at least 1, got 0"),
-        ({"steps": "four"}, f"steps: {WHOLE} 'four'"),
-        ({"steps": 2.5}, f"steps: {WHOLE} 2.5"),
-        ({"steps": True}, f"steps: {WHOLE} True"),
+        ({"steps": "four"}, f"steps: {EXPECTED_INTEGER} 'four'"),
+        ({"steps": 2.5}, f"steps: {EXPECTED_INTEGER} 2.5"),
+        ({"steps": True}, f"steps: {EXPECTED_INTEGER} True"),
         ({"steps": None}, "expected either steps= or epochs="),
         ({"epochs": 1}, "expected either steps= or epochs="),
         ({"steps": None, "epochs": 0}, "epochs: expected a number above 0, got 0"),
@@ -68,14 +68,14 @@ def task(**other):
         ({"steps": None, "epochs": "2"}, "epochs: expected a number, got '2'"),
         ({"steps": None, "epochs": math.inf}, "epochs: expected a finite number, got inf"),
         ({"steps": None, "epochs": math.nan}, "epochs: expected a finite number, got nan"),
-        ({"batch": "64"}, f"batch: {WHOLE} '64'"),
-        ({"batch": None}, f"batch: {WHOLE} None"),
+        ({"batch": "64"}, f"batch: {EXPECTED_INTEGER} '64'"),
+        ({"batch": None}, f"batch: {EXPECTED_INTEGER} None"),
         ({"batch": 0}, "batch: expected a number of at least 1, got 0"),
         ({"microbatch": 0}, "microbatch: expected a number of at least 1, got 0"),
         ({"workers": 0}, "workers: expected a number of at least 1, got 0"),
-        ({"workers": "two"}, f"workers: {WHOLE} 'two'"),
+        ({"workers": "two"}, f"workers: {EXPECTED_INTEGER} 'two'"),
         ({"seed": -1}, "seed: expected a number of at least 0, got -1"),
-        ({"seed": None}, f"seed: {WHOLE} None"),
+        ({"seed": None}, f"seed: {EXPECTED_INTEGER} None"),
         ({"seed": 2**63}, "seed: expected a number below"),
         ({"evaluate_every": -1}, "evaluate_every: expected a number of at least 0, got -1"),
         ({"precision": "fp16"}, "precision: expected float32, bfloat16 or float16, got 'fp16'$"),

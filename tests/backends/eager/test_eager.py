@@ -51,7 +51,7 @@ class Net(nn.Module):
         return y
 
 
-class Tied(Net):
+class NetWithTiedWeights(Net):
     def __init__(self) -> None:
         super().__init__()
         self.last.weight = self.first.weight
@@ -108,7 +108,7 @@ def plain_torch(module: nn.Module, job: Trainable, of: Batch) -> dict[int, Array
     return by_number
 
 
-@pytest.mark.parametrize("kind", [Net, Tied])
+@pytest.mark.parametrize("kind", [Net, NetWithTiedWeights])
 def test_gradients_are_those_of_plain_torch(kind):
     torch.manual_seed(0)
     module = kind()
@@ -120,11 +120,11 @@ def test_gradients_are_those_of_plain_torch(kind):
     assert actual.keys() == expected.keys()
     for number, values in expected.items():
         np.testing.assert_allclose(actual[number], values, rtol=1e-5, atol=1e-6)
-    assert is_absent(actual[2]), "nothing reaches the unused layer"
+    assert is_absent(actual[2]), "backward does not reach the unused layer"
 
 
 @pytest.mark.skipif(KIND != "cpu", reason="a card has its own copy of the weights")
-@pytest.mark.parametrize("kind", [Net, Tied])
+@pytest.mark.parametrize("kind", [Net, NetWithTiedWeights])
 def test_shared_weights_use_the_arrays_and_keep_the_bits(kind):
     torch.manual_seed(0)
     module = kind()
@@ -145,7 +145,7 @@ def test_shared_weights_use_the_arrays_and_keep_the_bits(kind):
         for block, values in zip(job.blocks, parameters, strict=True)
         for tensor, elements in block.slices()
     ]
-    assert shared[0], "it begins where its block does"
+    assert shared[0], "the first tensor begins where its block does"
     assert not all(shared), "one of 25 values ends where the next would not be aligned"
     for values in parameters:
         np.multiply(values, np.float32(0.5), out=values)
@@ -159,7 +159,7 @@ def test_shared_weights_use_the_arrays_and_keep_the_bits(kind):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_next_microbatch_uses_changed_shared_arrays(precision):
-    """Also where torch keeps a low-precision copy of weights while it computes."""
+    """This holds also if torch keeps a low-precision copy of weights during computation."""
     torch.manual_seed(0)
     first, second = Net(), Net()
     job, other = (
@@ -185,29 +185,29 @@ def test_next_microbatch_uses_changed_shared_arrays(precision):
     copying.close()
 
 
-class Changing(Net):
-    """Rescales its own weights in forward."""
+class NetThatClampsWeights(Net):
+    """A model whose forward clamps its own weights."""
 
-    def __init__(self, *, at_once: bool, by_data: bool) -> None:
+    def __init__(self, *, from_start: bool, through_data: bool) -> None:
         super().__init__()
-        self.changes, self._by_data = at_once, by_data
+        self.changes, self._through_data = from_start, through_data
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.changes:
             weight = self.middle.weight
             with torch.no_grad():
-                (weight.data if self._by_data else weight).clamp_(-0.01, 0.01)
+                (weight.data if self._through_data else weight).clamp_(-0.01, 0.01)
         return super().forward(x)
 
 
-@pytest.mark.parametrize("by_data", [False, True])
-def test_model_that_changes_its_weights_is_refused(by_data):
+@pytest.mark.parametrize("through_data", [False, True])
+def test_model_that_changes_its_weights_is_refused(through_data):
     with pytest.raises(SamestepError, match=r"'middle\.weight'.* is changed by the model's own"):
-        compiled(trainable(Changing(at_once=True, by_data=by_data)))
+        compiled(trainable(NetThatClampsWeights(from_start=True, through_data=through_data)))
 
 
 def test_model_that_starts_changing_its_weights_is_stopped():
-    module = Changing(at_once=False, by_data=False)
+    module = NetThatClampsWeights(from_start=False, through_data=False)
     program = compiled(trainable(module, evaluate=evaluate))
     by_block(program, batch())
     module.changes = True
@@ -517,7 +517,7 @@ def test_device_sums_mark_reached_elements():
     assert [is_absent(values[part]) for part in (first, bias)] == [False, True]
 
 
-WHOLE = trainable(Net()).blocks
+NET_BLOCKS = trainable(Net()).blocks
 
 
 class WithSharedMemory(Net):
@@ -553,7 +553,7 @@ class WithCounter(Net):
 
 
 @pytest.mark.parametrize(
-    ("job", "message"),
+    ("make_trainable", "message"),
     [
         (lambda: trainable(WithBatchNorm()), "running statistics"),
         (lambda: trainable(WithCountedRows()), "divides gradients by how often"),
@@ -561,7 +561,7 @@ class WithCounter(Net):
         (lambda: trainable(WithCounter()), "'calls' changes in forward"),
         (lambda: trainable(Net(), loss=lambda m, a: loss_sum(m, a) / len(a["x"])), "summed"),
         (lambda: trainable(Net().half()), "float32"),
-        (lambda: trainable(Net().requires_grad_(False), blocks=WHOLE), "got it frozen"),
+        (lambda: trainable(Net().requires_grad_(False), blocks=NET_BLOCKS), "got it frozen"),
         (
             lambda: trainable(Net(), blocks=trainable(nn.Linear(2, 2)).blocks),
             "a parameter 'weight' of shape",
@@ -569,12 +569,12 @@ class WithCounter(Net):
         (lambda: Trainable(trainable(Net()).blocks), "needs a torch module"),
     ],
 )
-def test_modules_that_cannot_be_exact_are_refused(job, message):
+def test_modules_that_cannot_be_exact_are_refused(make_trainable, message):
     with pytest.raises(SamestepError, match=message):
-        compiled(job())
+        compiled(make_trainable())
 
 
-def test_a_loss_that_is_not_one_number_is_refused():
+def test_loss_that_is_not_a_scalar_is_refused():
     program = compiled(trainable(Net()))
     program._loss = lambda m, a: m(a["x"])  # type: ignore[attr-defined]
     with pytest.raises(SamestepError, match="one sum"):
@@ -589,8 +589,8 @@ def test_evaluation_without_a_function_is_refused():
     program.close()
 
 
-@pytest.mark.skipif(KIND != "cpu", reason="a card's does not depend on its host")
-def test_the_numerics_profile_names_what_decides_the_bits():
+@pytest.mark.skipif(KIND != "cpu", reason="a card's profile does not depend on its host")
+def test_numerics_profile_differs_only_in_threads_and_names_torch_and_isa():
     backend = EagerBackend(KIND)
     one, two = backend.numerics_profile(1), backend.numerics_profile(2)
     assert {key for key in one if one[key] != two[key]} == {"threads"}
@@ -600,7 +600,7 @@ def test_the_numerics_profile_names_what_decides_the_bits():
     assert backend.info.name == one["processor"]
 
 
-def test_a_thread_that_computes_and_flushes_subnormals_reports_it():
+def test_program_reports_a_thread_that_flushes_subnormals():
     class Flushing(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             torch.set_flush_denormal(True)

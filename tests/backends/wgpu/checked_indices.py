@@ -1,9 +1,9 @@
-"""Run workgroups of a kernel on integers alone, and watch every access to an array.
+"""Execute workgroups of a kernel, integers only, and check every array access.
 
-An index must follow from sizes and the invocation, and lie within its array. Between two barriers
-no invocation may read what another writes, and no two may write the same element. All invocations
-must reach each barrier. Software Vulkan runs invocations in lockstep, so it would show none of
-these faults.
+An index must depend only on sizes and the invocation, and lie within its array. Between two
+barriers no invocation may read an element that another writes, and no two may write the same
+element. All invocations must reach each barrier. Software Vulkan runs invocations in lockstep,
+so it would show none of these faults.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from backends.wgpu.device.device import BUFFER_ALIGNMENT_BYTES
 from backends.wgpu.shaders.dispatch import Shader
 from benchmarks.shader_counts import KnownValues, WorkgroupExecution, read_kernel
 
-_NOBODY, _SEVERAL = -1, -2
+_NOBODY, _MULTIPLE = -1, -2
 
 
 def assert_valid_accesses(
     shader: Shader, grid: tuple[int, int, int], nbytes: Sequence[int]
 ) -> None:
-    """Check the first and last workgroup; branches on floats are taken always, never, and
-    alternately.
+    """Check the first and last workgroup.
+
+    Each runs with branches on floats taken always, never and alternately.
 
     Args:
         shader: A kernel of 32-bit floats.
-        grid: Its workgroups.
-        nbytes: Size of each binding.
+        grid: Number of workgroups in x, y and z.
+        nbytes: Size of each binding, in bytes.
     """
     module = read_kernel(shader.source)
     assert len(nbytes) == shader.bindings
@@ -38,13 +39,13 @@ def assert_valid_accesses(
     x, y, z = grid
     for group in {(0, 0, 0), (x - 1, y - 1, z - 1)}:
         for branches in ((True,), (False,), (True, False), (False, True)):
-            run = _Watched(module, group, padded_sizes, branches)
+            run = _CheckedExecution(module, group, padded_sizes, branches)
             run.execute_block(module.body)
             if not run.choices:
                 break
 
 
-class _Watched(WorkgroupExecution):
+class _CheckedExecution(WorkgroupExecution):
     def __init__(
         self,
         module: Any,
@@ -54,14 +55,14 @@ class _Watched(WorkgroupExecution):
     ) -> None:
         super().__init__(module, group)
         self._nbytes = nbytes
-        self._taken = choices
+        self._branch_choices = choices
         self.choices = 0
         self._writes = False
         self._read_by: dict[str, Any] = {}
         self._written_by: dict[str, Any] = {}
-        self._forget()
+        self._clear_accesses()
 
-    def _forget(self) -> None:
+    def _clear_accesses(self) -> None:
         for array in self.module.arrays.values():
             if array.binding < 0:
                 self._read_by[array.name] = np.full(array.elements, _NOBODY)
@@ -69,8 +70,8 @@ class _Watched(WorkgroupExecution):
 
     def execute(self, statement: Statement) -> None:
         if isinstance(statement, Barrier):
-            assert self.active_lanes.all(), "a barrier that not all come to"
-            self._forget()
+            assert self.active_lanes.all(), "a barrier that some invocations do not reach"
+            self._clear_accesses()
         super().execute(statement)
 
     def branch(
@@ -78,7 +79,7 @@ class _Watched(WorkgroupExecution):
     ) -> None:
         if condition is None:
             self.choices += 1
-            if not self._taken[self.choices % len(self._taken)]:
+            if not self._branch_choices[self.choices % len(self._branch_choices)]:
                 return
         super().branch(condition, then, otherwise)
 
@@ -88,29 +89,29 @@ class _Watched(WorkgroupExecution):
         self._writes = False
 
     def count(self, array: Array, at: KnownValues) -> None:
-        assert at is not None, f"an index of {array.name} depends on what a buffer holds"
-        places, lanes = at[self.active_lanes], np.flatnonzero(self.active_lanes)
+        assert at is not None, f"an index of {array.name} depends on the contents of a buffer"
+        indices, lanes = at[self.active_lanes], np.flatnonzero(self.active_lanes)
         elements = array.elements
         if array.binding >= 0:
             elements = self._nbytes[array.binding] // (4 * size_of(array.element))
-        assert places.min() >= 0
-        assert places.max() < elements, f"{array.name}[{places.max()}] of {elements}"
+        assert indices.min() >= 0
+        assert indices.max() < elements, f"{array.name}[{indices.max()}] of {elements}"
         if array.binding < 0:
-            self._races(array.name, places, lanes)
+            self._check_races(array.name, indices, lanes)
         super().count(array, at)
 
-    def _races(self, name: str, places: Any, lanes: Any) -> None:
+    def _check_races(self, name: str, indices: Any, lanes: Any) -> None:
         read, written = self._read_by[name], self._written_by[name]
-        writers = written[places]
+        writers = written[indices]
         assert ((writers == _NOBODY) | (writers == lanes)).all(), f"{name} was written by another"
         if self._writes:
-            readers = read[places]
+            readers = read[indices]
             assert ((readers == _NOBODY) | (readers == lanes)).all(), f"{name} is still read"
-            assert len(np.unique(places)) == len(places), f"{name} is written twice"
-            written[places] = lanes
+            assert len(np.unique(indices)) == len(indices), f"{name} is written twice"
+            written[indices] = lanes
             return
-        before = read[places]
-        one = np.where((before == _NOBODY) | (before == lanes), lanes, _SEVERAL)
-        read[places] = one
-        repeat = read[places]
-        read[places[repeat != lanes]] = _SEVERAL
+        before = read[indices]
+        one = np.where((before == _NOBODY) | (before == lanes), lanes, _MULTIPLE)
+        read[indices] = one
+        repeat = read[indices]
+        read[indices[repeat != lanes]] = _MULTIPLE

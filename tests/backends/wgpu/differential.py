@@ -1,4 +1,4 @@
-"""A random module on the device against torch on the CPU: forward, loss, backward, twice."""
+"""Compare a random module on the device with torch on the CPU: two forward and backward passes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.backends.wgpu.products import small_tiles
 from tests.backends.wgpu.random_programs import MOST_ELEMENTS, Text, data_of, make
 from worker.models.blocks import cut_into_blocks
 
-WITHIN: Final = 1e-4
+RELATIVE_TOLERANCE: Final = 1e-4
 _ROUNDINGS: Final = 50
 """How many times torch's rounding error the device's error may be."""
 
 
 class Unsupported(Exception):
-    """Torch itself rejects the program, or it has nothing to train."""
+    """Torch itself rejects the program, or the program has nothing to train."""
 
 
 class Mismatch(AssertionError):
@@ -71,14 +71,19 @@ def loss_of(module: Any, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def compare(device: Device, text: Text, *, as_on_a_card: bool = False) -> str:
-    """Return "agreed" or the refusal, with the kernels of a card or of the device.
+    """Return "agreed" or the message of the refusal.
+
+    Args:
+        device: The device that runs the program.
+        text: The program.
+        as_on_a_card: Use the kernels of a card, with small tiles, instead of the device's.
 
     Raises:
-        Untakable: Torch rejects the program.
-        Wrong: Numbers differ, or the device raises anything but a refusal.
+        Unsupported: Torch rejects the program, or `compare` excludes it.
+        Mismatch: Numbers differ, or the device raises anything but a refusal.
     """
     if text.special and re.search(r"(std|var)_mean\(", str(text)):
-        raise Unsupported("torch's running mean makes NaN of an infinity, where a mean is one")
+        raise Unsupported("torch's running mean turns an infinite mean into NaN")
     program = make(text.module())
     return compare_class(
         device, program, shape=text.shape, seed=text.seed, layers=text.layers,
@@ -96,7 +101,7 @@ def compare_class(
     special: str = "",
     as_on_a_card: bool = False,
 ) -> str:
-    """Compare like `compare`, but from a class."""
+    """Compare like `compare`, but take the program as a class."""
     module = Model(program, layers, seed)
     weights = torch.arange(MOST_ELEMENTS, dtype=torch.float32).mul(0.7).cos() + 0.3
     batches = [data_of(shape, seed + more, special) | {"weights": weights} for more in range(2)]
@@ -109,7 +114,7 @@ def compare_class(
         except Exception as error:
             raise Unsupported(str(error)) from error
         module.zero_grad()
-        return _compared(device, module, blocks, batches, as_on_a_card=as_on_a_card)
+        return _run_comparison(device, module, blocks, batches, as_on_a_card=as_on_a_card)
 
 
 def _templates(device: Device, *, as_on_a_card: bool) -> Templates:
@@ -120,7 +125,7 @@ def _templates(device: Device, *, as_on_a_card: bool) -> Templates:
     return Templates(not device.adapter.software, MatmulTuner(device).shader)
 
 
-def _compared(
+def _run_comparison(
     device: Device,
     module: nn.Module,
     blocks: Any,
@@ -141,10 +146,10 @@ def _compared(
                 actual = compiled.gradients_of(batch_list[number], number)
                 _check(module, batch, actual, capture, number)
     except SamestepError as error:
-        words = str(error)
-        if "\n" in words or "wgpu" in words.lower():
-            raise Mismatch(f"refused with other than one line of ours: {words}") from error
-        return words
+        message = str(error)
+        if "\n" in message or "wgpu" in message.lower():
+            raise Mismatch(f"expected a one-line refusal by samestep, got: {message}") from error
+        return message
     except Mismatch:
         raise
     except Exception as error:
@@ -162,9 +167,9 @@ def _check(
     names = [name for name in actual if name]
     values = named_tensors(module)
     seeds = torch.from_numpy(seed_words(seed, capture.seeds).view(np.int32).copy())
-    nearly = [values, *(perturb(values, number) for number in (1, 2))]
-    steps = [HostStep(module, loss_of, each, names, capture.calls) for each in nearly]
-    inputs = [{**batch, "x": x} for x in _nearly(batch["x"])]
+    perturbed_values = [values, *(perturb(values, number) for number in (1, 2))]
+    steps = [HostStep(module, loss_of, each, names, capture.calls) for each in perturbed_values]
+    inputs = [{**batch, "x": x} for x in _perturbed_inputs(batch["x"])]
     expected, *others = (
         step.run(comparison, seeds) for step, comparison in zip(steps, inputs, strict=True)
     )
@@ -178,14 +183,14 @@ def _check(
         try:
             _check_one(*comparison, neighbors, floor)
         except Mismatch:
-            # torch's own rounding error shows against float64, if torch can compute in that
+            # Float64 shows torch's own rounding error, for programs that torch can compute in it.
             with contextlib.suppress(RuntimeError):
                 exact = exact or _in_float64(module, batch, names, capture, seeds)
             if exact is None:
                 raise
             _check_one(*comparison, [*neighbors, exact[index].flatten().numpy()], floor)
         if not np.isfinite(reference).all() and not index:
-            return  # such a loss ends the step, whatever its gradients are
+            return  # a non-finite loss ends the step: its gradients do not matter
 
 
 def _in_float64(
@@ -196,18 +201,18 @@ def _in_float64(
     seeds: torch.Tensor,
 ) -> list[torch.Tensor]:
     values = named_tensors(module)
-    float64_by_id = {id(value): _wide(value) for value in values.values()}
+    float64_by_id = {id(value): _to_float64(value) for value in values.values()}
     doubles = {name: float64_by_id[id(value)] for name, value in values.items()}
     step = HostStep(module, loss_of, doubles, names, capture.calls)
-    results = step.run({name: _wide(value) for name, value in batch.items()}, seeds)
+    results = step.run({name: _to_float64(value) for name, value in batch.items()}, seeds)
     return [value.double() for value in results]
 
 
-def _wide(value: torch.Tensor) -> torch.Tensor:
+def _to_float64(value: torch.Tensor) -> torch.Tensor:
     return value.double() if value.is_floating_point() else value
 
 
-def _nearly(x: torch.Tensor) -> Iterator[torch.Tensor]:
+def _perturbed_inputs(x: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the input, and copies that differ in the last bits, to bound the effect of rounding."""
     yield x
     for seed in range(2):
@@ -228,7 +233,7 @@ def _check_one(
         rounding_error = max(np.nanmax(np.abs(one - reference), initial=0.0) for one in neighbors)
         finite = np.isfinite(reference)
         size = max(np.max(np.abs(reference[finite]), initial=0.0), floor)
-        allowed = WITHIN * size + _ROUNDINGS * rounding_error + 1e-6
+        allowed = RELATIVE_TOLERANCE * size + _ROUNDINGS * rounding_error + 1e-6
         same = not np.isfinite(actual[~finite]).any()  # infinite or NaN: both end the step
         distance = np.abs(actual[finite] - reference[finite])
     if not same or not (distance <= allowed).all():
@@ -243,7 +248,7 @@ def _few(values: Any) -> str:
 
 
 def repeat(program: type[nn.Module], **options: Any) -> None:
-    """For a program's text: compare again, and report the result."""
+    """Compare a reproduced program again, and print the result."""
     from backends.wgpu.device.adapters import adapters
 
     available = adapters()

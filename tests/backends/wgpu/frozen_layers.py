@@ -1,4 +1,4 @@
-"""A model of frozen layers and the memory it takes, for a process that imports nothing else."""
+"""Measure the memory of a model of frozen layers, in a process that imports nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGE, DEEP = 2048, 10
 
 
 class Model(nn.Module):
-    """Frozen layers, and few trained weights."""
+    """Frozen layers, and a few trained weights."""
 
     def __init__(self, width=WIDTH, layers=LAYERS):
         super().__init__()
@@ -45,7 +45,7 @@ def evaluate(module, arrays):
     return {"loss": float(loss(module, arrays))}
 
 
-def job(module, base_dtype):
+def trainable(module, base_dtype):
     blocks = cut_into_blocks(module)
     return Trainable(blocks, module, loss, evaluate, base_dtype=base_dtype)
 
@@ -57,13 +57,13 @@ def batch(width=WIDTH):
 
 def program_of(device, module, base_dtype, example):
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    program = VulkanProgram(device, job(module, base_dtype), template, adds=True)
+    program = VulkanProgram(device, trainable(module, base_dtype), template, adds=True)
     program.check(example)
     return program
 
 
 def measure(base_dtype: str) -> int:
-    """Return by how many bytes this process grows when a large model moves to a device."""
+    """Return the growth of this process in bytes when a large model moves to a device."""
     keep_freed_memory()  # as the worker does
     available = adapters()
     assert not isinstance(available, str), available

@@ -1,8 +1,8 @@
 """Random small torch modules, as the text of a Python file that reproduces a finding.
 
 A program grows one line at a time. Each line is an operator of `operators.txt` on existing values.
-It runs at once on real tensors, so torch accepts every program, and every shape is known without a
-rule for it here.
+It runs immediately on real tensors. Torch therefore accepts every program, and the shapes of
+results need no rules here.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from hypothesis import strategies as st
 
 MOST_ELEMENTS: Final = 600
-_WHOLE: Final = {torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8}
+_INTEGERS: Final = {torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8}
 
 
 def _sections(text: str) -> Iterator[list[str]]:
-    """Return the operators of each section, repeated by their frequency."""
+    """Yield the operators of each section, as often as the section's weight."""
     for section in text.split("\n[")[1:]:
         head, *lines = section.splitlines()
         times = int(head.rstrip("]").rpartition(":")[2])
@@ -39,13 +39,13 @@ class Text:
     """A program.
 
     Attributes:
-        init: Lines that make its parts.
-        forward: Lines that compute.
-        results: Names of its results.
+        init: Lines of `__init__`, which create modules and parameters.
+        forward: Lines of `forward`.
+        results: Names of the values that it returns.
         shape: Shape of the inputs x, n and b.
         seed: Seed of weights and data.
-        layers: How often it is repeated, as layers of a model; 0 for a single module.
-        special: A value that occurs once in the data; None for none.
+        layers: Number of copies, as layers of a model; 0 for a single module.
+        special: A value that occurs once in the data; empty without one.
     """
 
     init: tuple[str, ...]
@@ -83,8 +83,8 @@ def make(text: str) -> type[torch.nn.Module]:
 
 
 @dataclass(slots=True)
-class _Growing:
-    """Values that exist so far."""
+class _PartialProgram:
+    """An incomplete program: its lines and the values that exist so far."""
 
     module: Any
     names: dict[str, Any]
@@ -108,7 +108,7 @@ class _Growing:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 exec(line, self.names)
-        except Exception:  # noqa: BLE001 -- whatever torch raises, it does not take it
+        except Exception:  # noqa: BLE001 -- torch rejects a line with any exception
             self.names.clear()
             self.names.update(before)
             return False
@@ -116,18 +116,18 @@ class _Growing:
         return True
 
 
-def _filled(draw: Any, template: str, growing: _Growing) -> tuple[str, str] | None:
+def _fill_template(draw: Any, template: str, partial: _PartialProgram) -> tuple[str, str] | None:
     names: dict[str, str] = {}
-    floats = growing.of({torch.float32})
-    lately = floats[-3:]
-    first = draw(st.sampled_from(lately if draw(st.integers(0, 3)) else floats))
-    like = growing.tensor(first)
+    floats = partial.of({torch.float32})
+    recent = floats[-3:]
+    first = draw(st.sampled_from(recent if draw(st.integers(0, 3)) else floats))
+    like = partial.tensor(first)
     size = max(like.dim(), 1)
 
     def hole(match: re.Match[str]) -> str:
         kind = match[1]
         if kind not in names:
-            names[kind] = str(_hole(draw, kind, growing, first, like, size))
+            names[kind] = str(_hole(draw, kind, partial, first, like, size))
         return names[kind]
 
     try:
@@ -137,17 +137,17 @@ def _filled(draw: Any, template: str, growing: _Growing) -> tuple[str, str] | No
 
 
 def _hole(  # noqa: PLR0917
-    draw: Any, kind: str, growing: _Growing, first: str, like: torch.Tensor, size: int
+    draw: Any, kind: str, partial: _PartialProgram, first: str, like: torch.Tensor, size: int
 ) -> object:
     if kind in "fv":
         return first
     if kind == "g":
-        floats = growing.of({torch.float32})
-        candidates = [x for x in floats if _goes_with(growing.tensor(x), like)]
+        floats = partial.of({torch.float32})
+        candidates = [x for x in floats if _can_broadcast(partial.tensor(x), like)]
         return draw(st.sampled_from(candidates or floats))
     if kind in "nb":
-        existing = growing.of(_WHOLE if kind == "n" else {torch.bool})
-        candidates = [x for x in existing if _goes_with(growing.tensor(x), like)]
+        existing = partial.of(_INTEGERS if kind == "n" else {torch.bool})
+        candidates = [x for x in existing if _can_broadcast(partial.tensor(x), like)]
         if not existing:
             raise LookupError
         return draw(st.sampled_from(candidates or existing))
@@ -158,7 +158,7 @@ def _hole(  # noqa: PLR0917
     if kind == "o":
         return like.shape[0] if like.dim() else 1
     if kind == "r":
-        return _reshaped(draw, like.numel())
+        return _draw_shape(draw, like.numel())
     if kind in "hi":  # the second dimension, or the last but one
         return like.shape[1 if kind == "h" else -2]
     simple: dict[str, Any] = {
@@ -172,7 +172,7 @@ def _hole(  # noqa: PLR0917
     return draw(simple[kind])
 
 
-def _goes_with(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _can_broadcast(one: torch.Tensor, other: torch.Tensor) -> bool:
     try:
         torch.broadcast_shapes(one.shape, other.shape)
     except RuntimeError:
@@ -180,16 +180,16 @@ def _goes_with(one: torch.Tensor, other: torch.Tensor) -> bool:
     return True
 
 
-def _reshaped(draw: Any, elements: int) -> tuple[int, ...]:
+def _draw_shape(draw: Any, elements: int) -> tuple[int, ...]:
     factors = [k for k in range(1, elements + 1) if elements % k == 0] or [1]
     one = draw(st.sampled_from(factors))
     return (one, elements // one) if draw(st.booleans()) else (elements // one, 1, one)
 
 
-def _called(draw: Any, name: str, part: str, like: str, growing: _Growing) -> str | None:
-    """Draw a use of a part."""
+def _draw_call(draw: Any, name: str, part: str, like: str, partial: _PartialProgram) -> str | None:
+    """Draw a call of a module; return None if no value suits it."""
     if part.startswith("nn.Embedding"):
-        numbers = growing.of({torch.int64})
+        numbers = partial.of({torch.int64})
         if not numbers:
             return None
         return f"{name}({draw(st.sampled_from(numbers))}.clamp(0, 3))"
@@ -201,39 +201,37 @@ def _called(draw: Any, name: str, part: str, like: str, growing: _Growing) -> st
     return f"{name}({like}){selector}"
 
 
-def _grow(draw: Any, growing: _Growing, number: int) -> None:
-    """Draw one line; return none if torch rejects it."""
+def _add_operator(draw: Any, partial: _PartialProgram, number: int) -> None:
+    """Draw one operator, and add its lines to the program if torch accepts them."""
     group = draw(st.sampled_from(_CHOICES))
     template = draw(st.sampled_from(group))
     new = f"v{number}"
-    filled = _filled(draw, template, growing)
+    filled = _fill_template(draw, template, partial)
     if filled is None:
         return
     like, line = filled
     if line.startswith("nn."):
         name = f"self.m{number}"
-        if not growing.run(f"{name} = {line}", growing.init):
+        if not partial.run(f"{name} = {line}", partial.init):
             return
-        called_functions = _called(draw, name, line, like, growing)
-        if called_functions is None or not growing.run(
-            f"{new} = {called_functions}", growing.forward
-        ):
-            growing.init.pop()
-            delattr(growing.module, f"m{number}")
+        call = _draw_call(draw, name, line, like, partial)
+        if call is None or not partial.run(f"{new} = {call}", partial.forward):
+            partial.init.pop()
+            delattr(partial.module, f"m{number}")
     elif "{v}" in template:
         target = line.split(".", 1)[0].split("[", 1)[0]
         if target[0] != "v" or draw(st.booleans()):
-            growing.run(f"{new} = {target} * 1", growing.forward)
+            partial.run(f"{new} = {target} * 1", partial.forward)
             line = re.sub(rf"\b{target}\b", new, line, count=1)
-        growing.run(line, growing.forward)
+        partial.run(line, partial.forward)
     else:
-        growing.run(f"{new} = {line}", growing.forward)
-    value = growing.names.get(new)
+        partial.run(f"{new} = {line}", partial.forward)
+    value = partial.names.get(new)
     if value is not None and (
         not isinstance(value, torch.Tensor) or not 0 < value.numel() <= MOST_ELEMENTS
     ):
-        del growing.names[new]
-        growing.forward.pop()
+        del partial.names[new]
+        partial.forward.pop()
 
 
 def data_of(shape: tuple[int, ...], seed: int, special: str = "") -> dict[str, torch.Tensor]:
@@ -257,29 +255,29 @@ def programs(draw: Any, most_lines: int = 8) -> Text:
     module = torch.nn.Module()
     module.number = module.layer_idx = 0  # type: ignore[assignment]
     names: dict[str, Any] = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional}
-    growing = _Growing(module, names | {"self": module} | data_of(shape, seed, special))
+    partial = _PartialProgram(module, names | {"self": module} | data_of(shape, seed, special))
     for number in range(draw(st.integers(1, 2))):
         sizes = shape[draw(st.integers(0, len(shape) - 1)) :]
-        growing.run(f"self.p{number} = nn.Parameter(torch.randn{sizes})", growing.init)
-        growing.run(f"w{number} = self.p{number}", growing.forward)
-    growing.run("v0 = x * w0", growing.forward)
+        partial.run(f"self.p{number} = nn.Parameter(torch.randn{sizes})", partial.init)
+        partial.run(f"w{number} = self.p{number}", partial.forward)
+    partial.run("v0 = x * w0", partial.forward)
     lines = draw(st.integers(1, most_lines))
     for number in range(1, 3 * lines + 1):
-        if len(growing.forward) > lines + 2:
+        if len(partial.forward) > lines + 2:
             break
-        _grow(draw, growing, number)
-    floats = [name for name in growing.of({torch.float32}) if name.startswith("v")]
+        _add_operator(draw, partial, number)
+    floats = [name for name in partial.of({torch.float32}) if name.startswith("v")]
     results = tuple(floats[-3:])
-    if not any(growing.tensor(name).requires_grad for name in results):
-        results = (*results, next(n for n in floats[::-1] if growing.tensor(n).requires_grad))
-    return Text(tuple(growing.init), tuple(growing.forward), results, shape, seed, layers, special)
+    if not any(partial.tensor(name).requires_grad for name in results):
+        results = (*results, next(n for n in floats[::-1] if partial.tensor(n).requires_grad))
+    return Text(tuple(partial.init), tuple(partial.forward), results, shape, seed, layers, special)
 
 
-def shrunk(text: Text, still: Callable[[Text], bool]) -> Text:
-    """Remove results and lines as long as `still` holds."""
+def shrunk(text: Text, fails: Callable[[Text], bool]) -> Text:
+    """Remove results and lines while `fails` holds of the smaller program."""
     for smaller in _smaller(text):
-        if still(smaller):
-            return shrunk(smaller, still)
+        if fails(smaller):
+            return shrunk(smaller, fails)
     return text
 
 

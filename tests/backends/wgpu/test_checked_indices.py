@@ -52,11 +52,11 @@ def kernel(body: str) -> Shader:
     ("body", "message"),
     [
         ("out[me + 1u] = 1.0;", r"out\[8\] of 8"),
-        ("let at = u32(out[me]); held[at] = 1.0;", "depends on what a buffer holds"),
+        ("let at = u32(out[me]); held[at] = 1.0;", "depends on the contents of a buffer"),
         ("held[me] = 1.0; out[me] = held[7u - me];", "was written by another"),
         ("out[me] = held[7u - me]; held[me] = 1.0;", "is still read"),
         ("held[me / 2u] = 1.0;", "written twice"),
-        ("if (me < 4u) { workgroupBarrier(); }", "not all come to"),
+        ("if (me < 4u) { workgroupBarrier(); }", "some invocations do not reach"),
     ],
 )
 def test_invalid_access_is_detected(body, message):

@@ -20,9 +20,9 @@ from tests.backends.wgpu.frozen_layers import (
     LAYERS,
     Model,
     batch,
-    job,
     measure,
     program_of,
+    trainable,
 )
 from tests.backends.wgpu.small_models import gradients
 from tests.cluster import ROOT
@@ -44,7 +44,7 @@ def test_released_host_weights_are_not_read(device, base_dtype):
     assert all(parameter.isnan().all() for parameter in frozen)
     assert module_copy.scale.isfinite().all()
 
-    reference = EagerBackend("cpu").compile(job(module, base_dtype), batch())
+    reference = EagerBackend("cpu").compile(trainable(module, base_dtype), batch())
     expected = gradients(reference, batch())
     assert sums["loss"] == pytest.approx(reference.evaluate(batch())["loss"], rel=1e-5)
     reference.close()

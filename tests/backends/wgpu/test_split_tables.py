@@ -102,7 +102,7 @@ def assert_equals_whole_table(device, module, loss, batch, largest, **changes):
         assert np.linalg.norm(values - parts[number]) <= 2e-6 * np.linalg.norm(values)
 
 
-class Tied(nn.Module):
+class TiedTable(nn.Module):
     """A frozen table used as embedding and head."""
 
     def __init__(self, tokens=600, width=32):
@@ -115,7 +115,7 @@ class Tied(nn.Module):
         return torch.tanh(self.middle(self.table(ids))) @ self.table.weight.T
 
 
-class Sliced(Tied):
+class SlicedTable(TiedTable):
     """The head's input is not a contiguous matrix: a batch of products with one table."""
 
     def forward(self, ids):
@@ -134,7 +134,7 @@ def tokens(samples=1, length=3, limit=600):
     return Batch({"ids": ids}, float(samples))
 
 
-@pytest.mark.parametrize(("module", "batch"), [(Tied, tokens()), (Sliced, tokens(2, 2))])
+@pytest.mark.parametrize(("module", "batch"), [(TiedTable, tokens()), (SlicedTable, tokens(2, 2))])
 def test_more_parts_than_a_shader_binds(device, module, batch):
     assert_equals_whole_table(device, module(), token_loss, batch, 8000)
 
@@ -205,7 +205,7 @@ def test_evaluation_and_loss_equal_the_whole_table(device):
     def evaluate(module, arrays):
         return {"loss": float(token_loss(module, arrays))}
 
-    module = Tied()
+    module = TiedTable()
     job = trainable(module, token_loss, evaluate=evaluate)
     program = program_of(device, job, tokens(), 8000)
     (*_, loss) = program.gradients([(tokens(), 0)])
@@ -218,7 +218,7 @@ def test_evaluation_and_loss_equal_the_whole_table(device):
     assert loss.loss_sum == pytest.approx(evaluation_loss, rel=1e-6)
 
 
-class Penalised(Tied):
+class PenalizedTable(TiedTable):
     def forward(self, ids):
         return super().forward(ids) + self.table.weight.square().sum()
 
@@ -252,9 +252,9 @@ def summed_loss(module, arrays):
 
 
 REFUSED: dict[str, Any] = {
-    r"'table.weight' .*in the loss": (Penalised, token_loss, tokens(), 8000),
+    r"'table.weight' .*in the loss": (PenalizedTable, token_loss, tokens(), 8000),
     r"in layers.0": (InLayers, summed_loss, tokens(), 8000),
-    r"'an intermediate result'.*fewer tokens": (Tied, token_loss, tokens(1, 6), 8000),
+    r"'an intermediate result'.*fewer tokens": (TiedTable, token_loss, tokens(1, 6), 8000),
 }
 
 
@@ -292,7 +292,7 @@ def test_a_table_of_140_mib_on_a_device_that_binds_128(device, frozen):
     if device.largest_buffer_bytes >= 140 * 2**20:
         pytest.skip("this device binds it whole")
     rows, width = 143_360, 256
-    module = Tied(1, width)
+    module = TiedTable(1, width)
     module.table = nn.Embedding.from_pretrained(torch.rand(rows, width) - 0.5, freeze=frozen)
     job = trainable(module, token_loss)
     batch = tokens(limit=rows)
