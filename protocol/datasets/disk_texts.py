@@ -1,6 +1,6 @@
 """Texts in an unnamed temporary file: a corpus may be larger than memory.
 
-Memory holds the offset of each text. The file disappears with the process. The file is read, not
+Memory holds the offset of each text. The file disappears with the process. Texts are read, not
 mapped, so that its pages do not count as the process's memory.
 """
 

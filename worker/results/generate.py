@@ -124,6 +124,12 @@ def generate(model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling) 
     check_tokens(max(prompt), vocabulary_of(model))
     limit = max_sample_tokens(model)
     if is_seq2seq(model):
+        if max(len(prompt), sampling.max_tokens) > limit:
+            raise DataError(
+                f"expected at most {limit} tokens of prompt and as many of --max-tokens, the "
+                f"model's positions, got {len(prompt)} and {sampling.max_tokens}; lower "
+                "--max-tokens or shorten the prompt"
+            )
         ends = end_tokens(model, tokenizer)
         return _pieces(tokenizer, _target_tokens(model, prompt, sampling, ends))
     if len(prompt) + sampling.max_tokens > limit:

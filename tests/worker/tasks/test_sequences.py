@@ -89,6 +89,12 @@ def test_seq2seq_has_the_loss_and_the_answers_of_transformers(
     )
     assert process.returncode == 0, process.stderr
     assert process.stdout.rstrip("\n") == reference
+    if family == "bart":  # T5 has no positions
+        process = run_command(
+            "worker", "generate", str(result_directory), "add 2 and 1", "--max-tokens", "100000"
+        )
+        assert process.returncode == 2
+        assert "positions, got" in process.stderr
     if lora is not None:
         merged = run_command(
             "worker", "merge", str(result_directory), "--out", str(tmp_path / "merged")
