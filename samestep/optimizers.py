@@ -206,6 +206,17 @@ def _refuse_untranslatable(optimizer: Optimizer) -> None:
             f"{', '.join(dict.fromkeys(unsupported))}: leave it out, or choose another rule: "
             f"{_RULES}"
         )
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        raise DataError(
+            f"optimizer: expected the step of {optimizer_class.__name__}, got an object whose step "
+            "was replaced: workers would not run it; leave the replacement out"
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # noqa: SLF001
+        raise DataError(
+            f"optimizer: expected no step hooks, got some on {optimizer_class.__name__}: workers "
+            "would not run them; leave register_step_pre_hook and register_step_post_hook out"
+        )
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise DataError(
             f"optimizer: expected one that has taken no step, got {optimizer_class.__name__} with "

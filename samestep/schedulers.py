@@ -107,6 +107,11 @@ def check_scheduler(scheduler: object, optimizer: object) -> None:
             f"scheduler: expected a scheduler of torch, or a function of the optimizer that "
             f"returns one, got {kind}"
         )
+    if "step" in vars(scheduler):
+        raise DataError(
+            f"scheduler: expected the step of {kind}, got an object whose step was replaced: "
+            "workers would not run it; leave the replacement out"
+        )
     if scheduler.optimizer is not optimizer:
         raise DataError(
             f"scheduler: expected one of the optimizer that fit gets, got {kind} of another: "

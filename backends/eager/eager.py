@@ -173,6 +173,7 @@ class EagerProgram(HostSummedProgram):
         self._has_unused_parameters = False
         self._every_thread_keeps_subnormals: bool | None = None
         self._keeps_gradients = False
+        self._is_in_loss = False
         self._lookups: frozenset[TableLookup] = frozenset()
         self._copier: BlockCopier | None = None
         if torch_devices.kind_of(device).copies_asynchronously:
@@ -367,6 +368,11 @@ class EagerProgram(HostSummedProgram):
             raise SamestepError(
                 f"expected the gradient of {name!r} to remain after its hooks, got none: do not "
                 "clear it in a hook; the optimizer is the coordinator's"
+            )
+        if self._is_in_loss:
+            raise SamestepError(
+                "expected a loss that is returned, got a call of backward() in it, at the gradient of "
+                f"{name!r}: return the sum of all losses, and samestep calls backward()"
             )
         if self._keeps_gradients:
             return
@@ -594,8 +600,14 @@ class EagerProgram(HostSummedProgram):
         """
         half_dtype = torch.float16 if self._precision == "float16" else torch.bfloat16
         versions_before = self._versions()
-        with torch.autocast(self._device.type, half_dtype, enabled=self._precision != "float32"):
-            yield
+        self._is_in_loss = True
+        try:
+            with torch.autocast(
+                self._device.type, half_dtype, enabled=self._precision != "float32"
+            ):
+                yield
+        finally:
+            self._is_in_loss = False
         for name, version in self._versions().items():
             if version != versions_before[name]:
                 raise _error_of_changed_tensor(name)

@@ -198,6 +198,11 @@ with warnings.catch_warnings(action="ignore"):  # some releases deprecate it
 SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
 
 
+def call_backward_before_return(errors):
+    (0.5 * errors.abs().sum()).backward(retain_graph=True)
+    return (errors**2).sum()
+
+
 @pytest.mark.parametrize(
     ("build", "arguments", "message"),
     [
@@ -205,6 +210,7 @@ SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
          r'a mean \(\S+ for a batch of 8 samples and .* write reduction="sum" or \.sum\(\)'),
         (build_with_loss(lambda e: e**2), {}, r"one sum, got shape \(2, 1\): add \.sum\(\)"),
         (build_with_loss(lambda e: e.sum().item()), {}, r"got float: leave out \.item\(\)"),
+        (build_with_loss(call_backward_before_return), {}, r"got a call of backward\(\) in it"),
         (build_with_loss(lambda _: None), {},
          r"as loss, got NoneType: its last line must be `return"),
         (build_with_loss(lambda e: (e.sum(), e)), {}, r"as loss, got tuple: return only the loss"),

@@ -219,6 +219,24 @@ def optimizer_after_steps() -> torch.optim.Optimizer:
     return optimizer
 
 
+def sgd_with_step_hook(module: nn.Module) -> torch.optim.Optimizer:
+    optimizer = SGD(module.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def sgd_with_own_step(module: nn.Module) -> torch.optim.Optimizer:
+    optimizer = SGD(module.parameters(), lr=0.1)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
+    return optimizer
+
+
+def scheduler_with_own_step(optimizer: torch.optim.Optimizer) -> Any:
+    scheduler = lr_scheduler.StepLR(optimizer, 2)
+    scheduler.step = lambda epoch=None: None  # type: ignore[method-assign]
+    return scheduler
+
+
 REFUSED_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "dampening": (lambda: section_of(partial(SGD, lr=1, momentum=0.9, dampening=0.1)), "dampening"),
     "adadelta": (lambda: section_of(Adadelta), 'has no exact equivalent.*"name": "adamw"'),
@@ -236,6 +254,11 @@ REFUSED_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "parameters of the module",
     ),
     "steps taken": (lambda: section_of(optimizer_after_steps()), "one that has taken no step"),
+    "a step hook": (lambda: section_of(sgd_with_step_hook), "no step hooks, got some on SGD"),
+    "a replaced step": (lambda: section_of(sgd_with_own_step), "whose step was replaced"),
+    "a scheduler's replaced step": (
+        lambda: section_of(SGD, scheduler_with_own_step), "expected the step of StepLR"
+    ),
     "no optimizer": (lambda: section_of(3), "or one of torch's, got int"),
     "no rate": (lambda: section_of(partial(SGD, lr=0.0)), "a learning rate above 0"),
     "a scheduler by name": (lambda: section_of("adamw", StopIteration), "none beside an optimizer"),

@@ -96,9 +96,10 @@ def test_a_sampler_without_effect_changes_nothing():
     ("sampler", "message"),
     [
         (SequentialSampler(X), "got SequentialSampler: leave it out, as the order of samples"),
-        (SubsetRandomSampler([1, 2]), r"give torch\.utils\.data\.Subset\(data, indices\) as train"),
+        (SubsetRandomSampler([1, 2]), r"pass torch\.utils\.data\.Subset\(data, indices\) as train"),
         (WeightedRandomSampler([1.0, 2.0], 3), "a weight for each of 20 training samples, got 2"),
         (RandomSampler(X, num_samples=30), "at most 20 draws without replacement, got 30"),
+        (RandomSampler(range(10)), "a RandomSampler over the 20 training samples, got one over 10"),
         ([3, 1, 2], "got list: pass a WeightedRandomSampler or a RandomSampler"),
     ],
 )

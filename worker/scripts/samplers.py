@@ -38,6 +38,11 @@ def sampling_of(sampler: object, samples: int) -> Sampling | None:
         weights = sampler.weights.double().numpy()
         return Sampling.by_weight(weights, sampler.num_samples, replacement=sampler.replacement)
     if isinstance(sampler, RandomSampler) and kind is RandomSampler:
+        if len(sampler.data_source) != samples:
+            raise DataError(
+                f"sampler: expected a RandomSampler over the {samples} training samples, got one "
+                f"over {len(sampler.data_source)}: pass the data that it draws from as train"
+            )
         return _equal_chances(sampler.num_samples, samples, replacement=sampler.replacement)
     remedy = _REMEDIES.get(kind, "pass a WeightedRandomSampler or a RandomSampler")
     if isinstance(sampler, Sampler) and hasattr(sampler, "indices"):

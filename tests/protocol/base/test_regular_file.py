@@ -114,7 +114,9 @@ def test_pipe_as_journal_is_refused(tmp_path):
         verify_journal(tmp_path / "journal.jsonl")
 
 
-@pytest.mark.parametrize("command", [("audit",), ("report",), ("--resume", "--out")])
+@pytest.mark.parametrize(
+    "command", [("audit",), ("report",), ("--bind", "127.0.0.1:0", "--resume", "--out")]
+)
 @pytest.mark.parametrize("content", [None, "[" * 100_000, '{"spec":' * 500 + "1" + "}" * 500])
 def test_invalid_run_file_gives_a_one_line_error(tmp_path, command, content):
     path = tmp_path / "run.json"

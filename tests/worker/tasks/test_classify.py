@@ -231,7 +231,7 @@ def test_a_model_without_its_tokenizer_is_refused(tiny, texts, tmp_path):
     model_path = copy_model(
         tiny, tmp_path / "bare", "tokenizer.json", "vocab.txt", "tokenizer_config.json"
     )
-    with pytest.raises(DataError, match=r"expected a tokenizer beside the model.*tokenizer\.json"):
+    with pytest.raises(DataError, match=r"expected a tokenizer with the model.*tokenizer\.json"):
         build(spec_of(texts, source=str(model_path)))
 
 
