@@ -371,8 +371,8 @@ class EagerProgram(HostSummedProgram):
             )
         if self._is_in_loss:
             raise SamestepError(
-                "expected a loss that is returned, got a call of backward() in it, at the gradient of "
-                f"{name!r}: return the sum of all losses, and samestep calls backward()"
+                "expected a loss that is returned, got a call of backward() in it, at the gradient "
+                f"of {name!r}: return the sum of all losses, and samestep calls backward()"
             )
         if self._keeps_gradients:
             return

@@ -227,13 +227,13 @@ def sgd_with_step_hook(module: nn.Module) -> torch.optim.Optimizer:
 
 def sgd_with_own_step(module: nn.Module) -> torch.optim.Optimizer:
     optimizer = SGD(module.parameters(), lr=0.1)
-    optimizer.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
+    optimizer.step = lambda *_: None  # type: ignore[method-assign]
     return optimizer
 
 
 def scheduler_with_own_step(optimizer: torch.optim.Optimizer) -> Any:
     scheduler = lr_scheduler.StepLR(optimizer, 2)
-    scheduler.step = lambda epoch=None: None  # type: ignore[method-assign]
+    scheduler.step = lambda *_: None  # type: ignore[method-assign]
     return scheduler
 
 
