@@ -90,7 +90,9 @@ _POLL_INTERVAL_S: Final = 1.0
 _MINIMUM_PATIENCE_S: Final = 10.0
 """Minimum wait for a run: a coordinator offers it at once, but may be busy."""
 _END_TIMEOUT_S: Final = 60.0
-"""How long to wait for the end of a coordinator that ends at once, or whose run has failed."""
+"""How long to wait for the end of a coordinator whose run has failed."""
+_END_AT_ONCE_TIMEOUT_S: Final = 5.0
+"""How long to wait for the end of a coordinator after the user's second signal."""
 
 _LAST_ADDRESS: list[str] = []
 """Address of the last `fit`'s coordinator; the next one listens there, so that workers reconnect.
@@ -660,7 +662,8 @@ def _handle_events(
                 _end_with(event, failure, pending_lines, directory)
                 return
         if end_deadline_s is None and (failure is not None or interrupts > 1):
-            end_deadline_s = time.monotonic() + _END_TIMEOUT_S
+            timeout_s = _END_AT_ONCE_TIMEOUT_S if interrupts > 1 else _END_TIMEOUT_S
+            end_deadline_s = time.monotonic() + timeout_s
 
 
 def _ended_at_once(pending_lines: list[Line], directory: Path) -> KeyboardInterrupt:

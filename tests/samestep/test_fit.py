@@ -71,6 +71,22 @@ def test_returns_the_trained_module_and_the_outcome(capsys):
     assert torch.get_deterministic_debug_mode() == deterministic
 
 
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_error_that_ends_a_program_ends_the_run(error):
+    """It must not end the thread of the device: the run would wait for ever."""
+    metric_calls: list[None] = []
+
+    def fails_late(module, batch):
+        metric_calls.append(None)
+        if len(metric_calls) > 6:
+            raise error
+        return (module(batch[0]) - batch[1]).abs().sum()
+
+    task = line(held_out=TensorDataset(X[:10], 2 * X[:10]), metrics={"far": fails_late})
+    with pytest.raises(UsageError, match=f"the task's code raised {error.__name__} in test_fit"):
+        samestep.fit(lambda: task, steps=50, evaluate_every=1, **FEW)
+
+
 def test_default_port_taken_meanwhile_is_replaced_by_a_free_one(monkeypatch):
     """Nobody chose it: two scripts that start together both find it free."""
     monkeypatch.delenv("SAMESTEP_BIND")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,21 @@ def test_second_interrupt_ends_at_once_and_prints_how_to_continue(tmp_path):
     assert running_script.process.wait(60) == 130
     last = said_by(running_script.process).splitlines()[-1]
     assert last.startswith("samestep: interrupted; ended at once; resume from the checkpoint: fit(")
+    close(running_script.process)
+
+
+@pytest.mark.slow
+def test_second_interrupt_ends_at_once_although_the_coordinator_is_stopped(tmp_path):
+    fit = "samestep.fit(task, steps=1000000, batch=8, directory='here')\n"
+    running_script = RunningScript(write_script(tmp_path, HEAD + fit))
+    running_script.wait_for("step 1/")
+    pid = running_script.process.pid
+    (coordinator,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    os.kill(coordinator, signal.SIGSTOP)
+    for _ in range(2):
+        running_script.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)  # two signals of one number at once would be one
+    assert running_script.process.wait(60) == 130
     close(running_script.process)
 
 

@@ -397,6 +397,11 @@ class Engine:
             self._refuse_task(self._require_job(), error)
         except Exception as error:  # noqa: BLE001 -- the session must learn of every failure
             self._emit(DeviceFailed(error))
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # noqa: BLE001 -- a run waits for ever if this thread ends
+            reason = f"the task's code raised {describe_raised(error)}, which ends a program"
+            self._emit(DeviceFailed(DataError(f"{reason}: return, or raise an ordinary error")))
         finally:
             release()
 
