@@ -23,8 +23,8 @@ SPEEDS_MS = (100.0, 200.0, 400.0)
 GOOD_FIT = 28
 """Microbatches of a step; shares of 16, 8 and 4 take 1.6 s each."""
 POOR_FIT = 12
-"""Microbatches of a step; with shares of 8, 3 and 1, or 7, 3 and 2, the slowest worker needs 800
-ms. Divisible microbatches would take 686 ms.
+"""Microbatches of a step; with shares of 8, 3 and 1, or 7, 3 and 2, the last worker to finish needs
+800 ms. Divisible microbatches would take 686 ms.
 """
 WARMUP_STEPS = 4
 """Steps that are not counted: the planner measures speeds and moves work in them."""

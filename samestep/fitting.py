@@ -662,8 +662,12 @@ def _handle_events(
                 _end_with(event, failure, pending_lines, directory)
                 return
         if end_deadline_s is None and (failure is not None or interrupts > 1):
-            timeout_s = _END_AT_ONCE_TIMEOUT_S if interrupts > 1 else _END_TIMEOUT_S
-            end_deadline_s = time.monotonic() + timeout_s
+            end_deadline_s = _end_deadline_s(has_second_interrupt=interrupts > 1)
+
+
+def _end_deadline_s(*, has_second_interrupt: bool) -> float:
+    timeout_s = _END_AT_ONCE_TIMEOUT_S if has_second_interrupt else _END_TIMEOUT_S
+    return time.monotonic() + timeout_s
 
 
 def _ended_at_once(pending_lines: list[Line], directory: Path) -> KeyboardInterrupt:

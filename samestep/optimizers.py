@@ -47,8 +47,9 @@ class OptimizerArguments:
     """The arguments of `fit` that define the optimizer.
 
     Attributes:
-        optimizer: A name; a run spec's section; an optimizer of torch; or a class, partial or
-            function of the module that returns one.
+        optimizer: A name; a run spec's section; an optimizer of torch; a class of optimizers or a
+            partial of one, called with the parameters; or a function of the module that returns an
+            optimizer.
         scheduler: A torch scheduler of the optimizer, or a function of the optimizer that returns
             one; None for a constant rate.
         interval: How often the loop would step the scheduler.
@@ -80,7 +81,7 @@ class OptimizerArguments:
         """
         if self.extra_keys is not None and not isinstance(self.extra_keys, Mapping):
             raise DataError(
-                "settings: expected keys and values as optimizer, got "
+                "settings: expected a mapping as 'optimizer', got "
                 f"{type(self.extra_keys).__name__}: write settings={{'optimizer': {{'clip_norm': "
                 "1.0}}"
             )
@@ -225,7 +226,7 @@ def _refuse_untranslatable(optimizer: Optimizer) -> None:
 
 
 def _adamw_rate(kind: type, group: Settings) -> float:
-    """Return the learning rate to suggest for AdamW: the current rate for a variant of Adam, else
+    """Return the learning rate to suggest for AdamW: the initial rate for a variant of Adam, else
     the default."""
     rate = group.get("initial_lr") or group.get("lr")
     return float(rate) if rate and "adam" in kind.__name__.lower() else 1e-3

@@ -28,8 +28,8 @@ def capture_of(
 ) -> Path:
     """Write a capture of this many steps; return its directory of logits.
 
-    Each row has random tokens, the first of which is the likeliest; the last sample of a step is
-    one row short.
+    Each row has consecutive token ids from a random one on, the likeliest first; the last sample of
+    a step is one row short.
     """
     spec = parse_run_spec(
         {

@@ -19,8 +19,8 @@ from protocol.base.errors import BackendUnavailable
 from protocol.base.limits import MICROBATCHES_PER_DISPATCH
 
 _BINDINGS: Final = 16
-"""Limit on storage buffers per shader: merging more kernels gains nothing, since each fills a
-card."""
+"""Limit on storage buffers per shader: merging more kernels gains nothing, since one merged
+kernel already occupies the whole device."""
 
 
 class VulkanBackend:
@@ -56,7 +56,10 @@ class VulkanBackend:
 
     @cached_property
     def exact_additions(self) -> bool:
-        """Whether the device may add subtree sums; see `backends.wgpu.device.arithmetic`."""
+        """Whether the device's additions are exact, so that it may add subtree sums.
+
+        See `backends.wgpu.device.arithmetic`.
+        """
         return count_wrong_additions(self.device) == 0
 
     @cached_property
@@ -65,11 +68,14 @@ class VulkanBackend:
         if "shader-f16" not in self.device.features:
             return f"{self.adapter.name!r} has no float16 (Vulkan's shaderFloat16)"
         if count := count_changed_float16(self.device):
-            return f"{self.adapter.name!r} changes {count} of the 65,536 numbers of float16"
+            return f"{self.adapter.name!r} does not preserve {count} of the 65,536 float16 values"
         return ""
 
     def numerics_profile(self, threads: int) -> Mapping[str, str]:
-        """Return adapter, driver and compiler, which decide the bits of a shader's results."""
+        """Return what decides the bits of a shader's results.
+
+        That is adapter, driver, compiler, and whether additions are exact.
+        """
         del threads  # the device schedules its threads
         return {
             "device": "vulkan",

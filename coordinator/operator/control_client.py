@@ -26,7 +26,8 @@ def control_token(control: str) -> str:
     machine; or in the file that a coordinator of the same user on this machine wrote.
 
     Raises:
-        UsageError: The file cannot be read, other users can read it, or the named file is empty.
+        UsageError: The file cannot be read, other users can read it, or the named file is missing
+            or empty.
     """
     token_file = os.environ.get("SAMESTEP_CONTROL_TOKEN_FILE")
     host, port = parse_address(control, option("--control"))
@@ -115,8 +116,9 @@ async def request(
         )
     if status == 401:
         raise NotAuthorized(
-            f"the coordinator at {control} expects its control token, which is not here; run this "
-            "as the coordinator's user, or set SAMESTEP_CONTROL_TOKEN_FILE=FILE"
+            f"the coordinator at {control} expects its control token, which this machine lacks "
+            "or has in an older version; run this as the coordinator's user, or set "
+            "SAMESTEP_CONTROL_TOKEN_FILE=FILE"
         )
     if status >= 400:
         raise error_for(answer.get("exit_code", 1), str(answer.get("error", f"HTTP {status}")))

@@ -46,7 +46,7 @@ def roll_back(directory: RunDirectory, step: int, term: int) -> str:
 
     Raises:
         UsageError: There is no such checkpoint, or captured files are missing before it.
-        StorageDamaged: A segment of the log, or the per-replica state of that round, is damaged.
+        StorageDamaged: A segment of the log, or the per-replica state after that step, is damaged.
         Mismatch: The log belongs to another run.
         StorageFailed: A write failed; the call can be repeated.
     """

@@ -26,14 +26,15 @@ def feed(name: str, run: Path, news: Callable[[], bytes] | None = None) -> tuple
         name: Name of the tracker.
         run: The run's directory.
         news: Waits until the journal may have more; its result contains `END` when the run has
-            ended, and is empty if the end is never reported. None: send the existing rows and end.
+            ended, and is empty if the coordinator has exited before. None: send the existing rows
+            and end.
 
     Returns:
         The number of sent steps, and the last step that the tracker has.
 
     Raises:
         UsageError: There is no run.
-        SamestepError: The tracker failed; with the tracker's message.
+        SamestepError: The tracker failed, or its directory cannot be locked.
     """
     directory = RunDirectory(run)
     stored_run = directory.read_run()
@@ -84,5 +85,5 @@ def _follow(tracker: Tracker, rows: Rows, news: Callable[[], bytes] | None) -> t
 
 
 def from_standard_input() -> bytes:
-    """Return the bytes that the coordinator has written; empty once it has ended."""
+    """Return the bytes that the coordinator has written; empty once the coordinator has exited."""
     return os.read(0, _READ_BYTES)

@@ -1,4 +1,4 @@
-"""Check a capture when a run of a student is submitted.
+"""Check a capture, a teacher's stored logits, when a run of a student is submitted.
 
 Vocabularies are read from `tokenizer.json` alone, so that a coordinator can compare those of the
 teacher and the student without tokenizer libraries.
@@ -120,15 +120,16 @@ def changed_file_error(name: str, directory: str) -> DataError:
 
 
 def check_temperature(spec: DistilSpec, layout: CaptureLayout) -> None:
-    """Check that the capture has the log-sum-exp that the loss needs.
+    """Check that the capture fits the temperature of the student's loss.
 
     Raises:
-        DataError: The capture lacks the log-sum-exp.
+        DataError: The tokens were drawn at another temperature, or the capture lacks the
+            log-sum-exp at this one.
     """
     if layout.drawn and spec.alpha > 0 and spec.temperature != layout.temperature:
         raise DataError(
-            f"the tokens of this capture were drawn at temperature {layout.temperature:g}: --set "
-            f"distil.temperature={layout.temperature:g}"
+            f"the tokens of this capture were drawn at temperature {layout.temperature:g}: use "
+            f"--set distil.temperature={layout.temperature:g}"
         )
     if spec.alpha > 0 and spec.temperature not in {1.0, layout.temperature}:
         temperatures = " or ".join(f"{t:g}" for t in sorted({1.0, layout.temperature}))
@@ -167,7 +168,7 @@ def vocabulary_digest(tokens: Mapping[str, int]) -> str:
 
 
 def digest_of_file(path: Path) -> str | None:
-    """Return the digest of a `tokenizer.json`; None as of `tokens_of_file`."""
+    """Return the digest of a `tokenizer.json`; None if `tokens_of_file` returns None."""
     tokens = tokens_of_file(path)
     return None if tokens is None else vocabulary_digest(tokens)
 

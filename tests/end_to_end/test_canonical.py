@@ -1,4 +1,4 @@
-"""Real runs with canonical arithmetic: different machines, one digest."""
+"""Real runs with canonical arithmetic: different devices, one digest."""
 
 from __future__ import annotations
 

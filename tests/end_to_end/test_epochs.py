@@ -1,4 +1,4 @@
-"""Runs measured in epochs, with each optimizer: one model for any workers, every sample once."""
+"""Runs in epochs, and a run that stops early: the same model for any number of workers."""
 
 from __future__ import annotations
 

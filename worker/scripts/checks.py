@@ -270,7 +270,7 @@ def check_draws(
     batches: Sequence[Mapping[str, Any]],
     generator_positions: Sequence[object],
 ) -> None:
-    """Check that samples make the same batch at each read with the same seed.
+    """Check that each read of samples draws anew, and makes the same batch with the same seed.
 
     Args:
         samples: The numbers of the samples.
@@ -279,7 +279,7 @@ def check_draws(
             be used.
 
     Raises:
-        DataError: The batches differ, or only the first read used a generator.
+        DataError: The batches differ, or the two reads used the generators differently.
     """
     numbers = ", ".join(map(str, samples))
     if digest_arrays(batches[0]) != digest_arrays(batches[1]):

@@ -85,8 +85,8 @@ class ScriptPhase:
             if waited_s >= self._script.timeout_s:
                 self._on_timeout(
                     f"the script {state} in this device's process, which runs it from its "
-                    "beginning: let it not wait there for input, a lock or a file of the first "
-                    "process, or name one device"
+                    "beginning: it must not wait there for input, a lock or a file of the first "
+                    "process; otherwise name one device"
                 )
                 return
             if waited_s - reported_s >= limits.SCRIPT_REPORT_INTERVAL_S:

@@ -71,10 +71,11 @@ _REQUIRED_FEATURES: Final = {
 
 @cache
 def best_instructions() -> Instructions:
-    """Return the best set that this processor supports, or the one named in the environment.
+    """Return the best set that this processor supports; on x86, the set named in the environment.
 
     Raises:
         BackendUnavailable: No set fits this processor.
+        SamestepError: The processor does not support the named set.
     """
     machine = platform.machine().lower()
     if machine in {"aarch64", "arm64"}:
@@ -91,7 +92,8 @@ def best_instructions() -> Instructions:
     if requested not in available:
         available_names = " or ".join(available)
         raise SamestepError(
-            f"expected {_INSTRUCTIONS} {available_names}, as this processor has, got {requested!r}"
+            f"{_INSTRUCTIONS}: expected {available_names}, which this processor supports, got "
+            f"{requested!r}"
         )
     return SETS[requested]
 

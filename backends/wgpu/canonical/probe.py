@@ -37,7 +37,7 @@ _OPERATORS: Final = {
     "a multiply-add": "fma(x, y, z)",
     "a sum": "x + y",
     "a product": "x * y",
-    "a product that is added": "x * y + z",
+    "a product plus a term": "x * y + z",
     "a difference of products": "x * y - z * y",
     "a quotient": "x / y",
     "a square root": "sqrt(x)",
@@ -46,7 +46,7 @@ _OPERATORS: Final = {
     "a comparison": "select(0.0, 1.0, x < y)",
     "floor": "floor(x)",
     "round": "round(x)",
-    "a whole number": "f32(i32(x))",
+    "a conversion to i32": "f32(i32(x))",
     "exp": "exp(x)",
     "exp2": "exp2(x)",
     "log": "log(x)",
@@ -57,25 +57,25 @@ _OPERATORS: Final = {
     "sin": "sin(x)",
     "cos": "cos(x)",
     "a power": "power(x, y)",
-    "a multiply-add to nothing": "fma(x, y, 0.0)",
+    "a multiply-add to zero": "fma(x, y, 0.0)",
     "a multiply-add of one": "fma(x, 1.0, y)",
-    "a sum with nothing": "x + 0.0",
-    "a difference from nothing": "0.0 - x",
-    "a difference that is nothing": "x - 0.0",
-    "a product with nothing": "0.0 * x",
+    "a sum with zero": "x + 0.0",
+    "a negation by subtraction": "0.0 - x",
+    "a subtraction of zero": "x - 0.0",
+    "a product with zero": "0.0 * x",
     "a product with one": "x * 1.0",
     "a product with minus one": "x * -1.0",
     "a quotient by one": "x / 1.0",
     "a negated sum": "-(x + y)",
     "a negated difference": "-(x - y)",
     "a negated multiply-add": "-fma(x, y, z)",
-    "what nothing is taken from": "x - x",
-    "a difference taken back": "1.0 - (1.0 - x)",
-    "a sum taken back": "(x + y) - x",
-    "one for the other": "x + (y - x)",
-    "a difference of one and a difference": "x - (x - y)",
-    "a product taken back": "x * 3.0 / 3.0",
-    "a power of a number": "power(2.0, y) + power(10.0, y)",
+    "a number minus itself": "x - x",
+    "a difference undone": "1.0 - (1.0 - x)",
+    "a sum undone": "(x + y) - x",
+    "a difference added back": "x + (y - x)",
+    "a difference with a difference": "x - (x - y)",
+    "a product undone": "x * 3.0 / 3.0",
+    "powers of 2 and 10": "power(2.0, y) + power(10.0, y)",
 }
 _SIZES: Final = ((16, 65, 24), (8, 4, 16))
 """Rows, terms and columns of the products: a product that loops, and a product that a driver
@@ -118,7 +118,7 @@ def hard_cases() -> tuple[NDArray[np.float32], ...]:
     bits[:, :quarter] = rng.choice(edges, (3, quarter))
     moderate = rng.normal(size=(3, quarter)).astype(np.float32) * np.float32(8)
     bits[:, quarter : 2 * quarter] = moderate.view(np.uint32)
-    # Few bits in each factor: products and sums that lie halfway.
+    # Few bits in each factor: products and sums that lie halfway between two floats.
     halfway = rng.integers(0, 4096, (3, quarter)).astype(np.float32)
     halfway *= np.exp2(rng.integers(-20, 20, (3, quarter))).astype(np.float32)
     bits[:, 2 * quarter : 3 * quarter] = halfway.view(np.uint32)
@@ -134,7 +134,8 @@ class Difference:
 
     Attributes:
         operator: The operator or function.
-        operands: The operator's operands, as bits.
+        operands: x, y and z of the case, as bits, whether or not the operator uses all of them. A
+            matrix product has the number of the element.
         result: The device's result, as bits.
         expected: The convention's result, as bits.
     """

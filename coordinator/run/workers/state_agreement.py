@@ -60,12 +60,12 @@ class Agreement:
 
     @property
     def awaited_workers(self) -> list[str]:
-        """Workers whose answer is missing, or not yet compared with the replica's."""
+        """Workers whose answer is missing, not yet compared with the replica's, or different."""
         return sorted(self._awaited)
 
     @property
     def silent_workers(self) -> list[str]:
-        """Workers without any answer to the newest step."""
+        """Awaited workers without an answer to the newest step that is still to be compared."""
         return sorted(self._awaited.difference(self._answers.get(self._newest, {})))
 
     def digest(self, step: int) -> str | None:
@@ -99,7 +99,7 @@ class Agreement:
         self._answers.setdefault(step, {})[worker] = digest
 
     def lose(self, worker: str) -> None:
-        """Discard a worker's answers."""
+        """Discard a worker's answers, and stop waiting for it."""
         self._awaited.discard(worker)
         for answers in self._answers.values():
             answers.pop(worker, None)

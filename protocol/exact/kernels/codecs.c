@@ -41,19 +41,19 @@ void unpack_bfloat16(const u8 *body, f32 *values, usize count, u32 threads) {
   in_parallel(unpack_bfloat16_range, &call, count, 4096, threads);
 }
 
-/* Groups that share a power of two. */
+/* int8 and int4: the values of a group share a scale, a power of two. */
 #define NOT_FINITE (-128)
 #define LEAST (-126)
-#define TO_WHOLE 12582912.0f /* 1.5 * 2^23: a sum with it has the rounded whole number in its low bits */
+#define TO_WHOLE 12582912.0f /* 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits */
 
 INLINE i32 exponent_of(u32 largest, i32 bits, u32 fraction_limit) {
   if (!largest) return -bits;
   const i32 exponent =
       (i32)(largest >> 23) - 126 - bits + ((largest & 0x7fffffu) > fraction_limit);
-  return exponent > LEAST ? exponent : LEAST; /* a subnormal ends here too */
+  return exponent > LEAST ? exponent : LEAST; /* subnormals are clamped here too */
 }
 
-/* `q` gets `size` whole numbers; returns the exponent. */
+/* Write `size` integers to `q`; return the exponent. */
 INLINE i32 quantize(const f32 *restrict values, i8 *restrict q, u32 size, i32 bits, u32 limit) {
   u32 largest = 0;
   for (u32 i = 0; i < size; i++) {
@@ -75,7 +75,7 @@ INLINE float scale_of(i32 exponent) {
   return float_of((u32)((exponent > LEAST ? exponent : LEAST) + 127) << 23);
 }
 
-/* One more group, of the values that are left, filled up with zeros. */
+/* Point `values` at a group; the last, partial group is copied and padded with zeros. */
 #define PADDED(size)                                                       \
   f32 padded[size];                                                        \
   const f32 *values = c->values + lo;                                      \
@@ -190,7 +190,8 @@ static void pack_topk_range(void *call, usize first, usize last) {
       const u32 found = count_from(magnitudes, size, least | bit);
       if (found >= wanted) { least |= bit; reach = found; }
     }
-    /* All above it, and of those that equal it the first. Where exactly `wanted` reach it, all. */
+    /* Keep all values above `least`, then the first of those equal to it, up to `wanted`. If exactly
+     * `wanted` values are at least `least`, keep all of them. */
     u32 equal = wanted;
     if (reach != wanted) equal = wanted - count_from(magnitudes, size, least + 1);
     else least -= 1;
@@ -214,7 +215,7 @@ static void pack_topk_range(void *call, usize first, usize last) {
   }
 }
 
-/* `head` gets the indices, `body` the values; both 16 bits each, in order. */
+/* `head` gets the indices, `body` the values; both 16 bits each, in order of index. */
 void pack_topk(f32 *values, u8 *head, u8 *body, usize count, u32 threads) {
   Codec call = {values, head, body, count};
   in_parallel(pack_topk_range, &call, count, REGION, threads);

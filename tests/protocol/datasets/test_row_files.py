@@ -55,7 +55,7 @@ def read_labels(path: Path | str, **spec: Any) -> Any:
 
 @pytest.mark.parametrize(("suffix", "kind"), [(".gz", "gzip"), (".zst", "zstandard")])
 @pytest.mark.parametrize("data", [content("jsonl", ROWS), b"<html>404 Not Found</html>"])
-def test_suffix_of_another_compression_is_refused(tmp_path, suffix, kind, data):
+def test_uncompressed_content_with_a_compression_suffix_is_refused(tmp_path, suffix, kind, data):
     file = tmp_path / f"a.jsonl{suffix}"
     file.write_bytes(data)
     message = rf"expected {kind} in '.*{suffix}', as its name says.*download or compress it again"

@@ -154,7 +154,7 @@ def test_merged_classifier_equals_base_and_adapter(tmp_path, family, sizes, targ
     ],
 )
 def test_adapter_of_embeddings_and_head_equals_peft(tmp_path, family, tied, targets):
-    """Logits are equal as trained, as loaded by PEFT and by `generate`, and after a merge."""
+    """Logits are equal as trained, as loaded by PEFT and by `load`, and after a merge."""
     import peft
     import transformers
     from safetensors.torch import load_file
@@ -166,7 +166,9 @@ def test_adapter_of_embeddings_and_head_equals_peft(tmp_path, family, tied, targ
     actual = load(find(run), None)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # (tied layers: their warnings are tested here)
+        warnings.simplefilter(
+            "ignore"
+        )  # about tied layers
         peft_model = peft.PeftModel.from_pretrained(base, str(run / "adapter")).eval()
     merge(find(run), None, tmp_path / "whole")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
@@ -228,7 +230,7 @@ def test_adapters_of_unsupported_tables_are_refused(tmp_path, task, model, targe
         pytest.param("longformer", 1, 62, marks=pytest.mark.slow),
     ],
 )
-def test_positions_after_padding_reduce_the_context(tmp_path, family, padding, limit):
+def test_position_ids_after_the_padding_id_shorten_the_context(tmp_path, family, padding, limit):
     sizes = SIZES | {"pad_token_id": padding}
     spec = spec_of(tmp_path, "classify", family, sizes)
     document = json.loads(spec.read_text())

@@ -1,4 +1,4 @@
-"""An additive loss is trained; any other loss is refused, with its reason."""
+"""An additive loss is accepted; any other loss is refused, with its reason."""
 
 from __future__ import annotations
 
@@ -204,10 +204,6 @@ class LargeLogits(nn.Module):
         return self.rows[tokens.roll(-1, 1)].float()
 
 
-def variance_of_each(module, batch):
-    return squares(module, batch) + module(batch[0][:, None] * torch.ones(4, 1)).var(1).sum()
-
-
 ADDITIVE_TASKS = {
     "diffusion": lambda: task_of(lambda: net(outputs=6), diffusion),
     "variational autoencoder": lambda: task_of(Autoencoder, lambda m, b: m(b[0])),
@@ -249,7 +245,7 @@ ADDITIVE_TASKS["a body in evaluation mode"] = lambda: task_of(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ADDITIVE_TASKS)
-def test_a_sum_over_samples_is_trained(name):
+def test_a_sum_over_samples_is_accepted(name):
     assert ScriptTask(ADDITIVE_TASKS[name](), SPEC, {}).manifest.train_samples == 48
 
 
@@ -388,7 +384,7 @@ REFUSED_TASKS = {
         r"counts once for each microbatch.*belongs in the optimizer's weight_decay"),
     "penalty on biases": (
         lambda: task_of(ZeroBiases, penalty_on("0.bias", 1e-5)), "once for each microbatch"),
-    "penalty on a gate": (penalty_on_closure, "belongs in the optimizer's weight_decay"),
+    "penalty through a closure": (penalty_on_closure, "belongs in the optimizer's weight_decay"),
     "penalty in backward alone": (
         lambda: task_of(net, gradient_only_penalty), "gradients that add up.*'0.bias'"),
     "mean weighted by class": (

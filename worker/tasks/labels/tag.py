@@ -32,7 +32,8 @@ from worker.tasks.labels.result_info import result_info
 
 _PART_SAMPLES: Final = 16
 KINDS_IN_FULL: Final = 20
-"""Most kinds of entities with F1 by kind: three counts of each, and two more, fit in a message."""
+"""Largest number of entity kinds for which F1 is also reported by kind: three counts of each kind,
+and two more, fit in a message."""
 
 
 class Tag(TransformerTask):
@@ -139,7 +140,8 @@ def span_sums(pairs: Sequence[tuple[Sequence[str], Sequence[str]]], names: Seque
 
 
 def span_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
-    """Return word accuracy and the F1 of entities, also by kind up to `KINDS_IN_FULL`."""
+    """Return word accuracy and the F1 of entities, also by kind if there are at most
+    `KINDS_IN_FULL`."""
     accuracy = Metric(name="accuracy", numerator={"correct": 1}, denominator={"words": 1})
     kinds = _kinds(names)
     if not kinds:

@@ -132,7 +132,7 @@ class Encoder:
         target = torch.arange(len(anchors), device=anchors.device)[part]
         scale = self._scale(module)
         scores = scale * (anchors[part] @ candidates.T)
-        excluded = _not_negatives(fields, numbers, part)
+        excluded = _excluded_candidates(fields, numbers, part)
         losses = cross_entropy(scores.masked_fill(excluded, -torch.inf), target, reduction="none")
         if not self.spec.symmetric:
             return losses
@@ -220,13 +220,13 @@ class Encoder:
         return {name: json.dumps(document, indent=2) + "\n" for name, document in documents.items()}
 
 
-def _not_negatives(
+def _excluded_candidates(
     fields: Mapping[str, torch.Tensor], numbers: torch.Tensor, part: slice
 ) -> torch.Tensor:
-    """Return a mask of candidates that are no negatives of an anchor, (anchors, candidates) bool.
+    """Return a mask of the candidates that are false negatives, (anchors, candidates) bool.
 
-    A candidate of another pair is excluded if it equals the anchor's positive, or if its pair has
-    the same anchor. The anchor's own positive stays.
+    A candidate is excluded if it equals the anchor's positive, or if it is the positive of a pair
+    with an equal anchor. The anchor's own positive stays.
     """
     anchors, positives = fields["anchor_number"], fields["passage_numbers"][:, 0]
     count, positions = len(anchors), torch.arange(len(numbers), device=anchors.device)
