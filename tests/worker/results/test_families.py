@@ -166,9 +166,7 @@ def test_adapter_of_embeddings_and_head_equals_peft(tmp_path, family, tied, targ
     actual = load(find(run), None)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # about tied layers
+        warnings.simplefilter("ignore")  # about tied layers
         peft_model = peft.PeftModel.from_pretrained(base, str(run / "adapter")).eval()
     merge(find(run), None, tmp_path / "whole")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
