@@ -195,7 +195,7 @@ def test_a_device_whose_script_does_not_reach_fit_is_named(tmp_path, blocked):
     assert re.search(
         r"'cpu\d' is not usable here: the script has not reached call 1 of fit after \d+ s in "
         r"this device's process.*"
-        "let it not wait there for input",
+        "it must not wait there for input",
         done.stderr.splitlines()[-1],
     )
 

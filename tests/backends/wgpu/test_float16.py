@@ -203,7 +203,7 @@ def test_float16_round_trip_through_float32(device, backend, monkeypatch):
 
 
 @pytest.mark.parametrize(("lacks", "reason"), [
-    ("feature", "has no float16"), ("infinity", "changes 2 of the 65,536 numbers of float16"),
+    ("feature", "has no float16"), ("infinity", "does not preserve 2 of the 65,536 float16 values"),
 ])  # fmt: skip
 def test_a_device_without_float16_refuses_in_one_line(lacks, reason, monkeypatch):
     if isinstance(cause := adapters(), str):
