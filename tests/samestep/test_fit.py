@@ -71,7 +71,7 @@ def test_returns_the_trained_module_and_the_outcome(capsys):
     assert torch.get_deterministic_debug_mode() == deterministic
 
 
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError])
 def test_error_that_ends_a_program_ends_the_run(error):
     """It must not end the thread of the device: the run would wait for ever."""
     metric_calls: list[None] = []

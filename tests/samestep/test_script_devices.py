@@ -185,7 +185,7 @@ samestep.fit(task, steps=6, batch=8, device="cpu0-1")
 """
 
 
-@pytest.mark.parametrize("blocked", [("1",), ("0", "1")])
+@pytest.mark.parametrize("blocked", [("1",), pytest.param(("0", "1"), marks=pytest.mark.slow)])
 def test_a_device_whose_script_does_not_reach_fit_is_named(tmp_path, blocked):
     done = run(write_script(tmp_path, HEAD + SERVES + BLOCKS), *blocked)
     assert done.returncode != 0
