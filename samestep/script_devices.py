@@ -134,8 +134,11 @@ def devices_of(call: Call, backend: str, devices: Sequence[int | str]) -> Device
 
 
 def _running_s() -> float:
-    """Return the time since this process was started."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    """Return the time since this process was started; 0 if unknown."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # not Linux, where `DeviceProcesses` refuses several devices
+        return 0.0
     start_s = int(fields[_START_TIME_FIELD]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start_s
 

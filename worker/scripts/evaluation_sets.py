@@ -61,7 +61,11 @@ class EvaluationSets:
 
     def index_of(self, part: int) -> int:
         """Return the number of the set that a part belongs to."""
-        return next(n for n, each in enumerate(self.sets) if part in each.parts)
+        return next(
+            number
+            for number, evaluation_set in enumerate(self.sets)
+            if part in evaluation_set.parts
+        )
 
     def rows(self, part: int) -> range:
         """Return the sample numbers of a part, within its set."""

@@ -211,7 +211,8 @@ class _Process:
                 assert self._script_phase is not None, "it runs a script"
                 self._script_phase.reached_goal()
             case _:
-                self._end_script_phase(is_failure=message[0] == events.BuildFailed.__name__)
+                failures = (events.BuildFailed.__name__, events.DeviceFailed.__name__)
+                self._end_script_phase(is_failure=message[0] in failures)
                 self._on_report(self._reports.unpack(message))
 
     def _end_script_phase(self, *, is_failure: bool) -> None:
