@@ -411,8 +411,17 @@ class SumTrial:
     def _compute_loss(self, module: Any, arrays: Arrays) -> torch.Tensor:
         if self._is_float64:
             arrays = {n: a.double() if a.dtype == torch.float32 else a for n, a in arrays.items()}
+        parameters = self._trained_parameters()
+        gradients_before = {name: value.grad for name, value in parameters.items()}
         with nullcontext() if self._device == _CPU else TableLookups(arrays):
             loss = self._loss(module, arrays)
+        for name, value in parameters.items():
+            if value.grad is not gradients_before[name]:
+                raise TypeError(
+                    "expected a loss that is returned, got a call of backward() in it, at the "
+                    f"gradient of {name!r}: return the sum of all losses, and samestep calls "
+                    "backward()"
+                )
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise TypeError(f"expected a tensor that is one sum as loss, got {_shape_of(loss)}")
         return loss
